@@ -1,0 +1,1 @@
+"""Generated from proto/ratelimiter/; the Python path equals the proto package, so nothing is rewritten."""

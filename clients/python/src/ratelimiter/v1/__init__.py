@@ -1,0 +1,1 @@
+"""Messages and stubs of `ratelimiter.v1`, made by `make proto`; do not edit."""

@@ -1,0 +1,3 @@
+"""A standalone gRPC rate limiter."""
+
+__version__ = "0.1.0"

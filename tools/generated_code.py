@@ -1,0 +1,85 @@
+"""Generate the Python code of the wire contract (`--write`), or fail when the committed code differs (`--check`)."""
+
+import argparse
+import difflib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTO = ROOT / "proto"
+CLIENT = ROOT / "clients" / "python"
+TARGET = CLIENT / "src"
+# pip puts the plugins of mypy-protobuf beside the interpreter.
+SCRIPTS = Path(sys.executable).parent
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--write", action="store_true", help="write the generated code into clients/python/src")
+    mode.add_argument("--check", action="store_true", help="fail when the committed code is not what would be generated")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        generate(Path(directory))
+        fresh = read_tree(Path(directory))
+    if arguments.write:
+        for name, text in fresh.items():
+            (TARGET / name).write_text(text)
+        return 0
+    problems = [*differences(fresh), *outdated_bounds("\n".join(fresh.values()))]
+    print("\n".join(problems) or "generated code: current")
+    return 1 if problems else 0
+
+
+def generate(directory: Path) -> None:
+    """Run protoc over every contract, into `directory`."""
+    plugins = [f"--plugin={name}={SCRIPTS / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+    outputs = [f"--{kind}_out={directory}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    contracts = [str(path.relative_to(PROTO)) for path in sorted(PROTO.rglob("*.proto"))]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO}", *plugins, *outputs, *contracts]
+    # The plugins report every file they write; only a failure is worth reading.
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONHASHSEED": "0"})
+    if result.returncode:
+        raise SystemExit(result.stderr)
+
+
+def read_tree(directory: Path) -> dict[str, str]:
+    """Return the generated files below `directory` by relative name."""
+    return {
+        str(path.relative_to(directory)): path.read_text()
+        for pattern in ("*_pb2*.py", "*_pb2*.pyi")
+        for path in sorted(directory.rglob(pattern))
+    }
+
+
+def differences(fresh: dict[str, str]) -> list[str]:
+    """Return a diff for every committed file that is not as generated."""
+    committed = read_tree(TARGET)
+    lines = []
+    for name in sorted(fresh.keys() | committed.keys()):
+        before, after = committed.get(name, "").splitlines(), fresh.get(name, "").splitlines()
+        lines += difflib.unified_diff(before, after, f"committed/{name}", f"generated/{name}", lineterm="")
+    return [*lines, "generated code differs: run `make proto` and commit the result"] if lines else []
+
+
+def outdated_bounds(code: str) -> list[str]:
+    """Compare what the generated code demands of its runtime with what the client's metadata promises."""
+    protobuf = re.search(r"Domain\.PUBLIC,\s+(\d+),\s+(\d+),\s+(\d+),", code)
+    grpcio = re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", code)
+    if protobuf is None or grpcio is None:
+        return ["generated code: no runtime version found in it; has the generator changed its output?"]
+    demanded = {f"protobuf>={'.'.join(protobuf.groups())},<8", f"grpcio>={grpcio[1]}"}
+    promised = set(tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]["dependencies"])
+    if demanded == promised:
+        return []
+    return [f"clients/python/pyproject.toml: dependencies are {sorted(promised)}, the code needs {sorted(demanded)}"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,117 @@
+"""Make `.venv` in the checkout from the hashed pins; do nothing when it is current.
+
+Runs before anything is installed, so it needs the standard library only, and it is written so that an interpreter too old
+for the project can still parse it and say so.
+"""
+
+import hashlib
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+OLDEST = (3, 11)
+NEWER_NAMES = ("python3.14", "python3.13", "python3.12", "python3.11")
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "ratelimitd-setup.sha256"
+REQUIREMENTS = tuple(ROOT / "requirements" / name for name in ("build.txt", "base.txt", "dev.txt"))
+EDITABLE = (ROOT, ROOT / "clients" / "python")
+
+
+def main():
+    """Bring `.venv` up to date; return the exit status."""
+    if sys.version_info < OLDEST:
+        return use_newer_python()
+    wanted = fingerprint()
+    if is_current(wanted):
+        return 0
+    import fcntl  # noqa: PLC0415 - POSIX only; the version message above must come first everywhere
+
+    # Two `make` runs in one checkout must not install over each other; the second finds the work done. The lock lies
+    # beside `.venv`, which may be thrown away while it is held.
+    with (ROOT / ".venv.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_current(wanted):
+            install(wanted)
+    return 0
+
+
+def use_newer_python():
+    """Run this file again under a Python that is new enough, or say what is missing."""
+    for name in NEWER_NAMES:
+        path = shutil.which(name)
+        # A pyenv shim exists for versions that are not selected, so being found is not enough.
+        if path and subprocess.call([path, "-c", ""], stderr=subprocess.DEVNULL) == 0:
+            os.execv(path, [path, *sys.argv])
+    found = ".".join(map(str, sys.version_info[:3]))
+    sys.stderr.write(
+        "ratelimitd needs Python 3.11 or newer; {} is {}, and none of {} works.\n"
+        "Install one, or name it: make setup PYTHON=/path/to/python3.12\n".format(
+            sys.executable, found, ", ".join(NEWER_NAMES)
+        )
+    )
+    return 1
+
+
+def fingerprint():
+    """Return a hash of all that decides what is installed."""
+    digest = hashlib.sha256("{}\n{}\n".format(sys.version_info[:2], ROOT).encode())
+    for path in (*REQUIREMENTS, *(directory / "pyproject.toml" for directory in EDITABLE)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def is_current(wanted):
+    """Tell whether `.venv` works and was made from exactly these inputs."""
+    return VENV_PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted
+
+
+def install(wanted):
+    """Create or update `.venv`; stamp it last, so that an interrupted run is repeated."""
+    print("setup: installing the pinned packages into .venv", flush=True)
+    STAMP.unlink(missing_ok=True)
+    pip = make_venv()
+    pinned = [word for path in REQUIREMENTS for word in ("-r", str(path))]
+    run([*pip, "install", "--quiet", "--require-hashes", *pinned])
+    editable = [word for path in EDITABLE for word in ("-e", str(path))]
+    run([*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", *editable])
+    STAMP.write_text(wanted)
+
+
+def make_venv():
+    """Make sure that `.venv` has this interpreter; return the pip command that installs into it."""
+    flags = ["--disable-pip-version-check", "--no-input"]
+    if not venv_matches():
+        shutil.rmtree(VENV, ignore_errors=True)
+    # Debian ships ensurepip in a package of its own (python3-venv); without it pip is asked to work from outside.
+    if subprocess.call([sys.executable, "-c", "import ensurepip"], stderr=subprocess.DEVNULL) == 0:
+        if not VENV.exists():
+            run([sys.executable, "-m", "venv", str(VENV)])
+        return [str(VENV_PYTHON), "-m", "pip", *flags]
+    if not VENV.exists():
+        run([sys.executable, "-m", "venv", "--without-pip", str(VENV)])
+    return [sys.executable, "-m", "pip", "--python", str(VENV_PYTHON), *flags]
+
+
+def venv_matches():
+    """Tell whether `.venv` runs and has the minor version of this interpreter."""
+    if not VENV_PYTHON.exists():
+        return False
+    code = "import sys; print(sys.version_info[:2])"
+    answer = subprocess.run([str(VENV_PYTHON), "-c", code], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() == str(sys.version_info[:2])
+
+
+def run(command):
+    """Run a command, or end with its exit status and its name."""
+    status = subprocess.call(command, cwd=str(ROOT))
+    if status:
+        sys.stderr.write("setup: failed: {}\n".format(" ".join(command)))
+        raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
