@@ -1,0 +1,65 @@
+"""The values in which the node reports on itself: its health and its metrics, as the health service and scrapes read them.
+
+Never measures, never reads a clock and imports nothing but the standard library: ``observe/`` fills these in, the
+services and the page render them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, Literal
+
+MetricKind = Literal["counter", "gauge", "histogram"]
+"""The kinds of metric of the contract, by the name they have on the wire."""
+
+BreakerStateName = Literal["closed", "open", "half_open"]
+"""The states of the circuit breaker, by the name they have on the wire."""
+
+NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
+"""Labels of a metric without labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSample:
+    """One histogram. ``upper_bounds`` in the metric's unit (seconds), rising, without +Inf; ``cumulative_counts`` is
+    one longer, its last entry (+Inf) is the number of observations; ``sum`` in the metric's unit.
+    """
+
+    upper_bounds: tuple[float, ...]
+    cumulative_counts: tuple[int, ...]
+    sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSample:
+    """One metric at one moment.
+
+    ``name`` is the specification's exact name (``rate_limiter.fail_open`` included); ``value`` is that of a counter
+    or gauge and 0 for a histogram, which has ``histogram`` instead. Label values come from closed sets only.
+    """
+
+    name: str
+    kind: MetricKind
+    value: float = 0.0
+    histogram: HistogramSample | None = None
+    labels: Mapping[str, str] = field(default=NO_LABELS)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReport:
+    """One evaluation of the four conditions of the specification over the last 60 s.
+
+    ``healthy`` is their conjunction. ``local_cache_hit_ratio`` and ``error_rate`` are fractions from 0 to 1,
+    ``average_latency_ms`` is in milliseconds; ``rules_revision`` is 0 before the first rule book is there.
+    """
+
+    healthy: bool
+    shared_state_connected: bool
+    local_cache_hit_ratio: float
+    average_latency_ms: float
+    error_rate: float
+    node_id: str
+    breaker_state: BreakerStateName
+    rules_revision: int
