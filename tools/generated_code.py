@@ -22,8 +22,14 @@ def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--write", action="store_true", help="write the generated code into clients/python/src")
-    mode.add_argument("--check", action="store_true", help="fail when the committed code is not what would be generated")
+    mode.add_argument(
+        "--write", action="store_true", help="write the generated code into clients/python/src"
+    )
+    mode.add_argument(
+        "--check",
+        action="store_true",
+        help="fail when the committed code is not what would be generated",
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         generate(Path(directory))
@@ -39,12 +45,30 @@ def main() -> int:
 
 def generate(directory: Path) -> None:
     """Run protoc over every contract, into `directory`."""
-    plugins = [f"--plugin={name}={SCRIPTS / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
-    outputs = [f"--{kind}_out={directory}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    plugins = [
+        f"--plugin={name}={SCRIPTS / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+    ]
+    outputs = [
+        f"--{kind}_out={directory}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")
+    ]
     contracts = [str(path.relative_to(PROTO)) for path in sorted(PROTO.rglob("*.proto"))]
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO}", *plugins, *outputs, *contracts]
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        f"--proto_path={PROTO}",
+        *plugins,
+        *outputs,
+        *contracts,
+    ]
     # The plugins report every file they write; only a failure is worth reading.
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONHASHSEED": "0"})
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )
     if result.returncode:
         raise SystemExit(result.stderr)
 
@@ -64,8 +88,12 @@ def differences(fresh: dict[str, str]) -> list[str]:
     lines = []
     for name in sorted(fresh.keys() | committed.keys()):
         before, after = committed.get(name, "").splitlines(), fresh.get(name, "").splitlines()
-        lines += difflib.unified_diff(before, after, f"committed/{name}", f"generated/{name}", lineterm="")
-    return [*lines, "generated code differs: run `make proto` and commit the result"] if lines else []
+        lines += difflib.unified_diff(
+            before, after, f"committed/{name}", f"generated/{name}", lineterm=""
+        )
+    return (
+        [*lines, "generated code differs: run `make proto` and commit the result"] if lines else []
+    )
 
 
 def outdated_bounds(code: str) -> list[str]:
@@ -73,12 +101,18 @@ def outdated_bounds(code: str) -> list[str]:
     protobuf = re.search(r"Domain\.PUBLIC,\s+(\d+),\s+(\d+),\s+(\d+),", code)
     grpcio = re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", code)
     if protobuf is None or grpcio is None:
-        return ["generated code: no runtime version found in it; has the generator changed its output?"]
+        return [
+            "generated code: no runtime version found in it; has the generator changed its output?"
+        ]
     demanded = {f"protobuf>={'.'.join(protobuf.groups())},<8", f"grpcio>={grpcio[1]}"}
-    promised = set(tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]["dependencies"])
+    promised = set(
+        tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]["dependencies"]
+    )
     if demanded == promised:
         return []
-    return [f"clients/python/pyproject.toml: dependencies are {sorted(promised)}, the code needs {sorted(demanded)}"]
+    return [
+        f"clients/python/pyproject.toml: dependencies are {sorted(promised)}, the code needs {sorted(demanded)}"
+    ]
 
 
 if __name__ == "__main__":

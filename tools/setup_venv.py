@@ -1,7 +1,7 @@
 """Make `.venv` in the checkout from the hashed pins; do nothing when it is current.
 
-Runs before anything is installed, so it needs the standard library only, and it is written so that an interpreter too old
-for the project can still parse it and say so.
+Runs before anything is installed, so it needs the standard library only; and it is written so that an interpreter too
+old for the project can still parse it and say so.
 """
 
 import hashlib
@@ -101,7 +101,9 @@ def venv_matches():
     if not VENV_PYTHON.exists():
         return False
     code = "import sys; print(sys.version_info[:2])"
-    answer = subprocess.run([str(VENV_PYTHON), "-c", code], capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        [str(VENV_PYTHON), "-c", code], capture_output=True, text=True, check=False
+    )
     return answer.stdout.strip() == str(sys.version_info[:2])
 
 
