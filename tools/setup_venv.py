@@ -5,6 +5,7 @@ old for the project can still parse it and say so.
 """
 
 import hashlib
+import json
 import os
 import pathlib
 import shutil
@@ -58,9 +59,16 @@ def use_newer_python():
 
 def fingerprint():
     """Return a hash of all that decides what is installed."""
+    import tomllib  # noqa: PLC0415 - unknown to interpreters that are too old
+
     digest = hashlib.sha256("{}\n{}\n".format(sys.version_info[:2], ROOT).encode())
-    for path in (*REQUIREMENTS, *(directory / "pyproject.toml" for directory in EDITABLE)):
+    for path in REQUIREMENTS:
         digest.update(path.read_bytes())
+    for directory in EDITABLE:
+        settings = tomllib.loads((directory / "pyproject.toml").read_text(encoding="utf-8"))
+        # The rest of the file configures linters and tests; editing that calls for no installation.
+        installed = [settings["build-system"], settings["project"], settings["tool"]["setuptools"]]
+        digest.update(json.dumps(installed, sort_keys=True).encode())
     return digest.hexdigest()
 
 
