@@ -1,5 +1,77 @@
-PYTHON ?= python3
+# `make` alone lists the targets. Everything runs from .venv, which `make setup` makes from the pins in requirements/.
 
-setup:
-	@$(PYTHON) tools/setup_venv.py
+PYTHON ?= python3
+BIN := .venv/bin
+# Where make runs several targets at once, their output would interleave beyond reading.
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
 .PHONY: setup
+setup: ## create or update .venv from the pins; does nothing when it is current
+	@$(PYTHON) tools/setup_venv.py
+
+.PHONY: serve
+serve: setup ## serve from the checkout; an empty rule book is seeded from examples/rules.yaml
+	@$(BIN)/ratelimitd serve --rules-file examples/rules.yaml
+
+.PHONY: test
+test: setup ## run the tests, then see that each core module is covered by its own
+	@$(BIN)/python -m pytest -q -n 2 -m "not system and not long"
+	@$(BIN)/python tools/check_layout.py --coverage
+
+.PHONY: test-system
+test-system: setup ## run the end-to-end tests of the installed command
+	@tools/system_packages.sh
+	@$(BIN)/python -m pytest -q -n 2 -m system
+
+.PHONY: test-long
+test-long: setup ## run the tests that take minutes
+	@$(BIN)/python -m pytest -q -m long -o asyncio_debug=false
+
+.PHONY: lint
+lint: setup ## check style, types, layers, spelling, the contract and the generated code
+	@$(BIN)/ruff format --check --quiet . || { echo "format: run \`make format\`"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/codespell
+	@$(BIN)/buf lint
+	@$(BIN)/buf breaking --against proto/baseline.txtpb
+	@$(BIN)/python tools/generated_code.py --check
+	@$(BIN)/python tools/check_pins.py
+	@$(BIN)/python tools/check_layout.py
+
+.PHONY: format
+format: setup ## format the code and mend what ruff can mend
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+
+.PHONY: bench
+bench: setup ## measure checks per second and latencies
+	@$(BIN)/python -m bench
+
+.PHONY: proto
+proto: setup ## write the generated code anew from proto/
+	@$(BIN)/python tools/generated_code.py --write
+
+.PHONY: proto-baseline
+proto-baseline: setup ## at a release: make today's contract the one that may not be broken
+	@$(BIN)/buf build --exclude-source-info -o proto/baseline.txtpb
+
+# uv is told neither an index nor a directory of wheels, so that none of their addresses can end up in the pins.
+.PHONY: pins
+pins: setup ## compile requirements/*.in anew; UPGRADE=--upgrade takes the newest versions
+	@for name in build base dev; do \
+		$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
+			$(UPGRADE) requirements/$$name.in --output-file requirements/$$name.txt || exit 1; \
+	done
+
+.PHONY: clean
+clean: ## remove .venv, caches and what a node left in the checkout
+	@rm -rf .venv .venv.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage* \
+		ratelimitd.db* ratelimitd-state
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

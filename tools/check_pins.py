@@ -1,0 +1,57 @@
+"""Check that the pins answer what is asked for: pyproject.toml, requirements/*.in and requirements/*.txt agree."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN_CLIENT = Requirement("ratelimitd-client")
+"""Installed from this checkout, so it has no pin."""
+
+
+def main() -> int:
+    """Run all checks; return the exit status."""
+    problems = [*metadata_problems(), *pin_problems()]
+    print("\n".join(problems) or "pins: they agree with what is asked for")
+    return 1 if problems else 0
+
+
+def asked(name: str) -> list[Requirement]:
+    """Return the requirements of requirements/<name>.in."""
+    lines = (ROOT / "requirements" / f"{name}.in").read_text(encoding="utf-8").splitlines()
+    bare = (line.split("#")[0].strip() for line in lines)
+    return [Requirement(line) for line in bare if line and not line.startswith("-")]
+
+
+def metadata_problems() -> Iterator[str]:
+    """Compare the dependencies of the distribution with requirements/base.in."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {str(Requirement(text)) for text in project["dependencies"]}
+    wanted = {str(requirement) for requirement in [*asked("base"), OWN_CLIENT]}
+    for text in sorted(declared ^ wanted):
+        where = "pyproject.toml" if text in declared else "requirements/base.in"
+        yield f"{text}: only in {where}"
+
+
+def pin_problems() -> Iterator[str]:
+    """Compare each list of pins with its input, and look for addresses of an index or of this machine."""
+    for name in ("build", "base", "dev"):
+        text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
+        pins = {
+            canonicalize_name(pin): version
+            for pin, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)
+        }
+        for requirement in asked(name):
+            version = pins.get(canonicalize_name(requirement.name))
+            if version is None or not requirement.specifier.contains(version):
+                yield f"requirements/{name}.txt: {requirement} is asked for, pinned is {version}: run `make pins`"
+        if re.search(r"://|^-", text, re.MULTILINE):
+            yield f"requirements/{name}.txt: must hold pins and hashes only, no address and no option"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

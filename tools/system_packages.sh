@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Makes sure that the Debian packages of the end-to-end tests are there: installs them where it may, else says what is
+# missing and fails. A test that needs a package adds it to the list, with its reason.
+set -euo pipefail
+
+PACKAGES=(
+    # None so far: buf comes as a wheel, and the tests make their faults with what the kernel offers.
+)
+
+missing=()
+for package in "${PACKAGES[@]}"; do
+    status=$(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null || true)
+    [ "$status" = installed ] || missing+=("$package")
+done
+[ ${#missing[@]} -gt 0 ] || exit 0
+
+if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+    echo "system packages: installing ${missing[*]}"
+    apt-get update --quiet=2
+    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends "${missing[@]}"
+else
+    echo "system packages: missing ${missing[*]}" >&2
+    echo "install them with: sudo apt-get install ${missing[*]}" >&2
+    exit 1
+fi
