@@ -1,0 +1,107 @@
+"""Where the text of a setting is found: a flag, the environment, or a file that one of them names.
+
+Knows how names are spelt and which environment variables are not ours; never what a value means. See ADR 0019.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ratelimitd.errors import SettingsError
+
+ENV_PREFIX: Final = "RATELIMITD_"
+
+MAX_SECRET_FILE_BYTES: Final = 65_536
+"""More than any secret needs; a path that names something endless by mistake must not fill the memory."""
+
+KUBERNETES_SERVICE: Final = re.compile(
+    r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)?)"
+)
+"""What Kubernetes puts into every container of a namespace with a service called ``ratelimitd``: none of it is ours."""
+
+
+class Found(NamedTuple):
+    """The text of a setting: ``origin`` names where for a person, ``source`` is flag, environment or file."""
+
+    origin: str
+    text: str
+    source: str
+
+
+def environment_of(name: str) -> str:
+    """The environment variable of a setting name: ``HTTP_LISTEN`` → ``RATELIMITD_HTTP_LISTEN``."""
+    return ENV_PREFIX + name
+
+
+def flag_of(name: str) -> str:
+    """The flag of ``serve`` for a setting name: ``HTTP_LISTEN`` → ``--http-listen``."""
+    return "--" + name.lower().replace("_", "-")
+
+
+def file_of(name: str) -> str:
+    """The name under which a secret is read from a file: ``ADMIN_TOKEN`` → ``ADMIN_TOKEN_FILE``."""
+    return name + "_FILE"
+
+
+def find(
+    name: str, environ: Mapping[str, str], flags: Mapping[str, str | None], *, with_file: bool
+) -> Found | None:
+    """The text of one setting, from its flag first, else from the environment; ``None`` when neither has it.
+
+    Raises:
+        SettingsError: the value and its file are both given, or the file cannot be read.
+    """
+    for source, spell, text_of in (
+        ("flag", flag_of, flags.get),
+        ("environment", environment_of, lambda key: environ.get(environment_of(key))),
+    ):
+        origin, file_origin = spell(name), spell(file_of(name))
+        text, file = text_of(name), text_of(file_of(name)) if with_file else None
+        if text is not None and file:
+            message = f"{origin} and {file_origin} are both set"
+            raise SettingsError(message)
+        if file:
+            return Found(file_origin, _read_secret(file_origin, Path(file)), "file")
+        if text is not None:
+            return Found(origin, text, source)
+    return None
+
+
+def unknown_names(
+    environ: Mapping[str, str], flags: Mapping[str, str | None], known: Collection[str]
+) -> list[str]:
+    """A sentence for each name that is ours by its prefix and yet not ``known``."""
+    strangers = [
+        (name, environment_of)
+        for name in sorted(
+            key.removeprefix(ENV_PREFIX) for key in environ if key.startswith(ENV_PREFIX)
+        )
+        if name not in known and not KUBERNETES_SERVICE.fullmatch(name)
+    ]
+    strangers += [(name, flag_of) for name in sorted(flags) if name not in known]
+    return [_unknown_name(name, spell, known) for name, spell in strangers]
+
+
+def _unknown_name(name: str, spell: Callable[[str], str], known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {spell(close[0])}?)" if close else ""
+    return f"{spell(name)} is not a setting{hint}"
+
+
+def _read_secret(origin: str, file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_SECRET_FILE_BYTES + 1)
+        text = content.decode()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a UTF-8 text file"
+        message = f"{origin}: cannot read {file}: {reason}"
+        raise SettingsError(message) from None
+    if len(content) > MAX_SECRET_FILE_BYTES:
+        message = f"{origin}: {file} is longer than {MAX_SECRET_FILE_BYTES} bytes"
+        raise SettingsError(message)
+    return text.removesuffix("\n").removesuffix("\r")
