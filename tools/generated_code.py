@@ -85,7 +85,7 @@ def read_tree(directory: Path) -> dict[str, str]:
 def differences(fresh: dict[str, str]) -> list[str]:
     """Return a diff for every committed file that is not as generated."""
     committed = read_tree(TARGET)
-    lines = []
+    lines: list[str] = []
     for name in sorted(fresh.keys() | committed.keys()):
         before, after = committed.get(name, "").splitlines(), fresh.get(name, "").splitlines()
         lines += difflib.unified_diff(

@@ -4,6 +4,8 @@ Runs before anything is installed, so it needs the standard library only; and it
 old for the project can still parse it and say so.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
@@ -22,7 +24,7 @@ REQUIREMENTS = tuple(ROOT / "requirements" / name for name in ("build.txt", "bas
 EDITABLE = (ROOT, ROOT / "clients" / "python")
 
 
-def main():
+def main() -> int:
     """Bring `.venv` up to date; return the exit status."""
     if sys.version_info < OLDEST:
         return use_newer_python()
@@ -40,7 +42,7 @@ def main():
     return 0
 
 
-def use_newer_python():
+def use_newer_python() -> int:
     """Run this file again under a Python that is new enough, or say what is missing."""
     for name in NEWER_NAMES:
         path = shutil.which(name)
@@ -57,11 +59,11 @@ def use_newer_python():
     return 1
 
 
-def fingerprint():
+def fingerprint() -> str:
     """Return a hash of all that decides what is installed."""
     import tomllib  # noqa: PLC0415 - unknown to interpreters that are too old
 
-    digest = hashlib.sha256("{}\n{}\n".format(sys.version_info[:2], ROOT).encode())
+    digest = hashlib.sha256(f"{sys.version_info[:2]}\n{ROOT}\n".encode())
     for path in REQUIREMENTS:
         digest.update(path.read_bytes())
     for directory in EDITABLE:
@@ -72,12 +74,12 @@ def fingerprint():
     return digest.hexdigest()
 
 
-def is_current(wanted):
+def is_current(wanted: str) -> bool:
     """Tell whether `.venv` works and was made from exactly these inputs."""
     return VENV_PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted
 
 
-def install(wanted):
+def install(wanted: str) -> None:
     """Create or update `.venv`; stamp it last, so that an interrupted run is repeated."""
     print("setup: installing the pinned packages into .venv", flush=True)
     STAMP.unlink(missing_ok=True)
@@ -89,7 +91,7 @@ def install(wanted):
     STAMP.write_text(wanted)
 
 
-def make_venv():
+def make_venv() -> list[str]:
     """Make sure that `.venv` has this interpreter; return the pip command that installs into it."""
     flags = ["--disable-pip-version-check", "--no-input"]
     if not venv_matches():
@@ -104,7 +106,7 @@ def make_venv():
     return [sys.executable, "-m", "pip", "--python", str(VENV_PYTHON), *flags]
 
 
-def venv_matches():
+def venv_matches() -> bool:
     """Tell whether `.venv` runs and has the minor version of this interpreter."""
     if not VENV_PYTHON.exists():
         return False
@@ -115,7 +117,7 @@ def venv_matches():
     return answer.stdout.strip() == str(sys.version_info[:2])
 
 
-def run(command):
+def run(command: list[str]) -> None:
     """Run a command, or end with its exit status and its name."""
     status = subprocess.call(command, cwd=str(ROOT))
     if status:
