@@ -1,0 +1,1 @@
+"""Rules: what they are, where they are kept, and how the book of them stays current on a node."""
