@@ -1,0 +1,52 @@
+"""Fixed window: at most ``limit`` tokens per window; windows are aligned to the Unix epoch.
+
+Pure: never reads a clock, never does I/O, never raises on a state of its own making. See ADR 0004 and 0006.
+
+The state is ``(count, latest_us)``: the tokens accepted in the window that holds ``latest_us``, the time of the last
+accepted check. The effective time of a check is never before it (I8), so a late timestamp counts into the current
+window. Around a boundary up to twice the limit may pass (I2); the sliding window is for those who mind.
+"""
+
+from __future__ import annotations
+
+from ratelimitd.model import ALLOWED, DENIED, INT32_MAX, US_PER_S, Outcome, Reason, Rule
+
+State = tuple[int, int]
+
+
+def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
+    """Judge one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
+
+    Returns:
+        The outcome; after a denial its state is the object that was given (I6).
+    """
+    limit = rule.limit
+    window_us = rule.window_us
+    if state is None:
+        count, at_us = 0, now_us
+        start_us = at_us - at_us % window_us
+    else:
+        count, latest_us = state
+        at_us = max(latest_us, now_us)
+        start_us = at_us - at_us % window_us
+        if latest_us < start_us:
+            count = 0
+        elif count > limit:  # the limit was lowered meanwhile: the window is used up, not overdrawn
+            count = limit
+
+    end_us = start_us + window_us
+    reset_time = end_us // US_PER_S  # windows begin and end on whole seconds
+    wanted = count + cost
+    if wanted <= limit:
+        remaining = limit - wanted
+        retry_after = 0 if remaining else min(-(-(end_us - now_us) // US_PER_S), INT32_MAX)
+        return Outcome(
+            ALLOWED, remaining, reset_time, retry_after, Reason.WITHIN_LIMIT, (wanted, at_us)
+        )
+    if cost > limit:
+        return Outcome(
+            DENIED, limit - count, reset_time, rule.window_seconds, Reason.COST_EXCEEDS_LIMIT, state
+        )
+    # The end of a window is later than every time inside it, so this is at least 1.
+    retry_after = min(-(-(end_us - now_us) // US_PER_S), INT32_MAX)
+    return Outcome(DENIED, limit - count, reset_time, retry_after, Reason.LIMIT_EXCEEDED, state)

@@ -1,0 +1,132 @@
+"""Sliding-window log: at most ``limit`` tokens in any interval of one window, no burst at a boundary.
+
+Pure: never reads a clock, never does I/O, never raises on a state of its own making. See ADR 0003 and 0006.
+
+The log is kept as runs: one timestamp and how many tokens were accepted at it. The state is the runs as one ``bytes``
+object of 64-bit integers in the machine's order,
+
+    t1 … tn   c0 c1 … cn
+
+where ``ti`` is the time of run i in µs, ascending, and ``ci − c(i−1)`` its tokens. Running sums instead of counts make
+"how many are in the window" one subtraction and "when are k of them gone" one bisection, however long the log is. An
+immutable ``bytes`` keeps :func:`decide` pure, costs 16 bytes a run, and is invisible to the cyclic garbage collector.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+from struct import Struct
+from typing import Final
+
+from ratelimitd.model import ALLOWED, DENIED, INT32_MAX, US_PER_S, Outcome, Reason, Rule
+
+State = bytes
+
+MAX_RUNS: Final = 16_384
+"""Runs of one log; beyond it neighbours merge into the later timestamp. Bounds a bucket to 256 KiB (I17)."""
+
+_MAX_SUM: Final = 2**62
+"""Running sums start anew before they could leave 64 bits."""
+
+_CELL: Final = 8
+_pack_one: Final = Struct("=q").pack
+_pack_first: Final = Struct("=qqq").pack
+
+
+def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
+    """Judge one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
+
+    The specification's rule: entries at or before timestamp − window are dropped; if what remains and the cost fit into
+    the limit, the timestamp is appended ``cost`` times.
+
+    Returns:
+        The outcome; after a denial its state is the object that was given (I6).
+    """
+    limit, window_us = rule.limit, rule.window_us
+    if state is None:
+        if cost <= limit:
+            return _accepted(rule, now_us, now_us, cost, now_us, _pack_first(now_us, 0, cost))
+        return Outcome(
+            DENIED,
+            limit,
+            -(-now_us // US_PER_S),
+            rule.window_seconds,
+            Reason.COST_EXCEEDS_LIMIT,
+            state,
+        )
+
+    cells = memoryview(state).cast("q")
+    runs = len(cells) >> 1
+    latest_us = cells[runs - 1]
+    at_us = max(latest_us, now_us)
+    first = bisect_right(cells, at_us - window_us, 0, runs)  # runs before it have left the window
+    gone = cells[runs + first]
+    used = cells[-1] - gone
+
+    if used + cost <= limit:
+        oldest_us = cells[first] if first < runs else at_us
+        return _accepted(
+            rule, now_us, at_us, used + cost, oldest_us, _appended(state, first, at_us, cost)
+        )
+
+    remaining = max(
+        limit - used, 0
+    )  # more than the limit is in the log when the limit was lowered meanwhile
+    reset_us = latest_us + window_us if used else at_us
+    reset_time = -(-reset_us // US_PER_S)
+    if cost > limit:
+        return Outcome(
+            DENIED, remaining, reset_time, rule.window_seconds, Reason.COST_EXCEEDS_LIMIT, state
+        )
+    # The earliest run with whose leaving the cost fits.
+    leaving = bisect_left(cells, gone + used + cost - limit, runs + first + 1) - runs - 1
+    retry_after = -(-(cells[leaving] + window_us - now_us) // US_PER_S)
+    return Outcome(
+        DENIED, remaining, reset_time, min(retry_after, INT32_MAX), Reason.LIMIT_EXCEEDED, state
+    )
+
+
+def _accepted(  # noqa: PLR0917 - what both ways of accepting know
+    rule: Rule, now_us: int, at_us: int, used: int, oldest_us: int, state: State
+) -> Outcome:
+    remaining = rule.limit - used
+    retry_after = 0
+    if not remaining:
+        retry_after = min(-(-(oldest_us + rule.window_us - now_us) // US_PER_S), INT32_MAX)
+    reset_time = -(-(at_us + rule.window_us) // US_PER_S)
+    return Outcome(ALLOWED, remaining, reset_time, retry_after, Reason.WITHIN_LIMIT, state)
+
+
+def _appended(state: State, first: int, at_us: int, cost: int) -> State:
+    """The log without its first ``first`` runs, and with ``cost`` tokens more at ``at_us``."""
+    runs = len(state) // (2 * _CELL)
+    if first == runs:
+        return _pack_first(at_us, 0, cost)
+    times = state[first * _CELL : runs * _CELL]
+    sums = state[(runs + first) * _CELL :]
+    total = int.from_bytes(sums[-_CELL:], sys.byteorder) + cost
+    if times[-_CELL:] == _pack_one(at_us):
+        appended = times + sums[:-_CELL] + _pack_one(total)
+    else:
+        appended = b"".join((times, _pack_one(at_us), sums, _pack_one(total)))
+    if total > _MAX_SUM or len(appended) > (2 * MAX_RUNS + 1) * _CELL:
+        return _compacted(appended)
+    return appended
+
+
+def _compacted(state: State) -> State:
+    """The same log with sums that start at 0 and, when it is too long, every two neighbouring runs made one.
+
+    A merged run has the later of the two timestamps: its tokens stay longer, so that this never admits more.
+    """
+    cells = array("q", state)
+    runs = len(cells) >> 1
+    times, sums = cells[:runs], cells[runs:]
+    if runs > MAX_RUNS:
+        # An odd last run has no neighbour and stays as it is.
+        times = times[1 : runs - 1 : 2] + times[runs - 1 :]
+        sums = sums[0:runs:2] + sums[runs:]
+    base = sums[0]
+    return times.tobytes() + array("q", [total - base for total in sums]).tobytes()

@@ -1,0 +1,76 @@
+"""Token bucket: starts full, refills ``limit`` tokens per window, a check takes its cost or nothing.
+
+Pure: never reads a clock, never does I/O, never raises on a state of its own making. See ADR 0002 and 0006.
+
+The state is ``(spent, latest_us)``, exact in integers. One token is ``window_us`` units and one µs refills ``limit``
+units, so that no refill is ever rounded: capacity = limit × window_us, at most 2^82. *Spent* is kept instead of tokens
+because it does not depend on the limit: when a rule's limit changes, what was spent stays spent.
+``latest_us`` is the time of the last accepted check; the effective time of a check is never before it (I8).
+"""
+
+from __future__ import annotations
+
+from ratelimitd.model import ALLOWED, DENIED, INT32_MAX, US_PER_S, Outcome, Reason, Rule
+
+State = tuple[int, int]
+
+
+def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
+    """Judge one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
+
+    The specification's formulas: tokens = min(capacity, tokens + elapsed × refill rate); retry delay
+    = (n − tokens) / refill rate, with the cost of a denied check, or 1 after an accepted one, for n.
+
+    Returns:
+        The outcome; after a denial its state is the object that was given (I6).
+    """
+    limit = rule.limit
+    token = rule.window_us
+    capacity = limit * token
+    if state is None:
+        spent, at_us = 0, now_us
+    else:
+        spent, latest_us = state
+        spent = min(
+            spent, capacity
+        )  # the limit was lowered meanwhile: owe one whole capacity, not more
+        if now_us > latest_us:
+            spent -= (now_us - latest_us) * limit
+            spent = max(spent, 0)
+            at_us = now_us
+        else:
+            at_us = latest_us
+
+    wanted = spent + cost * token
+    if wanted <= capacity:
+        remaining = (capacity - wanted) // token
+        # Whole seconds, rounded up: -(-a // b) is the ceiling of a / b.
+        retry_after = 0
+        if not remaining:
+            due = at_us * limit + wanted + token - capacity
+            retry_after = -(-(due - now_us * limit) // (limit * US_PER_S))
+        return Outcome(
+            ALLOWED,
+            remaining,
+            -(-(at_us * limit + wanted) // (limit * US_PER_S)),
+            min(retry_after, INT32_MAX),
+            Reason.WITHIN_LIMIT,
+            (wanted, at_us),
+        )
+
+    remaining = (capacity - spent) // token
+    reset_time = -(-(at_us * limit + spent) // (limit * US_PER_S))
+    if cost > limit:
+        return Outcome(
+            DENIED, remaining, reset_time, rule.window_seconds, Reason.COST_EXCEEDS_LIMIT, state
+        )
+    due = at_us * limit + wanted - capacity
+    retry_after = -(-(due - now_us * limit) // (limit * US_PER_S))
+    return Outcome(
+        DENIED,
+        remaining,
+        reset_time,
+        min(max(retry_after, 1), INT32_MAX),
+        Reason.LIMIT_EXCEEDED,
+        state,
+    )

@@ -1,0 +1,73 @@
+"""Time for the node: a clock that never steps back, anchored to the wall clock and slewed towards it.
+
+Every layer takes a :class:`Clock` instead of reading one, so that tests and simulations own time. See ADR 0005.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+SLEW_DIVISOR: Final = 100
+"""The clock is corrected by at most 1/100 of the time that passes: 10 ms per second."""
+
+SKEW_ALARM_US: Final = 1_000_000
+"""An error beyond one second is reported: somebody set the machine's clock."""
+
+
+class Clock(Protocol):
+    """Source of time. Both readings never go backwards."""
+
+    def now_us(self) -> int:
+        """Wall time in µs since the Unix epoch."""
+
+    def monotonic_us(self) -> int:
+        """µs since an arbitrary start, for measuring durations."""
+
+
+class SystemClock:
+    """Monotonic time anchored to the wall clock.
+
+    Reading the wall clock at every check would let a step of it (NTP, an operator, a resumed machine) mint or lock
+    tokens. So the wall is read once at the start, and again by :meth:`remeasure`, which closes the gap gradually.
+    """
+
+    __slots__ = ("_anchor_mono_us", "_anchor_us", "_error_us", "_monotonic_ns", "_wall_ns")
+
+    def __init__(
+        self,
+        wall_ns: Callable[[], int] = time.time_ns,
+        monotonic_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._wall_ns = wall_ns
+        self._monotonic_ns = monotonic_ns
+        self._anchor_us = wall_ns() // 1000
+        self._anchor_mono_us = monotonic_ns() // 1000
+        self._error_us = 0
+
+    def monotonic_us(self) -> int:
+        """µs of the system's monotonic clock."""
+        return self._monotonic_ns() // 1000
+
+    def now_us(self) -> int:
+        """Wall time in µs: the anchor, the time since, and the part of the correction that is due by now."""
+        elapsed_us = self._monotonic_ns() // 1000 - self._anchor_mono_us
+        error_us = self._error_us
+        if not error_us:
+            return self._anchor_us + elapsed_us
+        due_us = elapsed_us // SLEW_DIVISOR
+        if error_us > 0:
+            return self._anchor_us + elapsed_us + min(error_us, due_us)
+        return self._anchor_us + elapsed_us - min(-error_us, due_us)
+
+    def remeasure(self) -> int:
+        """Compare with the wall clock and set the correction; call it about once a second.
+
+        Returns:
+            The error in µs: how far the wall clock is ahead of this one (negative: behind).
+        """
+        now_us = self.now_us()
+        self._anchor_us, self._anchor_mono_us = now_us, self.monotonic_us()
+        self._error_us = self._wall_ns() // 1000 - now_us
+        return self._error_us

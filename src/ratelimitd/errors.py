@@ -1,0 +1,72 @@
+"""The whole error tree. What each one means to a caller is one table: ``services/status.py``.
+
+A denial and a fail-open answer are values (:class:`ratelimitd.model.Decision`), never errors. No message ever holds an
+identifier, a token or another secret.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class RateLimitdError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class SettingsError(RateLimitdError):
+    """A setting is wrong or unknown; the message names it. The node does not start."""
+
+
+class StartupError(RateLimitdError):
+    """The node cannot start (port taken, state directory in use, database not writable); one line says why."""
+
+
+class FieldViolation(NamedTuple):
+    """One violated field of a message: its path in the contract and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class InvalidInputError(RateLimitdError):
+    """What a caller sent is malformed. Nothing was changed and nothing was charged."""
+
+    def __init__(self, *violations: FieldViolation) -> None:
+        super().__init__("; ".join(f"{field}: {description}" for field, description in violations))
+        self.violations = violations
+
+
+class CheckInvalidError(InvalidInputError):
+    """A check or reset request is malformed."""
+
+
+class RuleInvalidError(InvalidInputError):
+    """A rule, or a request about rules, is malformed; every violated field is named at once."""
+
+
+class RuleNotFoundError(RateLimitdError):
+    """No rule has this id."""
+
+    def __init__(self, rule_id: str) -> None:
+        super().__init__(f"no rule has the id {rule_id!r}")
+        self.rule_id = rule_id
+
+
+class RuleExistsError(RateLimitdError):
+    """A rule with the same id, or the same endpoint and identifier type, exists."""
+
+
+class RulesFullError(RateLimitdError):
+    """The store holds as many rules as it takes; delete one first."""
+
+
+class RuleConflictError(RateLimitdError):
+    """The etag that was sent is not the rule's: somebody changed it meanwhile."""
+
+
+class StoreUnavailableError(RateLimitdError):
+    """A store cannot be reached or cannot write now. Counts for the circuit breaker when the shared state raises it."""
+
+
+class StoreCorruptError(RateLimitdError):
+    """A store answered with something that is not ours. Never counts for the circuit breaker."""

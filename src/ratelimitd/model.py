@@ -1,0 +1,122 @@
+"""The values that travel between the layers: rules, checks and decisions.
+
+Never does I/O and never reads a clock. Every type here is immutable, so a value that was handed out can be shared
+between a check in flight and a rule book that is being replaced.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+INT32_MAX: Final = 2**31 - 1
+"""Largest value of the contract's int32 fields: limit, window_seconds, tokens_requested, retry_after_seconds."""
+
+MAX_TIME_US: Final = 2**53 - 1
+"""Latest instant that is handled, in µs since the Unix epoch (the year 2255): exact in a double, for the Lua twins."""
+
+US_PER_S: Final = 1_000_000
+
+ALLOWED: Final = True
+DENIED: Final = False
+
+GLOBAL_ENDPOINT: Final = "*"
+"""The endpoint of a rule that is the default for every endpoint without a rule of its own."""
+
+NO_RULE_REMAINING: Final = INT32_MAX
+"""What ``remaining`` says when no rule applies (ADR 0001)."""
+
+
+class Algorithm(enum.StrEnum):
+    """The algorithms of the contract, by the name they have on the wire."""
+
+    TOKEN_BUCKET = "token_bucket"
+    SLIDING_WINDOW = "sliding_window"
+    FIXED_WINDOW = "fixed_window"
+
+
+class IdentifierType(enum.StrEnum):
+    """The identifier types of the contract, by the name they have on the wire."""
+
+    USER = "user"
+    IP = "ip"
+    API_KEY = "api_key"
+
+
+class Reason(enum.IntEnum):
+    """Why a check was answered as it was; the numbers are those of the contract's ``Reason``."""
+
+    WITHIN_LIMIT = 1
+    LIMIT_EXCEEDED = 2
+    COST_EXCEEDS_LIMIT = 3
+    NO_RULE = 4
+    FAIL_OPEN_BREAKER = 5
+    FAIL_OPEN_ERROR = 6
+    INVALID_REQUEST = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One validated rule.
+
+    ``limit`` is in tokens per window, ``window_seconds`` in seconds, both 1 to 2^31−1. ``etag`` changes with every
+    edit; ``revision`` is the book's revision at which the rule was last changed. ``window_us`` is derived.
+    """
+
+    id: str
+    endpoint: str
+    identifier_type: IdentifierType
+    limit: int
+    window_seconds: int
+    algorithm: Algorithm
+    enabled: bool = True
+    etag: str = ""
+    revision: int = 0
+    window_us: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window_us", self.window_seconds * US_PER_S)
+
+
+class Check(NamedTuple):
+    """One validated question.
+
+    ``identifier`` is the canonical UTF-8 text (1 to 256 bytes; an ``ip`` in the form of :mod:`ipaddress`); ``cost`` is
+    at least 1 token; ``timestamp`` is the caller's, as sent (0 = none; its unit is told by its magnitude, ADR 0005);
+    ``peek`` asks without spending.
+    """
+
+    identifier: bytes
+    identifier_type: IdentifierType
+    endpoint: str
+    cost: int = 1
+    timestamp: int = 0
+    peek: bool = False
+
+
+class Outcome(NamedTuple):
+    """What an algorithm says about one check.
+
+    ``remaining`` is in whole tokens; ``reset_time`` in Unix seconds, rounded up; ``retry_after`` in seconds from the
+    check's own timestamp. ``state`` is what the bucket holds from now on: after a denial the very object that was
+    given.
+    """
+
+    allowed: bool
+    remaining: int
+    reset_time: int
+    retry_after: int
+    reason: Reason
+    state: tuple[int, int] | bytes | None
+
+
+class Decision(NamedTuple):
+    """The answer to one check, with the rule that decided (``None`` when none did). Units as in :class:`Outcome`."""
+
+    allowed: bool
+    remaining: int
+    reset_time: int
+    retry_after: int
+    reason: Reason
+    rule: Rule | None

@@ -1,0 +1,98 @@
+"""What a transport and the services agree on: calls, handlers, status codes and errors.
+
+Services are written against this module alone, so that the same handlers run behind every transport. A unary handler
+takes the bytes of one message and the call, and returns the bytes of the answer, or an awaitable of them: an answer
+that needs no waiting costs no task. Nothing here imports a transport.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class StatusCode(enum.IntEnum):
+    """The gRPC status codes, by their number on the wire (grpc/grpc doc/statuscodes.md)."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+class RpcError(Exception):
+    """Ends a call with a status. ``details`` is a serialised ``google.rpc.Status`` for ``grpc-status-details-bin``."""
+
+    def __init__(self, code: StatusCode, message: str, details: bytes = b"") -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.details = details
+
+
+class Call(Protocol):
+    """One call in progress, as its handler sees it."""
+
+    @property
+    def method(self) -> str:
+        """Full path as the caller sent it, such as ``/ratelimiter.v1.RateLimiter/CheckRateLimit``."""
+
+    @property
+    def peer(self) -> str:
+        """The address of the peer: ``ipv4:127.0.0.1:50000``, ``ipv6:[::1]:50000`` or ``unix:``."""
+
+    @property
+    def peer_sans(self) -> Sequence[str]:
+        """Subject alternative names of the peer's verified client certificate; empty without one."""
+
+    def metadata(self, key: str) -> str | None:
+        """The first value of a lower-case ASCII metadata key, or ``None``."""
+
+    def time_remaining_s(self) -> float | None:
+        """Seconds left until the caller's deadline, ``None`` without one, never negative."""
+
+
+UnaryHandler = Callable[[bytes, Call], bytes | Awaitable[bytes]]
+ServerStreamHandler = Callable[[bytes, Call], AsyncIterator[bytes]]
+BidiStreamHandler = Callable[[AsyncIterator[bytes], Call], AsyncIterator[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Methods:
+    """The methods a transport serves, by full path. A path is in exactly one of the three tables."""
+
+    unary: Mapping[str, UnaryHandler] = field(default_factory=dict)
+    server_stream: Mapping[str, ServerStreamHandler] = field(default_factory=dict)
+    bidi_stream: Mapping[str, BidiStreamHandler] = field(default_factory=dict)
+
+
+class Server(Protocol):
+    """A running transport."""
+
+    async def start(self) -> str:
+        """Bind and listen; returns the bound address as ``host:port``.
+
+        Raises:
+            StartupError: the address is taken or the TLS files are unusable; the message says which.
+        """
+
+    async def stop_accepting(self) -> None:
+        """Refuse new calls; calls in flight go on."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Wait at most ``grace_s`` seconds for calls in flight, then cancel them and close every connection."""
