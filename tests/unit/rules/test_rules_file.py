@@ -1,0 +1,163 @@
+"""The rules file: what is read, that all that is wrong is named at once, and that an export is read back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratelimitd.errors import RuleInvalidError
+from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType
+from ratelimitd.rules import rules_file
+from ratelimitd.rules.rules_file import dump_rules, parse_rules
+from ratelimitd.rules.store import RuleDraft
+
+ID = "6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f"
+
+RULE = """\
+  - endpoint: /login
+    identifier_type: ip
+    limit: 5
+    window_seconds: 60
+    algorithm: fixed_window
+"""
+
+
+def violations(text):
+    with pytest.raises(RuleInvalidError) as refused:
+        parse_rules(text.encode() if isinstance(text, str) else text)
+    return [tuple(violation) for violation in refused.value.violations]
+
+
+def test_a_rule_is_read_with_its_defaults():
+    assert parse_rules(b"rules:\n" + RULE.encode()) == (
+        RuleDraft("/login", "ip", 5, 60, "fixed_window", enabled=True, id=""),
+    )
+
+
+def test_every_field_may_be_given_and_an_id_is_put_into_lower_case():
+    text = f"rules:\n{RULE}    enabled: false\n    id: {ID.upper()}\n"
+    assert parse_rules(text.encode()) == (
+        RuleDraft("/login", "ip", 5, 60, "fixed_window", enabled=False, id=ID),
+    )
+
+
+def test_an_empty_book_is_said_in_so_many_words():
+    assert parse_rules(b"rules: []") == ()
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text():
+    assert parse_rules(b"\xef\xbb\xbfrules: []") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "the file must be a mapping with the key rules"),
+        ("[]", "the file must be a mapping with the key rules"),
+        ("rule: []", "the file must be a mapping with the key rules"),
+        ("rules:", "line 1: rules must be a list"),
+        ("rules: []\nversion: 1", "line 2: unknown key 'version' beside rules"),
+        ("rules: [", "not a YAML text"),
+        (b"rules: [\xff]", "not a UTF-8 text"),
+    ],
+)
+def test_a_file_that_is_no_rules_file_is_refused_as_a_whole(text, problem):
+    [(field, description)] = violations(text)
+    assert field == "rules"
+    assert problem in description
+
+
+def test_everything_that_is_wrong_is_named_at_once_by_index_field_and_line():
+    text = f"""\
+rules:
+{RULE}\
+  - endpoint: 123
+    identifier_type: USER
+    limit: 0
+    window_seconds: "60"
+    algoritm: token_bucket
+    etag: abc
+    id: 5-5
+  - /search
+  - {{endpoint: "*", identifier_type: user, limit: 1.5, window_seconds: [], algorithm: , nonsense: 1}}
+"""
+    assert violations(text) == [
+        ("rules[1].endpoint", "must be text: put it in quotes (line 7)"),
+        ("rules[1].window_seconds", "must be a whole number (line 10)"),
+        ("rules[1].algoritm", "unknown field (did you mean algorithm?) (line 11)"),
+        (
+            "rules[1].etag",
+            "the etag is the node's and changes with every edit: leave it out (line 12)",
+        ),
+        ("rules[1].algorithm", "is missing (line 7)"),
+        ("rules[1].id", "the id must be a UUID (line 13)"),
+        (
+            "rules[1].identifier_type",
+            "the identifier type must be one of user, ip, api_key (line 8)",
+        ),
+        ("rules[1].limit", "the limit must be positive (line 9)"),
+        ("rules[2]", "must be a mapping of a rule's fields (line 14)"),
+        ("rules[3].limit", "must be a whole number (line 15)"),
+        ("rules[3].window_seconds", "must be a whole number (line 15)"),
+        ("rules[3].algorithm", "must be text (line 15)"),
+        ("rules[3].nonsense", "unknown field (line 15)"),
+    ]
+
+
+def test_a_truth_value_is_no_number():
+    assert violations("rules:\n" + RULE.replace("5", "true")) == [
+        ("rules[0].limit", "must be a whole number (line 4)")
+    ]
+
+
+def test_duplicates_inside_the_file_are_named_with_the_rule_they_repeat():
+    other = RULE.replace("/login", "/search")
+    text = f"rules:\n{RULE}    id: {ID}\n{RULE}{other}    id: {ID.upper()}\n"
+    assert violations(text) == [
+        ("rules[1].endpoint", "same endpoint and identifier_type as rules[0]"),
+        ("rules[2].id", "same id as rules[0]"),
+    ]
+
+
+def test_a_bad_rule_does_not_hide_the_duplicates_of_the_others():
+    bad = RULE.replace("5", "0")
+    assert [field for field, _ in violations(f"rules:\n{bad}{RULE}{RULE}")] == [
+        "rules[0].limit",
+        "rules[2].endpoint",
+    ]
+
+
+def test_size_and_number_of_rules_are_bounded(monkeypatch):
+    text = f"rules:\n{RULE}{RULE.replace('/login', '/search')}"
+    monkeypatch.setattr(rules_file, "MAX_RULES", 2)
+    monkeypatch.setattr(rules_file, "MAX_FILE_BYTES", len(text))
+    assert len(parse_rules(text.encode())) == 2
+    assert violations(text + "\n") == [("rules", f"larger than {len(text)} bytes")]
+    monkeypatch.setattr(rules_file, "MAX_RULES", 1)
+    assert violations(text) == [("rules", "more than 1 rules")]
+
+
+drafts = st.builds(
+    RuleDraft,
+    endpoint=st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=255),
+    identifier_type=st.sampled_from([str(member) for member in IdentifierType]),
+    limit=st.integers(1, INT32_MAX),
+    window_seconds=st.integers(1, INT32_MAX),
+    algorithm=st.sampled_from([str(member) for member in Algorithm]),
+    enabled=st.booleans(),
+    id=st.uuids().map(str),
+)
+
+
+@given(
+    st.lists(
+        drafts, max_size=5, unique_by=(lambda d: d.id, lambda d: (d.endpoint, d.identifier_type))
+    )
+)
+def test_what_is_written_is_read_back(book):
+    assert parse_rules(dump_rules(book).encode()) == tuple(book)
+
+
+@pytest.mark.parametrize("endpoint", ["*", "true", "null", "123", "no", "- a", "a: b", "é", " x "])
+def test_an_endpoint_that_looks_like_something_else_is_read_back(endpoint):
+    book = (RuleDraft(endpoint, "user", 1, 1, "token_bucket", id=ID),)
+    assert parse_rules(dump_rules(book).encode()) == book
