@@ -32,17 +32,39 @@ test-system: setup ## run the end-to-end tests of the installed command
 test-long: setup ## run the tests that take minutes
 	@$(BIN)/python -m pytest -q -m long -o asyncio_debug=false
 
-.PHONY: lint
-lint: setup ## check style, types, layers, spelling, the contract and the generated code
-	@$(BIN)/ruff format --check --quiet . || { echo "format: run \`make format\`"; exit 1; }
-	@$(BIN)/ruff check --quiet .
+# One target for each check, so that one that fails does not hide the others.
+LINTS := format ruff mypy imports spelling contract generated pins layout
+
+.PHONY: lint $(LINTS:%=lint-%)
+lint: setup ## check style, types, layers, spelling, the contract, the generated code and the layout
+	@$(MAKE) --keep-going --no-print-directory $(LINTS:%=lint-%)
+
+lint-format:
+	@$(BIN)/ruff format --check --output-format concise .
+
+lint-ruff:
+	@$(BIN)/ruff check --output-format concise .
+
+lint-mypy:
 	@$(BIN)/mypy
+
+lint-imports:
 	@$(BIN)/lint-imports --no-logo
+
+lint-spelling:
 	@$(BIN)/codespell
+
+lint-contract:
 	@$(BIN)/buf lint
 	@$(BIN)/buf breaking --against proto/baseline.txtpb
+
+lint-generated:
 	@$(BIN)/python tools/generated_code.py --check
+
+lint-pins:
 	@$(BIN)/python tools/check_pins.py
+
+lint-layout:
 	@$(BIN)/python tools/check_layout.py
 
 .PHONY: format
