@@ -1,0 +1,159 @@
+"""The connection to the rule database: how SQLite is opened, and what its errors mean.
+
+The one place that knows the driver. Never holds a statement about rules. See ADR 0013.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from ratelimitd.errors import SettingsError, StoreUnavailableError
+
+BUSY_TIMEOUT_S: Final = 2.0
+"""Longest wait for another process's write; writes here take milliseconds, so beyond it something hangs."""
+
+POOL_SIZE: Final = 4
+"""Connections, each with a thread of its own: one writes (SQLite allows one), the others read."""
+
+POOL_TIMEOUT_S: Final = 5.0
+"""Longest wait for a connection of the pool."""
+
+_BEGIN: Final = "ratelimitd_begin"
+
+# The driver logs every call with its arguments at debug level, and an argument may be a secret.
+logging.getLogger("aiosqlite").setLevel(logging.WARNING)
+
+_MEANINGS: Final = {
+    sqlite3.SQLITE_BUSY: "is locked by another process",
+    sqlite3.SQLITE_LOCKED: "is locked by another process",
+    sqlite3.SQLITE_READONLY: "is read-only",
+    sqlite3.SQLITE_PERM: "is read-only",
+    sqlite3.SQLITE_FULL: "cannot grow: the disk is full",
+    sqlite3.SQLITE_IOERR: "cannot be read or written: disk error",
+    sqlite3.SQLITE_CANTOPEN: "cannot be opened",
+    sqlite3.SQLITE_CORRUPT: "is damaged",
+    sqlite3.SQLITE_NOTADB: "is not a SQLite database",
+}
+
+
+def sqlite_path(database_url: str) -> Path:
+    """The file that ``sqlite:///PATH`` names; PATH is taken as it stands, absolute with a fourth slash.
+
+    Raises:
+        SettingsError: the URL is of another kind.
+    """
+    path = database_url.removeprefix("sqlite:///")
+    if path in {database_url, "", ":memory:"}:
+        message = "DATABASE_URL must be sqlite:///PATH"
+        raise SettingsError(message)
+    return Path(path)
+
+
+def open_engine(
+    path: Path, *, create: bool = False, busy_timeout_s: float = BUSY_TIMEOUT_S
+) -> AsyncEngine:
+    """An engine on the file. It connects when it is first used; dispose of it, or its threads live on.
+
+    Only with ``create`` is a missing file made: elsewhere that would turn a lost database into an empty one.
+    """
+    url = sa.URL.create(
+        "sqlite+aiosqlite",
+        database=f"file:{quote(str(path))}",
+        query={"mode": "rwc" if create else "rw", "uri": "true"},
+    )
+    engine = create_async_engine(
+        url,
+        pool_size=POOL_SIZE,
+        max_overflow=0,
+        pool_timeout=POOL_TIMEOUT_S,
+        connect_args={"timeout": busy_timeout_s},
+        hide_parameters=True,
+    )
+    _prepare_connections(engine, path)
+    return engine
+
+
+def writing(engine: AsyncEngine) -> AsyncEngine:
+    """The same engine for transactions that write: each takes the write lock when it begins.
+
+    A transaction that reads first and locks later fails at once if another process wrote in between, however long
+    the busy timeout is.
+    """
+    return engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Turn what the driver raises inside into ``StoreUnavailableError``, without SQL or values in its message."""
+    try:
+        yield
+    except PoolTimeoutError as error:
+        message = "every connection to the rule database is busy"
+        raise StoreUnavailableError(message) from error
+    except SQLAlchemyError as error:
+        raise StoreUnavailableError(meaning_of(error)) from error
+
+
+def meaning_of(error: SQLAlchemyError) -> str:
+    """What a database error means, in one line without SQL or values."""
+    orig = error.orig if isinstance(error, DBAPIError) else error
+    code = getattr(orig, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    # The low byte is the error, the rest its finer kind (sqlite.org/rescode.html).
+    meaning = _MEANINGS.get(code & 0xFF)
+    if meaning is None:
+        meaning = f"failed ({getattr(orig, 'sqlite_errorname', type(orig).__name__)})"
+    return f"the rule database {meaning}"
+
+
+def _prepare_connections(engine: AsyncEngine, path: Path) -> None:
+    @event.listens_for(engine.sync_engine, "connect")
+    def set_up(connection: Any, entry: ConnectionPoolEntry) -> None:
+        entry.info["file"] = _identity(path)
+        # The driver's own handling starts a transaction at the first write only; ours begins where it says.
+        connection.isolation_level = None
+        # One row of broken text would fail a whole load. As lone surrogates, its own validation finds it.
+        connection.driver_connection.text_factory = _lenient_text
+        cursor = connection.cursor()
+        cursor.execute(
+            "PRAGMA journal_mode=WAL"
+        )  # readers and the writer do not wait for each other
+        # FULL, where WAL is often used with NORMAL: an edit that was answered survives a power failure. Edits
+        # are rare, so the sync it costs (milliseconds) is cheap.
+        cursor.execute("PRAGMA synchronous=FULL")
+        cursor.close()
+
+    @event.listens_for(engine.sync_engine, "checkout")
+    def follow_file(_connection: DBAPIConnection, entry: ConnectionPoolEntry, _proxy: Any) -> None:
+        # A database that was replaced (a restored backup) or deleted stays open as a ghost: writes to it are lost.
+        if entry.info["file"] != _identity(path):
+            raise DisconnectionError
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
+
+
+def _lenient_text(text: bytes) -> str:
+    return text.decode("utf-8", "surrogateescape")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -1,0 +1,12 @@
+"""What alembic runs to apply revisions: on the connection and in the transaction that ``upgrade`` opened."""
+
+from alembic import context
+
+from ratelimitd.rules.migrations import VERSION_TABLE
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    version_table=VERSION_TABLE,
+    transactional_ddl=True,  # SQLite can, and our engine begins transactions itself
+)
+context.run_migrations()

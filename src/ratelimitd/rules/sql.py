@@ -1,0 +1,317 @@
+"""The rule store in SQL: every rule, the revision over them, the audit trail and the node's secrets.
+
+Never builds a book and never decides a check. One transaction per write; see ADR 0008 and ADR 0013.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets as random_source
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from ratelimitd.clock import Clock
+from ratelimitd.errors import (
+    RuleConflictError,
+    RuleExistsError,
+    RuleNotFoundError,
+    RulesFullError,
+)
+from ratelimitd.model import Rule
+from ratelimitd.rules import database
+from ratelimitd.rules.schema import rule_audit, rule_revision, rules, secrets
+from ratelimitd.rules.store import (
+    MAX_RULES,
+    SECRET_BYTES,
+    BookChanges,
+    RuleChanges,
+    RuleDraft,
+    SkippedRow,
+)
+from ratelimitd.rules.validation import (
+    RuleRow,
+    canonical_id,
+    etag_of,
+    rule_from_row,
+    validated,
+)
+
+ROWS_PER_TURN: Final = 128
+"""Rows turned into rules in one turn of the event loop: about 1 ms at 8 µs a row."""
+
+MAX_ACTOR_CHARS: Final = 255
+
+_COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class SqlRuleStore:
+    """A :class:`~ratelimitd.rules.store.RuleStore` in a SQLite file whose schema is current (``migrations.upgrade``).
+
+    Several processes may use one file. ``max_rules``, ``busy_timeout_s``, ``new_id`` and ``random_bytes`` are there
+    for tests.
+    """
+
+    def __init__(
+        self,
+        database_url: str,
+        *,
+        clock: Clock,
+        max_rules: int = MAX_RULES,
+        busy_timeout_s: float = database.BUSY_TIMEOUT_S,
+        new_id: Callable[[], uuid.UUID] = uuid.uuid4,
+        random_bytes: Callable[[int], bytes] = random_source.token_bytes,
+    ) -> None:
+        path = database.sqlite_path(database_url)
+        self._reading = database.open_engine(path, busy_timeout_s=busy_timeout_s)
+        self._writing = database.writing(self._reading)
+        self._clock = clock
+        self._max_rules = max_rules
+        self._new_id = new_id
+        self._random_bytes = random_bytes
+
+    async def create(self, draft: RuleDraft, actor: str) -> Rule:
+        """Add a rule. See :meth:`RuleStore.create <ratelimitd.rules.store.RuleStore.create>`."""
+        rule_id = draft.id.lower() or str(self._new_id())
+        validated(draft, rule_id=rule_id, revision=0)  # what is malformed never waits for the lock
+        async with _transaction(self._writing) as connection:
+            revision = await _next_revision(connection)
+            await _refuse_taken_id(connection, rule_id)
+            await _refuse_taken_pair(connection, draft.endpoint, draft.identifier_type)
+            await self._refuse_beyond_maximum(connection)
+            rule = validated(draft, rule_id=rule_id, revision=revision)
+            after, now = _row_of(rule), self._now()
+            values = {**after._asdict(), "created_at": now, "updated_at": now}
+            await connection.execute(rules.insert().values(values))
+            await self._record(connection, _Change(revision, "create", rule_id, actor), after=after)
+        return rule
+
+    async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
+        """Change a rule. See :meth:`RuleStore.update <ratelimitd.rules.store.RuleStore.update>`."""
+        rule_id = canonical_id(rule_id, "rate_limit.id")
+        async with _transaction(self._writing) as connection:
+            revision = await _next_revision(connection)
+            before = await _row(connection, rule_id, etag)
+            draft = changes.apply(_draft_of(before))
+            unchanged = validated(draft, rule_id=rule_id, revision=before.revision)
+            if _row_of(unchanged) == before:
+                return unchanged
+            if (draft.endpoint, draft.identifier_type) != (before.endpoint, before.identifier_type):
+                await _refuse_taken_pair(connection, draft.endpoint, draft.identifier_type)
+            rule = validated(draft, rule_id=rule_id, revision=revision)
+            after = _row_of(rule)
+            values = {**after._asdict(), "updated_at": self._now()}
+            await connection.execute(rules.update().where(rules.c.id == rule_id).values(values))
+            await self._record(
+                connection, _Change(revision, "update", rule_id, actor), before=before, after=after
+            )
+        return rule
+
+    async def delete(self, rule_id: str, etag: str, actor: str) -> None:
+        """Take a rule out. See :meth:`RuleStore.delete <ratelimitd.rules.store.RuleStore.delete>`."""
+        rule_id = canonical_id(rule_id, "id")
+        async with _transaction(self._writing) as connection:
+            revision = await _next_revision(connection)
+            before = await _row(connection, rule_id, etag)
+            await connection.execute(rules.delete().where(rules.c.id == rule_id))
+            await self._record(
+                connection, _Change(revision, "delete", rule_id, actor), before=before
+            )
+
+    async def page(
+        self, endpoint: str, identifier_type: str, after: tuple[str, str] | None, size: int
+    ) -> Sequence[Rule]:
+        """Rules in order. See :meth:`RuleStore.page <ratelimitd.rules.store.RuleStore.page>`."""
+        statement = sa.select(*_COLUMNS).order_by(rules.c.endpoint, rules.c.identifier_type)
+        if endpoint:
+            statement = statement.where(rules.c.endpoint == endpoint)
+        if identifier_type:
+            statement = statement.where(rules.c.identifier_type == identifier_type)
+        if after is not None:
+            place = sa.tuple_(rules.c.endpoint, rules.c.identifier_type)
+            statement = statement.where(place > sa.tuple_(*after))
+        found: list[Rule] = []
+        # No LIMIT: a bad row takes no place on the page, and what lies behind the page is never fetched.
+        async with (
+            _transaction(self._reading) as connection,
+            aclosing(_read(connection, statement)) as batches,
+        ):
+            while len(found) < size and (batch := await anext(batches, None)) is not None:
+                found += batch.rules
+        return found[:size]
+
+    async def changes_since(self, revision: int | None) -> BookChanges:
+        """What changed. See :meth:`RuleStore.changes_since <ratelimitd.rules.store.RuleStore.changes_since>`."""
+        statement = sa.select(*_COLUMNS)
+        async with _transaction(self._reading) as connection:  # one snapshot for all statements
+            current = await _revision(connection)
+            if revision is None or revision > current:
+                every = await _read_all(connection, statement)
+                return BookChanges(current, every.rules, (), every.skipped, full=True)
+            changed = await _read_all(connection, statement.where(rules.c.revision > revision))
+            removed = await _removed_since(connection, revision)
+            return BookChanges(current, changed.rules, removed, changed.skipped)
+
+    async def revision(self) -> int:
+        """The revision of the last change, 0 before the first."""
+        async with _transaction(self._reading) as connection:
+            return await _revision(connection)
+
+    async def secret(self, name: str) -> bytes:
+        """The secret of this name. See :meth:`RuleStore.secret <ratelimitd.rules.store.RuleStore.secret>`."""
+        async with _transaction(self._writing) as connection:
+            value = await connection.scalar(
+                sa.select(secrets.c.value).where(secrets.c.name == name)
+            )
+            if value is None:
+                value = self._random_bytes(SECRET_BYTES)
+                row = {"name": name, "value": value, "created_at": self._now()}
+                await connection.execute(secrets.insert().values(row))
+        return bytes(value)
+
+    async def close(self) -> None:
+        """Close every connection and end its thread; idempotent."""
+        await self._reading.dispose()
+
+    async def _record(
+        self,
+        connection: AsyncConnection,
+        change: _Change,
+        *,
+        before: RuleRow | None = None,
+        after: RuleRow | None = None,
+    ) -> None:
+        """Move the revision and write down who did what; part of the change's transaction."""
+        await connection.execute(rule_revision.update().values(revision=change.revision))
+        row = {
+            **change._asdict(),
+            "actor": change.actor[:MAX_ACTOR_CHARS],
+            "at": self._now(),
+            "before": _json(before),
+            "after": _json(after),
+        }
+        await connection.execute(rule_audit.insert().values(row))
+
+    async def _refuse_beyond_maximum(self, connection: AsyncConnection) -> None:
+        count = await connection.scalar(sa.select(sa.func.count()).select_from(rules)) or 0
+        if count >= self._max_rules:
+            message = f"there are {count} rules, the most a store takes"
+            raise RulesFullError(message)
+
+    def _now(self) -> datetime:
+        return _EPOCH + timedelta(microseconds=self._clock.now_us())
+
+
+class _Change(NamedTuple):
+    revision: int
+    action: str
+    rule_id: str
+    actor: str
+
+
+class _Batch(NamedTuple):
+    rules: list[Rule]
+    skipped: list[SkippedRow]
+
+
+@asynccontextmanager
+async def _transaction(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+    """One transaction: committed at the end, rolled back by any exception, also by a cancelled call."""
+    with database.store_errors():
+        async with engine.begin() as connection:
+            yield connection
+
+
+async def _read(connection: AsyncConnection, statement: sa.Select[Any]) -> AsyncGenerator[_Batch]:
+    """The rules a statement selects, in batches with a turn of the event loop between two."""
+    async with connection.stream(statement) as result:
+        async for rows in result.partitions(ROWS_PER_TURN):
+            batch = _Batch([], [])
+            for row in rows:
+                rule = rule_from_row(RuleRow._make(row))
+                if isinstance(rule, Rule):
+                    batch.rules.append(rule)
+                else:
+                    batch.skipped.append(rule)
+            yield batch
+
+
+async def _read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> _Batch:
+    whole = _Batch([], [])
+    async for batch in _read(connection, statement):
+        whole.rules.extend(batch.rules)
+        whole.skipped.extend(batch.skipped)
+    return whole
+
+
+async def _row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
+    """The stored row of a rule; an etag that is given must be its own."""
+    row = (
+        await connection.execute(sa.select(*_COLUMNS).where(rules.c.id == rule_id))
+    ).one_or_none()
+    if row is None:
+        raise RuleNotFoundError(rule_id)
+    found = RuleRow._make(row)
+    if etag and etag != etag_of(found):
+        message = "the rule was changed meanwhile: read it again and send its new etag"
+        raise RuleConflictError(message)
+    return found
+
+
+async def _revision(connection: AsyncConnection) -> int:
+    return await connection.scalar(sa.select(rule_revision.c.revision)) or 0
+
+
+async def _next_revision(connection: AsyncConnection) -> int:
+    """The number of the change to come; holds other writers off until the transaction ends."""
+    # SQLite ignores FOR UPDATE: there the transaction began with the write lock.
+    locked = sa.select(rule_revision.c.revision).with_for_update()
+    return (await connection.scalar(locked) or 0) + 1
+
+
+async def _removed_since(connection: AsyncConnection, revision: int) -> Sequence[str]:
+    deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
+    found = await connection.scalars(sa.select(rule_audit.c.rule_id).where(deletions).distinct())
+    return found.all()
+
+
+async def _refuse_taken_id(connection: AsyncConnection, rule_id: str) -> None:
+    if await connection.scalar(sa.select(rules.c.id).where(rules.c.id == rule_id)) is not None:
+        message = f"a rule with the id {rule_id} exists"
+        raise RuleExistsError(message)
+
+
+async def _refuse_taken_pair(
+    connection: AsyncConnection, endpoint: str, identifier_type: str
+) -> None:
+    same = (rules.c.endpoint == endpoint) & (rules.c.identifier_type == identifier_type)
+    holder = await connection.scalar(sa.select(rules.c.id).where(same))
+    if holder is not None:
+        message = f"a rule with this endpoint and identifier type exists; its id is {holder}"
+        raise RuleExistsError(message)
+
+
+def _row_of(rule: Rule) -> RuleRow:
+    return RuleRow._make(getattr(rule, name) for name in RuleRow._fields)
+
+
+def _draft_of(row: RuleRow) -> RuleDraft:
+    return RuleDraft(
+        endpoint=row.endpoint,
+        identifier_type=row.identifier_type,
+        limit=row.limit,
+        window_seconds=row.window_seconds,
+        algorithm=row.algorithm,
+        enabled=row.enabled,
+    )
+
+
+def _json(row: RuleRow | None) -> str | None:
+    # A row written behind the service's back may hold what JSON cannot say, such as bytes.
+    return None if row is None else json.dumps(row._asdict(), default=repr)
