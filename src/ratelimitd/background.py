@@ -1,0 +1,88 @@
+"""Jobs that run beside the checks: a crash is logged, counted and followed by a restart, never by the end of the node.
+
+Owns the tasks it starts and stops them. Never knows what a job does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Final
+
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 30.0
+"""Pause before a restart: doubled from crash to crash, up to half a minute, less up to a half at random."""
+
+LONG_RUN_S: Final = 60.0
+"""A job that ran this long before it crashed starts again with the first pause."""
+
+_log = logging.getLogger(__name__)
+
+Job = Callable[[], Awaitable[None]]
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Background:
+    """The background jobs of a node.
+
+    ``restarts`` maps the name of a job to the times it crashed. ``sleep`` (seconds), ``time_s`` (monotonic seconds) and
+    ``random_share`` (0 to 1) are there for tests.
+    """
+
+    def __init__(
+        self,
+        restarts: MutableMapping[str, int],
+        *,
+        sleep: Sleep = asyncio.sleep,
+        time_s: Callable[[], float] | None = None,
+        random_share: Callable[[], float] = random.random,
+    ) -> None:
+        self._restarts = restarts
+        self._sleep = sleep
+        self._time_s = time_s or asyncio.get_running_loop().time
+        self._random_share = random_share
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, name: str, job: Job) -> None:
+        """Run ``job`` until it returns or :meth:`stop` is called; start it again whenever it raises."""
+        task = asyncio.create_task(self._supervise(name, job), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def every(self, period_s: float, name: str, tick: Callable[[], Awaitable[None] | None]) -> None:
+        """Call ``tick`` again and again with a pause of ``period_s`` seconds before each call."""
+
+        async def loop() -> None:
+            while True:
+                await self._sleep(period_s)
+                pending = tick()
+                if pending is not None:
+                    await pending
+
+        self.start(name, loop)
+
+    async def stop(self) -> None:
+        """Cancel every job and wait until they have ended."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _supervise(self, name: str, job: Job) -> None:
+        crashes = 0
+        while True:
+            started_s = self._time_s()
+            try:
+                await job()
+            except Exception:  # noqa: BLE001 - whatever it is, the job must run again
+                self._restarts[name] = self._restarts.get(name, 0) + 1
+                ran_long = self._time_s() - started_s >= LONG_RUN_S
+                crashes = 1 if ran_long else crashes + 1
+                pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (crashes - 1))
+                pause_s *= 1 - self._random_share() / 2
+                _log.exception("background job %s crashed, again in %.1f s", name, pause_s)
+                await self._sleep(pause_s)
+            else:
+                return

@@ -1,0 +1,141 @@
+"""The log of a node: one line an event on stderr, JSON or for a terminal, with the node and the revision of its rules.
+
+Never shows the text of an exception, only its type and where it was raised: the text may quote an identifier or a
+token. Never a line per check or per bad call; what repeats is written once a second, with the number left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor
+
+REPEAT_PAUSE_S: Final = 1.0
+"""The same event of the same logger is written at most once in that time."""
+
+REMEMBERED_EVENTS: Final = 1_024
+"""Events whose last line is remembered; the texts of our own are few, a library's may hold anything."""
+
+QUIET: Final = {
+    "uvicorn.error": logging.ERROR,  # its warnings are one line per malformed HTTP request
+    "uvicorn.access": logging.ERROR,
+    "sqlalchemy": logging.WARNING,  # statements and their values
+    "aiosqlite": logging.WARNING,
+    "alembic": logging.WARNING,
+    "grpc": logging.ERROR,  # a line per call that a peer breaks off
+    "asyncio": logging.WARNING,
+}
+"""Libraries that would say more than belongs here, and from which level on they are heard."""
+
+_Trace = tuple[type[BaseException], BaseException, TracebackType | None]
+
+
+class LogContext:
+    """What stands on every line; whoever replaces the rule book sets ``rules_revision``."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+        self.rules_revision = 0
+
+    def __call__(self, _logger: object, _method: str, event: EventDict) -> EventDict:
+        """Add the context to an event."""
+        event["node_id"] = self.node_id
+        event["rules_revision"] = self.rules_revision
+        return event
+
+
+class OncePerPause(logging.Filter):
+    """Lets an event through at most once in :data:`REPEAT_PAUSE_S`; the next line says how many were left out.
+
+    Two records are the same event when logger, level and unformatted text are. ``time_s`` is monotonic seconds.
+    """
+
+    def __init__(self, time_s: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._time_s = time_s
+        self._seen: OrderedDict[tuple[str, int, str], tuple[float, int]] = OrderedDict()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written."""
+        key = (record.name, record.levelno, str(record.msg))
+        now_s = self._time_s()
+        written_s, left_out = self._seen.get(key, (float("-inf"), 0))
+        if now_s - written_s < REPEAT_PAUSE_S:
+            self._seen[key] = (written_s, left_out + 1)
+            return False
+        self._seen[key] = (now_s, 0)
+        self._seen.move_to_end(key)
+        if len(self._seen) > REMEMBERED_EVENTS:
+            self._seen.popitem(last=False)
+        record.left_out = left_out
+        return True
+
+
+def configure(
+    *, level: str, log_format: str, context: LogContext, stream: TextIO | None = None
+) -> None:
+    """Send every log record of the process to ``stream`` (stderr), in one shape.
+
+    Args:
+        level: ``debug``, ``info``, ``warning`` or ``error``.
+        log_format: ``json``, ``console``, or ``auto`` for console on a terminal and JSON elsewhere.
+        context: what stands on every line.
+        stream: where to; stderr when ``None``.
+    """
+    stream = stream or sys.stderr
+    console = log_format == "console" or (log_format == "auto" and stream.isatty())
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(OncePerPause())
+    handler.setFormatter(_formatter(context, console=console, colors=console and stream.isatty()))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(capture=True)
+    logging.raiseExceptions = False  # a closed stderr must not end in a traceback on it
+    for name, least in QUIET.items():
+        logging.getLogger(name).setLevel(max(least, logging.getLevelName(level.upper())))
+
+
+def _formatter(context: LogContext, *, console: bool, colors: bool) -> logging.Formatter:
+    common: list[Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.ExtraAdder(),
+        _left_out,
+        context,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _place,
+    ]
+    renderer: Processor = (
+        structlog.dev.ConsoleRenderer(colors=colors)
+        if console
+        else structlog.processors.JSONRenderer()
+    )
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=common,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+    )
+
+
+def _left_out(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """Keep the number of records left out only where there were any."""
+    if not event.get("left_out"):
+        event.pop("left_out", None)
+    return event
+
+
+def _place(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """Replace an exception by its type and the places it passed."""
+    trace: _Trace | None = event.pop("exc_info", None) or None
+    if trace is not None:
+        frames = traceback.extract_tb(trace[2])
+        event["exception"] = trace[0].__name__
+        event["at"] = " > ".join(
+            f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames
+        )
+    return event

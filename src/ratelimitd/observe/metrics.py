@@ -1,0 +1,247 @@
+"""Every metric of a node, defined once, for ``/metrics`` and for ``GetMetrics``.
+
+The check path moves plain integers; nothing here runs until somebody asks. Labels come from closed sets only, never
+from what a caller sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from ratelimitd import __version__
+from ratelimitd.errors import FieldViolation, InvalidInputError
+from ratelimitd.observe.health import Health
+from ratelimitd.observe.process import STARTED_AT_S, resident_bytes
+from ratelimitd.observe.samples import HistogramSample, MetricKind, MetricSample
+from ratelimitd.stats import LATENCY_BOUNDS_S, CheckStats
+
+BREAKER_STATES: Final = ("closed", "open", "half_open")
+
+US_PER_S: Final = 1_000_000
+
+
+class SnapshotStatus(NamedTuple):
+    """How the bucket snapshot is doing: seconds since the last good pass, bytes on disk, passes that failed."""
+
+    age_s: float
+    size_bytes: int
+    errors_total: int
+
+
+@dataclass(slots=True)
+class Runtime:
+    """What the background jobs find out about the process; written by them, read here."""
+
+    loop_lag_s: float = 0.0
+    """How late the last timer of the event loop fired, in seconds."""
+    clock_error_us: int = 0
+    """How far the wall clock is ahead of the node's clock, in µs."""
+    task_restarts: dict[str, int] = field(default_factory=dict)
+    """Background job → times it crashed and was started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """Where the numbers come from. The callables are cheap and never wait."""
+
+    stats: CheckStats
+    health: Health
+    runtime: Runtime
+    active_buckets: Callable[[], int]
+    evicted_total: Callable[[], int]
+    expired_total: Callable[[], int]
+    rules: Callable[[], int]
+    rules_revision: Callable[[], int]
+    rules_skipped: Callable[[], int]
+    snapshot: Callable[[], SnapshotStatus]
+
+
+class Point(NamedTuple):
+    """One reading: a number, or the histogram, with the values of the definition's label, if it has one."""
+
+    value: float = 0.0
+    label: str = ""
+    histogram: HistogramSample | None = None
+
+
+class Definition(NamedTuple):
+    """One metric. ``name`` is that of the exposition; ``label`` is the name of its label, empty without one.
+
+    ``reported_name`` is the name in GetMetrics where the specification wants another one there.
+    """
+
+    name: str
+    kind: MetricKind
+    help: str
+    read: Callable[[Readings], Iterable[Point]]
+    label: str = ""
+    reported_name: str = ""
+
+
+class Metrics:
+    """The metrics of one node."""
+
+    def __init__(self, readings: Readings) -> None:
+        self._readings = readings
+
+    def points(self) -> Iterator[tuple[Definition, Iterable[Point]]]:
+        """Every metric with its readings, in the order of :data:`DEFINITIONS`, each read when its turn comes."""
+        for definition in DEFINITIONS:
+            yield definition, definition.read(self._readings)
+
+    def samples(self, names: Sequence[str] = ()) -> list[MetricSample]:
+        """The metrics called ``names``, or all of them, as GetMetrics reports them.
+
+        Raises:
+            InvalidInputError: names that no metric has; each is told by its place in ``names``.
+        """
+        unknown = [index for index, name in enumerate(names) if name not in _BY_REPORTED_NAME]
+        if unknown:
+            raise InvalidInputError(
+                *(
+                    FieldViolation(f"names[{index}]", "is not the name of a metric")
+                    for index in unknown
+                )
+            )
+        wanted = [_BY_REPORTED_NAME[name] for name in dict.fromkeys(names)] or DEFINITIONS
+        return [
+            MetricSample(
+                name=definition.reported_name or definition.name,
+                kind=definition.kind,
+                value=point.value,
+                histogram=point.histogram,
+                labels=_labels(definition, point),
+            )
+            for definition in wanted
+            for point in definition.read(self._readings)
+        ]
+
+
+def _labels(definition: Definition, point: Point) -> Mapping[str, str]:
+    return MappingProxyType({definition.label: point.label} if definition.label else {})
+
+
+def _one(read: Callable[[Readings], float]) -> Callable[[Readings], Iterable[Point]]:
+    return lambda readings: (Point(read(readings)),)
+
+
+def _counter(
+    name: str, text: str, read: Callable[[Readings], float], reported_name: str = ""
+) -> Definition:
+    return Definition(name, "counter", text, _one(read), reported_name=reported_name)
+
+
+def _gauge(name: str, text: str, read: Callable[[Readings], float]) -> Definition:
+    return Definition(name, "gauge", text, _one(read))
+
+
+def _latency(readings: Readings) -> Iterable[Point]:
+    stats = readings.stats
+    counts = tuple(accumulate(stats.latency_counts))
+    return (Point(histogram=HistogramSample(LATENCY_BOUNDS_S, counts, stats.latency_sum_s)),)
+
+
+def _breaker(readings: Readings) -> Iterable[Point]:
+    state = readings.health.shared_state().breaker_state
+    return (Point(float(name == state), name) for name in BREAKER_STATES)
+
+
+def _per_rule(column: int) -> Callable[[Readings], Iterable[Point]]:
+    return lambda readings: [
+        Point(counts[column], rule_id) for rule_id, counts in readings.stats.by_rule.items()
+    ]
+
+
+def _counts(read: Callable[[Readings], Mapping[str, int]]) -> Callable[[Readings], Iterable[Point]]:
+    return lambda readings: [Point(count, label) for label, count in sorted(read(readings).items())]
+
+
+# A table, so not the formatter's.
+# fmt: off
+DEFINITIONS: Final = (
+    # The specification's eight, by their exact names and without labels.
+    _counter("rate_limiter_requests_allowed_total",
+        "Checks answered allowed, fail-open answers and checks without a rule included.",
+        lambda r: r.stats.allowed_total),
+    _counter("rate_limiter_requests_blocked_total", "Checks denied by a rule.", lambda r: r.stats.blocked_total),
+    _counter("rate_limiter_false_positives_total", "Denials that the shared state would have allowed.",
+        lambda r: r.stats.false_positives_total),
+    Definition("rate_limiter_check_latency_seconds", "histogram",
+        "From the bytes of a check read to its answer written; the checks of a batch share its time.", _latency),
+    _gauge("rate_limiter_cache_hit_ratio",
+        "Checks whose bucket was known, of those that looked for one, last 60 s; 1 without traffic.",
+        lambda r: r.health.cache_hit_ratio()),
+    _gauge("rate_limiter_active_buckets", "Buckets held by this node.", lambda r: r.active_buckets()),
+    _counter("rate_limiter_redis_errors_total", "Failed round trips to the shared state.",
+        lambda r: r.stats.shared_state_errors_total),
+    _gauge("rate_limiter_memory_usage_bytes", "Resident memory of the process.", lambda _: resident_bytes()),
+
+    # Failing open, and why.
+    _counter("rate_limiter_fail_open_total", "Checks allowed unchecked because the circuit breaker was open.",
+        lambda r: r.stats.fail_open_breaker_total, "rate_limiter.fail_open"),
+    _counter("rate_limiter_fail_open_errors_total",
+        "Checks allowed unchecked because of an unexpected error or a missing rule book.",
+        lambda r: r.stats.fail_open_error_total),
+    _gauge("rate_limiter_shared_state_up",
+        "1 while the shared state is reached; a node on its own memory always reaches it.",
+        lambda r: float(r.health.shared_state().connected)),
+    Definition("rate_limiter_breaker_state", "gauge",
+        "1 for the state the circuit breaker is in.", _breaker, "state"),
+    _gauge("rate_limiter_healthy", "1 for HEALTHY, 0 for DEGRADED.", lambda r: float(r.health.report().healthy)),
+
+    # Rules.
+    _gauge("rate_limiter_rules", "Rules in the book in force.", lambda r: r.rules()),
+    _gauge("rate_limiter_rules_revision", "Revision of the book in force, 0 before there is one.",
+        lambda r: r.rules_revision()),
+    _counter("rate_limiter_rules_skipped_total",
+        "Rows of the rule database that were no valid rule and were left out.",
+        lambda r: r.rules_skipped()),
+    Definition("rate_limiter_rule_allowed_total", "counter", "Checks allowed, by the rule that decided.",
+        _per_rule(0), "rule_id"),
+    Definition("rate_limiter_rule_blocked_total", "counter", "Checks denied, by the rule that decided.",
+        _per_rule(1), "rule_id"),
+
+    # What callers send.
+    _counter("rate_limiter_invalid_requests_total",
+        "Malformed checks: calls refused and batch items answered INVALID_REQUEST.",
+        lambda r: r.stats.invalid_total),
+    _counter("rate_limiter_timestamps_rejected_total",
+        "Caller timestamps out of tolerance, replaced by the node's clock.",
+        lambda r: r.stats.clock_rejected_total),
+    Definition("rate_limiter_transport_errors_total", "counter", "Calls the transport refused or lost, by cause.",
+        _counts(lambda r: r.stats.errors_by_transport), "cause"),
+
+    # Buckets and their snapshot.
+    _counter("rate_limiter_buckets_evicted_total", "Buckets dropped because the table was full.",
+        lambda r: r.evicted_total()),
+    _counter("rate_limiter_buckets_expired_total", "Buckets dropped because they were full again.",
+        lambda r: r.expired_total()),
+    _gauge("rate_limiter_snapshot_age_seconds", "Time since the buckets were last written to the state directory.",
+        lambda r: r.snapshot().age_s),
+    _gauge("rate_limiter_snapshot_size_bytes", "Size of the bucket snapshot on disk.",
+        lambda r: r.snapshot().size_bytes),
+    _counter("rate_limiter_snapshot_errors_total", "Passes of the bucket snapshot that failed.",
+        lambda r: r.snapshot().errors_total),
+
+    # The process.
+    _gauge("rate_limiter_loop_lag_seconds", "How late the event loop ran its last timer.",
+        lambda r: r.runtime.loop_lag_s),
+    _gauge("rate_limiter_clock_error_seconds",
+        "How far the wall clock is ahead of the node's clock, which follows it slowly.",
+        lambda r: r.runtime.clock_error_us / US_PER_S),
+    Definition("rate_limiter_task_restarts_total", "counter", "Background jobs that crashed and were started again.",
+        _counts(lambda r: r.runtime.task_restarts), "task"),
+    Definition("rate_limiter_build_info", "gauge", "Always 1; the label is the version.",
+        lambda _: (Point(1.0, __version__),), "version"),
+    _gauge("process_start_time_seconds", "Unix time at which the process started.", lambda _: STARTED_AT_S),
+)
+# fmt: on
+"""Every metric, in the order of the exposition."""
+
+_BY_REPORTED_NAME: Final = {
+    definition.reported_name or definition.name: definition for definition in DEFINITIONS
+}

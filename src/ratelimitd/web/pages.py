@@ -1,0 +1,119 @@
+"""What the HTTP side answers: ``/metrics``, ``/healthz``, ``/readyz`` and ``/``.
+
+Never measures and never decides readiness: it shows what it is given. The three for machines answer under any ``Host``,
+so that scrapers and probes work behind every name; pages for people only under names of this node, so that no web site
+can point its own name here and read them through a visitor's browser (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator, Callable, Collection
+from typing import Final, NamedTuple
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ratelimitd import __version__
+from ratelimitd.observe.exposition import Page
+from ratelimitd.observe.metrics import Metrics
+
+FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz"})
+
+HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+class Readiness(NamedTuple):
+    """Whether traffic should come here, and if not, why."""
+
+    ready: bool
+    reason: str = ""
+
+
+def application(
+    *,
+    metrics: Metrics,
+    readiness: Callable[[], Readiness],
+    grpc_address: Callable[[], str],
+    hosts: Collection[str],
+) -> ASGIApp:
+    """The ASGI application. ``hosts`` are the names of this node beside ``localhost`` and addresses."""
+
+    async def healthz(_: Request) -> Response:
+        return PlainTextResponse("ok\n", headers=HEADERS)
+
+    async def readyz(_: Request) -> Response:
+        ready, reason = readiness()
+        text = "ready\n" if ready else f"not ready: {reason}\n"
+        return PlainTextResponse(text, status_code=200 if ready else 503, headers=HEADERS)
+
+    async def scrape(request: Request) -> Response:
+        page = Page(request.headers.get("accept", ""), metrics.points())
+        headers = {**HEADERS, "Content-Type": page.content_type}
+        return StreamingResponse(_paced(page), headers=headers)
+
+    async def front(_: Request) -> Response:
+        return PlainTextResponse(
+            f"ratelimitd {__version__}: a gRPC rate limiter\n\n"
+            f"gRPC      {grpc_address()}\n"
+            "/metrics  numbers for Prometheus\n"
+            "/healthz  200 while the process lives\n"
+            "/readyz   200 while checks should come here\n",
+            headers=HEADERS,
+        )
+
+    routes = [
+        Route("/", front),
+        Route("/metrics", scrape),
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+    ]
+    return HostCheck(Starlette(routes=routes), hosts)
+
+
+class HostCheck:
+    """Refuses requests for people's pages whose ``Host`` is a name this node does not know: 421.
+
+    An address is let through: a page of a foreign site has that site's name, whatever it resolves to.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in FOR_MACHINES:
+            host = Headers(scope=scope).get("host", "")
+            if not self._knows(_host_name(host)):
+                app = PlainTextResponse("unknown Host\n", status_code=421, headers=HEADERS)
+        await app(scope, receive, send)
+
+    def _knows(self, name: str) -> bool:
+        if name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _host_name(host: str) -> str:
+    """The name or address in a ``Host`` header, without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+async def _paced(page: Page) -> AsyncIterator[bytes]:
+    """The pieces of a page; between two of them the loop answers checks."""
+    for piece in page.pieces():
+        yield piece
+        await asyncio.sleep(0)

@@ -1,0 +1,147 @@
+"""The HTTP server: uvicorn inside the node's own event loop, with a bound on everything a peer can hold.
+
+Takes no signals and logs no requests. Probes and scrapes are few and small, so the bounds are tight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ratelimitd.errors import StartupError
+
+MAX_CONNECTIONS: Final = 100
+"""Connections at a time; one more is closed at once. Scrapers, probes and a browser need a handful."""
+
+CONNECTION_LIFE_S: Final = 30.0
+"""A connection is closed after that long, between two requests if it can be: nobody holds one by sending slowly."""
+
+CLOSING_GRACE_S: Final = 10.0
+"""How much longer a connection may live to finish the answer it is reading."""
+
+KEEP_ALIVE_S: Final = 5
+"""How long a connection may idle between two requests."""
+
+STOP_GRACE_S: Final = 1
+"""How long a stopping server waits for answers being read; they are short."""
+
+MAX_HEADER_BYTES: Final = 16_384
+"""Request line and headers together."""
+
+BACKLOG: Final = 128
+
+
+class HttpServer:
+    """One listening HTTP address."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        self._address = (host, port)
+        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=BoundedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=STOP_GRACE_S,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            )
+        )
+
+    async def start(self) -> str:
+        """Bind and listen; returns the bound address as ``host:port``.
+
+        Raises:
+            StartupError: the address cannot be bound; the message says why.
+        """
+        # uvicorn would end the process if it bound the address itself and failed.
+        self._socket = await bind(*self._address)
+        host, port = self._socket.getsockname()[:2]
+        self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http")
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+            await asyncio.sleep(0)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def stop(self) -> None:
+        """Close the address and every connection. Safe to call at any time, also more than once."""
+        if self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._serving = None
+            for connection in self._server.server_state.connections:
+                connection.transport.abort()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+async def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to the first address ``host`` stands for, and not yet listening.
+
+    Raises:
+        StartupError: the name is unknown or the address cannot be had.
+    """
+    loop = asyncio.get_running_loop()
+    sock = None
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        # Bound is not taken: another process may have bound it too, and listened first.
+        sock.listen(BACKLOG)
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        message = f"cannot listen on {host}:{port} (HTTP_LISTEN): {error.strerror or error}"
+        raise StartupError(message) from error
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """uvicorn as a guest: the supervisor owns the signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 connection with a bound on how many there are and how long each lives."""
+
+    _expiry: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuse the connection when there are too many, else start its time."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+            return
+        self._expiry = self.loop.call_later(CONNECTION_LIFE_S, self._expire)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        super().connection_lost(exc)
+
+    def _expire(self) -> None:
+        self.shutdown()  # at once, or after the answer that is being read
+        self._expiry = self.loop.call_later(CLOSING_GRACE_S, self.transport.abort)
