@@ -1,0 +1,207 @@
+"""Keeps a node's rule book current: the first load, what changed since, and what to do while the database is away.
+
+Never decides a check and never writes a rule. See ADR 0013.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random as random_source
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
+
+from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.rules.book import BookEditor, RuleBook
+from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.store import BookChanges, RuleStore
+
+POLL_S: Final = 2.0
+"""How often the store is asked for its revision; ± ``POLL_JITTER`` of it, so that nodes do not ask in step."""
+
+POLL_JITTER: Final = 0.2
+
+RETRY_FIRST_S: Final = 0.25
+RETRY_LONGEST_S: Final = 5.0
+"""The pause after a failure doubles from the first to the longest, and is cut by up to half at random."""
+
+RULES_PER_TURN: Final = 256
+"""Rules put into a book in one turn of the event loop: about 0.5 ms."""
+
+MAX_REPORTED_ROWS: Final = 10
+"""Bad rows named in one reload; the rest is a number."""
+
+_Item = TypeVar("_Item")
+
+
+class RuleFeed:
+    """Follows a :class:`~ratelimitd.rules.store.RuleStore` and hands every new book, whole, to ``on_book``.
+
+    ``report`` takes one line for an operator: when something starts to fail or recovers, never at each attempt. A
+    row that is no valid rule is skipped; what the book holds of that rule stays. ``sleep`` and ``random`` (0 to 1)
+    are there for tests.
+    """
+
+    def __init__(
+        self,
+        store: RuleStore,
+        *,
+        on_book: Callable[[RuleBook], None],
+        last_good: LastGoodBook | None = None,
+        report: Callable[[str], None] = lambda _line: None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        random: Callable[[], float] = random_source.random,
+    ) -> None:
+        self._store = store
+        self._on_book = on_book
+        self._last_good = last_good
+        self._report = report
+        self._sleep = sleep
+        self._random = random
+        self._book: RuleBook | None = None
+        self._from_store = False
+        self._failures = 0
+        self._bad_ids: set[str] = set()
+        self._reloading = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self.reloads_total = 0
+        """Books taken from the store."""
+        self.skipped_total = 0
+        """Bad rows met, counted at each reload that met them."""
+        self.crashes_total = 0
+        """Times the background task ended unexpectedly and was restarted."""
+        self.last_error = ""
+        """Why the store could not be read at the last attempt; empty if it could."""
+
+    @property
+    def book(self) -> RuleBook | None:
+        """The newest book; ``None`` until there is a first one."""
+        return self._book
+
+    @property
+    def bad_rows(self) -> int:
+        """Rows of the store that are known not to be served."""
+        return len(self._bad_ids)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the book is the store's own, not that of an earlier run, and the store answered when last asked."""
+        return self._from_store and not self._failures
+
+    async def start(self) -> None:
+        """Load a first book, from the store or else the last good one, and follow the store from now on.
+
+        Returns without a book when there is neither; the feed goes on trying.
+        """
+        await self.notify()
+        if self._book is None and self._last_good is not None:
+            await self._take_last_good(self._last_good)
+        self._task = asyncio.create_task(self._run(), name="rule feed")
+
+    async def notify(self) -> None:
+        """Take over what changed now, instead of at the next poll; returns when it is in force.
+
+        Call it after a local write. Does not raise when the store is away: the poll catches up later.
+        """
+        try:
+            await self._reload()
+        except StoreUnavailableError as error:
+            if not self._failures:
+                self._report(f"rules cannot be read: {error}")
+            self._failures += 1
+            self.last_error = str(error)
+        else:
+            if self._failures:
+                self._report("rules can be read again")
+            self._failures = 0
+            self.last_error = ""
+
+    async def close(self) -> None:
+        """Stop following, and let the last good book reach the disk; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._last_good is not None:
+            await self._last_good.close()
+
+    async def _run(self) -> None:
+        """The background task; a crash of it is a line, a count and a restart."""
+        while True:
+            try:
+                while True:
+                    await self._sleep(self._pause_s())
+                    await self.notify()
+            except Exception as error:  # noqa: BLE001 -- rules must go on being followed, whatever it was
+                self.crashes_total += 1
+                self._failures += 1  # so that a lasting fault does not spin
+                self.last_error = type(error).__name__
+                self._report(f"following the rules failed ({self.last_error}) and goes on")
+
+    def _pause_s(self) -> float:
+        if not self._failures:
+            return POLL_S * (1 + POLL_JITTER * (2 * self._random() - 1))
+        doubled_s = RETRY_FIRST_S * 2.0 ** min(self._failures - 1, 10)
+        return min(doubled_s, RETRY_LONGEST_S) * (1 - self._random() / 2)
+
+    async def _reload(self) -> None:
+        async with self._reloading:
+            known = self._book.revision if self._book is not None and self._from_store else None
+            if known is not None and await self._store.revision() == known:
+                return
+            changes = await self._store.changes_since(known)
+            self._note_skipped(changes)
+            await self._take(changes)
+
+    async def _take(self, changes: BookChanges) -> None:
+        """Build the next book in turns with the rest of the loop, then swap it in at once."""
+        old = self._book
+        keeps_old = old is not None and not changes.full
+        editor = BookEditor(old if old is not None and keeps_old else RuleBook.empty())
+        if keeps_old:
+            # Two rules may have swapped their endpoints: leave every old place before taking a new one.
+            await _in_turns(changes.removed_ids, editor.remove)
+            await _in_turns(changes.changed, lambda rule: editor.remove(rule.id))
+        await _in_turns(changes.changed, editor.put)
+        self._from_store = True
+        self.reloads_total += 1
+        self._publish(editor.finish(changes.revision))
+        if old is not None and not keeps_old:
+            parts = list(old.parts())
+            del old
+            while parts:
+                del parts[-32:]
+                await asyncio.sleep(0)
+
+    def _publish(self, book: RuleBook) -> None:
+        self._book = book
+        self._on_book(book)
+        if self._last_good is not None and self._from_store:
+            self._last_good.offer(book)
+
+    def _note_skipped(self, changes: BookChanges) -> None:
+        if changes.full:
+            self._bad_ids.clear()
+        elif self._bad_ids:
+            self._bad_ids.difference_update(changes.removed_ids)
+            self._bad_ids.difference_update(rule.id for rule in changes.changed)
+        self._bad_ids.update(row.rule_id for row in changes.skipped)
+        self.skipped_total += len(changes.skipped)
+        for row in changes.skipped[:MAX_REPORTED_ROWS]:
+            self._report(f"rule {row.rule_id or 'without id'} is not served: {row.reason}")
+        if (unnamed := len(changes.skipped) - MAX_REPORTED_ROWS) > 0:
+            self._report(f"{unnamed} more rules are not served")
+
+    async def _take_last_good(self, last_good: LastGoodBook) -> None:
+        book, reason = await last_good.load()
+        if reason:
+            self._report(reason)
+        if book is not None:
+            self._report(f"serving the last good rule book, revision {book.revision}")
+            self._publish(book)
+
+
+async def _in_turns(items: Sequence[_Item], step: Callable[[_Item], None]) -> None:
+    """Do a step for each item, and give the event loop a turn after every ``RULES_PER_TURN``."""
+    for start in range(0, len(items), RULES_PER_TURN):
+        for item in items[start : start + RULES_PER_TURN]:
+            step(item)
+        await asyncio.sleep(0)
