@@ -1,0 +1,168 @@
+"""Who may call what: which credentials a call carries, and whether they hold the role its method asks for.
+
+Never reads a setting and never logs. Identity comes from a bearer token, from the client certificate that TLS
+verified, or from being on the same host; a header never makes a caller local. See ADR 0017.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Final
+
+from ratelimitd.rpc.interface import Call, RpcError, StatusCode
+from ratelimitd.services.status import rich_error
+
+
+class Role(enum.StrEnum):
+    """What a method asks of its caller."""
+
+    CHECK = "check"
+    READ = "read"
+    ADMIN = "admin"
+    OPEN = "open"
+
+
+FORWARDING_HEADERS: Final = (
+    "forwarded",
+    "via",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+    "x-real-ip",
+    "x-client-ip",
+    "x-cluster-client-ip",
+    "x-envoy-external-address",
+    "x-original-forwarded-for",
+    "cf-connecting-ip",
+    "true-client-ip",
+)
+"""Any of these says that somebody else is behind the peer: then the peer's address says nothing about the caller."""
+
+_BEARER: Final = "bearer "
+
+Requirement = Callable[[Call], None]
+"""Lets a call pass, or raises ``RpcError``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """The settings that hold roles; an empty one holds none. Whoever holds admin may also read and check."""
+
+    admin_token: str = ""
+    check_token: str = ""
+    admin_sans: frozenset[str] = frozenset()
+    check_sans: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        """Nothing of what it holds."""
+        return "Credentials(…)"
+
+
+class Access:
+    """The table of roles, for one set of credentials."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._admin_digest = _digest(credentials.admin_token)
+        self._check_digest = _digest(credentials.check_token)
+        self._admin_sans = credentials.admin_sans
+        self._check_sans = credentials.check_sans
+
+    def requirement(self, role: Role) -> Requirement | None:
+        """What calls of this role must meet; ``None``: everybody may, so that the check path need not ask."""
+        if role is Role.OPEN:
+            return None
+        if role is Role.CHECK:
+            guarded = bool(self._check_digest or self._check_sans)
+            return self._require_check if guarded else None
+        guarded = bool(self._admin_digest or self._admin_sans)
+        return self._require_admin if guarded else _require_loopback
+
+    def actor(self, call: Call) -> str:
+        """Who the audit trail names for an admin call: the certificate's SAN, or role@host of the peer."""
+        sans = call.peer_sans
+        if sans:
+            return next((san for san in sans if san in self._admin_sans), sans[0])
+        return f"{Role.ADMIN}@{_host(call.peer) or 'unix'}"
+
+    def _require_admin(self, call: Call) -> None:
+        if Role.ADMIN not in self._held(call):
+            raise _refusal(known=bool(self._held(call) or _only_certificate(call)))
+
+    def _require_check(self, call: Call) -> None:
+        if not self._held(call):
+            raise _refusal(known=_only_certificate(call))
+
+    def _held(self, call: Call) -> set[Role]:
+        """The roles that the call's credentials hold; both tokens are always compared, in constant time."""
+        given = _digest(_bearer(call))
+        held = set()
+        if hmac.compare_digest(given, self._admin_digest or _NO_DIGEST):
+            held.add(Role.ADMIN)
+        if hmac.compare_digest(given, self._check_digest or _NO_DIGEST):
+            held.add(Role.CHECK)
+        sans = call.peer_sans
+        if not self._admin_sans.isdisjoint(sans):
+            held.add(Role.ADMIN)
+        if not self._check_sans.isdisjoint(sans):
+            held.add(Role.CHECK)
+        return held
+
+
+def is_loopback(call: Call) -> bool:
+    """Whether the call comes from this very host, with nobody behind the peer."""
+    if any(call.metadata(header) is not None for header in FORWARDING_HEADERS):
+        return False
+    if call.peer.startswith("unix"):
+        return True
+    try:
+        address = ipaddress.ip_address(_host(call.peer))
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+# Of no token: compare_digest against it is as slow as any other comparison and never true of a real digest.
+_NO_DIGEST: Final = b"\x00" * sha256().digest_size
+
+
+def _digest(token: str) -> bytes:
+    """A digest, so that comparing tells nothing about a token's length; empty for no token."""
+    return sha256(token.encode("utf-8", "surrogatepass")).digest() if token else b""
+
+
+def _bearer(call: Call) -> str:
+    header = call.metadata("authorization") or ""
+    return header[len(_BEARER) :].strip() if header[: len(_BEARER)].lower() == _BEARER else ""
+
+
+def _only_certificate(call: Call) -> bool:
+    """A verified certificate and no (wrong) token beside it: we know who that is, and it holds no role."""
+    return bool(call.peer_sans) and call.metadata("authorization") is None
+
+
+def _host(peer: str) -> str:
+    """The host of ``ipv4:127.0.0.1:50000`` or ``ipv6:[::1]:50000``; empty for anything else."""
+    scheme, _, rest = peer.partition(":")
+    if scheme not in {"ipv4", "ipv6"}:
+        return ""
+    return rest.rpartition(":")[0].strip("[]").partition("%")[0]
+
+
+def _require_loopback(call: Call) -> None:
+    if not is_loopback(call):
+        message = "only callers on the node's own host may do this while no ADMIN_TOKEN is set"
+        raise rich_error(StatusCode.PERMISSION_DENIED, "LOOPBACK_ONLY", message)
+
+
+def _refusal(*, known: bool) -> RpcError:
+    if known:
+        message = "the credentials do not hold the role that this method asks for"
+        return rich_error(StatusCode.PERMISSION_DENIED, "ROLE_MISSING", message)
+    message = "a valid bearer token or client certificate is required"
+    return rich_error(StatusCode.UNAUTHENTICATED, "CREDENTIALS_REQUIRED", message)

@@ -1,0 +1,144 @@
+"""The RateLimiterConfig service: rules are created, changed, deleted and listed.
+
+A write is answered once it is stored and this node's own rule book shows it: the caller's next check on this node is
+decided by it. Never decides what a valid rule is. See ADR 0008 and ADR 0013.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from ratelimitd.errors import FieldViolation, RuleInvalidError
+from ratelimitd.model import IdentifierType
+from ratelimitd.rpc.interface import Call, Methods
+from ratelimitd.rules.store import RuleStore
+from ratelimitd.services.convert_rules import (
+    deleted_id_of,
+    draft_of,
+    rate_limit_of,
+    text_of,
+    update_of,
+)
+from ratelimitd.services.page_token import ListQuery, Position, page_token, position_of
+from ratelimitd.services.wire import (
+    WireList,
+    parse_create,
+    parse_delete,
+    parse_list,
+    parse_update,
+)
+from ratelimiter.v1 import ratelimiter_pb2
+
+SERVICE: Final = "ratelimiter.v1.RateLimiterConfig"
+
+DEFAULT_PAGE_SIZE: Final = 100
+MAX_PAGE_SIZE: Final = 1_000
+"""Rules in one answer: at most 1.4 MB, well below the 4 MiB of a message."""
+
+PAGE_KEY_NAME: Final = "page-token"
+"""The store's secret that seals page tokens; kept there, so that every node takes every node's tokens."""
+
+_EMPTY: Final = b""
+"""``google.protobuf.Empty`` on the wire."""
+
+
+class Feed(Protocol):
+    """What this service needs of a :class:`ratelimitd.rules.feed.RuleFeed`."""
+
+    async def notify(self) -> None:
+        """Take over what changed in the store; never raises because of the store: polling will catch up."""
+
+
+class ConfigService:
+    """Handlers of the rules. ``actor`` says who the audit trail names for a call."""
+
+    def __init__(self, store: RuleStore, feed: Feed, actor: Callable[[Call], str]) -> None:
+        self._store = store
+        self._feed = feed
+        self._actor = actor
+        self._page_key = b""
+
+    def methods(self) -> Methods:
+        """The handlers by path."""
+        return Methods(
+            unary={
+                f"/{SERVICE}/CreateRateLimit": self.create_rate_limit,
+                f"/{SERVICE}/UpdateRateLimit": self.update_rate_limit,
+                f"/{SERVICE}/DeleteRateLimit": self.delete_rate_limit,
+                f"/{SERVICE}/ListRateLimits": self.list_rate_limits,
+            }
+        )
+
+    async def create_rate_limit(self, data: bytes, call: Call) -> bytes:
+        """Add a rule; its id may be a UUID of the caller's choice."""
+        draft = draft_of(parse_create(data).rate_limit)
+        rule = await self._store.create(draft, self._actor(call))
+        await self._feed.notify()
+        return rate_limit_of(rule).SerializeToString()
+
+    async def update_rate_limit(self, data: bytes, call: Call) -> bytes:
+        """Change a rule: the fields its mask names, or all of them."""
+        update = update_of(parse_update(data))
+        rule = await self._store.update(
+            update.rule_id, update.changes, update.etag, self._actor(call)
+        )
+        await self._feed.notify()
+        return rate_limit_of(rule).SerializeToString()
+
+    async def delete_rate_limit(self, data: bytes, call: Call) -> bytes:
+        """Take a rule out."""
+        message = parse_delete(data)
+        rule_id = deleted_id_of(message)
+        await self._store.delete(rule_id, text_of(message.etag), self._actor(call))
+        await self._feed.notify()
+        return _EMPTY
+
+    async def list_rate_limits(self, data: bytes, _call: Call) -> bytes:
+        """One page of the rules, by the bytes of endpoint, then identifier type."""
+        message = parse_list(data)
+        query, size = _query_of(message)
+        token = text_of(message.page_token)
+        key = await self._key()
+        after = position_of(token, query, key) if token else None
+        # One more than asked for tells whether there is a next page.
+        rules = await self._store.page(*query, after, size + 1)
+        answer = ratelimiter_pb2.ListRateLimitsResponse(
+            rate_limits=[rate_limit_of(rule) for rule in rules[:size]]
+        )
+        if len(rules) > size:
+            last = rules[size - 1]
+            position = Position(last.endpoint, last.identifier_type)
+            answer.next_page_token = page_token(position, query, key)
+        return answer.SerializeToString()
+
+    async def _key(self) -> bytes:
+        """The key of page tokens, read once: a node also starts while the store is away."""
+        if not self._page_key:
+            self._page_key = await self._store.secret(PAGE_KEY_NAME)
+        return self._page_key
+
+
+def _query_of(message: WireList) -> tuple[ListQuery, int]:
+    """The filters and the page size, 0 meaning the default and more than the most meaning the most."""
+    violations = []
+    query = ListQuery(text_of(message.endpoint), text_of(message.identifier_type))
+    if not _is_utf8(message.endpoint):
+        violations.append(FieldViolation("endpoint", "must be valid UTF-8"))
+    if query.identifier_type and query.identifier_type not in set(IdentifierType):
+        violations.append(
+            FieldViolation("identifier_type", f"must be one of {', '.join(IdentifierType)}")
+        )
+    if message.page_size < 0:
+        violations.append(FieldViolation("page_size", "must not be negative"))
+    if violations:
+        raise RuleInvalidError(*violations)
+    return query, min(message.page_size, MAX_PAGE_SIZE) or DEFAULT_PAGE_SIZE
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,156 @@
+"""Server reflection, v1 and v1alpha: what services there are, and the descriptors behind them.
+
+Pure lookups in a descriptor pool. The two versions differ in nothing but the name of their package, so the messages
+of v1alpha, which are there as a library, serve both. The library's own servicer is not used: it imports a transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from typing import Final
+
+from google.protobuf import descriptor_pb2, empty_pb2, field_mask_pb2
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from ratelimitd.errors import FieldViolation, InvalidInputError
+from ratelimitd.rpc.interface import Call, Methods, StatusCode
+from ratelimitd.services.wire import WHOLE_MESSAGE
+from ratelimiter.v1 import ratelimiter_pb2
+
+V1: Final = "grpc.reflection.v1.ServerReflection"
+V1ALPHA: Final = "grpc.reflection.v1alpha.ServerReflection"
+
+_Request = reflection_pb2.ServerReflectionRequest
+_Response = reflection_pb2.ServerReflectionResponse
+_Answer = Callable[[reflection_pb2.ServerReflectionRequest], _Response]
+
+
+class ReflectionService:
+    """Handlers of reflection over ``service_names``."""
+
+    def __init__(self, service_names: Collection[str]) -> None:
+        self._service_names = sorted(service_names)
+        self._pool = _served_files()
+        self._answers: dict[str, _Answer] = {
+            "list_services": self._list_services,
+            "file_by_filename": self._file_by_filename,
+            "file_containing_symbol": self._file_containing_symbol,
+            "file_containing_extension": self._file_containing_extension,
+            "all_extension_numbers_of_type": self._all_extension_numbers_of_type,
+        }
+
+    def methods(self) -> Methods:
+        """The handlers by path."""
+        return Methods(
+            bidi_stream={
+                f"/{V1}/ServerReflectionInfo": self.server_reflection_info,
+                f"/{V1ALPHA}/ServerReflectionInfo": self.server_reflection_info,
+            }
+        )
+
+    async def server_reflection_info(
+        self, requests: AsyncIterator[bytes], _call: Call
+    ) -> AsyncIterator[bytes]:
+        """Answer each question of a stream."""
+        async for data in requests:
+            yield self.answer(data)
+
+    def answer(self, data: bytes) -> bytes:
+        """Answer one question; what is not found is said in the answer, not as an error of the call."""
+        try:
+            request = _Request.FromString(data)
+        except DecodeError:
+            message = "the bytes are no ServerReflectionRequest message"
+            raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, message)) from None
+        asked = request.WhichOneof("message_request")
+        try:
+            response = (
+                self._answers[asked](request)
+                if asked
+                else _error(StatusCode.INVALID_ARGUMENT, "the request asks for nothing")
+            )
+        except KeyError:
+            response = _error(StatusCode.NOT_FOUND, "not found")
+        response.valid_host = request.host
+        response.original_request.CopyFrom(request)
+        return response.SerializeToString()
+
+    def _list_services(self, _request: reflection_pb2.ServerReflectionRequest) -> _Response:
+        response = _Response()
+        for name in self._service_names:
+            response.list_services_response.service.add(name=name)
+        return response
+
+    def _file_by_filename(self, request: reflection_pb2.ServerReflectionRequest) -> _Response:
+        return _files(self._pool.FindFileByName(request.file_by_filename))
+
+    def _file_containing_symbol(self, request: reflection_pb2.ServerReflectionRequest) -> _Response:
+        return _files(self._pool.FindFileContainingSymbol(request.file_containing_symbol))
+
+    def _file_containing_extension(
+        self, request: reflection_pb2.ServerReflectionRequest
+    ) -> _Response:
+        wanted = request.file_containing_extension
+        extended = self._pool.FindMessageTypeByName(wanted.containing_type)
+        return _files(self._pool.FindExtensionByNumber(extended, wanted.extension_number).file)
+
+    def _all_extension_numbers_of_type(
+        self, request: reflection_pb2.ServerReflectionRequest
+    ) -> _Response:
+        extended = self._pool.FindMessageTypeByName(request.all_extension_numbers_of_type)
+        response = _Response()
+        response.all_extension_numbers_response.base_type_name = extended.full_name
+        # None of the served messages can be extended: proto3 has extensions for custom options only.
+        return response
+
+
+def _error(code: StatusCode, message: str) -> _Response:
+    response = _Response()
+    response.error_response.error_code = code
+    response.error_response.error_message = message
+    return response
+
+
+def _files(file: FileDescriptor) -> _Response:
+    """A file and everything it imports, which is what a client needs to make sense of it."""
+    response = _Response()
+    for needed in {each.name: each for each in _with_imports(file)}.values():
+        response.file_descriptor_response.file_descriptor_proto.append(needed.serialized_pb)
+    return response
+
+
+def _with_imports(file: FileDescriptor) -> Iterator[FileDescriptor]:
+    yield file
+    for imported in file.dependencies:
+        yield from _with_imports(imported)
+
+
+def _served_files() -> DescriptorPool:
+    """Exactly what this node speaks; the process's default pool would tell about everything it has imported."""
+    pool = DescriptorPool()
+    for module in (empty_pb2, field_mask_pb2, ratelimiter_pb2, health_pb2, reflection_pb2):
+        pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
+    pool.Add(_reflection_v1())
+    return pool
+
+
+def _reflection_v1() -> descriptor_pb2.FileDescriptorProto:
+    """The file of v1: that of v1alpha under the other package name."""
+    alpha = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
+    text = alpha.SerializeToString()
+    v1 = descriptor_pb2.FileDescriptorProto.FromString(text)
+    v1.name = v1.name.replace("v1alpha", "v1")
+    v1.package = v1.package.replace("v1alpha", "v1")
+    for message in v1.message_type:
+        for field in message.field:
+            field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
+    for service in v1.service:
+        for method in service.method:
+            method.input_type = method.input_type.replace(".v1alpha.", ".v1.")
+            method.output_type = method.output_type.replace(".v1alpha.", ".v1.")
+    return v1

@@ -1,0 +1,175 @@
+"""What an error means to a caller: one table from error type to gRPC status, and the rich details that go with it.
+
+Nothing a caller sends can leave here as UNKNOWN, with a traceback or with the name of a class. Details follow
+google.rpc: every error carries an ``ErrorInfo`` with a stable reason. See ADR 0010.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Final, NamedTuple
+
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from ratelimitd.errors import (
+    FieldViolation,
+    InvalidInputError,
+    RateLimitdError,
+    RuleConflictError,
+    RuleExistsError,
+    RuleNotFoundError,
+    RulesFullError,
+    StoreCorruptError,
+    StoreUnavailableError,
+)
+from ratelimitd.rpc.interface import RpcError, StatusCode
+
+DOMAIN: Final = "ratelimitd"
+"""The domain of every ``ErrorInfo`` reason."""
+
+RULE_RESOURCE: Final = "ratelimiter.v1.RateLimit"
+"""What a ``ResourceInfo`` calls a rule."""
+
+RETRY_DELAY_S: Final = 1
+"""When a caller may try again after UNAVAILABLE; the store is probed about that often."""
+
+MAX_VIOLATIONS: Final = 16
+MAX_TEXT_CHARS: Final = 160
+MAX_MESSAGE_CHARS: Final = 480
+"""Violations that are named, characters of each, and of the message. All of it travels in trailers, of which clients
+take 8 KiB."""
+
+LOG_PAUSE_S: Final = 1.0
+"""An unexpected error is logged at most once in that time, however often it happens."""
+
+_log = logging.getLogger(__name__)
+
+
+class ErrorStatus(NamedTuple):
+    """One row of the table. ``message`` is a fixed text; empty = the error's own, which holds no secret."""
+
+    code: StatusCode
+    reason: str
+    message: str = ""
+
+
+ERROR_STATUS: Final[Mapping[type, ErrorStatus]] = {
+    InvalidInputError: ErrorStatus(StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+    RuleNotFoundError: ErrorStatus(StatusCode.NOT_FOUND, "RULE_NOT_FOUND"),
+    RuleExistsError: ErrorStatus(StatusCode.ALREADY_EXISTS, "RULE_EXISTS"),
+    RulesFullError: ErrorStatus(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_RULES"),
+    RuleConflictError: ErrorStatus(
+        StatusCode.ABORTED, "ETAG_MISMATCH", "the etag is not the rule's: read the rule again"
+    ),
+    StoreUnavailableError: ErrorStatus(
+        StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE", "the store cannot be reached or cannot write"
+    ),
+    StoreCorruptError: ErrorStatus(
+        StatusCode.INTERNAL, "STORE_CORRUPT", "the store holds something unreadable"
+    ),
+}
+"""Every error that may reach a caller; a subclass counts as its nearest parent in the table."""
+
+UNEXPECTED: Final = ErrorStatus(StatusCode.INTERNAL, "INTERNAL", "unexpected error")
+"""Everything else: a defect of ours, told to the log and not to the caller."""
+
+
+def rpc_error(error: RateLimitdError) -> RpcError:
+    """The status and details for an error of our tree."""
+    row = _row(type(error))
+    message = row.message or _clipped(str(error), MAX_MESSAGE_CHARS)
+    return rich_error(row.code, row.reason, message, *_details(error, message))
+
+
+def rich_error(code: StatusCode, reason: str, message: str, *details: Message) -> RpcError:
+    """An error with ``ErrorInfo`` and further ``google.rpc`` details."""
+    status = status_pb2.Status(code=code, message=message)
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+    for detail in details:
+        status.details.add().Pack(detail)
+    return RpcError(code, message, status.SerializeToString())
+
+
+class ErrorEdge:
+    """The last line of every handler: whatever is raised inside leaves as an ``RpcError``.
+
+    ``monotonic`` is in seconds; it spaces the log lines about unexpected errors.
+    """
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._quiet_until = float("-inf")
+        self.unexpected_total = 0
+        """Errors that nobody foresaw, logged or not."""
+
+    def translate(self, error: Exception, method: str) -> RpcError:
+        """What to end the call of ``method`` with."""
+        if isinstance(error, RpcError):
+            return error
+        if isinstance(error, RateLimitdError) and _row(type(error)) is not UNEXPECTED:
+            return rpc_error(error)
+        self._report(error, method)
+        return rich_error(*UNEXPECTED)
+
+    async def awaited(self, answer: Awaitable[bytes], method: str) -> bytes:
+        """The answer of a handler that waits."""
+        try:
+            return await answer
+        except Exception as error:  # noqa: BLE001 -- the edge: nothing may leave but an RpcError
+            raise self.translate(error, method) from None
+
+    async def streamed(self, answers: AsyncIterator[bytes], method: str) -> AsyncIterator[bytes]:
+        """The answers of a handler that streams."""
+        try:
+            async for answer in answers:
+                yield answer
+        except Exception as error:  # noqa: BLE001 -- as above
+            raise self.translate(error, method) from None
+
+    def _report(self, error: Exception, method: str) -> None:
+        self.unexpected_total += 1
+        now_s = self._monotonic()
+        if now_s < self._quiet_until:
+            return
+        self._quiet_until = now_s + LOG_PAUSE_S
+        # Where and of what type, but not the error's own text: it may quote an identifier or a token.
+        frames = traceback.extract_tb(error.__traceback__)
+        places = " > ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
+        _log.error("unexpected error in %s: %s at %s", method, type(error).__name__, places)
+
+
+def _row(error_type: type[RateLimitdError]) -> ErrorStatus:
+    rows = (ERROR_STATUS[parent] for parent in error_type.__mro__ if parent in ERROR_STATUS)
+    return next(rows, UNEXPECTED)
+
+
+def _details(error: RateLimitdError, message: str) -> Iterator[Message]:
+    if isinstance(error, InvalidInputError):
+        yield _bad_request(error.violations)
+    elif isinstance(error, RuleNotFoundError):
+        yield error_details_pb2.ResourceInfo(
+            resource_type=RULE_RESOURCE, resource_name=error.rule_id, description=message
+        )
+    elif isinstance(error, RuleExistsError):
+        yield error_details_pb2.ResourceInfo(resource_type=RULE_RESOURCE, description=message)
+    elif isinstance(error, StoreUnavailableError):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.seconds = RETRY_DELAY_S
+        yield retry
+
+
+def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:
+    detail = error_details_pb2.BadRequest()
+    for violation in violations[:MAX_VIOLATIONS]:
+        detail.field_violations.add(
+            field=_clipped(violation.field, MAX_TEXT_CHARS),
+            description=_clipped(violation.description, MAX_TEXT_CHARS),
+        )
+    return detail
+
+
+def _clipped(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

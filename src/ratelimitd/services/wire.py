@@ -1,0 +1,251 @@
+"""The contract's request messages as the server reads them: int32 as int64 and string as bytes, nothing else changed.
+
+A protobuf parser cuts an int32 that is too wide for its field down to 32 bits (2^32+1 arrives as 1), and refuses a
+whole message for one byte that is no UTF-8, without saying where. Both are ours to judge, and to name: so requests are
+parsed by classes made from the same descriptors, in which those fields are wide enough to show what was sent. The wire
+format of both is the same, and the parser is the same C code at the same speed.
+
+Never validates, never does I/O. Answers are written with the ordinary generated classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol, cast
+
+from google.protobuf import descriptor_pb2, empty_pb2, field_mask_pb2, message_factory
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError, Message
+
+from ratelimitd.errors import FieldViolation, InvalidInputError
+from ratelimiter.v1 import ratelimiter_pb2
+
+WHOLE_MESSAGE: Final = "request"
+"""What an error calls the message itself, when its bytes are no message at all."""
+
+MAX_TOP_LEVEL_FIELDS: Final = 20_000
+"""Fields of one large message that are looked at, one by one, in about 20 ms, before it is refused unread."""
+
+_Field = descriptor_pb2.FieldDescriptorProto
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+_MORE: Final = 0x80
+"""The bit of a varint's byte that says another one follows."""
+_MAX_VARINT_BYTES: Final = 10
+
+
+class WireCheck(Protocol):
+    """``RateLimitRequest``; the same in a batch."""
+
+    identifier: bytes
+    identifier_type: bytes
+    endpoint: bytes
+    tokens_requested: int
+    timestamp: int
+    peek: bool
+
+
+class WireBatch(Protocol):
+    """``BatchRateLimitRequest``."""
+
+    requests: Sequence[WireCheck]
+
+
+class WireRule(Protocol):
+    """``RateLimit``. Whether ``enabled`` was sent, ``HasField`` knows."""
+
+    id: bytes
+    endpoint: bytes
+    identifier_type: bytes
+    limit: int
+    window_seconds: int
+    algorithm: bytes
+    enabled: bool
+    etag: bytes
+
+    def HasField(self, field_name: str) -> bool:  # noqa: N802 -- protobuf's name
+        """Whether an optional field was sent."""
+
+
+class WireCreate(Protocol):
+    """``CreateRateLimitRequest``."""
+
+    rate_limit: WireRule
+
+
+class WireMask(Protocol):
+    """``google.protobuf.FieldMask``."""
+
+    paths: Sequence[bytes]
+
+
+class WireUpdate(Protocol):
+    """``UpdateRateLimitRequest``."""
+
+    rate_limit: WireRule
+    update_mask: WireMask
+
+
+class WireDelete(Protocol):
+    """``DeleteRateLimitRequest``."""
+
+    id: bytes
+    etag: bytes
+
+
+class WireList(Protocol):
+    """``ListRateLimitsRequest``."""
+
+    endpoint: bytes
+    identifier_type: bytes
+    page_size: int
+    page_token: bytes
+
+
+class WireMetrics(Protocol):
+    """``MetricsRequest``."""
+
+    names: Sequence[bytes]
+
+
+class WireReset(Protocol):
+    """``ResetRequest``."""
+
+    identifier: bytes
+    identifier_type: bytes
+    endpoint: bytes
+
+
+def parse_check(data: bytes) -> WireCheck:
+    """Read a ``RateLimitRequest``. Like all of these, raises ``InvalidInputError`` when the bytes are none."""
+    return cast("WireCheck", _parse(_RATE_LIMIT, data))
+
+
+def parse_batch(data: bytes) -> WireBatch:
+    """Read a ``BatchRateLimitRequest``."""
+    return cast("WireBatch", _parse(_BATCH, data))
+
+
+def parse_create(data: bytes) -> WireCreate:
+    """Read a ``CreateRateLimitRequest``."""
+    return cast("WireCreate", _parse(_CREATE, data))
+
+
+def parse_update(data: bytes) -> WireUpdate:
+    """Read an ``UpdateRateLimitRequest``."""
+    return cast("WireUpdate", _parse(_UPDATE, data))
+
+
+def parse_delete(data: bytes) -> WireDelete:
+    """Read a ``DeleteRateLimitRequest``."""
+    return cast("WireDelete", _parse(_DELETE, data))
+
+
+def parse_list(data: bytes) -> WireList:
+    """Read a ``ListRateLimitsRequest``."""
+    return cast("WireList", _parse(_LIST, data))
+
+
+def parse_metrics(data: bytes) -> WireMetrics:
+    """Read a ``MetricsRequest``."""
+    return cast("WireMetrics", _parse(_METRICS, data))
+
+
+def parse_reset(data: bytes) -> WireReset:
+    """Read a ``ResetRequest``."""
+    return cast("WireReset", _parse(_RESET, data))
+
+
+def parse_empty(data: bytes) -> None:
+    """Read a ``google.protobuf.Empty``: whatever it carries is unknown to us and ignored."""
+    _parse(_EMPTY, data)
+
+
+def count_top_level(data: bytes, number: int, at_most: int) -> int:
+    """How many length-delimited fields of this number the message has, without parsing it.
+
+    Stops at ``at_most`` + 1. Bytes that are no message end the count early: the parser will refuse them.
+
+    Raises:
+        InvalidInputError: the message has more than ``MAX_TOP_LEVEL_FIELDS`` fields.
+    """
+    wanted_tag = number << 3 | _LENGTH_DELIMITED
+    found = position = fields = 0
+    while position < len(data) and found <= at_most:
+        if fields == MAX_TOP_LEVEL_FIELDS:
+            message = f"has more than {MAX_TOP_LEVEL_FIELDS} fields"
+            raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, message))
+        fields += 1
+        tag, position = _varint(data, position)
+        found += tag == wanted_tag
+        position = _after(data, position, tag & 7)
+    return found
+
+
+def _parse(message_class: type[Message], data: bytes) -> Message:
+    try:
+        return message_class.FromString(data)
+    except DecodeError:
+        name = message_class.DESCRIPTOR.name
+        violation = FieldViolation(WHOLE_MESSAGE, f"the bytes are no {name} message")
+        raise InvalidInputError(violation) from None
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """The varint at ``position`` and the position behind it; a truncated or overlong one ends the data."""
+    value = shift = 0
+    for byte in data[position : position + _MAX_VARINT_BYTES]:
+        position += 1
+        value |= (byte & ~_MORE) << shift
+        if byte < _MORE:
+            return value, position
+        shift += 7
+    return value, len(data)
+
+
+def _after(data: bytes, position: int, wire_type: int) -> int:
+    """The position behind a field whose tag ends at ``position``."""
+    if wire_type == _LENGTH_DELIMITED:
+        length, position = _varint(data, position)
+        return position + length
+    if wire_type == _VARINT:
+        return _varint(data, position)[1]
+    # The two marks of a group have no body of their own: its fields are stepped over one by one.
+    return position + {_FIXED64: 8, _FIXED32: 4}.get(wire_type, 0)
+
+
+def _widened(file: FileDescriptor) -> descriptor_pb2.FileDescriptorProto:
+    proto = descriptor_pb2.FileDescriptorProto()
+    file.CopyToProto(proto)
+    for message in proto.message_type:
+        for field in message.field:
+            if field.type == _Field.TYPE_INT32:
+                field.type = _Field.TYPE_INT64
+            elif field.type == _Field.TYPE_STRING:
+                field.type = _Field.TYPE_BYTES
+    return proto
+
+
+def _pool() -> DescriptorPool:
+    pool = DescriptorPool()
+    for module in (empty_pb2, field_mask_pb2, ratelimiter_pb2):
+        pool.Add(_widened(module.DESCRIPTOR))
+    return pool
+
+
+_POOL: Final = _pool()
+
+
+def _message(full_name: str) -> type[Message]:
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(full_name))
+
+
+_RATE_LIMIT: Final = _message("ratelimiter.v1.RateLimitRequest")
+_BATCH: Final = _message("ratelimiter.v1.BatchRateLimitRequest")
+_CREATE: Final = _message("ratelimiter.v1.CreateRateLimitRequest")
+_UPDATE: Final = _message("ratelimiter.v1.UpdateRateLimitRequest")
+_DELETE: Final = _message("ratelimiter.v1.DeleteRateLimitRequest")
+_LIST: Final = _message("ratelimiter.v1.ListRateLimitsRequest")
+_METRICS: Final = _message("ratelimiter.v1.MetricsRequest")
+_RESET: Final = _message("ratelimiter.v1.ResetRequest")
+_EMPTY: Final = _message("google.protobuf.Empty")
