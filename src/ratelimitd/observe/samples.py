@@ -1,4 +1,4 @@
-"""The values in which the node reports on itself: its health and its metrics, as the health service and scrapes read them.
+"""The values in which the node reports on itself: its health and its metrics.
 
 Never measures, never reads a clock and imports nothing but the standard library: ``observe/`` fills these in, the
 services and the page render them.
@@ -23,8 +23,10 @@ NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class HistogramSample:
-    """One histogram. ``upper_bounds`` in the metric's unit (seconds), rising, without +Inf; ``cumulative_counts`` is
-    one longer, its last entry (+Inf) is the number of observations; ``sum`` in the metric's unit.
+    """One histogram.
+
+    ``upper_bounds`` in the metric's unit (seconds), rising, without +Inf; ``cumulative_counts`` is one longer, its
+    last entry (+Inf) is the number of observations; ``sum`` in the metric's unit.
     """
 
     upper_bounds: tuple[float, ...]
@@ -44,7 +46,7 @@ class MetricSample:
     kind: MetricKind
     value: float = 0.0
     histogram: HistogramSample | None = None
-    labels: Mapping[str, str] = field(default=NO_LABELS)
+    labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ WHOLE_NODE: Final = ""
 """The service name that stands for the node itself."""
 
 _Response = health_pb2.HealthCheckResponse
-ServingStatus = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class GrpcHealthService:
@@ -75,7 +74,7 @@ class GrpcHealthService:
     async def watch(self, data: bytes, _call: Call) -> AsyncIterator[bytes]:
         """Answer now and after every change, until the caller leaves. An unknown service is SERVICE_UNKNOWN."""
         name = _service_of(data)
-        told: ServingStatus.ValueType | None = None
+        told: int | None = None
         while True:
             changed = self._changed
             status = self._status(name)
@@ -84,7 +83,7 @@ class GrpcHealthService:
                 yield _Response(status=status).SerializeToString()
             await changed.wait()
 
-    def _status(self, name: str) -> ServingStatus.ValueType:
+    def _status(self, name: str) -> int:
         if name not in self._names:
             return _Response.SERVICE_UNKNOWN
         return _Response.SERVING if self.serving else _Response.NOT_SERVING

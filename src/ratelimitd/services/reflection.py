@@ -35,11 +35,11 @@ class ReflectionService:
     def __init__(self, service_names: Collection[str]) -> None:
         self._service_names = sorted(service_names)
         self._pool = _served_files()
+        # file_containing_extension is missing, so never found: no message of a proto3 file can be extended.
         self._answers: dict[str, _Answer] = {
             "list_services": self._list_services,
             "file_by_filename": self._file_by_filename,
             "file_containing_symbol": self._file_containing_symbol,
-            "file_containing_extension": self._file_containing_extension,
             "all_extension_numbers_of_type": self._all_extension_numbers_of_type,
         }
 
@@ -91,20 +91,12 @@ class ReflectionService:
     def _file_containing_symbol(self, request: reflection_pb2.ServerReflectionRequest) -> _Response:
         return _files(self._pool.FindFileContainingSymbol(request.file_containing_symbol))
 
-    def _file_containing_extension(
-        self, request: reflection_pb2.ServerReflectionRequest
-    ) -> _Response:
-        wanted = request.file_containing_extension
-        extended = self._pool.FindMessageTypeByName(wanted.containing_type)
-        return _files(self._pool.FindExtensionByNumber(extended, wanted.extension_number).file)
-
     def _all_extension_numbers_of_type(
         self, request: reflection_pb2.ServerReflectionRequest
     ) -> _Response:
         extended = self._pool.FindMessageTypeByName(request.all_extension_numbers_of_type)
         response = _Response()
         response.all_extension_numbers_response.base_type_name = extended.full_name
-        # None of the served messages can be extended: proto3 has extensions for custom options only.
         return response
 
 
