@@ -1,0 +1,178 @@
+import dataclasses
+import os
+import socket
+
+import pytest
+
+from ratelimitd.errors import SettingsError
+from ratelimitd.settings import SETTINGS, Settings
+from ratelimitd.settings_values import MASK, Address
+
+SPECIFIED_DEFAULTS = {
+    "LISTEN": "127.0.0.1:9090",
+    "HTTP_LISTEN": "127.0.0.1:8080",
+    "DATABASE_URL": "sqlite:///ratelimitd.db",
+    "STATE_DIR": "./ratelimitd-state",
+    "CONSISTENCY": "eventual",
+    "TIMESTAMPS": "bounded",
+    "ON_BREAKER_OPEN": "fail_open",
+    "WORKERS": "1",
+    "SYNC_INTERVAL_MS": "100",
+    "CACHE_ENTRIES": "1000000",
+    "CACHE_TTL_S": "300",
+    "BREAKER_FAILURES": "5",
+    "BREAKER_RECOVERY_S": "30",
+    "DRAIN_S": "10",
+    "LOG_LEVEL": "info",
+    "LOG_FORMAT": "auto",
+    "REFLECTION": "on",
+}
+
+
+def load(**environ):
+    return Settings.load({f"RATELIMITD_{name}": text for name, text in environ.items()}, {})
+
+
+def problem(environ=None, flags=None):
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ or {}, flags or {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "default"), SPECIFIED_DEFAULTS.items())
+def test_defaults_are_those_that_are_documented(name, default):
+    assert {spec.name: spec.default for spec in SETTINGS}[name] == default
+
+
+def test_every_default_is_valid_text_of_its_own_setting():
+    given = {spec.environment: spec.default for spec in SETTINGS}
+    assert Settings.load(given, {}) == Settings.load({}, {})
+
+
+def test_every_field_is_a_setting_and_every_setting_a_field():
+    fields = {field.name.upper() for field in dataclasses.fields(Settings)} - {"SOURCES"}
+    assert fields == {spec.name for spec in SETTINGS}
+
+
+def test_names_in_environment_and_flags_are_derived_from_one_name():
+    spec = next(spec for spec in SETTINGS if spec.name == "HTTP_LISTEN")
+    assert (spec.environment, spec.flag) == ("RATELIMITD_HTTP_LISTEN", "--http-listen")
+
+
+def test_settings_cannot_be_changed_after_loading():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load().workers = 2
+
+
+def test_a_flag_beats_the_environment():
+    settings = Settings.load(
+        {"RATELIMITD_LISTEN": "0.0.0.0:1"}, {"LISTEN": "[::1]:2", "DRAIN_S": None}
+    )
+    assert settings.listen == Address("::1", 2)
+    assert settings.sources == {"LISTEN": "flag"}
+
+
+def test_an_empty_http_listen_turns_the_http_side_off():
+    assert load(HTTP_LISTEN="").http_listen is None
+
+
+def test_everything_that_is_wrong_is_named_at_once():
+    text = problem(
+        {"RATELIMITD_FOO": "1", "RATELIMITD_DRAIN_S": "-1", "RATELIMITD_TLS_CERT": "cert.pem"},
+        {"LISTEN": "9090"},
+    )
+    assert "RATELIMITD_FOO is not a setting" in text
+    assert "RATELIMITD_DRAIN_S must be a whole number from 0 to 3600, not '-1'" in text
+    assert "--listen must be HOST:PORT" in text
+    assert "TLS_CERT and TLS_KEY are set together" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"WORKERS": "2"}, "WORKERS: more than 1 needs REDIS_URL, because"),
+        ({"TLS_KEY": "k"}, "TLS_CERT and TLS_KEY are set together"),
+        ({"TLS_CLIENT_CA": "ca"}, "TLS_CLIENT_CA needs TLS_CERT"),
+        ({"ADMIN_SANS": "ops"}, "need TLS_CLIENT_CA"),
+        ({"CHECK_SANS": "app"}, "need TLS_CLIENT_CA"),
+        ({"ADMIN_TOKEN": "same", "CHECK_TOKEN": "same"}, "ADMIN_TOKEN and CHECK_TOKEN are equal"),
+        (
+            {
+                "TLS_CERT": "c",
+                "TLS_KEY": "k",
+                "TLS_CLIENT_CA": "a",
+                "ADMIN_SANS": "x",
+                "CHECK_SANS": "y,x",
+            },
+            "share a name",
+        ),
+        ({"LISTEN": "127.0.0.1:7000", "HTTP_LISTEN": "127.0.0.1:7000"}, "are the same address"),
+        ({"REDIS_URL": "redis://host"}, "RATELIMITD_REDIS_URL is not supported by this release"),
+        ({"TRANSPORT": "native"}, "not supported by this release"),
+        ({"DATABASE_URL": "postgresql://u:pw@h/d"}, "not supported by this release"),
+    ],
+)
+def test_settings_that_cannot_work_together_or_yet_are_refused(environ, expected):
+    assert expected in problem({f"RATELIMITD_{name}": text for name, text in environ.items()})
+
+
+def test_a_free_port_may_be_asked_for_twice():
+    settings = load(LISTEN="127.0.0.1:0", HTTP_LISTEN="127.0.0.1:0")
+    assert settings.listen == settings.http_listen
+
+
+def test_a_complete_tls_configuration_is_accepted():
+    settings = load(
+        TLS_CERT="c", TLS_KEY="k", TLS_CLIENT_CA="a", ADMIN_SANS="ops", CHECK_SANS="app"
+    )
+    assert settings.admin_sans == ("ops",)
+
+
+def test_a_setting_that_is_wrong_by_itself_is_not_also_blamed_for_its_company():
+    text = problem({"RATELIMITD_WORKERS": "2", "RATELIMITD_REDIS_URL": "redis://host"})
+    assert "REDIS_URL is not supported" in text
+    assert "more than 1" not in text
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in SETTINGS if spec.secret])
+def test_no_secret_is_shown_in_an_error(name):
+    assert "hush hush" not in problem({f"RATELIMITD_{name}": "hush hush\0", "RATELIMITD_FOO": ""})
+
+
+def test_secrets_are_masked_wherever_settings_are_shown():
+    settings = load(
+        ADMIN_TOKEN="topsecret",
+        KEY_SECRET="topsecret-topsecret",
+        DATABASE_URL="sqlite:///a?password=topsecret",
+    )
+    shown = repr(settings) + str(settings.describe())
+    assert "topsecret" not in shown
+    assert f"ADMIN_TOKEN={MASK!r}" in repr(settings)
+
+
+def test_describe_tells_for_every_setting_where_its_value_came_from(tmp_path):
+    secret = tmp_path / "token"
+    secret.write_text("from-file\n")
+    settings = Settings.load(
+        {"RATELIMITD_CHECK_TOKEN_FILE": str(secret), "RATELIMITD_REFLECTION": "off"},
+        {"LISTEN": "127.0.0.1:0"},
+    )
+    assert settings.check_token == "from-file"
+    rows = {row.name: row for row in settings.describe()}
+    assert list(rows) == [spec.name for spec in SETTINGS]
+    assert rows["CHECK_TOKEN"][1:] == (MASK, "file")
+    assert rows["REFLECTION"][1:] == ("off", "environment")
+    assert rows["LISTEN"][1:] == ("127.0.0.1:0", "flag")
+    assert rows["DRAIN_S"][1:] == ("10", "default")
+    assert rows["ADMIN_TOKEN"][1:] == ("", "default")
+
+
+def test_a_node_without_a_name_is_called_by_host_and_process():
+    assert load().node_name == f"{socket.gethostname()}:{os.getpid()}"
+    assert load(NODE_ID="n1").node_name == "n1"
+
+
+@pytest.mark.parametrize("name", ["RATELIMITD_CHECK_TOKE", "RATELIMITD_", "RATELIMITD_LISTEN_FILE"])
+def test_a_misspelt_variable_stops_the_start(name):
+    assert f"{name} is not a setting" in problem({name: "x"})
