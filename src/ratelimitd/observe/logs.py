@@ -12,7 +12,6 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
-from types import TracebackType
 from typing import Final, TextIO
 
 import structlog
@@ -35,7 +34,7 @@ QUIET: Final = {
 }
 """Libraries that would say more than belongs here, and from which level on they are heard."""
 
-_Trace = tuple[type[BaseException], BaseException, TracebackType | None]
+_NO_EXCEPTION: Final[tuple[None, None, None]] = (None, None, None)
 
 
 class LogContext:
@@ -131,10 +130,10 @@ def _left_out(_logger: object, _method: str, event: EventDict) -> EventDict:
 
 def _place(_logger: object, _method: str, event: EventDict) -> EventDict:
     """Replace an exception by its type and the places it passed."""
-    trace: _Trace | None = event.pop("exc_info", None) or None
-    if trace is not None:
-        frames = traceback.extract_tb(trace[2])
-        event["exception"] = trace[0].__name__
+    kind, _, trace = event.pop("exc_info", None) or _NO_EXCEPTION
+    if kind is not None:
+        frames = traceback.extract_tb(trace)
+        event["exception"] = kind.__name__
         event["at"] = " > ".join(
             f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames
         )

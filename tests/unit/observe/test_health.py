@@ -1,0 +1,98 @@
+import pytest
+
+from ratelimitd.observe.health import Health, SharedStateStatus, embedded
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+
+
+@pytest.fixture
+def stats():
+    return CheckStats()
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def health(stats, clock):
+    return Health(node_id="n1", stats=stats, clock=clock, rules_revision=lambda: 7)
+
+
+def seconds_pass(clock, health, seconds):
+    for _ in range(seconds):
+        clock.advance(seconds=1)
+        health.sample()
+
+
+def test_a_node_without_traffic_is_healthy(health):
+    report = health.report()
+    assert report.healthy
+    assert report.local_cache_hit_ratio == 1.0
+    assert report.average_latency_ms == 0.0
+    assert report.error_rate == 0.0
+
+
+def test_a_report_says_which_node_and_which_rules(health):
+    report = health.report()
+    assert (report.node_id, report.rules_revision) == ("n1", 7)
+    assert (report.shared_state_connected, report.breaker_state) == (True, "closed")
+
+
+@pytest.mark.parametrize(("known", "healthy"), [(91, True), (90, False)])
+def test_the_hit_ratio_must_be_above_90_percent(health, stats, known, healthy):
+    stats.bucket_looked_total, stats.bucket_known_total = 100, known
+    report = health.report()
+    assert report.local_cache_hit_ratio == health.cache_hit_ratio() == known / 100
+    assert report.healthy is healthy
+
+
+@pytest.mark.parametrize(("latency_s", "healthy"), [(0.001999, True), (0.002, False)])
+def test_the_average_latency_must_be_below_2_ms(health, stats, latency_s, healthy):
+    stats.observe_latency(latency_s)
+    stats.observe_latency(latency_s)
+    report = health.report()
+    assert report.average_latency_ms == pytest.approx(latency_s * 1000)
+    assert report.healthy is healthy
+
+
+@pytest.mark.parametrize(("errors", "healthy"), [(9, True), (10, False)])
+def test_less_than_one_percent_of_checks_may_fail_open(health, stats, errors, healthy):
+    stats.allowed_total, stats.blocked_total = 600, 400
+    stats.fail_open_error_total = errors
+    report = health.report()
+    assert report.error_rate == errors / 1000
+    assert report.healthy is healthy
+
+
+def test_malformed_checks_are_no_errors_of_the_node(health, stats):
+    stats.invalid_total = 1000
+    assert health.report().healthy
+
+
+def test_without_the_shared_state_a_node_is_degraded(stats, clock):
+    status = SharedStateStatus(connected=False, breaker_state="open")
+    health = Health(
+        node_id="n1",
+        stats=stats,
+        clock=clock,
+        rules_revision=lambda: 0,
+        shared_state=lambda: status,
+    )
+    report = health.report()
+    assert not report.healthy
+    assert report.breaker_state == "open"
+    assert health.shared_state() == status
+
+
+def test_a_node_on_its_own_memory_always_reaches_its_shared_state():
+    assert embedded() == SharedStateStatus(connected=True, breaker_state="closed")
+
+
+def test_a_bad_minute_is_forgotten_after_a_minute(health, stats, clock):
+    stats.allowed_total, stats.fail_open_error_total = 10, 10
+    seconds_pass(clock, health, 59)
+    assert not health.report().healthy
+    seconds_pass(clock, health, 2)
+    assert health.report().healthy

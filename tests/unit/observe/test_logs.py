@@ -1,0 +1,165 @@
+import io
+import json
+import logging
+import warnings
+
+import pytest
+
+from ratelimitd.observe import logs
+from ratelimitd.observe.logs import LogContext, OncePerPause
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was():
+    root = logging.getLogger()
+    handlers, level, raising = root.handlers[:], root.level, logging.raiseExceptions
+    levels = {name: logging.getLogger(name).level for name in logs.QUIET}
+    yield
+    root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raising
+    for name, old in levels.items():
+        logging.getLogger(name).setLevel(old)
+    logging.captureWarnings(capture=False)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def context():
+    return LogContext("n1")
+
+
+def configured(context, *, level="info", log_format="json", stream=None):
+    stream = stream or io.StringIO()
+    logs.configure(level=level, log_format=log_format, context=context, stream=stream)
+    return stream
+
+
+def lines(stream):
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_is_json_with_the_node_and_the_revision_of_its_rules(context):
+    stream = configured(context)
+    context.rules_revision = 5
+    logging.getLogger("ratelimitd.x").info("rules replaced: %d", 3, extra={"skipped": 1})
+    (line,) = lines(stream)
+    assert line.pop("timestamp").endswith("Z")
+    assert line == {
+        "event": "rules replaced: 3",
+        "level": "info",
+        "node_id": "n1",
+        "rules_revision": 5,
+        "skipped": 1,
+    }
+
+
+def test_an_exception_is_told_by_type_and_place_but_not_by_its_text(context):
+    stream = configured(context)
+    try:
+        {}["user:alice"]
+    except KeyError:
+        logging.getLogger("x").exception("job crashed")
+    (line,) = lines(stream)
+    assert line["exception"] == "KeyError"
+    assert "test_logs.py" in line["at"]
+    assert "alice" not in stream.getvalue()
+
+
+def test_exc_info_without_an_exception_says_nothing(context):
+    stream = configured(context)
+    logging.getLogger("x").error("oops", exc_info=(None, None, None))
+    (line,) = lines(stream)
+    assert "at" not in line
+
+
+def test_levels_below_the_setting_are_left_out(context):
+    stream = configured(context, level="error")
+    logging.getLogger("x").warning("no")
+    logging.getLogger("x").error("yes")
+    assert [line["event"] for line in lines(stream)] == ["yes"]
+
+
+@pytest.mark.parametrize("name", logs.QUIET)
+def test_libraries_say_no_more_than_their_worst(context, name):
+    stream = configured(context, level="debug")
+    logging.getLogger(name).info("statement with a secret")
+    logging.getLogger(name).error("broken")
+    assert [line["event"] for line in lines(stream)] == ["broken"]
+
+
+def test_the_level_holds_for_libraries_too(context):
+    stream = configured(context, level="error")
+    logging.getLogger("sqlalchemy").warning("no")
+    assert stream.getvalue() == ""
+
+
+def test_warnings_are_logged(context):
+    stream = configured(context)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(capture=True)
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+    assert [line["level"] for line in lines(stream)] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("log_format", "stream", "is_json"),
+    [
+        ("auto", io.StringIO, True),
+        ("auto", Terminal, False),
+        ("json", Terminal, True),
+        ("console", io.StringIO, False),
+    ],
+)
+def test_the_format_follows_the_setting_and_the_terminal(context, log_format, stream, is_json):
+    written = configured(context, log_format=log_format, stream=stream())
+    logging.getLogger("x").info("hello")
+    assert written.getvalue().startswith("{") is is_json
+    assert "hello" in written.getvalue()
+
+
+def test_colours_are_for_terminals_only(context):
+    plain = configured(context, log_format="console")
+    logging.getLogger("x").info("hello")
+    assert "\x1b" not in plain.getvalue()
+
+
+def test_a_closed_stderr_ends_nothing(context, capsys):
+    stream = configured(context)
+    stream.close()
+    logging.getLogger("x").info("hello")
+    assert capsys.readouterr().err == ""
+
+
+def record(text="event %d", level=logging.INFO, name="x"):
+    return logging.LogRecord(name, level, "f.py", 1, text, (1,), None)
+
+
+def test_what_repeats_within_a_second_is_written_once_and_then_counted(context):
+    now_s = [0.0]
+    once = OncePerPause(lambda: now_s[0])
+    assert [once.filter(record()) for _ in range(4)] == [True, False, False, False]
+    now_s[0] = 1.0
+    next_one = record()
+    assert once.filter(next_one)
+    assert next_one.left_out == 3
+    stream = configured(context)
+    logging.getLogger().handlers[0].filters.clear()
+    logging.getLogger("x").handle(next_one)
+    assert lines(stream)[0]["left_out"] == 3
+
+
+def test_other_events_are_written_meanwhile():
+    once = OncePerPause(lambda: 0.0)
+    records = [record(), record("other"), record(level=logging.ERROR), record(name="y")]
+    assert all(map(once.filter, records))
+
+
+def test_events_remembered_are_bounded():
+    once = OncePerPause(lambda: 0.0)
+    for number in range(logs.REMEMBERED_EVENTS + 10):
+        once.filter(record(f"event {number}"))
+    assert len(once._seen) == logs.REMEMBERED_EVENTS

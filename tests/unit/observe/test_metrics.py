@@ -1,0 +1,169 @@
+import pytest
+
+from ratelimitd import __version__
+from ratelimitd.errors import InvalidInputError
+from ratelimitd.observe.health import Health
+from ratelimitd.observe.metrics import DEFINITIONS, Metrics, Readings, Runtime, SnapshotStatus
+from ratelimitd.stats import LATENCY_BOUNDS_S, MAX_RULE_LABELS, CheckStats
+from ratelimitd.testing import ManualClock
+
+SPECIFIED = {
+    "rate_limiter_requests_allowed_total": "counter",
+    "rate_limiter_requests_blocked_total": "counter",
+    "rate_limiter_false_positives_total": "counter",
+    "rate_limiter_check_latency_seconds": "histogram",
+    "rate_limiter_cache_hit_ratio": "gauge",
+    "rate_limiter_active_buckets": "gauge",
+    "rate_limiter_redis_errors_total": "counter",
+    "rate_limiter_memory_usage_bytes": "gauge",
+}
+
+
+@pytest.fixture
+def stats():
+    return CheckStats()
+
+
+@pytest.fixture
+def runtime():
+    return Runtime()
+
+
+@pytest.fixture
+def metrics(stats, runtime):
+    health = Health(node_id="n", stats=stats, clock=ManualClock(), rules_revision=lambda: 4)
+    return Metrics(
+        Readings(
+            stats=stats,
+            health=health,
+            runtime=runtime,
+            active_buckets=lambda: 11,
+            evicted_total=lambda: 12,
+            expired_total=lambda: 13,
+            rules=lambda: 14,
+            rules_revision=lambda: 4,
+            rules_skipped=lambda: 15,
+            snapshot=lambda: SnapshotStatus(1.5, 16, 17),
+        )
+    )
+
+
+def value(metrics, name, **labels):
+    (found,) = [sample for sample in metrics.samples([name]) if sample.labels == labels]
+    return found.value
+
+
+@pytest.mark.parametrize(("name", "kind"), SPECIFIED.items())
+def test_the_specified_metrics_exist_by_their_exact_names_without_labels(metrics, name, kind):
+    (sample,) = metrics.samples([name])
+    assert (sample.name, sample.kind, dict(sample.labels)) == (name, kind, {})
+
+
+def test_every_counter_ends_in_total_and_nothing_else_does():
+    for definition in DEFINITIONS:
+        assert (definition.kind == "counter") == definition.name.endswith("_total")
+
+
+def test_no_name_is_defined_twice():
+    names = [definition.name for definition in DEFINITIONS]
+    assert len(names) == len(set(names))
+
+
+def test_the_counters_of_the_check_path_are_reported(metrics, stats):
+    stats.allowed_total, stats.blocked_total, stats.false_positives_total = 1, 2, 3
+    stats.shared_state_errors_total, stats.invalid_total, stats.clock_rejected_total = 4, 5, 6
+    stats.fail_open_breaker_total, stats.fail_open_error_total = 7, 8
+    assert value(metrics, "rate_limiter_requests_allowed_total") == 1
+    assert value(metrics, "rate_limiter_requests_blocked_total") == 2
+    assert value(metrics, "rate_limiter_false_positives_total") == 3
+    assert value(metrics, "rate_limiter_redis_errors_total") == 4
+    assert value(metrics, "rate_limiter_invalid_requests_total") == 5
+    assert value(metrics, "rate_limiter_timestamps_rejected_total") == 6
+    assert value(metrics, "rate_limiter.fail_open") == 7
+    assert value(metrics, "rate_limiter_fail_open_errors_total") == 8
+
+
+def test_buckets_rules_and_snapshot_are_reported(metrics):
+    assert value(metrics, "rate_limiter_active_buckets") == 11
+    assert value(metrics, "rate_limiter_buckets_evicted_total") == 12
+    assert value(metrics, "rate_limiter_buckets_expired_total") == 13
+    assert value(metrics, "rate_limiter_rules") == 14
+    assert value(metrics, "rate_limiter_rules_revision") == 4
+    assert value(metrics, "rate_limiter_rules_skipped_total") == 15
+    assert value(metrics, "rate_limiter_snapshot_age_seconds") == 1.5
+    assert value(metrics, "rate_limiter_snapshot_size_bytes") == 16
+    assert value(metrics, "rate_limiter_snapshot_errors_total") == 17
+
+
+def test_health_is_reported(metrics, stats):
+    stats.bucket_looked_total, stats.bucket_known_total = 10, 5
+    assert value(metrics, "rate_limiter_cache_hit_ratio") == 0.5
+    assert value(metrics, "rate_limiter_healthy") == 0
+    assert value(metrics, "rate_limiter_shared_state_up") == 1
+    assert value(metrics, "rate_limiter_breaker_state", state="closed") == 1
+    assert value(metrics, "rate_limiter_breaker_state", state="open") == 0
+    assert value(metrics, "rate_limiter_breaker_state", state="half_open") == 0
+
+
+def test_the_process_is_reported(metrics, runtime):
+    runtime.loop_lag_s, runtime.clock_error_us = 0.25, -1_500_000
+    runtime.task_restarts["snapshot"] = 2
+    assert value(metrics, "rate_limiter_loop_lag_seconds") == 0.25
+    assert value(metrics, "rate_limiter_clock_error_seconds") == -1.5
+    assert value(metrics, "rate_limiter_task_restarts_total", task="snapshot") == 2
+    assert value(metrics, "rate_limiter_build_info", version=__version__) == 1
+    assert value(metrics, "rate_limiter_memory_usage_bytes") > 1_000_000
+    assert value(metrics, "process_start_time_seconds") > 1_700_000_000
+
+
+def test_the_histogram_is_cumulative_and_has_edges_at_the_promise_and_the_alert(metrics, stats):
+    stats.observe_latency(0.0015)
+    stats.observe_latency(0.002)
+    stats.observe_latency(10.0)
+    (sample,) = metrics.samples(["rate_limiter_check_latency_seconds"])
+    histogram = sample.histogram
+    assert histogram.upper_bounds == LATENCY_BOUNDS_S
+    assert {0.001, 0.002} <= set(histogram.upper_bounds)
+    at = dict(zip(histogram.upper_bounds, histogram.cumulative_counts, strict=False))
+    assert (at[0.001], at[0.002], at[1.0], histogram.cumulative_counts[-1]) == (0, 2, 2, 3)
+    assert histogram.sum == pytest.approx(10.0035)
+
+
+def test_rules_are_told_apart_by_id_up_to_a_bound(metrics, stats):
+    for number in range(MAX_RULE_LABELS + 5):
+        counters = stats.rule_counters(f"rule-{number}")
+        counters[0] += 1
+        counters[1] += 2
+    samples = metrics.samples(["rate_limiter_rule_allowed_total"])
+    assert len(samples) == MAX_RULE_LABELS + 1
+    assert value(metrics, "rate_limiter_rule_allowed_total", rule_id="rule-0") == 1
+    assert value(metrics, "rate_limiter_rule_blocked_total", rule_id="other") == 10
+
+
+def test_transport_errors_are_reported_by_cause(metrics, stats):
+    stats.transport_error("oversize")
+    assert value(metrics, "rate_limiter_transport_errors_total", cause="oversize") == 1
+
+
+def test_without_names_every_metric_is_reported(metrics, stats, runtime):
+    stats.rule_counters("r")
+    stats.transport_error("oversize")
+    runtime.task_restarts["x"] = 1
+    names = {sample.name for sample in metrics.samples()}
+    assert names == {definition.reported_name or definition.name for definition in DEFINITIONS}
+
+
+def test_metrics_asked_for_twice_are_reported_once_in_the_order_asked(metrics):
+    names = ["rate_limiter_active_buckets", "rate_limiter.fail_open", "rate_limiter_active_buckets"]
+    assert [sample.name for sample in metrics.samples(names)] == names[:2]
+
+
+def test_every_unknown_name_is_refused_by_its_place_and_not_repeated(metrics):
+    with pytest.raises(InvalidInputError) as caught:
+        metrics.samples(["secret-user", "rate_limiter_rules", "rate_limiter_fail_open_total"])
+    assert [violation.field for violation in caught.value.violations] == ["names[0]", "names[2]"]
+    assert "secret-user" not in str(caught.value)
+
+
+def test_the_exposition_has_every_definition_in_order(metrics):
+    assert [definition for definition, _ in metrics.points()] == list(DEFINITIONS)
