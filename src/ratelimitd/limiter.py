@@ -40,18 +40,11 @@ what callers who send ever new endpoints can make a node hold (I17), and how lon
 class Journal(Protocol):
     """Where resets are written before they are answered, so that no restart undoes them."""
 
-    def append_reset(self, keys: Sequence[bytes]) -> None:
-        """Write that the buckets of ``keys`` start afresh.
+    async def reset(self, keys: Sequence[bytes]) -> None:
+        """Write that the buckets of ``keys`` start afresh; done when it is on disk.
 
         Raises:
-            StoreUnavailableError: the state directory cannot be written.
-        """
-
-    async def sync(self) -> None:
-        """Wait until everything appended is on disk.
-
-        Raises:
-            StoreUnavailableError: it cannot be.
+            StoreUnavailableError: it cannot be written.
         """
 
 
@@ -152,13 +145,12 @@ class Limiter:
         if self._journal is None or not keys:
             return
         try:
-            self._journal.append_reset(keys)
+            await self._journal.reset(keys)
         except StoreUnavailableError:
             for key, value in removed:
                 if value is not None:
                     self._buckets.put_back(key, value)
             raise
-        await self._journal.sync()
 
     def _decide(self, check: Check, now_us: int) -> Decision:
         scope = self._scopes.get((check.endpoint, check.identifier_type))

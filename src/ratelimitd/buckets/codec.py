@@ -1,10 +1,14 @@
-"""How a bucket's state lies in memory: one object, invisible to the cyclic garbage collector.
+"""How a bucket lies in memory: one object, invisible to the cyclic garbage collector.
 
-``(spent, latest_us)`` becomes one integer, a log stays ``bytes``. Both carry their window, so that a sweeper can tell
-an expired bucket from its value alone. Pure: no clock, no I/O. See ADR 0014.
+``(spent, latest_us)`` becomes one integer, a log stays ``bytes``. Both also carry the rule's window, so that an expired
+bucket is told by its value alone, and the tick at which they were last used, which is the order of use.
+Pure: no clock, no I/O. See ADR 0014.
 
-    integer:  spent (82 bits at most) · window_seconds (31) · latest_us (53)      48 bytes as an object, at any limit
-    bytes:    the log of ``algorithms/sliding_window.py`` · window_seconds (8 bytes)
+    integer:  spent · window_seconds (31 bits) · tick (28 bits) · latest_us (53 bits)
+    bytes:    the log of ``algorithms/sliding_window.py`` · window_seconds and tick (8 bytes)
+
+An integer of up to 180 bits is an object of 48 bytes, so that spent may take 68 bits (a limit of 2 million a day)
+before a bucket grows by 16 bytes.
 """
 
 from __future__ import annotations
@@ -19,21 +23,31 @@ from ratelimitd.model import US_PER_S, Rule
 Value = int | bytes
 State = tuple[int, int] | bytes
 
+MAX_TICK: Final = (1 << 28) - 1
+"""Ticks are seconds since the node's start: enough for eight years."""
+
 _LATEST_BITS: Final = 53
-_SPENT_SHIFT: Final = _LATEST_BITS + 31
+_TICK_BITS: Final = 28
+_WINDOW_SHIFT: Final = _LATEST_BITS + _TICK_BITS
+_SPENT_SHIFT: Final = _WINDOW_SHIFT + 31
 _LATEST_MASK: Final = (1 << _LATEST_BITS) - 1
 _WINDOW_MASK: Final = (1 << 31) - 1
 
-_WINDOW: Final = Struct("=q")
 _CELL: Final = 8
+_TAIL: Final = Struct("=q")
 
 
-def pack(state: State, rule: Rule) -> Value:
-    """The value that holds ``state`` under ``rule``."""
+def pack(state: State, rule: Rule, tick: int) -> Value:
+    """The value that holds ``state`` under ``rule``, last used at ``tick``."""
     if isinstance(state, bytes):
-        return state + _WINDOW.pack(rule.window_seconds)
+        return state + _TAIL.pack(rule.window_seconds << _TICK_BITS | tick)
     spent, latest_us = state
-    return spent << _SPENT_SHIFT | rule.window_seconds << _LATEST_BITS | latest_us
+    return (
+        spent << _SPENT_SHIFT
+        | rule.window_seconds << _WINDOW_SHIFT
+        | tick << _LATEST_BITS
+        | latest_us
+    )
 
 
 def unpack(value: Value) -> State:
@@ -43,28 +57,42 @@ def unpack(value: Value) -> State:
     return value >> _SPENT_SHIFT, value & _LATEST_MASK
 
 
+def tick_of(value: Value) -> int:
+    """When the bucket was last used, in ticks."""
+    if isinstance(value, bytes):
+        return int(_TAIL.unpack_from(value, len(value) - _CELL)[0]) & MAX_TICK
+    return value >> _LATEST_BITS & MAX_TICK
+
+
 def latest_us(value: Value) -> int:
     """Time of the last accepted check, in µs since the Unix epoch."""
     if isinstance(value, bytes):
         runs = (len(value) - 2 * _CELL) // (2 * _CELL)
-        return int(_WINDOW.unpack_from(value, (runs - 1) * _CELL)[0])
+        return int(_TAIL.unpack_from(value, (runs - 1) * _CELL)[0])
     return value & _LATEST_MASK
 
 
-def window_us(value: Value) -> int:
-    """The window of the bucket's rule, in µs."""
+def window_seconds(value: Value) -> int:
+    """The window of the bucket's rule, in seconds."""
     if isinstance(value, bytes):
-        return int(_WINDOW.unpack_from(value, len(value) - _CELL)[0]) * US_PER_S
-    return (value >> _LATEST_BITS & _WINDOW_MASK) * US_PER_S
+        return int(_TAIL.unpack_from(value, len(value) - _CELL)[0]) >> _TICK_BITS
+    return value >> _WINDOW_SHIFT & _WINDOW_MASK
 
 
 def is_over(value: Value, now_us: int) -> bool:
     """Whether the bucket equals a fresh one at ``now_us``.
 
     One window after the last accepted check a token bucket is full, a log empty and a fixed window over, whatever the
-    limit: so one test serves all three and never drops a bucket that is not yet full.
+    limit: so one test serves all three, and never drops a bucket that is not full again.
     """
-    return latest_us(value) + window_us(value) <= now_us
+    return latest_us(value) + window_seconds(value) * US_PER_S <= now_us
+
+
+def with_tick(value: Value, tick: int) -> Value:
+    """The value as last used at ``tick``; at tick 0 it is older than everything that this process used."""
+    if isinstance(value, bytes):
+        return value[:-_CELL] + _TAIL.pack(window_seconds(value) << _TICK_BITS | tick)
+    return value & ~(MAX_TICK << _LATEST_BITS) | tick << _LATEST_BITS
 
 
 def clamp(value: Value, now_us: int) -> Value:
@@ -79,19 +107,16 @@ def clamp(value: Value, now_us: int) -> Value:
     return value & ~_LATEST_MASK | now_us
 
 
-def is_value(value: bytes) -> bool:
-    """Whether ``value`` has the form of a packed log; what was read from a file is not trusted before."""
+def is_log(value: bytes) -> bool:
+    """Whether ``value`` has the form of a packed log: what was read from a file is not trusted before."""
     if len(value) < 4 * _CELL or len(value) % (2 * _CELL):
         return False
     cells = array("q", value)
     runs = (len(cells) - 2) >> 1
     times, sums = cells[:runs], cells[runs:-1]
-    ascending = all(a <= b for a, b in pairwise(times))
-    growing = all(a < b for a, b in pairwise(sums))
-    return (
-        ascending
-        and growing
-        and sums[0] >= 0
-        and 0 <= times[0] <= times[-1] <= _LATEST_MASK
-        and 0 < cells[-1] <= _WINDOW_MASK
+    ascending = all(one <= next_one for one, next_one in pairwise(times))
+    growing = all(one < next_one for one, next_one in pairwise(sums))
+    in_range = (
+        times[0] >= 0 and times[-1] <= _LATEST_MASK and sums[0] >= 0 and cells[-1] >> _TICK_BITS > 0
     )
+    return ascending and growing and in_range

@@ -1,52 +1,46 @@
-"""The node's buckets: at most so many entries, each shard in least-recently-used order, every step small.
+"""The node's buckets: at most so many entries, the least recently used leave first, every step small.
 
 Never reads a clock, never does I/O, never judges: it applies the algorithm it is given. See ADR 0014.
 
-One dict of a million entries would be simpler, and would stall: it grows all at once, and finding its oldest entry
-walks over everything that was touched meanwhile (37 ms at worst). So the table is many dicts of about 620 entries.
-Touching a bucket takes it out and puts it back at the end, which keeps each dict in order of use at no memory of its
-own; a small dict pays for that with a compaction of a few µs every some hundred touches. 620 is chosen by CPython's
-growth rule (three times the entries in use, rounded up to a power of two): at 620 ± 60 a dict settles at 2,048 slots,
-59 bytes an entry; at 690 it would settle at twice that.
+One dict of a million entries would be simpler, and would stall: it grows all at once. So the table is many dicts, its
+*shards*, each of about 600 entries. CPython gives a growing dict three times its entries in slots, rounded up to a
+power of two: 1,024 slots hold up to 682 entries, 30 bytes each at 600.
+
+An order of use in the dict itself (take out, put back at the end) would be exact, and would cost half as much memory
+again, because every touch uses up a slot until the dict is compacted into twice the size. So a value carries the tick,
+about a second, of its last use, and is replaced in place; making room sorts one shard by tick.
 
 Keys are ``bytes`` and values ``int`` or ``bytes``: the cyclic garbage collector never looks at a dict of those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Final
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.buckets.codec import Value, is_over, pack, unpack, window_us
+from ratelimitd.buckets.codec import (
+    Value,
+    is_over,
+    pack,
+    tick_of,
+    unpack,
+    window_seconds,
+    with_tick,
+)
+from ratelimitd.buckets.cold import ColdBuckets
 from ratelimitd.model import US_PER_S, Outcome, Rule
 from ratelimitd.stats import CheckStats
 
-SHARD_ENTRIES: Final = 620
+SHARD_ENTRIES: Final = 600
+
+EVICTED_PART: Final = 10
+"""A full table makes room by a tenth of one shard at a time: about 0.2 ms for 60 buckets."""
 
 LATE_US: Final = 10 * US_PER_S
 """How long an expired bucket is kept: twice the 5 s by which a caller's timestamp may lag behind the node's clock."""
 
-IDLE_US: Final = 3600 * US_PER_S
-"""How long an untouched bucket is kept when time is the callers' own, for windows up to half of it."""
-
-# Marks divide a shard into what was touched before and after some moment. No key is that short: a key is an
-# identifier, which is never empty, and a scope.
-_WRITTEN: Final = b""
-_IDLE: Final = b"\0"
-
-
-class ColdBuckets(Protocol):
-    """Buckets of before a restart that nobody has asked for since."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def take(self, key: bytes) -> Value | None:
-        """The bucket of ``key``, which is gone from here afterwards; ``None`` when there is none."""
-
-    def drop_any(self) -> None:
-        """Forget one bucket; there is at least one."""
+IDLE_TICKS: Final = 3600
+"""How long an unused bucket is kept when time is the callers' own; or two windows, where that is longer."""
 
 
 class BucketTable:
@@ -60,6 +54,8 @@ class BucketTable:
         self.max_entries = max_entries
         self.evicted_total = 0
         self.expired_total = 0
+        self.tick = 1
+        """Seconds since the start, as the node's timer counts them: the unit of the order of use."""
         self._stats = stats
         self._callers_time = callers_time
         self._cold: ColdBuckets | None = None
@@ -72,12 +68,12 @@ class BucketTable:
         self._sweep_next = 0
 
     def __len__(self) -> int:
-        """Live buckets, including those of before a restart that nobody has asked for since."""
+        """Live buckets, with those of before a restart that nobody has asked for since."""
         return self._entries + (len(self._cold) if self._cold else 0)
 
     @property
     def shard_count(self) -> int:
-        """Number of shards: the unit of :meth:`touched` and :meth:`sweep`."""
+        """Number of shards: the unit of :meth:`keys` and :meth:`sweep`."""
         return self._shard_count
 
     def adopt(self, cold: ColdBuckets) -> None:
@@ -89,25 +85,22 @@ class BucketTable:
     def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
         self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
     ) -> Outcome:
-        """Judge a check against its bucket, keep the outcome's state, and make the bucket the most recently used."""
+        """Judge a check against its bucket, keep the outcome's state, and note that the bucket was used."""
         stats = self._stats
         stats.bucket_looked_total += 1
         shard = self._shards[hash(key) % self._shard_count]
         value = shard.get(key)
         if value is not None:
             stats.bucket_known_total += 1
-            state = unpack(value)
-            outcome = decide(state, rule, now_us, cost)
-            del shard[key]
-            after = outcome.state
-            shard[key] = value if after is state or after is None else pack(after, rule)
+            outcome = decide(unpack(value), rule, now_us, cost)
+            shard[key] = pack(outcome.state, rule, self.tick)  # type: ignore[arg-type]  # None comes of None only
             return outcome
         value = self._cold.take(key) if self._cold else None
         if value is not None:
             stats.bucket_known_total += 1
         outcome = decide(None if value is None else unpack(value), rule, now_us, cost)
         if outcome.state is not None:
-            shard[key] = pack(outcome.state, rule)
+            shard[key] = pack(outcome.state, rule, self.tick)
             self._entries += 1
             if len(self) > self.max_entries:
                 self._evict()
@@ -116,10 +109,12 @@ class BucketTable:
     def peek(  # noqa: PLR0917 - the same signature as apply
         self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
     ) -> Outcome:
-        """Judge a check as :meth:`apply` would, and change nothing but what is known of the bucket's use."""
+        """Judge a check as :meth:`apply` would, and keep nothing of it."""
         stats = self._stats
         stats.bucket_looked_total += 1
-        value = self._find(key)
+        value = self._shards[hash(key) % self._shard_count].get(key)
+        if value is None and self._cold:
+            value = self._cold.get(key)
         if value is None:
             return decide(None, rule, now_us, cost)
         stats.bucket_known_total += 1
@@ -134,92 +129,69 @@ class BucketTable:
         return self._cold.take(key) if self._cold else None
 
     def put_back(self, key: bytes, value: Value) -> None:
-        """Undo a :meth:`remove`."""
+        """Undo a :meth:`remove`, unless the bucket was used since."""
         shard = self._shards[hash(key) % self._shard_count]
-        self._entries += key not in shard
-        shard[key] = value
+        if key not in shard:
+            shard[key] = with_tick(value, self.tick)
+            self._entries += 1
 
-    def touched(self, index: int) -> list[tuple[bytes, Value]]:
-        """The buckets of shard ``index`` that were used since this was last asked, and from now on not any more."""
-        shard = self._shards[index]
-        found = []
-        for key, value in reversed(shard.items()):
-            if key == _WRITTEN:
-                break
-            if key != _IDLE:
-                found.append((key, value))
-        if found:
-            shard.pop(_WRITTEN, None)
-            shard[_WRITTEN] = 0
-        return found
+    def value(self, key: bytes) -> Value | None:
+        """What the bucket of ``key`` holds, if it was used by this process."""
+        return self._shards[hash(key) % self._shard_count].get(key)
 
-    def shard_items(self, index: int) -> list[tuple[bytes, Value]]:
-        """Every bucket of shard ``index``."""
-        return [item for item in self._shards[index].items() if item[0] not in (_WRITTEN, _IDLE)]
+    def keys(self, index: int, since_tick: int = 0) -> list[bytes]:
+        """The buckets of shard ``index`` that were used at ``since_tick`` or later; about 0.1 ms."""
+        return [key for key, value in self._shards[index].items() if tick_of(value) >= since_tick]
 
     def sweep(self, now_us: int, shards: int) -> None:
-        """Drop the expired buckets of the next ``shards`` shards, about 0.1 ms each.
-
-        ``now_us`` is the node's wall time, or with ``callers_time`` its monotonic time.
-        """
+        """Drop the expired buckets of the next ``shards`` shards, about 0.1 ms each; ``now_us`` is the node's time."""
         for _ in range(min(shards, self._shard_count)):
             shard = self._shards[self._sweep_next]
             self._sweep_next = (self._sweep_next + 1) % self._shard_count
-            expired = list(
-                self._unused(shard, now_us)
-                if self._callers_time
-                else _over(shard, now_us - LATE_US)
-            )
+            expired = [key for key, value in shard.items() if self._is_expired(value, now_us)]
             for key in expired:
                 del shard[key]
             self._entries -= len(expired)
             self.expired_total += len(expired)
+            if self._cold:
+                self.expired_total += self._cold.sweep(
+                    lambda value: self._is_expired(value, now_us)
+                )
 
-    def _find(self, key: bytes) -> Value | None:
-        value = self._shards[hash(key) % self._shard_count].get(key)
-        if value is None and self._cold:
-            value = self._cold.take(key)
-            if value is not None:
-                self.put_back(key, value)
-        return value
+    def _is_expired(self, value: Value, now_us: int) -> bool:
+        if self._callers_time:
+            return self.tick - tick_of(value) >= max(IDLE_TICKS, 2 * window_seconds(value))
+        return is_over(value, now_us - LATE_US)
 
     def _evict(self) -> None:
-        """Make room for one: of the buckets of before a restart any, else the oldest of the next shard in turn.
+        """Make room: drop a bucket of before the restart, else the least recently used of the next shard in turn.
 
-        Exact least-recently-used within a shard, approximate over all: a victim was not used for about as long as it
-        takes to touch every other bucket of its shard.
+        Least recently used to the tick within a shard, approximately over all: shards are filled by a hash and take
+        turns, so that their oldest buckets are about equally old.
         """
-        self.evicted_total += 1
         if self._cold:
             self._cold.drop_any()
+            self.evicted_total += 1
             return
+        shard = self._next_filled()
+        by_use = sorted(shard.items(), key=_tick_of_item)
+        victims = by_use[: -(-len(by_use) // EVICTED_PART)]
+        for key, _ in victims:
+            del shard[key]
+        # A dict never gives back the slots of what it lost; a copy has just as many as it needs.
+        compact: dict[bytes, Value] = {}
+        compact.update(shard)
+        self._shards[self._evict_next - 1] = compact
+        self._entries -= len(victims)
+        self.evicted_total += len(victims)
+
+    def _next_filled(self) -> dict[bytes, Value]:
         while True:
             shard = self._shards[self._evict_next]
             self._evict_next = (self._evict_next + 1) % self._shard_count
-            for key in shard:
-                if key not in (_WRITTEN, _IDLE):
-                    del shard[key]
-                    self._entries -= 1
-                    return
-
-    def _unused(self, shard: dict[bytes, Value], now_us: int) -> Iterator[bytes]:
-        """Keys that were not touched for ``IDLE_US``, told by a mark that is that old."""
-        marked_us = shard.get(_IDLE)
-        if isinstance(marked_us, int):
-            if now_us - marked_us < IDLE_US:
-                return
-            for key, value in shard.items():
-                if key == _IDLE:
-                    break
-                if key != _WRITTEN and 2 * window_us(value) <= IDLE_US:
-                    yield key
-        shard.pop(_IDLE, None)
-        shard[_IDLE] = now_us
+            if shard:
+                return shard
 
 
-def _over(shard: dict[bytes, Value], now_us: int) -> Iterator[bytes]:
-    return (
-        key
-        for key, value in shard.items()
-        if key not in (_WRITTEN, _IDLE) and is_over(value, now_us)
-    )
+def _tick_of_item(item: tuple[bytes, Value]) -> int:
+    return tick_of(item[1])

@@ -1,0 +1,116 @@
+"""Reads the bucket files of before a restart. Whatever they hold, a node starts.
+
+Only reads and renames; ``snapshot.py`` writes and removes. See ADR 0015; the form of the files is ``chunks.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from ratelimitd.buckets import chunks
+from ratelimitd.buckets.codec import Value, clamp, is_over, with_tick
+from ratelimitd.buckets.cold import ColdBuckets
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.table import LATE_US
+
+
+class Files(NamedTuple):
+    """The bucket files of a directory that count: the newest base, if there is one, and the logs from it on."""
+
+    base: Path | None
+    logs: list[Path]
+    superseded: list[Path]
+    next_number: int
+
+
+class Restored(NamedTuple):
+    """What was read. ``torn`` files are to be set aside, ``files`` removed, once the next base is there."""
+
+    buckets: ColdBuckets
+    files: list[Path]
+    torn: list[Path]
+    next_number: int
+    reports: list[str]
+
+
+def base_path(directory: Path, number: int) -> Path:
+    """Where base ``number`` is kept."""
+    return directory / f"buckets-{number:08d}.base"
+
+
+def log_path(directory: Path, number: int) -> Path:
+    """Where log ``number`` is kept."""
+    return directory / f"buckets-{number:08d}.log"
+
+
+def restore(directory: Path, keys: BucketKeys, header: bytes, now_us: int | None) -> Restored:
+    """Read the buckets that a node left in ``directory``.
+
+    Buckets that are over at ``now_us`` are left out, and times after it are set to it (I8); ``None``, for buckets whose
+    time is the callers' own, keeps everything. A file of another kind, or of another secret, is renamed ``*.foreign``.
+    """
+    found = find(directory)
+    cold = ColdBuckets(keys)
+    restored = Restored(cold, list(found.superseded), [], found.next_number, [])
+    for path in ([found.base] if found.base else []) + found.logs:
+        _read_file(path, header, restored)
+    if now_us is not None:
+        cold.map(lambda value: None if is_over(value, now_us - LATE_US) else clamp(value, now_us))
+    return restored
+
+
+def find(directory: Path) -> Files:
+    """The bucket files of ``directory``."""
+    numbered = sorted(
+        (int(match[1]), match[2], path)
+        for path in directory.iterdir()
+        if (match := re.fullmatch(r"buckets-(\d{8})\.(base|log)", path.name))
+    )
+    first = max((number for number, kind, _ in numbered if kind == "base"), default=0)
+    base = next(
+        (path for number, kind, path in numbered if (number, kind) == (first, "base")), None
+    )
+    logs = [path for number, kind, path in numbered if kind == "log" and number >= first]
+    superseded = [path for _, _, path in numbered if path != base and path not in logs]
+    superseded += directory.glob("buckets-*.tmp")
+    return Files(base, logs, superseded, max((number for number, _, _ in numbered), default=0) + 1)
+
+
+def _read_file(path: Path, header: bytes, restored: Restored) -> None:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        restored.reports.append(
+            f"{path.name} cannot be read ({error.strerror}); its buckets start afresh"
+        )
+        return
+    if not data.startswith(header):
+        path.rename(path.with_name(path.name + ".foreign"))
+        restored.reports.append(
+            f"{path.name} is not a bucket file of this node's key secret; renamed to *.foreign"
+        )
+        return
+    end = len(header)
+    for chunk in chunks.read_chunks(data, end):
+        _apply(chunk, restored.buckets)
+        end += chunks.chunk_bytes(chunk)
+    if end < len(data):
+        restored.reports.append(
+            f"{path.name} is torn: its last {len(data) - end} bytes were ignored"
+        )
+        restored.torn.append(path)
+    else:
+        restored.files.append(path)
+
+
+def _apply(chunk: chunks.Chunk, buckets: ColdBuckets) -> None:
+    if chunk.kind == chunks.RESETS:
+        for stored_key in chunks.decode_resets(chunk):
+            buckets.discard(stored_key)
+    elif chunk.kind in {chunks.STATES, chunks.LOGS}:
+        put = buckets.put
+        value: Value
+        for stored_key, value in chunks.decode_values(chunk):
+            put(stored_key, with_tick(value, 0))

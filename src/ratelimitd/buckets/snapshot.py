@@ -1,0 +1,252 @@
+"""Carries the buckets over a restart: an append-only log of what was used, and a base that makes it short again.
+
+Owns the bucket files of the state directory and the rhythm in which they are written. Never decides anything about a
+check. See ADR 0015; the form of the files is ``chunks.py``, reading them is ``restore.py``.
+
+How it works. Every ``PASS_S`` each shard of the table is looked at once, and its buckets that were used since the last
+look are appended to ``buckets-N.log``: a node that is killed forgets at most the spends since then. A reset is appended
+at once, and is on disk before it is answered. All appends go through one thread in the order in which the event loop
+gave them, so that the order of the file is the order of events, and no restart can put an older state over a reset.
+
+After every start, and when the log has outgrown its base, a pass also writes all buckets to ``buckets-N+1.base``, aside
+and renamed when it is complete, while appends already go to ``buckets-N+1.log``. Only then are the files of before
+removed. A bucket that moves while the base is being written was used, and so is in the new log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from ratelimitd.buckets import chunks, cold
+from ratelimitd.buckets.appender import Appender
+from ratelimitd.buckets.codec import Value
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.restore import Restored, base_path, log_path, restore
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.clock import Clock
+from ratelimitd.errors import StartupError, StoreUnavailableError
+from ratelimitd.model import US_PER_S
+
+PASS_S: Final = 8
+"""Time for one look at every shard: a spend waits that long at most, and the promised 15 s leave a slow disk 7 s."""
+
+WAKES_PER_S: Final = 50
+"""A pass wakes that often at most, for a few shards at a time: an idle node should be idle."""
+
+TURN_BUCKETS: Final = 200
+TURN_BYTES: Final = 256 * 1024
+"""What is encoded between two yields to the event loop: about 0.3 ms of work (2 ms is the promise)."""
+
+MIN_LOG_BYTES: Final = 16 * 1024 * 1024
+LOG_PER_BASE: Final = 3
+"""The log is made short again when it is this many times its base, and not below ``MIN_LOG_BYTES``."""
+
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class SnapshotLog:
+    """The bucket files of one node. Made by :meth:`open`; :meth:`run` is a background task; :meth:`drain` ends it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        table: BucketTable,
+        keys: BucketKeys,
+        *,
+        header: bytes,
+        clock: Clock,
+        restored: Restored,
+    ) -> None:
+        self.reports = restored.reports
+        """What was wrong with the files that were found, one line each."""
+        self.restored_total = len(restored.buckets)
+        self.errors_total = 0
+        self.written_bytes_total = 0
+        self.last_pass_us = clock.monotonic_us()
+        """When the last complete pass ended, on the monotonic clock."""
+        self._directory = directory
+        self._table = table
+        self._keys = keys
+        self._header = header
+        self._clock = clock
+        self._cold = restored.buckets
+        self._outdated = restored.files
+        self._torn = restored.torn
+        self._number = restored.next_number
+        self._base_bytes = 0
+        self._log = Appender(log_path(directory, self._number), header)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="bucket-log")
+        self._since = [0] * table.shard_count
+        table.adopt(self._cold)
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        table: BucketTable,
+        key_secret: bytes,
+        clock: Clock,
+        *,
+        callers_time: bool = False,
+    ) -> SnapshotLog:
+        """Read what an earlier node left in ``directory``, give it to ``table``, and begin a new log.
+
+        Takes about 2 s for a million buckets. A file that is torn or foreign is reported in ``reports``, not an error.
+
+        Raises:
+            StartupError: the directory cannot be written.
+        """
+        keys, header = BucketKeys(key_secret), chunks.header(key_secret)
+        try:
+            restored = restore(directory, keys, header, None if callers_time else clock.now_us())
+            return cls(directory, table, keys, header=header, clock=clock, restored=restored)
+        except OSError as error:
+            message = f"the state directory {directory} cannot be written: {error.strerror}"
+            raise StartupError(message) from error
+
+    async def reset(self, keys: Sequence[bytes]) -> None:
+        """Write that the buckets of ``keys`` start afresh; they are on disk when this returns.
+
+        Takes its place in the order of events before the first suspension.
+
+        Raises:
+            StoreUnavailableError: the log cannot be written.
+        """
+        try:
+            await self._append(chunks.encode_resets(map(self._keys.stored, keys)), durable=True)
+        except OSError as error:
+            message = "the state directory cannot be written"
+            raise StoreUnavailableError(message) from error
+
+    async def run(self) -> None:
+        """Write passes for ever. What cannot be written is counted, and tried again by the next pass."""
+        while True:
+            started_us = self._clock.monotonic_us()
+            await self.write_pass(pace=self._pace_from(started_us))
+            await asyncio.sleep(
+                max(0, PASS_S - (self._clock.monotonic_us() - started_us) / US_PER_S)
+            )
+
+    async def write_pass(
+        self, *, pace: Callable[[int, int], Awaitable[None]] | None = None
+    ) -> None:
+        """Append every bucket used since the last look; with a new base when it is time for one.
+
+        ``pace(step, steps)`` is awaited before each of the steps; without it the pass only yields.
+        """
+        pace = pace or _yield
+        try:
+            base = self._begin_base() if self._base_is_due() else None
+            steps = self._table.shard_count + (cold.SHARDS if base else 0)
+            for index in range(self._table.shard_count):
+                await pace(index, steps)
+                await self._write_shard(index, base)
+            if base:
+                await self._finish_base(
+                    base, lambda index: pace(self._table.shard_count + index, steps)
+                )
+            self.last_pass_us = self._clock.monotonic_us()
+        except OSError:
+            self.errors_total += 1
+
+    async def drain(self) -> None:
+        """Append what is not yet written, put it on disk, and close. The task of :meth:`run` must have ended."""
+        for index in range(self._table.shard_count):
+            try:
+                await self._write_shard(index, None)
+            except OSError:
+                self.errors_total += 1
+                break
+        try:
+            await self._append(b"", durable=True)
+        except OSError:
+            self.errors_total += 1
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._log.close)
+        self._writer.shutdown()
+
+    def _pace_from(self, started_us: int) -> Callable[[int, int], Awaitable[None]]:
+        async def pace(step: int, steps: int) -> None:
+            if step % -(-steps // (PASS_S * WAKES_PER_S)):
+                return
+            due_us = started_us + PASS_S * US_PER_S * step // steps
+            await asyncio.sleep(max(0, due_us - self._clock.monotonic_us()) / US_PER_S)
+
+        return pace
+
+    async def _write_shard(self, index: int, base: Appender | None) -> None:
+        tick = self._table.tick
+        used = self._table.keys(index, self._since[index])
+        await self._write_live(used, self._append)
+        self._since[index] = tick
+        if base:
+            await self._write_live(self._table.keys(index), _append_to(base))
+
+    async def _write_live(self, keys: list[bytes], write: Write) -> None:
+        """Write what the buckets of ``keys`` hold when their turn comes; one that was reset meanwhile is left out."""
+        table, stored = self._table, self._keys.stored
+        while keys:
+            values: list[tuple[bytes, Value]] = []
+            budget = TURN_BYTES
+            while keys and budget > 0 and len(values) < TURN_BUCKETS:
+                key = keys.pop()
+                value = table.value(key)
+                if value is not None:
+                    values.append((stored(key), value))
+                    budget -= len(value) if isinstance(value, bytes) else 0
+            if values:
+                await write(chunks.encode_values(values))
+
+    async def _append(self, data: bytes, *, durable: bool = False) -> None:
+        log, loop = self._log, asyncio.get_running_loop()
+        await loop.run_in_executor(self._writer, lambda: log.append(data, durable=durable))
+        self.written_bytes_total += len(data)
+
+    def _base_is_due(self) -> bool:
+        outgrown = self._log.size > max(MIN_LOG_BYTES, LOG_PER_BASE * self._base_bytes)
+        return outgrown or bool(self._outdated or self._torn)
+
+    def _begin_base(self) -> Appender:
+        """Turn to the next log, and begin the base that makes the files of before superfluous."""
+        number = self._number + 1
+        base = Appender(base_path(self._directory, number).with_suffix(".tmp"), self._header)
+        try:
+            log = Appender(log_path(self._directory, number), self._header)
+        except OSError:
+            base.close()
+            base.path.unlink(missing_ok=True)
+            raise
+        self._outdated += [self._log.path]
+        if self._base_bytes:
+            self._outdated += [base_path(self._directory, self._number)]
+        self._writer.submit(self._log.close)  # after what was appended to it
+        self._log, self._number = log, number
+        return base
+
+    async def _finish_base(self, base: Appender, pace: Callable[[int], Awaitable[None]]) -> None:
+        write = _append_to(base)
+        for index in range(cold.SHARDS):
+            await pace(index)
+            if items := self._cold.items(index):
+                await write(chunks.encode_values(items))
+        await asyncio.to_thread(base.publish, base_path(self._directory, self._number))
+        self._base_bytes = base.size
+        await asyncio.to_thread(self._remove_outdated)
+
+    def _remove_outdated(self) -> None:
+        for path in self._outdated:
+            path.unlink(missing_ok=True)
+        for path in self._torn:
+            path.rename(path.with_name("buckets.torn"))
+        self._outdated, self._torn = [], []
+
+
+def _append_to(base: Appender) -> Write:
+    return lambda data: asyncio.to_thread(base.append, data)
+
+
+async def _yield(_step: int, _steps: int) -> None:
+    await asyncio.sleep(0)
