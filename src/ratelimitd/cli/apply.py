@@ -1,0 +1,188 @@
+"""``ratelimitd rules apply`` and ``export``: the whole rule book as a file.
+
+Applying is idempotent, and overwrites nobody's concurrent edit: every step carries the etag it was planned on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import grpc
+import typer
+
+from ratelimitd.cli.failures import CliError, UsageError
+from ratelimitd.cli.output import Output, as_dict, printable
+from ratelimitd.cli.plan import COMPARED, Create, Delete, Step, Update, draft_of, make_plan
+from ratelimitd.cli.target import Target, asks_node
+from ratelimitd.errors import RuleInvalidError
+from ratelimitd.rules.rules_file import MAX_FILE_BYTES, dump_rules, parse_rules
+from ratelimitd.rules.store import RuleDraft
+from ratelimitd_client import RateLimiterClient
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+STDIN: Final = Path("-")
+
+
+@asks_node
+def apply(
+    target: Target,
+    *,
+    file: Annotated[
+        Path,
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="The rules, YAML; - reads standard input."
+        ),
+    ],
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Delete the rules that the file does not hold.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")
+    ] = False,
+) -> None:
+    """Bring the rules of a node to what a file says, and print what changes.
+
+    Exit status: 0 when the node is as the file says, 1 when the file or the node refuses.
+
+    Example:
+      ratelimitd rules apply -f rules.yaml --dry-run
+      ratelimitd rules apply -f rules.yaml --prune
+    """
+    output = target.output
+    with _refusal_of(file):
+        wanted = parse_rules(_content(file))
+    with target.client() as client:
+        with _refusal_of(file):
+            plan = make_plan(wanted, client.rules(), prune=prune)
+        if not output.as_json:
+            _print_plan(plan, output)
+        if not dry_run:
+            _carry_out(plan, client, target)
+    if output.as_json:
+        output.json_list(map(_as_json, plan))
+    else:
+        output.line(_summary(plan, dry_run=dry_run))
+
+
+@asks_node
+def export(target: Target) -> None:
+    """Print the rules as a file that `rules apply` reads.
+
+    Example:
+      ratelimitd rules export > rules.yaml
+    """
+    with target.client() as client:
+        rules = list(client.rules())
+    if target.output.as_json:
+        target.output.json_list(as_dict(rule) for rule in rules)
+    else:
+        target.output.line(dump_rules(map(draft_of, rules)).rstrip("\n"))
+
+
+def _content(file: Path) -> bytes:
+    """The bytes of the file, one more than allowed when it is too large."""
+    try:
+        if file == STDIN:
+            return sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+        with file.open("rb") as stream:
+            return stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        message = f"--file: cannot read {file}: {error.strerror}"
+        raise UsageError(message) from None
+
+
+@contextmanager
+def _refusal_of(file: Path) -> Iterator[None]:
+    """End the command with everything that is wrong with the file, a line for each."""
+    try:
+        yield
+    except RuleInvalidError as error:
+        details = [f"{field}: {description}" for field, description in error.violations]
+        message = f"{file} is refused, nothing was changed:"
+        raise CliError(message, details=details) from None
+
+
+def _carry_out(plan: Sequence[Step], client: RateLimiterClient, target: Target) -> None:
+    """Carry out the steps up to the first that fails; then say how far it came."""
+    for done, step in enumerate(plan):
+        try:
+            _execute(client, step)
+        except grpc.RpcError as error:
+            if target.output.as_json:
+                target.output.json_list(map(_as_json, plan[:done]))
+            failure = target.failure(error)
+            message = f"{failure}; {done} of {len(plan)} changes were made: look, and apply again"
+            raise CliError(message, failure.exit_code) from None
+
+
+def _execute(client: RateLimiterClient, step: Step) -> None:
+    """Carry out one step."""
+    match step:
+        case Create(draft):
+            client.create_rule(_message(draft))
+        case Update(current, draft, fields):
+            changes = {name: getattr(draft, name) for name in fields}
+            rule = pb.RateLimit(id=current.id, etag=current.etag, **changes)
+            client.update_rule(rule, fields)
+        case Delete(current):
+            client.delete_rule(current.id, etag=current.etag)
+
+
+def _print_plan(plan: Sequence[Step], output: Output) -> None:
+    for step in plan:
+        match step:
+            case Create(draft):
+                output.line(output.styled(f"+ create {_name(draft)}: {_values(draft)}", "good"))
+            case Update(current, draft, fields):
+                stored = draft_of(current)
+                output.line(output.styled(f"~ update {_name(stored)}", "warn"))
+                for name in fields:
+                    old, new = _text(getattr(stored, name)), _text(getattr(draft, name))
+                    output.line(f"    {name}: {old} → {new}")
+            case Delete(current):
+                stored = draft_of(current)
+                output.line(output.styled(f"- delete {_name(stored)}: {_values(stored)}", "bad"))
+
+
+def _as_json(step: Step) -> dict[str, Any]:
+    match step:
+        case Create(draft):
+            return {"action": "create", "rate_limit": as_dict(_message(draft))}
+        case Update(current, draft, fields):
+            rule = as_dict(current) | {name: getattr(draft, name) for name in fields}
+            return {"action": "update", "fields": list(fields), "rate_limit": rule}
+        case Delete(current):
+            return {"action": "delete", "rate_limit": as_dict(current)}
+
+
+def _message(draft: RuleDraft) -> pb.RateLimit:
+    return pb.RateLimit(id=draft.id, **{name: getattr(draft, name) for name in COMPARED})
+
+
+def _name(rule: RuleDraft) -> str:
+    return f"{printable(rule.endpoint)} {rule.identifier_type}"
+
+
+def _values(rule: RuleDraft) -> str:
+    state = "" if rule.enabled else ", disabled"
+    return f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}{state}"
+
+
+def _text(value: str | int | bool) -> str:
+    """A value as the file spells it."""
+    return str(value).lower() if isinstance(value, bool) else printable(str(value))
+
+
+def _summary(plan: Sequence[Step], *, dry_run: bool) -> str:
+    if not plan:
+        return "no changes"
+    done = Counter(type(step) for step in plan)
+    counts = f"{done[Create]} to create, {done[Update]} to update, {done[Delete]} to delete"
+    if dry_run:
+        return f"{counts}; this was a dry run"
+    return f"{done[Create]} created, {done[Update]} updated, {done[Delete]} deleted"

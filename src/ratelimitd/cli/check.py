@@ -1,0 +1,182 @@
+"""``ratelimitd check``: ask a running node whether a request may proceed.
+
+Never retries: a check that was sent may have been charged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Annotated, Final
+
+import typer
+
+from ratelimitd.cli.failures import EXIT_NO, CliError
+from ratelimitd.cli.output import Output, as_dict
+from ratelimitd.cli.target import Target, asks_node
+from ratelimitd.model import INT32_MAX, IdentifierType
+from ratelimitd_client.client import MAX_BATCH, RateLimiterClient
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+MAX_COUNT: Final = 1_000_000
+
+_REASONS: Final = {
+    pb.WITHIN_LIMIT: "within the limit",
+    pb.LIMIT_EXCEEDED: "the limit is used up",
+    pb.COST_EXCEEDS_LIMIT: "the cost is above the limit: waiting will not help",
+    pb.NO_RULE: "no rule applies",
+    pb.FAIL_OPEN_BREAKER: "not checked: the circuit breaker is open",
+    pb.FAIL_OPEN_ERROR: "not checked: the node met an error",
+}
+
+_UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+
+TypeArgument = Annotated[
+    IdentifierType, typer.Argument(metavar="TYPE", help="user, ip or api_key.", show_default=False)
+]
+IdentifierArgument = Annotated[
+    str, typer.Argument(help="The user id, IP address or API key.", show_default=False)
+]
+EndpointArgument = Annotated[
+    str, typer.Argument(help="The endpoint, as in the rules.", show_default=False)
+]
+
+
+@asks_node
+def check(
+    target: Target,
+    *,
+    identifier_type: TypeArgument,
+    identifier: IdentifierArgument,
+    endpoint: EndpointArgument,
+    cost: Annotated[
+        int, typer.Option(min=-INT32_MAX - 1, max=INT32_MAX, metavar="N", help="Tokens to ask for.")
+    ] = 1,
+    count: Annotated[
+        int, typer.Option(min=1, max=MAX_COUNT, metavar="N", help="Ask so many times in a row.")
+    ] = 1,
+    peek: Annotated[bool, typer.Option("--peek", help="Answer as if, but spend nothing.")] = False,
+) -> None:
+    """Ask a node whether a request may proceed, and spend a token if so.
+
+    Exit status: 0 when every check was allowed, 3 when any was denied.
+
+    Example:
+      ratelimitd check user alice /orders
+      ratelimitd check ip 192.0.2.7 /login --count 10 --json
+    """
+    request = pb.RateLimitRequest(
+        identifier=identifier,
+        identifier_type=identifier_type,
+        endpoint=endpoint,
+        tokens_requested=cost,
+        peek=peek,
+    )
+    with target.client() as client:
+        if count == 1:
+            denied = _ask_once(client, request, target.output)
+        else:
+            denied = _ask_often(client, request, count, target.output)
+    if denied:
+        raise typer.Exit(EXIT_NO)
+
+
+def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]]:
+    """The answer in words for a person; ``now_s`` is Unix time in seconds."""
+    rule = f"{answer.rule_id} ({answer.limit} per {duration(answer.window_seconds)})"
+    retry = duration(answer.retry_after_seconds) if answer.retry_after_seconds else "–"
+    if answer.reason == pb.COST_EXCEEDS_LIMIT:
+        retry = "never with this cost"
+    return [
+        ("reason", _REASONS.get(answer.reason, pb.Reason.Name(answer.reason))),
+        ("rule", rule if answer.rule_id else "–"),
+        ("remaining", "unlimited" if answer.reason == pb.NO_RULE else str(answer.remaining_tokens)),
+        ("reset", reset_text(answer.reset_time, now_s)),
+        ("retry after", retry),
+    ]
+
+
+def reset_text(reset_time_s: int, now_s: float) -> str:
+    """When the whole limit is free again, relative and absolute; a dash when the answer does not say."""
+    if reset_time_s <= 0:
+        return "–"
+    try:
+        at = datetime.fromtimestamp(reset_time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        at = f"Unix time {reset_time_s}"
+    left_s = max(0, round(reset_time_s - now_s))
+    return f"{f'in {duration(left_s)}' if left_s else 'now'} ({at})"
+
+
+def duration(seconds: int) -> str:
+    """Seconds in their two largest units: ``1 h 30 min``."""
+    parts = []
+    for unit, size_s in _UNITS:
+        if amount := seconds // size_s:
+            parts.append(f"{amount} {unit}")
+            seconds -= amount * size_s
+    return " ".join(parts[:2]) or "0 s"
+
+
+def _ask_once(client: RateLimiterClient, request: pb.RateLimitRequest, output: Output) -> bool:
+    """Send one check and print the answer; returns whether it was denied."""
+    answer = client.check(
+        request.identifier,
+        request.identifier_type,
+        request.endpoint,
+        cost=request.tokens_requested,
+        peek=request.peek,
+    )
+    if output.as_json:
+        output.message(answer)
+    else:
+        output.line(_verdict(answer, output))
+        output.pairs(describe(answer, time.time()))
+    return not answer.allowed
+
+
+def _ask_often(
+    client: RateLimiterClient, request: pb.RateLimitRequest, count: int, output: Output
+) -> bool:
+    """Send ``count`` checks in batches and print each answer; returns whether any was denied."""
+    verdicts = Counter[bool]()
+
+    def answers() -> Iterator[pb.RateLimitResponse]:
+        for answer in _answers(client, request, count):
+            verdicts[answer.allowed] += 1
+            yield answer
+
+    if output.as_json:
+        output.json_list(as_dict(answer) for answer in answers())
+    else:
+        for number, answer in enumerate(answers(), start=1):
+            output.line(_compact(number, len(str(count)), answer, output))
+        output.line(f"{verdicts[True]} allowed, {verdicts[False]} denied")
+    return verdicts[False] > 0
+
+
+def _answers(
+    client: RateLimiterClient, request: pb.RateLimitRequest, count: int
+) -> Iterator[pb.RateLimitResponse]:
+    for start in range(0, count, MAX_BATCH):
+        for answer in client.check_batch([request] * min(MAX_BATCH, count - start)):
+            if answer.reason == pb.INVALID_REQUEST:
+                # The same request alone would have been refused, so it is an error here as well.
+                message = f"invalid argument: {answer.error}"
+                raise CliError(message)
+            yield answer
+
+
+def _verdict(answer: pb.RateLimitResponse, output: Output) -> str:
+    return output.styled("allowed", "good") if answer.allowed else output.styled("denied", "bad")
+
+
+def _compact(number: int, width: int, answer: pb.RateLimitResponse, output: Output) -> str:
+    verdict = _verdict(answer, output) + (" " if not answer.allowed else "")
+    facts = {row: text for row, text in describe(answer, time.time()) if row != "rule"}
+    return (
+        f"{number:>{width}}  {verdict}  remaining {facts['remaining']}  reset {facts['reset']}"
+        + (f"  retry after {facts['retry after']}" if not answer.allowed else "")
+    )

@@ -1,0 +1,127 @@
+"""``ratelimitd health``, ``metrics`` and ``reset``: what a node says about itself, and forgetting a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Final
+
+import typer
+
+from ratelimitd.cli.check import EndpointArgument, IdentifierArgument, TypeArgument
+from ratelimitd.cli.failures import EXIT_NO
+from ratelimitd.cli.output import Output
+from ratelimitd.cli.target import Target, asks_node
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+QUANTILES: Final = (0.5, 0.95, 0.99)
+
+
+@asks_node
+def health(target: Target) -> None:
+    """Show whether a node is HEALTHY or DEGRADED, and why.
+
+    Exit status: 0 when it is HEALTHY, 3 when it is not.
+
+    Example:
+      ratelimitd health
+      ratelimitd health --target limiter.internal:9090 --ca ca.pem --token-file admin.token
+    """
+    with target.client() as client:
+        answer = client.health()
+    if target.output.as_json:
+        target.output.message(answer)
+    else:
+        _print_health(answer, target.output)
+    if answer.status != pb.HEALTHY:
+        raise typer.Exit(EXIT_NO)
+
+
+@asks_node
+def metrics(
+    target: Target,
+    *,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Only these metrics.", show_default=False),
+    ] = None,
+) -> None:
+    """Show the metrics of a node.
+
+    Example:
+      ratelimitd metrics
+      ratelimitd metrics rate_limiter_requests_allowed_total --json
+    """
+    with target.client() as client:
+        answer = client.metrics(names or ())
+    if target.output.as_json:
+        target.output.message(answer)
+    else:
+        rows = [(_series(metric), metric.kind, _value(metric)) for metric in answer.metrics]
+        target.output.table(("METRIC", "KIND", "VALUE"), rows)
+
+
+@asks_node
+def reset(
+    target: Target,
+    *,
+    identifier_type: TypeArgument,
+    identifier: IdentifierArgument,
+    endpoint: EndpointArgument,
+) -> None:
+    """Forget what one identifier has spent on one endpoint.
+
+    Example:
+      ratelimitd reset user alice /orders
+    """
+    with target.client() as client:
+        client.reset(identifier, identifier_type, endpoint)
+    if target.output.as_json:
+        target.output.json({})
+    else:
+        target.output.line("reset")
+
+
+def _print_health(answer: pb.HealthResponse, output: Output) -> None:
+    good = answer.status == pb.HEALTHY
+    output.line(output.styled(pb.HealthStatus.Name(answer.status), "good" if good else "warn"))
+    # The bounds are the specification's; the node judges, this only shows what it judged.
+    output.pairs(
+        [
+            ("node", answer.node_id or "–"),
+            ("shared state", "connected" if answer.shared_state_connected else "not connected"),
+            ("cache hit ratio", f"{answer.local_cache_hit_ratio:.3f} (healthy above 0.90)"),
+            ("average latency", f"{answer.average_latency_ms:.3f} ms (healthy below 2.0 ms)"),
+            ("error rate", f"{answer.error_rate:.4f} (healthy below 0.01)"),
+            ("circuit breaker", answer.breaker_state or "–"),
+            ("rules revision", str(answer.rules_revision)),
+        ]
+    )
+
+
+def _series(metric: pb.Metric) -> str:
+    labels = ",".join(f'{name}="{value}"' for name, value in sorted(metric.labels.items()))
+    return f"{metric.name}{{{labels}}}" if labels else metric.name
+
+
+def _value(metric: pb.Metric) -> str:
+    if not metric.HasField("histogram"):
+        return f"{metric.value:.12g}"
+    counts = metric.histogram.cumulative_counts
+    total = counts[-1] if counts else 0
+    if not total:
+        return "no observations"
+    quantiles = ", ".join(_quantiles(metric.histogram))
+    return f"{total} observations, mean {metric.histogram.sum / total:.3g} s, {quantiles}"
+
+
+def _quantiles(histogram: pb.Histogram) -> Iterator[str]:
+    """Name the bucket each quantile falls into: a histogram knows no more than its upper bound."""
+    total = histogram.cumulative_counts[-1]
+    for quantile in QUANTILES:
+        for bound, count in zip(histogram.upper_bounds, histogram.cumulative_counts, strict=False):
+            if count >= quantile * total:
+                yield f"p{quantile * 100:g} ≤ {bound:g} s"
+                break
+        else:
+            bounds = histogram.upper_bounds
+            yield f"p{quantile * 100:g} > {bounds[-1]:g} s" if bounds else f"p{quantile * 100:g} –"

@@ -1,0 +1,135 @@
+"""What a command prints: messages as JSON for programs, aligned text for people.
+
+Decides nothing about content; never writes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TextIO
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+MIN_ELASTIC_WIDTH: Final = 12
+"""The widest column of a table gives way to a narrow terminal, down to this many characters."""
+
+GAP: Final = "  "
+
+_STYLES: Final = {"good": "32", "bad": "31", "warn": "33", "head": "1"}
+"""Select Graphic Rendition parameters of ECMA-48: green, red, yellow, bold."""
+
+
+class Output:
+    """Where a command prints, and in which form.
+
+    Args:
+        as_json: JSON instead of text.
+        stream: ``sys.stdout`` unless told otherwise.
+        environ: read for NO_COLOR and TERM.
+    """
+
+    def __init__(
+        self,
+        *,
+        as_json: bool = False,
+        stream: TextIO | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.as_json = as_json
+        self._stream = stream or sys.stdout
+        environ = os.environ if environ is None else environ
+        self._tty = self._stream.isatty()
+        self._colour = self._tty and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+    def line(self, text: str = "") -> None:
+        """Print one line."""
+        print(text, file=self._stream)
+
+    def styled(self, text: str, style: str) -> str:
+        """``text`` in a style of the table above, where the terminal can and may show it."""
+        return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self._colour else text
+
+    def json(self, value: object) -> None:
+        """Print one JSON value."""
+        self.line(json.dumps(value, indent=2, ensure_ascii=False))
+
+    def message(self, message: Message) -> None:
+        """Print one message as proto3 JSON."""
+        self.json(as_dict(message))
+
+    def json_list(self, values: Iterable[object]) -> None:
+        """Print a list of JSON values, each as soon as it is there."""
+        lead = "["
+        for value in values:
+            text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
+            self._stream.write(f"{lead}\n  {text}")
+            lead = ","
+        self.line("[]" if lead == "[" else "\n]")
+
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Print aligned columns, numbers to the right; a terminal's width is kept by cutting the widest column."""
+        width = shutil.get_terminal_size().columns if self._tty else None
+        lines = table_lines(head, rows, width)
+        self.line(self.styled(lines[0], "head"))
+        for line in lines[1:]:
+            self.line(line)
+
+    def pairs(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Print names and values, indented, the values under each other."""
+        rows = list(rows)
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self.line(f"{GAP}{name:<{width}}{GAP}{value}")
+
+
+def printable(text: str) -> str:
+    """``text`` in one line and without characters that drive a terminal: it may come from another machine."""
+    return "".join(
+        char if char.isprintable() else " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for char in text
+    )
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """The proto3 JSON of a message as a dict, with the contract's field names.
+
+    Fields at their default are there too: a script that asks for ``allowed`` must find ``false``, not nothing.
+    """
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def table_lines(
+    head: Sequence[str], rows: Iterable[Sequence[object]], width: int | None
+) -> list[str]:
+    """The lines of a table, the first its head; ``width`` ``None`` = as wide as the cells."""
+    values = [list(row) for row in rows]
+    cells = [list(head), *([printable(str(value)) for value in row] for row in values)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if width is not None:
+        over = sum(widths) + len(GAP) * (len(widths) - 1) - width
+        widest = widths.index(max(widths))
+        widths[widest] -= max(0, min(over, widths[widest] - MIN_ELASTIC_WIDTH))
+    numeric = [
+        bool(values) and all(isinstance(row[column], int | float) for row in values)
+        for column in range(len(head))
+    ]
+    return [
+        GAP.join(
+            _fitted(cell, size, right=right)
+            for cell, size, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _fitted(cell: str, width: int, *, right: bool) -> str:
+    if len(cell) > width:
+        return cell[: width - 1] + "…"
+    return cell.rjust(width) if right else cell.ljust(width)

@@ -1,0 +1,194 @@
+"""``ratelimitd rules list``, ``create``, ``update`` and ``delete``: the rules of a node, one at a time.
+
+Validates nothing itself: what a valid rule is, the node says.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ratelimitd.cli.apply import apply, export
+from ratelimitd.cli.check import TypeArgument
+from ratelimitd.cli.command_help import help_of
+from ratelimitd.cli.failures import UsageError
+from ratelimitd.cli.output import as_dict
+from ratelimitd.cli.target import Target, asks_node
+from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+INT32_MIN = -INT32_MAX - 1
+
+IdArgument = Annotated[
+    str, typer.Argument(metavar="ID", help="Id of the rule, as `rules list` shows it.")
+]
+EtagOption = Annotated[
+    str, typer.Option(metavar="ETAG", help="Refuse when the rule's etag is another one by now.")
+]
+# What is no int32 cannot travel, so it is a wrong command line; every other value is the node's to judge.
+LimitOption = typer.Option(
+    min=INT32_MIN, max=INT32_MAX, metavar="N", help="Tokens per window.", show_default=False
+)
+WindowOption = typer.Option(
+    min=INT32_MIN, max=INT32_MAX, metavar="N", help="Length of the window in s.", show_default=False
+)
+
+app = typer.Typer(
+    help="Show and change the rules of a node.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@asks_node
+def list_rules(
+    target: Target,
+    *,
+    endpoint: Annotated[
+        str, typer.Option(metavar="ENDPOINT", help="Only the rules for exactly this endpoint.")
+    ] = "",
+    identifier_type: Annotated[
+        IdentifierType | None, typer.Option(help="Only the rules for this type.")
+    ] = None,
+) -> None:
+    """Show the rules, ordered by endpoint and identifier type.
+
+    Example:
+      ratelimitd rules list
+      ratelimitd rules list --endpoint '*' --json
+    """
+    with target.client() as client:
+        rules = list(client.rules(endpoint=endpoint, identifier_type=identifier_type or ""))
+    if target.output.as_json:
+        target.output.json_list(as_dict(rule) for rule in rules)
+        return
+    rows = (
+        (
+            rule.endpoint,
+            rule.identifier_type,
+            rule.limit,
+            rule.window_seconds,
+            rule.algorithm,
+            "yes" if rule.enabled else "no",
+            rule.id,
+        )
+        for rule in rules
+    )
+    head = ("ENDPOINT", "TYPE", "LIMIT", "WINDOW_S", "ALGORITHM", "ENABLED", "ID")
+    target.output.table(head, rows)
+
+
+@asks_node
+def create(
+    target: Target,
+    *,
+    endpoint: Annotated[
+        str, typer.Argument(metavar="ENDPOINT", help="The endpoint, or '*' for the global rule.")
+    ],
+    identifier_type: TypeArgument,
+    limit: Annotated[int, LimitOption],
+    window_seconds: Annotated[int, WindowOption],
+    algorithm: Annotated[Algorithm, typer.Option(help="How to count.")] = Algorithm.TOKEN_BUCKET,
+    rule_id: Annotated[
+        str, typer.Option("--id", metavar="UUID", help="Id to give the rule instead of a new one.")
+    ] = "",
+    disabled: Annotated[
+        bool, typer.Option("--disabled", help="Store the rule, but do not apply it yet.")
+    ] = False,
+) -> None:
+    """Create a rule.
+
+    Example:
+      ratelimitd rules create /login ip --limit 5 --window-seconds 60 --algorithm fixed_window
+    """
+    rule = pb.RateLimit(
+        id=rule_id,
+        endpoint=endpoint,
+        identifier_type=identifier_type,
+        limit=limit,
+        window_seconds=window_seconds,
+        algorithm=algorithm,
+        enabled=not disabled,
+    )
+    with target.client() as client:
+        created = client.create_rule(rule)
+    _show("created", created, target)
+
+
+@asks_node
+def update(
+    target: Target,
+    *,
+    rule_id: IdArgument,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="ENDPOINT", help="Move the rule to this endpoint.")
+    ] = None,
+    identifier_type: Annotated[
+        IdentifierType | None, typer.Option(help="Move the rule to this type.")
+    ] = None,
+    limit: Annotated[int | None, LimitOption] = None,
+    window_seconds: Annotated[int | None, WindowOption] = None,
+    algorithm: Annotated[Algorithm | None, typer.Option(help="How to count.")] = None,
+    enabled: Annotated[
+        bool | None,
+        typer.Option("--enable/--disable", help="Apply the rule, or act as if it were absent."),
+    ] = None,
+    etag: EtagOption = "",
+) -> None:
+    """Change the fields of a rule that are named, and no others.
+
+    Example:
+      ratelimitd rules update 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f --limit 100 --enable
+    """
+    given = {
+        "endpoint": endpoint,
+        "identifier_type": identifier_type,
+        "limit": limit,
+        "window_seconds": window_seconds,
+        "algorithm": algorithm,
+        "enabled": enabled,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not changes:
+        message = "nothing to change: name at least one field, such as --limit"
+        raise UsageError(message)
+    rule = pb.RateLimit(id=rule_id, etag=etag, **changes)  # type: ignore[arg-type]
+    with target.client() as client:
+        updated = client.update_rule(rule, list(changes))
+    _show("updated", updated, target)
+
+
+@asks_node
+def delete(target: Target, *, rule_id: IdArgument, etag: EtagOption = "") -> None:
+    """Delete a rule.
+
+    Example:
+      ratelimitd rules delete 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f
+    """
+    with target.client() as client:
+        client.delete_rule(rule_id, etag=etag)
+    if target.output.as_json:
+        target.output.json({})
+    else:
+        target.output.line(f"deleted {rule_id}")
+
+
+def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
+    if target.output.as_json:
+        target.output.message(rule)
+    else:
+        state = "" if rule.enabled else ", disabled"
+        target.output.line(
+            f"{done} {rule.id}: {rule.endpoint} {rule.identifier_type},"
+            f" {rule.limit} per {rule.window_seconds} s, {rule.algorithm}{state}"
+        )
+
+
+for name, command in {
+    "list": list_rules,
+    "create": create,
+    "update": update,
+    "delete": delete,
+    "apply": apply,
+    "export": export,
+}.items():
+    app.command(name, help=help_of(command))(command)

@@ -1,0 +1,166 @@
+"""The options of every command that asks a node: where it is, who asks, and how to print the answer.
+
+Never sends a call itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import grpc
+import typer
+
+from ratelimitd.cli.failures import CliError, UsageError, rpc_failure
+from ratelimitd.cli.output import Output
+from ratelimitd_client import RateLimiterClient, Tls
+
+MAX_FILE_BYTES: Final = 1024 * 1024
+"""More than a token or a chain of certificates needs; a path to something endless must not fill the memory."""
+
+ENV_PREFIX: Final = "RATELIMITCTL_"
+"""Not the node's own prefix: ``serve`` refuses every name with that one that is no setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A node to ask, and where the answer goes."""
+
+    address: str
+    timeout_s: float
+    tls: Tls | None = None
+    token: str | None = field(default=None, repr=False)
+    output: Output = field(default_factory=Output)
+
+    @contextmanager
+    def client(self) -> Iterator[RateLimiterClient]:
+        """A client for the time of a ``with`` block; errors of its calls leave the block as a ``CliError``."""
+        try:
+            client = RateLimiterClient(
+                self.address, tls=self.tls, token=self.token, timeout_s=self.timeout_s
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        with client:
+            try:
+                yield client
+            except grpc.RpcError as error:
+                raise self.failure(error) from None
+
+    def failure(self, error: grpc.RpcError) -> CliError:
+        """What the error of one call means."""
+        return rpc_failure(error, self.address, self.timeout_s, tls=self.tls is not None)
+
+
+def connection_options(
+    *,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", envvar=ENV_PREFIX + "TARGET", help="The node's gRPC address."
+        ),
+    ] = "127.0.0.1:9090",
+    token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            envvar=ENV_PREFIX + "TOKEN",
+            help="Bearer token. On a command line every user of this machine can read it: prefer --token-file.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar=ENV_PREFIX + "TOKEN_FILE",
+            help="File that holds the bearer token.",
+        ),
+    ] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar=ENV_PREFIX + "CA",
+            help="Certificates that verify the node, PEM; turns on TLS. Without it nothing is encrypted.",
+        ),
+    ] = None,
+    cert: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", envvar=ENV_PREFIX + "CERT", help="Client certificate for mTLS, PEM."
+        ),
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar=ENV_PREFIX + "KEY",
+            help="Private key of the client certificate, PEM.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001, max=3600, metavar="SECONDS", help="How long to wait for each answer."
+        ),
+    ] = 5.0,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the messages as JSON, with the contract's names.")
+    ] = False,
+) -> Target:
+    """Build the target from the options; its parameters are the options.
+
+    Raises:
+        UsageError: options that contradict each other, or a file that cannot be read.
+    """
+    if token is not None and token_file is not None:
+        message = f"give one of --token and --token-file (or {ENV_PREFIX}TOKEN), not both"
+        raise UsageError(message)
+    if (cert is None) != (key is None):
+        message = "give --cert and --key together"
+        raise UsageError(message)
+    if token_file is not None:
+        token = (_read("--token-file", token_file) or b"").decode(errors="replace").strip()
+    tls = None
+    if ca is not None or cert is not None:
+        tls = Tls(_read("--ca", ca), _read("--cert", cert), _read("--key", key))
+    return Target(target, timeout, tls, token, Output(as_json=json))
+
+
+def asks_node(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the connection options, and hand it the :class:`Target` as its first parameter."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    options = list(inspect.signature(connection_options, eval_str=True).parameters.values())
+    names = [option.name for option in options]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        target = connection_options(**{name: values.pop(name) for name in names})
+        command(target, **values)
+
+    # typer reads a command's options from its signature.
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    run.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
+    return run
+
+
+def _read(option: str, path: Path | None) -> bytes | None:
+    """The content of the file that an option names, ``None`` when the option is not given."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        message = f"{option}: cannot read {path}: {error.strerror}"
+        raise UsageError(message) from None
+    if len(content) > MAX_FILE_BYTES:
+        message = f"{option}: {path} is larger than {MAX_FILE_BYTES} bytes"
+        raise UsageError(message)
+    return content
