@@ -35,6 +35,18 @@ class StatusCode(enum.IntEnum):
     UNAUTHENTICATED = 16
 
 
+class TransportError(enum.StrEnum):
+    """Why a transport ended a call by itself: the closed set of causes that it counts."""
+
+    CANCELLED = "cancelled"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    TOO_MANY_STREAMS = "too_many_streams"
+    UNEXPECTED = "unexpected"
+    UNKNOWN_METHOD = "unknown_method"
+    TLS_FILES = "tls_files"
+    """New certificate files could not be used; the old ones stay in service."""
+
+
 class RpcError(Exception):
     """Ends a call with a status. ``details`` is a serialised ``google.rpc.Status`` for ``grpc-status-details-bin``."""
 
@@ -74,7 +86,12 @@ BidiStreamHandler = Callable[[AsyncIterator[bytes], Call], AsyncIterator[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Methods:
-    """The methods a transport serves, by full path. A path is in exactly one of the three tables."""
+    """The methods a transport serves, by full path. A path is in exactly one of the three tables.
+
+    What a transport owes a handler: it is not called once the call's deadline has passed, so that nothing is charged
+    for an answer that nobody waits for; it is cancelled when the caller leaves; and an ``RpcError`` it raises becomes
+    the status of the call. Anything else it raises becomes INTERNAL with a fixed text.
+    """
 
     unary: Mapping[str, UnaryHandler] = field(default_factory=dict)
     server_stream: Mapping[str, ServerStreamHandler] = field(default_factory=dict)

@@ -1,0 +1,304 @@
+"""The transport over ``grpc.aio``: raw bytes in and out, so that judging them stays the services' business.
+
+The reference transport: correct before fast. Never knows what a method means. The options below are those that the
+stock server gets wrong for a limiter; each says why. See ADR 0016.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+from urllib.parse import unquote
+
+import grpc
+import grpc.aio
+
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc.addresses import bound_address, demand_free
+from ratelimitd.rpc.interface import (
+    Methods,
+    RpcError,
+    StatusCode,
+    TransportError,
+    UnaryHandler,
+)
+from ratelimitd.rpc.tls import Certificates, CertificateSource, TlsFiles
+from ratelimitd.stats import CheckStats
+
+MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+"""The specification's bound on messages, both ways."""
+
+_Context = grpc.aio.ServicerContext[bytes, bytes]
+
+_log = logging.getLogger(__name__)
+
+_STATUS: Final = {StatusCode(code.value[0]): code for code in grpc.StatusCode}
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+_SAN_PROPERTY: Final = "x509_subject_alternative_name"
+_LONG_GRACE_S: Final = 86_400.0
+"""How long calls in flight may go on after ``stop_accepting``: until ``stop`` says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportLimits:
+    """What one node grants its callers. Times in the unit of the name."""
+
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_concurrent_rpcs: int = 1_000
+    """Unary calls in progress; more are answered RESOURCE_EXHAUSTED."""
+    max_streams: int = 1_000
+    """Calls that last (health watches, reflection), counted apart: idle watchers must not use up the room of checks."""
+    max_streams_per_connection: int = 256
+    """Unlimited by default, which makes a flood of resets on one connection cost ten times the CPU (measured)."""
+    min_ping_interval_ms: int = 5_000
+    """Callers ping every 10 s, with or without calls; half of that forgives jitter. The default, 5 min, closes them."""
+    keepalive_interval_ms: int = 60_000
+    keepalive_timeout_ms: int = 20_000
+    """Finds callers that vanished without a word."""
+    max_connection_age_ms: int = 3_600_000
+    """Behind a balancer of connections, old ones must end for a new node to get its share. grpc adds ±10 %."""
+    max_connection_age_grace_ms: int = 60_000
+
+
+class GrpcioServer:
+    """A :class:`ratelimitd.rpc.interface.Server` on ``listen``: ``host:port``, ``[ipv6]:port`` or ``unix:path``.
+
+    ``tls`` turns TLS on, and its client CA mTLS. Causes of broken calls are counted in ``stats``.
+    """
+
+    def __init__(
+        self,
+        methods: Methods,
+        *,
+        listen: str,
+        stats: CheckStats,
+        tls: TlsFiles | None = None,
+        limits: TransportLimits | None = None,
+    ) -> None:
+        self._methods = methods
+        self._listen = listen
+        self._stats = stats
+        self._tls = tls
+        self._limits = limits or TransportLimits()
+        self._server: grpc.aio.Server | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self._streams = 0
+
+    async def start(self) -> str:
+        """Bind and listen; returns the bound address. See :class:`ratelimitd.rpc.interface.Server`."""
+        credentials = None if self._tls is None else self._credentials(self._tls)
+        await demand_free(self._listen)
+        limits = self._limits
+        server = grpc.aio.server(
+            handlers=(_Router(self._handlers(), self._count),),
+            options=_options(limits),
+            maximum_concurrent_rpcs=limits.max_concurrent_rpcs + limits.max_streams,
+        )
+        try:
+            port = (
+                server.add_insecure_port(self._listen)
+                if credentials is None
+                else server.add_secure_port(self._listen, credentials)
+            )
+        except RuntimeError:
+            message = f"LISTEN: cannot listen on {self._listen}"
+            raise StartupError(message) from None
+        await server.start()
+        self._server = server
+        return bound_address(self._listen, port)
+
+    async def stop_accepting(self) -> None:
+        """Refuse new calls; calls in flight go on."""
+        if self._server is not None and self._draining is None:
+            self._draining = asyncio.create_task(self._server.stop(_LONG_GRACE_S))
+            await asyncio.sleep(0)  # let it say so to the connections
+
+    async def stop(self, grace_s: float) -> None:
+        """End streams at once, wait at most ``grace_s`` seconds for other calls in flight, then close everything."""
+        # A watch never ends by itself: waiting for it would be waiting out the whole grace, every time.
+        self._stopping.set()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._draining is not None:
+            await self._draining
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        for path, unary in self._methods.unary.items():
+            handlers[path] = grpc.unary_unary_rpc_method_handler(self._unary(path, unary))
+        for path, stream in self._methods.server_stream.items():
+            handlers[path] = grpc.unary_stream_rpc_method_handler(self._stream(path, stream))
+        for path, bidi in self._methods.bidi_stream.items():
+            handlers[path] = grpc.stream_stream_rpc_method_handler(self._stream(path, bidi))
+        return handlers
+
+    def _unary(self, path: str, handler: UnaryHandler) -> Any:
+        async def behaviour(data: bytes, context: _Context) -> bytes:
+            try:
+                _demand_time(context)
+                answer = handler(data, GrpcioCall(path, context))
+                return answer if isinstance(answer, bytes) else await answer
+            except Exception as error:  # noqa: BLE001 -- grpc would answer UNKNOWN and name the class
+                await self._abort(context, error)
+            except asyncio.CancelledError:
+                self._count(TransportError.CANCELLED)
+                raise
+
+        return behaviour
+
+    def _stream(self, path: str, handler: Callable[[Any, Any], AsyncIterator[bytes]]) -> Any:
+        async def behaviour(source: Any, context: _Context) -> AsyncIterator[bytes]:
+            self._streams += 1
+            try:
+                self._demand_room()
+                async for answer in self._until_stopped(handler(source, GrpcioCall(path, context))):
+                    yield answer
+            except Exception as error:  # noqa: BLE001 -- as above
+                await self._abort(context, error)
+            finally:
+                self._streams -= 1
+
+        return behaviour
+
+    def _demand_room(self) -> None:
+        if self._streams > self._limits.max_streams:
+            self._count(TransportError.TOO_MANY_STREAMS)
+            raise RpcError(StatusCode.RESOURCE_EXHAUSTED, "too many streams are open")
+
+    async def _until_stopped(self, answers: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        upcoming: asyncio.Future[bytes] | None = None
+        try:
+            while True:
+                upcoming = asyncio.ensure_future(anext(answers))
+                await asyncio.wait((upcoming, stopping), return_when=asyncio.FIRST_COMPLETED)
+                if not upcoming.done():
+                    raise RpcError(StatusCode.UNAVAILABLE, "the node is stopping")
+                try:
+                    answer = upcoming.result()
+                except StopAsyncIteration:
+                    return
+                yield answer
+        finally:
+            stopping.cancel()
+            if upcoming is not None:
+                upcoming.cancel()
+
+    async def _abort(self, context: _Context, error: Exception) -> NoReturn:
+        if isinstance(error, RpcError):
+            if error.code is StatusCode.DEADLINE_EXCEEDED:
+                self._count(TransportError.DEADLINE_EXCEEDED)
+        else:
+            self._count(TransportError.UNEXPECTED)
+            error = RpcError(StatusCode.INTERNAL, "unexpected error")
+        trailers = ((_DETAILS_KEY, error.details),) if error.details else ()
+        await context.abort(_STATUS[error.code], error.message, trailers)
+
+    def _count(self, cause: TransportError) -> None:
+        self._stats.transport_error(cause)
+
+    def _credentials(self, files: TlsFiles) -> grpc.ServerCredentials:
+        loop = asyncio.get_running_loop()
+
+        def report(line: str) -> None:
+            # Called from a thread of grpc: counters belong to the loop.
+            _log.error("%s", line)
+            loop.call_soon_threadsafe(self._count, TransportError.TLS_FILES)
+
+        source = CertificateSource(files, report)
+
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            found = source.newer()
+            return None if found is None else _configuration(found)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(source.load()),
+            newer,  # type: ignore[arg-type]  # None is "no change"; the stub does not know
+            require_client_authentication=files.client_ca is not None,
+        )
+
+
+class GrpcioCall:
+    """A :class:`ratelimitd.rpc.interface.Call` over grpc's context; everything is looked up when asked for."""
+
+    __slots__ = ("_context", "method")
+
+    def __init__(self, method: str, context: _Context) -> None:
+        self.method = method
+        self._context = context
+
+    @property
+    def peer(self) -> str:
+        """The peer's address; grpc percent-encodes the brackets of IPv6."""
+        return unquote(self._context.peer())
+
+    @property
+    def peer_sans(self) -> Sequence[str]:
+        """The names in the client certificate that TLS verified; no header can add to them."""
+        names = self._context.auth_context().get(_SAN_PROPERTY, ())
+        return tuple(name.decode("utf-8", "replace") for name in names)
+
+    def metadata(self, key: str) -> str | None:
+        """The first value of a key."""
+        for name, value in self._context.invocation_metadata() or ():
+            if name == key:
+                return value if isinstance(value, str) else None
+        return None
+
+    def time_remaining_s(self) -> float | None:
+        """Seconds until the deadline."""
+        return self._context.time_remaining()
+
+
+class _Router(grpc.GenericRpcHandler):
+    """Finds the handler of a path. One that is not there, grpc answers with UNIMPLEMENTED."""
+
+    def __init__(
+        self,
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]],
+        count: Callable[[TransportError], None],
+    ) -> None:
+        self._handlers = handlers
+        self._count = count
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        found = self._handlers.get(handler_call_details.method)
+        if found is None:
+            self._count(TransportError.UNKNOWN_METHOD)
+        return found
+
+
+def _demand_time(context: _Context) -> None:
+    """Stop before anything is charged when nobody waits for the answer any more."""
+    if context.time_remaining() == 0:
+        raise RpcError(StatusCode.DEADLINE_EXCEEDED, "the deadline had passed on arrival")
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(certificates.key, certificates.chain)], root_certificates=certificates.client_ca
+    )
+
+
+def _options(limits: TransportLimits) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        # On by default: a second server on the port would start, and take half of the connections.
+        ("grpc.so_reuseport", 0),
+        # The option whose name says "recv" is not this one, and is ignored without a word.
+        ("grpc.http2.min_ping_interval_without_data_ms", limits.min_ping_interval_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 2),
+        ("grpc.keepalive_time_ms", limits.keepalive_interval_ms),
+        ("grpc.keepalive_timeout_ms", limits.keepalive_timeout_ms),
+        ("grpc.max_connection_age_ms", limits.max_connection_age_ms),
+        ("grpc.max_connection_age_grace_ms", limits.max_connection_age_grace_ms),
+    ]

@@ -1,0 +1,138 @@
+"""The server's certificate, its key and the CA of client certificates: read, judged, and read again when they change.
+
+Never gives a transport anything that was not seen to work: a broken new file keeps the old one in service. Knows
+nothing of gRPC.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ratelimitd.errors import StartupError
+
+CERT_SETTING: Final = "TLS_CERT"
+KEY_SETTING: Final = "TLS_KEY"
+CLIENT_CA_SETTING: Final = "TLS_CLIENT_CA"
+
+
+class TlsFiles(NamedTuple):
+    """Where the PEM files are; with ``client_ca`` every client must show a certificate of that CA."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+class Certificates(NamedTuple):
+    """PEM texts that were seen to work together."""
+
+    chain: bytes
+    key: bytes
+    client_ca: bytes | None
+
+
+_Stamp = tuple[tuple[int, int, int] | None, ...]
+"""What tells that a file has changed: time of change in ns, size and inode of each; ``None`` for a missing one."""
+
+
+class CertificateSource:
+    """Reads the files of a server and notices when they change.
+
+    ``report`` hears one line for every change that cannot be used. :meth:`newer` may be called from any one thread.
+    """
+
+    def __init__(self, files: TlsFiles, report: Callable[[str], None]) -> None:
+        self._files = files
+        self._report = report
+        self._stamp: _Stamp = ()
+        self._current: Certificates | None = None
+
+    def load(self) -> Certificates:
+        """Read the files for the first time.
+
+        Raises:
+            StartupError: they cannot be used; the message names the setting and the file.
+        """
+        self._stamp = self._stamp_now()
+        self._current = _read(self._files)
+        return self._current
+
+    def newer(self) -> Certificates | None:
+        """The certificates, if they changed since they were last given out; never raises.
+
+        Cheap while nothing changed: one ``stat`` a file, at each handshake.
+        """
+        stamp = self._stamp_now()
+        if stamp == self._stamp:
+            return None
+        try:
+            found = _read(self._files)
+        except StartupError as error:
+            self._stamp = stamp
+            self._report(f"{error}; the old certificate stays in service")
+            return None
+        if self._stamp_now() != stamp:
+            return None  # written to while it was read: the next handshake looks again
+        self._stamp = stamp
+        if found == self._current:
+            return None
+        self._current = found
+        return found
+
+    def _stamp_now(self) -> _Stamp:
+        return tuple(_stamp_of(path) for path in self._files if path is not None)
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)  # noqa: PTH116 -- at every handshake: half the time of Path.stat
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _read(files: TlsFiles) -> Certificates:
+    chain = _content(files.cert, CERT_SETTING)
+    key = _content(files.key, KEY_SETTING)
+    client_ca = None if files.client_ca is None else _content(files.client_ca, CLIENT_CA_SETTING)
+    _demand_certificates(chain, files.cert, CERT_SETTING)
+    if files.client_ca is not None and client_ca is not None:
+        _demand_certificates(client_ca, files.client_ca, CLIENT_CA_SETTING)
+    _demand_matching_key(files)
+    return Certificates(chain, key, client_ca)
+
+
+def _content(path: Path, setting: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        message = f"{setting}: cannot read {path}: {error.strerror}"
+        raise StartupError(message) from None
+
+
+def _demand_certificates(pem: bytes, path: Path, setting: str) -> None:
+    text = pem.decode("ascii", "replace")  # comments beside the PEM blocks may be in any language
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=text)
+    except (ssl.SSLError, ValueError):
+        message = f"{setting}: {path} holds no PEM certificate"
+        raise StartupError(message) from None
+
+
+def _demand_matching_key(files: TlsFiles) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # With a password at hand OpenSSL does not ask the terminal for the one of an encrypted key.
+        context.load_cert_chain(files.cert, files.key, password="")
+    except OSError as error:  # SSLError is one, too
+        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+            message = (
+                f"{KEY_SETTING}: {files.key} is not the key of the certificate in {CERT_SETTING}"
+            )
+        else:
+            message = f"{KEY_SETTING}: {files.key} holds no unencrypted PEM private key"
+        raise StartupError(message) from None
