@@ -1,0 +1,31 @@
+"""``make bench``: every figure beside its baseline in the same run. Run it on a machine that does nothing else.
+
+``python -m bench [part ...]`` runs some of the parts only.
+"""
+
+import sys
+from pathlib import Path
+
+from bench import decisions, loop, memory, report, rpc, rules
+
+PARTS = {
+    "decisions": ("Decisions, one core", decisions.measure),
+    "memory": ("Memory per bucket, 38-character identifiers", memory.measure),
+    "loop": ("Turns of the event loop", loop.measure),
+    "rpc": ("Over gRPC, server on one core, load on another", rpc.measure),
+    "rules": ("100,000 rules", rules.measure),
+}
+
+
+def main() -> None:
+    """Run the parts that were named, or all."""
+    figures = {}
+    for name in sys.argv[1:] or PARTS:
+        title, measure = PARTS[name]
+        figures[title] = measure()
+        report.show(title, figures[title])
+    report.save(Path(__file__).parent / "results" / "latest.json", figures)
+
+
+if __name__ == "__main__":
+    main()

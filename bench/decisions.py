@@ -1,0 +1,68 @@
+"""The pure decision, and the whole of a check in the limiter, in ns; beside one update of a dict."""
+
+import itertools
+import time
+from collections.abc import Callable
+
+from bench.report import Row
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.clock import SystemClock
+from ratelimitd.limiter import Limiter
+from ratelimitd.model import Algorithm, Check, IdentifierType, Rule
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.stats import CheckStats
+
+ROUNDS = 5
+CALLS = 100_000
+NOW_US = 1_700_006_400_000_000
+
+
+def measure() -> list[Row]:
+    """Best of five rounds each."""
+    counts = {b"key": 0}
+
+    def update() -> None:
+        counts[b"key"] = counts.get(b"key", 0) + 1
+
+    baseline_ns = _best_ns(update)
+    rows = [
+        Row(f"{what}, {algorithm.value}", _best_ns(call), "ns", "an update of a dict", baseline_ns)
+        for algorithm in Algorithm
+        for what, call in (("decide", _decision(algorithm)), ("limiter.check", _check(algorithm)))
+    ]
+    return sorted(rows, key=lambda row: row.name)
+
+
+def _decision(algorithm: Algorithm) -> Callable[[], None]:
+    rule, decide, state = _rule(algorithm), DECIDE[algorithm], None
+    for number in range(45):
+        state = decide(state, rule, NOW_US + number * 1_000, 1).state
+    now_us = itertools.count(NOW_US + 45_000)
+    return lambda: decide(state, rule, next(now_us), 1) and None
+
+
+def _check(algorithm: Algorithm) -> Callable[[], None]:
+    stats = CheckStats()
+    table = BucketTable(1_000_000, stats)
+    limiter = Limiter(
+        buckets=table, clock=SystemClock(), stats=stats, timestamps="bounded", key_secret=bytes(32)
+    )
+    limiter.replace_book(RuleBook.of([_rule(algorithm)], 1))
+    check = Check(b"user-1", IdentifierType.USER, "/api/orders")
+    return lambda: limiter.check(check) and None
+
+
+def _rule(algorithm: Algorithm) -> Rule:
+    # A limit of 45 a second: the log of a sliding window holds about 45 entries, as in the specification's estimate.
+    return Rule("id", "/api/orders", IdentifierType.USER, 45, 1, algorithm)
+
+
+def _best_ns(call: Callable[[], None]) -> float:
+    best = float("inf")
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        best = min(best, time.perf_counter() - started)
+    return best / CALLS * 1e9

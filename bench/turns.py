@@ -1,0 +1,80 @@
+"""How long one turn of the event loop takes, and how long an idle machine takes for nothing at all."""
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+SLOW_MS = 2.0
+
+
+class Turns:
+    """Turns of the event loop, seen by a task that is always ready: the time until its next one."""
+
+    def __init__(self) -> None:
+        self.longest_ms = 0.0
+        self.slow = 0
+        self.count = 0
+
+    @asynccontextmanager
+    async def measured(self) -> AsyncIterator[None]:
+        """Measure while the block runs, afresh."""
+        self.longest_ms, self.slow, self.count = 0.0, 0, 0
+        task = asyncio.create_task(self._watch())
+        await asyncio.sleep(0)
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _watch(self) -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0)
+            now = time.perf_counter()
+            turn_ms, last = (now - last) * 1000, now
+            self.longest_ms = max(self.longest_ms, turn_ms)
+            self.slow += turn_ms > SLOW_MS
+            self.count += 1
+
+
+@contextmanager
+def idle_control() -> Iterator[dict[str, float]]:
+    """A process of its own that does nothing but look at the clock: its gaps are the machine's, not ours.
+
+    When the block ends, the dict holds ``longest_ms``, ``slow`` (gaps over 2 ms), and percentiles of the lateness of
+    a 1 ms sleep: ``p50_ms``, ``p99_ms``, ``p99.9_ms``.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_watch_the_clock, args=(theirs,), daemon=True)
+    process.start()
+    ours.recv()
+    result: dict[str, float] = {}
+    try:
+        yield result
+    finally:
+        ours.send("stop")
+        result.update(ours.recv())
+        process.join()
+
+
+def _watch_the_clock(pipe: Any) -> None:
+    pipe.send("ready")
+    late_ms = []
+    while not pipe.poll():
+        started = time.perf_counter()
+        time.sleep(0.001)
+        late_ms.append((time.perf_counter() - started) * 1000 - 1)
+    late_ms.sort()
+    pipe.send(
+        {
+            "longest_ms": late_ms[-1],
+            "slow": sum(late > SLOW_MS for late in late_ms),
+            "p50_ms": late_ms[len(late_ms) // 2],
+            "p99_ms": late_ms[int(len(late_ms) * 0.99)],
+            "p99.9_ms": late_ms[int(len(late_ms) * 0.999)],
+        }
+    )
