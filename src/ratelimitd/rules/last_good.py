@@ -115,7 +115,7 @@ class LastGoodBook:
                 data = b"".join(lines)
                 digest.update(data)
                 await asyncio.to_thread(file.write, data)
-                lines = [_line(_columns(rule)) for rule in islice(rules, RULES_PER_TURN)]
+                lines = [_line(RuleRow.of(rule)) for rule in islice(rules, RULES_PER_TURN)]
             await asyncio.to_thread(file.write, _line({"blake2b": digest.hexdigest()}))
             await asyncio.to_thread(_sync, file)
         await asyncio.to_thread(os.replace, aside, self._path)
@@ -171,10 +171,6 @@ def _rule(line: bytes) -> Rule:
         message = "a line of it is no rule"
         raise _UnusableFileError(message)
     return rule
-
-
-def _columns(rule: Rule) -> list[object]:
-    return [getattr(rule, name) for name in RuleRow._fields]
 
 
 def _line(value: object) -> bytes:

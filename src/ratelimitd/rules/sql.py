@@ -86,7 +86,7 @@ class SqlRuleStore:
             await _refuse_taken_pair(connection, draft.endpoint, draft.identifier_type)
             await self._refuse_beyond_maximum(connection)
             rule = validated(draft, rule_id=rule_id, revision=revision)
-            after, now = _row_of(rule), self._now()
+            after, now = RuleRow.of(rule), self._now()
             values = {**after._asdict(), "created_at": now, "updated_at": now}
             await connection.execute(rules.insert().values(values))
             await self._record(connection, _Change(revision, "create", rule_id, actor), after=after)
@@ -98,14 +98,14 @@ class SqlRuleStore:
         async with _transaction(self._writing) as connection:
             revision = await _next_revision(connection)
             before = await _row(connection, rule_id, etag)
-            draft = changes.apply(_draft_of(before))
+            draft = changes.apply(before.draft())
             unchanged = validated(draft, rule_id=rule_id, revision=before.revision)
-            if _row_of(unchanged) == before:
+            if RuleRow.of(unchanged) == before:
                 return unchanged
             if (draft.endpoint, draft.identifier_type) != (before.endpoint, before.identifier_type):
                 await _refuse_taken_pair(connection, draft.endpoint, draft.identifier_type)
             rule = validated(draft, rule_id=rule_id, revision=revision)
-            after = _row_of(rule)
+            after = RuleRow.of(rule)
             values = {**after._asdict(), "updated_at": self._now()}
             await connection.execute(rules.update().where(rules.c.id == rule_id).values(values))
             await self._record(
@@ -295,21 +295,6 @@ async def _refuse_taken_pair(
     if holder is not None:
         message = f"a rule with this endpoint and identifier type exists; its id is {holder}"
         raise RuleExistsError(message)
-
-
-def _row_of(rule: Rule) -> RuleRow:
-    return RuleRow._make(getattr(rule, name) for name in RuleRow._fields)
-
-
-def _draft_of(row: RuleRow) -> RuleDraft:
-    return RuleDraft(
-        endpoint=row.endpoint,
-        identifier_type=row.identifier_type,
-        limit=row.limit,
-        window_seconds=row.window_seconds,
-        algorithm=row.algorithm,
-        enabled=row.enabled,
-    )
 
 
 def _json(row: RuleRow | None) -> str | None:

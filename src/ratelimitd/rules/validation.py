@@ -27,6 +27,11 @@ _IDENTIFIER_TYPES: Final = {member.value: member for member in IdentifierType}
 _ALGORITHMS: Final = {member.value: member for member in Algorithm}
 
 
+_EDITABLE: Final = (
+    "endpoint", "identifier_type", "limit", "window_seconds", "algorithm", "enabled",
+)  # fmt: skip
+
+
 class RuleRow(NamedTuple):
     """One stored rule, column by column, as the database gave it: nothing about the values is certain."""
 
@@ -38,6 +43,15 @@ class RuleRow(NamedTuple):
     algorithm: Any
     enabled: Any
     revision: Any
+
+    @classmethod
+    def of(cls, rule: Rule) -> RuleRow:
+        """The row that holds this rule."""
+        return cls._make(getattr(rule, name) for name in cls._fields)
+
+    def draft(self) -> RuleDraft:
+        """What the row would be as a request, still to be validated; without its id, which no edit changes."""
+        return RuleDraft(**{name: getattr(self, name) for name in _EDITABLE})
 
 
 def validated(draft: RuleDraft, *, rule_id: str, revision: int) -> Rule:

@@ -1,0 +1,266 @@
+"""What every rule store promises, the same tests for each of them."""
+
+import asyncio
+import re
+
+import pytest
+import pytest_asyncio
+
+from ratelimitd.errors import (
+    RuleConflictError,
+    RuleExistsError,
+    RuleInvalidError,
+    RuleNotFoundError,
+    RulesFullError,
+)
+from ratelimitd.model import Algorithm, IdentifierType
+from ratelimitd.rules.store import RuleChanges, RuleDraft
+from tests.rule_stores import STORES
+
+ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
+CARTS = RuleDraft("/carts", "user", 20, 60, "fixed_window")
+UNKNOWN_ID = "0b1f2c3d-0000-4000-8000-00000000000a"
+ME = "admin@test"
+
+
+@pytest.fixture(params=STORES)
+def open_store(request, tmp_path):
+    return lambda **options: STORES[request.param](tmp_path, **options)
+
+
+@pytest_asyncio.fixture
+async def store(open_store):
+    async with open_store() as opened:
+        yield opened
+
+
+async def ids(store, *selection):
+    return [rule.id for rule in await store.page(*(selection or ("", "", None, 100)))]
+
+
+async def test_a_new_store_is_empty_at_revision_zero(store):
+    assert await store.revision() == 0
+    assert await store.page("", "", None, 10) == []
+    assert await store.changes_since(None) == (0, [], (), [], True)
+
+
+async def test_a_created_rule_is_what_was_asked_for_with_an_id_and_an_etag(store):
+    rule = await store.create(ORDERS, ME)
+    assert (rule.endpoint, rule.identifier_type) == ("/orders", IdentifierType.USER)
+    assert (rule.limit, rule.window_seconds, rule.enabled) == (10, 60, True)
+    assert rule.algorithm is Algorithm.TOKEN_BUCKET
+    assert rule.revision == await store.revision() == 1
+    assert rule.etag
+    assert list(await store.page("", "", None, 10)) == [rule]
+
+
+async def test_an_id_of_the_callers_choice_is_kept_in_its_one_spelling(store):
+    draft = RuleDraft("/orders", "user", 10, 60, "token_bucket", id=UNKNOWN_ID.upper())
+    assert (await store.create(draft, ME)).id == UNKNOWN_ID
+
+
+async def test_a_duplicate_pair_is_refused_with_the_id_of_its_rule(store):
+    rule = await store.create(ORDERS, ME)
+    with pytest.raises(RuleExistsError, match=f"endpoint and identifier type.*{rule.id}"):
+        await store.create(ORDERS, ME)
+    assert await store.revision() == 1
+
+
+async def test_a_duplicate_id_is_refused_as_such(store):
+    rule = await store.create(ORDERS, ME)
+    with pytest.raises(RuleExistsError, match="with the id"):
+        await store.create(RuleDraft("/new", "ip", 1, 1, "fixed_window", id=rule.id.upper()), ME)
+
+
+async def test_a_malformed_rule_changes_nothing_and_names_every_field(store):
+    with pytest.raises(RuleInvalidError) as caught:
+        await store.create(RuleDraft("", "user", 0, 0, "x"), ME)
+    assert len(caught.value.violations) == 4
+    assert await store.revision() == 0
+
+
+async def test_a_full_store_refuses_one_more(open_store):
+    async with open_store(max_rules=1) as store:
+        rule = await store.create(ORDERS, ME)
+        with pytest.raises(RulesFullError):
+            await store.create(CARTS, ME)
+        await store.delete(rule.id, "", ME)
+        await store.create(CARTS, ME)
+
+
+async def test_an_update_changes_exactly_the_named_fields(store):
+    before = await store.create(ORDERS, ME)
+    after = await store.update(before.id.upper(), RuleChanges(limit=99), "", ME)
+    assert (after.limit, after.window_seconds, after.endpoint) == (99, 60, "/orders")
+    assert after.revision == await store.revision() == 2
+    assert after.etag != before.etag
+    assert list(await store.page("", "", None, 10)) == [after]
+
+
+async def test_an_update_that_changes_nothing_succeeds_and_moves_nothing(store):
+    before = await store.create(ORDERS, ME)
+    after = await store.update(before.id, RuleChanges(limit=10, enabled=True), before.etag, ME)
+    assert after == before
+    assert after.etag == before.etag
+    assert await store.revision() == 1
+
+
+async def test_an_update_is_validated_as_a_whole_and_leaves_the_rule_when_refused(store):
+    before = await store.create(ORDERS, ME)
+    with pytest.raises(RuleInvalidError) as caught:
+        await store.update(before.id, RuleChanges(limit=0, window_seconds=0), "", ME)
+    assert [v.field for v in caught.value.violations] == [
+        "rate_limit.limit",
+        "rate_limit.window_seconds",
+    ]
+    assert list(await store.page("", "", None, 10)) == [before]
+    assert await store.revision() == 1
+
+
+async def test_an_update_may_not_take_the_pair_of_another_rule(store):
+    await store.create(ORDERS, ME)
+    carts = await store.create(CARTS, ME)
+    with pytest.raises(RuleExistsError):
+        await store.update(carts.id, RuleChanges(endpoint="/orders"), "", ME)
+    moved = await store.update(carts.id, RuleChanges(identifier_type="ip"), "", ME)
+    assert (moved.endpoint, moved.identifier_type) == ("/carts", "ip")
+
+
+async def test_an_etag_that_is_not_the_rules_stops_update_and_delete(store):
+    first = await store.create(ORDERS, ME)
+    second = await store.update(first.id, RuleChanges(limit=11), first.etag, ME)
+    with pytest.raises(RuleConflictError):
+        await store.update(first.id, RuleChanges(limit=12), first.etag, ME)
+    with pytest.raises(RuleConflictError):
+        await store.delete(first.id, first.etag, ME)
+    await store.delete(first.id, second.etag, ME)
+    assert await ids(store) == []
+
+
+async def test_a_value_that_comes_back_has_another_etag_than_before(store):
+    first = await store.create(ORDERS, ME)
+    await store.update(first.id, RuleChanges(limit=11), "", ME)
+    third = await store.update(first.id, RuleChanges(limit=10), "", ME)
+    assert third.etag != first.etag
+
+
+async def test_an_unknown_rule_can_be_neither_updated_nor_deleted(store):
+    with pytest.raises(RuleNotFoundError):
+        await store.update(UNKNOWN_ID, RuleChanges(limit=1), "", ME)
+    with pytest.raises(RuleNotFoundError):
+        await store.delete(UNKNOWN_ID, "", ME)
+    assert await store.revision() == 0
+
+
+async def test_an_id_that_is_no_uuid_is_malformed_in_its_own_field(store):
+    with pytest.raises(RuleInvalidError, match=re.escape("rate_limit.id")):
+        await store.update("7", RuleChanges(limit=1), "", ME)
+    with pytest.raises(RuleInvalidError, match=r"^id:"):
+        await store.delete("7", "", ME)
+
+
+async def test_pages_follow_the_bytes_of_endpoint_then_identifier_type(store):
+    pairs = [
+        ("*", "user"),
+        ("/B", "user"),
+        ("/a", "api_key"),
+        ("/a", "user"),
+        ("/é", "ip"),
+        ("/😀", "ip"),
+    ]
+    for endpoint, identifier_type in reversed(pairs):
+        await store.create(RuleDraft(endpoint, identifier_type, 1, 1, "fixed_window"), ME)
+    seen, after = [], None
+    while page := await store.page("", "", after, 2):
+        assert len(page) == 2
+        seen += [(rule.endpoint, rule.identifier_type) for rule in page]
+        after = seen[-1]
+    assert seen == pairs
+    assert seen == sorted(seen, key=lambda pair: (pair[0].encode(), pair[1]))
+
+
+async def test_a_page_selects_by_endpoint_and_identifier_type(store):
+    orders, carts = await store.create(ORDERS, ME), await store.create(CARTS, ME)
+    by_ip = await store.create(RuleDraft("/orders", "ip", 1, 1, "fixed_window"), ME)
+    assert await ids(store, "/orders", "", None, 10) == [by_ip.id, orders.id]
+    assert await ids(store, "", "user", None, 10) == [carts.id, orders.id]
+    assert await ids(store, "/orders", "user", None, 10) == [orders.id]
+    assert await ids(store, "/order", "", None, 10) == []
+
+
+async def test_changes_since_a_revision_are_what_happened_after_it(store):
+    orders, carts = await store.create(ORDERS, ME), await store.create(CARTS, ME)
+    orders = await store.update(orders.id, RuleChanges(limit=11), "", ME)
+    await store.delete(carts.id, "", ME)
+    assert await store.changes_since(2) == (4, [orders], [carts.id], [], False)
+    assert await store.changes_since(4) == (4, [], [], [], False)
+    assert await store.changes_since(None) == (4, [orders], (), [], True)
+
+
+async def test_a_rule_deleted_and_made_again_under_its_id_is_both_removed_and_changed(store):
+    first = await store.create(ORDERS, ME)
+    await store.delete(first.id, "", ME)
+    again = await store.create(RuleDraft("/new", "ip", 1, 1, "fixed_window", id=first.id), ME)
+    assert await store.changes_since(1) == (3, [again], [first.id], [], False)
+
+
+async def test_a_revision_the_store_never_reached_means_everything_anew(store):
+    orders = await store.create(ORDERS, ME)
+    assert await store.changes_since(9) == (1, [orders], (), [], True)
+
+
+async def test_a_secret_is_made_once_and_differs_by_name(store):
+    secret = await store.secret("key")
+    assert len(secret) == 32
+    assert await store.secret("key") == secret
+    assert await store.secret("other") != secret
+
+
+async def test_what_was_written_outlives_the_store(open_store):
+    async with open_store() as store:
+        rule, secret = await store.create(ORDERS, ME), await store.secret("key")
+    async with open_store() as store:
+        assert list(await store.page("", "", None, 10)) == [rule]
+        assert await store.secret("key") == secret
+
+
+async def test_concurrent_writers_get_revisions_of_their_own_and_lose_nothing(open_store):
+    async with open_store() as one, open_store() as two:
+        drafts = [RuleDraft(f"/{n}", "user", 1, 1, "fixed_window") for n in range(20)]
+        created = await asyncio.gather(
+            *((one, two)[n % 2].create(draft, ME) for n, draft in enumerate(drafts))
+        )
+        assert sorted(rule.revision for rule in created) == list(range(1, 21))
+        assert set(await ids(two)) == {rule.id for rule in created}
+
+
+async def test_of_concurrent_updates_with_one_etag_exactly_one_wins(open_store):
+    async with open_store() as one, open_store() as two:
+        rule = await one.create(ORDERS, ME)
+        results = await asyncio.gather(
+            *(
+                store.update(rule.id, RuleChanges(limit=100 + n), rule.etag, ME)
+                for n, store in enumerate((one, two, one, two))
+            ),
+            return_exceptions=True,
+        )
+        assert sum(isinstance(result, RuleConflictError) for result in results) == 3
+        assert await one.revision() == 2
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_write_that_is_cancelled_is_whole_or_nothing(store, turns):
+    write = asyncio.create_task(store.create(ORDERS, ME))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    write.cancel()
+    await asyncio.gather(write, return_exceptions=True)
+    revision, rules = await store.revision(), await ids(store)
+    assert revision == len(rules)
+    await store.create(CARTS, ME)  # no lock and no connection was left behind
+    assert await store.revision() == revision + 1
+
+
+async def test_closing_twice_does_no_harm(store):
+    await store.close()
+    await store.close()

@@ -1,0 +1,154 @@
+import asyncio
+import logging
+import sqlite3
+from contextlib import closing
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from ratelimitd.errors import SettingsError, StartupError
+from ratelimitd.rules import migrations
+from ratelimitd.rules.migrations import VERSION_TABLE, upgrade
+from ratelimitd.rules.schema import metadata
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "rules.db"
+
+
+def run(path, statement):
+    with closing(sqlite3.connect(path)) as connection, connection:
+        return connection.execute(statement).fetchall()
+
+
+def contents(path):
+    with closing(sqlite3.connect(path)) as connection:
+        return list(connection.iterdump())
+
+
+async def test_a_missing_file_is_made_with_the_newest_schema(path):
+    await upgrade(f"sqlite:///{path}")
+    assert run(path, f"SELECT version_num FROM {VERSION_TABLE}") == [("0001",)]  # noqa: S608
+    assert run(path, "SELECT revision FROM rule_revision") == [(0,)]
+    assert run(path, "PRAGMA journal_mode") == [("wal",)]
+
+
+async def test_the_migrated_schema_is_the_one_the_code_uses(path):
+    await upgrade(f"sqlite:///{path}")
+    engine = sa.create_engine(f"sqlite:///{path}")
+    with engine.connect() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"version_table": VERSION_TABLE, "compare_type": True}
+        )
+        assert compare_metadata(context, metadata) == []
+        for table in metadata.tables.values():
+            migrated = sa.Table(table.name, sa.MetaData(), autoload_with=connection)
+            assert checks(migrated) == checks(table)
+    engine.dispose()
+
+
+def checks(table):
+    constraints = (c for c in table.constraints if isinstance(c, sa.CheckConstraint))
+    return {constraint.name: str(constraint.sqltext) for constraint in constraints}
+
+
+async def test_a_current_database_is_left_as_it_is(path):
+    await upgrade(f"sqlite:///{path}")
+    before = contents(path)
+    await upgrade(f"sqlite:///{path}")
+    assert contents(path) == before
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "'1', '', 'user', 1, 1, 'fixed_window'",
+        "'1', '/', 'nobody', 1, 1, 'fixed_window'",
+        "'1', '/', 'user', 0, 1, 'fixed_window'",
+        "'1', '/', 'user', 2147483648, 1, 'fixed_window'",
+        "'1', '/', 'user', 1, 0, 'fixed_window'",
+        "'1', '/', 'user', 1, 1, 'leaky_bucket'",
+        "'1', '/', 'user', NULL, 1, 'fixed_window'",
+        "'2', '/taken', 'user', 1, 1, 'fixed_window'",
+    ],
+)
+async def test_the_database_itself_refuses_what_is_no_rule(path, row):
+    await upgrade(f"sqlite:///{path}")
+    insert = "INSERT INTO rules VALUES ({}, 1, 1, '2026-01-01', '2026-01-01')"
+    run(path, insert.format("'1', '/taken', 'user', 1, 1, 'fixed_window'"))
+    with pytest.raises(sqlite3.IntegrityError):
+        run(path, insert.format(row.replace("'1'", "'9'")))
+
+
+async def test_several_upgrades_at_once_are_one(path):
+    await asyncio.gather(*(upgrade(f"sqlite:///{path}") for _ in range(3)))
+    assert run(path, "SELECT count(*) FROM rule_revision") == [(1,)]
+
+
+async def test_a_foreign_database_is_refused_and_left_alone(path):
+    run(path, "CREATE TABLE customers (name TEXT)")
+    before = contents(path)
+    with pytest.raises(StartupError, match="holds tables that are not ratelimitd's"):
+        await upgrade(f"sqlite:///{path}")
+    assert contents(path) == before
+
+
+async def test_a_database_of_a_newer_release_is_refused_and_left_alone(path):
+    await upgrade(f"sqlite:///{path}")
+    run(path, f"UPDATE {VERSION_TABLE} SET version_num = '0999'")  # noqa: S608
+    before = contents(path)
+    with pytest.raises(StartupError, match=r"newer ratelimitd \(schema 0999, .* up to 0001\)"):
+        await upgrade(f"sqlite:///{path}")
+    assert contents(path) == before
+
+
+async def test_a_file_that_is_no_database_is_refused_and_left_alone(path):
+    path.write_text("rules: []\n" * 1000)
+    with pytest.raises(StartupError, match="is not a SQLite database"):
+        await upgrade(f"sqlite:///{path}")
+    assert path.read_text() == "rules: []\n" * 1000
+
+
+@pytest.mark.parametrize("where", ["missing/rules.db", "."])
+async def test_a_place_that_cannot_hold_a_database_is_one_clear_line(tmp_path, where):
+    with pytest.raises(StartupError) as caught:
+        await upgrade(f"sqlite:///{tmp_path / where}")
+    assert str(caught.value) == f"the rule database cannot be opened: {tmp_path / where}"
+
+
+async def test_a_database_that_stays_locked_is_one_clear_line(path, monkeypatch):
+    await upgrade(f"sqlite:///{path}")
+    monkeypatch.setattr(migrations, "UPGRADE_BUSY_TIMEOUT_S", 0.01)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StartupError, match="is locked by another process"):
+            await upgrade(f"sqlite:///{path}")
+
+
+async def test_a_migration_that_fails_leaves_the_database_as_it_was(path, monkeypatch):
+    def fail(*_args):
+        message = "disk full"
+        raise sqlite3.OperationalError(message)
+
+    run(path, "PRAGMA journal_mode=WAL")
+    before = contents(path)
+    real = migrations.command.upgrade
+    monkeypatch.setattr(migrations.command, "upgrade", lambda *args: (real(*args), fail()))
+    with pytest.raises(sqlite3.OperationalError):
+        await upgrade(f"sqlite:///{path}")
+    assert contents(path) == before
+
+
+async def test_alembic_prints_and_logs_nothing(path, capfd, caplog):
+    caplog.set_level(logging.INFO)
+    await upgrade(f"sqlite:///{path}")
+    assert capfd.readouterr() == ("", "")
+    assert "alembic" not in {record.name.split(".")[0] for record in caplog.records}
+
+
+async def test_another_kind_of_url_is_refused():
+    with pytest.raises(SettingsError):
+        await upgrade("postgresql://h/d")

@@ -1,0 +1,137 @@
+from dataclasses import replace
+
+import pytest
+
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.rules.book import SHARDS, BookEditor, RuleBook
+
+USER, IP = IdentifierType.USER, IdentifierType.IP
+
+
+def rule(rule_id, endpoint="/orders", identifier_type=USER, *, enabled=True, limit=10):
+    return Rule(
+        rule_id, endpoint, identifier_type, limit, 60, Algorithm.TOKEN_BUCKET, enabled=enabled
+    )
+
+
+def test_the_endpoints_own_rule_comes_before_the_global_one():
+    own, everywhere = rule("a"), rule("b", "*")
+    book = RuleBook.of([everywhere, own], 1)
+    assert book.match("/orders", USER) is own
+    assert book.match("/other", USER) is everywhere
+
+
+def test_a_disabled_rule_hands_its_endpoint_to_the_global_one():
+    book = RuleBook.of([rule("a", enabled=False), rule("b", "*")], 1)
+    assert book.match("/orders", USER).id == "b"
+
+
+def test_without_an_enabled_rule_nothing_matches():
+    assert RuleBook.empty().match("/orders", USER) is None
+    book = RuleBook.of([rule("a", enabled=False), rule("b", "*", enabled=False)], 1)
+    assert book.match("/orders", USER) is None
+
+
+def test_a_rule_holds_for_its_own_identifier_type_only():
+    book = RuleBook.of([rule("a"), rule("b", "*")], 1)
+    assert book.match("/orders", IP) is None
+
+
+def test_endpoints_are_compared_byte_for_byte():
+    book = RuleBook.of([rule("a", "/orders")], 1)
+    for near in ("/Orders", "/orders/", "/orders?", "/orde%72s", " /orders"):
+        assert book.match(near, USER) is None
+
+
+def test_candidates_are_named_in_order_of_precedence_enabled_or_not():
+    own, everywhere = rule("a", enabled=False), rule("b", "*", enabled=False)
+    book = RuleBook.of([everywhere, own], 1)
+    assert book.candidates("/orders", USER) == (own, everywhere)
+    assert book.candidates("/other", USER) == (everywhere,)
+    assert book.candidates("/other", IP) == ()
+
+
+def test_the_global_rule_is_its_own_only_candidate():
+    everywhere = rule("b", "*")
+    assert RuleBook.of([everywhere], 1).candidates("*", USER) == (everywhere,)
+
+
+def test_rules_are_found_by_id_and_listed():
+    first, second = rule("a"), rule("b", "/carts")
+    book = RuleBook.of([first, second], 7)
+    assert book.get("a") is first
+    assert book.get("c") is None
+    assert {found.id for found in book.rules()} == {"a", "b"}
+    assert (len(book), book.revision) == (2, 7)
+
+
+def test_a_change_leaves_the_book_it_came_from_as_it_was():
+    before = RuleBook.of([rule("a"), rule("b", "/carts")], 1)
+    after = before.with_changes([rule("a", limit=99)], ["b"], 2)
+    assert (before.get("a").limit, len(before), before.revision) == (10, 2, 1)
+    assert (after.get("a").limit, len(after), after.revision) == (99, 1, 2)
+    assert before.match("/carts", USER) is not None
+    assert after.match("/carts", USER) is None
+
+
+def test_a_rule_that_moves_to_another_endpoint_leaves_its_old_one():
+    before = RuleBook.of([rule("a", "/old")], 1)
+    after = before.with_changes([rule("a", "/new")], [], 2)
+    assert after.match("/old", USER) is None
+    assert after.match("/new", USER).id == "a"
+
+
+def test_two_rules_may_swap_their_endpoints_in_one_change():
+    before = RuleBook.of([rule("a", "/1"), rule("b", "/2")], 1)
+    after = before.with_changes([rule("a", "/2"), rule("b", "/1")], [], 2)
+    assert after.match("/1", USER).id == "b"
+    assert after.match("/2", USER).id == "a"
+    assert len(after) == 2
+
+
+def test_of_two_rules_with_one_pair_the_later_stays_and_the_earlier_leaves():
+    book = RuleBook.of([rule("a"), rule("b")], 1)
+    assert book.match("/orders", USER).id == "b"
+    assert book.get("a") is None
+    assert len(book) == 1
+
+
+def test_of_two_rules_with_one_id_the_later_stays():
+    book = RuleBook.of([rule("a", "/1"), rule("a", "/2")], 1)
+    assert book.match("/1", USER) is None
+    assert len(book) == 1
+
+
+def test_a_rule_that_is_removed_and_made_again_in_one_change_stays():
+    before = RuleBook.of([rule("a")], 1)
+    assert before.with_changes([rule("a", limit=5)], ["a"], 2).get("a").limit == 5
+
+
+def test_removing_an_unknown_id_changes_nothing():
+    before = RuleBook.of([rule("a")], 1)
+    after = before.with_changes([], ["nobody"], 2)
+    assert list(after.rules()) == list(before.rules())
+    assert list(map(id, after.parts())) == list(map(id, before.parts()))
+
+
+def test_a_change_copies_only_the_shards_it_touches():
+    before = RuleBook.of([rule(str(n), f"/{n}") for n in range(2_000)], 1)
+    after = before.with_changes([replace(before.get("77"), limit=99)], [], 2)
+    old, new = list(before.parts()), list(after.parts())
+    assert len(old) == 2 * SHARDS
+    assert sum(a is not b for a, b in zip(old, new, strict=True)) == 2
+
+
+def test_an_editor_never_writes_to_the_book_it_started_from():
+    before = RuleBook.of([rule(str(n), f"/{n}") for n in range(300)], 1)
+    editor = BookEditor(before)
+    for n in range(300):
+        editor.remove(str(n))
+    assert len(before) == 300
+    assert len(list(before.rules())) == 300
+    assert len(editor.finish(2)) == 0
+
+
+@pytest.mark.parametrize("endpoint", ["/", "*", "é" * 255, "/a b"])
+def test_any_endpoint_text_can_be_a_rules(endpoint):
+    assert RuleBook.of([rule("a", endpoint)], 1).match(endpoint, USER).id == "a"

@@ -1,0 +1,167 @@
+import dataclasses
+
+import pytest
+
+from ratelimitd.errors import RuleInvalidError
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.rules.store import RuleDraft, SkippedRow
+from ratelimitd.rules.validation import (
+    RuleRow,
+    canonical_id,
+    etag_of,
+    rule_from_row,
+    validated,
+)
+
+ID = "0b1f2c3d-0000-4000-8000-00000000000a"
+DRAFT = RuleDraft("/orders", "user", 10, 60, "token_bucket")
+ROW = RuleRow(ID, "/orders", "user", 10, 60, "token_bucket", True, 3)
+
+
+def violations(draft):
+    with pytest.raises(RuleInvalidError) as caught:
+        validated(draft, rule_id=ID, revision=1)
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+def test_a_valid_draft_becomes_the_rule_it_asks_for():
+    rule = validated(DRAFT, rule_id=ID, revision=3)
+    assert rule == Rule(
+        ID, "/orders", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET, True, rule.etag, 3
+    )
+    assert rule.identifier_type is IdentifierType.USER
+    assert rule.algorithm is Algorithm.TOKEN_BUCKET
+
+
+def test_every_violated_field_is_named_at_once_in_the_contracts_order():
+    draft = RuleDraft("", "nobody", 0, -1, "leaky", enabled=None, id="7")
+    assert list(violations(draft)) == [
+        "rate_limit.id",
+        "rate_limit.endpoint",
+        "rate_limit.identifier_type",
+        "rate_limit.limit",
+        "rate_limit.window_seconds",
+        "rate_limit.algorithm",
+        "rate_limit.enabled",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "description"),
+    [
+        ("limit", 0, "the limit must be positive"),
+        ("limit", -5, "the limit must be positive"),
+        ("limit", 2**31, "the limit must be at most 2147483647"),
+        ("limit", 1.5, "the limit must be a whole number"),
+        ("limit", True, "the limit must be a whole number"),
+        ("window_seconds", 0, "the window must be positive"),
+        ("window_seconds", 2**31, "the window must be at most 2147483647"),
+        ("window_seconds", "60", "the window must be a whole number"),
+        ("endpoint", "", "the endpoint must not be empty; * is the global rule"),
+        ("endpoint", "/" + "x" * 255, "the endpoint must be at most 255 characters"),
+        ("endpoint", "/a\nb", "the endpoint must not contain control characters"),
+        ("endpoint", "/a\x00", "the endpoint must not contain control characters"),
+        ("endpoint", "/a\x9f", "the endpoint must not contain control characters"),
+        ("endpoint", "/a\ud800", "the endpoint must be valid Unicode"),
+        ("identifier_type", "", "the identifier type must be one of user, ip, api_key"),
+        ("identifier_type", "User", "the identifier type must be one of user, ip, api_key"),
+        ("identifier_type", "u" * 51, "the identifier type must be at most 50 characters"),
+    ],
+)
+def test_a_violation_says_what_is_wrong(field, value, description):
+    draft = dataclasses.replace(DRAFT, **{field: value})
+    assert violations(draft) == {f"rate_limit.{field}": description}
+
+
+@pytest.mark.parametrize("algorithm", ["", "TOKEN_BUCKET", "leaky_bucket", None])
+def test_an_unsupported_algorithm_is_refused_with_the_supported_ones(algorithm):
+    found = violations(dataclasses.replace(DRAFT, algorithm=algorithm))
+    assert found == {
+        "rate_limit.algorithm": "unsupported algorithm: use one of token_bucket, sliding_window, fixed_window"
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"limit": 1},
+        {"limit": 2**31 - 1},
+        {"window_seconds": 2**31 - 1},
+        {"endpoint": "*"},
+        {"endpoint": "é" * 255},
+        {"id": ID.upper()},
+        {"enabled": False},
+    ],
+)
+def test_the_extremes_are_valid(change):
+    validated(dataclasses.replace(DRAFT, **change), rule_id=ID, revision=1)
+
+
+@pytest.mark.parametrize(
+    "bad_id", ["7", f"{{{ID}}}", ID.replace("-", ""), ID + "\n", f"urn:uuid:{ID}"]
+)
+def test_an_id_in_another_form_than_a_hyphenated_uuid_is_refused(bad_id):
+    assert violations(dataclasses.replace(DRAFT, id=bad_id)) == {
+        "rate_limit.id": "the id must be a UUID"
+    }
+    with pytest.raises(RuleInvalidError) as caught:
+        canonical_id(bad_id, "id")
+    assert caught.value.violations == (("id", "the id must be a UUID"),)
+
+
+def test_an_id_has_one_spelling():
+    assert canonical_id(ID.upper(), "id") == ID
+
+
+def test_no_message_repeats_what_was_sent():
+    draft = RuleDraft("/s3cret\n", "s3cret", 10, 60, "s3cret", id="s3cret")
+    with pytest.raises(RuleInvalidError) as caught:
+        validated(draft, rule_id=ID, revision=1)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_good_row_becomes_the_same_rule_as_its_draft():
+    assert rule_from_row(ROW) == validated(DRAFT, rule_id=ID, revision=3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("limit", None, "limit: the limit must be a whole number"),
+        ("limit", 0, "limit: the limit must be positive"),
+        ("limit", 2**62, "limit: the limit must be at most 2147483647"),
+        ("endpoint", b"/orders", "endpoint: the endpoint must not be empty; * is the global rule"),
+        ("endpoint", "/\udcff", "endpoint: the endpoint must be valid Unicode"),
+        (
+            "identifier_type",
+            None,
+            "identifier_type: the identifier type must be one of user, ip, api_key",
+        ),
+        ("enabled", None, "enabled: enabled must be true or false"),
+        ("revision", None, "revision: the revision must be a whole number"),
+    ],
+)
+def test_a_bad_row_is_a_reason_not_an_exception(field, value, reason):
+    assert rule_from_row(ROW._replace(**{field: value})) == SkippedRow(ID, reason)
+
+
+@pytest.mark.parametrize("bad_id", [None, 7, b"\xff", "", "seven"])
+def test_a_row_without_a_usable_id_is_skipped(bad_id):
+    assert rule_from_row(ROW._replace(id=bad_id)) == SkippedRow("", "id: the id must be a UUID")
+
+
+@pytest.mark.parametrize("field", RuleRow._fields)
+def test_the_etag_follows_every_column(field):
+    assert etag_of(ROW) != etag_of(ROW._replace(**{field: "other"}))
+
+
+def test_the_etag_of_broken_text_exists():
+    assert etag_of(ROW._replace(endpoint="\udcff"))
+
+
+def test_a_row_and_its_rule_hold_the_same():
+    assert RuleRow.of(rule_from_row(ROW)) == ROW
+
+
+def test_a_row_as_a_draft_has_every_field_but_the_id():
+    assert ROW.draft() == DRAFT
