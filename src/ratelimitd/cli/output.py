@@ -100,9 +100,15 @@ def as_dict(message: Message) -> dict[str, Any]:
 
     Fields at their default are there too: a script that asks for ``allowed`` must find ``false``, not nothing.
     """
-    return MessageToDict(
+    fields = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
+    # MessageToDict puts the fields at their default last; the contract's order is easier to read and to compare.
+    return {
+        field.name: fields[field.name]
+        for field in message.DESCRIPTOR.fields
+        if field.name in fields
+    }
 
 
 def table_lines(

@@ -1,0 +1,80 @@
+"""The channel: what it is set to, and that it speaks TLS and mTLS to a real server."""
+
+import grpc
+import pytest
+import trustme
+
+from ratelimitd_client import RateLimiterClient, Tls, open_channel
+from ratelimitd_client.channel import CHANNEL_OPTIONS
+from tests.fake_node import fake_node
+
+AUTHORITY = trustme.CA()
+SERVER = AUTHORITY.issue_cert("localhost")
+CALLER = AUTHORITY.issue_cert("caller.internal")
+CA_PEM = AUTHORITY.cert_pem.bytes()
+
+
+def server_credentials(*, mutual):
+    return grpc.ssl_server_credentials(
+        [(SERVER.private_key_pem.bytes(), SERVER.cert_chain_pems[0].bytes())],
+        root_certificates=CA_PEM if mutual else None,
+        require_client_auth=mutual,
+    )
+
+
+def test_the_channel_keeps_itself_alive_and_takes_four_mebibytes():
+    assert CHANNEL_OPTIONS["grpc.keepalive_time_ms"] == 10_000
+    assert CHANNEL_OPTIONS["grpc.keepalive_permit_without_calls"] == 1
+    assert CHANNEL_OPTIONS["grpc.max_send_message_length"] == 4 * 1024 * 1024
+    assert CHANNEL_OPTIONS["grpc.max_receive_message_length"] == 4 * 1024 * 1024
+
+
+def test_a_proxy_of_the_environment_is_not_used(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with fake_node() as node, RateLimiterClient(node.address) as client:
+        assert client.check("alice", "user", "/x").allowed
+
+
+def test_an_option_replaces_the_one_of_the_same_name():
+    options = {"grpc.max_send_message_length": 10}
+    with fake_node() as node, open_channel(node.address, options=options) as channel:
+        client = RateLimiterClient(channel=channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            client.check("an identifier of more than ten bytes", "user", "/x")
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_tls_verifies_the_node_against_the_given_authority():
+    with fake_node(server_credentials(mutual=False)) as node:
+        with RateLimiterClient(node.address, tls=Tls(ca=CA_PEM)) as client:
+            assert client.check("alice", "user", "/x").allowed
+        stranger = Tls(ca=trustme.CA().cert_pem.bytes())
+        with (
+            RateLimiterClient(node.address, tls=stranger) as client,
+            pytest.raises(grpc.RpcError) as refused,
+        ):
+            client.check("alice", "user", "/x")
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_mutual_tls_shows_the_certificate_of_the_caller():
+    tls = Tls(ca=CA_PEM, cert=CALLER.cert_chain_pems[0].bytes(), key=CALLER.private_key_pem.bytes())
+    with fake_node(server_credentials(mutual=True)) as node:
+        with RateLimiterClient(node.address, tls=tls) as client:
+            assert client.check("alice", "user", "/x").allowed
+        with (
+            RateLimiterClient(node.address, tls=Tls(ca=CA_PEM)) as client,
+            pytest.raises(grpc.RpcError),
+        ):
+            client.check("alice", "user", "/x")
+
+
+@pytest.mark.parametrize("half", [{"cert": b"pem"}, {"key": b"pem"}])
+def test_half_an_identity_is_refused(half):
+    with pytest.raises(ValueError, match="together or not at all"):
+        Tls(**half)
+
+
+def test_a_private_key_is_never_shown():
+    assert "secret" not in repr(Tls(cert=b"pem", key=b"secret"))

@@ -1,0 +1,208 @@
+"""A node of canned answers behind a real gRPC channel, for the tests of those who ask one: the client and the CLI.
+
+It keeps rules in a dict and judges nothing; what a real node does, the tests in tests/rpc show.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf import any_pb2, empty_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+
+
+class Seen(NamedTuple):
+    """One call that arrived."""
+
+    method: str
+    request: Any
+    metadata: dict[str, str]
+
+
+class FakeNode(
+    stubs.RateLimiterServicer, stubs.RateLimiterConfigServicer, stubs.RateLimiterHealthServicer
+):
+    """Set its attributes to choose what it answers."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.seen: list[Seen] = []
+        self.limit = 2
+        """Checks that are allowed, over all identifiers."""
+        self.answer: pb.RateLimitResponse | None = None
+        """Answers every check, when set."""
+        self.error: status_pb2.Status | None = None
+        """Ends every call, when set."""
+        self.errors_after = 0
+        """Calls that are answered before ``error`` holds."""
+        self.answering = threading.Event()
+        """While it is clear, calls wait."""
+        self.answering.set()
+        self.rules: dict[str, pb.RateLimit] = {}
+        self.page_size = 1000
+        self.health_answer = pb.HealthResponse(status=pb.HEALTHY, node_id="node-1")
+        self.metrics_answer = pb.MetricsResponse()
+
+    def add_rule(self, endpoint: str, identifier_type: str = "user", **fields: Any) -> pb.RateLimit:
+        """Store a rule behind the service's back."""
+        rule = pb.RateLimit(
+            id=fields.pop("id", str(uuid.uuid4())),
+            endpoint=endpoint,
+            identifier_type=identifier_type,
+            limit=fields.pop("limit", 10),
+            window_seconds=fields.pop("window_seconds", 60),
+            algorithm=fields.pop("algorithm", "token_bucket"),
+            enabled=fields.pop("enabled", True),
+            etag=uuid.uuid4().hex,
+        )
+        self.rules[rule.id] = rule
+        return rule
+
+    def methods(self) -> list[str]:
+        """The calls that arrived, by method."""
+        return [call.method for call in self.seen]
+
+    def _saw(self, request: Any, context: grpc.ServicerContext) -> None:
+        metadata = {key: str(value) for key, value in context.invocation_metadata()}
+        method = re.sub(r"(Request)?$", "", type(request).__name__)
+        self.seen.append(Seen(method, request, metadata))
+        self.answering.wait()
+        if self.error is not None and len(self.seen) > self.errors_after:
+            context.abort_with_status(rpc_status.to_status(self.error))
+
+    def _abort(self, context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> None:
+        context.abort_with_status(rpc_status.to_status(status(code, message)))
+
+    def _answer(self, request: pb.RateLimitRequest) -> pb.RateLimitResponse:
+        if self.answer is not None:
+            return self.answer
+        if not request.peek:
+            self.limit -= 1
+        return pb.RateLimitResponse(
+            allowed=self.limit >= 0,
+            remaining_tokens=max(0, self.limit),
+            reason=pb.WITHIN_LIMIT if self.limit >= 0 else pb.LIMIT_EXCEEDED,
+        )
+
+    def CheckRateLimit(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        return self._answer(request)
+
+    def CheckRateLimitBatch(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        return pb.BatchRateLimitResponse(responses=map(self._answer, request.requests))
+
+    def CreateRateLimit(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        rule = request.rate_limit
+        fields = {name: getattr(rule, name) for name in ("limit", "window_seconds", "algorithm")}
+        return self.add_rule(
+            rule.endpoint,
+            rule.identifier_type,
+            id=rule.id or str(uuid.uuid4()),
+            enabled=rule.enabled,
+            **fields,
+        )
+
+    def _stored(self, rule_id: str, etag: str, context: grpc.ServicerContext) -> pb.RateLimit:
+        if rule_id not in self.rules:
+            self._abort(context, grpc.StatusCode.NOT_FOUND, f"no rule has the id {rule_id}")
+        if etag and self.rules[rule_id].etag != etag:
+            self._abort(context, grpc.StatusCode.ABORTED, "the rule has another etag by now")
+        return self.rules[rule_id]
+
+    def UpdateRateLimit(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        rule = self._stored(request.rate_limit.id, request.rate_limit.etag, context)
+        for path in request.update_mask.paths:
+            setattr(rule, path, getattr(request.rate_limit, path))
+        rule.etag = uuid.uuid4().hex
+        return rule
+
+    def DeleteRateLimit(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        self._stored(request.id, request.etag, context)
+        del self.rules[request.id]
+        return empty_pb2.Empty()
+
+    def ListRateLimits(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        rules = sorted(
+            (
+                rule
+                for rule in self.rules.values()
+                if request.endpoint in ("", rule.endpoint)
+                and request.identifier_type in ("", rule.identifier_type)
+            ),
+            key=lambda rule: (rule.endpoint, rule.identifier_type),
+        )
+        start = int(request.page_token or 0)
+        stop = start + self.page_size
+        more = str(stop) if stop < len(rules) else ""
+        return pb.ListRateLimitsResponse(rate_limits=rules[start:stop], next_page_token=more)
+
+    def GetHealthStatus(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        return self.health_answer
+
+    def GetMetrics(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        return self.metrics_answer
+
+    def ResetRateLimit(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        return empty_pb2.Empty()
+
+
+def status(code: grpc.StatusCode, message: str, *violations: tuple[str, str]) -> status_pb2.Status:
+    """A status as a node sends it: with ErrorInfo, and BadRequest when fields are violated."""
+    info = any_pb2.Any()
+    info.Pack(error_details_pb2.ErrorInfo(reason=code.name, domain="ratelimitd"))
+    details = [info]
+    if violations:
+        bad = any_pb2.Any()
+        bad.Pack(
+            error_details_pb2.BadRequest(
+                field_violations=[
+                    error_details_pb2.BadRequest.FieldViolation(field=field, description=text)
+                    for field, text in violations
+                ]
+            )
+        )
+        details.append(bad)
+    return status_pb2.Status(code=code.value[0], message=message, details=details)
+
+
+@contextmanager
+def fake_node(credentials: grpc.ServerCredentials | None = None) -> Iterator[FakeNode]:
+    """A node on a free port of this machine, until the end of the block."""
+    node = FakeNode()
+    pool = ThreadPoolExecutor(max_workers=2)
+    server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
+    stubs.add_RateLimiterServicer_to_server(node, server)
+    stubs.add_RateLimiterConfigServicer_to_server(node, server)
+    stubs.add_RateLimiterHealthServicer_to_server(node, server)
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("localhost:0", credentials)
+    node.address = f"{'127.0.0.1' if credentials is None else 'localhost'}:{port}"
+    server.start()
+    try:
+        yield node
+    finally:
+        node.answering.set()
+        stopped: threading.Event = server.stop(grace=None)
+        stopped.wait()
+        pool.shutdown()
