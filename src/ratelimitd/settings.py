@@ -127,8 +127,6 @@ class Settings:
         "calls in progress; more are answered RESOURCE_EXHAUSTED")]
     sync_interval_ms: Annotated[int, _Setting("100", whole_number(1, 60_000),
         "how often spends go to the shared state, ms")]
-    snapshot_interval_s: Annotated[int, _Setting("10", whole_number(1, 3600),
-        "how often the buckets that changed are written to STATE_DIR, s")]
     cache_entries: Annotated[int, _Setting("1000000", whole_number(1, 100_000_000),
         "buckets held, least recently used go first")]
     cache_ttl_s: Annotated[int, _Setting("300", whole_number(1, 86_400),

@@ -1,6 +1,21 @@
-"""What users and our own tests need to test against ratelimitd without waiting: a clock that is set by hand."""
+"""What users and our own tests need to test against ratelimitd without waiting.
+
+A clock that is set by hand, and a real node in the test's own process.
+"""
 
 from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratelimitd.clock import Clock
+from ratelimitd.settings import Settings
+
+if TYPE_CHECKING:
+    from ratelimitd.app import Node
 
 
 class ManualClock:
@@ -36,3 +51,33 @@ class ManualClock:
     def step(self, us: int) -> None:
         """Set the wall clock ``us`` microseconds forward or back, without time passing."""
         self._now_us += us
+
+
+@asynccontextmanager
+async def running_node(*, clock: Clock | None = None, **settings: object) -> AsyncIterator[Node]:
+    """A node that answers calls on free ports of 127.0.0.1, drained at the end.
+
+    Args:
+        clock: the node's time; the system's when ``None``. A :class:`ManualClock` moves only when told to.
+        settings: settings by attribute name (``admin_token="…"``), as text or anything whose ``str`` is that text.
+            Database and state directory are temporary ones unless given.
+    """
+    # Not at the top: whoever wants a clock needs no gRPC, no SQL and no HTTP.
+    from ratelimitd.app import Node  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(prefix="ratelimitd-") as directory:
+        chosen = {
+            "listen": "127.0.0.1:0",
+            "http_listen": "127.0.0.1:0",
+            "database_url": f"sqlite:///{Path(directory, 'rules.db')}",
+            "state_dir": Path(directory, "state"),
+            "drain_s": 1,
+            **settings,
+        }
+        flags = {name.upper(): str(value) for name, value in chosen.items()}
+        node = Node(Settings.load({}, flags), clock=clock)
+        await node.start()
+        try:
+            yield node
+        finally:
+            await node.drain()

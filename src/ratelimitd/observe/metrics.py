@@ -25,10 +25,10 @@ US_PER_S: Final = 1_000_000
 
 
 class SnapshotStatus(NamedTuple):
-    """How the bucket snapshot is doing: seconds since the last good pass, bytes on disk, passes that failed."""
+    """How the bucket snapshot is doing: seconds since the last complete pass, bytes written, passes that failed."""
 
     age_s: float
-    size_bytes: int
+    written_bytes_total: int
     errors_total: int
 
 
@@ -37,7 +37,7 @@ class Runtime:
     """What the background jobs find out about the process; written by them, read here."""
 
     loop_lag_s: float = 0.0
-    """How late the last timer of the event loop fired, in seconds."""
+    """How late a timer of the event loop fired at worst in the last 10 to 20 s, in seconds."""
     clock_error_us: int = 0
     """How far the wall clock is ahead of the node's clock, in µs."""
     task_restarts: dict[str, int] = field(default_factory=dict)
@@ -56,7 +56,8 @@ class Readings:
     expired_total: Callable[[], int]
     rules: Callable[[], int]
     rules_revision: Callable[[], int]
-    rules_skipped: Callable[[], int]
+    rules_skipped_total: Callable[[], int]
+    rules_connected: Callable[[], bool]
     snapshot: Callable[[], SnapshotStatus]
 
 
@@ -199,7 +200,9 @@ DEFINITIONS: Final = (
         lambda r: r.rules_revision()),
     _counter("rate_limiter_rules_skipped_total",
         "Rows of the rule database that were no valid rule and were left out.",
-        lambda r: r.rules_skipped()),
+        lambda r: r.rules_skipped_total()),
+    _gauge("rate_limiter_rules_store_up", "1 while the rule database answers and the book in force is its own.",
+        lambda r: float(r.rules_connected())),
     Definition("rate_limiter_rule_allowed_total", "counter", "Checks allowed, by the rule that decided.",
         _per_rule(0), "rule_id"),
     Definition("rate_limiter_rule_blocked_total", "counter", "Checks denied, by the rule that decided.",
@@ -222,13 +225,13 @@ DEFINITIONS: Final = (
         lambda r: r.expired_total()),
     _gauge("rate_limiter_snapshot_age_seconds", "Time since the buckets were last written to the state directory.",
         lambda r: r.snapshot().age_s),
-    _gauge("rate_limiter_snapshot_size_bytes", "Size of the bucket snapshot on disk.",
-        lambda r: r.snapshot().size_bytes),
+    _counter("rate_limiter_snapshot_written_bytes_total", "Bytes of buckets written to the state directory.",
+        lambda r: r.snapshot().written_bytes_total),
     _counter("rate_limiter_snapshot_errors_total", "Passes of the bucket snapshot that failed.",
         lambda r: r.snapshot().errors_total),
 
     # The process.
-    _gauge("rate_limiter_loop_lag_seconds", "How late the event loop ran its last timer.",
+    _gauge("rate_limiter_loop_lag_seconds", "How late the event loop ran a timer, at worst in the last 10 to 20 s.",
         lambda r: r.runtime.loop_lag_s),
     _gauge("rate_limiter_clock_error_seconds",
         "How far the wall clock is ahead of the node's clock, which follows it slowly.",

@@ -42,7 +42,8 @@ def metrics(stats, runtime):
             expired_total=lambda: 13,
             rules=lambda: 14,
             rules_revision=lambda: 4,
-            rules_skipped=lambda: 15,
+            rules_skipped_total=lambda: 15,
+            rules_connected=lambda: True,
             snapshot=lambda: SnapshotStatus(1.5, 16, 17),
         )
     )
@@ -90,8 +91,9 @@ def test_buckets_rules_and_snapshot_are_reported(metrics):
     assert value(metrics, "rate_limiter_rules") == 14
     assert value(metrics, "rate_limiter_rules_revision") == 4
     assert value(metrics, "rate_limiter_rules_skipped_total") == 15
+    assert value(metrics, "rate_limiter_rules_store_up") == 1
     assert value(metrics, "rate_limiter_snapshot_age_seconds") == 1.5
-    assert value(metrics, "rate_limiter_snapshot_size_bytes") == 16
+    assert value(metrics, "rate_limiter_snapshot_written_bytes_total") == 16
     assert value(metrics, "rate_limiter_snapshot_errors_total") == 17
 
 

@@ -1,0 +1,75 @@
+"""The small duties of a running node, each short enough for one turn of the event loop.
+
+Expired buckets go, the table learns that time has passed, the clock is compared with the wall, health takes its
+sample, and the loop measures its own lag. Never waits, never does I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.clock import SKEW_ALARM_US, Clock
+from ratelimitd.model import US_PER_S
+from ratelimitd.observe.health import Health
+from ratelimitd.observe.metrics import Runtime
+from ratelimitd.observe.worst import WorstRecent
+
+TICK_S: Final = 0.1
+SWEEP_SHARDS: Final = 4
+"""Shards swept in a tick, about 0.4 ms; a full table of a million buckets is through in 40 s."""
+
+SAMPLE_S: Final = 1.0
+
+LAG_STRETCH_US: Final = 10 * US_PER_S
+
+_log = logging.getLogger(__name__)
+
+
+class Upkeep:
+    """The duties of one node.
+
+    ``remeasure`` compares the node's clock with the wall and returns the error in µs; ``loop_time_s`` is the event
+    loop's own time in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        table: BucketTable,
+        health: Health,
+        runtime: Runtime,
+        remeasure: Callable[[], int],
+        loop_time_s: Callable[[], float],
+    ) -> None:
+        self._clock = clock
+        self._table = table
+        self._health = health
+        self._runtime = runtime
+        self._remeasure = remeasure
+        self._loop_time_s = loop_time_s
+        self._started_us = clock.monotonic_us()
+        self._due_s = loop_time_s() + TICK_S
+        self._lag = WorstRecent(LAG_STRETCH_US)
+
+    def tick(self) -> None:
+        """What is due every :data:`TICK_S` seconds."""
+        now_s = self._loop_time_s()
+        lag_s = max(0.0, now_s - self._due_s)
+        self._due_s = now_s + TICK_S
+        self._runtime.loop_lag_s = self._lag.note(round(now_s * US_PER_S), lag_s)
+        self._table.tick = 1 + (self._clock.monotonic_us() - self._started_us) // US_PER_S
+        self._table.sweep(self._clock.now_us(), SWEEP_SHARDS)
+
+    def sample(self) -> None:
+        """What is due every :data:`SAMPLE_S` seconds."""
+        self._health.sample()
+        self._runtime.clock_error_us = error_us = self._remeasure()
+        if abs(error_us) > SKEW_ALARM_US:
+            _log.error(
+                "the wall clock is %.1f s ahead of the node's clock, which follows at 10 ms a second",
+                error_us / US_PER_S,
+            )
