@@ -1,0 +1,90 @@
+import pytest
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.observe.health import Health
+from ratelimitd.observe.metrics import Runtime
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+from ratelimitd.upkeep import SWEEP_SHARDS, TICK_S, Upkeep
+
+RULE = Rule("r", "/a", IdentifierType.USER, 10, 1, Algorithm.FIXED_WINDOW)
+
+
+class Fixture:
+    def __init__(self):
+        self.clock = ManualClock()
+        self.stats = CheckStats()
+        self.table = BucketTable(SHARD_ENTRIES * SWEEP_SHARDS, self.stats)
+        self.health = Health(
+            node_id="n", stats=self.stats, clock=self.clock, rules_revision=lambda: 0
+        )
+        self.runtime = Runtime()
+        self.loop_s = 100.0
+        self.error_us = 0
+        self.upkeep = Upkeep(
+            clock=self.clock,
+            table=self.table,
+            health=self.health,
+            runtime=self.runtime,
+            remeasure=lambda: self.error_us,
+            loop_time_s=lambda: self.loop_s,
+        )
+
+
+@pytest.fixture
+def node():
+    return Fixture()
+
+
+def test_expired_buckets_leave(node):
+    for number in range(50):
+        key = b"%d" % number
+        node.table.apply(key, RULE, DECIDE[RULE.algorithm], node.clock.now_us(), 1)
+    node.upkeep.tick()
+    assert len(node.table) == 50
+    node.clock.advance(seconds=3600)
+    node.upkeep.tick()
+    assert (len(node.table), node.table.expired_total) == (0, 50)
+
+
+def test_the_table_learns_of_the_seconds_that_passed_also_of_those_that_were_missed(node):
+    node.upkeep.tick()
+    assert node.table.tick == 1
+    node.clock.advance(seconds=0.9)
+    node.upkeep.tick()
+    assert node.table.tick == 1
+    node.clock.advance(seconds=5.1)
+    node.upkeep.tick()
+    assert node.table.tick == 7
+
+
+def test_a_late_tick_is_the_lag_of_the_loop(node):
+    node.loop_s += TICK_S
+    node.upkeep.tick()
+    assert node.runtime.loop_lag_s == 0.0
+    node.loop_s += TICK_S + 0.25
+    node.upkeep.tick()
+    assert node.runtime.loop_lag_s == pytest.approx(0.25)
+    node.loop_s += TICK_S
+    node.upkeep.tick()
+    assert node.runtime.loop_lag_s == pytest.approx(0.25)
+
+
+def test_health_is_sampled(node):
+    node.stats.allowed_total = node.stats.fail_open_error_total = 10
+    for _ in range(62):
+        node.clock.advance(seconds=1)
+        node.upkeep.sample()
+    assert node.health.report().error_rate == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error_us", "alarm"), [(1_000_000, False), (1_000_001, True), (-1_000_001, True)]
+)
+def test_a_clock_that_is_wrong_by_more_than_a_second_is_an_alarm(node, caplog, error_us, alarm):
+    node.error_us = error_us
+    node.upkeep.sample()
+    assert node.runtime.clock_error_us == error_us
+    assert ("the wall clock is" in caplog.text) is alarm

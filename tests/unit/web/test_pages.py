@@ -1,0 +1,106 @@
+import httpx
+import pytest
+
+from ratelimitd import __version__
+from ratelimitd.observe.metrics import Definition, Point
+from ratelimitd.web.pages import Readiness, application
+
+
+class OneMetric:
+    def points(self):
+        yield Definition("a_total", "counter", "Number.", lambda _: ()), [Point(3)]
+
+
+class Web:
+    def __init__(self):
+        self.readiness = Readiness(ready=True)
+        self.app = application(
+            metrics=OneMetric(),
+            readiness=lambda: self.readiness,
+            grpc_address=lambda: "127.0.0.1:9090",
+            hosts=["node.example"],
+        )
+
+    async def get(self, path, **headers):
+        transport = httpx.ASGITransport(app=self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get(path, headers=headers)
+
+
+@pytest.fixture
+def web():
+    return Web()
+
+
+async def test_the_front_page_says_what_this_is_and_where(web):
+    answer = await web.get("/")
+    assert answer.status_code == 200
+    assert f"ratelimitd {__version__}" in answer.text
+    assert "127.0.0.1:9090" in answer.text
+    assert answer.headers["cache-control"] == "no-store"
+
+
+async def test_a_living_process_is_healthy_whether_or_not_it_is_ready(web):
+    web.readiness = Readiness(ready=False, reason="draining")
+    assert (await web.get("/healthz")).status_code == 200
+
+
+async def test_readiness_is_told_with_the_reason_against_it(web):
+    answer = await web.get("/readyz")
+    assert (answer.status_code, answer.text) == (200, "ready\n")
+    web.readiness = Readiness(ready=False, reason="draining")
+    answer = await web.get("/readyz")
+    assert (answer.status_code, answer.text) == (503, "not ready: draining\n")
+
+
+async def test_metrics_come_in_the_format_the_reader_asks_for(web):
+    answer = await web.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "a_total 3.0\n" in answer.text
+    answer = await web.get("/metrics", accept="application/openmetrics-text; version=1.0.0")
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LocalHost:8080",
+        "node.example:8080",
+        "127.0.0.1:8080",
+        "10.1.2.3",
+        "[::1]:8080",
+        "0.0.0.0:8080",
+    ],
+)
+async def test_the_page_is_shown_under_names_of_this_node_and_addresses(web, host):
+    assert (await web.get("/", host=host)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8080", "", "[evil]", "127.0.0.1.evil"]
+)
+async def test_the_page_is_refused_under_foreign_names(web, host):
+    assert (await web.get("/", host=host)).status_code == 421
+    assert (await web.get("/later/page", host=host)).status_code == 421
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
+async def test_machines_may_use_any_name(web, path):
+    assert (await web.get(path, host="service.namespace.svc:8080")).status_code == 200
+
+
+async def test_what_is_not_there_is_not_found(web):
+    assert (await web.get("/nothing")).status_code == 404
+
+
+async def test_other_events_than_requests_pass_the_check(web):
+    seen = []
+
+    async def app(scope, _receive, _send):
+        seen.append(scope["type"])
+
+    web.app._app = app
+    await web.app({"type": "lifespan"}, None, None)
+    assert seen == ["lifespan"]

@@ -1,0 +1,174 @@
+import asyncio
+
+import pytest
+from starlette.responses import PlainTextResponse
+
+from ratelimitd.errors import StartupError
+from ratelimitd.web import server as web_server
+from ratelimitd.web.server import MAX_HEADER_BYTES, HttpServer
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def hello(scope, receive, send):
+    await PlainTextResponse("hello")(scope, receive, send)
+
+
+@pytest.fixture
+async def listening():
+    servers = []
+
+    async def start(app=hello):
+        server = HttpServer(app, "127.0.0.1", 0)
+        servers.append(server)
+        host, _, port = (await server.start()).rpartition(":")
+        return host, int(port)
+
+    yield start
+    for server in servers:
+        await server.stop()
+
+
+async def talk(address, data=REQUEST):
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(data)
+    return reader, writer
+
+
+async def closed_by_server(reader):
+    try:
+        while await reader.read(65_536):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+async def test_a_request_is_answered(listening):
+    reader, writer = await talk(await listening())
+    assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+    writer.close()
+
+
+async def test_an_ipv6_address_is_told_in_brackets():
+    server = HttpServer(hello, "::1", 0)
+    try:
+        assert (await server.start()).startswith("[::1]:")
+    finally:
+        await server.stop()
+
+
+async def test_a_taken_address_is_a_start_up_error_that_names_it(listening):
+    host, port = await listening()
+    with pytest.raises(StartupError, match=rf"cannot listen on {host}:{port} \(HTTP_LISTEN\): "):
+        await HttpServer(hello, host, port).start()
+
+
+async def test_an_unknown_host_is_a_start_up_error():
+    with pytest.raises(StartupError, match="HTTP_LISTEN"):
+        await HttpServer(hello, "no.such.host.invalid", 0).start()
+
+
+async def test_after_stopping_the_address_is_free_and_connections_are_closed(listening):
+    server = HttpServer(hello, "127.0.0.1", 0)
+    host, _, port = (await server.start()).rpartition(":")
+    reader, writer = await talk((host, int(port)))
+    await reader.readuntil(b"hello")
+    await server.stop()
+    assert await closed_by_server(reader)
+    writer.close()
+    with pytest.raises(OSError):
+        await asyncio.open_connection(host, int(port))
+    await server.stop()
+
+
+async def test_a_server_that_was_never_started_can_be_stopped():
+    await HttpServer(hello, "127.0.0.1", 0).stop()
+
+
+async def test_a_crash_while_starting_is_raised(monkeypatch):
+    async def crash(*_args, **_kwargs):
+        raise ZeroDivisionError
+
+    server = HttpServer(hello, "127.0.0.1", 0)
+    monkeypatch.setattr(server._server, "startup", crash)
+    with pytest.raises(ZeroDivisionError):
+        await server.start()
+    server._serving = None
+    await server.stop()
+
+
+async def test_a_head_that_is_too_long_is_refused(listening):
+    head = b"GET / HTTP/1.1\r\nX: " + b"x" * (MAX_HEADER_BYTES + 1)
+    reader, writer = await talk(await listening(), head)
+    assert b" 400 " in await reader.readline()
+    assert await closed_by_server(reader)
+    writer.close()
+
+
+async def test_connections_beyond_the_bound_are_closed_at_once(listening, monkeypatch):
+    monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 2)
+    address = await listening()
+    held = [await talk(address, b"GET") for _ in range(2)]
+    answered, writer = await talk(address)
+    assert await closed_by_server(answered)
+    writer.close()
+    held[0][1].close()
+    await closed_by_server(held[0][0])
+    reader, writer = await talk(address)
+    assert b" 200 " in await reader.readline()
+    for each in (writer, held[1][1]):
+        each.close()
+
+
+async def test_a_connection_that_sends_slowly_is_closed_when_its_time_is_over(
+    listening, monkeypatch
+):
+    monkeypatch.setattr(web_server, "CONNECTION_LIFE_S", 0.01)
+    reader, writer = await talk(await listening(), b"GET / HT")
+    assert await closed_by_server(reader)
+    writer.close()
+
+
+async def test_an_answer_that_is_being_read_may_be_finished_after_that(listening, monkeypatch):
+    may_go_on = asyncio.Event()
+    began = asyncio.Event()
+
+    async def slow(scope, receive, send):
+        began.set()
+        await may_go_on.wait()
+        await hello(scope, receive, send)
+
+    monkeypatch.setattr(web_server, "CONNECTION_LIFE_S", 0.01)
+    expired = asyncio.Event()
+    expire = web_server.BoundedProtocol._expire
+
+    def expire_and_tell(self):
+        expire(self)
+        expired.set()
+
+    monkeypatch.setattr(web_server.BoundedProtocol, "_expire", expire_and_tell)
+    reader, writer = await talk(await listening(slow))
+    await began.wait()
+    await expired.wait()
+    may_go_on.set()
+    answer = await reader.read()
+    assert b" 200 " in answer
+    assert b"hello" in answer
+    writer.close()
+
+
+async def test_an_answer_that_is_never_read_is_cut_off(listening, monkeypatch):
+    cancelled = asyncio.Event()
+
+    async def endless(_scope, receive, _send):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        cancelled.set()
+
+    monkeypatch.setattr(web_server, "CONNECTION_LIFE_S", 0.01)
+    monkeypatch.setattr(web_server, "CLOSING_GRACE_S", 0.01)
+    reader, writer = await talk(await listening(endless))
+    assert await closed_by_server(reader)
+    await cancelled.wait()
+    writer.close()
