@@ -1,0 +1,124 @@
+"""A node as its callers meet it: the real services, limiter, store and feed behind a real server on a free port."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.limiter import Limiter
+from ratelimitd.observe.health import Health
+from ratelimitd.observe.samples import MetricSample
+from ratelimitd.rpc.grpcio_server import GrpcioServer
+from ratelimitd.rpc.interface import Methods
+from ratelimitd.rules.feed import RuleFeed
+from ratelimitd.rules.sql import SqlRuleStore
+from ratelimitd.services.auth import Access, Credentials
+from ratelimitd.services.catalogue import OUR_SERVICES, guarded, names_of
+from ratelimitd.services.config import ConfigService
+from ratelimitd.services.grpc_health import SERVICE as GRPC_HEALTH
+from ratelimitd.services.grpc_health import GrpcHealthService
+from ratelimitd.services.health import HealthService
+from ratelimitd.services.rate_limiter import RateLimiterService
+from ratelimitd.services.reflection import V1, V1ALPHA, ReflectionService
+from ratelimitd.services.status import ErrorEdge
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from ratelimiter.v1 import ratelimiter_pb2_grpc as pb_grpc
+from tests.rule_stores import sqlite_store
+
+
+@dataclass
+class Node:
+    """A running node and its insides, which tests look at and never stand in for."""
+
+    address: str
+    server: GrpcioServer
+    limiter: Limiter
+    stats: CheckStats
+    clock: ManualClock
+    store: SqlRuleStore
+    grpc_health: GrpcHealthService
+    edge: ErrorEdge
+    channel: grpc.aio.Channel
+
+    @property
+    def checks(self):
+        return pb_grpc.RateLimiterStub(self.channel)
+
+    @property
+    def config(self):
+        return pb_grpc.RateLimiterConfigStub(self.channel)
+
+    @property
+    def health(self):
+        return pb_grpc.RateLimiterHealthStub(self.channel)
+
+    async def raw(self, path: str, data: bytes, **options) -> bytes:
+        """Call a method with bytes, whatever they are."""
+        return await self.channel.unary_unary(path)(data, timeout=10, **options)
+
+    async def rule(self, endpoint: str = "/a", identifier_type: str = "user", **fields):
+        """Create a rule of 10 a minute, or as told."""
+        rule = {"limit": 10, "window_seconds": 60, "algorithm": "fixed_window", **fields}
+        message = pb.RateLimit(endpoint=endpoint, identifier_type=identifier_type, **rule)
+        return await self.config.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=message))
+
+    def fail_opens(self) -> tuple[int, int]:
+        return self.stats.fail_open_breaker_total, self.stats.fail_open_error_total
+
+
+def every_method(offers) -> Methods:
+    """The methods of ``offers``, open to everybody."""
+    return guarded(offers, Access(Credentials()), ErrorEdge(time.monotonic))
+
+
+@asynccontextmanager
+async def running_node(
+    directory: Path, *, credentials: Credentials | None = None, listen="127.0.0.1:0", **options
+) -> AsyncIterator[Node]:
+    """A node in this process with a database in ``directory`` and a clock that tests move; for GrpcioServer
+    ``options``."""
+    clock, stats = ManualClock(), CheckStats()
+    limiter = Limiter(
+        buckets=BucketTable(10_000, stats),
+        clock=clock,
+        stats=stats,
+        timestamps="bounded",
+        key_secret=b"k" * 32,
+    )
+    async with sqlite_store(directory, clock=clock) as store:
+        feed = RuleFeed(store, on_book=limiter.replace_book)
+        await feed.start()
+        access, edge = Access(credentials or Credentials()), ErrorEdge(time.monotonic)
+        grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
+        health = Health(
+            node_id="node-1", stats=stats, clock=clock, rules_revision=lambda: feed.book.revision
+        )
+        offers = (
+            RateLimiterService(limiter, stats, time.perf_counter),
+            ConfigService(store, feed, access.actor),
+            HealthService(
+                limiter,
+                report=health.report,
+                samples=lambda _names: [MetricSample("rate_limiter_active_buckets", "gauge", 1.0)],
+            ),
+            grpc_health,
+            ReflectionService((*OUR_SERVICES, GRPC_HEALTH, V1, V1ALPHA)),
+        )
+        methods = guarded((offer.methods() for offer in offers), access, edge)
+        server = GrpcioServer(methods, listen=listen, stats=stats, **options)
+        address = await server.start()
+        grpc_health.set_serving(True)
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                yield Node(
+                    address, server, limiter, stats, clock, store, grpc_health, edge, channel
+                )
+        finally:
+            await server.stop(0)
+            await feed.close()

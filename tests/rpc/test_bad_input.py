@@ -1,0 +1,443 @@
+"""Hostile and broken input through a real channel: the stated status, the field named, and nothing changed.
+
+Each case is judged by the same fixture: the bucket and the rules are as before, no fail-open counter moved, and no
+line was logged.
+"""
+
+import gzip
+import logging
+import uuid
+
+import grpc
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.rpc.wire import field, varint
+
+CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+BATCH = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
+CREATE = "/ratelimiter.v1.RateLimiterConfig/CreateRateLimit"
+UPDATE = "/ratelimiter.v1.RateLimiterConfig/UpdateRateLimit"
+DELETE = "/ratelimiter.v1.RateLimiterConfig/DeleteRateLimit"
+LIST = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
+METRICS = "/ratelimiter.v1.RateLimiterHealth/GetMetrics"
+RESET = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+OTHER_ID = str(uuid.UUID(int=1))
+
+
+@pytest.fixture
+async def unharmed(node, caplog):
+    """A node with a half-used bucket, which must be the same after the test."""
+    caplog.set_level(logging.DEBUG)
+    await node.rule("/a", limit=10)
+    await node.checks.CheckRateLimit(check(tokens_requested=4))
+    caplog.clear()
+    before = await state(node)
+    yield node
+    assert await state(node) == before
+    assert node.fail_opens() == (0, 0)
+    assert node.edge.unexpected_total == 0
+    assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
+
+
+async def state(node):
+    peek = await node.checks.CheckRateLimit(check(peek=True))
+    return peek, await node.config.ListRateLimits(pb.ListRateLimitsRequest())
+
+
+def check(**fields):
+    return pb.RateLimitRequest(
+        **{"identifier": "u", "identifier_type": "user", "endpoint": "/a", **fields}
+    )
+
+
+def rule(**fields):
+    valid = {
+        "endpoint": "/b", "identifier_type": "user", "limit": 1, "window_seconds": 1, "algorithm": "fixed_window",
+    }  # fmt: skip
+    return pb.RateLimit(**{**valid, **fields})
+
+
+async def refusal(node, path, message):
+    """The status and the named fields with which a call is refused."""
+    data = message if isinstance(message, bytes) else message.SerializeToString()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await node.raw(path, data)
+    error = caught.value
+    named: list[str] = []
+    status = rpc_status.from_call(error)
+    assert status is not None
+    assert (status.code, status.message) == (error.code().value[0], error.details())
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert info.domain == "ratelimitd"
+    for detail in status.details[1:]:
+        bad_request = error_details_pb2.BadRequest()
+        if detail.Unpack(bad_request):
+            named += [violation.field for violation in bad_request.field_violations]
+    return error.code(), named
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x0a\x05user",
+        b"\x0a",
+        b"\x08",
+        b"\x0b\x0c\x0c",
+        b"\x00\x00",
+        b"\x20" + b"\xff" * 11,
+    ],
+    ids=["garbage", "truncated text", "tag only", "no varint", "broken group", "field 0", "varint"],
+)
+@pytest.mark.parametrize("path", [CHECK, BATCH, CREATE, UPDATE, DELETE, LIST, METRICS, RESET])
+async def test_bytes_that_are_no_message_are_refused_with_a_fixed_text(unharmed, path, data):
+    assert await refusal(unharmed, path, data) == (INVALID, ["request"])
+
+
+@pytest.mark.parametrize("name", ["identifier", "identifier_type", "endpoint"])
+async def test_text_that_is_no_utf8_is_named_by_its_field(unharmed, name):
+    number = pb.RateLimitRequest.DESCRIPTOR.fields_by_name[name].number
+    data = check().SerializeToString() + field(number, b"\xff\xfe")
+    assert await refusal(unharmed, CHECK, data) == (INVALID, [name])
+    assert await refusal(unharmed, RESET, data) == (INVALID, [name])
+
+
+async def test_a_field_of_the_wrong_wire_type_is_unknown_so_the_field_is_missing(unharmed):
+    data = b"\x08\x01" + check(identifier="").SerializeToString()
+    assert await refusal(unharmed, CHECK, data) == (INVALID, ["identifier"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"identifier": ""}, "identifier"),
+        ({"identifier": "i" * 257}, "identifier"),
+        ({"identifier": "é" * 129}, "identifier"),
+        ({"identifier_type": ""}, "identifier_type"),
+        ({"identifier_type": "USER"}, "identifier_type"),
+        ({"identifier_type": " user"}, "identifier_type"),
+        ({"identifier_type": "tenant"}, "identifier_type"),
+        ({"identifier_type": "u" * 51}, "identifier_type"),
+        ({"endpoint": ""}, "endpoint"),
+        ({"endpoint": "*"}, "endpoint"),
+        ({"endpoint": "e" * 256}, "endpoint"),
+        ({"endpoint": "/a\n"}, "endpoint"),
+        ({"endpoint": "/a\x00"}, "endpoint"),
+        ({"endpoint": "/a\x7f"}, "endpoint"),
+        ({"endpoint": "/a\x85"}, "endpoint"),
+        ({"identifier_type": "ip", "identifier": "not an address"}, "identifier"),
+        ({"identifier_type": "ip", "identifier": "1.2.3.04"}, "identifier"),
+        ({"identifier_type": "ip", "identifier": "1.2.3.4 "}, "identifier"),
+        ({"identifier_type": "ip", "identifier": "1.2.3.4:80"}, "identifier"),
+        ({"identifier_type": "ip", "identifier": "fe80::1%eth0"}, "identifier"),
+    ],
+)
+async def test_a_malformed_field_of_a_check_or_reset_is_refused_and_named(unharmed, fields, named):
+    assert await refusal(unharmed, CHECK, check(**fields)) == (INVALID, [named])
+    assert await refusal(unharmed, RESET, check(**fields)) == (INVALID, [named])
+
+
+async def test_every_malformed_field_of_a_check_is_named_at_once(unharmed):
+    message = pb.RateLimitRequest(endpoint="*", tokens_requested=-1)
+    expected = ["identifier", "identifier_type", "endpoint", "tokens_requested"]
+    assert await refusal(unharmed, CHECK, message) == (INVALID, expected)
+
+
+@pytest.mark.parametrize("tokens", [-1, -(2**31), 2**31, 2**32 - 1, 2**32 + 1, 2**63])
+async def test_a_cost_that_is_negative_or_beyond_int32_is_refused_not_wrapped(unharmed, tokens):
+    data = check().SerializeToString() + b"\x20" + varint(tokens)
+    assert await refusal(unharmed, CHECK, data) == (INVALID, ["tokens_requested"])
+
+
+async def test_the_widest_cost_is_a_denial_that_says_waiting_will_not_help(unharmed):
+    answer = await unharmed.checks.CheckRateLimit(check(tokens_requested=2**31 - 1))
+    assert (answer.allowed, answer.reason) == (False, pb.COST_EXCEEDS_LIMIT)
+    assert answer.retry_after_seconds == 60
+
+
+@pytest.mark.parametrize("timestamp", [-1, 1, 2**63 - 1, -(2**63)])
+async def test_a_timestamp_out_of_tolerance_gives_way_to_the_nodes_clock(unharmed, timestamp):
+    before = unharmed.stats.clock_rejected_total
+    answer = await unharmed.checks.CheckRateLimit(check(timestamp=timestamp, peek=True))
+    assert answer == await unharmed.checks.CheckRateLimit(check(peek=True))
+    assert unharmed.stats.clock_rejected_total == before + 1
+
+
+async def test_odd_but_valid_identifiers_are_opaque(unharmed):
+    for identifier in ("i" * 256, "nul\x00", "cr\r\nlf", "a:b{c}*", "\u202ertl", "e\u0301"):
+        answer = await unharmed.checks.CheckRateLimit(check(identifier=identifier, peek=True))
+        assert answer.remaining_tokens == 9
+
+
+async def test_the_spellings_of_an_address_share_a_bucket(node):
+    await node.rule("/ip", "ip")
+    left = [
+        (await node.checks.CheckRateLimit(
+            pb.RateLimitRequest(identifier=text, identifier_type="ip", endpoint="/ip")
+        )).remaining_tokens
+        for text in ("1.2.3.4", "::ffff:1.2.3.4", "::FFFF:102:304")
+    ]  # fmt: skip
+    assert left == [9, 8, 7]
+
+
+async def test_endpoints_are_compared_byte_for_byte(unharmed):
+    for endpoint in ("/A", "/a/", "%2Fa", "/a?x=1"):
+        answer = await unharmed.checks.CheckRateLimit(check(endpoint=endpoint))
+        assert (answer.reason, answer.remaining_tokens) == (pb.NO_RULE, 2**31 - 1)
+
+
+async def test_unknown_repeated_and_reordered_fields_are_read_as_protobuf_reads_them(unharmed):
+    plain = check(peek=True)
+    odd = field(3, b"/x") + field(2, b"user") + field(99, b"z" * 1_000_000) + b"\x30\x01"
+    odd += field(3, b"/a") + field(1, b"u")
+    answer = pb.RateLimitResponse.FromString(await unharmed.raw(CHECK, odd))
+    assert answer == await unharmed.checks.CheckRateLimit(plain)
+
+
+async def test_a_message_above_4_mib_is_resource_exhausted(unharmed):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await unharmed.raw(CHECK, field(99, b"z" * (4 * 1024 * 1024)))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_small_message_that_unpacks_to_more_than_4_mib_is_resource_exhausted(unharmed):
+    bomb = field(99, b"\x00" * (64 * 1024 * 1024))
+    assert len(gzip.compress(bomb)) < 100_000
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await unharmed.raw(CHECK, bomb, compression=grpc.Compression.Gzip)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_long_metadata_is_taken_and_longer_metadata_refused(unharmed):
+    data = check(peek=True).SerializeToString()
+    await unharmed.raw(CHECK, data, metadata=(("x-long", "v" * 7_000),))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await unharmed.raw(CHECK, data, metadata=(("x-long", "v" * 20_000),))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_an_empty_batch_is_answered_with_none(unharmed):
+    answer = await unharmed.checks.CheckRateLimitBatch(pb.BatchRateLimitRequest())
+    assert len(answer.responses) == 0
+
+
+async def test_a_batch_of_the_bound_is_answered_and_one_more_is_refused_uncharged(unharmed):
+    items = [check(peek=True)] * 1000
+    answer = await unharmed.checks.CheckRateLimitBatch(pb.BatchRateLimitRequest(requests=items))
+    assert len(answer.responses) == 1000
+    items = [check()] * 1001
+    message = pb.BatchRateLimitRequest(requests=items)
+    assert await refusal(unharmed, BATCH, message) == (INVALID, ["requests"])
+
+
+async def test_two_million_empty_items_are_refused_like_any_other_long_batch(unharmed):
+    assert await refusal(unharmed, BATCH, b"\x0a\x00" * 2_000_000) == (INVALID, ["requests"])
+
+
+async def test_a_malformed_item_is_answered_in_place_and_its_neighbours_are_not_touched(unharmed):
+    batch = pb.BatchRateLimitRequest(
+        requests=[check(peek=True), check(endpoint="*"), check(peek=True)]
+    )
+    data = batch.SerializeToString() + field(1, field(1, b"\xff"))
+    first, second, third, fourth = pb.BatchRateLimitResponse.FromString(
+        await unharmed.raw(BATCH, data)
+    ).responses
+    assert first == third
+    assert first.reason == pb.WITHIN_LIMIT
+    assert (second.allowed, second.reason) == (False, pb.INVALID_REQUEST)
+    assert second.error.startswith("requests[1].endpoint: ")
+    assert fourth.error.startswith("requests[3].identifier: ")
+    assert unharmed.stats.invalid_total == 2
+
+
+async def test_an_overflowing_cost_inside_a_batch_is_a_malformed_item(unharmed):
+    data = field(1, check().SerializeToString() + b"\x20" + varint(2**32 + 1))
+    answer = pb.BatchRateLimitResponse.FromString(await unharmed.raw(BATCH, data))
+    assert answer.responses[0].error.startswith("requests[0].tokens_requested: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": -1}, "limit"),
+        ({"window_seconds": 0}, "window_seconds"),
+        ({"window_seconds": -5}, "window_seconds"),
+        ({"algorithm": ""}, "algorithm"),
+        ({"algorithm": "Token_Bucket"}, "algorithm"),
+        ({"algorithm": "leaky_bucket"}, "algorithm"),
+        ({"identifier_type": ""}, "identifier_type"),
+        ({"identifier_type": "IP"}, "identifier_type"),
+        ({"identifier_type": "u" * 51}, "identifier_type"),
+        ({"endpoint": ""}, "endpoint"),
+        ({"endpoint": "e" * 256}, "endpoint"),
+        ({"endpoint": "/b\t"}, "endpoint"),
+    ],
+)
+async def test_a_malformed_field_of_a_rule_is_refused_and_named(unharmed, fields, named):
+    path = [f"rate_limit.{named}"]
+    message = pb.CreateRateLimitRequest(rate_limit=rule(**fields))
+    assert await refusal(unharmed, CREATE, message) == (INVALID, path)
+    message = pb.UpdateRateLimitRequest(rate_limit=rule(id=OTHER_ID, **fields))
+    assert await refusal(unharmed, UPDATE, message) == (INVALID, path)
+
+
+@pytest.mark.parametrize("name", ["limit", "window_seconds"])
+async def test_numbers_of_a_rule_that_do_not_fit_are_refused_not_wrapped(unharmed, name):
+    number = pb.RateLimit.DESCRIPTOR.fields_by_name[name].number
+    wide = bytes([number << 3]) + varint(2**32 + 7)
+    data = field(1, rule(id=OTHER_ID).SerializeToString() + wide)
+    for path in (CREATE, UPDATE):
+        assert await refusal(unharmed, path, data) == (INVALID, [f"rate_limit.{name}"])
+
+
+@pytest.mark.parametrize("name", ["endpoint", "identifier_type", "algorithm", "id"])
+async def test_text_of_a_rule_that_is_no_utf8_is_named_by_its_field(unharmed, name):
+    number = pb.RateLimit.DESCRIPTOR.fields_by_name[name].number
+    data = field(1, rule(id=OTHER_ID).SerializeToString() + field(number, b"\xc3\x28"))
+    for path in (CREATE, UPDATE):
+        assert await refusal(unharmed, path, data) == (INVALID, [f"rate_limit.{name}"])
+
+
+async def test_every_malformed_field_of_a_rule_is_named_at_once(unharmed):
+    expected = ["id", "endpoint", "identifier_type", "limit", "window_seconds", "algorithm"]
+    expected = [f"rate_limit.{name}" for name in expected]
+    message = pb.CreateRateLimitRequest(rate_limit=pb.RateLimit(id="x"))
+    assert await refusal(unharmed, CREATE, message) == (INVALID, expected)
+    message = pb.UpdateRateLimitRequest(rate_limit=pb.RateLimit(id="x"))
+    assert await refusal(unharmed, UPDATE, message) == (INVALID, expected)
+
+
+async def test_a_create_without_a_rule_names_what_is_missing(unharmed):
+    code, named = await refusal(unharmed, CREATE, b"")
+    assert code is INVALID
+    assert "rate_limit.endpoint" in named
+
+
+async def test_an_id_that_is_no_uuid_is_refused(unharmed):
+    message = pb.CreateRateLimitRequest(rate_limit=rule(id="not-a-uuid"))
+    assert await refusal(unharmed, CREATE, message) == (INVALID, ["rate_limit.id"])
+    message = pb.UpdateRateLimitRequest(rate_limit=rule())
+    assert await refusal(unharmed, UPDATE, message) == (INVALID, ["rate_limit.id"])
+    assert await refusal(unharmed, DELETE, b"") == (INVALID, ["id"])
+    assert await refusal(unharmed, DELETE, field(1, b"\xff")) == (INVALID, ["id"])
+
+
+async def test_an_unknown_id_is_not_found(unharmed):
+    message = pb.UpdateRateLimitRequest(rate_limit=rule(id=OTHER_ID))
+    assert (await refusal(unharmed, UPDATE, message))[0] is grpc.StatusCode.NOT_FOUND
+    message = pb.DeleteRateLimitRequest(id=OTHER_ID)
+    assert (await refusal(unharmed, DELETE, message))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_second_rule_for_the_pair_or_under_the_id_already_exists(unharmed):
+    existing = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits[0]
+    for duplicate in (rule(endpoint="/a"), rule(id=existing.id)):
+        message = pb.CreateRateLimitRequest(rate_limit=duplicate)
+        code, _ = await refusal(unharmed, CREATE, message)
+        assert code is grpc.StatusCode.ALREADY_EXISTS
+
+
+async def test_an_etag_that_is_not_the_rules_aborts(unharmed):
+    existing = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits[0]
+    message = pb.DeleteRateLimitRequest(id=existing.id, etag="stale")
+    assert (await refusal(unharmed, DELETE, message))[0] is grpc.StatusCode.ABORTED
+    message = pb.UpdateRateLimitRequest(rate_limit=rule(id=existing.id, etag="stale"))
+    assert (await refusal(unharmed, UPDATE, message))[0] is grpc.StatusCode.ABORTED
+
+
+@pytest.mark.parametrize("path", ["nope", "id", "etag", "Limit", "rate_limit.limit", "*", "\u2028"])
+async def test_a_mask_that_names_what_cannot_be_changed_is_refused(unharmed, path):
+    existing = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits[0]
+    message = pb.UpdateRateLimitRequest(
+        rate_limit=rule(id=existing.id), update_mask=FieldMask(paths=["limit", path])
+    )
+    assert await refusal(unharmed, UPDATE, message) == (INVALID, ["update_mask"])
+
+
+async def test_a_mask_of_thousands_of_unknown_paths_is_refused_in_a_short_answer(unharmed):
+    paths = ["\u00e9" * 50 + str(index) for index in range(5_000)]
+    message = pb.UpdateRateLimitRequest(
+        rate_limit=rule(id=OTHER_ID), update_mask=FieldMask(paths=paths)
+    )
+    assert await refusal(unharmed, UPDATE, message) == (INVALID, ["update_mask"] * 16)
+
+
+async def test_a_masked_field_that_is_not_sent_is_its_zero_and_refused_as_such(unharmed):
+    existing = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits[0]
+    message = pb.UpdateRateLimitRequest(
+        rate_limit=pb.RateLimit(id=existing.id), update_mask=FieldMask(paths=["limit"])
+    )
+    assert await refusal(unharmed, UPDATE, message) == (INVALID, ["rate_limit.limit"])
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (pb.ListRateLimitsRequest(page_size=-1).SerializeToString(), "page_size"),
+        (b"\x18" + varint(2**31 + 2**32), None),
+        (b"\x18" + varint(2**32 - 1), None),
+        (pb.ListRateLimitsRequest(page_size=2**31 - 1).SerializeToString(), None),
+        (pb.ListRateLimitsRequest(page_token="forged").SerializeToString(), "page_token"),
+        (pb.ListRateLimitsRequest(page_token="\u00e9").SerializeToString(), "page_token"),
+        (pb.ListRateLimitsRequest(page_token="A" * 80).SerializeToString(), "page_token"),
+        (field(4, b"\xff"), "page_token"),
+        (field(1, b"\xff"), "endpoint"),
+        (pb.ListRateLimitsRequest(identifier_type="x").SerializeToString(), "identifier_type"),
+    ],
+)
+async def test_what_a_listing_refuses_is_named_and_a_huge_page_is_cut(unharmed, data, named):
+    if named is None:
+        assert await unharmed.raw(LIST, data)
+    else:
+        assert await refusal(unharmed, LIST, data) == (INVALID, [named])
+
+
+async def test_a_token_that_was_changed_or_moved_to_other_filters_is_refused(unharmed):
+    await unharmed.rule("/b")
+    first = await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest(page_size=1))
+    token = first.next_page_token
+    for index in range(len(token)):
+        for character in "AQgwZ":
+            forged = token[:index] + character + token[index + 1 :]
+            if forged != token:
+                message = pb.ListRateLimitsRequest(page_size=1, page_token=forged)
+                assert await refusal(unharmed, LIST, message) == (INVALID, ["page_token"])
+    message = pb.ListRateLimitsRequest(page_size=1, page_token=token, identifier_type="user")
+    assert await refusal(unharmed, LIST, message) == (INVALID, ["page_token"])
+    rules = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits
+    await unharmed.config.DeleteRateLimit(pb.DeleteRateLimitRequest(id=rules[1].id))
+
+
+async def test_the_reset_of_an_unknown_bucket_is_fine(unharmed):
+    await unharmed.health.ResetRateLimit(
+        pb.ResetRequest(identifier="stranger", identifier_type="user", endpoint="/nowhere")
+    )
+
+
+async def test_too_many_metric_names_are_refused(unharmed):
+    message = pb.MetricsRequest(names=["n"] * 1001)
+    assert await refusal(unharmed, METRICS, message) == (INVALID, ["names"])
+
+
+async def test_the_widest_rule_is_answered_within_the_fields(node):
+    """The numbers of an answer fit its fields at the extremes, so no answer can fail to be written."""
+    for algorithm in ("token_bucket", "sliding_window", "fixed_window"):
+        for limit, window_seconds in ((2**31 - 1, 1), (1, 2**31 - 1), (2**31 - 1, 2**31 - 1)):
+            created = await node.rule(
+                "/w", limit=limit, window_seconds=window_seconds, algorithm=algorithm
+            )
+            for tokens in (1, 2**31 - 1):
+                message = check(endpoint="/w", tokens_requested=tokens)
+                answer = await node.checks.CheckRateLimit(message)
+                assert 0 <= answer.remaining_tokens <= limit
+                assert answer.reset_time >= 0
+                assert answer.retry_after_seconds >= 0
+            await node.config.DeleteRateLimit(pb.DeleteRateLimitRequest(id=created.id))
+    assert node.fail_opens() == (0, 0)

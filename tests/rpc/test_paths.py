@@ -1,0 +1,47 @@
+"""Both forms of a method's path, by both kinds of client."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from ratelimitd.services.catalogue import ROLES
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+OURS = [path for path in ROLES if path.startswith("/ratelimiter.v1.")]
+
+
+@pytest.mark.parametrize("path", OURS)
+async def test_a_method_answers_alike_with_the_package_and_without(node, path):
+    answers = []
+    for form in (path, path.replace("ratelimiter.v1.", "")):
+        try:
+            answers.append(await node.raw(form, b""))
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            answers.append((error.code(), error.details()))
+    assert answers[0] == answers[1]
+
+
+async def test_a_blocking_client_gets_the_same_answer_as_an_asyncio_one(node):
+    await node.rule()
+    peek = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a", peek=True)
+
+    def ask() -> pb.RateLimitResponse:
+        with grpc.insecure_channel(node.address) as channel:
+            method = channel.unary_unary(
+                "/RateLimiter/CheckRateLimit",
+                pb.RateLimitRequest.SerializeToString,
+                pb.RateLimitResponse.FromString,
+            )
+            return method(peek, timeout=10)
+
+    assert await asyncio.to_thread(ask) == await node.checks.CheckRateLimit(peek)
+
+
+async def test_an_unknown_method_is_unimplemented_and_counted(node):
+    for path in ("/RateLimiter/Nope", "/ratelimiter.v2.RateLimiter/CheckRateLimit"):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await node.raw(path, b"")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert node.stats.errors_by_transport == {"unknown_method": 2}
