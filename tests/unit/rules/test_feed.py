@@ -1,0 +1,369 @@
+import asyncio
+import sqlite3
+import uuid
+from contextlib import closing
+
+import pytest
+import pytest_asyncio
+
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.feed import (
+    MAX_REPORTED_ROWS,
+    POLL_S,
+    RETRY_FIRST_S,
+    RETRY_LONGEST_S,
+    RULES_PER_TURN,
+    RuleFeed,
+)
+from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.store import RuleChanges, RuleDraft
+from tests.rule_stores import sqlite_store
+
+ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
+CARTS = RuleDraft("/carts", "user", 20, 60, "fixed_window")
+
+
+class Turnstile:
+    """A sleep that ends when it is told to, so that a test decides how many polls there are."""
+
+    def __init__(self):
+        self.asked_s = []
+        self._waiting: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+
+    async def __call__(self, seconds):
+        self.asked_s.append(seconds)
+        passed = asyncio.Event()
+        self._waiting.put_nowait(passed)
+        await passed.wait()
+
+    async def turn(self):
+        """End the pause the feed is in; return when it is in its next one."""
+        (await self._waiting.get()).set()
+        while self._waiting.empty():  # noqa: ASYNC110 -- the feed works in threads; the loop must run for it
+            await asyncio.sleep(0)
+
+
+class Node:
+    """A feed with everything it is given, and what it did."""
+
+    def __init__(self, store, directory):
+        self.books: list[RuleBook] = []
+        self.reports: list[str] = []
+        self.pauses = Turnstile()
+        self.random = 0.5
+        self.last_good = LastGoodBook(directory, report=self.reports.append)
+        self.feed = RuleFeed(
+            store,
+            on_book=self.books.append,
+            last_good=self.last_good,
+            report=self.reports.append,
+            sleep=self.pauses,
+            random=lambda: self.random,
+        )
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path):
+    async with sqlite_store(tmp_path) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture
+async def start(store, tmp_path):
+    """Starts nodes, one after another in one state directory, and closes them."""
+    started = []
+
+    async def start():
+        node = Node(store, tmp_path)
+        started.append(node)
+        await node.feed.start()
+        return node
+
+    yield start
+    for node in started:
+        await node.feed.close()
+
+
+@pytest.fixture
+def lose(tmp_path):
+    """Takes the database away; calling what it returns brings it back."""
+    path, away = tmp_path / "rules.db", tmp_path / "away.db"
+
+    def lose():
+        path.rename(away)
+        return lambda: away.rename(path)
+
+    return lose
+
+
+@pytest.fixture
+def behind(tmp_path):
+    """Runs a statement on the file as somebody who does not ask the service."""
+
+    def run(statement, *parameters):
+        with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
+            connection.execute("PRAGMA ignore_check_constraints = 1")
+            connection.execute(statement, parameters)
+
+    return run
+
+
+def insert_many(behind, count, algorithm="fixed_window"):
+    for n in range(count):
+        row = (str(uuid.UUID(int=n)), f"/{n}", algorithm)
+        behind(
+            "INSERT INTO rules VALUES (?, ?, 'user', 1, 1, ?, 1, 1, '2026-01-01', '2026-01-01')",
+            *row,
+        )
+
+
+async def test_the_first_book_is_there_when_the_start_returns(start, store):
+    rule = await store.create(ORDERS, "me")
+    node = await start()
+    assert node.books == [node.feed.book]
+    assert list(node.feed.book.rules()) == [rule]
+    assert node.feed.book.revision == 1
+    assert node.feed.connected
+    assert node.reports == []
+
+
+async def test_an_empty_store_gives_an_empty_book_and_not_none(start):
+    node = await start()
+    assert len(node.feed.book) == 0
+
+
+async def test_a_notice_brings_a_change_into_force_before_it_returns(start, store):
+    rule = await store.create(ORDERS, "me")
+    node = await start()
+    changed = await store.update(rule.id, RuleChanges(limit=99), "", "me")
+    carts = await store.create(CARTS, "me")
+    await node.feed.notify()
+    assert set(node.books[-1].rules()) == {changed, carts}
+    await store.delete(rule.id, "", "me")
+    await node.feed.notify()
+    assert list(node.books[-1].rules()) == [carts]
+    assert node.feed.reloads_total == 3
+
+
+async def test_without_a_notice_a_poll_finds_the_change(start, store):
+    node = await start()
+    rule = await store.create(ORDERS, "me")
+    await node.pauses.turn()
+    assert list(node.feed.book.rules()) == [rule]
+
+
+async def test_a_poll_that_finds_nothing_new_keeps_the_very_book(start, store):
+    await store.create(ORDERS, "me")
+    node = await start()
+    await node.pauses.turn()
+    await node.feed.notify()
+    assert len(node.books) == 1
+
+
+async def test_two_rules_that_swapped_their_endpoints_arrive_together(start, store):
+    orders, carts = await store.create(ORDERS, "me"), await store.create(CARTS, "me")
+    node = await start()
+    await store.update(orders.id, RuleChanges(endpoint="/aside"), "", "me")
+    carts = await store.update(carts.id, RuleChanges(endpoint="/orders"), "", "me")
+    orders = await store.update(orders.id, RuleChanges(endpoint="/carts"), "", "me")
+    await node.feed.notify()
+    assert set(node.feed.book.rules()) == {orders, carts}
+
+
+async def test_a_book_of_many_turns_is_swapped_whole(start, behind):
+    insert_many(behind, RULES_PER_TURN + 1)
+    node = await start()
+    assert [len(book) for book in node.books] == [RULES_PER_TURN + 1]
+
+
+async def test_a_replaced_database_is_read_anew(start, store, behind):
+    await store.create(ORDERS, "me")
+    await store.create(CARTS, "me")
+    node = await start()
+    behind("DELETE FROM rules WHERE endpoint = '/carts'")
+    behind("UPDATE rule_revision SET revision = 1")
+    await node.feed.notify()
+    assert [rule.endpoint for rule in node.feed.book.rules()] == ["/orders"]
+    assert node.feed.book.revision == 1
+
+
+async def test_polls_are_two_seconds_apart_give_or_take_a_fifth(start):
+    node = await start()
+    await node.pauses.turn()
+    node.random = 0.0
+    await node.pauses.turn()
+    node.random = 1.0
+    await node.pauses.turn()
+    assert node.pauses.asked_s == pytest.approx([POLL_S, POLL_S, POLL_S * 0.8, POLL_S * 1.2])
+
+
+async def test_retries_back_off_with_jitter_and_stop_at_the_longest_pause(start, lose):
+    node = await start()
+    bring_back = lose()
+    for _ in range(8):
+        await node.pauses.turn()
+    pauses = [min(RETRY_FIRST_S * 2**n, RETRY_LONGEST_S) * 0.75 for n in range(8)]
+    assert node.pauses.asked_s[1:] == pytest.approx(pauses)
+    bring_back()
+    await node.pauses.turn()
+    assert node.pauses.asked_s[-1] == POLL_S
+
+
+async def test_while_the_database_is_away_the_book_stays_and_one_line_says_so(start, store, lose):
+    rule = await store.create(ORDERS, "me")
+    node = await start()
+    bring_back = lose()
+    await node.pauses.turn()
+    await node.pauses.turn()
+    assert list(node.feed.book.rules()) == [rule]
+    assert not node.feed.connected
+    assert node.feed.last_error == "the rule database cannot be opened"
+    bring_back()
+    await node.pauses.turn()
+    assert node.feed.connected
+    assert node.feed.last_error == ""
+    assert node.reports == [
+        "rules cannot be read: the rule database cannot be opened",
+        "rules can be read again",
+    ]
+
+
+async def test_a_start_without_the_database_serves_the_last_good_book_until_it_is_back(
+    start, store, lose
+):
+    rule = await store.create(ORDERS, "me")
+    await (await start()).feed.close()
+    bring_back = lose()
+    node = await start()
+    assert list(node.feed.book.rules()) == [rule]
+    assert not node.feed.connected
+    assert node.reports[-1] == "serving the last good rule book, revision 1"
+    bring_back()
+    carts = await store.create(CARTS, "me")
+    await node.pauses.turn()
+    assert set(node.feed.book.rules()) == {rule, carts}
+    assert node.feed.connected
+
+
+async def test_the_last_good_book_is_not_taken_for_the_stores_even_at_its_revision(
+    start, store, lose
+):
+    await store.create(ORDERS, "me")
+    await (await start()).feed.close()
+    bring_back = lose()
+    node = await start()
+    bring_back()
+    await node.pauses.turn()
+    assert node.feed.reloads_total == 1
+    assert node.feed.connected
+
+
+async def test_a_start_without_database_and_last_good_book_has_no_book_and_goes_on_trying(
+    start, store, lose
+):
+    rule = await store.create(ORDERS, "me")
+    bring_back = lose()
+    node = await start()
+    assert node.books == []
+    bring_back()
+    await node.pauses.turn()
+    assert list(node.feed.book.rules()) == [rule]
+
+
+async def test_an_unusable_last_good_book_is_reported_and_the_node_starts(start, lose, tmp_path):
+    (tmp_path / "rules.last-good").write_text("nonsense")
+    lose()
+    node = await start()
+    assert node.feed.book is None
+    assert node.reports[-1] == ("the last good rule book was set aside: it is not one of ours")
+
+
+async def test_a_feed_needs_no_last_good_book(store, lose):
+    lose()
+    feed = RuleFeed(store, on_book=lambda _book: None, sleep=Turnstile())
+    await feed.start()
+    assert not feed.connected
+    await feed.close()
+
+
+async def test_a_feed_that_never_started_can_be_closed(store):
+    await RuleFeed(store, on_book=lambda _book: None).close()
+
+
+async def test_bad_rows_are_skipped_counted_and_named(start, behind):
+    insert_many(behind, 2)
+    behind("UPDATE rules SET algorithm = 'leaky', revision = 1 WHERE endpoint = '/1'")
+    node = await start()
+    assert [rule.endpoint for rule in node.feed.book.rules()] == ["/0"]
+    assert (node.feed.bad_rows, node.feed.skipped_total) == (1, 1)
+    (line,) = node.reports
+    assert line.startswith(f"rule {uuid.UUID(int=1)} is not served: algorithm: unsupported")
+
+
+async def test_a_rule_made_bad_stays_as_the_book_has_it_until_it_is_mended(start, store, behind):
+    rule = await store.create(ORDERS, "me")
+    node = await start()
+    behind('UPDATE rules SET "limit" = 0, revision = 2')
+    behind("UPDATE rule_revision SET revision = 2")
+    await node.feed.notify()
+    assert list(node.feed.book.rules()) == [rule]
+    assert node.feed.bad_rows == 1
+    mended = await store.update(rule.id, RuleChanges(limit=5), "", "me")
+    await node.feed.notify()
+    assert list(node.feed.book.rules()) == [mended]
+    assert (node.feed.bad_rows, node.feed.skipped_total) == (0, 1)
+
+
+async def test_a_bad_row_that_is_deleted_is_no_longer_counted(start, store, behind):
+    rule = await store.create(ORDERS, "me")
+    behind("UPDATE rules SET algorithm = ''")
+    node = await start()
+    await store.delete(rule.id, "", "me")
+    await node.feed.notify()
+    assert (node.feed.bad_rows, len(node.feed.book)) == (0, 0)
+
+
+async def test_of_very_many_bad_rows_only_some_are_named(start, behind):
+    insert_many(behind, MAX_REPORTED_ROWS + 5, algorithm="leaky")
+    behind("UPDATE rules SET id = 'none' WHERE endpoint = '/0'")
+    node = await start()
+    assert len(node.reports) == MAX_REPORTED_ROWS + 1
+    assert any(line.startswith("rule without id is not served: id: ") for line in node.reports)
+    assert node.reports[-1] == "5 more rules are not served"
+
+
+async def test_a_crash_is_counted_reported_and_the_feed_goes_on(start, store, monkeypatch):
+    node = await start()
+
+    async def crash():
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "revision", crash)
+        await node.pauses.turn()
+    assert node.feed.crashes_total == 1
+    assert node.feed.last_error == "ZeroDivisionError"
+    assert node.reports == ["following the rules failed (ZeroDivisionError) and goes on"]
+    assert node.pauses.asked_s[-1] < RETRY_FIRST_S
+    rule = await store.create(ORDERS, "me")
+    await node.pauses.turn()
+    assert list(node.feed.book.rules()) == [rule]
+
+
+async def test_concurrent_notices_leave_the_newest_book(start, store):
+    node = await start()
+    for n in range(5):
+        await store.create(RuleDraft(f"/{n}", "user", 1, 1, "fixed_window"), "me")
+    await asyncio.gather(*(node.feed.notify() for _ in range(5)))
+    assert node.feed.book.revision == 5
+    assert [book.revision for book in node.books] == [0, 5]
+
+
+async def test_closing_keeps_the_book_on_disk_for_the_next_start(start, store, tmp_path):
+    await store.create(ORDERS, "me")
+    node = await start()
+    await node.feed.close()
+    book, _ = await LastGoodBook(tmp_path).load()
+    assert book is not None
+    assert set(book.rules()) == set(node.feed.book.rules())
+    await node.feed.close()
