@@ -1,0 +1,217 @@
+import itertools
+import random
+
+import pytest
+
+from ratelimitd import breaker as breaker_module
+from ratelimitd.breaker import (
+    FAILURE_THRESHOLD,
+    LEASE_US,
+    RECOVERY_US,
+    TRANSITIONS,
+    Breaker,
+    Effect,
+    Input,
+    State,
+)
+from ratelimitd.testing import ManualClock
+
+
+def opened(clock, **options):
+    breaker = Breaker(clock, **options)
+    for _ in range(FAILURE_THRESHOLD):
+        breaker.failed()
+    return breaker
+
+
+def probing(clock, **options):
+    breaker = opened(clock, **options)
+    clock.advance(us=RECOVERY_US)
+    assert breaker.begin_probe()
+    return breaker
+
+
+def test_the_table_in_the_docstring_is_the_table_that_runs():
+    lines = breaker_module.__doc__.splitlines()
+    head = next(index for index, line in enumerate(lines) if line.split()[:2] == ["state", "input"])
+    rows = [tuple(line.split()) for line in itertools.takewhile(str.strip, lines[head + 1 :])]
+    assert rows == [
+        (state, event, then, effect) for (state, event), (then, effect) in TRANSITIONS.items()
+    ]
+
+
+def test_success_and_failure_are_understood_in_every_state():
+    assert {(state, event) for state in State for event in (Input.SUCCESS, Input.FAILURE)} <= set(
+        TRANSITIONS
+    )
+
+
+def test_every_state_can_be_reached_and_left():
+    moves = {(state, then) for (state, _), (then, _) in TRANSITIONS.items() if state != then}
+    assert {state for state, _ in moves} == {then for _, then in moves} == set(State)
+
+
+def test_only_a_transition_to_closed_forgets_and_only_waits_lead_to_open():
+    for (state, _), (then, effect) in TRANSITIONS.items():
+        assert (effect is Effect.FORGET) <= (then is State.CLOSED)
+        assert (then is State.OPEN and state is not State.OPEN) == (effect is Effect.WAIT)
+        assert (then is State.HALF_OPEN) == (effect is Effect.LEND)
+
+
+def test_the_numbers_are_those_of_the_specification():
+    assert FAILURE_THRESHOLD == 5
+    assert RECOVERY_US == 30_000_000
+
+
+def test_a_new_breaker_is_closed_and_lends_no_probe():
+    clock = ManualClock()
+    breaker = Breaker(clock)
+    clock.advance(seconds=3600)
+    assert (breaker.state, breaker.allows(), breaker.retry_at_us) == (State.CLOSED, True, None)
+    assert not breaker.begin_probe()
+
+
+def test_the_fifth_consecutive_failure_opens_and_not_the_fourth():
+    breaker = Breaker(ManualClock())
+    for _ in range(FAILURE_THRESHOLD - 1):
+        breaker.failed()
+        assert breaker.allows()
+    breaker.failed()
+    assert (breaker.state, breaker.allows()) == (State.OPEN, False)
+
+
+def test_one_success_between_failures_starts_the_count_anew():
+    breaker = Breaker(ManualClock())
+    for _ in range(3):
+        for _ in range(FAILURE_THRESHOLD - 1):
+            breaker.failed()
+        breaker.succeeded()
+    assert breaker.state is State.CLOSED
+
+
+def test_the_threshold_can_be_one():
+    breaker = Breaker(ManualClock(), failure_threshold=1)
+    breaker.failed()
+    assert breaker.state is State.OPEN
+
+
+def test_a_probe_is_due_when_the_recovery_time_is_over_and_not_a_microsecond_earlier():
+    clock = ManualClock()
+    breaker = opened(clock)
+    assert breaker.retry_at_us == clock.monotonic_us() + RECOVERY_US
+    clock.advance(us=RECOVERY_US - 1)
+    assert not breaker.begin_probe()
+    clock.advance(us=1)
+    assert breaker.begin_probe()
+    assert breaker.state is State.HALF_OPEN
+
+
+def test_a_wall_clock_that_is_set_moves_nothing():
+    clock = ManualClock()
+    breaker = opened(clock)
+    clock.step(10 * RECOVERY_US)
+    assert not breaker.begin_probe()
+    clock.step(-20 * RECOVERY_US)
+    clock.advance(us=RECOVERY_US)
+    assert breaker.begin_probe()
+
+
+def test_half_open_lends_one_probe_at_a_time_and_lets_no_check_through():
+    clock = ManualClock()
+    breaker = probing(clock)
+    assert not breaker.allows()
+    clock.advance(us=LEASE_US - 1)
+    assert not breaker.begin_probe()
+
+
+def test_a_probe_that_never_reports_is_released_when_its_lease_is_over():
+    clock = ManualClock()
+    breaker = probing(clock)
+    for _ in range(3):
+        clock.advance(us=LEASE_US)
+        assert breaker.begin_probe()
+        assert not breaker.begin_probe()
+    breaker.succeeded()
+    assert breaker.allows()
+
+
+def test_a_probe_that_succeeds_closes_and_the_count_starts_anew():
+    clock = ManualClock()
+    breaker = probing(clock)
+    breaker.succeeded()
+    assert (breaker.state, breaker.retry_at_us) == (State.CLOSED, None)
+    for _ in range(FAILURE_THRESHOLD - 1):
+        breaker.failed()
+    assert breaker.allows()
+
+
+def test_a_probe_that_fails_opens_at_once_for_another_recovery_time():
+    clock = ManualClock()
+    breaker = probing(clock)
+    breaker.failed()
+    assert breaker.state is State.OPEN
+    assert breaker.retry_at_us == clock.monotonic_us() + RECOVERY_US
+    assert not breaker.begin_probe()
+
+
+@pytest.mark.parametrize("report", ["succeeded", "failed"])
+def test_a_report_that_comes_after_the_breaker_opened_neither_closes_nor_delays(report):
+    clock = ManualClock()
+    breaker = opened(clock)
+    due_us = breaker.retry_at_us
+    clock.advance(us=RECOVERY_US // 2)
+    getattr(breaker, report)()
+    assert (breaker.state, breaker.retry_at_us) == (State.OPEN, due_us)
+
+
+def test_jitter_is_drawn_for_each_opening_and_not_for_a_lease():
+    clock, drawn = ManualClock(), iter([250_000, 750_000])
+    breaker = opened(clock, jitter_us=lambda: next(drawn))
+    assert breaker.retry_at_us == RECOVERY_US + 250_000
+    clock.advance(us=RECOVERY_US + 250_000)
+    assert breaker.begin_probe()
+    assert breaker.retry_at_us == clock.monotonic_us() + LEASE_US
+    breaker.failed()
+    assert breaker.retry_at_us == clock.monotonic_us() + RECOVERY_US + 750_000
+
+
+class Prediction:
+    """What a breaker should do, written without a table."""
+
+    def __init__(self):
+        self.state, self.failures, self.due_us = "closed", 0, None
+
+    def report(self, now_us, succeeded):
+        if self.state == "open":
+            return
+        self.failures = 0 if succeeded else self.failures + 1
+        if succeeded:
+            self.state, self.due_us = "closed", None
+        elif self.state == "half_open" or self.failures >= FAILURE_THRESHOLD:
+            self.state, self.failures, self.due_us = "open", 0, now_us + RECOVERY_US
+
+    def probe(self, now_us):
+        if self.state == "closed" or now_us < self.due_us:
+            return False
+        self.state, self.due_us = "half_open", now_us + LEASE_US
+        return True
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_course_of_events_goes_as_predicted_and_every_transition_is_met(seed):
+    rng, clock, predicted = random.Random(seed), ManualClock(), Prediction()
+    breaker, met = Breaker(clock), set()
+    for _ in range(2_000):
+        before, now_us = breaker.state, clock.monotonic_us()
+        action = rng.choice(["succeeded", "failed", "failed", "failed", "begin_probe", "wait"])
+        if action == "wait":
+            clock.advance(us=rng.choice([1, LEASE_US - 1, LEASE_US, RECOVERY_US - 1, RECOVERY_US]))
+        elif action == "begin_probe":
+            assert breaker.begin_probe() == predicted.probe(now_us)
+        else:
+            getattr(breaker, action)()
+            predicted.report(now_us, succeeded=action == "succeeded")
+        met.add((before, breaker.state))
+        assert (breaker.state, breaker.retry_at_us) == (predicted.state, predicted.due_us)
+        assert breaker.allows() == (breaker.state == "closed")
+    assert {(state, then) for (state, _), (then, _) in TRANSITIONS.items()} <= met
