@@ -34,13 +34,7 @@ from ratelimitd.rules.store import (
     RuleDraft,
     SkippedRow,
 )
-from ratelimitd.rules.validation import (
-    RuleRow,
-    canonical_id,
-    etag_of,
-    rule_from_row,
-    validated,
-)
+from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
 
 ROWS_PER_TURN: Final = 128
 """Rows turned into rules in one turn of the event loop: about 1 ms at 8 µs a row."""
