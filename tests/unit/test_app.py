@@ -1,0 +1,303 @@
+"""A whole node in this process: what holds only once everything is put together."""
+
+import asyncio
+import logging
+import socket
+import sqlite3
+import threading
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from google.protobuf.empty_pb2 import Empty
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from ratelimitd.app import Node
+from ratelimitd.buckets.state_dir import StateDir
+from ratelimitd.errors import StartupError
+from ratelimitd.settings import Settings
+from ratelimitd.testing import ManualClock, running_node
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+
+SEED = """
+rules:
+  - {endpoint: /a, identifier_type: user, limit: 3, window_seconds: 60, algorithm: fixed_window}
+"""
+
+
+class Client:
+    def __init__(self, node):
+        self.channel = grpc.aio.insecure_channel(node.grpc_address)
+        self.checks = stubs.RateLimiterStub(self.channel)
+        self.rules = stubs.RateLimiterConfigStub(self.channel)
+        self.node = stubs.RateLimiterHealthStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        await self.channel.close()
+
+    async def allowed(self, number, identifier="u", **fields):
+        """How many of ``number`` checks are allowed."""
+        request = pb.RateLimitRequest(
+            identifier=identifier, identifier_type="user", endpoint="/a", **fields
+        )
+        return sum([(await self.checks.CheckRateLimit(request)).allowed for _ in range(number)])
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """Settings of a node whose files outlive it; its empty book is seeded."""
+    rules_file = tmp_path / "rules.yaml"
+    rules_file.write_text(SEED)
+    return {
+        "rules_file": rules_file,
+        "database_url": f"sqlite:///{tmp_path / 'rules.db'}",
+        "state_dir": tmp_path / "state",
+    }
+
+
+def node_of(kept, **settings):
+    flags = {"LISTEN": "127.0.0.1:0", "HTTP_LISTEN": "127.0.0.1:0", "DRAIN_S": "1"}
+    flags |= {name.upper(): str(value) for name, value in {**kept, **settings}.items()}
+    return Node(Settings.load({}, flags))
+
+
+async def test_rules_from_the_file_decide_the_first_check(kept):
+    async with running_node(**kept, clock=ManualClock()) as node, Client(node) as client:
+        assert await client.allowed(5) == 3
+
+
+async def test_a_rule_is_in_force_when_its_creation_is_answered(kept):
+    kept.pop("rules_file")
+    async with running_node(**kept, clock=ManualClock()) as node, Client(node) as client:
+        assert await client.allowed(3) == 3
+        rule = pb.RateLimit(
+            endpoint="/a",
+            identifier_type="user",
+            limit=1,
+            window_seconds=60,
+            algorithm="token_bucket",
+        )
+        await client.rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule))
+        assert await client.allowed(3) == 1
+
+
+async def test_a_restart_gives_nobody_a_fresh_limit_and_takes_no_reset_back(kept):
+    clock = ManualClock()
+    async with running_node(**kept, clock=clock) as node, Client(node) as client:
+        assert await client.allowed(5, "spent") == 3
+        assert await client.allowed(5, "reset") == 3
+        await client.node.ResetRateLimit(
+            pb.ResetRequest(identifier="reset", identifier_type="user", endpoint="/a")
+        )
+    async with running_node(**kept, clock=clock) as node, Client(node) as client:
+        assert await client.allowed(5, "spent") == 0
+        assert await client.allowed(5, "reset") == 3
+
+
+async def test_with_another_key_secret_buckets_are_not_found_again_and_that_is_told(kept, caplog):
+    clock = ManualClock()
+    async with running_node(**kept, clock=clock) as node, Client(node) as client:
+        assert await client.allowed(5) == 3
+    async with (
+        running_node(**kept, clock=clock, key_secret="x" * 32) as node,
+        Client(node) as client,
+    ):
+        assert await client.allowed(5) == 3
+    assert "is not a bucket file of this node's key secret" in caplog.text
+
+
+async def test_what_is_scraped_is_what_get_metrics_reports(kept):
+    async with running_node(**kept, clock=ManualClock()) as node, Client(node) as client:
+        await client.allowed(5)
+        reported = {
+            metric.name: metric.value
+            for metric in (await client.node.GetMetrics(pb.MetricsRequest())).metrics
+            if not metric.labels and metric.kind != "histogram"
+        }
+        async with httpx.AsyncClient() as http:
+            text = (await http.get(f"http://{node.http_address}/metrics")).text
+    scraped = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.labels
+    }
+    assert scraped["rate_limiter_requests_allowed_total"] == 3
+    assert scraped["rate_limiter_requests_blocked_total"] == 2
+    assert scraped["rate_limiter_active_buckets"] == 1
+    assert scraped["rate_limiter_rules"] == 1
+    assert scraped["rate_limiter_rules_store_up"] == 1
+    moving = {"rate_limiter_memory_usage_bytes", "rate_limiter_loop_lag_seconds"}
+    reported["rate_limiter_fail_open_total"] = reported.pop("rate_limiter.fail_open")
+    for name in reported.keys() - moving:
+        assert scraped[name] == reported[name], name
+
+
+async def test_health_names_the_node_and_its_rules(kept):
+    async with running_node(**kept, node_id="n1") as node, Client(node) as client:
+        report = await client.node.GetHealthStatus(Empty())
+    assert (report.status, report.node_id, report.rules_revision) == (pb.HEALTHY, "n1", 1)
+    assert report.shared_state_connected
+
+
+async def test_a_draining_node_says_so_and_takes_no_new_calls(kept):
+    async with running_node(**kept) as node, Client(node) as client:
+        assert node.readiness.ready
+        watch = client.health.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await node.drain()
+        assert node.readiness == (False, "draining")
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.allowed(1)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await node.drain()
+
+
+async def test_a_node_is_not_ready_before_it_has_rules(kept):
+    node = node_of(kept)
+    assert node.readiness == (False, "no rules are loaded yet")
+    await node.drain()
+
+
+async def test_the_http_side_can_be_off(kept):
+    async with running_node(**kept, http_listen="") as node:
+        assert node.http_address == ""
+
+
+async def test_reflection_can_be_off(kept):
+    async with running_node(**kept, reflection="off") as node, Client(node) as client:
+        call = client.channel.stream_stream(
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(iter([b""])).read()
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_tokens_guard_what_the_settings_say(kept):
+    async with running_node(**kept, check_token="abc") as node, Client(node) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.allowed(1)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_callers_may_be_trusted_with_the_time(kept):
+    async with running_node(**kept, timestamps="caller") as node, Client(node) as client:
+        assert await client.allowed(5, timestamp=1_000_000_000) == 3
+        assert await client.allowed(5, timestamp=1_000_000_060) == 3
+
+
+async def test_an_unexpected_error_in_a_check_is_logged_without_its_text(kept, caplog, monkeypatch):
+    async with running_node(**kept) as node, Client(node) as client:
+
+        def crash(*_):
+            text = "user:alice"
+            raise ValueError(text)
+
+        monkeypatch.setattr(node._table, "apply", crash)
+        assert await client.allowed(1) == 1
+        (record,) = [each for each in caplog.records if "fail-open" in each.message]
+        assert record.exc_info[0] is ValueError
+        assert "alice" not in record.message
+        assert node.stats.fail_open_error_total == 1
+
+
+class Taken:
+    """An address somebody listens on."""
+
+    def __enter__(self):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        return f"127.0.0.1:{self.socket.getsockname()[1]}"
+
+    def __exit__(self, *_):
+        self.socket.close()
+
+
+async def everything_is_closed(kept, threads_before):
+    """A node that could not start has left nothing open."""
+    StateDir.lock(kept["state_dir"]).close()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not {task.get_name() for task in others if not task.done()}
+    names = {thread.name for thread in threading.enumerate()} - threads_before
+    assert not [name for name in names if not name.startswith(("asyncio_", "Dummy-"))]
+
+
+@pytest.fixture
+def threads_before():
+    return {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"), [("listen", "LISTEN"), ("http_listen", "HTTP_LISTEN")]
+)
+async def test_a_taken_port_is_one_line_and_leaves_nothing_open(
+    kept, threads_before, setting, named
+):
+    with Taken() as address, pytest.raises(StartupError, match=named) as caught:
+        await node_of(kept, **{setting: address}).start()
+    assert "\n" not in str(caught.value)
+    assert address in str(caught.value)
+    await everything_is_closed(kept, threads_before)
+    async with running_node(**kept):
+        pass
+
+
+async def test_a_state_directory_in_use_is_one_line(kept):
+    async with running_node(**kept):
+        with pytest.raises(StartupError, match="in use by another node"):
+            await node_of(kept).start()
+
+
+async def test_a_wrong_seed_leaves_nothing_open(kept, threads_before):
+    kept["rules_file"].write_text("rules: [{}]")
+    with pytest.raises(StartupError, match=r"rules\.yaml: rules\[0\]"):
+        await node_of(kept).start()
+    await everything_is_closed(kept, threads_before)
+
+
+async def test_a_database_that_fails_after_it_was_opened_is_one_line(
+    kept, threads_before, tmp_path
+):
+    async with running_node(**kept):
+        pass
+    connection = sqlite3.connect(tmp_path / "rules.db")
+    connection.execute("DROP TABLE rules")
+    connection.close()
+    with pytest.raises(StartupError, match="the rule database failed"):
+        await node_of(kept).start()
+    await everything_is_closed(kept, threads_before)
+
+
+async def test_a_start_that_is_broken_off_leaves_nothing_open(kept, threads_before, monkeypatch):
+    node = node_of(kept)
+    reached = asyncio.Event()
+
+    async def hang(_methods):
+        reached.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(node, "_start_grpc", hang)
+    starting = asyncio.create_task(node.start())
+    await reached.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await everything_is_closed(kept, threads_before)
+
+
+async def test_what_is_wrong_with_the_files_of_before_is_logged(kept, caplog):
+    kept["state_dir"].mkdir()
+    (kept["state_dir"] / "rules.last-good").write_bytes(b"not ours")
+    (kept["state_dir"] / "buckets-00000001.log").write_bytes(b"not ours")
+    with caplog.at_level(logging.WARNING):
+        async with running_node(**kept):
+            pass
+    assert "renamed to *.foreign" in caplog.text

@@ -1,0 +1,193 @@
+"""The process around a node, in this process: the node is a stand-in, signals and event loop are real."""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from typing import ClassVar
+
+import pytest
+
+from ratelimitd import supervisor
+from ratelimitd.errors import StartupError
+from ratelimitd.observe import logs
+from ratelimitd.settings import Settings
+
+
+class StandIn:
+    """Behaves like a node; each test says how. ``happened`` is what was asked of it, in order."""
+
+    grpc_address = "127.0.0.1:1"
+    http_address = "127.0.0.1:2"
+    node_id = "n1"
+    happened: ClassVar[list[str]]
+
+    def __init__(self, _settings, *, context):
+        self.context = context
+
+    async def start(self):
+        self.happened.append("start")
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+
+    async def drain(self):
+        self.happened.append("drain")
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch):
+    """What belongs to the whole process is left to the test run: logging, the collector, and its end."""
+    statuses = []
+    monkeypatch.setattr(logs, "configure", lambda **_: None)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(supervisor, "_leave", statuses.append)
+    return statuses
+
+
+@pytest.fixture
+def node(monkeypatch):
+    class Node(StandIn):
+        happened: ClassVar = []
+
+    monkeypatch.setattr(supervisor, "Node", Node)
+    return Node
+
+
+def run(**settings):
+    return supervisor.run(
+        Settings.load({}, {name.upper(): text for name, text in settings.items()})
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_the_node_and_the_status_is_0(node, monkeypatch, number):
+    monkeypatch.setattr(signal, "SIGTERM", number)
+    assert run() == 0
+    assert node.happened == ["start", "drain"]
+
+
+def test_one_line_on_stdout_says_that_the_node_is_ready(node, capsys):
+    run()
+    captured = capsys.readouterr()
+    assert captured.out == "ratelimitd ready grpc=127.0.0.1:1 http=127.0.0.1:2 node=n1\n"
+    assert captured.err == ""
+
+
+def test_an_http_side_that_is_off_is_called_off(node, capsys):
+    node.http_address = ""
+    run()
+    assert capsys.readouterr().out == "ratelimitd ready grpc=127.0.0.1:1 http=off node=n1\n"
+
+
+def test_a_closed_stdout_is_no_reason_not_to_serve(node, monkeypatch):
+    class Closed:
+        def write(self, _text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert run() == 0
+
+
+def test_a_node_that_cannot_start_is_one_line_and_status_1(node, capsys):
+    async def start(_self):
+        message = "LISTEN: taken"
+        raise StartupError(message)
+
+    node.start = start
+    assert run() == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "ratelimitd: LISTEN: taken\n")
+
+
+def test_an_unexpected_error_is_one_line_with_its_place_but_without_its_text(node, capsys):
+    async def start(_self):
+        text = "a secret"
+        raise KeyError(text)
+
+    node.start = start
+    assert run() == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ratelimitd: unexpected KeyError at ")
+    assert error.endswith("in start\n")
+    assert error.count("\n") == 1
+    assert "secret" not in error
+
+
+def test_a_signal_during_the_start_breaks_it_off_and_closes_what_was_open(node, capsys):
+    async def start(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.happened.append("broken off")
+
+    node.start = start
+    assert run() == 0
+    assert node.happened == ["broken off", "drain"]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_second_signal_ends_the_process_at_once(node, monkeypatch):
+    ended = []
+
+    async def drain(_self):
+        left = asyncio.Event()
+        monkeypatch.setattr(supervisor, "_leave", lambda status: (ended.append(status), left.set()))
+        os.kill(os.getpid(), signal.SIGINT)
+        await left.wait()
+
+    node.drain = drain
+    run()
+    assert ended == [128 + signal.SIGINT]
+
+
+def test_a_drain_that_hangs_ends_the_process_with_status_1(node, ended, capsys, monkeypatch):
+    async def drain(_self):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(supervisor, "OVERDUE_S", 0.0)
+    node.drain = drain
+    run(drain_s="0")
+    assert ended == [1]
+    assert capsys.readouterr().err.startswith("ratelimitd: the node did not drain in time")
+
+
+def test_what_was_loaded_is_taken_out_of_the_collectors_sight_once_the_node_is_ready(
+    node, monkeypatch
+):
+    monkeypatch.setattr(gc, "freeze", lambda: node.happened.append("freeze"))
+    run()
+    assert node.happened == ["start", "freeze", "drain"]
+
+
+def test_an_exception_that_nobody_waits_for_is_logged_without_its_text(node, caplog):
+    async def start(self):
+        await StandIn.start(self)
+        loop = asyncio.get_running_loop()
+        loop.call_soon({}.__getitem__, "user:alice")
+        loop.call_exception_handler({"message": "user:alice"})
+
+    node.start = start
+    with caplog.at_level(logging.ERROR):
+        run()
+    kinds = [record.exc_info and record.exc_info[0] for record in caplog.records]
+    assert kinds == [None, KeyError]
+    assert all("alice" not in record.getMessage() for record in caplog.records)
+
+
+def test_the_event_loop_is_uvloop_where_there_is_one(monkeypatch):
+    loop = supervisor._new_event_loop()
+    loop.close()
+    assert type(loop).__module__ == "uvloop"
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    loop = supervisor._new_event_loop()
+    loop.close()
+    assert type(loop).__module__.startswith("asyncio")
+
+
+def test_the_log_is_set_up_by_the_settings(node, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(logs, "configure", lambda **given: seen.update(given))
+    run(log_level="debug", log_format="json", node_id="n7")
+    assert (seen["level"], seen["log_format"], seen["context"].node_id) == ("debug", "json", "n7")
