@@ -5,6 +5,7 @@ Never retries: a check that was sent may have been charged.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Annotated, Final
 import typer
 
 from ratelimitd.cli.failures import EXIT_NO, CliError
-from ratelimitd.cli.output import Output, as_dict
+from ratelimitd.cli.output import Output, as_dict, enum_name
 from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.model import INT32_MAX, IdentifierType
 from ratelimitd_client.client import MAX_BATCH, RateLimiterClient
@@ -30,6 +31,8 @@ _REASONS: Final = {
     pb.FAIL_OPEN_BREAKER: "not checked: the circuit breaker is open",
     pb.FAIL_OPEN_ERROR: "not checked: the node met an error",
 }
+
+_ITEM: Final = re.compile(r"requests\[\d+\]\.")
 
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
@@ -90,7 +93,7 @@ def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]
     if answer.reason == pb.COST_EXCEEDS_LIMIT:
         retry = "never with this cost"
     return [
-        ("reason", _REASONS.get(answer.reason, pb.Reason.Name(answer.reason))),
+        ("reason", _REASONS.get(answer.reason, enum_name(pb.Reason, answer.reason))),
         ("rule", rule if answer.rule_id else "–"),
         ("remaining", "unlimited" if answer.reason == pb.NO_RULE else str(answer.remaining_tokens)),
         ("reset", reset_text(answer.reset_time, now_s)),
@@ -164,7 +167,7 @@ def _answers(
         for answer in client.check_batch([request] * min(MAX_BATCH, count - start)):
             if answer.reason == pb.INVALID_REQUEST:
                 # The same request alone would have been refused, so it is an error here as well.
-                message = f"invalid argument: {answer.error}"
+                message = f"invalid argument: {_ITEM.sub('', answer.error)}"
                 raise CliError(message)
             yield answer
 

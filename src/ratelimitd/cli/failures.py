@@ -79,7 +79,8 @@ def rpc_failure(error: grpc.RpcError, target: str, timeout_s: float, *, tls: boo
         return CliError(message, EXIT_USAGE)
     name = code.name.lower().replace("_", " ")
     hint = f" ({_HINTS[code]})" if code in _HINTS else ""
-    return CliError(f"{name}: {_violations(status) or text}{hint}")
+    reason = _violations(status) or text
+    return CliError(f"{name}{': ' if reason else ''}{reason}{hint}")
 
 
 def _status(error: grpc.RpcError) -> status_pb2.Status:

@@ -9,7 +9,7 @@ import typer
 
 from ratelimitd.cli.check import EndpointArgument, IdentifierArgument, TypeArgument
 from ratelimitd.cli.failures import EXIT_NO
-from ratelimitd.cli.output import Output
+from ratelimitd.cli.output import Output, enum_name
 from ratelimitd.cli.target import Target, asks_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -83,7 +83,9 @@ def reset(
 
 def _print_health(answer: pb.HealthResponse, output: Output) -> None:
     good = answer.status == pb.HEALTHY
-    output.line(output.styled(pb.HealthStatus.Name(answer.status), "good" if good else "warn"))
+    output.line(
+        output.styled(enum_name(pb.HealthStatus, answer.status), "good" if good else "warn")
+    )
     # The bounds are the specification's; the node judges, this only shows what it judged.
     output.pairs(
         [

@@ -95,6 +95,12 @@ def printable(text: str) -> str:
     )
 
 
+def enum_name(enum: Any, number: int) -> str:
+    """The name of an enum's value; a value of a later release is shown by its number."""
+    name: str = enum.Name(number) if number in enum.values() else str(number)
+    return name
+
+
 def as_dict(message: Message) -> dict[str, Any]:
     """The proto3 JSON of a message as a dict, with the contract's field names.
 

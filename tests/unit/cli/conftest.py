@@ -1,0 +1,48 @@
+"""Runs command lines in this process, against a node of canned answers."""
+
+from typing import NamedTuple
+
+import pytest
+
+from ratelimitd.cli import main
+from tests.fake_node import fake_node
+
+
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """What this machine happens to be set to decides no test."""
+    for name in ("TARGET", "TOKEN", "TOKEN_FILE", "CA", "CERT", "KEY"):
+        monkeypatch.delenv(f"RATELIMITCTL_{name}", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command line that asks no node, or says which."""
+
+    def run_command(*arguments):
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Ended(status, captured.out, captured.err)
+
+    return run_command
+
+
+@pytest.fixture
+def node():
+    with fake_node() as node:
+        yield node
+
+
+@pytest.fixture
+def ask(run, node, monkeypatch):
+    """Run a command line that asks the node of canned answers."""
+    monkeypatch.setenv("RATELIMITCTL_TARGET", node.address)
+    return run

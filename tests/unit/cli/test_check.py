@@ -1,0 +1,161 @@
+"""`check`: what is asked, what is said about the answer, and the status that a script acts on."""
+
+import json
+
+import grpc
+import pytest
+
+from ratelimitd.cli.check import MAX_COUNT, describe, duration, reset_text
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.fake_node import status
+
+ALICE = ("check", "user", "alice", "/orders")
+RULE_ID = "6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f"
+
+
+def test_an_allowed_check_is_status_0_and_a_denied_one_3(ask, node):
+    node.limit = 1
+    assert ask(*ALICE).status == 0
+    denied = ask(*ALICE)
+    assert (denied.status, denied.err) == (3, "")
+    assert denied.out.startswith("denied\n")
+
+
+def test_the_request_is_what_was_typed(ask, node):
+    ask("check", "api_key", "k-1", "/v1/{id}", "--cost", "7", "--peek")
+    assert node.seen[0].request == pb.RateLimitRequest(
+        identifier="k-1",
+        identifier_type="api_key",
+        endpoint="/v1/{id}",
+        tokens_requested=7,
+        peek=True,
+    )
+
+
+def test_json_is_the_message(ask):
+    answer = json.loads(ask(*ALICE, "--json").out)
+    assert answer["allowed"] is True
+    assert answer["reason"] == "WITHIN_LIMIT"
+    assert answer["remaining_tokens"] == 1
+
+
+def test_the_answer_is_told_to_a_person(ask, node):
+    node.answer = pb.RateLimitResponse(
+        reason=pb.LIMIT_EXCEEDED,
+        reset_time=1,
+        retry_after_seconds=90,
+        limit=5,
+        window_seconds=60,
+        rule_id=RULE_ID,
+    )
+    assert ask(*ALICE).out == (
+        "denied\n"
+        "  reason       the limit is used up\n"
+        f"  rule         {RULE_ID} (5 per 1 min)\n"
+        "  remaining    0\n"
+        "  reset        now (1970-01-01 00:00:01 UTC)\n"
+        "  retry after  1 min 30 s\n"
+    )
+
+
+def test_many_checks_print_a_line_each_and_a_sum(ask, node):
+    ended = ask(*ALICE, "--count", "3")
+    assert ended.status == 3
+    assert ended.out == (
+        "1  allowed  remaining 1  reset –\n"
+        "2  allowed  remaining 0  reset –\n"
+        "3  denied   remaining 0  reset –  retry after –\n"
+        "2 allowed, 1 denied\n"
+    )
+
+
+def test_many_checks_that_are_all_allowed_are_status_0(ask, node):
+    node.limit = 3
+    assert ask(*ALICE, "--count", "3").status == 0
+
+
+def test_many_checks_travel_in_batches_of_a_thousand(ask, node):
+    ask(*ALICE, "--count", "2001", "--cost", "2")
+    assert [len(call.request.requests) for call in node.seen] == [1000, 1000, 1]
+    assert {item.tokens_requested for call in node.seen for item in call.request.requests} == {2}
+
+
+def test_json_of_many_checks_is_one_list(ask):
+    ended = ask(*ALICE, "--count", "3", "--json")
+    assert ended.status == 3
+    assert [answer["allowed"] for answer in json.loads(ended.out)] == [True, True, False]
+
+
+def test_a_check_that_is_malformed_is_an_error_alone_and_in_a_batch(ask, node):
+    node.answer = pb.RateLimitResponse(
+        reason=pb.INVALID_REQUEST, error="requests[0].identifier: must not be empty"
+    )
+    batch = ask(*ALICE, "--count", "2")
+    node.error = status(
+        grpc.StatusCode.INVALID_ARGUMENT, "text", ("identifier", "must not be empty")
+    )
+    alone = ask(*ALICE)
+    assert batch.status == alone.status == 1
+    assert batch.err == alone.err == "Error: invalid argument: identifier: must not be empty\n"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--count", "0"], ["--count", str(MAX_COUNT + 1)], ["--cost", str(2**31)], ["--cost", "x"]],
+)
+def test_numbers_that_cannot_travel_are_status_2(ask, node, options):
+    assert ask(*ALICE, *options).status == 2
+    assert node.seen == []
+
+
+def test_a_negative_cost_is_the_nodes_to_refuse(ask, node):
+    ask(*ALICE, "--cost", "-1")
+    assert node.seen[0].request.tokens_requested == -1
+
+
+@pytest.mark.parametrize(
+    ("answer", "facts"),
+    [
+        (
+            pb.RateLimitResponse(reason=pb.NO_RULE, remaining_tokens=2**31 - 1),
+            {"reason": "no rule applies", "rule": "–", "remaining": "unlimited", "reset": "–"},
+        ),
+        (
+            pb.RateLimitResponse(reason=pb.COST_EXCEEDS_LIMIT, retry_after_seconds=60),
+            {"retry after": "never with this cost"},
+        ),
+        (
+            pb.RateLimitResponse(reason=pb.FAIL_OPEN_BREAKER, remaining_tokens=1),
+            {"reason": "not checked: the circuit breaker is open", "remaining": "1"},
+        ),
+        (
+            pb.RateLimitResponse(reason=pb.FAIL_OPEN_ERROR),
+            {"reason": "not checked: the node met an error"},
+        ),
+        (pb.RateLimitResponse(), {"reason": "REASON_UNSPECIFIED", "retry after": "–"}),
+        (pb.RateLimitResponse.FromString(b"\x28\x63"), {"reason": "99"}),  # of a later release
+    ],
+)
+def test_every_reason_has_words(answer, facts):
+    assert facts.items() <= dict(describe(answer, 0)).items()
+
+
+@pytest.mark.parametrize(
+    ("reset_time_s", "text"),
+    [
+        (0, "–"),
+        (1_700_000_090, "in 1 min 30 s (2023-11-14 22:14:50 UTC)"),
+        (1_700_000_000, "now (2023-11-14 22:13:20 UTC)"),
+        (2**62, "in 53375995563974 d 9 h (Unix time 4611686018427387904)"),
+    ],
+)
+def test_a_reset_is_told_as_a_duration_and_as_an_instant(reset_time_s, text):
+    assert reset_text(reset_time_s, 1_700_000_000) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59, "59 s"), (60, "1 min"), (3_661, "1 h 1 min"), (86_400, "1 d")],
+)
+def test_a_duration_is_told_in_its_two_largest_units(seconds, text):
+    assert duration(seconds) == text

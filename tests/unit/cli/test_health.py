@@ -1,0 +1,111 @@
+"""`health`, `metrics` and `reset`."""
+
+import json
+
+import pytest
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+
+@pytest.mark.parametrize(
+    ("health", "status"),
+    [(pb.HEALTHY, 0), (pb.DEGRADED, 3), (pb.HEALTH_STATUS_UNSPECIFIED, 3)],
+)
+def test_only_a_healthy_node_is_status_0(ask, node, health, status):
+    node.health_answer.status = health
+    for options in ([], ["--json"]):
+        ended = ask("health", *options)
+        assert ended.status == status
+        assert pb.HealthStatus.Name(health) in ended.out
+
+
+def test_a_status_of_a_later_release_is_shown_by_its_number_and_is_not_healthy(ask, node):
+    node.health_answer = pb.HealthResponse.FromString(b"\x08\x07")
+    ended = ask("health")
+    assert ended.status == 3
+    assert ended.out.startswith("7\n")
+
+
+def test_health_shows_what_it_was_judged_by(ask, node):
+    node.health_answer = pb.HealthResponse(
+        status=pb.DEGRADED,
+        shared_state_connected=True,
+        local_cache_hit_ratio=0.5,
+        average_latency_ms=0.25,
+        error_rate=0.125,
+        node_id="node-1",
+        breaker_state="half_open",
+        rules_revision=7,
+    )
+    assert ask("health").out == (
+        "DEGRADED\n"
+        "  node             node-1\n"
+        "  shared state     connected\n"
+        "  cache hit ratio  0.500 (healthy above 0.90)\n"
+        "  average latency  0.250 ms (healthy below 2.0 ms)\n"
+        "  error rate       0.1250 (healthy below 0.01)\n"
+        "  circuit breaker  half_open\n"
+        "  rules revision   7\n"
+    )
+
+
+def test_what_a_node_does_not_say_is_a_dash(ask, node):
+    node.health_answer = pb.HealthResponse()
+    out = ask("health").out
+    assert "node             –\n" in out
+    assert "shared state     not connected\n" in out
+
+
+def test_metrics_are_a_table_with_their_labels(ask, node):
+    node.metrics_answer = pb.MetricsResponse(
+        metrics=[
+            pb.Metric(name="a_total", kind="counter", value=3),
+            pb.Metric(name="b", kind="gauge", value=0.5, labels={"y": "2", "x": "1"}),
+        ]
+    )
+    assert ask("metrics").out == (
+        'METRIC          KIND     VALUE\na_total         counter  3\nb{x="1",y="2"}  gauge    0.5\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("histogram", "text"),
+    [
+        (pb.Histogram(), "no observations"),
+        (pb.Histogram(upper_bounds=[1], cumulative_counts=[0, 0]), "no observations"),
+        (
+            pb.Histogram(upper_bounds=[0.001, 0.002], cumulative_counts=[50, 95, 100], sum=0.1),
+            "100 observations, mean 0.001 s, p50 ≤ 0.001 s, p95 ≤ 0.002 s, p99 > 0.002 s",
+        ),
+        (
+            pb.Histogram(cumulative_counts=[2], sum=1),
+            "2 observations, mean 0.5 s, p50 –, p95 –, p99 –",
+        ),
+    ],
+    ids=["no buckets", "empty", "filled", "no bounds"],
+)
+def test_a_histogram_is_told_by_its_mean_and_quantiles(ask, node, histogram, text):
+    node.metrics_answer = pb.MetricsResponse(
+        metrics=[pb.Metric(name="h", kind="histogram", histogram=histogram)]
+    )
+    assert ask("metrics").out.splitlines()[1].split("histogram  ")[1] == text
+
+
+def test_metrics_are_asked_for_by_name(ask, node):
+    ask("metrics", "a_total", "b")
+    ask("metrics")
+    assert [list(call.request.names) for call in node.seen] == [["a_total", "b"], []]
+
+
+def test_json_metrics_are_the_message(ask, node):
+    node.metrics_answer = pb.MetricsResponse(metrics=[pb.Metric(name="a_total", value=3)])
+    metrics = json.loads(ask("metrics", "--json").out)["metrics"]
+    assert (metrics[0]["name"], metrics[0]["value"]) == ("a_total", 3.0)
+
+
+@pytest.mark.parametrize(("options", "out"), [([], "reset\n"), (["--json"], "{}\n")])
+def test_a_reset_names_the_bucket(ask, node, options, out):
+    assert ask("reset", "ip", "192.0.2.7", "/login", *options) == (0, out, "")
+    assert node.seen[0].request == pb.ResetRequest(
+        identifier="192.0.2.7", identifier_type="ip", endpoint="/login"
+    )

@@ -1,0 +1,116 @@
+"""What is printed: JSON with the contract's names, tables that fit, colour only where it may be."""
+
+import io
+import json
+import os
+
+import pytest
+
+from ratelimitd.cli.output import Output, as_dict, enum_name, printable, table_lines
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def stream():
+    return io.StringIO()
+
+
+def test_json_has_the_names_of_the_contract_and_every_field_in_its_order():
+    assert list(as_dict(pb.RateLimitResponse(reason=pb.NO_RULE)).items()) == [
+        ("allowed", False),
+        ("remaining_tokens", 0),
+        ("reset_time", "0"),
+        ("retry_after_seconds", 0),
+        ("reason", "NO_RULE"),
+        ("limit", 0),
+        ("window_seconds", 0),
+        ("rule_id", ""),
+        ("error", ""),
+    ]
+
+
+def test_a_field_with_presence_is_shown_only_when_it_is_set():
+    assert "enabled" not in as_dict(pb.RateLimit())
+    assert as_dict(pb.RateLimit(enabled=False))["enabled"] is False
+
+
+def test_a_message_is_one_json_object(stream):
+    Output(as_json=True, stream=stream).message(pb.RateLimit(endpoint="/é"))
+    assert json.loads(stream.getvalue())["endpoint"] == "/é"
+    assert "/é" in stream.getvalue()
+
+
+@pytest.mark.parametrize("values", [[], [1], [{"a": [1, 2]}, {"b": "\n"}]])
+def test_a_list_that_is_printed_piece_by_piece_is_one_json_list(stream, values):
+    Output(stream=stream).json_list(iter(values))
+    assert json.loads(stream.getvalue()) == values
+    assert stream.getvalue().endswith("]\n")
+
+
+def test_columns_are_aligned_and_numbers_stand_to_the_right():
+    assert table_lines(("NAME", "N"), [("a", 1), ("long name", 100)], None) == [
+        "NAME         N",
+        "a            1",
+        "long name  100",
+    ]
+
+
+def test_a_table_without_rows_is_its_head():
+    assert table_lines(("NAME", "N"), [], 80) == ["NAME  N"]
+
+
+def test_the_widest_column_gives_way_to_a_narrow_terminal_but_not_below_its_minimum():
+    row = ("short", "x" * 50)
+    assert table_lines(("A", "B"), [row], 30)[1] == "short  " + "x" * 22 + "…"
+    assert table_lines(("A", "B"), [row], 10)[1] == "short  " + "x" * 11 + "…"
+    assert table_lines(("A", "B"), [row], 57)[1] == "short  " + "x" * 50
+
+
+def test_a_terminal_sets_the_width_of_a_table_and_a_pipe_does_not(monkeypatch, stream):
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal = Terminal()
+    for output in (terminal, stream):
+        Output(stream=output, environ={"NO_COLOR": "1"}).table(("A",), [("x" * 40,)])
+    assert terminal.getvalue() == "A\n" + "x" * 19 + "…\n"
+    assert stream.getvalue() == "A\n" + "x" * 40 + "\n"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environ", "coloured"),
+    [
+        (True, {}, True),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"TERM": "dumb"}, False),
+        (False, {}, False),
+    ],
+)
+def test_colour_is_for_terminals_that_want_it(terminal, environ, coloured):
+    output = Output(stream=Terminal() if terminal else io.StringIO(), environ=environ)
+    assert output.styled("yes", "good") == ("\x1b[32myes\x1b[0m" if coloured else "yes")
+
+
+def test_the_environment_of_the_process_is_read_unless_another_is_given(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"NO_COLOR": "1"})
+    assert Output(stream=Terminal()).styled("yes", "good") == "yes"
+
+
+def test_pairs_are_aligned(stream):
+    Output(stream=stream).pairs([("a", "1"), ("long", "2")])
+    assert stream.getvalue() == "  a     1\n  long  2\n"
+
+
+def test_text_of_another_machine_cannot_drive_the_terminal(stream):
+    assert printable("a\x1b[2Jb\r\nc") == "a\N{REPLACEMENT CHARACTER}[2Jb  c"
+    Output(stream=stream).table(("A",), [("\x1b[2J",)])
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_value_of_an_enum_has_its_name_and_one_of_a_later_release_its_number():
+    assert enum_name(pb.Reason, pb.NO_RULE) == "NO_RULE"
+    assert enum_name(pb.Reason, 99) == "99"

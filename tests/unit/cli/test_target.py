@@ -1,0 +1,137 @@
+"""The connection options: where a node is, who asks, and that no secret is ever shown."""
+
+import grpc
+import pytest
+import trustme
+
+from ratelimitd.cli import target as module
+from ratelimitd.cli.failures import CliError
+from ratelimitd.cli.target import Target, asks_node
+from tests.fake_node import fake_node, status
+
+SECRET = "s3cret-token"
+
+
+def test_the_token_of_a_file_is_sent_without_its_line_end(ask, node, tmp_path):
+    file = tmp_path / "token"
+    file.write_text(f"{SECRET}\n")
+    assert ask("health", "--token-file", file).status == 0
+    assert node.seen[0].metadata["authorization"] == f"Bearer {SECRET}"
+
+
+def test_the_token_may_come_from_the_command_line_or_the_environment(ask, node, monkeypatch):
+    ask("health", "--token", SECRET)
+    monkeypatch.setenv("RATELIMITCTL_TOKEN", "another")
+    ask("health")
+    assert [call.metadata["authorization"] for call in node.seen] == [
+        f"Bearer {SECRET}",
+        "Bearer another",
+    ]
+
+
+def test_the_environment_is_not_the_one_of_the_node():
+    """`serve` refuses every RATELIMITD_ name that is no setting."""
+    assert not module.ENV_PREFIX.startswith("RATELIMITD_")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--token", SECRET, "--token-file", "file"], "--token and --token-file"),
+        (["--cert", "file"], "--cert and --key together"),
+        (["--key", "file"], "--cert and --key together"),
+        (["--token-file", "/does/not/exist"], "--token-file: cannot read /does/not/exist: No such"),
+        (["--ca", "/does/not/exist"], "--ca: cannot read /does/not/exist: No such file"),
+        (["--token", "two words"], "a bearer token is made of"),
+        (["--timeout", "0"], "--timeout"),
+    ],
+)
+def test_options_that_cannot_work_are_status_2_and_ask_nobody(ask, node, options, problem):
+    ended = ask("health", *options)
+    assert ended.status == 2
+    assert problem in ended.err
+    assert node.seen == []
+    assert SECRET not in ended.err
+    assert "two words" not in ended.err
+
+
+def test_a_file_without_an_end_is_not_read_to_it(ask):
+    ended = ask("health", "--token-file", "/dev/zero")
+    assert ended.status == 2
+    assert f"larger than {module.MAX_FILE_BYTES} bytes" in ended.err
+
+
+def test_a_token_file_that_holds_no_text_is_refused_without_showing_it(ask, tmp_path):
+    (tmp_path / "token").write_bytes(b"\xff\xfe")
+    assert ask("health", "--token-file", tmp_path / "token").status == 2
+
+
+def test_tls_is_on_with_an_authority_and_shows_the_certificate_of_the_caller(run, tmp_path):
+    authority = trustme.CA()
+    server, caller = authority.issue_cert("localhost"), authority.issue_cert("caller")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    caller.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    caller.private_key_pem.write_to_path(tmp_path / "key.pem")
+    credentials = grpc.ssl_server_credentials(
+        [(server.private_key_pem.bytes(), server.cert_chain_pems[0].bytes())],
+        root_certificates=authority.cert_pem.bytes(),
+        require_client_auth=True,
+    )
+    identity = ["--cert", tmp_path / "cert.pem", "--key", tmp_path / "key.pem"]
+    with fake_node(credentials) as node:
+        command = ["health", "--target", node.address]
+        assert run(*command, "--ca", tmp_path / "ca.pem", *identity).status == 0
+        plain = run(*command)
+        stranger = run(*command, *identity)
+    assert plain.status == stranger.status == 2
+    assert "a node with TLS needs --ca" in plain.err
+    assert "are --ca, --cert and --key right?" in stranger.err
+
+
+def test_nobody_there_is_status_2_in_one_line(run):
+    ended = run("health", "--target", "127.0.0.1:1", "--timeout", "5")
+    assert ended.status == 2
+    assert ended.out == ""
+    assert ended.err.count("\n") == 1
+    assert "127.0.0.1:1" in ended.err
+
+
+def test_a_node_that_does_not_answer_is_given_up_after_the_timeout(ask, node):
+    node.answering.clear()
+    ended = ask("health", "--timeout", "0.05")
+    assert ended.status == 2
+    assert "within 0.05 s" in ended.err
+
+
+def test_an_error_of_a_call_leaves_the_block_as_one_of_the_command_line(node):
+    node.error = status(grpc.StatusCode.NOT_FOUND, "no such rule")
+    with (
+        pytest.raises(CliError, match="not found: no such rule"),
+        Target(node.address, 5).client() as client,
+    ):
+        client.health()
+
+
+def test_a_target_never_shows_its_token():
+    assert SECRET not in repr(Target("host:1", 5, token=SECRET))
+
+
+def test_a_command_gets_its_own_options_beside_those_of_the_connection():
+    got = []
+
+    @asks_node
+    def command(target: Target, *, number: int = 1) -> None:
+        got.append((target.address, target.output.as_json, number))
+
+    command(
+        number=2,
+        target="host:1",
+        json=True,
+        token=None,
+        token_file=None,
+        ca=None,
+        cert=None,
+        key=None,
+        timeout=1.0,
+    )
+    assert got == [("host:1", True, 2)]
