@@ -91,3 +91,13 @@ def test_operations_names_no_metric_that_is_not_exported():
 def test_python_on_a_page_is_python(page):
     for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         ast.parse(code)
+
+
+def test_architecture_names_every_module_and_package_of_the_server():
+    tree = (ROOT / "docs/ARCHITECTURE.md").read_text(encoding="utf-8").split("```")[1]
+    named = {word.rstrip("/") for line in tree.splitlines() for word in line.split()}
+    source = ROOT / "src/ratelimitd"
+    found = {path.name for path in source.glob("*.py")}
+    found |= {path.parent.name for path in source.glob("*/__init__.py")}
+    found = {"settings*.py" if name.startswith("settings") else name for name in found}
+    assert found - {"__init__.py"} <= named
