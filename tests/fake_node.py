@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -51,6 +51,8 @@ class FakeNode(
         self.answering.set()
         self.rules: dict[str, pb.RateLimit] = {}
         self.page_size = 1000
+        self.after_list: Callable[[], object] = lambda: None
+        """Called when the rules have been listed: somebody else's chance to change them."""
         self.health_answer = pb.HealthResponse(status=pb.HEALTHY, node_id="node-1")
         self.metrics_answer = pb.MetricsResponse()
 
@@ -150,7 +152,9 @@ class FakeNode(
         start = int(request.page_token or 0)
         stop = start + self.page_size
         more = str(stop) if stop < len(rules) else ""
-        return pb.ListRateLimitsResponse(rate_limits=rules[start:stop], next_page_token=more)
+        page = pb.ListRateLimitsResponse(rate_limits=rules[start:stop], next_page_token=more)
+        self.after_list()
+        return page
 
     def GetHealthStatus(self, request, context):  # noqa: N802
         self._saw(request, context)

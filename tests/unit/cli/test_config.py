@@ -1,0 +1,39 @@
+"""`config show`: every setting, where it comes from, and no secret."""
+
+import json
+
+from ratelimitd.settings import SETTINGS
+
+
+def test_every_setting_is_shown_with_its_source(run, monkeypatch):
+    monkeypatch.setenv("RATELIMITD_DRAIN_S", "7")
+    rows = [line.split() for line in run("config", "show", "--log-level", "error").out.splitlines()]
+    assert rows[0] == ["SETTING", "VALUE", "SOURCE"]
+    assert [row[0] for row in rows[1:]] == [setting.name for setting in SETTINGS]
+    assert ["DRAIN_S", "7", "environment"] in rows
+    assert ["LOG_LEVEL", "error", "flag"] in rows
+    assert ["TRANSPORT", "grpcio", "default"] in rows
+
+
+def test_json_is_a_list_of_the_same(run, tmp_path):
+    (tmp_path / "token").write_text("s3cret-token")
+    ended = run("config", "show", "--json", "--admin-token-file", tmp_path / "token")
+    rows = {row["name"]: row for row in json.loads(ended.out)}
+    assert list(rows) == [setting.name for setting in SETTINGS]
+    assert rows["ADMIN_TOKEN"]["source"] == "file"
+    assert rows["ADMIN_TOKEN"]["value"] not in ("", "s3cret-token")
+
+
+def test_no_secret_is_shown(run, monkeypatch):
+    monkeypatch.setenv("RATELIMITD_ADMIN_TOKEN", "s3cret-token")
+    for options in ([], ["--json"]):
+        ended = run("config", "show", *options, "--key-secret", "0123456789abcdef-s3cret")
+        assert "s3cret" not in ended.out + ended.err
+
+
+def test_what_is_wrong_is_status_1_and_one_line(run, monkeypatch):
+    monkeypatch.setenv("RATELIMITD_DRAIN", "7")
+    ended = run("config", "show")
+    assert (ended.status, ended.out) == (1, "")
+    assert "RATELIMITD_DRAIN is not a setting" in ended.err
+    assert ended.err.count("\n") == 1

@@ -1,0 +1,28 @@
+"""`db upgrade`: a database of this release afterwards, or one line that says why not."""
+
+import sqlite3
+
+
+def test_a_database_is_made_and_a_second_upgrade_finds_nothing_to_do(run, tmp_path):
+    url = f"sqlite:///{tmp_path / 'rules.db'}"
+    for _ in range(2):
+        ended = run("db", "upgrade", "--database-url", url)
+        assert ended == (0, "the rule database is up to date\n", "")
+    connection = sqlite3.connect(tmp_path / "rules.db")
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    connection.close()
+    assert "rules" in tables
+
+
+def test_the_database_may_come_from_the_environment(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("RATELIMITD_DATABASE_URL", f"sqlite:///{tmp_path / 'rules.db'}")
+    assert run("db", "upgrade").status == 0
+    assert (tmp_path / "rules.db").exists()
+
+
+def test_a_file_of_somebody_else_is_status_1_and_left_alone(run, tmp_path):
+    file = tmp_path / "notes.db"
+    file.write_bytes(b"not a database, but somebody's notes" * 100)
+    ended = run("db", "upgrade", "--database-url", f"sqlite:///{file}")
+    assert (ended.status, ended.out, ended.err.count("\n")) == (1, "", 1)
+    assert file.read_bytes().startswith(b"not a database")

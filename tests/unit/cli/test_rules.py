@@ -1,0 +1,144 @@
+"""`rules list`, `create`, `update` and `delete`: what is typed is what is sent."""
+
+import json
+
+import grpc
+import pytest
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.fake_node import status
+
+ID = "6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f"
+NUMBERS = ("--limit", "5", "--window-seconds", "60")
+
+
+def test_the_list_is_a_table_of_every_page(ask, node):
+    node.page_size = 1
+    node.add_rule("/a", "ip", id=ID, limit=5)
+    node.add_rule("/b", id=ID.upper(), enabled=False)
+    assert ask("rules", "list").out == (
+        "ENDPOINT  TYPE  LIMIT  WINDOW_S  ALGORITHM     ENABLED  ID\n"
+        f"/a        ip        5        60  token_bucket  yes      {ID}\n"
+        f"/b        user     10        60  token_bucket  no       {ID.upper()}\n"
+    )
+
+
+def test_the_list_is_filtered_by_the_node(ask, node):
+    ask("rules", "list", "--endpoint", "*", "--identifier-type", "ip")
+    request = node.seen[0].request
+    assert (request.endpoint, request.identifier_type) == ("*", "ip")
+
+
+def test_a_json_list_is_a_list_of_messages(ask, node):
+    rule = node.add_rule("/a")
+    [listed] = json.loads(ask("rules", "list", "--json").out)
+    assert (listed["endpoint"], listed["limit"], listed["etag"]) == ("/a", 10, rule.etag)
+    node.rules.clear()
+    assert json.loads(ask("rules", "list", "--json").out) == []
+
+
+def test_a_rule_is_created_with_what_was_typed(ask, node):
+    options = ["--algorithm", "fixed_window", "--id", ID, "--disabled"]
+    ended = ask("rules", "create", "/login", "ip", *NUMBERS, *options)
+    assert ended == (0, f"created {ID}: /login ip, 5 per 60 s, fixed_window, disabled\n", "")
+    assert node.seen[0].request.rate_limit == pb.RateLimit(
+        id=ID,
+        endpoint="/login",
+        identifier_type="ip",
+        limit=5,
+        window_seconds=60,
+        algorithm="fixed_window",
+        enabled=False,
+    )
+
+
+def test_a_rule_is_a_token_bucket_in_force_unless_told_otherwise(ask, node):
+    created = json.loads(ask("rules", "create", "*", "user", *NUMBERS, "--json").out)
+    assert (created["algorithm"], created["enabled"]) == ("token_bucket", True)
+
+
+def test_what_is_no_valid_rule_the_node_says(ask, node):
+    node.error = status(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "text",
+        ("rate_limit.limit", "the limit must be positive"),
+        ("rate_limit.endpoint", "the endpoint must not be empty"),
+    )
+    ended = ask("rules", "create", "", "user", "--limit", "-5", "--window-seconds", "60")
+    assert ended == (
+        1,
+        "",
+        (
+            "Error: invalid argument: limit: the limit must be positive;"
+            " endpoint: the endpoint must not be empty\n"
+        ),
+    )
+    assert node.seen[0].request.rate_limit.limit == -5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("create", "/x", "user", "--limit", "5"),
+        ("create", "/x", "user", "--limit", str(2**31), "--window-seconds", "1"),
+        ("create", "/x", "group", *NUMBERS),
+        ("create", "/x", "user", *NUMBERS, "--algorithm", "leaky_bucket"),
+        ("update", ID),
+        ("update", ID, "--etag", "x"),
+        ("update", "--limit", "5"),
+        ("delete",),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_status_2_and_asks_nobody(ask, node, arguments):
+    assert ask("rules", *arguments).status == 2
+    assert node.seen == []
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (["--limit", "7"], {"limit": 7}),
+        (["--window-seconds", "8", "--algorithm", "sliding_window"],
+         {"window_seconds": 8, "algorithm": "sliding_window"}),
+        (["--enable"], {"enabled": True}),
+        (["--disable"], {"enabled": False}),
+        (["--endpoint", "/b", "--identifier-type", "ip"], {"endpoint": "/b", "identifier_type": "ip"}),
+        (["--limit", "0"], {"limit": 0}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_an_update_sends_exactly_the_fields_that_were_named(ask, node, options, fields):
+    node.add_rule("/a", id=ID)
+    assert ask("rules", "update", ID, *options).status == 0
+    request = node.seen[0].request
+    assert list(request.update_mask.paths) == list(fields)
+    assert request.rate_limit == pb.RateLimit(id=ID, **fields)
+
+
+def test_an_update_shows_the_rule_as_it_is_now(ask, node):
+    node.add_rule("/a", id=ID)
+    assert ask("rules", "update", ID, "--limit", "7").out == (
+        f"updated {ID}: /a user, 7 per 60 s, token_bucket\n"
+    )
+
+
+def test_an_etag_that_is_not_the_rules_is_refused(ask, node):
+    node.add_rule("/a", id=ID)
+    for command in (("update", ID, "--limit", "7"), ("delete", ID)):
+        ended = ask("rules", *command, "--etag", "old")
+        assert ended.status == 1
+        assert "aborted: the rule has another etag by now" in ended.err
+    assert node.rules[ID].limit == 10
+
+
+@pytest.mark.parametrize(("options", "out"), [([], f"deleted {ID}\n"), (["--json"], "{}\n")])
+def test_a_rule_is_deleted(ask, node, options, out):
+    node.add_rule("/a", id=ID)
+    assert ask("rules", "delete", ID, *options) == (0, out, "")
+    assert node.rules == {}
+
+
+def test_a_rule_that_does_not_exist_is_status_1(ask):
+    ended = ask("rules", "delete", ID)
+    assert (ended.status, ended.err) == (1, f"Error: not found: no rule has the id {ID}\n")

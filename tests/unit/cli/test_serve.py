@@ -1,0 +1,43 @@
+"""`serve`: settings in, exit status of the supervisor out."""
+
+import pytest
+
+from ratelimitd import supervisor
+from ratelimitd.settings import SETTINGS
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Stand in for the node; collects the settings it would have run with."""
+    started = []
+
+    def run(settings):
+        started.append(settings)
+        return 4
+
+    monkeypatch.setattr(supervisor, "run", run)
+    return started
+
+
+def test_the_node_runs_with_the_settings_and_its_status_is_that_of_the_command(
+    run, started, monkeypatch
+):
+    monkeypatch.setenv("RATELIMITD_DRAIN_S", "7")
+    assert run("serve", "--http-listen", "", "--log-level", "error").status == 4
+    assert (started[0].drain_s, started[0].http_listen, started[0].log_level) == (7, None, "error")
+
+
+def test_a_wrong_setting_is_one_line_and_no_node_is_started(run, started):
+    ended = run("serve", "--listen", "nowhere", "--drain-s", "soon")
+    assert ended.status == 1
+    assert ended.err.count("\n") == 1
+    assert "--listen" in ended.err
+    assert "--drain-s" in ended.err
+    assert started == []
+
+
+def test_help_lists_every_setting_with_its_default(run):
+    out = " ".join(run("serve", "--help").out.split())
+    for setting in SETTINGS:
+        assert setting.flag in out
+        assert setting.default in out
