@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import httpx
 import pytest
+import trustme
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -187,6 +188,36 @@ async def test_tokens_guard_what_the_settings_say(kept):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.allowed(1)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_with_a_certificate_the_node_speaks_tls(kept, tmp_path):
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    tls = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    async with (
+        running_node(**kept, **tls) as node,
+        grpc.aio.secure_channel(node.grpc_address, credentials) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_row_that_is_no_rule_is_told_and_its_neighbours_are_served(kept, caplog, tmp_path):
+    kept["rules_file"].write_text(SEED + SEED.replace("/a", "/b").replace("\nrules:\n", ""))
+    async with running_node(**kept):
+        pass
+    connection = sqlite3.connect(tmp_path / "rules.db")
+    connection.execute("PRAGMA ignore_check_constraints = ON")
+    connection.execute("UPDATE rules SET \"limit\" = 0 WHERE endpoint = '/b'")
+    connection.commit()
+    connection.close()
+    async with running_node(**kept, clock=ManualClock()) as node, Client(node) as client:
+        assert await client.allowed(5) == 3
+    assert "is not served" in caplog.text
 
 
 async def test_callers_may_be_trusted_with_the_time(kept):

@@ -82,6 +82,23 @@ async def test_after_stopping_the_address_is_free_and_connections_are_closed(lis
     await server.stop()
 
 
+async def test_stopping_does_not_wait_for_a_peer_that_never_ends():
+    began = asyncio.Event()
+
+    async def endless(_scope, _receive, _send):
+        began.set()
+        await asyncio.Event().wait()
+
+    server = HttpServer(endless, "127.0.0.1", 0)
+    server._server.config.timeout_graceful_shutdown = 0
+    host, _, port = (await server.start()).rpartition(":")
+    reader, writer = await talk((host, int(port)))
+    await began.wait()
+    await server.stop()
+    assert await closed_by_server(reader)
+    writer.close()
+
+
 async def test_a_server_that_was_never_started_can_be_stopped():
     await HttpServer(hello, "127.0.0.1", 0).stop()
 
