@@ -1,0 +1,57 @@
+import pytest
+
+from ratelimitd.stats import LATENCY_BOUNDS_S, MAX_RULE_LABELS, OTHER_RULES, CheckStats
+
+
+def test_everything_starts_at_zero():
+    stats = CheckStats()
+    totals = [getattr(stats, name) for name in CheckStats.__slots__ if name.endswith("_total")]
+    assert totals == [0] * 10
+    assert stats.latency_counts == [0] * (len(LATENCY_BOUNDS_S) + 1)
+    assert (stats.latency_sum_s, stats.by_rule, stats.errors_by_transport) == (0.0, {}, {})
+
+
+def test_the_histogram_has_edges_at_the_promise_and_at_the_alert():
+    assert {0.001, 0.002} <= set(LATENCY_BOUNDS_S)
+    assert sorted(set(LATENCY_BOUNDS_S)) == list(LATENCY_BOUNDS_S)
+
+
+@pytest.mark.parametrize("index", range(len(LATENCY_BOUNDS_S)))
+def test_a_latency_on_a_bound_is_within_it_and_one_above_is_not(index):
+    stats = CheckStats()
+    stats.observe_latency(LATENCY_BOUNDS_S[index])
+    assert stats.latency_counts[index] == 1
+    stats.observe_latency(LATENCY_BOUNDS_S[index] * 1.0001)
+    assert stats.latency_counts[index + 1] == 1
+
+
+def test_the_checks_of_a_batch_share_its_time():
+    stats = CheckStats()
+    stats.observe_latency(0.01, checks=10)
+    assert stats.latency_counts[LATENCY_BOUNDS_S.index(0.001)] == 10
+    assert stats.latency_sum_s == 0.01
+
+
+def test_a_rule_keeps_its_counters():
+    stats = CheckStats()
+    counters = stats.rule_counters("a")
+    counters[0] += 1
+    assert stats.rule_counters("a") is counters
+    assert stats.by_rule == {"a": [1, 0]}
+
+
+def test_rules_beyond_the_bound_on_labels_share_one_pair():
+    stats = CheckStats()
+    for number in range(MAX_RULE_LABELS):
+        stats.rule_counters(f"rule {number}")[0] += 1
+    one, other = stats.rule_counters("one more"), stats.rule_counters("and another")
+    assert one is other is stats.by_rule[OTHER_RULES]
+    assert len(stats.by_rule) == MAX_RULE_LABELS + 1
+    assert stats.rule_counters("rule 0") == [1, 0]
+
+
+def test_transport_errors_are_counted_by_cause():
+    stats = CheckStats()
+    for cause in ("malformed", "too_large", "malformed"):
+        stats.transport_error(cause)
+    assert stats.errors_by_transport == {"malformed": 2, "too_large": 1}
