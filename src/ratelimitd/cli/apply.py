@@ -129,8 +129,8 @@ def _execute(client: RateLimiterClient, step: Step) -> None:
             changes = {name: getattr(draft, name) for name in fields}
             rule = pb.RateLimit(id=current.id, etag=current.etag, **changes)
             client.update_rule(rule, fields)
-        case Delete(current):
-            client.delete_rule(current.id, etag=current.etag)
+        case _:
+            client.delete_rule(step.current.id, etag=step.current.etag)
 
 
 def _print_plan(plan: Sequence[Step], output: Output) -> None:
@@ -144,8 +144,8 @@ def _print_plan(plan: Sequence[Step], output: Output) -> None:
                 for name in fields:
                     old, new = _text(getattr(stored, name)), _text(getattr(draft, name))
                     output.line(f"    {name}: {old} → {new}")
-            case Delete(current):
-                stored = draft_of(current)
+            case _:
+                stored = draft_of(step.current)
                 output.line(output.styled(f"- delete {_name(stored)}: {_values(stored)}", "bad"))
 
 
@@ -156,8 +156,8 @@ def _as_json(step: Step) -> dict[str, Any]:
         case Update(current, draft, fields):
             rule = as_dict(current) | {name: getattr(draft, name) for name in fields}
             return {"action": "update", "fields": list(fields), "rate_limit": rule}
-        case Delete(current):
-            return {"action": "delete", "rate_limit": as_dict(current)}
+        case _:
+            return {"action": "delete", "rate_limit": as_dict(step.current)}
 
 
 def _message(draft: RuleDraft) -> pb.RateLimit:

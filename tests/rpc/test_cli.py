@@ -1,0 +1,217 @@
+"""The command line against a real node: every group of commands, and the ends that only a process can show."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ratelimitd.cli import main
+from ratelimitd.testing import ManualClock, running_node
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COMMAND = Path(sys.executable).with_name("ratelimitd")
+LOGIN = ("ip", "192.0.2.7", "/login")
+
+
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def ask(capsys, monkeypatch):
+    """Run a command line beside the node: in a thread, since the node needs the loop of this one."""
+    monkeypatch.delenv("RATELIMITCTL_TOKEN", raising=False)
+
+    async def run(node, *arguments):
+        status = await asyncio.to_thread(
+            main, [*map(str, arguments), "--target", node.grpc_address]
+        )
+        captured = capsys.readouterr()
+        return Ended(status, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+async def node():
+    async with running_node(clock=ManualClock(), log_level="error") as node:
+        yield node
+
+
+async def test_a_limit_is_made_used_up_and_reset(node, ask):
+    created = await ask(
+        node, "rules", "create", "/login", "ip", "--limit", 2, "--window-seconds", 60, "--json"
+    )
+    assert created.status == 0
+    rule = json.loads(created.out)
+    many = await ask(node, "check", *LOGIN, "--count", 3, "--json")
+    answers = json.loads(many.out)
+    assert many.status == 3
+    assert [answer["remaining_tokens"] for answer in answers] == [1, 0, 0]
+    assert [answer["reason"] for answer in answers[1:]] == ["WITHIN_LIMIT", "LIMIT_EXCEEDED"]
+    assert answers[2]["retry_after_seconds"] == 30
+    assert answers[2]["rule_id"] == rule["id"]
+    denied = await ask(node, "check", *LOGIN)
+    assert denied.status == 3
+    assert "retry after  30 s" in denied.out
+    assert (await ask(node, "reset", *LOGIN)).status == 0
+    assert (await ask(node, "check", *LOGIN, "--peek")).status == 0
+    assert "remaining    1\n" in (await ask(node, "check", *LOGIN)).out
+
+
+async def test_more_checks_than_a_batch_holds_are_all_asked(node, ask):
+    await ask(node, "rules", "create", "*", "user", "--limit", 1001, "--window-seconds", 60)
+    ended = await ask(node, "check", "user", "alice", "/x", "--count", 1002)
+    assert ended.status == 3
+    assert ended.out.endswith("\n1001 allowed, 1 denied\n")
+
+
+async def test_without_a_rule_everything_is_allowed(node, ask):
+    ended = await ask(node, "check", "user", "alice", "/x")
+    assert ended.status == 0
+    assert "no rule applies" in ended.out
+
+
+async def test_the_example_book_is_applied_and_exported_without_a_difference(node, ask, tmp_path):
+    apply = ("rules", "apply", "-f")
+    first = await ask(node, *apply, EXAMPLES / "rules.yaml", "--prune")
+    assert first.status == 0
+    assert first.out.endswith("8 created, 0 updated, 0 deleted\n")
+    assert (await ask(node, *apply, EXAMPLES / "rules.yaml", "--prune")).out == "no changes\n"
+    exported = tmp_path / "exported.yaml"
+    exported.write_text((await ask(node, "rules", "export")).out)
+    assert (await ask(node, *apply, exported, "--prune")).out == "no changes\n"
+    async with running_node(log_level="error") as other:
+        assert (await ask(other, *apply, exported)).status == 0
+        assert (await ask(other, "rules", "export")).out == exported.read_text()
+
+
+async def test_rules_move_and_make_room_for_each_other_in_one_apply(node, ask, tmp_path):
+    file = tmp_path / "rules.yaml"
+    fields = "identifier_type: user, limit: 5, window_seconds: 60, algorithm: token_bucket"
+    ids = [f"00000000-0000-4000-8000-00000000000{number}" for number in range(3)]
+
+    async def apply(*places):
+        lines = [f"  - {{id: {rule}, endpoint: {place}, {fields}}}\n" for rule, place in places]
+        file.write_text("rules:\n" + "".join(lines))
+        return await ask(node, "rules", "apply", "-f", file, "--prune")
+
+    await apply((ids[0], "/a"), (ids[1], "/b"))
+    ended = await apply((ids[0], "/b"), (ids[1], "/c"), (ids[2], "/a"))
+    assert ended.out.endswith("1 created, 2 updated, 0 deleted\n")
+    listed = json.loads((await ask(node, "rules", "list", "--json")).out)
+    assert [(rule["endpoint"], rule["id"]) for rule in listed] == [
+        ("/a", ids[2]),
+        ("/b", ids[0]),
+        ("/c", ids[1]),
+    ]
+    swapped = await apply((ids[0], "/c"), (ids[1], "/b"), (ids[2], "/a"))
+    assert swapped.status == 1
+    assert "rules[0]" in swapped.err
+
+
+async def test_every_wrong_field_of_a_rule_is_named(node, ask):
+    ended = await ask(node, "rules", "create", "", "user", "--limit", 0, "--window-seconds", -1)
+    assert ended.status == 1
+    assert ended.err.count("\n") == 1
+    for field in ("endpoint: ", "limit: ", "window_seconds: "):
+        assert field in ended.err
+
+
+async def test_an_update_changes_what_was_named_and_an_old_etag_nothing(node, ask):
+    create = ("rules", "create", "/x", "user", "--limit", 5, "--window-seconds", 60, "--json")
+    rule = json.loads((await ask(node, *create)).out)
+    update = ("rules", "update", rule["id"], "--limit", 7, "--disable", "--etag", rule["etag"])
+    changed = json.loads((await ask(node, *update, "--json")).out)
+    assert (changed["limit"], changed["window_seconds"], changed["enabled"]) == (7, 60, False)
+    late = await ask(node, *update)
+    assert late.status == 1
+    assert "aborted" in late.err
+    assert "no rule applies" in (await ask(node, "check", "user", "alice", "/x")).out
+    assert (await ask(node, "rules", "delete", rule["id"])).status == 0
+    assert (await ask(node, "rules", "delete", rule["id"])).status == 1
+
+
+async def test_a_second_rule_for_the_same_place_is_refused(node, ask):
+    create = ("rules", "create", "/x", "user", "--limit", 5, "--window-seconds", 60)
+    assert (await ask(node, *create)).status == 0
+    ended = await ask(node, *create)
+    assert ended.status == 1
+    assert ended.err.startswith("Error: already exists: ")
+
+
+async def test_health_and_metrics_are_shown(node, ask):
+    health = await ask(node, "health", "--json")
+    assert health.status == 0
+    assert json.loads(health.out)["status"] == "HEALTHY"
+    metrics = await ask(node, "metrics", "rate_limiter_requests_allowed_total")
+    assert metrics.status == 0
+    assert len(metrics.out.splitlines()) == 2
+    unknown = await ask(node, "metrics", "no_such_metric")
+    assert unknown.status == 1
+    assert unknown.err.startswith("Error: invalid argument: ")
+
+
+@pytest.mark.parametrize("options", [[], ["--count", 2]])
+async def test_an_identifier_that_is_no_address_is_an_error_and_no_denial(node, ask, options):
+    ended = await ask(node, "check", "ip", "not-an-address", "/login", *options)
+    assert ended.status == 1
+    assert ended.err.startswith("Error: invalid argument: identifier: ")
+    assert "not-an-address" not in ended.err
+
+
+async def test_a_token_opens_what_is_closed_and_is_never_shown(ask, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("an-admin-token\n")
+    async with running_node(admin_token="an-admin-token", log_level="error") as node:
+        without = await ask(node, "rules", "list")
+        assert without.status == 1
+        assert "--token-file" in without.err
+        assert (await ask(node, "rules", "list", "--token-file", token)).status == 0
+        wrong = await ask(node, "rules", "list", "--token", "another-token")
+        assert wrong.status == 1
+        assert "another-token" not in wrong.err
+        assert (await ask(node, "check", "user", "alice", "/x")).status == 0
+
+
+async def test_a_node_that_has_stopped_is_status_2(ask):
+    async with running_node(log_level="error") as node:
+        pass
+    ended = await ask(node, "health")
+    assert ended.status == 2
+    assert "cannot reach a node" in ended.err
+
+
+def test_ctrl_c_while_waiting_is_quiet():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        process = subprocess.Popen(
+            [COMMAND, "health", "--target", address, "--timeout", "60"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+def test_a_reader_that_went_away_is_quiet():
+    process = subprocess.Popen(
+        [COMMAND, "config", "show"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=30) == 1
