@@ -13,7 +13,6 @@ from ratelimitd.limiter import Limiter
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.samples import MetricSample
 from ratelimitd.rpc.grpcio_server import GrpcioServer
-from ratelimitd.rpc.interface import Methods
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.services.auth import Access, Credentials
@@ -62,6 +61,15 @@ class Node:
         """Call a method with bytes, whatever they are."""
         return await self.channel.unary_unary(path)(data, timeout=10, **options)
 
+    async def outcome(
+        self, path: str, data: bytes, **options
+    ) -> tuple[grpc.StatusCode, bytes | str]:
+        """What a call ends with: its status, and the answer or the status's text."""
+        try:
+            return grpc.StatusCode.OK, await self.raw(path, data, **options)
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
+
     async def rule(self, endpoint: str = "/a", identifier_type: str = "user", **fields):
         """Create a rule of 10 a minute, or as told."""
         rule = {"limit": 10, "window_seconds": 60, "algorithm": "fixed_window", **fields}
@@ -72,17 +80,16 @@ class Node:
         return self.stats.fail_open_breaker_total, self.stats.fail_open_error_total
 
 
-def every_method(offers) -> Methods:
-    """The methods of ``offers``, open to everybody."""
-    return guarded(offers, Access(Credentials()), ErrorEdge(time.monotonic))
-
-
 @asynccontextmanager
 async def running_node(
-    directory: Path, *, credentials: Credentials | None = None, listen="127.0.0.1:0", **options
+    directory: Path,
+    *,
+    credentials: Credentials | None = None,
+    listen="127.0.0.1:0",
+    busy_timeout_s: float = 2.0,
+    **options,
 ) -> AsyncIterator[Node]:
-    """A node in this process with a database in ``directory`` and a clock that tests move; for GrpcioServer
-    ``options``."""
+    """A node with its database in ``directory`` and a clock that tests move; ``options`` go to GrpcioServer."""
     clock, stats = ManualClock(), CheckStats()
     limiter = Limiter(
         buckets=BucketTable(10_000, stats),
@@ -91,7 +98,7 @@ async def running_node(
         timestamps="bounded",
         key_secret=b"k" * 32,
     )
-    async with sqlite_store(directory, clock=clock) as store:
+    async with sqlite_store(directory, clock=clock, busy_timeout_s=busy_timeout_s) as store:
         feed = RuleFeed(store, on_book=limiter.replace_book)
         await feed.start()
         access, edge = Access(credentials or Credentials()), ErrorEdge(time.monotonic)

@@ -13,14 +13,9 @@ OURS = [path for path in ROLES if path.startswith("/ratelimiter.v1.")]
 
 @pytest.mark.parametrize("path", OURS)
 async def test_a_method_answers_alike_with_the_package_and_without(node, path):
-    answers = []
-    for form in (path, path.replace("ratelimiter.v1.", "")):
-        try:
-            answers.append(await node.raw(form, b""))
-        except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            answers.append((error.code(), error.details()))
-    assert answers[0] == answers[1]
+    with_package = await node.outcome(path, b"")
+    assert with_package[0] in {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+    assert await node.outcome(path.replace("ratelimiter.v1.", ""), b"") == with_package
 
 
 async def test_a_blocking_client_gets_the_same_answer_as_an_asyncio_one(node):
@@ -41,7 +36,5 @@ async def test_a_blocking_client_gets_the_same_answer_as_an_asyncio_one(node):
 
 async def test_an_unknown_method_is_unimplemented_and_counted(node):
     for path in ("/RateLimiter/Nope", "/ratelimiter.v2.RateLimiter/CheckRateLimit"):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await node.raw(path, b"")
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (await node.outcome(path, b""))[0] is grpc.StatusCode.UNIMPLEMENTED
     assert node.stats.errors_by_transport == {"unknown_method": 2}

@@ -1,0 +1,75 @@
+"""Who may call what, as callers meet it: every method under every kind of credentials."""
+
+import grpc
+import pytest
+
+from ratelimitd.services.auth import Credentials, Role
+from ratelimitd.services.catalogue import ROLES
+from tests.rpc.node import running_node
+
+GUARDED = {path: role for path, role in ROLES.items() if role is not Role.OPEN}
+TOKENS = Credentials(admin_token="the-admin-token", check_token="the-check-token")
+DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+FORWARDED = (("x-forwarded-for", "127.0.0.1"),)
+
+
+def bearer(token):
+    return (("authorization", f"Bearer {token}"),)
+
+
+async def verdict(node, path, metadata=()):
+    """``None`` when the call got past its guard, else the status it was refused with."""
+    for form in (path, path.replace("ratelimiter.v1.", "")):
+        code, _ = await node.outcome(form, b"\xff", metadata=metadata)
+        if code in DENIED:
+            return code
+        assert code is grpc.StatusCode.INVALID_ARGUMENT  # the bytes were looked at
+    return None
+
+
+@pytest.fixture
+async def guarded_node(tmp_path):
+    async with running_node(tmp_path, credentials=TOKENS) as node:
+        yield node
+
+
+@pytest.mark.parametrize("path", GUARDED)
+async def test_without_tokens_this_host_may_do_everything(node, path):
+    assert await verdict(node, path) is None
+
+
+@pytest.mark.parametrize("path", GUARDED)
+async def test_without_tokens_a_forwarded_call_may_only_check(node, path):
+    expected = None if GUARDED[path] is Role.CHECK else grpc.StatusCode.PERMISSION_DENIED
+    assert await verdict(node, path, FORWARDED) is expected
+
+
+@pytest.mark.parametrize("path", GUARDED)
+async def test_with_tokens_the_admin_token_opens_everything(guarded_node, path):
+    assert await verdict(guarded_node, path, bearer("the-admin-token")) is None
+    assert await verdict(guarded_node, path, (*bearer("the-admin-token"), *FORWARDED)) is None
+
+
+@pytest.mark.parametrize("path", GUARDED)
+async def test_with_tokens_the_check_token_opens_checks_and_nothing_else(guarded_node, path):
+    expected = None if GUARDED[path] is Role.CHECK else grpc.StatusCode.PERMISSION_DENIED
+    assert await verdict(guarded_node, path, bearer("the-check-token")) is expected
+
+
+@pytest.mark.parametrize("path", GUARDED)
+@pytest.mark.parametrize("metadata", [(), bearer("wrong"), (("authorization", "the-admin-token"),)])
+async def test_with_tokens_no_or_a_wrong_one_is_unauthenticated_even_here(
+    guarded_node, path, metadata
+):
+    assert await verdict(guarded_node, path, metadata) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_and_reflection_are_open_to_everybody(guarded_node):
+    code, _ = await guarded_node.outcome("/grpc.health.v1.Health/Check", b"", metadata=FORWARDED)
+    assert code is grpc.StatusCode.OK
+
+
+async def test_an_admin_token_alone_leaves_checks_open(tmp_path):
+    credentials = Credentials(admin_token="the-admin-token")
+    async with running_node(tmp_path, credentials=credentials) as node:
+        assert await verdict(node, "/ratelimiter.v1.RateLimiter/CheckRateLimit") is None
