@@ -71,9 +71,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
             rule, now_us, at_us, used + cost, oldest_us, _appended(state, first, at_us, cost)
         )
 
-    remaining = max(
-        limit - used, 0
-    )  # more than the limit is in the log when the limit was lowered meanwhile
+    remaining = max(limit - used, 0)  # was the limit lowered, more than that is in the log
     reset_us = latest_us + window_us if used else at_us
     reset_time = -(-reset_us // US_PER_S)
     if cost > limit:

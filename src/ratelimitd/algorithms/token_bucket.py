@@ -31,9 +31,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
         spent, at_us = 0, now_us
     else:
         spent, latest_us = state
-        spent = min(
-            spent, capacity
-        )  # the limit was lowered meanwhile: owe one whole capacity, not more
+        spent = min(spent, capacity)  # was the limit lowered, one whole capacity is owed, not more
         if now_us > latest_us:
             spent -= (now_us - latest_us) * limit
             spent = max(spent, 0)
@@ -64,13 +62,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
         return Outcome(
             DENIED, remaining, reset_time, rule.window_seconds, Reason.COST_EXCEEDS_LIMIT, state
         )
+    # More is wanted than there is, so it is due later than now, and this is at least 1.
     due = at_us * limit + wanted - capacity
-    retry_after = -(-(due - now_us * limit) // (limit * US_PER_S))
-    return Outcome(
-        DENIED,
-        remaining,
-        reset_time,
-        min(max(retry_after, 1), INT32_MAX),
-        Reason.LIMIT_EXCEEDED,
-        state,
-    )
+    retry_after = min(-(-(due - now_us * limit) // (limit * US_PER_S)), INT32_MAX)
+    return Outcome(DENIED, remaining, reset_time, retry_after, Reason.LIMIT_EXCEEDED, state)

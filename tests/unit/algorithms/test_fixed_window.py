@@ -1,0 +1,114 @@
+import pytest
+
+from ratelimitd.algorithms.fixed_window import decide
+from ratelimitd.model import (
+    INT32_MAX,
+    MAX_TIME_US,
+    Algorithm,
+    IdentifierType,
+    Outcome,
+    Reason,
+    Rule,
+)
+
+T_S = 1_700_006_400  # a whole minute and a whole hour
+T = T_S * 1_000_000
+SECOND = 1_000_000
+
+
+def rule(limit, window_seconds):
+    return Rule("1", "/e", IdentifierType.USER, limit, window_seconds, Algorithm.FIXED_WINDOW)
+
+
+def spend(a_rule, at_us, cost, state=None):
+    outcome = decide(state, a_rule, at_us, cost)
+    assert outcome.allowed
+    return outcome.state
+
+
+def test_a_window_starts_unspent():
+    assert decide(None, rule(10, 60), T + 5 * SECOND, 3) == Outcome(
+        allowed=True,
+        remaining=7,
+        reset_time=T_S + 60,
+        retry_after=0,
+        reason=Reason.WITHIN_LIMIT,
+        state=(3, T + 5 * SECOND),
+    )
+
+
+def test_windows_are_aligned_to_the_epoch():
+    assert decide(None, rule(1, 60), T + 59 * SECOND, 1).reset_time == T_S + 60
+    assert decide(None, rule(1, 60), T + 60 * SECOND, 1).reset_time == T_S + 120
+    assert decide(None, rule(1, 7), T, 1).reset_time == -(-T_S // 7) * 7
+
+
+def test_the_last_token_is_answered_with_the_end_of_the_window():
+    outcome = decide(None, rule(10, 60), T + 20 * SECOND, 10)
+    assert outcome[:5] == (True, 0, T_S + 60, 40, Reason.WITHIN_LIMIT)
+
+
+def test_a_denied_check_changes_nothing_and_waits_for_the_end_of_the_window():
+    state = spend(rule(10, 60), T, 8)
+    outcome = decide(state, rule(10, 60), T + 59 * SECOND + 999_999, 3)
+    assert outcome[:5] == (False, 2, T_S + 60, 1, Reason.LIMIT_EXCEEDED)
+    assert outcome.state is state
+
+
+def test_the_next_window_starts_unspent_at_its_first_microsecond():
+    state = spend(rule(1, 60), T, 1)
+    assert not decide(state, rule(1, 60), T + 60 * SECOND - 1, 1).allowed
+    assert spend(rule(1, 60), T + 60 * SECOND, 1, state) == (1, T + 60 * SECOND)
+
+
+def test_twice_the_limit_may_pass_around_a_boundary_and_no_more():
+    state = spend(rule(10, 60), T + 60 * SECOND - 1, 10)
+    state = spend(rule(10, 60), T + 60 * SECOND, 10, state)
+    assert not decide(state, rule(10, 60), T + 60 * SECOND, 1).allowed
+
+
+@pytest.mark.parametrize("state", [None, (8, T)])
+def test_a_cost_above_the_limit_is_told_the_window_and_never_passes(state):
+    outcome = decide(state, rule(10, 60), T, 11)
+    assert outcome == (
+        False,
+        10 if state is None else 2,
+        T_S + 60,
+        60,
+        Reason.COST_EXCEEDS_LIMIT,
+        state,
+    )
+
+
+def test_a_time_before_the_latest_counts_into_the_window_of_the_latest():
+    state = spend(rule(2, 60), T + SECOND, 1)
+    state = spend(rule(2, 60), T - 30 * SECOND, 1, state)
+    assert state == (2, T + SECOND)
+    outcome = decide(state, rule(2, 60), T - 30 * SECOND, 1)
+    assert outcome[:5] == (False, 0, T_S + 60, 90, Reason.LIMIT_EXCEEDED)
+
+
+def test_a_raised_limit_keeps_what_was_spent():
+    state = spend(rule(10, 60), T, 10)
+    assert decide(state, rule(15, 60), T, 5)[:2] == (True, 0)
+
+
+def test_a_lowered_limit_is_felt_at_once_and_not_beyond_the_window():
+    state = spend(rule(100, 60), T, 50)
+    outcome = decide(state, rule(10, 60), T + SECOND, 1)
+    assert outcome[:5] == (False, 0, T_S + 60, 59, Reason.LIMIT_EXCEEDED)
+    assert decide(state, rule(10, 60), T + 60 * SECOND, 10).allowed
+
+
+def test_delays_are_clamped_to_the_contracts_int32():
+    a_rule = rule(1, INT32_MAX)
+    start_us = T - T % a_rule.window_us + a_rule.window_us
+    state = spend(a_rule, start_us, 1)
+    assert decide(state, a_rule, start_us - 10 * SECOND, 1).retry_after == INT32_MAX
+    assert decide((0, start_us), a_rule, start_us - 10 * SECOND, 1).retry_after == INT32_MAX
+
+
+def test_the_latest_time_there_is_has_a_window_too():
+    outcome = decide(None, rule(INT32_MAX, INT32_MAX), MAX_TIME_US, INT32_MAX)
+    assert outcome.allowed
+    assert outcome.reset_time == (MAX_TIME_US // (INT32_MAX * SECOND) + 1) * INT32_MAX

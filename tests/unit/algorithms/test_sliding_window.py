@@ -1,0 +1,260 @@
+import random
+from array import array
+
+import pytest
+
+from ratelimitd.algorithms import sliding_window
+from ratelimitd.algorithms.sliding_window import MAX_RUNS, decide
+from ratelimitd.model import (
+    INT32_MAX,
+    MAX_TIME_US,
+    Algorithm,
+    IdentifierType,
+    Outcome,
+    Reason,
+    Rule,
+)
+
+T_S = 1_700_006_400
+T = T_S * 1_000_000
+SECOND = 1_000_000
+
+
+def rule(limit, window_seconds):
+    return Rule("1", "/e", IdentifierType.USER, limit, window_seconds, Algorithm.SLIDING_WINDOW)
+
+
+def spend(a_rule, at_us, cost, state=None):
+    outcome = decide(state, a_rule, at_us, cost)
+    assert outcome.allowed
+    return outcome.state
+
+
+def log(*runs, base=0):
+    """The state of runs (time, count), whose running sums start at ``base``."""
+    sums = [base]
+    for _, count in runs:
+        sums.append(sums[-1] + count)
+    return array("q", [at_us for at_us, _ in runs] + sums).tobytes()
+
+
+def runs_of(state):
+    cells = array("q", state)
+    size = len(cells) // 2
+    times, sums = cells[:size], cells[size:]
+    return [(times[run], sums[run + 1] - sums[run]) for run in range(size)]
+
+
+def test_a_log_starts_empty():
+    assert decide(None, rule(10, 60), T, 3) == Outcome(
+        allowed=True,
+        remaining=7,
+        reset_time=T_S + 60,
+        retry_after=0,
+        reason=Reason.WITHIN_LIMIT,
+        state=log((T, 3)),
+    )
+
+
+def test_checks_of_one_instant_are_one_run():
+    state = spend(rule(10, 60), T, 2)
+    state = spend(rule(10, 60), T, 3, state)
+    state = spend(rule(10, 60), T + 1, 1, state)
+    assert state == log((T, 5), (T + 1, 1))
+
+
+def test_an_entry_leaves_exactly_one_window_later_and_not_a_microsecond_earlier():
+    state = spend(rule(1, 60), T, 1)
+    assert not decide(state, rule(1, 60), T + 60 * SECOND - 1, 1).allowed
+    assert spend(rule(1, 60), T + 60 * SECOND, 1, state) == log((T + 60 * SECOND, 1))
+
+
+def test_there_is_no_burst_at_a_boundary():
+    state = spend(rule(10, 60), T - 1, 10)
+    assert not decide(state, rule(10, 60), T, 1).allowed
+    assert not decide(state, rule(10, 60), T + 59 * SECOND, 1).allowed
+
+
+def test_a_denied_check_changes_nothing_even_when_entries_have_left():
+    state = log((T, 1), (T + SECOND, 9))
+    outcome = decide(state, rule(9, 60), T + 60 * SECOND, 1)
+    assert not outcome.allowed
+    assert outcome.state is state
+
+
+def test_an_accepted_check_drops_what_has_left():
+    state = log((T, 1), (T + SECOND, 2), (T + 2 * SECOND, 3))
+    after = spend(rule(10, 60), T + 61 * SECOND, 4, state)
+    assert runs_of(after) == [(T + 2 * SECOND, 3), (T + 61 * SECOND, 4)]
+
+
+def test_a_denied_check_waits_for_its_own_cost():
+    state = log((T, 2), (T + 10 * SECOND, 3), (T + 20 * SECOND, 5))
+    now_us = T + 30 * SECOND
+    for cost, waits_s in ((1, 30), (2, 30), (3, 40), (5, 40), (6, 50), (10, 50)):
+        outcome = decide(state, rule(10, 60), now_us, cost)
+        assert outcome[:5] == (False, 0, T_S + 80, waits_s, Reason.LIMIT_EXCEEDED)
+        assert not decide(state, rule(10, 60), now_us + waits_s * SECOND - 1, cost).allowed
+        assert decide(state, rule(10, 60), now_us + waits_s * SECOND, cost).allowed
+
+
+def test_the_last_token_is_answered_with_the_time_of_the_next_one():
+    state = log((T, 2), (T + 10 * SECOND, 3))
+    outcome = decide(state, rule(10, 60), T + 30 * SECOND, 5)
+    assert outcome[:5] == (True, 0, T_S + 90, 30, Reason.WITHIN_LIMIT)
+    assert decide(None, rule(10, 60), T, 10).retry_after == 60
+
+
+def test_when_all_entries_have_left_the_next_token_comes_of_the_new_one():
+    state = log((T, 2))
+    assert decide(state, rule(2, 60), T + 90 * SECOND, 2)[:4] == (True, 0, T_S + 150, 60)
+
+
+def test_a_cost_above_the_limit_is_told_the_window_and_never_passes():
+    assert decide(None, rule(10, 60), T + 1, 11) == (
+        False,
+        10,
+        T_S + 1,
+        60,
+        Reason.COST_EXCEEDS_LIMIT,
+        None,
+    )
+    state = log((T, 8))
+    assert decide(state, rule(10, 60), T, 11) == (
+        False,
+        2,
+        T_S + 60,
+        60,
+        Reason.COST_EXCEEDS_LIMIT,
+        state,
+    )
+    assert decide(state, rule(10, 60), T + 70 * SECOND, 11) == (
+        False,
+        10,
+        T_S + 70,
+        60,
+        Reason.COST_EXCEEDS_LIMIT,
+        state,
+    )
+
+
+def test_a_time_before_the_latest_is_filed_at_the_latest():
+    state = spend(rule(3, 60), T, 1)
+    state = spend(rule(3, 60), T - 100 * SECOND, 1, state)
+    assert state == log((T, 2))
+    outcome = decide(state, rule(2, 60), T - 100 * SECOND, 1)
+    assert outcome[:5] == (False, 0, T_S + 60, 160, Reason.LIMIT_EXCEEDED)
+
+
+def test_a_raised_limit_keeps_what_was_spent():
+    state = spend(rule(10, 60), T, 10)
+    assert decide(state, rule(15, 60), T, 5)[:2] == (True, 0)
+
+
+def test_a_lowered_limit_is_felt_at_once_and_denies_no_longer_than_its_window():
+    state = log((T, 20), (T + SECOND, 20), (T + 2 * SECOND, 20))
+    outcome = decide(state, rule(30, 60), T + 3 * SECOND, 1)
+    assert outcome[:5] == (False, 0, T_S + 62, 58, Reason.LIMIT_EXCEEDED)
+    assert not decide(state, rule(30, 60), T + 61 * SECOND - 1, 1).allowed
+    assert decide(state, rule(30, 60), T + 61 * SECOND, 10).allowed
+    assert decide(state, rule(30, 60), T + 62 * SECOND, 30).allowed
+
+
+def test_delays_are_clamped_to_the_contracts_int32():
+    a_rule = rule(1, INT32_MAX)
+    state = spend(a_rule, T, 1)
+    assert decide(state, a_rule, T - 10 * SECOND, 1).retry_after == INT32_MAX
+    state = log((T, 1))
+    assert decide(state, rule(2, INT32_MAX), T - 10 * SECOND, 1).retry_after == INT32_MAX
+
+
+def test_the_extremes_of_time_and_cost_fit():
+    a_rule = rule(INT32_MAX, INT32_MAX)
+    state = spend(a_rule, 0, INT32_MAX)
+    assert not decide(state, a_rule, INT32_MAX * SECOND - 1, 1).allowed
+    assert spend(a_rule, MAX_TIME_US, INT32_MAX, state) == log((MAX_TIME_US, INT32_MAX))
+
+
+def test_sums_start_anew_before_they_leave_64_bits():
+    near = 2**62 - 5
+    state = log((T, 3), (T + 1, 1), base=near)
+    after = spend(rule(100, 60), T + 2, 1, state)
+    assert after == log((T, 3), (T + 1, 1), (T + 2, 1), base=near)  # 2^62 itself is still kept
+    after = spend(rule(100, 60), T + 3, 1, after)
+    assert after == log((T, 3), (T + 1, 1), (T + 2, 1), (T + 3, 1))
+
+
+def test_sums_start_anew_also_when_the_last_run_grows():
+    state = log((T, 3), base=2**62 - 3)
+    assert spend(rule(100, 60), T, 1, state) == log((T, 4))
+
+
+def test_a_log_answers_the_same_wherever_its_sums_start():
+    rng = random.Random(1)
+    for _ in range(200):
+        runs = [(T + number * SECOND, rng.randint(1, 9)) for number in range(rng.randint(1, 9))]
+        now_us, cost = T + rng.randint(0, 70) * SECOND, rng.randint(1, 12)
+        one, other = (
+            decide(log(*runs, base=base), rule(20, 60), now_us, cost) for base in (0, 2**62 - 200)
+        )
+        assert one[:5] == other[:5]
+        if one.allowed:
+            assert runs_of(one.state) == runs_of(other.state)
+
+
+@pytest.mark.parametrize(
+    ("max_runs", "merged"),
+    [
+        # Beyond an even bound the last run has no neighbour.
+        (4, [(T + 1, 3), (T + 3, 7), (T + 4, 5)]),
+        (3, [(T + 1, 3), (T + 3, 7)]),
+    ],
+)
+def test_beyond_the_bound_every_two_neighbours_become_one_run_at_the_later_time(
+    monkeypatch, max_runs, merged
+):
+    monkeypatch.setattr(sliding_window, "MAX_RUNS", max_runs)
+    a_rule, state = rule(100, 60), None
+    for number in range(max_runs):
+        state = spend(a_rule, T + number, number + 1, state)
+    assert len(runs_of(state)) == max_runs
+    assert runs_of(spend(a_rule, T + max_runs, max_runs + 1, state)) == merged
+
+
+@pytest.mark.parametrize("max_runs", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_merged_log_is_bounded_keeps_its_sum_and_never_admits_more(monkeypatch, max_runs, seed):
+    rng, a_rule = random.Random(seed), rule(40, 1)
+    now_us, merging, exact = T, None, None
+    for _ in range(1000):
+        now_us += rng.choice([0, 1, 1000, 10_000, 50_000])
+        cost = rng.randint(1, 3)
+        monkeypatch.setattr(sliding_window, "MAX_RUNS", max_runs)
+        bounded = decide(merging, a_rule, now_us, cost)
+        monkeypatch.setattr(sliding_window, "MAX_RUNS", MAX_RUNS)
+        if bounded.allowed:
+            # What the bounded log admits is told to an exact one, which must agree that it fits.
+            exact = spend(a_rule, now_us, cost, exact)
+        merging = bounded.state
+        assert len(runs_of(merging)) <= max_runs
+        assert bounded.remaining <= decide(exact, a_rule, now_us, 41).remaining
+
+
+def test_a_log_of_real_size_is_merged_beyond_16384_runs_and_never_before():
+    a_rule = rule(INT32_MAX, INT32_MAX)
+    state = log(*((T + number, 1) for number in range(MAX_RUNS)))
+    assert MAX_RUNS == 16_384
+    after = spend(a_rule, T + MAX_RUNS - 1, 1, state)
+    assert len(runs_of(after)) == MAX_RUNS
+    merged = runs_of(spend(a_rule, T + MAX_RUNS, 1, state))
+    assert merged == [(T + 2 * pair + 1, 2) for pair in range(MAX_RUNS // 2)] + [(T + MAX_RUNS, 1)]
+
+
+def test_a_log_of_real_size_takes_256_kib_at_most():
+    a_rule, largest = rule(INT32_MAX, INT32_MAX), 0
+    state = log(*((T + number, 1) for number in range(MAX_RUNS - 50)))
+    for number in range(MAX_RUNS - 50, MAX_RUNS + 50):
+        state = spend(a_rule, T + number, 1, state)
+        largest = max(largest, len(state))
+    assert largest == (2 * MAX_RUNS + 1) * 8
+    assert sum(count for _, count in runs_of(state)) == MAX_RUNS + 50

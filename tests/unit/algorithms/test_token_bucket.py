@@ -1,0 +1,152 @@
+import pytest
+
+from ratelimitd.algorithms.token_bucket import decide
+from ratelimitd.model import (
+    INT32_MAX,
+    MAX_TIME_US,
+    Algorithm,
+    IdentifierType,
+    Outcome,
+    Reason,
+    Rule,
+)
+
+T_S = 1_700_006_400
+T = T_S * 1_000_000
+SECOND = 1_000_000
+
+
+def rule(limit, window_seconds):
+    return Rule("1", "/e", IdentifierType.USER, limit, window_seconds, Algorithm.TOKEN_BUCKET)
+
+
+def spend(a_rule, at_us, cost, state=None):
+    outcome = decide(state, a_rule, at_us, cost)
+    assert outcome.allowed
+    return outcome.state
+
+
+def test_a_bucket_starts_full():
+    outcome = decide(None, rule(10, 60), T, 10)
+    assert outcome == Outcome(
+        allowed=True,
+        remaining=0,
+        reset_time=T_S + 60,
+        retry_after=6,
+        reason=Reason.WITHIN_LIMIT,
+        state=(10 * 60 * SECOND, T),
+    )
+
+
+def test_while_a_token_is_left_there_is_nothing_to_wait_for():
+    outcome = decide(None, rule(10, 60), T, 9)
+    assert (outcome.remaining, outcome.retry_after) == (1, 0)
+    assert outcome.reset_time == T_S + 54
+
+
+def test_tokens_come_back_at_limit_per_window():
+    state = spend(rule(10, 60), T, 10)
+    for elapsed_s, tokens in ((5, 0), (6, 1), (35, 5), (60, 10), (3600, 10)):
+        outcome = decide(state, rule(10, 60), T + elapsed_s * SECOND, 1)
+        assert outcome.allowed == (tokens > 0)
+        assert outcome.remaining == max(tokens - 1, 0)
+
+
+def test_no_fraction_of_a_token_is_lost_however_often_it_is_asked():
+    a_rule = rule(10, 6)  # 5 tokens in 3 s
+    state, admitted = spend(a_rule, T, 10), 0
+    for third in range(1, 1801):  # every third of a second, in whole µs, for 600 s
+        outcome = decide(state, a_rule, T + third * SECOND // 3, 1)
+        state, admitted = outcome.state, admitted + outcome.allowed
+    assert admitted == 1000
+
+
+def test_a_denied_check_changes_nothing():
+    state = spend(rule(1, 60), T, 1)
+    outcome = decide(state, rule(1, 60), T + SECOND, 1)
+    assert not outcome.allowed
+    assert outcome.state is state
+
+
+def test_a_denied_check_waits_for_its_own_cost():
+    state = spend(rule(10, 60), T, 8)
+    outcome = decide(state, rule(10, 60), T, 5)
+    assert outcome[:5] == (False, 2, T_S + 48, 18, Reason.LIMIT_EXCEEDED)
+    assert not decide(state, rule(10, 60), T + 18 * SECOND - 1, 5).allowed
+    assert decide(state, rule(10, 60), T + 18 * SECOND, 5).allowed
+
+
+def test_a_delay_is_rounded_up_to_at_least_one_second():
+    state = spend(rule(1000, 1), T, 1000)
+    assert decide(state, rule(1000, 1), T, 1).retry_after == 1
+    assert decide(state, rule(1000, 1), T + 999, 1).retry_after == 1
+    assert decide(state, rule(1000, 1), T + 1000, 1).allowed
+
+
+@pytest.mark.parametrize("state", [None, (8 * 60 * SECOND, T)])
+def test_a_cost_above_the_limit_is_told_the_window_and_never_passes(state):
+    outcome = decide(state, rule(10, 60), T, 11)
+    left, full_at = (10, T_S) if state is None else (2, T_S + 48)
+    assert outcome == (False, left, full_at, 60, Reason.COST_EXCEEDS_LIMIT, state)
+
+
+def test_a_step_back_mints_nothing_and_delays_by_the_step():
+    state = spend(rule(10, 60), T, 10)
+    outcome = decide(state, rule(10, 60), T - 100 * SECOND, 1)
+    assert outcome[:5] == (False, 0, T_S + 60, 106, Reason.LIMIT_EXCEEDED)
+    state = spend(rule(10, 60), T - 100 * SECOND, 1, spend(rule(10, 60), T, 1))
+    assert state == (2 * 60 * SECOND, T)
+
+
+def test_an_accepted_check_before_the_latest_counts_its_delay_from_its_own_time():
+    state = spend(rule(1, 60), T, 1)
+    outcome = decide(state, rule(1, 60), T + 60 * SECOND, 1)
+    assert outcome.retry_after == 60
+    assert decide(state, rule(2, 60), T - 10 * SECOND, 1).retry_after == 40
+
+
+def test_a_raised_limit_keeps_what_was_spent():
+    state = spend(rule(10, 60), T, 10)
+    outcome = decide(state, rule(100, 60), T, 90)
+    assert (outcome.allowed, outcome.remaining) == (True, 0)
+
+
+def test_a_lowered_limit_is_felt_at_once_and_owes_one_capacity_at_most():
+    state = spend(rule(100, 60), T, 50)
+    outcome = decide(state, rule(10, 60), T, 1)
+    assert outcome[:5] == (False, 0, T_S + 60, 6, Reason.LIMIT_EXCEEDED)
+    assert decide(state, rule(10, 60), T + 60 * SECOND, 10).allowed
+
+
+def test_the_new_rate_holds_from_the_latest_time_on():
+    state = spend(rule(60, 60), T, 60)
+    assert decide(state, rule(120, 60), T + SECOND, 1).remaining == 61
+
+
+def test_a_bucket_that_is_not_full_any_more_under_a_lowered_limit_stays_so():
+    state = spend(rule(100, 60), T, 50)
+    assert decide(state, rule(10, 60), T + 3 * SECOND, 1).allowed is False
+    assert decide(state, rule(10, 60), T + 6 * SECOND, 1).allowed is True
+
+
+def test_delays_are_clamped_to_the_contracts_int32():
+    a_rule = rule(1, INT32_MAX)
+    state = spend(a_rule, T + 10 * SECOND, 1)
+    assert decide(None, a_rule, T, 1).retry_after == INT32_MAX
+    assert decide(state, a_rule, T + 10 * SECOND, 1).retry_after == INT32_MAX
+    assert decide(state, a_rule, T, 1).retry_after == INT32_MAX
+    assert decide((0, T + 10 * SECOND), a_rule, T, 1).retry_after == INT32_MAX
+
+
+@pytest.mark.parametrize("limit", [1, INT32_MAX])
+@pytest.mark.parametrize("window_seconds", [1, INT32_MAX])
+def test_extreme_rules_are_exact_to_the_microsecond(limit, window_seconds):
+    a_rule = rule(limit, window_seconds)
+    state = spend(a_rule, 0, limit)
+    assert state == (limit * window_seconds * SECOND, 0)
+    due_us = -(-window_seconds * SECOND // limit)
+    assert not decide(state, a_rule, due_us - 1, 1).allowed
+    assert decide(state, a_rule, due_us, 1).allowed
+    assert decide(state, a_rule, MAX_TIME_US, limit).reset_time == -(
+        -(MAX_TIME_US + window_seconds * SECOND) // SECOND
+    )
