@@ -6,9 +6,10 @@ The one place that knows the driver. Never holds a statement about rules. See AD
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -68,8 +69,11 @@ def open_engine(
 ) -> AsyncEngine:
     """An engine on the file. It connects when it is first used; dispose of it, or its threads live on.
 
-    Only with ``create`` is a missing file made: elsewhere that would turn a lost database into an empty one.
+    Only with ``create`` is a missing file made: elsewhere that would turn a lost database into an empty one. It holds
+    the secret that keys the buckets, so it is for its owner alone.
     """
+    if create:
+        _make_private(path)
     url = sa.URL.create(
         "sqlite+aiosqlite",
         database=f"file:{quote(str(path))}",
@@ -117,6 +121,13 @@ def meaning_of(error: SQLAlchemyError) -> str:
     if meaning is None:
         meaning = f"failed ({getattr(orig, 'sqlite_errorname', type(orig).__name__)})"
     return f"the rule database {meaning}"
+
+
+def _make_private(path: Path) -> None:
+    with suppress(
+        OSError
+    ):  # SQLite will meet the same obstacle, and its error is the one that is mapped
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _prepare_connections(engine: AsyncEngine, path: Path) -> None:

@@ -78,6 +78,11 @@ async def test_a_missing_file_is_made_when_asked_for(tmp_path):
     assert await using(tmp_path / "rules.db", sql("SELECT 1"), create=True) == [(1,)]
 
 
+async def test_a_file_that_is_made_is_for_its_owner_alone(tmp_path):
+    await using(tmp_path / "rules.db", sql("CREATE TABLE things (name TEXT)"), create=True)
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600]
+
+
 async def test_a_writer_waits_for_another_no_longer_than_the_busy_timeout(path):
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
