@@ -18,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ratelimitd.errors import StartupError
 from ratelimitd.rules import database
+from ratelimitd.rules.schema import rule_revision
 
 VERSION_TABLE: Final = "ratelimitd_schema"
 """Where the database notes its revision; not alembic's own name, so that another program's history is not mistaken."""
@@ -56,6 +57,8 @@ def _upgrade(connection: sa.Connection, path: Path) -> None:
     config.attributes["connection"] = connection
     _refuse_unknown(connection, ScriptDirectory.from_config(config), path)
     command.upgrade(config, "head")
+    # On a file that may only be read a transaction begins all the same; it is the first write that fails.
+    connection.execute(rule_revision.update().values(revision=rule_revision.c.revision))
 
 
 def _refuse_unknown(connection: sa.Connection, script: ScriptDirectory, path: Path) -> None:

@@ -1,0 +1,181 @@
+"""Real nodes for the end-to-end tests: the installed command in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+
+COMMAND = [str(Path(sys.executable).with_name("ratelimitd"))]
+
+READY = re.compile(r"ratelimitd ready grpc=(\S+) http=(\S+) node=(\S+)\n")
+
+START_S = 30.0
+"""Longest wait for a start or an end: far above what they take, so that only a hang fails."""
+
+NEVER_ENDING_S = 2**31 - 1
+"""A window that began in 1970 and ends in 2038: no test meets its edge."""
+
+
+class Served:
+    """One running node."""
+
+    def __init__(self, process: subprocess.Popen[str], ready_line: str) -> None:
+        match = READY.fullmatch(ready_line)
+        assert match, f"no ready line but {ready_line!r}"
+        self.process = process
+        self.grpc_address, self.http_address, self.node_id = match.groups()
+        self.channel = grpc.insecure_channel(self.grpc_address)
+        self.checks = stubs.RateLimiterStub(self.channel)
+        self.rules = stubs.RateLimiterConfigStub(self.channel)
+        self.node = stubs.RateLimiterHealthStub(self.channel)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the node."""
+        self.process.send_signal(number)
+
+    def ended(self) -> tuple[int, str, str]:
+        """Wait for the end: status, the rest of stdout, and stderr."""
+        out, err = self.process.communicate(timeout=START_S)
+        self.channel.close()
+        return self.process.returncode, out, err
+
+    def create_rule(self, endpoint: str, limit: int) -> None:
+        """A rule for users, in a window that does not end while a test runs."""
+        rule = pb.RateLimit(
+            endpoint=endpoint,
+            identifier_type="user",
+            limit=limit,
+            window_seconds=NEVER_ENDING_S,
+            algorithm="fixed_window",
+        )
+        self.rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule), timeout=START_S)
+
+    def check(
+        self, endpoint: str, identifier: str = "u", *, peek: bool = False
+    ) -> pb.RateLimitResponse:
+        """One check by a user."""
+        request = pb.RateLimitRequest(
+            identifier=identifier, identifier_type="user", endpoint=endpoint, peek=peek
+        )
+        return self.checks.CheckRateLimit(request, timeout=START_S)
+
+    def spent(self, endpoint: str, identifier: str = "u") -> int:
+        """What the node remembers of the spends of a user."""
+        answer = self.check(endpoint, identifier, peek=True)
+        return answer.limit - answer.remaining_tokens - answer.allowed  # it counts itself in
+
+    def reset(self, endpoint: str, identifier: str = "u") -> None:
+        """Let a user start afresh."""
+        request = pb.ResetRequest(identifier=identifier, identifier_type="user", endpoint=endpoint)
+        self.node.ResetRateLimit(request, timeout=START_S)
+
+    def metric(self, name: str) -> float:
+        """A number from the page for Prometheus."""
+        text = httpx.get(f"http://{self.http_address}/metrics").text
+        match = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        assert match, f"{name} is not exported"
+        return float(match[1])
+
+
+class Load(threading.Thread):
+    """Checks one user without pause until the node is gone; every answer must be a decision or UNAVAILABLE."""
+
+    def __init__(self, node: Served, endpoint: str) -> None:
+        super().__init__(daemon=True)
+        self.answered_at_s: list[float] = []
+        """When each allowed check was answered, on the monotonic clock."""
+        self.sent = 0
+        self.unexpected: list[grpc.StatusCode] = []
+        self._node = node
+        self._endpoint = endpoint
+
+    def run(self) -> None:
+        """Send until the first failure."""
+        while True:
+            self.sent += 1
+            try:
+                if self._node.check(self._endpoint).allowed:
+                    self.answered_at_s.append(time.monotonic())
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    self.unexpected.append(error.code())
+                return
+            except ValueError:  # the channel was closed by the test
+                return
+
+
+class Files:
+    """The files of a node in a directory, and the command line that uses them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.database = directory / "rules.db"
+        self.state_dir = directory / "state"
+
+    def arguments(self, *more: str) -> list[str]:
+        """Arguments of ``serve`` on free ports; what comes later wins."""
+        return [
+            "serve",
+            *("--listen", "127.0.0.1:0"),
+            *("--http-listen", "127.0.0.1:0"),
+            *("--database-url", f"sqlite:///{self.database}"),
+            *("--state-dir", str(self.state_dir)),
+            *more,
+        ]
+
+    def popen(self, *more: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str]:
+        """Start the command."""
+        environ = {
+            name: text for name, text in os.environ.items() if not name.startswith("RATELIMITD_")
+        }
+        return subprocess.Popen(
+            [*command, *self.arguments(*more)],
+            cwd=self.directory,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    @contextmanager
+    def serving(self, *more: str, command: Sequence[str] = COMMAND) -> Iterator[Served]:
+        """A node that is ready; killed at the end of the block if it still runs."""
+        process = self.popen(*more, command=command)
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, f"the node did not start: {process.communicate(timeout=START_S)[1]}"
+            yield Served(process, line)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.communicate(timeout=START_S)
+
+    def refused(self, *more: str, command: Sequence[str] = COMMAND) -> tuple[int, str]:
+        """Start a node that must not get ready; returns its status and stderr."""
+        process = self.popen(*more, command=command)
+        out, err = process.communicate(timeout=START_S)
+        assert out == ""
+        return process.returncode, err
+
+
+def until(condition: object, what: str) -> None:
+    """Wait for something a real process does in its own time; ``condition`` is called again and again."""
+    deadline_s = time.monotonic() + START_S
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s, f"waited in vain until {what}"
+        time.sleep(0.02)
