@@ -37,13 +37,18 @@ _ITEM: Final = re.compile(r"requests\[\d+\]\.")
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 TypeArgument = Annotated[
-    IdentifierType, typer.Argument(metavar="TYPE", help="user, ip or api_key.", show_default=False)
+    IdentifierType,
+    typer.Argument(metavar="TYPE", help="What the identifier is.", show_default=False),
 ]
 IdentifierArgument = Annotated[
-    str, typer.Argument(help="The user id, IP address or API key.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="IDENTIFIER", help="The user id, IP address or API key.", show_default=False
+    ),
 ]
 EndpointArgument = Annotated[
-    str, typer.Argument(help="The endpoint, as in the rules.", show_default=False)
+    str,
+    typer.Argument(metavar="ENDPOINT", help="The endpoint, as in the rules.", show_default=False),
 ]
 
 

@@ -5,6 +5,7 @@ Never prints; :func:`ratelimitd.cli.main` does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -28,6 +29,9 @@ EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells report it."""
 
 _DETAILS_KEY: Final = "grpc-status-details-bin"
+
+_PREAMBLE: Final = re.compile(r"^.*last error: (?:UNKNOWN: )?", re.DOTALL)
+"""What gRPC says before it comes to the point."""
 
 _HINTS: Final[Mapping[grpc.StatusCode, str]] = {
     grpc.StatusCode.UNAUTHENTICATED: "give the token with --token-file",
@@ -73,9 +77,9 @@ def rpc_failure(error: grpc.RpcError, target: str, timeout_s: float, *, tls: boo
     status = _status(error)
     if code is grpc.StatusCode.UNAVAILABLE and not status.details:
         hint = "are --ca, --cert and --key right?" if tls else "a node with TLS needs --ca"
-        message = (
-            f"cannot reach a node at {target}: {text} (is `ratelimitd serve` running there? {hint})"
-        )
+        reason = _PREAMBLE.sub("", text)
+        question = f"is `ratelimitd serve` running there? {hint}"
+        message = f"cannot reach a node at {target}: {reason} ({question})"
         return CliError(message, EXIT_USAGE)
     name = code.name.lower().replace("_", " ")
     hint = f" ({_HINTS[code]})" if code in _HINTS else ""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,11 @@ from ratelimitd_client import RateLimiterClient, Tls
 
 MAX_FILE_BYTES: Final = 1024 * 1024
 """More than a token or a chain of certificates needs; a path to something endless must not fill the memory."""
+
+PEM_START: Final = b"-----BEGIN "
+
+SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
+"""How Python represents bytes of the command line that are no UTF-8 (PEP 383)."""
 
 ENV_PREFIX: Final = "RATELIMITCTL_"
 """Not the node's own prefix: ``serve`` refuses every name with that one that is no setting."""
@@ -118,6 +124,9 @@ def connection_options(
     Raises:
         UsageError: options that contradict each other, or a file that cannot be read.
     """
+    if not target:
+        message = "--target: must be HOST:PORT"
+        raise UsageError(message)
     if token is not None and token_file is not None:
         message = f"give one of --token and --token-file (or {ENV_PREFIX}TOKEN), not both"
         raise UsageError(message)
@@ -128,7 +137,7 @@ def connection_options(
         token = (_read("--token-file", token_file) or b"").decode(errors="replace").strip()
     tls = None
     if ca is not None or cert is not None:
-        tls = Tls(_read("--ca", ca), _read("--cert", cert), _read("--key", key))
+        tls = Tls(_read_pem("--ca", ca), _read_pem("--cert", cert), _read_pem("--key", key))
     return Target(target, timeout, tls, token, Output(as_json=json))
 
 
@@ -140,6 +149,7 @@ def asks_node(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
+        _refuse_broken_text(values)
         target = connection_options(**{name: values.pop(name) for name in names})
         command(target, **values)
 
@@ -148,6 +158,23 @@ def asks_node(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
     return run
+
+
+def _refuse_broken_text(values: Mapping[str, Any]) -> None:
+    """Refuse an argument whose bytes are no UTF-8: no message of the contract can carry it."""
+    texts = [text for text in values.values() if isinstance(text, str)]
+    if any(SURROGATE.search(text) for text in texts):
+        message = "an argument is not valid UTF-8"
+        raise UsageError(message)
+
+
+def _read_pem(option: str, path: Path | None) -> bytes | None:
+    """As :func:`_read`; a file without any PEM is named here, since gRPC only says that it cannot connect."""
+    content = _read(option, path)
+    if content is not None and PEM_START not in content:
+        message = f"{option}: {path} is not a PEM file"
+        raise UsageError(message)
+    return content
 
 
 def _read(option: str, path: Path | None) -> bytes | None:

@@ -56,6 +56,12 @@ def test_a_node_that_cannot_be_reached_is_status_2_and_says_what_was_tried(tls, 
     assert hint in str(failed)
 
 
+def test_what_grpc_says_before_it_comes_to_the_point_is_left_out():
+    text = "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:1: refused"
+    failed = failure(FailedCall(CODE.UNAVAILABLE, text))
+    assert str(failed).startswith("cannot reach a node at host:9090: ipv4:1.2.3.4:1: refused (is")
+
+
 def test_a_node_that_does_not_answer_in_time_is_status_2():
     failed = failure(FailedCall(CODE.DEADLINE_EXCEEDED))
     assert failed.exit_code == 2

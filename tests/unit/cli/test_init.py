@@ -1,118 +1,37 @@
-"""The command line as a whole: what it offers, and what every kind of end means to a shell."""
+"""The way in: gRPC's own voice is off before it can speak."""
 
 import os
+import subprocess
 import sys
 
-import pytest
-import typer
-
-from ratelimitd import __version__, cli
-from ratelimitd.cli.failures import CliError
-from ratelimitd.errors import StartupError
-
-COMMANDS = ["serve", "check", "reset", "health", "metrics", "config show", "db upgrade"]
-RULES = ["list", "create", "update", "delete", "apply", "export"]
+from ratelimitd.cli import main
 
 
-@pytest.fixture
-def ends_with(monkeypatch):
-    """Replace every command by one that raises."""
-
-    def replace(error):
-        app = typer.Typer()
-
-        @app.command()
-        def command():
-            raise error
-
-        monkeypatch.setattr(cli, "app", app)
-
-    return replace
+def test_the_status_of_the_command_is_returned(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("ratelimitd ")
 
 
-def test_the_version_is_that_of_the_package(run):
-    assert run("--version") == (0, f"ratelimitd {__version__}\n", "")
+def test_grpc_writes_no_lines_of_its_own_unless_somebody_asks_for_them(capsys, monkeypatch):
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    main(["--version"])
+    assert os.environ["GRPC_VERBOSITY"] == "NONE"
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    main(["--version"])
+    assert os.environ["GRPC_VERBOSITY"] == "DEBUG"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *(f"rules {name}" for name in RULES)])
-def test_the_help_of_every_command_shows_an_example_as_it_would_be_typed(run, command):
-    ended = run(*command.split(), "--help")
-    assert ended.status == 0
-    assert f"  Example:\n    ratelimitd {command}" in ended.out
-
-
-@pytest.mark.parametrize("arguments", [["--frobnicate"], ["frobnicate"], ["check", "user"], []])
-def test_a_wrong_command_line_is_status_2_with_a_way_to_help(run, arguments):
-    ended = run(*arguments)
-    assert ended.status == 2
-    assert "Usage: ratelimitd" in ended.out + ended.err
-
-
-def test_an_identifier_type_that_does_not_exist_is_named_with_those_that_do(run):
-    ended = run("check", "USER", "alice", "/x")
-    assert ended.status == 2
-    assert "user" in ended.err
-    assert "api_key" in ended.err
-
-
-def test_a_known_error_is_one_line_on_stderr_with_its_status(run, ends_with):
-    ends_with(CliError("the node said\nno", 3))
-    assert run() == (3, "", "Error: the node said no\n")
-
-
-def test_the_details_of_an_error_follow_it_line_by_line(run, ends_with):
-    ends_with(CliError("refused:", details=["a: wrong", "b: wrong"]))
-    assert run() == (1, "", "Error: refused:\n  a: wrong\n  b: wrong\n")
-
-
-def test_an_error_of_the_node_itself_is_status_1(run, ends_with):
-    ends_with(StartupError("the port is taken"))
-    assert run() == (1, "", "Error: the port is taken\n")
-
-
-def test_ctrl_c_is_quiet_and_status_130(run, ends_with):
-    ends_with(KeyboardInterrupt())
-    assert run() == (130, "", "")
-
-
-def test_ctrl_c_outside_of_a_command_is_the_same(run, monkeypatch):
-    def interrupted(*_arguments, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "app", interrupted)
-    assert run() == (130, "", "")
-
-
-def test_an_exit_without_a_number_is_an_error(run, monkeypatch):
-    def stop(*_arguments, **_options):
-        sys.exit("text")
-
-    monkeypatch.setattr(cli, "app", stop)
-    assert run().status == 1
-
-
-def test_a_command_that_returns_is_status_0(run, monkeypatch):
-    monkeypatch.setattr(cli, "app", lambda *_arguments, **_options: None)
-    assert run().status == 0
-
-
-def test_a_reader_that_went_away_is_no_traceback(monkeypatch):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert cli.main(["--version"]) == 1
-        stdout.write("what comes later goes nowhere")
-
-
-def test_shell_completion_offers_the_commands_and_the_choices(run, monkeypatch):
-    monkeypatch.setenv("_RATELIMITD_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "ratelimitd ")
-    monkeypatch.setenv("COMP_CWORD", "1")
-    assert {"serve", "check", "rules"} <= set(run().out.split())
-    monkeypatch.setenv("COMP_WORDS", "ratelimitd check ")
-    monkeypatch.setenv("COMP_CWORD", "2")
-    assert run().out.split() == ["user", "ip", "api_key"]
-    monkeypatch.setenv("COMP_WORDS", "ratelimitd rules create /x user --algorithm ")
-    monkeypatch.setenv("COMP_CWORD", "6")
-    assert run().out.split() == ["token_bucket", "sliding_window", "fixed_window"]
+def test_what_grpc_would_complain_about_is_one_line_of_the_command(tmp_path):
+    (tmp_path / "ca.pem").write_text("-----BEGIN nothing")
+    code = "import sys; from ratelimitd.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = ["health", "--target", "127.0.0.1:1", "--ca", str(tmp_path / "ca.pem")]
+    environ = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1

@@ -44,6 +44,8 @@ def test_the_environment_is_not_the_one_of_the_node():
         (["--ca", "/does/not/exist"], "--ca: cannot read /does/not/exist: No such file"),
         (["--token", "two words"], "a bearer token is made of"),
         (["--timeout", "0"], "--timeout"),
+        (["--target", ""], "--target: must be HOST:PORT"),
+        (["--ca", __file__], "test_target.py is not a PEM file"),
     ],
 )
 def test_options_that_cannot_work_are_status_2_and_ask_nobody(ask, node, options, problem):
@@ -53,6 +55,12 @@ def test_options_that_cannot_work_are_status_2_and_ask_nobody(ask, node, options
     assert node.seen == []
     assert SECRET not in ended.err
     assert "two words" not in ended.err
+
+
+def test_an_argument_that_is_no_text_is_status_2(ask, node):
+    ended = ask("check", "user", "\udcff", "/x")
+    assert ended == (2, "", "Error: an argument is not valid UTF-8\n")
+    assert node.seen == []
 
 
 def test_a_file_without_an_end_is_not_read_to_it(ask):

@@ -1,0 +1,107 @@
+"""All commands: puts the commands together, and turns whatever ends one into an exit status.
+
+Never shows a traceback for an error that it knows: one line on stderr, and 0, 1, 2, 3 or 130.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Final
+
+import typer
+
+from ratelimitd import __version__
+from ratelimitd.cli import config, db, rules
+from ratelimitd.cli.check import check
+from ratelimitd.cli.command_help import help_of
+from ratelimitd.cli.failures import EXIT_ERROR, EXIT_INTERRUPTED, CliError
+from ratelimitd.cli.health import health, metrics, reset
+from ratelimitd.cli.serve import serve
+from ratelimitd.cli.setting_options import takes_settings
+from ratelimitd.errors import RateLimitdError
+
+DEBUG_VARIABLE: Final = "RATELIMITCTL_DEBUG"
+"""When it is set, an error that nobody foresaw ends in its traceback."""
+
+app = typer.Typer(
+    help="A standalone gRPC rate limiter.",
+    no_args_is_help=True,
+    # Plain help: it is as fast as it is readable, and the same on a terminal, in a pipe and in a manual.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+app.command(help=help_of(serve))(takes_settings(serve))
+for command in (check, reset, health, metrics):
+    app.command(help=help_of(command))(command)
+app.add_typer(rules.app, name="rules")
+app.add_typer(config.app, name="config")
+app.add_typer(db.app, name="db")
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Run a command line (``None`` = that of the process) and return its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without "→" is no reason to fail
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except CliError as error:
+        status = _fail("\n  ".join([str(error), *error.details]), error.exit_code)
+    except RateLimitdError as error:
+        status = _fail(str(error), EXIT_ERROR)
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+    except OSError as error:
+        status = _output_failed(error)
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
+        status = _fail(f"a bug, {error!r}: {DEBUG_VARIABLE}=1 shows where", EXIT_ERROR)
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        app(args=arguments, prog_name="ratelimitd")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_ERROR
+    return 0
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"Error: {message}", file=sys.stderr)
+    return status
+
+
+def _output_failed(error: OSError) -> int:
+    """Say why nothing can be written, unless the reader simply went away."""
+    # What is still buffered must not fail again when the interpreter flushes at its end.
+    with suppress(io.UnsupportedOperation):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return EXIT_ERROR
+    return _fail(error.strerror or str(error), EXIT_ERROR)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ratelimitd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """A standalone gRPC rate limiter."""

@@ -1,0 +1,150 @@
+"""The command line as a whole: what it offers, and what every kind of end means to a shell."""
+
+import io
+import os
+import sys
+
+import pytest
+import typer
+
+from ratelimitd import __version__
+from ratelimitd.cli import commands, main
+from ratelimitd.cli.failures import CliError
+from ratelimitd.errors import StartupError
+
+COMMANDS = ["serve", "check", "reset", "health", "metrics", "config show", "db upgrade"]
+RULES = ["list", "create", "update", "delete", "apply", "export"]
+
+
+@pytest.fixture
+def ends_with(monkeypatch):
+    """Replace every command by one that raises."""
+
+    def replace(error):
+        app = typer.Typer()
+
+        @app.command()
+        def command():
+            raise error
+
+        monkeypatch.setattr(commands, "app", app)
+
+    return replace
+
+
+def test_the_version_is_that_of_the_package(run):
+    assert run("--version") == (0, f"ratelimitd {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"rules {name}" for name in RULES)])
+def test_the_help_of_every_command_shows_an_example_as_it_would_be_typed(run, command):
+    ended = run(*command.split(), "--help")
+    assert ended.status == 0
+    assert f"  Example:\n    ratelimitd {command}" in ended.out
+
+
+@pytest.mark.parametrize("arguments", [["--frobnicate"], ["frobnicate"], ["check", "user"], []])
+def test_a_wrong_command_line_is_status_2_with_a_way_to_help(run, arguments):
+    ended = run(*arguments)
+    assert ended.status == 2
+    assert "Usage: ratelimitd" in ended.out + ended.err
+
+
+def test_an_identifier_type_that_does_not_exist_is_named_with_those_that_do(run):
+    ended = run("check", "USER", "alice", "/x")
+    assert ended.status == 2
+    assert "user" in ended.err
+    assert "api_key" in ended.err
+
+
+def test_a_known_error_is_one_line_on_stderr_with_its_status(run, ends_with):
+    ends_with(CliError("the node said\nno", 3))
+    assert run() == (3, "", "Error: the node said no\n")
+
+
+def test_the_details_of_an_error_follow_it_line_by_line(run, ends_with):
+    ends_with(CliError("refused:", details=["a: wrong", "b: wrong"]))
+    assert run() == (1, "", "Error: refused:\n  a: wrong\n  b: wrong\n")
+
+
+def test_an_error_of_the_node_itself_is_status_1(run, ends_with):
+    ends_with(StartupError("the port is taken"))
+    assert run() == (1, "", "Error: the port is taken\n")
+
+
+def test_ctrl_c_is_quiet_and_status_130(run, ends_with):
+    ends_with(KeyboardInterrupt())
+    assert run() == (130, "", "")
+
+
+def test_ctrl_c_outside_of_a_command_is_the_same(run, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "app", interrupted)
+    assert run() == (130, "", "")
+
+
+def test_an_exit_without_a_number_is_an_error(run, monkeypatch):
+    def stop(*_arguments, **_options):
+        sys.exit("text")
+
+    monkeypatch.setattr(commands, "app", stop)
+    assert run().status == 1
+
+
+def test_a_command_that_returns_is_status_0(run, monkeypatch):
+    monkeypatch.setattr(commands, "app", lambda *_arguments, **_options: None)
+    assert run().status == 0
+
+
+def test_a_reader_that_went_away_is_no_traceback(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["--version"]) == 1
+        stdout.write("what comes later goes nowhere")
+
+
+def test_an_output_that_cannot_be_written_is_one_line(run, ends_with):
+    ends_with(OSError(28, "No space left on device"))
+    assert run() == (1, "", "Error: No space left on device\n")
+    ends_with(OSError("odd"))
+    assert run() == (1, "", "Error: odd\n")
+
+
+def test_an_error_that_nobody_foresaw_is_one_line_unless_somebody_is_looking_for_it(
+    run, ends_with, monkeypatch
+):
+    ends_with(ZeroDivisionError("by zero"))
+    ended = run()
+    assert ended.status == 1
+    assert ended.err == (
+        "Error: a bug, ZeroDivisionError('by zero'): RATELIMITCTL_DEBUG=1 shows where\n"
+    )
+    monkeypatch.setenv("RATELIMITCTL_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        run()
+
+
+def test_a_stream_that_lacks_a_character_gets_another(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(commands, "app", lambda **_options: sys.stdout.write("→\n"))
+    assert main([]) == 0
+    assert written.getvalue() == b"?\n"
+
+
+def test_shell_completion_offers_the_commands_and_the_choices(run, monkeypatch):
+    monkeypatch.setenv("_RATELIMITD_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "ratelimitd ")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert {"serve", "check", "rules"} <= set(run().out.split())
+    monkeypatch.setenv("COMP_WORDS", "ratelimitd check ")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert run().out.split() == ["user", "ip", "api_key"]
+    monkeypatch.setenv("COMP_WORDS", "ratelimitd rules create /x user --algorithm ")
+    monkeypatch.setenv("COMP_CWORD", "6")
+    assert run().out.split() == ["token_bucket", "sliding_window", "fixed_window"]
