@@ -74,6 +74,7 @@ class Node:
         self._clock = clock or SystemClock()
         self._context = context or LogContext(self.node_id)
         self._runtime = Runtime()
+        self._task_restarts: dict[str, int] = {}
         self._callers_time = settings.timestamps == "caller"
         self._table = BucketTable(
             settings.cache_entries, self.stats, callers_time=self._callers_time
@@ -198,6 +199,7 @@ class Node:
                 rules_skipped_total=lambda: feed.skipped_total,
                 rules_connected=lambda: feed.connected,
                 snapshot=snapshot_status,
+                task_restarts=lambda: {**self._task_restarts, "rules": feed.crashes_total},
             )
         )
 
@@ -225,7 +227,7 @@ class Node:
         return guarded(offers, access, ErrorEdge(time.monotonic))
 
     async def _start_background(self, snapshot: SnapshotLog) -> None:
-        background = Background(self._runtime.task_restarts)
+        background = Background(self._task_restarts)
         self._open.push_async_callback(background.stop)
         clock = self._clock
         upkeep = Upkeep(

@@ -27,8 +27,8 @@ Sleep = Callable[[float], Awaitable[None]]
 class Background:
     """The background jobs of a node.
 
-    ``restarts`` maps the name of a job to the times it crashed. ``sleep`` (seconds), ``time_s`` (monotonic seconds) and
-    ``random_share`` (0 to 1) are there for tests.
+    ``restarts`` maps the name of each job to the times it crashed. ``sleep`` (seconds), ``time_s`` (monotonic seconds)
+    and ``random_share`` (0 to 1) are there for tests.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Background:
 
     def start(self, name: str, job: Job) -> None:
         """Run ``job`` until it returns or :meth:`stop` is called; start it again whenever it raises."""
+        self._restarts.setdefault(name, 0)
         task = asyncio.create_task(self._supervise(name, job), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -77,7 +78,7 @@ class Background:
             try:
                 await job()
             except Exception:  # noqa: BLE001 - whatever it is, the job must run again
-                self._restarts[name] = self._restarts.get(name, 0) + 1
+                self._restarts[name] += 1
                 ran_long = self._time_s() - started_s >= LONG_RUN_S
                 crashes = 1 if ran_long else crashes + 1
                 pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (crashes - 1))

@@ -42,6 +42,7 @@ async def test_a_job_that_crashes_is_counted_logged_and_started_again(caplog):
 
     jobs = background(restarts, Time(naps=10))
     jobs.start("snapshot", job)
+    assert restarts == {"snapshot": 0}
     await settled()
     assert len(runs) == 3
     assert restarts == {"snapshot": 2}

@@ -7,7 +7,7 @@ from what a caller sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -40,8 +40,6 @@ class Runtime:
     """How late a timer of the event loop fired at worst in the last 10 to 20 s, in seconds."""
     clock_error_us: int = 0
     """How far the wall clock is ahead of the node's clock, in µs."""
-    task_restarts: dict[str, int] = field(default_factory=dict)
-    """Background job → times it crashed and was started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +57,8 @@ class Readings:
     rules_skipped_total: Callable[[], int]
     rules_connected: Callable[[], bool]
     snapshot: Callable[[], SnapshotStatus]
+    task_restarts: Callable[[], Mapping[str, int]]
+    """Background job → times it crashed and was started again."""
 
 
 class Point(NamedTuple):
@@ -237,7 +237,7 @@ DEFINITIONS: Final = (
         "How far the wall clock is ahead of the node's clock, which follows it slowly.",
         lambda r: r.runtime.clock_error_us / US_PER_S),
     Definition("rate_limiter_task_restarts_total", "counter", "Background jobs that crashed and were started again.",
-        _counts(lambda r: r.runtime.task_restarts), "task"),
+        _counts(lambda r: r.task_restarts()), "task"),
     Definition("rate_limiter_build_info", "gauge", "Always 1; the label is the version.",
         lambda _: (Point(1.0, __version__),), "version"),
     _gauge("process_start_time_seconds", "Unix time at which the process started.", lambda _: STARTED_AT_S),
