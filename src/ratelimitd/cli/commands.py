@@ -63,7 +63,9 @@ def run(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE):
             raise
-        status = _fail(f"a bug, {error!r}: {DEBUG_VARIABLE}=1 shows where", EXIT_ERROR)
+        # Not its text: nobody foresaw it, so nobody knows that no secret is in it.
+        bug = f"this is a bug ({type(error).__name__}); {DEBUG_VARIABLE}=1 shows where"
+        status = _fail(bug, EXIT_ERROR)
     return status
 
 

@@ -5,7 +5,7 @@ Validates nothing itself: what a valid rule is, the node says.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -18,7 +18,7 @@ from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
-INT32_MIN = -INT32_MAX - 1
+INT32_MIN: Final = -INT32_MAX - 1
 
 IdArgument = Annotated[
     str, typer.Argument(metavar="ID", help="Id of the rule, as `rules list` shows it.")

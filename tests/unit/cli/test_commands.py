@@ -117,11 +117,11 @@ def test_an_output_that_cannot_be_written_is_one_line(run, ends_with):
 def test_an_error_that_nobody_foresaw_is_one_line_unless_somebody_is_looking_for_it(
     run, ends_with, monkeypatch
 ):
-    ends_with(ZeroDivisionError("by zero"))
+    ends_with(ZeroDivisionError("s3cret"))
     ended = run()
     assert ended.status == 1
     assert ended.err == (
-        "Error: a bug, ZeroDivisionError('by zero'): RATELIMITCTL_DEBUG=1 shows where\n"
+        "Error: this is a bug (ZeroDivisionError); RATELIMITCTL_DEBUG=1 shows where\n"
     )
     monkeypatch.setenv("RATELIMITCTL_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
