@@ -7,19 +7,35 @@ is that of the websockets project.
 
 import argparse
 import ast
+import contextlib
+import io
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import coverage
+import hypothesis  # noqa: F401 - so that a forked process need not import it, see in_processes
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "ratelimitd"
 UNIT_TESTS = ROOT / "tests" / "unit"
+CONFIG = ROOT / "pyproject.toml"
+
+PYTEST_OPTIONS = (
+    "--quiet",
+    "-mnot system and not long",
+    # A fixed order and a fixed seed: what hypothesis happens to try must not decide whether a branch is reached.
+    "-pno:randomly",
+    "--hypothesis-seed=0",
+    # The plugins are imported before pytest could rewrite their assertions; they are not what is tested.
+    "-Wignore::pytest.PytestAssertRewriteWarning",
+)
 
 EXEMPT = {
     "**/__main__.py": "a call of main(); the end-to-end tests start the installed command",
@@ -98,7 +114,7 @@ def is_stub(statement: ast.AST) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def coverage_problems(patterns: list[str] | tuple[str, ...]) -> list[str]:
+def coverage_problems(patterns: Iterable[str]) -> list[str]:
     """Measure each module that matches, and return what its own tests do not reach."""
     modules = [
         module
@@ -106,37 +122,46 @@ def coverage_problems(patterns: list[str] | tuple[str, ...]) -> list[str]:
         for module in sorted(SOURCE.glob(pattern))
         if has_behaviour(module) and test_of(module).exists()
     ]
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        results = list(pool.map(measure, modules))
-    print(f"coverage: {len(modules)} core modules, each by its own tests alone")
-    return [problem for problem in results if problem]
+    problems = [problem for problem in in_processes(measure, modules) if problem]
+    print(f"coverage: measured {len(modules)} core modules, each by its own tests alone")
+    return problems
+
+
+def in_processes(function: Callable[[Path], str], modules: list[Path]) -> Iterator[str]:
+    """Call the function for each module in a process of its own, as many at a time as there are processors.
+
+    A forked process has pytest and its plugins already, so it need not import them under the eyes of coverage, which
+    takes longer than most tests do.
+    """
+    fork = multiprocessing.get_context("fork")
+    waiting, answers = list(reversed(modules)), set[Connection]()
+    while waiting or answers:
+        while waiting and len(answers) < (os.cpu_count() or 1):
+            answer, sender = fork.Pipe(duplex=False)
+            module = waiting.pop()
+            fork.Process(target=lambda to, of: to.send(function(of)), args=(sender, module)).start()
+            sender.close()
+            answers.add(answer)
+        for answer in cast("list[Connection]", wait(list(answers))):
+            answers.remove(answer)
+            yield answer.recv()
 
 
 def measure(module: Path) -> str:
     """Run a module's test file alone; return what is missing, empty when nothing is."""
-    name = str(module.relative_to(ROOT))
-    test = test_of(module).relative_to(ROOT)
-    with tempfile.TemporaryDirectory() as directory:
-        data, report = Path(directory) / "data", Path(directory) / "report.json"
-        coverage = [sys.executable, "-m", "coverage"]
-        # A fixed order and a fixed seed: what hypothesis happens to try must not decide whether a branch is reached.
-        pytest = [
-            "pytest",
-            "-q",
-            "-p",
-            "no:randomly",
-            "--hypothesis-seed=0",
-            "-m",
-            "not system and not long",
-        ]
-        measured = [f"--data-file={data}", "--branch", f"--include={name}"]
-        tests = run([*coverage, "run", *measured, "-m", *pytest, str(test)])
-        if tests.returncode:
-            return f"{name}: {test} fails when it is run alone:\n{tests.stdout}{tests.stderr}"
-        read = run([*coverage, "json", f"--data-file={data}", "-o", str(report)])
-        if read.returncode:
-            return f"{name}: {test} never runs it"
-        return missing(name, json.loads(report.read_text(encoding="utf-8"))["files"][name])
+    name, test = str(module.relative_to(ROOT)), str(test_of(module).relative_to(ROOT))
+    measured = coverage.Coverage(data_file=None, config_file=str(CONFIG), include=[str(module)])
+    os.chdir(ROOT)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        with measured.collect():
+            status = pytest.main([*PYTEST_OPTIONS, test])
+        if status != pytest.ExitCode.OK:
+            return f"{name}: {test} fails when it is run alone:\n{output.getvalue()}"
+        with tempfile.NamedTemporaryFile() as report:
+            measured.json_report(outfile=report.name)
+            files = json.load(report)["files"]
+    return missing(name, files[name]) if name in files else f"{name}: {test} never imports it"
 
 
 def missing(name: str, report: dict[str, Any]) -> str:
@@ -149,11 +174,6 @@ def missing(name: str, report: dict[str, Any]) -> str:
         f"{what} {where}" for what, where in (("lines", lines), ("branches", branches)) if where
     ]
     return f"{name}: its own tests do not reach {'; '.join(parts)}" if parts else ""
-
-
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command in the repository and keep what it says."""
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 if __name__ == "__main__":
