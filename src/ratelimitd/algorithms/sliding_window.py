@@ -27,7 +27,7 @@ State = bytes
 MAX_RUNS: Final = 16_384
 """Runs of one log; beyond it neighbours merge into the later timestamp. Bounds a bucket to 256 KiB (I17)."""
 
-_MAX_SUM: Final = 2**62
+MAX_SUM: Final = 2**62
 """Running sums start anew before they could leave 64 bits."""
 
 _CELL: Final = 8
@@ -109,7 +109,7 @@ def _appended(state: State, first: int, at_us: int, cost: int) -> State:
         appended = times + sums[:-_CELL] + _pack_one(total)
     else:
         appended = b"".join((times, _pack_one(at_us), sums, _pack_one(total)))
-    if total > _MAX_SUM or len(appended) > (2 * MAX_RUNS + 1) * _CELL:
+    if total > MAX_SUM or len(appended) > (2 * MAX_RUNS + 1) * _CELL:
         return _compacted(appended)
     return appended
 

@@ -18,6 +18,7 @@ from itertools import pairwise
 from struct import Struct
 from typing import Final
 
+from ratelimitd.algorithms.sliding_window import MAX_SUM
 from ratelimitd.model import US_PER_S, Rule
 
 Value = int | bytes
@@ -116,7 +117,12 @@ def is_log(value: bytes) -> bool:
     times, sums = cells[:runs], cells[runs:-1]
     ascending = all(one <= next_one for one, next_one in pairwise(times))
     growing = all(one < next_one for one, next_one in pairwise(sums))
-    in_range = (
-        times[0] >= 0 and times[-1] <= _LATEST_MASK and sums[0] >= 0 and cells[-1] >> _TICK_BITS > 0
+    return (
+        ascending
+        and growing
+        and times[0] >= 0
+        and times[-1] <= _LATEST_MASK
+        and sums[0] >= 0
+        and sums[-1] <= MAX_SUM
+        and 0 < cells[-1] >> _TICK_BITS <= _WINDOW_MASK
     )
-    return ascending and growing and in_range

@@ -1,0 +1,93 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratelimitd.buckets.keys import SCOPE_BYTES, STORED_KEY_BYTES, BucketKeys
+from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType, Rule
+
+RULE = Rule("1", "/orders", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET)
+KEYS = BucketKeys(b"a secret of 32 bytes, or so....")
+
+awkward = st.one_of(st.text("/a:{}*\0 é", max_size=8), st.text(max_size=20))
+identifiers = awkward.map(str.encode)
+buckets = st.tuples(
+    st.sampled_from(IdentifierType),
+    identifiers,
+    awkward,
+    st.sampled_from(Algorithm),
+    st.one_of(st.integers(1, 3), st.integers(1, INT32_MAX)),
+)
+
+
+def key_of(bucket):
+    identifier_type, identifier, endpoint, algorithm, window_seconds = bucket
+    rule = Rule("1", "*", identifier_type, 10, window_seconds, algorithm)
+    return identifier + KEYS.scope(rule, endpoint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"identifier_type": IdentifierType.API_KEY},
+        {"algorithm": Algorithm.FIXED_WINDOW},
+        {"window_seconds": 61},
+    ],
+    ids=str,
+)
+def test_a_bucket_starts_afresh_when_what_gives_it_its_meaning_changes(change):
+    assert KEYS.scope(RULE, "/orders") != KEYS.scope(dataclasses.replace(RULE, **change), "/orders")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"limit": 11}, {"id": "2"}, {"enabled": False}, {"etag": "x"}, {"revision": 7}],
+    ids=str,
+)
+def test_a_bucket_is_kept_when_anything_else_of_its_rule_changes(change):
+    assert KEYS.scope(RULE, "/orders") == KEYS.scope(dataclasses.replace(RULE, **change), "/orders")
+
+
+def test_buckets_of_the_global_rule_are_kept_by_the_endpoint_that_was_asked_for():
+    everywhere = dataclasses.replace(RULE, endpoint="*")
+    assert KEYS.scope(everywhere, "/orders") == KEYS.scope(RULE, "/orders")
+    assert KEYS.scope(everywhere, "/orders") != KEYS.scope(everywhere, "/carts")
+
+
+def test_keys_have_the_promised_sizes():
+    assert len(KEYS.scope(RULE, "/" + "x" * 254)) == SCOPE_BYTES == 9
+    assert len(KEYS.stored(b"x" * 265)) == STORED_KEY_BYTES == 16
+
+
+def test_keys_depend_on_the_secret_and_on_nothing_else_of_the_process():
+    other = BucketKeys(b"another secret, also of some bytes")
+    assert KEYS.scope(RULE, "/orders") != other.scope(RULE, "/orders")
+    assert KEYS.stored(b"ada") != other.stored(b"ada")
+    # Fixed for ever: files of an earlier start hold these.
+    assert BucketKeys(b"k" * 32).scope(RULE, "/orders").hex() == "709749613d66d315d7"
+    assert BucketKeys(b"k" * 32).stored(b"ada").hex() == "c19d6ce0fe0bc5623ac4763f9cd56a55"
+
+
+def test_a_stored_key_does_not_show_its_identifier():
+    assert b"ada@example" not in KEYS.stored(b"ada@example" + KEYS.scope(RULE, "/orders"))
+
+
+@given(buckets, buckets)
+def test_two_different_buckets_never_share_a_key(one, other):
+    """I11."""
+    assert (key_of(one) == key_of(other)) == (one == other)
+    assert (KEYS.stored(key_of(one)) == KEYS.stored(key_of(other))) == (one == other)
+
+
+@given(buckets, st.integers(0, 20))
+def test_moving_a_character_between_identifier_and_endpoint_is_another_bucket(bucket, cut):
+    identifier_type, identifier, endpoint, algorithm, window_seconds = bucket
+    text = identifier + endpoint.encode()
+    try:
+        moved = (
+            identifier_type, text[:cut], text[cut:].decode(), algorithm, window_seconds,
+        )  # fmt: skip
+    except UnicodeDecodeError:
+        return
+    assert (key_of(bucket) == key_of(moved)) == (bucket == moved)
