@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Final, Literal
+from typing import Literal
 
 MetricKind = Literal["counter", "gauge", "histogram"]
 """The kinds of metric of the contract, by the name they have on the wire."""
 
 BreakerStateName = Literal["closed", "open", "half_open"]
 """The states of the circuit breaker, by the name they have on the wire."""
-
-NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
-"""Labels of a metric without labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,7 @@ class MetricSample:
     kind: MetricKind
     value: float = 0.0
     histogram: HistogramSample | None = None
-    labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,284 @@
+"""What the transport owes callers and handlers: pings, deadlines, cancellation, limits, addresses, an orderly stop."""
+
+import asyncio
+import socket
+import struct
+import time
+
+import grpc
+import grpc.aio
+import pytest
+
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc.grpcio_server import GrpcioServer, TransportLimits
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
+from ratelimitd.stats import CheckStats
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS, PING, GOAWAY = 4, 6, 7
+
+
+class Serving:
+    """A server with handlers of the test's own, and a channel to it."""
+
+    def __init__(self, listen="127.0.0.1:0", limits=None, **methods):
+        self.stats = CheckStats()
+        self.server = GrpcioServer(
+            Methods(**methods), listen=listen, stats=self.stats, limits=limits
+        )
+        self.address = ""
+
+    async def __aenter__(self):
+        self.address = await self.server.start()
+        self.channel = grpc.aio.insecure_channel(self.address)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.channel.close()
+        await self.server.stop(0)
+
+    async def call(self, path="/s/m", data=b""):
+        return await self.channel.unary_unary(path)(data, timeout=30)
+
+    async def code(self, *args, **options):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.call(*args, **options)
+        return caught.value.code()
+
+
+def echo(data, _call):
+    return data
+
+
+async def pinged(address, pings, pause_s):
+    """Ping over a connection without calls; the types of the frames that came back."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(PREFACE + bytes(3) + bytes([SETTINGS, 0]) + bytes(4))
+    seen = []
+    try:
+        for number in range(pings):
+            writer.write(b"\x00\x00\x08" + bytes([PING, 0]) + bytes(4) + struct.pack(">Q", number))
+            while seen.count(PING) <= number:
+                header = await reader.readexactly(9)
+                await reader.readexactly(int.from_bytes(header[:3], "big"))
+                seen.append(header[3])
+            await asyncio.sleep(pause_s)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    writer.close()
+    return seen
+
+
+async def test_a_caller_that_pings_twice_as_seldom_as_allowed_lives_without_any_call():
+    # The shipped proportion of interval to pings, 200 times faster.
+    limits = TransportLimits(min_ping_interval_ms=TransportLimits().min_ping_interval_ms // 200)
+    async with Serving(limits=limits, unary={"/s/m": echo}) as serving:
+        frames = await pinged(serving.address, pings=20, pause_s=10 / 200)
+    assert frames.count(PING) == 20
+    assert GOAWAY not in frames
+
+
+async def test_a_caller_that_floods_with_pings_is_sent_away():
+    async with Serving(unary={"/s/m": echo}) as serving:
+        frames = await pinged(serving.address, pings=20, pause_s=0)
+    assert GOAWAY in frames
+    assert frames.count(PING) < 20
+
+
+async def test_a_deadline_that_passed_before_the_handler_stops_the_call_uncalled():
+    called = []
+    async with Serving(unary={"/s/m": lambda data, _call: called.append(data) or b""}) as serving:
+        await serving.call()
+        call = serving.channel.unary_unary("/s/m")(b"late", timeout=0.05)
+        time.sleep(0.2)  # noqa: ASYNC251 -- the loop of server and client stalls: that is the test
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert called == [b""]
+
+
+async def test_a_handler_sees_how_long_its_caller_waits():
+    async def left(_data, call):
+        return str(call.time_remaining_s()).encode()
+
+    async with Serving(unary={"/s/m": left}) as serving:
+        assert 0 < float(await serving.call()) <= 30
+        assert await serving.channel.unary_unary("/s/m")(b"") == b"None"
+
+
+async def test_a_caller_that_leaves_cancels_its_handler():
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_ever(_data, _call):
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async with Serving(unary={"/s/m": wait_for_ever}) as serving:
+        call = serving.channel.unary_unary("/s/m")(b"")
+        await started.wait()
+        call.cancel()
+        await cancelled.wait()
+        await until(lambda: serving.stats.errors_by_transport == {"cancelled": 1})
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 -- what is waited for is a counter
+            await asyncio.sleep(0.001)
+
+
+async def test_an_rpc_error_is_the_status_of_the_call_with_its_details_in_the_trailers():
+    def refuse(_data, _call):
+        raise RpcError(StatusCode.ABORTED, "caf\u00e9 \u2013 no", b"\x00details")
+
+    async with Serving(unary={"/s/m": refuse}) as serving:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await serving.call()
+    error = caught.value
+    assert (error.code(), error.details()) == (grpc.StatusCode.ABORTED, "caf\u00e9 \u2013 no")
+    assert dict(error.trailing_metadata())["grpc-status-details-bin"] == b"\x00details"
+
+
+async def test_anything_else_a_handler_raises_is_internal_and_tells_nothing(caplog):
+    async def broken(_data, _call):
+        raise KeyError("secret")  # noqa: EM101
+
+    async with Serving(unary={"/s/m": broken}) as serving:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await serving.call()
+        assert serving.stats.errors_by_transport == {"unexpected": 1}
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert caught.value.details() == "unexpected error"
+    assert caplog.records == []
+
+
+async def test_calls_beyond_the_bound_are_refused_at_once_and_others_go_on():
+    release = asyncio.Event()
+
+    async def wait(_data, _call):
+        await release.wait()
+        return b"done"
+
+    limits = TransportLimits(max_concurrent_rpcs=2, max_streams=0)
+    async with Serving(limits=limits, unary={"/s/m": wait}) as serving:
+        first = [asyncio.ensure_future(serving.call()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert await serving.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        release.set()
+        assert await asyncio.gather(*first) == [b"done", b"done"]
+
+
+async def test_streams_are_bounded_apart_so_that_watchers_leave_room_for_checks():
+    async def watch(_data, _call):
+        yield b"now"
+        await asyncio.Event().wait()
+
+    limits = TransportLimits(max_concurrent_rpcs=1, max_streams=1)
+    methods = {"unary": {"/s/m": echo}, "server_stream": {"/s/w": watch}}
+    async with Serving(limits=limits, **methods) as serving:
+        first = serving.channel.unary_stream("/s/w")(b"")
+        assert await first.read() == b"now"
+        second = serving.channel.unary_stream("/s/w")(b"")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await second.read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await serving.call(data=b"check") == b"check"
+        assert serving.stats.errors_by_transport == {"too_many_streams": 1}
+        first.cancel()
+
+
+async def test_a_stream_of_questions_is_answered_one_by_one():
+    async def upper(questions, _call):
+        async for question in questions:
+            yield question.upper()
+
+    async with Serving(bidi_stream={"/s/b": upper}) as serving:
+        stream = serving.channel.stream_stream("/s/b")()
+        for text in (b"a", b"b"):
+            await stream.write(text)
+            assert await stream.read() == text.upper()
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_a_stream_whose_handler_fails_ends_with_its_status():
+    async def refuse(_data, _call):
+        yield b"one"
+        raise RpcError(StatusCode.NOT_FOUND, "gone")
+
+    async with Serving(server_stream={"/s/w": refuse}) as serving:
+        stream = serving.channel.unary_stream("/s/w")(b"")
+        assert await stream.read() == b"one"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.read()
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_draining_server_finishes_what_is_in_flight_and_takes_nothing_new():
+    started, release = asyncio.Event(), asyncio.Event()
+
+    async def wait(_data, _call):
+        started.set()
+        await release.wait()
+        return b"done"
+
+    async with Serving(unary={"/s/m": wait, "/s/e": echo}) as serving:
+        in_flight = asyncio.ensure_future(serving.call())
+        await started.wait()
+        await serving.server.stop_accepting()
+        await serving.server.stop_accepting()
+        async with grpc.aio.insecure_channel(serving.address) as newcomer:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await newcomer.unary_unary("/s/e")(b"", timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        release.set()
+        await serving.server.stop(10)
+        assert await in_flight == b"done"
+
+
+async def test_a_stop_cancels_what_outlasts_the_grace():
+    started = asyncio.Event()
+
+    async def wait(_data, _call):
+        started.set()
+        await asyncio.Event().wait()
+
+    async with Serving(unary={"/s/m": wait}) as serving:
+        in_flight = serving.channel.unary_unary("/s/m")(b"")
+        await started.wait()
+        await serving.server.stop(0.01)
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await in_flight
+
+
+async def test_a_second_server_on_the_port_does_not_start(capfd):
+    async with Serving(unary={"/s/m": echo}) as serving:
+        second = Serving(listen=serving.address)
+        with pytest.raises(StartupError, match=f"LISTEN: .*{serving.address}: Address already in"):
+            await second.server.start()
+    assert capfd.readouterr().err == ""
+
+
+async def test_a_server_listens_on_ipv6_and_tells_handlers_so():
+    async with Serving(
+        "[::1]:0", unary={"/s/m": lambda _data, call: call.peer.encode()}
+    ) as serving:
+        assert serving.address.startswith("[::1]:")
+        assert (await serving.call()).startswith(b"ipv6:[::1]:")
+
+
+async def test_a_server_listens_on_a_socket_file_and_replaces_one_left_behind(tmp_path):
+    path = tmp_path / "node.sock"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    async with Serving(
+        f"unix:{path}", unary={"/s/m": lambda _d, call: call.peer.encode()}
+    ) as serving:
+        assert serving.address == f"unix:{path}"
+        assert (await serving.call()).startswith(b"unix:")
+        with pytest.raises(StartupError, match="another process does"):
+            await Serving(serving.address).server.start()
