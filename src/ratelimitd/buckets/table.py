@@ -100,10 +100,7 @@ class BucketTable:
             stats.bucket_known_total += 1
         outcome = decide(None if value is None else unpack(value), rule, now_us, cost)
         if outcome.state is not None:
-            shard[key] = pack(outcome.state, rule, self.tick)
-            self._entries += 1
-            if len(self) > self.max_entries:
-                self._evict()
+            self._add(shard, key, pack(outcome.state, rule, self.tick))
         return outcome
 
     def peek(  # noqa: PLR0917 - the same signature as apply
@@ -132,8 +129,7 @@ class BucketTable:
         """Undo a :meth:`remove`, unless the bucket was used since."""
         shard = self._shards[hash(key) % self._shard_count]
         if key not in shard:
-            shard[key] = with_tick(value, self.tick)
-            self._entries += 1
+            self._add(shard, key, with_tick(value, self.tick))
 
     def value(self, key: bytes) -> Value | None:
         """What the bucket of ``key`` holds, if it was used by this process."""
@@ -157,6 +153,12 @@ class BucketTable:
                 self.expired_total += self._cold.sweep(
                     lambda value: self._is_expired(value, now_us)
                 )
+
+    def _add(self, shard: dict[bytes, Value], key: bytes, value: Value) -> None:
+        shard[key] = value
+        self._entries += 1
+        if len(self) > self.max_entries:
+            self._evict()
 
     def _is_expired(self, value: Value, now_us: int) -> bool:
         if self._callers_time:

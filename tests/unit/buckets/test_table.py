@@ -1,0 +1,360 @@
+import random
+import sys
+from dataclasses import replace
+
+import pytest
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.buckets import cold as cold_module
+from ratelimitd.buckets.codec import pack, tick_of, unpack
+from ratelimitd.buckets.cold import ColdBuckets
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.table import IDLE_TICKS, LATE_US, SHARD_ENTRIES, BucketTable
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.stats import CheckStats
+
+T = 1_700_006_400_000_000
+SECOND = 1_000_000
+RULE = Rule("1", "/e", IdentifierType.USER, 10, 60, Algorithm.FIXED_WINDOW)
+KEYS = BucketKeys(b"k" * 32)
+
+
+def table_of(max_entries, **options):
+    return BucketTable(max_entries, CheckStats(), **options)
+
+
+def use(table, key, *, cost=1, now_us=T, rule=RULE):
+    return table.apply(key, rule, DECIDE[rule.algorithm], now_us, cost)
+
+
+def look(table, key, *, cost=1, now_us=T):
+    return table.peek(key, RULE, DECIDE[RULE.algorithm], now_us, cost)
+
+
+def key(number):
+    return b"%d" % number
+
+
+def keys_of(table):
+    return {name for index in range(table.shard_count) for name in table.keys(index)}
+
+
+def cold_of(*numbers, count=4):
+    buckets = ColdBuckets(KEYS)
+    for number in numbers:
+        buckets.put(KEYS.stored(key(number)), pack((count, T), RULE, 0))
+    return buckets
+
+
+class TestChecks:
+    def test_a_check_goes_on_from_what_the_bucket_held(self):
+        table = table_of(10)
+        assert [use(table, b"ada", cost=4).remaining for _ in range(3)] == [6, 2, 2]
+        assert unpack(table.value(b"ada")) == (8, T)
+
+    def test_buckets_do_not_share(self):
+        table = table_of(10)
+        use(table, b"ada", cost=10)
+        assert use(table, b"bob").allowed
+        assert len(table) == 2
+
+    def test_a_check_that_is_never_allowed_leaves_no_bucket(self):
+        table = table_of(10)
+        assert not use(table, b"ada", cost=11).allowed
+        assert (len(table), table.value(b"ada")) == (0, None)
+
+    def test_a_denied_check_is_a_use_and_changes_nothing_else(self):
+        table = table_of(10)
+        use(table, b"ada", cost=10)
+        table.tick = 9
+        assert not use(table, b"ada").allowed
+        assert unpack(table.value(b"ada")) == (10, T)
+        assert tick_of(table.value(b"ada")) == 9
+
+    def test_a_peek_keeps_nothing_and_is_no_use(self):
+        table = table_of(10)
+        assert look(table, b"ada", cost=4).remaining == 6
+        assert len(table) == 0
+        use(table, b"ada", cost=4)
+        before = table.value(b"ada")
+        table.tick = 9
+        assert [look(table, b"ada", cost=4).remaining for _ in range(2)] == [2, 2]
+        assert table.value(b"ada") == before
+
+    def test_known_buckets_are_counted_against_all_that_were_looked_for(self):
+        stats = CheckStats()
+        table = BucketTable(10, stats)
+        table.adopt(cold_of(1, 2))
+        use(table, b"ada")
+        use(table, b"ada")
+        look(table, b"ada")
+        look(table, b"bob")
+        use(table, key(1))
+        look(table, key(2))
+        assert (stats.bucket_known_total, stats.bucket_looked_total) == (4, 6)
+
+
+class TestRemoving:
+    def test_a_removed_bucket_starts_afresh(self):
+        table = table_of(10)
+        use(table, b"ada", cost=10)
+        table.remove(b"ada")
+        assert len(table) == 0
+        assert use(table, b"ada").remaining == 9
+
+    def test_removing_what_is_not_there_is_no_error(self):
+        table = table_of(10)
+        assert table.remove(b"ada") is None
+        assert len(table) == 0
+
+    def test_a_bucket_that_is_put_back_holds_what_it_held_and_counts_as_used(self):
+        table = table_of(10)
+        use(table, b"ada", cost=7)
+        value = table.remove(b"ada")
+        table.tick = 9
+        table.put_back(b"ada", value)
+        assert unpack(table.value(b"ada")) == (7, T)
+        assert tick_of(table.value(b"ada")) == 9
+        assert len(table) == 1
+
+    def test_a_bucket_that_was_used_since_is_not_overwritten(self):
+        table = table_of(10)
+        use(table, b"ada", cost=7)
+        value = table.remove(b"ada")
+        use(table, b"ada", cost=1)
+        table.put_back(b"ada", value)
+        assert unpack(table.value(b"ada")) == (1, T)
+        assert len(table) == 1
+
+    def test_putting_back_keeps_the_bound(self):
+        table = table_of(1)
+        use(table, b"ada")
+        value = table.remove(b"ada")
+        use(table, b"bob")
+        table.put_back(b"ada", value)
+        assert len(table) == len(keys_of(table)) == 1
+
+
+class TestBound:
+    @pytest.mark.parametrize("max_entries", [1, 2, 7, SHARD_ENTRIES, SHARD_ENTRIES + 1, 2_000])
+    def test_a_flood_of_new_keys_never_gets_beyond_the_bound(self, max_entries):
+        table = table_of(max_entries)
+        for number in range(3 * max_entries + 50):
+            use(table, key(number))
+            assert len(table) <= max_entries
+        assert len(table) == len(keys_of(table))
+        assert table.evicted_total == 3 * max_entries + 50 - len(table)
+        assert len(table) >= max_entries * 0.85
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_any_churn_keeps_the_bound_and_the_count(self, seed, monkeypatch):
+        monkeypatch.setattr(cold_module, "SHARDS", 8)
+        rng = random.Random(seed)
+        max_entries = rng.choice([1, 5, 60, 700])
+        table, now_us, removed = table_of(max_entries), T, {}
+        table.adopt(cold_of(*range(rng.randint(0, 2 * max_entries))))
+        for _ in range(4_000):
+            name = key(rng.randint(0, 3 * max_entries))
+            action = rng.random()
+            if action < 0.8:
+                use(table, name, now_us=now_us)
+            elif action < 0.85:
+                removed[name] = table.remove(name)
+            elif action < 0.9 and removed:
+                name, value = removed.popitem()
+                if value is not None:
+                    table.put_back(name, value)
+            elif action < 0.95:
+                table.sweep(now_us, rng.randint(1, 3))
+            else:
+                now_us += rng.randint(0, 20) * SECOND
+                table.tick += rng.randint(0, 3)
+            assert len(table) <= max_entries
+        adopted = len(table._cold) if table._cold else 0
+        assert len(table) == len(keys_of(table)) + adopted
+
+    def test_the_least_recently_used_leave_first(self):
+        table = table_of(100)
+        for number in range(100):
+            table.tick = number + 1
+            use(table, key(number))
+        table.tick = 200
+        for number in range(50):  # the older half is used again
+            use(table, key(number))
+        use(table, b"new")
+        assert table.evicted_total == 11
+        assert keys_of(table) == {key(number) for number in range(100)} - {
+            key(number) for number in range(50, 61)
+        } | {b"new"}
+
+    def test_the_newest_bucket_replaces_the_only_one_there_may_be(self):
+        table = table_of(1)
+        use(table, b"ada")
+        table.tick += 1
+        use(table, b"bob")
+        assert keys_of(table) == {b"bob"}
+
+    def test_shards_take_turns_so_that_what_leaves_is_about_the_oldest_of_all(self):
+        table = table_of(3_000)
+        for number in range(3_000):
+            table.tick = number // 10 + 1
+            use(table, key(number))
+        for number in range(3_000, 3_300):
+            table.tick = number // 10 + 1
+            use(table, key(number))
+        gone = {key(number) for number in range(3_300)} - keys_of(table)
+        assert len(gone) >= 300
+        assert gone <= {key(number) for number in range(1_000)}
+
+    def test_an_evicted_shard_gives_its_memory_back(self):
+        table = table_of(SHARD_ENTRIES)
+        for number in range(SHARD_ENTRIES * 20):
+            use(table, key(number))
+        (shard,) = table._shards
+        assert sys.getsizeof(shard) <= sys.getsizeof(dict.fromkeys(range(682)))
+
+    def test_a_shard_that_is_empty_is_passed_over(self):
+        table = table_of(SHARD_ENTRIES + 1)
+        assert table.shard_count == 2
+        crowd = [name for name in map(key, range(5_000)) if hash(name) % 2 == 1]
+        for name in crowd[: SHARD_ENTRIES + 2]:
+            use(table, name)
+        assert len(table) <= SHARD_ENTRIES + 1
+        assert table.evicted_total > 0
+
+
+class TestExpiry:
+    def test_a_bucket_is_dropped_when_it_has_been_over_for_as_long_as_a_caller_may_be_late(self):
+        table = table_of(10)
+        use(table, b"ada", cost=10)
+        table.sweep(T + 60 * SECOND + LATE_US - 1, 1)
+        assert len(table) == 1
+        table.sweep(T + 60 * SECOND + LATE_US, 1)
+        assert (len(table), table.expired_total, table.evicted_total) == (0, 1, 0)
+
+    def test_a_sweep_goes_on_where_the_last_one_ended(self):
+        table = table_of(3 * SHARD_ENTRIES)
+        for number in range(300):
+            use(table, key(number))
+        sizes = []
+        for _ in range(4):
+            table.sweep(T + 3600 * SECOND, 1)
+            sizes.append(len(table))
+        assert sizes[0] > sizes[1] > sizes[2] == sizes[3] == 0
+
+    def test_a_sweep_over_more_shards_than_there_are_looks_at_each_once(self):
+        table = table_of(10)
+        use(table, b"ada")
+        table.sweep(T + 3600 * SECOND, 1_000)
+        assert (len(table), table.expired_total) == (0, 1)
+
+    def test_a_sweep_reaches_the_buckets_of_before_the_restart(self, monkeypatch):
+        monkeypatch.setattr(cold_module, "SHARDS", 2)
+        table = table_of(50)
+        table.adopt(cold_of(*range(20)))
+        table.sweep(T, 1)
+        assert len(table) == 20
+        for _ in range(2):
+            table.sweep(T + 3600 * SECOND, 1)
+        assert (len(table), table.expired_total) == (0, 20)
+
+    @pytest.mark.parametrize(
+        ("window_seconds", "kept_ticks"), [(60, IDLE_TICKS), (1_800, IDLE_TICKS), (5_000, 10_000)]
+    )
+    def test_when_time_is_the_callers_only_disuse_expires(self, window_seconds, kept_ticks):
+        """I12: max(3600 s, two windows)."""
+        table = table_of(10, callers_time=True)
+        table.tick = 5
+        use(table, b"ada", rule=replace(RULE, window_seconds=window_seconds), now_us=1)
+        table.tick = 5 + kept_ticks - 1
+        table.sweep(T, 1)
+        assert len(table) == 1
+        table.tick += 1
+        table.sweep(0, 1)
+        assert (len(table), table.expired_total) == (0, 1)
+
+    def test_any_use_puts_disuse_off(self):
+        table = table_of(10, callers_time=True)
+        use(table, b"ada", cost=10)
+        table.tick = IDLE_TICKS
+        assert not use(table, b"ada").allowed
+        table.tick = 2 * IDLE_TICKS - 1
+        table.sweep(T, 1)
+        assert len(table) == 1
+
+
+class TestBeforeTheRestart:
+    def test_a_bucket_goes_on_from_what_it_held(self):
+        table = table_of(10)
+        table.adopt(cold_of(1, 2))
+        assert len(table) == 2
+        assert use(table, key(1)).remaining == 5
+        assert use(table, key(1)).remaining == 4
+        assert (len(table), keys_of(table)) == (2, {key(1)})
+
+    def test_a_peek_leaves_it_where_it_is(self):
+        table = table_of(10)
+        table.adopt(cold_of(1))
+        assert look(table, key(1)).remaining == 5
+        assert look(table, key(2)).remaining == 9
+        assert (len(table), keys_of(table)) == (1, set())
+
+    def test_a_denied_check_moves_it_unchanged(self):
+        table = table_of(10)
+        table.adopt(cold_of(1, count=10))
+        assert not use(table, key(1)).allowed
+        assert unpack(table.value(key(1))) == (10, T)
+
+    def test_it_can_be_removed_and_put_back(self):
+        table = table_of(10)
+        table.adopt(cold_of(1))
+        value = table.remove(key(1))
+        assert len(table) == 0
+        table.put_back(key(1), value)
+        assert use(table, key(1)).remaining == 5
+
+    def test_removing_an_unknown_bucket_leaves_the_others(self):
+        table = table_of(10)
+        table.adopt(cold_of(1))
+        assert table.remove(key(2)) is None
+        assert len(table) == 1
+
+    def test_the_bound_holds_for_both_together_from_the_start(self):
+        table = table_of(5)
+        use(table, b"ada")
+        table.adopt(cold_of(*range(20)))
+        assert len(table) == 5
+        assert table.value(b"ada") is not None
+
+    def test_more_live_buckets_than_the_bound_leave_nothing_of_before(self):
+        table = table_of(1)
+        use(table, b"ada")
+        table.adopt(cold_of(1))
+        assert (len(table), table.value(b"ada") is not None) == (1, True)
+
+    def test_it_gives_way_before_any_bucket_in_use(self):
+        table = table_of(5)
+        table.adopt(cold_of(*range(5)))
+        for number in range(100, 105):
+            use(table, key(number))
+            assert len(table) == 5
+        assert keys_of(table) == set(map(key, range(100, 105)))
+        assert table.evicted_total == 5
+
+
+class TestLooking:
+    def test_keys_are_those_used_at_a_tick_or_later(self):
+        table = table_of(10)
+        for tick in (1, 2, 3):
+            table.tick = tick
+            use(table, key(tick))
+        assert sorted(table.keys(0)) == [b"1", b"2", b"3"]
+        assert sorted(table.keys(0, 2)) == [b"2", b"3"]
+        assert table.keys(0, 4) == []
+
+    def test_every_key_is_in_one_shard(self):
+        table = table_of(5 * SHARD_ENTRIES)
+        for number in range(500):
+            use(table, key(number))
+        found = [name for index in range(table.shard_count) for name in table.keys(index)]
+        assert sorted(found) == sorted(map(key, range(500)))
