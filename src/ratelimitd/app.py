@@ -86,6 +86,7 @@ class Node:
             rules_revision=lambda: self._context.rules_revision,
         )
         self._grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
+        self._edge = ErrorEdge(time.monotonic)
         self._open = AsyncExitStack()
         self._server: Server | None = None
         self._limiter: Limiter | None = None
@@ -199,6 +200,7 @@ class Node:
                 rules_skipped_total=lambda: feed.skipped_total,
                 rules_connected=lambda: feed.connected,
                 snapshot=snapshot_status,
+                unexpected_total=lambda: self._edge.unexpected_total,
                 task_restarts=lambda: {**self._task_restarts, "rules": feed.crashes_total},
             )
         )
@@ -224,7 +226,7 @@ class Node:
         if settings.reflection:
             shown = (*OUR_SERVICES, grpc_health.SERVICE, reflection.V1, reflection.V1ALPHA)
             offers.append(ReflectionService(shown).methods())
-        return guarded(offers, access, ErrorEdge(time.monotonic))
+        return guarded(offers, access, self._edge)
 
     async def _start_background(self, snapshot: SnapshotLog) -> None:
         background = Background(self._task_restarts)

@@ -57,6 +57,7 @@ class Readings:
     rules_skipped_total: Callable[[], int]
     rules_connected: Callable[[], bool]
     snapshot: Callable[[], SnapshotStatus]
+    unexpected_total: Callable[[], int]
     task_restarts: Callable[[], Mapping[str, int]]
     """Background job → times it crashed and was started again."""
 
@@ -217,6 +218,8 @@ DEFINITIONS: Final = (
         lambda r: r.stats.clock_rejected_total),
     Definition("rate_limiter_transport_errors_total", "counter", "Calls the transport refused or lost, by cause.",
         _counts(lambda r: r.stats.errors_by_transport), "cause"),
+    _counter("rate_limiter_unexpected_errors_total", "Calls answered INTERNAL: a defect, which the log names.",
+        lambda r: r.unexpected_total()),
 
     # Buckets and their snapshot.
     _counter("rate_limiter_buckets_evicted_total", "Buckets dropped because the table was full.",

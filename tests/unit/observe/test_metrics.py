@@ -46,6 +46,7 @@ def metrics(stats, runtime):
             rules_connected=lambda: True,
             snapshot=lambda: SnapshotStatus(1.5, 16, 17),
             task_restarts=lambda: {"snapshot": 2},
+            unexpected_total=lambda: 18,
         )
     )
 
@@ -96,6 +97,7 @@ def test_buckets_rules_and_snapshot_are_reported(metrics):
     assert value(metrics, "rate_limiter_snapshot_age_seconds") == 1.5
     assert value(metrics, "rate_limiter_snapshot_written_bytes_total") == 16
     assert value(metrics, "rate_limiter_snapshot_errors_total") == 17
+    assert value(metrics, "rate_limiter_unexpected_errors_total") == 18
 
 
 def test_health_is_reported(metrics, stats):
