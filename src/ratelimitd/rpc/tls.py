@@ -115,7 +115,7 @@ def _content(path: Path, setting: str) -> bytes:
 
 
 def _demand_certificates(pem: bytes, path: Path, setting: str) -> None:
-    text = pem.decode("ascii", "replace")  # comments beside the PEM blocks may be in any language
+    text = pem.decode("ascii", "ignore")  # comments beside the PEM blocks may be in any language
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=text)
     except (ssl.SSLError, ValueError):

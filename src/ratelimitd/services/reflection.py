@@ -89,7 +89,11 @@ class ReflectionService:
         return _files(self._pool.FindFileByName(request.file_by_filename))
 
     def _file_containing_symbol(self, request: reflection_pb2.ServerReflectionRequest) -> _Response:
-        return _files(self._pool.FindFileContainingSymbol(request.file_containing_symbol))
+        symbol = request.file_containing_symbol
+        try:
+            return _files(self._pool.FindFileContainingSymbol(symbol))
+        except KeyError:  # the pool finds everything by that but methods
+            return _files(self._pool.FindMethodByName(symbol).containing_service.file)
 
     def _all_extension_numbers_of_type(
         self, request: reflection_pb2.ServerReflectionRequest
@@ -132,15 +136,16 @@ def _served_files() -> DescriptorPool:
 
 def _reflection_v1() -> descriptor_pb2.FileDescriptorProto:
     """The file of v1: that of v1alpha under the other package name."""
-    alpha = descriptor_pb2.FileDescriptorProto()
-    reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
-    text = alpha.SerializeToString()
-    v1 = descriptor_pb2.FileDescriptorProto.FromString(text)
+    v1 = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(v1)
     v1.name = v1.name.replace("v1alpha", "v1")
     v1.package = v1.package.replace("v1alpha", "v1")
     for message in v1.message_type:
         for field in message.field:
-            field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
+            if (
+                field.type_name
+            ):  # set for fields that are messages only, and must stay unset for others
+                field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
     for service in v1.service:
         for method in service.method:
             method.input_type = method.input_type.replace(".v1alpha.", ".v1.")

@@ -37,8 +37,8 @@ RETRY_DELAY_S: Final = 1
 """When a caller may try again after UNAVAILABLE; the store is probed about that often."""
 
 MAX_VIOLATIONS: Final = 16
-MAX_TEXT_CHARS: Final = 160
-MAX_MESSAGE_CHARS: Final = 480
+MAX_TEXT_CHARS: Final = 120
+MAX_MESSAGE_CHARS: Final = 360
 """Violations that are named, characters of each, and of the message. All of it travels in trailers, of which clients
 take 8 KiB."""
 

@@ -1,0 +1,99 @@
+"""The adapter's small parts; the server as a whole is tested through real channels in tests/rpc."""
+
+import asyncio
+
+import grpc.aio
+import pytest
+
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc import grpcio_server
+from ratelimitd.rpc.grpcio_server import GrpcioCall, GrpcioServer, TransportLimits
+from ratelimitd.rpc.interface import Methods
+from ratelimitd.stats import CheckStats
+
+
+class Context:
+    """What of grpc's context a call asks for."""
+
+    def __init__(self, peer="", metadata=(), names=(), remaining_s=None):
+        self._peer, self._metadata, self._names = peer, metadata, names
+        self._remaining_s = remaining_s
+
+    def peer(self):
+        return self._peer
+
+    def invocation_metadata(self):
+        return self._metadata
+
+    def auth_context(self):
+        return {"x509_subject_alternative_name": list(self._names)} if self._names else {}
+
+    def time_remaining(self):
+        return self._remaining_s
+
+
+def test_brackets_of_ipv6_are_read_as_they_are():
+    assert GrpcioCall("/s/m", Context("ipv6:%5B::1%5D:5000")).peer == "ipv6:[::1]:5000"
+
+
+def test_the_first_value_of_a_text_key_is_the_metadata():
+    call = GrpcioCall("/s/m", Context(metadata=(("a", "1"), ("a", "2"), ("b-bin", b"\x00"))))
+    assert [call.metadata(key) for key in ("a", "b-bin", "c")] == ["1", None, None]
+    assert GrpcioCall("/s/m", Context(metadata=None)).metadata("a") is None
+
+
+def test_names_come_from_the_certificate_alone():
+    metadata = (("x509_subject_alternative_name", "forged"),)
+    call = GrpcioCall("/s/m", Context(metadata=metadata, names=(b"a.example", b"\xff")))
+    assert call.peer_sans == ("a.example", "\ufffd")
+    assert GrpcioCall("/s/m", Context(metadata=metadata)).peer_sans == ()
+
+
+def test_the_time_left_is_the_deadlines():
+    assert GrpcioCall("/s/m", Context(remaining_s=1.5)).time_remaining_s() == 1.5
+
+
+def test_the_shipped_limits_welcome_a_ping_every_ten_seconds():
+    options = dict(grpcio_server._options(TransportLimits()))
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
+    assert options["grpc.keepalive_permit_without_calls"] == 1
+    assert options["grpc.so_reuseport"] == 0
+    assert options["grpc.max_receive_message_length"] == 4 * 1024 * 1024
+
+
+async def test_a_call_that_is_late_never_reaches_its_handler():
+    called = []
+
+    class LateContext(Context):
+        async def abort(self, code, details, trailers):
+            raise grpc.aio.AbortError(code, details, trailers)
+
+    stats = CheckStats()
+    server = GrpcioServer(
+        Methods(unary={"/s/m": lambda data, _call: called.append(data) or b""}),
+        listen="127.0.0.1:0",
+        stats=stats,
+    )
+    behaviour = server._handlers()["/s/m"].unary_unary
+    with pytest.raises(grpc.aio.AbortError) as caught:
+        await behaviour(b"", LateContext(remaining_s=0.0))
+    assert caught.value.args[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert called == []
+    assert stats.errors_by_transport == {"deadline_exceeded": 1}
+
+
+async def test_a_port_that_is_lost_between_the_look_and_the_bind_is_one_clear_line(monkeypatch):
+    async def free(_listen):
+        return None
+
+    monkeypatch.setattr(grpcio_server, "demand_free", free)
+    server = GrpcioServer(Methods(), listen="192.0.2.1:9090", stats=CheckStats())
+    with pytest.raises(StartupError, match=r"^LISTEN: cannot listen on 192\.0\.2\.1:9090$"):
+        await server.start()
+
+
+async def test_a_server_that_never_started_stops_at_once():
+    server = GrpcioServer(Methods(), listen="127.0.0.1:0", stats=CheckStats())
+    async with asyncio.timeout(1):
+        await server.stop_accepting()
+        await server.stop(10)

@@ -1,0 +1,148 @@
+import pytest
+import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc import tls
+from ratelimitd.rpc.tls import CertificateSource, TlsFiles
+
+
+@pytest.fixture(scope="module")
+def ca():
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def first(ca):
+    return ca.issue_cert("first.example")
+
+
+@pytest.fixture(scope="module")
+def second(ca):
+    return ca.issue_cert("second.example")
+
+
+@pytest.fixture
+def files(tmp_path, ca, first):
+    found = TlsFiles(tmp_path / "cert", tmp_path / "key", tmp_path / "ca")
+    put(found, first)
+    ca.cert_pem.write_to_path(found.client_ca)
+    return found
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def source(files, lines):
+    found = CertificateSource(files, lines.append)
+    found.load()
+    return found
+
+
+def put(files, certificate):
+    """Replace both files, as a renewal does: new inodes, so that the change shows whatever the clock says."""
+    for path, pem in (
+        (files.cert, certificate.cert_chain_pems[0]),
+        (files.key, certificate.private_key_pem),
+    ):
+        pem.write_to_path(path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+
+def test_files_are_loaded_whole(files, first, ca):
+    found = CertificateSource(files, pytest.fail).load()
+    assert found.chain == first.cert_chain_pems[0].bytes()
+    assert found.key == first.private_key_pem.bytes()
+    assert found.client_ca == ca.cert_pem.bytes()
+    assert CertificateSource(files._replace(client_ca=None), pytest.fail).load().client_ca is None
+
+
+def encrypted(certificate):
+    key = load_pem_private_key(certificate.private_key_pem.bytes(), None)
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("cert", b"", "TLS_CERT: .* holds no PEM certificate"),
+        ("cert", b"x", "TLS_CERT: .* holds no PEM certificate"),
+        ("key", b"", "TLS_KEY: .* holds no unencrypted PEM private key"),
+        ("client_ca", b"\xff", "TLS_CLIENT_CA: .* holds no PEM certificate"),
+    ],
+)
+def test_a_file_that_holds_nothing_usable_is_named_by_its_setting(files, name, content, problem):
+    getattr(files, name).write_bytes(content)
+    with pytest.raises(StartupError, match=problem):
+        CertificateSource(files, pytest.fail).load()
+
+
+@pytest.mark.parametrize("name", ["cert", "key", "client_ca"])
+def test_a_missing_file_is_named_by_its_setting(files, name):
+    getattr(files, name).unlink()
+    with pytest.raises(StartupError, match=f"TLS_{name.upper()}: cannot read .*: No such file"):
+        CertificateSource(files, pytest.fail).load()
+
+
+def test_the_key_of_another_certificate_is_told_apart_from_an_encrypted_one(files, first, second):
+    files.key.write_bytes(second.private_key_pem.bytes())
+    with pytest.raises(StartupError, match=r"TLS_KEY: .* is not the key of the certificate"):
+        CertificateSource(files, pytest.fail).load()
+    files.key.write_bytes(encrypted(first))
+    with pytest.raises(StartupError, match=r"TLS_KEY: .* no unencrypted"):
+        CertificateSource(files, pytest.fail).load()
+
+
+def test_a_comment_in_any_language_is_no_harm(files, first):
+    files.cert.write_bytes("# Zertifikat für …\n".encode() + first.cert_chain_pems[0].bytes())
+    assert CertificateSource(files, pytest.fail).load()
+
+
+def test_nothing_is_newer_until_the_files_change(source, files, second, lines):
+    assert source.newer() is None
+    put(files, second)
+    newer = source.newer()
+    assert newer is not None
+    assert newer.chain == second.cert_chain_pems[0].bytes()
+    assert source.newer() is None
+    assert lines == []
+
+
+def test_files_that_were_only_written_anew_are_not_newer(source, files, first, lines):
+    put(files, first)
+    assert source.newer() is None
+    assert lines == []
+
+
+def test_broken_files_are_reported_once_a_change_and_looked_at_again_when_mended(
+    source, files, second, lines
+):
+    files.key.unlink()
+    assert [source.newer() for _ in range(3)] == [None] * 3
+    assert len(lines) == 1
+    assert lines[0].endswith("the old certificate stays in service")
+    put(files, second)
+    assert source.newer() is not None
+
+
+def test_files_that_change_while_they_are_read_are_read_again(source, files, second, monkeypatch):
+    read = tls._read
+
+    def read_and_change(names):
+        found = read(names)
+        put(files, second)
+        return found
+
+    put(files, second)
+    monkeypatch.setattr(tls, "_read", read_and_change)
+    assert source.newer() is None
+    monkeypatch.setattr(tls, "_read", read)
+    assert source.newer() is not None

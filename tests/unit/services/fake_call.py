@@ -1,0 +1,23 @@
+"""A call as a handler sees it, made by hand."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class FakeCall:
+    """Implements :class:`ratelimitd.rpc.interface.Call`."""
+
+    peer: str = "ipv4:127.0.0.1:50000"
+    peer_sans: tuple[str, ...] = ()
+    headers: dict[str, str] = field(default_factory=dict)
+    method: str = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+
+    def metadata(self, key: str) -> str | None:
+        return self.headers.get(key)
+
+    def time_remaining_s(self) -> float | None:
+        return None
+
+
+def bearer(token: str, **options) -> FakeCall:
+    return FakeCall(headers={"authorization": f"Bearer {token}"}, **options)

@@ -1,0 +1,137 @@
+import pytest
+
+from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.services.auth import (
+    FORWARDING_HEADERS,
+    Access,
+    Credentials,
+    Role,
+    is_loopback,
+)
+from tests.unit.services.fake_call import FakeCall, bearer
+
+TOKENS = Access(Credentials(admin_token="admin-secret", check_token="check-secret"))
+SANS = Access(
+    Credentials(admin_sans=frozenset({"ops.example"}), check_sans=frozenset({"shop.example"}))
+)
+ELSEWHERE = "ipv4:10.0.0.1:50000"
+
+
+def verdict(access, role, call):
+    """``None`` when the call may pass, else the status it is refused with."""
+    required = access.requirement(role)
+    if required is None:
+        return None
+    try:
+        required(call)
+    except RpcError as error:
+        return error.code
+    return None
+
+
+@pytest.mark.parametrize("access", [Access(Credentials()), TOKENS, SANS])
+def test_open_methods_ask_nothing(access):
+    assert access.requirement(Role.OPEN) is None
+
+
+def test_checks_ask_nothing_until_a_check_credential_is_set():
+    assert Access(Credentials(admin_token="t")).requirement(Role.CHECK) is None
+    assert Access(Credentials(check_token="t")).requirement(Role.CHECK) is not None
+    assert Access(Credentials(check_sans=frozenset({"n"}))).requirement(Role.CHECK) is not None
+
+
+@pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
+def test_without_admin_credentials_only_this_host_reads_and_changes(role):
+    access = Access(Credentials(check_token="t"))
+    assert verdict(access, role, FakeCall()) is None
+    assert verdict(access, role, FakeCall(ELSEWHERE)) is StatusCode.PERMISSION_DENIED
+    # Who may check may not therefore change rules from elsewhere.
+    assert verdict(access, role, bearer("t", peer=ELSEWHERE)) is StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize(
+    ("token", "on_check", "on_admin"),
+    [
+        ("admin-secret", None, None),
+        ("check-secret", None, StatusCode.PERMISSION_DENIED),
+        ("wrong", StatusCode.UNAUTHENTICATED, StatusCode.UNAUTHENTICATED),
+        ("admin-secre", StatusCode.UNAUTHENTICATED, StatusCode.UNAUTHENTICATED),
+        ("", StatusCode.UNAUTHENTICATED, StatusCode.UNAUTHENTICATED),
+    ],
+)
+def test_a_token_holds_the_roles_of_the_table_wherever_it_comes_from(token, on_check, on_admin):
+    for peer in ("ipv4:127.0.0.1:1", ELSEWHERE):
+        call = bearer(token, peer=peer)
+        assert verdict(TOKENS, Role.CHECK, call) is on_check
+        assert verdict(TOKENS, Role.READ, call) is on_admin
+        assert verdict(TOKENS, Role.ADMIN, call) is on_admin
+
+
+def test_the_word_bearer_is_read_in_any_case_and_no_other_word_is():
+    for header, expected in (
+        ("bearer admin-secret", None),
+        ("BEARER  admin-secret", None),
+        ("Basic admin-secret", StatusCode.UNAUTHENTICATED),
+        ("admin-secret", StatusCode.UNAUTHENTICATED),
+    ):
+        call = FakeCall(headers={"authorization": header})
+        assert verdict(TOKENS, Role.ADMIN, call) is expected
+
+
+@pytest.mark.parametrize(
+    ("sans", "on_check", "on_admin"),
+    [
+        (("x.example", "ops.example"), None, None),
+        (("shop.example",), None, StatusCode.PERMISSION_DENIED),
+        (("x.example",), StatusCode.PERMISSION_DENIED, StatusCode.PERMISSION_DENIED),
+        ((), StatusCode.UNAUTHENTICATED, StatusCode.UNAUTHENTICATED),
+    ],
+)
+def test_a_certificate_holds_the_roles_its_names_are_listed_for(sans, on_check, on_admin):
+    call = FakeCall(ELSEWHERE, peer_sans=sans)
+    assert verdict(SANS, Role.CHECK, call) is on_check
+    assert verdict(SANS, Role.ADMIN, call) is on_admin
+
+
+def test_a_wrong_token_beside_an_unknown_certificate_is_unauthenticated():
+    call = bearer("wrong", peer_sans=("x.example",))
+    assert verdict(SANS, Role.CHECK, call) is StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("peer", "expected"),
+    [
+        ("ipv4:127.0.0.1:50000", True),
+        ("ipv4:127.8.9.10:50000", True),
+        ("ipv6:[::1]:50000", True),
+        ("ipv6:[::ffff:127.0.0.1]:50000", True),
+        ("unix:", True),
+        ("unix:/run/node.sock", True),
+        ("ipv4:10.0.0.1:50000", False),
+        ("ipv6:[2001:db8::1]:50000", False),
+        ("ipv6:[fe80::1%eth0]:50000", False),
+        ("ipv4:localhost:50000", False),
+        ("ipv4:", False),
+        ("", False),
+        ("vsock:2:1", False),
+    ],
+)
+def test_loopback_is_read_from_the_peers_address(peer, expected):
+    assert is_loopback(FakeCall(peer)) is expected
+
+
+@pytest.mark.parametrize("header", FORWARDING_HEADERS)
+@pytest.mark.parametrize("peer", ["ipv4:127.0.0.1:1", "unix:"])
+def test_a_forwarded_call_is_never_loopback(header, peer):
+    assert not is_loopback(FakeCall(peer, headers={header: ""}))
+
+
+def test_the_actor_is_the_certificates_name_or_the_role_at_the_host():
+    assert SANS.actor(FakeCall(peer_sans=("x.example", "ops.example"))) == "ops.example"
+    assert TOKENS.actor(FakeCall(peer_sans=("x.example", "y.example"))) == "x.example"
+    assert TOKENS.actor(FakeCall("ipv6:[2001:db8::1]:50000")) == "admin@2001:db8::1"
+    assert TOKENS.actor(FakeCall("unix:")) == "admin@unix"
+
+
+def test_credentials_do_not_show_themselves():
+    assert repr(Credentials(admin_token="secret")) == "Credentials(…)"

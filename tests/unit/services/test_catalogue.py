@@ -1,0 +1,111 @@
+import pytest
+
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
+from ratelimitd.services.auth import Access, Credentials, Role
+from ratelimitd.services.catalogue import OUR_SERVICES, ROLES, guarded, names_of
+from ratelimitd.services.status import ErrorEdge
+from ratelimiter.v1 import ratelimiter_pb2
+from tests.unit.services.fake_call import FakeCall, bearer
+
+CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+LIST = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
+WATCH = "/grpc.health.v1.Health/Watch"
+REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+CLOSED = Credentials(admin_token="admin-secret", check_token="check-secret")
+
+
+def echo(data, _call):
+    return data
+
+
+async def echo_later(data, _call):
+    return data
+
+
+async def echo_stream(data, _call):
+    yield data
+
+
+def fail(_data, _call):
+    raise ZeroDivisionError
+
+
+async def fail_later(_data, _call):
+    raise ZeroDivisionError
+
+
+async def fail_stream(_data, _call):
+    yield b"one"
+    raise ZeroDivisionError
+
+
+def served(credentials=None, **methods):
+    access = Access(credentials or Credentials())
+    return guarded([Methods(**methods)], access, ErrorEdge(lambda: 0.0))
+
+
+def test_every_method_of_the_contract_has_a_role():
+    services = ratelimiter_pb2.DESCRIPTOR.services_by_name.values()
+    assert {service.full_name for service in services} == set(OUR_SERVICES)
+    for service in services:
+        for method in service.methods:
+            assert f"/{service.full_name}/{method.name}" in ROLES
+
+
+def test_a_method_without_a_role_is_an_error_at_start():
+    with pytest.raises(StartupError, match=r"/x\.Y/Z has no role"):
+        served(unary={"/x.Y/Z": echo})
+
+
+def test_the_contracts_services_are_served_under_both_names_and_others_under_theirs():
+    methods = served(unary={CHECK: echo}, server_stream={WATCH: echo_stream})
+    assert set(methods.unary) == {CHECK, "/RateLimiter/CheckRateLimit"}
+    assert set(methods.server_stream) == {WATCH}
+    assert names_of(["ratelimiter.v1.RateLimiter", "a.B"]) == {
+        "ratelimiter.v1.RateLimiter", "RateLimiter", "a.B",
+    }  # fmt: skip
+
+
+async def test_an_answer_at_once_stays_bytes_and_one_that_waits_an_awaitable():
+    methods = served(unary={CHECK: echo, LIST: echo_later})
+    assert methods.unary[CHECK](b"x", FakeCall()) == b"x"
+    assert await methods.unary[LIST](b"x", FakeCall()) == b"x"
+
+
+async def test_streams_pass_through():
+    methods = served(server_stream={WATCH: echo_stream}, bidi_stream={REFLECTION: echo_stream})
+    for handler in (methods.server_stream[WATCH], methods.bidi_stream[REFLECTION]):
+        assert [answer async for answer in handler(b"x", FakeCall())] == [b"x"]
+
+
+async def test_whatever_a_handler_raises_leaves_as_an_rpc_error():
+    methods = served(unary={CHECK: fail, LIST: fail_later}, server_stream={WATCH: fail_stream})
+    with pytest.raises(RpcError) as caught:
+        methods.unary[CHECK](b"", FakeCall())
+    assert caught.value.code is StatusCode.INTERNAL
+    with pytest.raises(RpcError):
+        await methods.unary[LIST](b"", FakeCall())
+    answers = methods.server_stream[WATCH](b"", FakeCall())
+    assert await anext(answers) == b"one"
+    with pytest.raises(RpcError):
+        await anext(answers)
+
+
+@pytest.mark.parametrize("path", [CHECK, "/RateLimiter/CheckRateLimit"])
+def test_a_guarded_method_is_guarded_under_both_names(path):
+    handler = served(CLOSED, unary={CHECK: echo}).unary[path]
+    with pytest.raises(RpcError) as caught:
+        handler(b"", FakeCall())
+    assert caught.value.code is StatusCode.UNAUTHENTICATED
+    assert handler(b"x", bearer("check-secret")) == b"x"
+
+
+async def test_a_guarded_stream_does_not_begin(monkeypatch):
+    roles = {**ROLES, WATCH: Role.ADMIN}
+    monkeypatch.setattr("ratelimitd.services.catalogue.ROLES", roles)
+    handler = served(CLOSED, server_stream={WATCH: echo_stream}).server_stream[WATCH]
+    with pytest.raises(RpcError) as caught:
+        await anext(handler(b"", FakeCall()))
+    assert caught.value.code is StatusCode.UNAUTHENTICATED
+    assert [answer async for answer in handler(b"x", bearer("admin-secret"))] == [b"x"]

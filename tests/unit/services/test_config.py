@@ -1,0 +1,129 @@
+import pytest
+
+from ratelimitd.errors import RuleInvalidError, StoreUnavailableError
+from ratelimitd.services.config import ConfigService
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.rule_stores import sqlite_store
+from tests.unit.services.fake_call import FakeCall
+
+CALL = FakeCall()
+FIELDS = {
+    "endpoint": "/a", "identifier_type": "user", "limit": 1, "window_seconds": 2, "algorithm": "fixed_window",
+}  # fmt: skip
+
+
+class FeedProbe:
+    """Counts how often it was told of a change."""
+
+    notified = 0
+
+    async def notify(self):
+        self.notified += 1
+
+
+@pytest.fixture
+async def store(tmp_path):
+    async with sqlite_store(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def feed():
+    return FeedProbe()
+
+
+@pytest.fixture
+def service(store, feed):
+    return ConfigService(store, feed, lambda _call: "somebody")
+
+
+async def create(service, **fields):
+    message = pb.CreateRateLimitRequest(rate_limit=pb.RateLimit(**{**FIELDS, **fields}))
+    return pb.RateLimit.FromString(
+        await service.create_rate_limit(message.SerializeToString(), CALL)
+    )
+
+
+async def listing(service, **fields):
+    data = pb.ListRateLimitsRequest(**fields).SerializeToString()
+    return pb.ListRateLimitsResponse.FromString(await service.list_rate_limits(data, CALL))
+
+
+def test_the_service_offers_the_methods_of_the_contract(service):
+    names = [method.name for method in pb.DESCRIPTOR.services_by_name["RateLimiterConfig"].methods]
+    assert [path.rpartition("/")[2] for path in service.methods().unary] == names
+
+
+async def test_every_write_is_taken_over_by_the_feed_before_it_is_answered(service, feed):
+    created = await create(service)
+    assert feed.notified == 1
+    created.limit = 5
+    message = pb.UpdateRateLimitRequest(rate_limit=created)
+    changed = pb.RateLimit.FromString(
+        await service.update_rate_limit(message.SerializeToString(), CALL)
+    )
+    assert (changed.limit, feed.notified) == (5, 2)
+    message = pb.DeleteRateLimitRequest(id=created.id, etag=changed.etag)
+    assert await service.delete_rate_limit(message.SerializeToString(), CALL) == b""
+    assert feed.notified == 3
+    assert not (await listing(service)).rate_limits
+
+
+async def test_what_is_refused_is_not_told_to_the_feed(service, feed):
+    with pytest.raises(RuleInvalidError):
+        await create(service, limit=0)
+    assert feed.notified == 0
+
+
+async def test_a_page_holds_what_was_asked_for_and_the_last_one_has_no_token(service):
+    for name in ("/a", "/b", "/c"):
+        await create(service, endpoint=name)
+    first = await listing(service, page_size=2)
+    assert [rule.endpoint for rule in first.rate_limits] == ["/a", "/b"]
+    second = await listing(service, page_size=2, page_token=first.next_page_token)
+    assert [rule.endpoint for rule in second.rate_limits] == ["/c"]
+    assert not second.next_page_token
+    assert not (await listing(service, page_size=3)).next_page_token
+
+
+@pytest.mark.parametrize(("asked", "read"), [(0, 101), (1, 2), (1000, 1001), (1001, 1001)])
+async def test_the_page_size_has_a_default_and_a_bound(store, monkeypatch, asked, read):
+    service = ConfigService(store, FeedProbe(), str)
+    sizes = []
+
+    async def page(_endpoint, _type, _after, size):
+        sizes.append(size)
+        return []
+
+    monkeypatch.setattr(store, "page", page)
+    await listing(service, page_size=asked)
+    assert sizes == [read]
+
+
+async def test_the_key_of_page_tokens_is_the_stores_and_read_once(
+    service, store, feed, monkeypatch
+):
+    await create(service, endpoint="/a")
+    await create(service, endpoint="/b")
+    token = (await listing(service, page_size=1)).next_page_token
+    other_node = ConfigService(store, feed, lambda _call: "somebody")
+    answer = await listing(other_node, page_size=1, page_token=token)
+    assert [rule.endpoint for rule in answer.rate_limits] == ["/b"]
+
+    async def away(_name):
+        raise StoreUnavailableError
+
+    monkeypatch.setattr(store, "secret", away)
+    assert (await listing(service, page_size=1)).next_page_token == token
+
+
+async def test_wrong_filters_and_sizes_are_named_all_at_once(service):
+    data = (
+        b"\x0a\x01\xff"
+        + pb.ListRateLimitsRequest(identifier_type="x", page_size=-1).SerializeToString()
+    )
+    with pytest.raises(RuleInvalidError) as caught:
+        await service.list_rate_limits(data, CALL)
+    assert [violation.field for violation in caught.value.violations] == [
+        "endpoint", "identifier_type", "page_size",
+    ]  # fmt: skip

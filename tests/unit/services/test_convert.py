@@ -1,0 +1,173 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratelimitd.errors import CheckInvalidError, FieldViolation
+from ratelimitd.model import Algorithm, Check, Decision, IdentifierType, Reason, Rule
+from ratelimitd.services.convert import (
+    Target,
+    answer_of,
+    check_of,
+    invalid_answer_of,
+    target_of,
+)
+from ratelimitd.services.wire import parse_check, parse_reset
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+VALID = {"identifier": "u", "identifier_type": "user", "endpoint": "/a"}
+RULE = Rule("id-1", "/a", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET)
+
+
+def read(**fields):
+    return check_of(parse_check(pb.RateLimitRequest(**{**VALID, **fields}).SerializeToString()))
+
+
+def refused(**fields):
+    with pytest.raises(CheckInvalidError) as caught:
+        read(**fields)
+    return [violation.field for violation in caught.value.violations]
+
+
+def test_a_check_is_read_field_by_field():
+    assert read(tokens_requested=3, timestamp=5, peek=True) == Check(
+        b"u", IdentifierType.USER, "/a", 3, 5, True
+    )
+
+
+def test_what_is_not_sent_has_its_default():
+    assert read() == Check(b"u", IdentifierType.USER, "/a", 1, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("sent", "canonical"),
+    [
+        ("1.2.3.4", b"1.2.3.4"),
+        ("::ffff:1.2.3.4", b"1.2.3.4"),
+        ("0:0::1", b"::1"),
+        ("2001:DB8::0:1", b"2001:db8::1"),
+    ],
+)
+def test_an_address_has_one_spelling(sent, canonical):
+    assert read(identifier_type="ip", identifier=sent).identifier == canonical
+
+
+@pytest.mark.parametrize("sent", ["", "1.2.3", "01.2.3.4", "fe80::1%0", "x", "1.2.3.4/32", "é"])
+def test_text_that_is_no_plain_address_is_refused_as_one(sent):
+    assert refused(identifier_type="ip", identifier=sent) == ["identifier"]
+
+
+def test_an_error_does_not_repeat_the_identifier():
+    with pytest.raises(CheckInvalidError) as caught:
+        read(identifier_type="ip", identifier="secret-key")
+    assert "secret-key" not in str(caught.value)
+
+
+@pytest.mark.parametrize("identifier", ["i" * 256, "é" * 128, "\x00", "a:b{*}", "*"])
+def test_other_identifiers_are_opaque(identifier):
+    assert read(identifier=identifier).identifier == identifier.encode()
+
+
+@pytest.mark.parametrize("identifier", ["", "i" * 257, "é" * 129])
+def test_an_identifier_has_1_to_256_bytes(identifier):
+    assert refused(identifier=identifier) == ["identifier"]
+
+
+def test_an_identifier_of_an_unknown_type_is_still_judged_by_length():
+    assert refused(identifier="", identifier_type="x") == ["identifier", "identifier_type"]
+    assert refused(identifier="not an address", identifier_type="x") == ["identifier_type"]
+
+
+@pytest.mark.parametrize("endpoint", ["e" * 255, "é" * 255, "/*", "**", " ", "/a?b=c"])
+def test_an_endpoint_is_taken_as_it_is(endpoint):
+    assert read(endpoint=endpoint).endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "*", "e" * 256, "/\t", "/\x1f", "/\x7f", "/\x80", "/\x9f"]
+)
+def test_an_endpoint_has_1_to_255_characters_none_a_control_and_is_not_the_star(endpoint):
+    assert refused(endpoint=endpoint) == ["endpoint"]
+
+
+@pytest.mark.parametrize(("sent", "cost"), [(0, 1), (1, 1), (2**31 - 1, 2**31 - 1)])
+def test_a_cost_of_zero_is_one(sent, cost):
+    assert read(tokens_requested=sent).cost == cost
+
+
+@pytest.mark.parametrize("field", [1, 2, 3])
+def test_bytes_that_are_no_utf8_are_refused_by_field(field):
+    data = pb.RateLimitRequest(**VALID).SerializeToString() + bytes([field << 3 | 2, 1, 0xFF])
+    for parse, convert in ((parse_check, check_of), (parse_reset, target_of)):
+        with pytest.raises(CheckInvalidError) as caught:
+            convert(parse(data))
+        [violation] = caught.value.violations
+        assert violation.field == ["identifier", "identifier_type", "endpoint"][field - 1]
+
+
+def test_every_wrong_field_is_named_under_its_path():
+    message = parse_check(pb.RateLimitRequest(tokens_requested=-1).SerializeToString())
+    with pytest.raises(CheckInvalidError) as caught:
+        check_of(message, "requests[3].")
+    assert [violation.field for violation in caught.value.violations] == [
+        f"requests[3].{name}"
+        for name in ("identifier", "identifier_type", "endpoint", "tokens_requested")
+    ]
+
+
+def test_a_reset_is_read_and_judged_like_a_check():
+    message = pb.ResetRequest(identifier="::ffff:1.1.1.1", identifier_type="ip", endpoint="/a")
+    assert target_of(parse_reset(message.SerializeToString())) == Target(
+        b"1.1.1.1", IdentifierType.IP, "/a"
+    )
+    with pytest.raises(CheckInvalidError):
+        target_of(parse_reset(b""))
+
+
+@given(
+    st.binary(max_size=300),
+    st.binary(max_size=60),
+    st.binary(max_size=300),
+    st.integers(-(2**63), 2**63 - 1),
+)
+def test_any_field_values_give_a_check_or_name_what_is_wrong(identifier, kind, endpoint, tokens):  # fmt: skip
+    message = parse_check(b"")
+    message.identifier, message.identifier_type = identifier, kind
+    message.endpoint, message.tokens_requested = endpoint, tokens
+    refused: tuple[FieldViolation, ...] = ()
+    try:
+        check_of(message)
+    except CheckInvalidError as error:
+        refused = error.violations
+    assert ("tokens_requested" in [field for field, _ in refused]) == (not 0 <= tokens < 2**31)
+
+
+def test_a_decision_is_written_with_the_rule_that_made_it():
+    decision = Decision(True, 3, 1_700_000_000, 0, Reason.WITHIN_LIMIT, RULE)
+    assert answer_of(decision) == pb.RateLimitResponse(
+        allowed=True, remaining_tokens=3, reset_time=1_700_000_000, reason=pb.WITHIN_LIMIT,
+        limit=10, window_seconds=60, rule_id="id-1",
+    )  # fmt: skip
+
+
+def test_a_decision_without_a_rule_names_none():
+    decision = Decision(True, 1, 0, 0, Reason.FAIL_OPEN_ERROR, None)
+    assert answer_of(decision) == pb.RateLimitResponse(
+        allowed=True, remaining_tokens=1, reason=pb.FAIL_OPEN_ERROR
+    )
+
+
+def test_a_wait_longer_than_the_field_says_the_longest_it_can():
+    decision = Decision(False, 0, 2**53, 2**40, Reason.LIMIT_EXCEEDED, RULE)
+    assert answer_of(decision).retry_after_seconds == 2**31 - 1
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_is_one_of_the_contract(reason):
+    assert pb.Reason.Name(answer_of(Decision(True, 0, 0, 0, reason, None)).reason) == reason.name
+
+
+def test_a_malformed_item_is_not_allowed_and_says_why():
+    error = CheckInvalidError(FieldViolation("requests[0].endpoint", "must be"))
+    assert invalid_answer_of(error) == pb.RateLimitResponse(
+        reason=pb.INVALID_REQUEST, error="requests[0].endpoint: must be"
+    )

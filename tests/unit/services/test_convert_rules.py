@@ -1,0 +1,101 @@
+import uuid
+
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+
+from ratelimitd.errors import RuleInvalidError
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.rules.store import RuleChanges, RuleDraft
+from ratelimitd.services.convert_rules import (
+    CHANGEABLE,
+    deleted_id_of,
+    draft_of,
+    rate_limit_of,
+    text_of,
+    update_of,
+)
+from ratelimitd.services.wire import parse_create, parse_delete, parse_update
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+RULE_ID = str(uuid.UUID(int=7))
+FIELDS = {
+    "endpoint": "/a", "identifier_type": "user", "limit": 1, "window_seconds": 2, "algorithm": "fixed_window",
+}  # fmt: skip
+
+
+def draft(**fields):
+    message = pb.CreateRateLimitRequest(rate_limit=pb.RateLimit(**fields))
+    return draft_of(parse_create(message.SerializeToString()).rate_limit)
+
+
+def update(*paths, **fields):
+    message = pb.UpdateRateLimitRequest(rate_limit=pb.RateLimit(**{"id": RULE_ID, **fields}))
+    if paths:
+        message.update_mask.CopyFrom(FieldMask(paths=paths))
+    return update_of(parse_update(message.SerializeToString()))
+
+
+def refused(*paths, **fields):
+    with pytest.raises(RuleInvalidError) as caught:
+        update(*paths, **fields)
+    return [violation.field for violation in caught.value.violations]
+
+
+def test_a_stored_rule_is_written_whole():
+    rule = Rule(RULE_ID, "/a", IdentifierType.IP, 1, 2, Algorithm.SLIDING_WINDOW, False, "e")
+    assert rate_limit_of(rule) == pb.RateLimit(
+        id=RULE_ID, endpoint="/a", identifier_type="ip", limit=1, window_seconds=2,
+        algorithm="sliding_window", enabled=False, etag="e",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sent", "enabled"), [({}, True), ({"enabled": True}, True), ({"enabled": False}, False)]
+)
+def test_a_draft_is_enabled_unless_it_says_otherwise(sent, enabled):
+    assert draft(**FIELDS, id=RULE_ID, **sent) == RuleDraft(**FIELDS, enabled=enabled, id=RULE_ID)
+
+
+def test_an_update_without_a_mask_names_every_field_but_enabled_only_if_sent():
+    assert update(**FIELDS, etag="e") == (RULE_ID, RuleChanges(**FIELDS), "e")
+    assert update(**FIELDS, enabled=False).changes == RuleChanges(**FIELDS, enabled=False)
+
+
+@pytest.mark.parametrize("path", CHANGEABLE)
+def test_an_update_with_a_mask_names_that_field_with_its_zero_if_not_sent(path):
+    zero = {"limit": 0, "window_seconds": 0, "enabled": False}.get(path, "")
+    assert update(path).changes == RuleChanges(**{path: zero})
+
+
+def test_a_path_may_be_repeated_and_other_fields_are_not_looked_at():
+    assert update("limit", "limit", limit=5, algorithm="nonsense").changes == RuleChanges(limit=5)
+
+
+@pytest.mark.parametrize("path", ["id", "etag", "nope", "", "*", "é"])
+def test_a_path_that_cannot_be_changed_is_refused(path):
+    assert refused("limit", path) == ["update_mask"]
+
+
+def test_everything_that_is_wrong_is_named_at_once():
+    assert refused("id", "nope", id="x") == ["rate_limit.id", "update_mask", "update_mask"]
+    assert refused(id="x", **{**FIELDS, "limit": 0}) == ["rate_limit.id", "rate_limit.limit"]
+
+
+def test_a_wrong_path_is_quoted_short_and_in_ascii():
+    with pytest.raises(RuleInvalidError) as caught:
+        update("é" * 1000)
+    assert str(caught.value).isascii()
+    assert len(str(caught.value)) < 350
+
+
+def test_ids_are_read_in_any_case_and_must_be_uuids():
+    message = pb.DeleteRateLimitRequest(id=str(uuid.UUID(int=10)).upper())
+    assert deleted_id_of(parse_delete(message.SerializeToString())) == str(uuid.UUID(int=10))
+    with pytest.raises(RuleInvalidError, match=r"^id: "):
+        deleted_id_of(parse_delete(b""))
+
+
+def test_bytes_that_are_no_utf8_become_text_that_no_rule_admits():
+    assert text_of(b"\xff") == "\udcff"
+    data = b"\x0a\x03" + bytes([2 << 3 | 2, 1, 0xFF])
+    assert draft_of(parse_create(data).rate_limit).endpoint == "\udcff"

@@ -1,0 +1,167 @@
+import inspect
+import logging
+
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from ratelimitd import errors
+from ratelimitd.errors import (
+    CheckInvalidError,
+    FieldViolation,
+    InvalidInputError,
+    RateLimitdError,
+    RuleConflictError,
+    RuleExistsError,
+    RuleInvalidError,
+    RuleNotFoundError,
+    RulesFullError,
+    StoreCorruptError,
+    StoreUnavailableError,
+)
+from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.services.status import ERROR_STATUS, ErrorEdge, rich_error, rpc_error
+
+RULE_ID = "id"
+
+AT_START = {errors.SettingsError, errors.StartupError}
+
+
+@pytest.fixture
+def edge():
+    return ErrorEdge(lambda: 0.0)
+
+
+def details_of(error):
+    status = status_pb2.Status.FromString(error.details)
+    assert (status.code, status.message) == (error.code, error.message)
+    kinds = ("ErrorInfo", "BadRequest", "ResourceInfo", "RetryInfo")
+    found = {}
+    for packed in status.details:
+        name = packed.type_url.rpartition(".")[2]
+        assert name in kinds
+        found[name] = getattr(error_details_pb2, name)()
+        packed.Unpack(found[name])
+    return found
+
+
+def test_every_error_that_a_caller_can_meet_has_a_row():
+    defined = {
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, RateLimitdError)
+    }
+    met = defined - AT_START - {RateLimitdError}
+    assert {
+        kind for kind in met if not any(parent in ERROR_STATUS for parent in kind.__mro__)
+    } == set()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (InvalidInputError(), StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (CheckInvalidError(), StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (RuleInvalidError(), StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (RuleNotFoundError("id"), StatusCode.NOT_FOUND, "RULE_NOT_FOUND"),
+        (RuleExistsError("taken"), StatusCode.ALREADY_EXISTS, "RULE_EXISTS"),
+        (RulesFullError("full"), StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_RULES"),
+        (RuleConflictError("etag"), StatusCode.ABORTED, "ETAG_MISMATCH"),
+        (StoreUnavailableError("dsn"), StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE"),
+        (StoreCorruptError("row"), StatusCode.INTERNAL, "STORE_CORRUPT"),
+    ],
+)
+def test_an_error_has_its_status_and_a_stable_reason(edge, error, code, reason):
+    translated = edge.translate(error, "/s/m")
+    info = details_of(translated)["ErrorInfo"]
+    assert (translated.code, info.reason, info.domain) == (code, reason, "ratelimitd")
+    assert edge.unexpected_total == 0
+
+
+def test_every_violated_field_is_named():
+    error = RuleInvalidError(FieldViolation("a", "must be"), FieldViolation("b.c", "must not"))
+    translated = rpc_error(error)
+    assert translated.message == "a: must be; b.c: must not"
+    violations = details_of(translated)["BadRequest"].field_violations
+    assert [(v.field, v.description) for v in violations] == [("a", "must be"), ("b.c", "must not")]
+
+
+def test_an_answer_about_thousands_of_fields_fits_into_trailers():
+    error = RuleInvalidError(*[FieldViolation("f" * 500, "d" * 500)] * 1000)
+    translated = rpc_error(error)
+    assert len(translated.details) * 4 / 3 + len(translated.message) < 8192
+    violations = details_of(translated)["BadRequest"].field_violations
+    assert len(violations) == 16
+    assert violations[0].field == "f" * 119 + "…"
+
+
+def test_a_rule_is_named_as_the_resource():
+    resource = details_of(rpc_error(RuleNotFoundError("id-1")))["ResourceInfo"]
+    assert (resource.resource_type, resource.resource_name) == ("ratelimiter.v1.RateLimit", "id-1")
+    assert details_of(rpc_error(RuleExistsError("taken")))["ResourceInfo"].description == "taken"
+
+
+def test_a_store_that_is_away_says_when_to_come_back_and_not_where_it_is():
+    translated = rpc_error(StoreUnavailableError("postgresql://user:password@host"))
+    assert "password" not in translated.message
+    assert details_of(translated)["RetryInfo"].retry_delay.seconds == 1
+
+
+def test_an_rpc_error_stays_what_it_is(edge):
+    error = rich_error(StatusCode.NOT_FOUND, "X", "no")
+    assert edge.translate(error, "/s/m") is error
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("secret"), errors.StartupError("secret")])
+def test_anything_else_is_internal_and_told_to_the_log_without_its_text(edge, error, caplog):
+    translated = edge.translate(error, "/s/m")
+    assert (translated.code, translated.message) == (StatusCode.INTERNAL, "unexpected error")
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert type(error).__name__ in record.getMessage()
+    assert "secret" not in record.getMessage()
+
+
+def test_unexpected_errors_are_logged_once_a_second_with_where_they_came_from(caplog):
+    now_s = 100.0
+    edge = ErrorEdge(lambda: now_s)
+
+    def fail():
+        try:
+            int(1 / 0)
+        except ZeroDivisionError as error:
+            edge.translate(error, "/s/m")
+
+    for now_s in (100.0, 100.5, 100.9, 101.0):  # noqa: B007 -- the clock of the edge
+        fail()
+    assert edge.unexpected_total == 4
+    assert len(caplog.records) == 2
+    assert "test_status.py" in caplog.records[0].getMessage()
+
+
+async def test_an_awaited_answer_passes_and_its_error_is_translated(edge):
+    async def answer():
+        return b"x"
+
+    async def fail():
+        raise RuleNotFoundError(RULE_ID)
+
+    assert await edge.awaited(answer(), "/s/m") == b"x"
+    with pytest.raises(RpcError) as caught:
+        await edge.awaited(fail(), "/s/m")
+    assert caught.value.code is StatusCode.NOT_FOUND
+
+
+async def test_streamed_answers_pass_and_their_error_is_translated(edge):
+    async def answers():
+        yield b"x"
+        raise RuleNotFoundError(RULE_ID)
+
+    streamed = edge.streamed(answers(), "/s/m")
+    assert await anext(streamed) == b"x"
+    with pytest.raises(RpcError):
+        await anext(streamed)
+
+    async def one():
+        yield b"x"
+
+    assert [answer async for answer in edge.streamed(one(), "/s/m")] == [b"x"]

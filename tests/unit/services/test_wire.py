@@ -1,0 +1,106 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratelimitd.errors import InvalidInputError
+from ratelimitd.services import wire
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+PARSERS = {
+    wire.parse_check: pb.RateLimitRequest,
+    wire.parse_batch: pb.BatchRateLimitRequest,
+    wire.parse_create: pb.CreateRateLimitRequest,
+    wire.parse_update: pb.UpdateRateLimitRequest,
+    wire.parse_delete: pb.DeleteRateLimitRequest,
+    wire.parse_list: pb.ListRateLimitsRequest,
+    wire.parse_metrics: pb.MetricsRequest,
+    wire.parse_reset: pb.ResetRequest,
+}
+
+
+@pytest.mark.parametrize(("parse", "message_class"), PARSERS.items())
+def test_a_message_is_read_as_the_contract_has_it_but_for_the_widened_fields(parse, message_class):
+    assert parse(b"").DESCRIPTOR.full_name == message_class.DESCRIPTOR.full_name
+    fields = {field.name: field.number for field in parse(b"").DESCRIPTOR.fields}
+    assert fields == {field.name: field.number for field in message_class.DESCRIPTOR.fields}
+
+
+@pytest.mark.parametrize(("parse", "message_class"), PARSERS.items())
+def test_bytes_that_are_no_message_are_refused_by_the_name_of_the_message(parse, message_class):
+    with pytest.raises(InvalidInputError) as caught:
+        parse(b"\xff")
+    [violation] = caught.value.violations
+    assert violation == ("request", f"the bytes are no {message_class.DESCRIPTOR.name} message")
+
+
+def test_nothing_is_read_from_an_empty_message_but_that_it_is_one():
+    wire.parse_empty(b"")
+    wire.parse_empty(b"\x08\x01")
+    with pytest.raises(InvalidInputError):
+        wire.parse_empty(b"\xff")
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 1, 2**63 - 1])
+def test_a_number_too_wide_for_its_field_is_seen_as_sent(value):
+    data = b"\x20" + varint(value)
+    assert wire.parse_check(data).tokens_requested == value
+
+
+def test_a_negative_number_is_read_as_such():
+    data = pb.RateLimitRequest(tokens_requested=-5).SerializeToString()
+    assert wire.parse_check(data).tokens_requested == -5
+
+
+def test_text_is_read_as_bytes_whatever_they_are():
+    assert wire.parse_check(b"\x0a\x02\xff\x00").identifier == b"\xff\x00"
+
+
+def test_whether_enabled_was_sent_can_be_told():
+    for rule, sent in ((pb.RateLimit(), False), (pb.RateLimit(enabled=False), True)):
+        data = pb.CreateRateLimitRequest(rate_limit=rule).SerializeToString()
+        assert wire.parse_create(data).rate_limit.HasField("enabled") is sent
+
+
+FIELDS = st.one_of(
+    st.builds(lambda content: b"\x0a" + varint(len(content)) + content, st.binary(max_size=200)),
+    st.builds(lambda value: b"\x10" + varint(value), st.integers(0, 2**64 - 1)),
+    st.builds(lambda content: b"\x19" + content, st.binary(min_size=8, max_size=8)),
+    st.builds(lambda content: b"\x25" + content, st.binary(min_size=4, max_size=4)),
+    st.just(b"\x2b\x2c"),  # an empty group
+    st.just(b"\xfa\x3f\x00"),  # a field number of two bytes
+)
+
+
+@given(st.lists(FIELDS, max_size=40))
+def test_fields_are_counted_without_parsing(fields):
+    wanted = sum(field[:1] == b"\x0a" for field in fields)
+    assert wire.count_top_level(b"".join(fields), 1, 1000) == wanted
+
+
+@given(st.binary(max_size=100))
+def test_counting_ends_on_any_bytes(data):
+    assert 0 <= wire.count_top_level(data, 1, 1000) <= 100
+
+
+def test_counting_stops_one_beyond_the_bound():
+    assert wire.count_top_level(b"\x0a\x00" * 50, 1, 7) == 8
+
+
+@pytest.mark.parametrize("data", [b"\x0a", b"\x0a\x80", b"\x80" * 50, b"\x0a\x05ab", b"\x19\x00"])
+def test_counting_a_truncated_message_ends_with_its_bytes(data):
+    assert wire.count_top_level(data, 1, 1000) <= 1
+
+
+def test_a_message_of_ever_more_other_fields_is_refused():
+    most = b"\x10\x00" * wire.MAX_TOP_LEVEL_FIELDS
+    assert wire.count_top_level(most, 1, 1000) == 0
+    with pytest.raises(InvalidInputError, match="more than 20000 fields"):
+        wire.count_top_level(most + b"\x10\x00", 1, 1000)
+
+
+def varint(value):
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
