@@ -6,6 +6,7 @@ Blocking; meant for a thread. Never knows what the bytes mean.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -20,25 +21,26 @@ class Appender:
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self.size = 0
+        self._name_is_durable = False
         try:
             self.append(header)
         except OSError:
-            self.close()
-            path.unlink(missing_ok=True)
+            self.discard()
             raise
 
     def append(self, data: bytes, *, durable: bool = False) -> None:
         """Append ``data``, whole or not at all; with ``durable`` it is on disk before this returns."""
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(self._fd, view) :]
+            written = 0
+            while written < len(data):
+                # At a place, not at the end: half a chunk that could not be cut off must not come before the next one.
+                written += os.pwrite(self._fd, memoryview(data)[written:], self.size + written)
             if durable:
                 os.fdatasync(self._fd)
+                self._sync_name()
         except OSError:
-            # Half a chunk would hide everything appended after it.
-            os.ftruncate(self._fd, self.size)
-            os.lseek(self._fd, self.size, os.SEEK_SET)
+            with suppress(OSError):
+                os.ftruncate(self._fd, self.size)
             raise
         self.size += len(data)
 
@@ -47,12 +49,25 @@ class Appender:
         os.fsync(self._fd)
         self.path.rename(name)
         self.path = name
-        directory_fd = os.open(name.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory_fd)
-        finally:
-            os.close(directory_fd)
+        self._name_is_durable = False
+        self._sync_name()
 
     def close(self) -> None:
         """Close the file; what was not appended durably is on disk when the system gets to it."""
         os.close(self._fd)
+
+    def discard(self) -> None:
+        """Close the file and remove it."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def _sync_name(self) -> None:
+        """Put the file's entry in its directory on disk: a synced file without a name would be lost with the power."""
+        if self._name_is_durable:
+            return
+        directory_fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory_fd)
+        finally:
+            os.close(directory_fd)
+        self._name_is_durable = True

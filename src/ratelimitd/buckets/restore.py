@@ -86,6 +86,9 @@ def _read_file(path: Path, header: bytes, restored: Restored) -> None:
             f"{path.name} cannot be read ({error.strerror}); its buckets start afresh"
         )
         return
+    if header.startswith(data):  # its writer was killed before the first chunk
+        restored.files.append(path)
+        return
     if not data.startswith(header):
         path.rename(path.with_name(path.name + ".foreign"))
         restored.reports.append(

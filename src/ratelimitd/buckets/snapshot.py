@@ -10,7 +10,8 @@ gave them, so that the order of the file is the order of events, and no restart 
 
 After every start, and when the log has outgrown its base, a pass also writes all buckets to ``buckets-N+1.base``, aside
 and renamed when it is complete, while appends already go to ``buckets-N+1.log``. Only then are the files of before
-removed. A bucket that moves while the base is being written was used, and so is in the new log.
+removed. A bucket of before the restart that is used while the base is being written may be in neither of its places
+when that is copied; so each shard is looked at once more before the base counts.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ MIN_LOG_BYTES: Final = 16 * 1024 * 1024
 LOG_PER_BASE: Final = 3
 """The log is made short again when it is this many times its base, and not below ``MIN_LOG_BYTES``."""
 
+BASE_RETRY_US: Final = 60 * US_PER_S
+"""Pause after a base that could not be written: what room the disk has left is for the log meanwhile."""
+
+Pace = Callable[[int, int], Awaitable[None]]
 Write = Callable[[bytes], Awaitable[None]]
 
 
@@ -78,6 +83,7 @@ class SnapshotLog:
         self._torn = restored.torn
         self._number = restored.next_number
         self._base_bytes = 0
+        self._no_base_before_us = 0
         self._log = Appender(log_path(directory, self._number), header)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="bucket-log")
         self._since = [0] * table.shard_count
@@ -131,24 +137,19 @@ class SnapshotLog:
                 max(0, PASS_S - (self._clock.monotonic_us() - started_us) / US_PER_S)
             )
 
-    async def write_pass(
-        self, *, pace: Callable[[int, int], Awaitable[None]] | None = None
-    ) -> None:
+    async def write_pass(self, *, pace: Pace | None = None) -> None:
         """Append every bucket used since the last look; with a new base when it is time for one.
 
         ``pace(step, steps)`` is awaited before each of the steps; without it the pass only yields.
         """
         pace = pace or _yield
         try:
-            base = self._begin_base() if self._base_is_due() else None
-            steps = self._table.shard_count + (cold.SHARDS if base else 0)
-            for index in range(self._table.shard_count):
-                await pace(index, steps)
-                await self._write_shard(index, base)
-            if base:
-                await self._finish_base(
-                    base, lambda index: pace(self._table.shard_count + index, steps)
-                )
+            if self._base_is_due():
+                await self._write_base(pace)
+            else:
+                for index in range(self._table.shard_count):
+                    await pace(index, self._table.shard_count)
+                    await self._look(index)
             self.last_pass_us = self._clock.monotonic_us()
         except OSError:
             self.errors_total += 1
@@ -157,7 +158,7 @@ class SnapshotLog:
         """Append what is not yet written, put it on disk, and close. The task of :meth:`run` must have ended."""
         for index in range(self._table.shard_count):
             try:
-                await self._write_shard(index, None)
+                await self._look(index)
             except OSError:
                 self.errors_total += 1
                 break
@@ -168,7 +169,7 @@ class SnapshotLog:
         await asyncio.get_running_loop().run_in_executor(self._writer, self._log.close)
         self._writer.shutdown()
 
-    def _pace_from(self, started_us: int) -> Callable[[int, int], Awaitable[None]]:
+    def _pace_from(self, started_us: int) -> Pace:
         async def pace(step: int, steps: int) -> None:
             if step % -(-steps // (PASS_S * WAKES_PER_S)):
                 return
@@ -177,13 +178,11 @@ class SnapshotLog:
 
         return pace
 
-    async def _write_shard(self, index: int, base: Appender | None) -> None:
+    async def _look(self, index: int) -> None:
+        """Append the buckets of shard ``index`` that were used since the last look at it."""
         tick = self._table.tick
-        used = self._table.keys(index, self._since[index])
-        await self._write_live(used, self._append)
+        await self._write_live(self._table.keys(index, self._since[index]), self._append)
         self._since[index] = tick
-        if base:
-            await self._write_live(self._table.keys(index), _append_to(base))
 
     async def _write_live(self, keys: list[bytes], write: Write) -> None:
         """Write what the buckets of ``keys`` hold when their turn comes; one that was reset meanwhile is left out."""
@@ -206,8 +205,40 @@ class SnapshotLog:
         self.written_bytes_total += len(data)
 
     def _base_is_due(self) -> bool:
+        if self._clock.monotonic_us() < self._no_base_before_us:
+            return False
         outgrown = self._log.size > max(MIN_LOG_BYTES, LOG_PER_BASE * self._base_bytes)
         return outgrown or bool(self._outdated or self._torn)
+
+    async def _write_base(self, pace: Pace) -> None:
+        """Write every bucket where it is, look at each shard once more, and let the base replace the older files."""
+        base = self._begin_base()
+        write, shards = _append_to(base), self._table.shard_count
+        steps = 2 * shards + cold.SHARDS
+        try:
+            for step in range(steps):
+                await pace(step, steps)
+                if step < shards:
+                    await self._look(step)
+                    await self._write_live(self._table.keys(step), write)
+                elif step < shards + cold.SHARDS:
+                    await self._write_cold(step - shards, write)
+                else:
+                    await self._look(step - shards - cold.SHARDS)
+            await self._append(b"", durable=True)
+            await asyncio.to_thread(base.publish, base_path(self._directory, self._number))
+        except OSError:
+            self._no_base_before_us = self._clock.monotonic_us() + BASE_RETRY_US
+            base.discard()
+            raise
+        # Not in a `finally`: when the node stops in between, a thread may still be writing.
+        base.close()
+        self._base_bytes = base.size
+        await asyncio.to_thread(self._remove_outdated)
+
+    async def _write_cold(self, index: int, write: Write) -> None:
+        if items := self._cold.items(index):
+            await write(chunks.encode_values(items))
 
     def _begin_base(self) -> Appender:
         """Turn to the next log, and begin the base that makes the files of before superfluous."""
@@ -216,8 +247,7 @@ class SnapshotLog:
         try:
             log = Appender(log_path(self._directory, number), self._header)
         except OSError:
-            base.close()
-            base.path.unlink(missing_ok=True)
+            base.discard()
             raise
         self._outdated += [self._log.path]
         if self._base_bytes:
@@ -225,16 +255,6 @@ class SnapshotLog:
         self._writer.submit(self._log.close)  # after what was appended to it
         self._log, self._number = log, number
         return base
-
-    async def _finish_base(self, base: Appender, pace: Callable[[int], Awaitable[None]]) -> None:
-        write = _append_to(base)
-        for index in range(cold.SHARDS):
-            await pace(index)
-            if items := self._cold.items(index):
-                await write(chunks.encode_values(items))
-        await asyncio.to_thread(base.publish, base_path(self._directory, self._number))
-        self._base_bytes = base.size
-        await asyncio.to_thread(self._remove_outdated)
 
     def _remove_outdated(self) -> None:
         for path in self._outdated:

@@ -1,0 +1,208 @@
+import shutil
+
+import pytest
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.buckets import chunks, cold
+from ratelimitd.buckets.codec import latest_us, pack, tick_of, unpack
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.restore import base_path, find, log_path, restore
+from ratelimitd.buckets.table import LATE_US
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+
+T = 1_700_006_400_000_000
+SECOND = 1_000_000
+SECRET = b"k" * 32
+KEYS, HEADER = BucketKeys(SECRET), chunks.header(SECRET)
+RULE = Rule("1", "/e", IdentifierType.USER, 10, 60, Algorithm.FIXED_WINDOW)
+LOG_RULE = Rule("2", "/e", IdentifierType.USER, 10, 60, Algorithm.SLIDING_WINDOW)
+
+
+def bucket(count, at_us=T):
+    return pack((count, at_us), RULE, 77)
+
+
+def log_bucket(count, at_us=T):
+    return pack(DECIDE[LOG_RULE.algorithm](None, LOG_RULE, at_us, count).state, LOG_RULE, 77)
+
+
+def states(**buckets):
+    return chunks.encode_values(
+        (KEYS.stored(name.encode()), value) for name, value in buckets.items()
+    )
+
+
+def resets(*names):
+    return chunks.encode_resets(KEYS.stored(name.encode()) for name in names)
+
+
+def write(path, *parts, header=HEADER):
+    path.write_bytes(header + b"".join(parts))
+    return path
+
+
+def read(directory, now_us=T):
+    return restore(directory, KEYS, HEADER, now_us)
+
+
+def held(restored, *names):
+    """What the buckets hold: spent of a state, (time, …) of a log."""
+    values = [restored.buckets.get(name.encode()) for name in names]
+    return [value if value is None else unpack(value)[0] for value in values]
+
+
+class TestFiles:
+    def test_an_empty_directory_begins_with_number_one(self, tmp_path):
+        assert find(tmp_path) == (None, [], [], 1)
+
+    def test_names_are_of_one_length_so_that_they_sort(self, tmp_path):
+        assert base_path(tmp_path, 7).name == "buckets-00000007.base"
+        assert log_path(tmp_path, 12).name == "buckets-00000012.log"
+
+    def test_the_newest_base_and_the_logs_from_it_on_count(self, tmp_path):
+        paths = {
+            name: tmp_path / f"buckets-0000000{name}"
+            for name in ("1.log", "2.base", "2.log", "3.log", "4.base", "4.log", "5.log", "6.tmp")
+        }
+        for path in paths.values():
+            path.touch()
+        found = find(tmp_path)
+        assert found.base == paths["4.base"]
+        assert found.logs == [paths["4.log"], paths["5.log"]]
+        assert set(found.superseded) == set(paths.values()) - {found.base, *found.logs}
+        assert found.next_number == 6
+
+    def test_other_files_are_left_alone(self, tmp_path):
+        for name in ("lock", "buckets-1.log", "buckets-00000001.log.foreign", "rules.json"):
+            (tmp_path / name).touch()
+        assert find(tmp_path) == (None, [], [], 1)
+
+
+class TestOrder:
+    def test_what_was_appended_later_holds(self, tmp_path):
+        write(log_path(tmp_path, 1), states(ada=bucket(1)), states(ada=bucket(2), bob=bucket(5)))
+        write(log_path(tmp_path, 2), states(ada=bucket(3)))
+        assert held(read(tmp_path), "ada", "bob", "eve") == [3, 5, None]
+
+    def test_a_reset_holds_against_what_was_before_and_not_against_what_came_after(self, tmp_path):
+        write(log_path(tmp_path, 1), states(ada=bucket(1), bob=bucket(2)), resets("ada", "bob"))
+        write(log_path(tmp_path, 2), states(bob=bucket(3)))
+        assert held(read(tmp_path), "ada", "bob") == [None, 3]
+
+    def test_logs_hold_against_their_base_and_older_files_not_at_all(self, tmp_path):
+        write(log_path(tmp_path, 1), states(ada=bucket(9), old=bucket(9)))
+        write(base_path(tmp_path, 2), states(ada=bucket(1), bob=bucket(1), eve=bucket(1)))
+        write(log_path(tmp_path, 2), states(ada=bucket(2)), resets("eve"))
+        assert held(read(tmp_path), "ada", "bob", "eve", "old") == [2, 1, None, None]
+
+    def test_chunks_of_a_kind_from_the_future_are_passed_over(self, tmp_path):
+        unknown = chunks._encode(b"Z", [b"whatever"])
+        write(log_path(tmp_path, 1), states(ada=bucket(1)), unknown, states(bob=bucket(2)))
+        restored = read(tmp_path)
+        assert held(restored, "ada", "bob") == [1, 2]
+        assert restored.reports == []
+
+    def test_buckets_of_before_are_older_than_everything_used_since(self, tmp_path):
+        write(log_path(tmp_path, 1), states(ada=bucket(1), bob=log_bucket(1)))
+        restored = read(tmp_path)
+        assert {tick_of(restored.buckets.get(name)) for name in (b"ada", b"bob")} == {0}
+
+
+class TestTime:
+    def test_what_is_over_is_left_out_once_no_caller_can_be_that_late(self, tmp_path):
+        write(log_path(tmp_path, 1), states(ada=bucket(1), bob=log_bucket(1)))
+        assert len(read(tmp_path, T + 60 * SECOND + LATE_US - 1).buckets) == 2
+        assert len(read(tmp_path, T + 60 * SECOND + LATE_US).buckets) == 0
+
+    def test_times_from_the_future_are_set_to_now(self, tmp_path):
+        """I8."""
+        ahead_us = T + 3600 * SECOND
+        write(log_path(tmp_path, 1), states(ada=bucket(4, ahead_us), bob=log_bucket(4, ahead_us)))
+        restored = read(tmp_path)
+        ada, bob = restored.buckets.get(b"ada"), restored.buckets.get(b"bob")
+        assert (latest_us(ada), latest_us(bob)) == (T, T)
+        log_outcome = DECIDE[LOG_RULE.algorithm](unpack(bob), LOG_RULE, T, 1)
+        assert (unpack(ada)[0], log_outcome.remaining) == (4, 5)
+
+    def test_when_time_is_the_callers_everything_is_kept_as_it_was(self, tmp_path):
+        values = {"ada": bucket(1, 5), "bob": bucket(2, T + 3600 * SECOND)}
+        write(log_path(tmp_path, 1), states(**values))
+        restored = restore(tmp_path, KEYS, HEADER, None)
+        assert latest_us(restored.buckets.get(b"ada")) == 5
+        assert latest_us(restored.buckets.get(b"bob")) == T + 3600 * SECOND
+
+
+class TestDamage:
+    def test_a_log_cut_at_any_byte_is_restored_up_to_the_last_whole_chunk(self, tmp_path):
+        parts = [
+            (states(ada=bucket(1)), [1, None, None]),
+            (states(bob=log_bucket(2)), [1, T, None]),
+            (resets("ada"), [None, T, None]),
+            (states(ada=bucket(3), eve=bucket(5)), [3, T, 5]),
+            (resets("bob", "eve"), [3, None, None]),
+        ]
+        whole = HEADER + b"".join(chunk for chunk, _ in parts)
+        expected, end = {len(HEADER): [None] * 3}, len(HEADER)
+        for chunk, holds in parts:
+            expected[end := end + len(chunk)] = holds
+        for cut in range(len(whole) + 1):
+            directory = tmp_path / str(cut)
+            directory.mkdir()
+            path = log_path(directory, 1)
+            path.write_bytes(whole[:cut])
+            restored = read(directory)
+            last_whole = max((end for end in expected if end <= cut), default=len(HEADER))
+            values = [restored.buckets.get(name) for name in (b"ada", b"bob", b"eve")]
+            found = [
+                value if value is None else latest_us(value) if is_bytes else unpack(value)[0]
+                for value, is_bytes in zip(values, (False, True, False), strict=True)
+            ]
+            assert found == expected[last_whole]
+            torn = cut > last_whole
+            assert (restored.torn, restored.files) == (([path], []) if torn else ([], [path]))
+            assert ["torn" in report for report in restored.reports] == [True] * torn
+
+    def test_what_follows_a_torn_log_in_later_ones_still_holds(self, tmp_path):
+        torn = write(log_path(tmp_path, 1), states(ada=bucket(1)), states(bob=bucket(2))[:-3])
+        write(log_path(tmp_path, 2), states(eve=bucket(3)))
+        restored = read(tmp_path)
+        assert held(restored, "ada", "bob", "eve") == [1, None, 3]
+        assert restored.torn == [torn]
+        assert restored.files == [log_path(tmp_path, 2)]
+        assert restored.reports == ["buckets-00000001.log is torn: its last 48 bytes were ignored"]
+
+    @pytest.mark.parametrize(
+        "content",
+        [chunks.header(b"another secret") + states(ada=bucket(1)), b"PK\x03\x04", b"\0" * 100],
+        ids=["another secret", "another program", "zeros"],
+    )
+    def test_a_foreign_file_is_set_aside_whole_and_reported(self, tmp_path, content):
+        log_path(tmp_path, 1).write_bytes(content)
+        write(log_path(tmp_path, 2), states(bob=bucket(2)))
+        restored = read(tmp_path)
+        assert held(restored, "ada", "bob") == [None, 2]
+        assert (tmp_path / "buckets-00000001.log.foreign").read_bytes() == content
+        assert not log_path(tmp_path, 1).exists()
+        assert restored.files == [log_path(tmp_path, 2)]
+        (report,) = restored.reports
+        assert "buckets-00000001.log" in report
+
+    def test_a_file_that_cannot_be_read_is_reported_and_kept(self, tmp_path):
+        log_path(tmp_path, 1).mkdir()
+        write(log_path(tmp_path, 2), states(bob=bucket(2)))
+        restored = read(tmp_path)
+        assert held(restored, "bob") == [2]
+        assert log_path(tmp_path, 1) not in restored.files + restored.torn
+        assert restored.reports == [
+            "buckets-00000001.log cannot be read (Is a directory); its buckets start afresh"
+        ]
+
+    def test_reading_again_finds_the_same(self, tmp_path):
+        write(base_path(tmp_path, 1), states(ada=bucket(1), bob=log_bucket(2)))
+        write(log_path(tmp_path, 1), states(ada=bucket(3)), resets("bob"), b"torn")
+        copy = shutil.copytree(tmp_path, tmp_path / "copy")
+        assert contents(read(tmp_path)) == contents(read(tmp_path)) == contents(read(copy))
+
+
+def contents(restored):
+    return dict(item for index in range(cold.SHARDS) for item in restored.buckets.items(index))

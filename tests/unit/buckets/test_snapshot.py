@@ -1,0 +1,518 @@
+import asyncio
+import errno
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.buckets import chunks, cold, snapshot
+from ratelimitd.buckets.codec import unpack
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.restore import log_path
+from ratelimitd.buckets.snapshot import BASE_RETRY_US, PASS_S, WAKES_PER_S, SnapshotLog
+from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
+from ratelimitd.errors import StartupError, StoreUnavailableError
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+
+SECRET = b"k" * 32
+KEYS, HEADER = BucketKeys(SECRET), chunks.header(SECRET)
+RULE = Rule("1", "/e", IdentifierType.USER, 1000, 60, Algorithm.FIXED_WINDOW)
+LOG_RULE = Rule("2", "/e", IdentifierType.USER, 1000, 60, Algorithm.SLIDING_WINDOW)
+
+REAL_PWRITE, REAL_SLEEP = os.pwrite, asyncio.sleep
+
+
+class Node:
+    """A table and its snapshot, as one life of a node has them."""
+
+    def __init__(self, directory, clock, *, max_entries=1000, **options):
+        self.directory, self.clock = directory, clock
+        self.table = BucketTable(max_entries, CheckStats())
+        self.snapshot = SnapshotLog.open(directory, self.table, SECRET, clock, **options)
+
+    def use(self, name, cost=1, rule=RULE):
+        return self.table.apply(name, rule, DECIDE[rule.algorithm], self.clock.now_us(), cost)
+
+    def spent(self, *names):
+        return [
+            1000 - self.table.peek(name, RULE, DECIDE[RULE.algorithm], self.clock.now_us(), 1001)[1]
+            for name in names
+        ]
+
+    def next_second(self):
+        self.clock.advance(seconds=1)
+        self.table.tick += 1
+
+    async def reset(self, *names):
+        for name in names:
+            self.table.remove(name)
+        await self.snapshot.reset(names)
+
+    def files(self):
+        return sorted(path.name for path in self.directory.iterdir())
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def node_of(tmp_path, clock):
+    """Starts a node on the one state directory; whoever started before counts as killed."""
+    return lambda **options: Node(tmp_path, clock, **options)
+
+
+def fail(number):
+    def call(*_args, **_options):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class TestRestart:
+    async def test_a_clean_stop_keeps_every_bucket(self, node_of, clock):
+        node = node_of()
+        node.use(b"ada", 5)
+        node.use(b"log", 3, LOG_RULE)
+        clock.advance(seconds=1)
+        node.use(b"log", 4, LOG_RULE)
+        await node.snapshot.drain()
+        again = node_of()
+        assert again.snapshot.restored_total == 2
+        assert again.spent(b"ada", b"bob") == [5, 0]
+        log = unpack(again.snapshot._cold.get(b"log"))
+        assert log == unpack(node.table.value(b"log"))
+        assert again.use(b"log", 1, LOG_RULE).remaining == 992
+        await again.snapshot.drain()
+
+    async def test_a_kill_forgets_at_most_what_was_spent_since_the_last_pass(self, node_of):
+        node = node_of()
+        node.use(b"ada", 5)
+        await node.snapshot.write_pass()
+        node.use(b"ada", 2)
+        assert node_of().spent(b"ada") == [5]
+
+    async def test_a_reset_is_on_disk_when_it_is_answered(self, node_of):
+        node = node_of()
+        node.use(b"ada", 5)
+        node.use(b"bob", 6)
+        await node.snapshot.write_pass()
+        await node.reset(b"ada")
+        assert node_of().spent(b"ada", b"bob") == [0, 6]
+
+    async def test_a_reset_bucket_of_before_the_restart_stays_reset(self, node_of):
+        node = node_of()
+        node.use(b"ada", 5)
+        await node.snapshot.drain()
+        await node_of().reset(b"ada")
+        assert node_of().spent(b"ada") == [0]
+
+    async def test_what_was_spent_after_a_reset_is_kept(self, node_of):
+        node = node_of()
+        node.use(b"ada", 5)
+        await node.snapshot.write_pass()
+        await node.reset(b"ada")
+        node.use(b"ada", 1)
+        await node.snapshot.drain()
+        assert node_of().spent(b"ada") == [1]
+
+    async def test_when_time_is_the_callers_nothing_is_too_old(self, node_of, clock):
+        node = node_of()
+        node.use(b"ada", 5)
+        await node.snapshot.drain()
+        clock.advance(seconds=100_000)
+        assert node_of(callers_time=True).snapshot.restored_total == 1
+        assert node_of().snapshot.restored_total == 0
+
+    async def test_many_buckets_and_long_logs_go_in_slices(self, node_of, monkeypatch):
+        monkeypatch.setattr(snapshot, "TURN_BUCKETS", 7)
+        monkeypatch.setattr(snapshot, "TURN_BYTES", 64)
+        node = node_of(max_entries=5000)
+        for number in range(100):
+            node.use(b"%d" % number, number + 1)
+            node.use(b"log %d" % number, number + 1, LOG_RULE)
+        await node.snapshot.drain()
+        again = node_of()
+        assert again.snapshot.restored_total == 200
+        assert again.spent(*(b"%d" % number for number in range(100))) == list(range(1, 101))
+
+
+class TestPasses:
+    async def test_a_pass_writes_what_was_used_since_the_last_one_and_nothing_else(self, node_of):
+        node = node_of()
+        for name in (b"ada", b"bob"):
+            node.use(name)
+        await node.snapshot.write_pass()
+        node.next_second()
+        await node.snapshot.write_pass()  # what is used later in a second that was looked at counts
+        node.next_second()
+        before = node.snapshot.written_bytes_total
+        await node.snapshot.write_pass()
+        assert node.snapshot.written_bytes_total == before
+        node.use(b"ada")
+        await node.snapshot.write_pass()
+        one_state = len(chunks.encode_values([(b"k" * 16, 1)]))
+        assert node.snapshot.written_bytes_total == before + one_state
+
+    async def test_a_use_in_the_second_of_the_look_is_not_missed_by_the_next(self, node_of):
+        node = node_of()
+        node.use(b"ada")
+        await node.snapshot.write_pass()
+        node.use(b"ada")
+        await node.snapshot.write_pass()
+        assert node_of().spent(b"ada") == [2]
+
+    async def test_a_bucket_that_is_reset_while_its_shard_is_written_is_left_out(
+        self, node_of, monkeypatch
+    ):
+        monkeypatch.setattr(snapshot, "TURN_BUCKETS", 1)
+        node = node_of()
+        for name in (b"ada", b"bob", b"eve"):
+            node.use(name, 5)
+        resets = []
+
+        async def append(data, **options):
+            if not resets:  # between the first slice and the second
+                resets.append(asyncio.ensure_future(node.reset(b"ada", b"bob", b"eve")))
+                await REAL_SLEEP(0)
+            await original(data, **options)
+
+        original = node.snapshot._append
+        monkeypatch.setattr(node.snapshot, "_append", append)
+        await node.snapshot.write_pass()
+        await asyncio.gather(*resets)
+        monkeypatch.undo()
+        await node.reset()
+        assert sum(node_of().spent(b"ada", b"bob", b"eve")) <= 5
+
+    async def test_the_end_of_a_complete_pass_is_noted(self, node_of, clock):
+        node = node_of()
+        assert node.snapshot.last_pass_us == 0
+        clock.advance(seconds=8)
+        await node.snapshot.write_pass()
+        assert node.snapshot.last_pass_us == clock.monotonic_us()
+
+    async def test_what_could_not_be_written_is_counted_and_written_by_the_next_pass(
+        self, node_of, monkeypatch, clock
+    ):
+        node = node_of()
+        node.use(b"ada", 5)
+        monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
+        clock.advance(seconds=8)
+        await node.snapshot.write_pass()
+        assert (node.snapshot.errors_total, node.snapshot.last_pass_us) == (1, 0)
+        monkeypatch.setattr(os, "pwrite", REAL_PWRITE)
+        node.next_second()
+        node.use(b"bob", 6)
+        await node.snapshot.write_pass()
+        assert node.snapshot.errors_total == 1
+        again = node_of()
+        assert again.spent(b"ada", b"bob") == [5, 6]
+        assert again.snapshot.reports == []
+
+    async def test_a_reset_that_cannot_be_written_is_refused(self, node_of, monkeypatch):
+        node = node_of()
+        node.use(b"ada", 5)
+        await node.snapshot.write_pass()
+        monkeypatch.setattr(os, "fdatasync", fail(errno.EIO))
+        with pytest.raises(StoreUnavailableError, match="state directory cannot be written"):
+            await node.snapshot.reset([b"ada"])
+        assert node_of().spent(b"ada") == [5]
+
+
+class TestBase:
+    async def two_lives(self, node_of):
+        node = node_of()
+        node.use(b"ada", 5)
+        node.use(b"bob", 6)
+        await node.snapshot.drain()
+        return node_of()
+
+    async def test_a_first_start_needs_none(self, node_of):
+        node = node_of()
+        await node.snapshot.write_pass()
+        assert node.files() == ["buckets-00000001.log"]
+
+    async def test_after_a_start_the_files_of_before_become_one_base(self, node_of):
+        node = await self.two_lives(node_of)
+        node.use(b"eve", 7)
+        await node.snapshot.write_pass()
+        assert node.files() == ["buckets-00000003.base", "buckets-00000003.log"]
+        assert node_of().spent(b"ada", b"bob", b"eve") == [5, 6, 7]
+
+    async def test_the_next_pass_only_appends(self, node_of):
+        node = await self.two_lives(node_of)
+        await node.snapshot.write_pass()
+        node.use(b"ada", 1)
+        await node.snapshot.write_pass()
+        assert node.files() == ["buckets-00000003.base", "buckets-00000003.log"]
+        assert node_of().spent(b"ada", b"bob") == [6, 6]
+
+    async def test_a_log_that_has_outgrown_its_base_is_made_short_again(self, node_of, monkeypatch):
+        monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 200)
+        node = node_of()
+        for count in range(1, 30):
+            node.use(b"ada", 1)
+            await node.snapshot.write_pass()
+            logs = [path for path in node.directory.iterdir() if path.suffix == ".log"]
+            assert len(logs) == 1
+            assert logs[0].stat().st_size <= 400
+            assert Node(node.directory, node.clock).spent(b"ada") == [count]
+            # Reading does not change what the first life left, but begins a log: take it away again.
+            max(node.directory.glob("*.log")).unlink()
+
+    async def test_a_log_may_grow_to_three_times_its_base(self, node_of, monkeypatch):
+        monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 0)
+        node, outgrown = node_of(), []
+        node.use(b"0")
+        await node.snapshot.write_pass()
+        for number in range(60):
+            node.next_second()
+            node.use(b"%d" % (number % 20))
+            (base,), (log,) = node.directory.glob("*.base"), node.directory.glob("*.log")
+            outgrown.append(log.stat().st_size > 3 * base.stat().st_size)
+            await node.snapshot.write_pass()
+            assert base.exists() == (not outgrown[-1])
+        assert 3 <= sum(outgrown) <= 20
+
+    async def test_a_torn_file_is_set_aside_once_the_base_is_there(self, node_of):
+        node = node_of()
+        node.use(b"ada", 5)
+        await node.snapshot.write_pass()
+        with log_path(node.directory, 1).open("ab") as file:
+            file.write(b"half a chunk")
+        again = node_of()
+        assert again.snapshot.reports == [
+            "buckets-00000001.log is torn: its last 12 bytes were ignored"
+        ]
+        await again.snapshot.write_pass()
+        assert again.files() == ["buckets-00000003.base", "buckets-00000003.log", "buckets.torn"]
+        assert node_of().spent(b"ada") == [5]
+
+    async def test_a_bucket_of_before_that_is_used_while_the_base_is_written_is_not_lost(
+        self, node_of
+    ):
+        """It has left its old place when that is copied, and its new one was copied already."""
+        node = await self.two_lives(node_of)
+
+        async def pace(step, steps):
+            if step == node.table.shard_count:
+                node.use(b"ada", 1)
+
+        await node.snapshot.write_pass(pace=pace)
+        assert node_of().spent(b"ada", b"bob") == [6, 6]
+
+    async def test_a_reset_while_the_base_is_written_holds(self, node_of):
+        for reset_at in range(0, 2 * 1 + cold.SHARDS, 97):
+            node = await self.two_lives(node_of)
+
+            async def pace(step, steps, node=node, reset_at=reset_at):
+                if step == reset_at:
+                    await node.reset(b"ada")
+
+            await node.snapshot.write_pass(pace=pace)
+            assert node_of().spent(b"ada", b"bob") == [0, 6]
+            for path in node.directory.iterdir():
+                path.unlink()
+
+    async def test_a_base_leaves_no_file_open(self, node_of, monkeypatch):
+        monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 0)
+        monkeypatch.setattr(snapshot, "LOG_PER_BASE", 0)
+        node = node_of()
+        node.use(b"ada")
+        await node.snapshot.write_pass()
+        before = open_files()
+        for _ in range(5):
+            await node.snapshot.write_pass()
+        assert open_files() == before
+        assert node.files() == ["buckets-00000007.base", "buckets-00000007.log"]
+
+    async def test_a_base_that_does_not_fit_is_given_up_and_tried_again_a_minute_later(
+        self, node_of, monkeypatch
+    ):
+        node = await self.two_lives(node_of)
+        node.use(b"eve", 7)
+        before = open_files()
+
+        def pwrite(fd, data, offset):
+            if Path(f"/proc/self/fd/{fd}").readlink().suffix == ".tmp" and offset:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return REAL_PWRITE(fd, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        await node.snapshot.write_pass()
+        logs = [f"buckets-0000000{number}.log" for number in (1, 2, 3)]
+        assert (node.snapshot.errors_total, node.files()) == (1, logs)
+        assert open_files() == before
+
+        node.use(b"eve", 1)
+        await node.snapshot.write_pass()  # meanwhile passes go on
+        assert (node.snapshot.errors_total, node.files()) == (1, logs)
+        assert Node(node.directory, node.clock).spent(b"ada", b"bob", b"eve") == [5, 6, 8]
+        log_path(node.directory, 4).unlink()
+
+        monkeypatch.setattr(os, "pwrite", REAL_PWRITE)
+        node.clock.advance(us=BASE_RETRY_US - 1)
+        await node.snapshot.write_pass()
+        assert node.files() == logs
+        node.clock.advance(us=1)
+        await node.snapshot.write_pass()
+        assert node.files() == ["buckets-00000004.base", "buckets-00000004.log"]
+
+    async def test_a_next_log_that_cannot_be_begun_leaves_the_present_one_in_use(
+        self, node_of, monkeypatch
+    ):
+        node = await self.two_lives(node_of)
+        real_open, before = os.open, open_files()
+
+        def refuse(path, *args, **options):
+            if str(path).endswith("3.log"):
+                raise OSError(errno.EMFILE, "Too many open files")
+            return real_open(path, *args, **options)
+
+        monkeypatch.setattr(os, "open", refuse)
+        await node.snapshot.write_pass()
+        assert node.snapshot.errors_total == 1
+        assert open_files() == before
+        assert node.files() == ["buckets-00000001.log", "buckets-00000002.log"]
+        await node.reset(b"ada")
+        monkeypatch.undo()
+        assert node_of().spent(b"ada", b"bob") == [0, 6]
+
+
+class TestDrain:
+    async def test_everything_is_on_disk_and_the_file_closed(self, node_of, monkeypatch):
+        node = node_of(max_entries=3 * SHARD_ENTRIES)
+        before = open_files()
+        for number in range(100):
+            node.use(b"%d" % number)
+        synced, real = [], os.fdatasync
+        monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(fd), real(fd)))
+        await node.snapshot.drain()
+        assert len(synced) == 1
+        assert open_files() == before - 1
+        assert node_of().snapshot.restored_total == 100
+
+    async def test_a_full_disk_does_not_keep_a_node_from_stopping(self, node_of, monkeypatch):
+        node = node_of()
+        node.use(b"ada", 5)
+        monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
+        monkeypatch.setattr(os, "fdatasync", fail(errno.EIO))
+        await node.snapshot.drain()
+        assert node.snapshot.errors_total == 2
+
+    async def test_a_pass_that_was_cancelled_midway_is_made_good(self, node_of):
+        node = node_of(max_entries=3 * SHARD_ENTRIES)
+        for number in range(100):
+            node.use(b"%d" % number)
+
+        async def stop(step, steps):
+            if step == 1:
+                raise asyncio.CancelledError
+
+        with pytest.raises(asyncio.CancelledError):
+            await node.snapshot.write_pass(pace=stop)
+        await node.snapshot.drain()
+        assert node_of().snapshot.restored_total == 100
+
+
+class TestRhythm:
+    @pytest.fixture
+    def slept(self, monkeypatch, clock):
+        """Every sleep, in seconds; the clock is advanced by it, and the tenth pass is the last."""
+        slept: list[float] = []
+
+        async def sleep(seconds):
+            slept.append(seconds)
+            clock.advance(seconds=seconds)
+            if clock.monotonic_us() > 10 * PASS_S * 1_000_000:
+                raise asyncio.CancelledError
+            await REAL_SLEEP(0)
+
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        return slept
+
+    @pytest.mark.parametrize("max_entries", [1, 3_000, 1_000_000])
+    @pytest.mark.usefixtures("slept")
+    async def test_every_shard_is_looked_at_every_eight_seconds_also_with_a_base(
+        self, node_of, monkeypatch, max_entries
+    ):
+        node = node_of()
+        node.use(b"ada")
+        await node.snapshot.drain()
+        node = node_of(max_entries=max_entries)
+        looks: dict[int, list[float]] = {}
+        original = node.snapshot._look
+
+        async def look(index):
+            looks.setdefault(index, [0]).append(node.clock.monotonic_us() / 1_000_000)
+            await original(index)
+
+        monkeypatch.setattr(node.snapshot, "_look", look)
+        with pytest.raises(asyncio.CancelledError):
+            await node.snapshot.run()
+        assert node.files() == ["buckets-00000003.base", "buckets-00000003.log"]
+        assert len(looks) == node.table.shard_count
+        gaps = [
+            later - earlier
+            for times in looks.values()
+            for earlier, later in itertools.pairwise(times)
+        ]
+        assert max(gaps) <= PASS_S + 0.1
+
+    async def test_a_pass_does_not_wake_more_often_than_promised(self, node_of, slept):
+        node = node_of(max_entries=1_000_000)
+        with pytest.raises(asyncio.CancelledError):
+            await node.snapshot.run()
+        assert len(slept) <= 10 * (PASS_S * WAKES_PER_S + 2)
+
+    async def test_a_pass_that_took_too_long_is_followed_by_the_next_at_once(
+        self, node_of, clock, slept, monkeypatch
+    ):
+        node = node_of()
+
+        async def slow(*, pace):
+            clock.advance(seconds=PASS_S + 5)
+
+        monkeypatch.setattr(node.snapshot, "write_pass", slow)
+        with pytest.raises(asyncio.CancelledError):
+            await node.snapshot.run()
+        assert set(slept) == {0}
+
+
+class TestOpening:
+    def test_a_directory_that_cannot_be_used_is_a_startup_error(self, tmp_path, clock):
+        path = tmp_path / "file"
+        path.write_text("")
+        with pytest.raises(StartupError, match="cannot be written: Not a directory"):
+            Node(path, clock)
+
+    async def test_under_another_secret_every_bucket_starts_afresh_and_nothing_is_lost(
+        self, node_of, tmp_path, clock
+    ):
+        node = node_of()
+        node.use(b"ada", 5)
+        await node.snapshot.drain()
+        stranger = BucketTable(10, CheckStats())
+        opened = SnapshotLog.open(tmp_path, stranger, b"another secret", clock)
+        assert (opened.restored_total, len(opened.reports)) == (0, 1)
+        await opened.write_pass()
+        assert "buckets-00000001.log.foreign" in node.files()
+
+    async def test_more_buckets_than_the_table_takes_are_cut_to_its_bound(self, node_of):
+        node = node_of()
+        for number in range(100):
+            node.use(b"%d" % number)
+        await node.snapshot.drain()
+        again = node_of(max_entries=10)
+        assert again.snapshot.restored_total == 100
+        assert len(again.table) == 10

@@ -1,0 +1,39 @@
+import stat
+
+import pytest
+
+from ratelimitd.buckets.state_dir import LOCK_NAME, StateDir
+from ratelimitd.errors import StartupError
+
+
+def test_a_directory_is_made_with_its_parents_for_its_owner_alone(tmp_path):
+    state_dir = StateDir.lock(tmp_path / "a" / "b")
+    assert stat.S_IMODE(state_dir.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((state_dir.path / LOCK_NAME).stat().st_mode) == 0o600
+    state_dir.close()
+
+
+def test_a_directory_that_is_there_is_used_with_what_it_holds(tmp_path):
+    (tmp_path / "kept").write_text("as it was")
+    StateDir.lock(str(tmp_path)).close()
+    assert (tmp_path / "kept").read_text() == "as it was"
+
+
+def test_a_directory_in_use_is_refused_until_it_is_free(tmp_path):
+    first = StateDir.lock(tmp_path)
+    with pytest.raises(StartupError, match="in use by another node"):
+        StateDir.lock(tmp_path)
+    first.close()
+    StateDir.lock(tmp_path).close()
+
+
+def test_a_path_that_is_no_directory_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match=r"file cannot be used: File exists"):
+        StateDir.lock(tmp_path / "file")
+
+
+def test_a_lock_that_cannot_be_opened_is_refused(tmp_path):
+    (tmp_path / LOCK_NAME).mkdir()
+    with pytest.raises(StartupError, match="cannot be used"):
+        StateDir.lock(tmp_path)
