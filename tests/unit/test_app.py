@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import socket
 import sqlite3
 import threading
@@ -135,10 +136,11 @@ async def test_what_is_scraped_is_what_get_metrics_reports(kept):
     assert scraped["rate_limiter_active_buckets"] == 1
     assert scraped["rate_limiter_rules"] == 1
     assert scraped["rate_limiter_rules_store_up"] == 1
-    moving = {"rate_limiter_memory_usage_bytes", "rate_limiter_loop_lag_seconds"}
     reported["rate_limiter_fail_open_total"] = reported.pop("rate_limiter.fail_open")
-    for name in reported.keys() - moving:
-        assert scraped[name] == reported[name], name
+    assert reported.keys() <= scraped.keys()
+    # Between the two, memory, the snapshot and the loop's lag have moved on by themselves.
+    still = [name for name in reported if not re.search("memory|snapshot|lag", name)]
+    assert {name: scraped[name] for name in still} == {name: reported[name] for name in still}
 
 
 async def test_health_names_the_node_and_its_rules(kept):
