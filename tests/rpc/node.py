@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -59,7 +60,9 @@ class Node:
 
     async def raw(self, path: str, data: bytes, **options) -> bytes:
         """Call a method with bytes, whatever they are."""
-        return await self.channel.unary_unary(path)(data, timeout=10, **options)
+        method: Any = self.channel.unary_unary(path)  # bytes in, bytes out: the stub cannot say so
+        answer: bytes = await method(data, timeout=10, **options)
+        return answer
 
     async def outcome(
         self, path: str, data: bytes, **options
@@ -104,7 +107,10 @@ async def running_node(
         access, edge = Access(credentials or Credentials()), ErrorEdge(time.monotonic)
         grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
         health = Health(
-            node_id="node-1", stats=stats, clock=clock, rules_revision=lambda: feed.book.revision
+            node_id="node-1",
+            stats=stats,
+            clock=clock,
+            rules_revision=lambda: feed.book.revision if feed.book else 0,
         )
         offers = (
             RateLimiterService(limiter, stats, time.perf_counter),

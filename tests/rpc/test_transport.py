@@ -1,9 +1,9 @@
 """What the transport owes callers and handlers: pings, deadlines, cancellation, limits, addresses, an orderly stop."""
 
 import asyncio
+import contextlib
 import socket
-import struct
-import time
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -15,7 +15,7 @@ from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.stats import CheckStats
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS, PING, GOAWAY = 4, 6, 7
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
 
 
 class Serving:
@@ -50,22 +50,42 @@ def echo(data, _call):
     return data
 
 
-async def pinged(address, pings, pause_s):
-    """Ping over a connection without calls; the types of the frames that came back."""
+class Frame(NamedTuple):
+    """A frame that came back."""
+
+    kind: int
+    payload: bytes
+
+
+def frame(kind, flags, stream, payload):
+    return (
+        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+    )
+
+
+async def connected(address):
+    """A raw HTTP/2 connection, open for frames."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(PREFACE + bytes(3) + bytes([SETTINGS, 0]) + bytes(4))
+    writer.write(PREFACE + frame(SETTINGS, 0, 0, b""))
+    return reader, writer
+
+
+async def next_frame(reader):
+    header = await reader.readexactly(9)
+    return Frame(header[3], await reader.readexactly(int.from_bytes(header[:3], "big")))
+
+
+async def pinged(address, pings, pause_s):
+    """Ping over a connection without calls; the kinds of the frames that came back."""
+    reader, writer = await connected(address)
     seen = []
-    try:
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         for number in range(pings):
-            writer.write(b"\x00\x00\x08" + bytes([PING, 0]) + bytes(4) + struct.pack(">Q", number))
+            writer.write(frame(PING, 0, 0, number.to_bytes(8, "big")))
             while seen.count(PING) <= number:
-                header = await reader.readexactly(9)
-                await reader.readexactly(int.from_bytes(header[:3], "big"))
-                seen.append(header[3])
+                seen.append((await next_frame(reader)).kind)
             await asyncio.sleep(pause_s)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        pass
     writer.close()
     return seen
 
@@ -86,16 +106,46 @@ async def test_a_caller_that_floods_with_pings_is_sent_away():
     assert frames.count(PING) < 20
 
 
+def late_call(path):
+    """HTTP/2 frames of a call whose deadline, one nanosecond, has passed before anybody can look at it."""
+    headers = {
+        ":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers",
+        "content-type": "application/grpc", "grpc-timeout": "1n",
+    }  # fmt: skip
+    block = b"".join(
+        b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in headers.items()
+    )
+    message = b"\x00" + (4).to_bytes(4, "big") + b"late"
+    return frame(HEADERS, 0x4, 1, block) + frame(DATA, 0x1, 1, message)
+
+
 async def test_a_deadline_that_passed_before_the_handler_stops_the_call_uncalled():
     called = []
     async with Serving(unary={"/s/m": lambda data, _call: called.append(data) or b""}) as serving:
-        await serving.call()
-        call = serving.channel.unary_unary("/s/m")(b"late", timeout=0.05)
-        time.sleep(0.2)  # noqa: ASYNC251 -- the loop of server and client stalls: that is the test
+        reader, writer = await connected(serving.address)
+        writer.write(late_call("/s/m"))
+        while (await next_frame(reader)).kind not in {HEADERS, RST_STREAM}:
+            pass
+        await serving.call(data=b"in time")
+        writer.close()
+    assert called == [b"in time"]
+
+
+async def test_a_deadline_that_passes_cancels_the_handler():
+    cancelled = asyncio.Event()
+
+    async def wait_for_ever(_data, _call):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async with Serving(unary={"/s/m": wait_for_ever}) as serving:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert called == [b""]
+            await serving.channel.unary_unary("/s/m")(b"", timeout=0.2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await cancelled.wait()
 
 
 async def test_a_handler_sees_how_long_its_caller_waits():
@@ -158,15 +208,17 @@ async def test_anything_else_a_handler_raises_is_internal_and_tells_nothing(capl
 
 async def test_calls_beyond_the_bound_are_refused_at_once_and_others_go_on():
     release = asyncio.Event()
+    started = []
 
-    async def wait(_data, _call):
+    async def wait(data, _call):
+        started.append(data)
         await release.wait()
         return b"done"
 
     limits = TransportLimits(max_concurrent_rpcs=2, max_streams=0)
     async with Serving(limits=limits, unary={"/s/m": wait}) as serving:
         first = [asyncio.ensure_future(serving.call()) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await until(lambda: len(started) == 2)
         assert await serving.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         release.set()
         assert await asyncio.gather(*first) == [b"done", b"done"]
