@@ -1,0 +1,475 @@
+import random
+from dataclasses import replace
+
+import pytest
+
+from ratelimitd import limiter as limiter_module
+from ratelimitd.buckets.codec import unpack
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.errors import CheckInvalidError, StoreUnavailableError
+from ratelimitd.limiter import FAIL_OPEN_RESET_S, MAX_SCOPES, Limiter
+from ratelimitd.model import (
+    MAX_TIME_US,
+    NO_RULE_REMAINING,
+    Algorithm,
+    Check,
+    Decision,
+    IdentifierType,
+    Reason,
+    Rule,
+)
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.stats import MAX_RULE_LABELS, OTHER_RULES, CheckStats
+from ratelimitd.testing import ManualClock
+
+USER, IP = IdentifierType.USER, IdentifierType.IP
+NOW_S = 1_700_006_400
+SECOND = 1_000_000
+ORDERS = Rule("orders", "/orders", USER, 10, 60, Algorithm.FIXED_WINDOW)
+EVERYWHERE = Rule("everywhere", "*", USER, 3, 60, Algorithm.FIXED_WINDOW)
+NO_RULE = Decision(
+    allowed=True,
+    remaining=NO_RULE_REMAINING,
+    reset_time=0,
+    retry_after=0,
+    reason=Reason.NO_RULE,
+    rule=None,
+)
+FAIL_OPEN = Decision(
+    allowed=True,
+    remaining=1,
+    reset_time=0,
+    retry_after=0,
+    reason=Reason.FAIL_OPEN_ERROR,
+    rule=None,
+)
+
+
+class FaultyJournal:
+    """Keeps what it is told to reset; fails when told to, after running ``meanwhile``."""
+
+    def __init__(self):
+        self.resets, self.fails, self.meanwhile = [], False, lambda: None
+
+    async def reset(self, keys):
+        self.meanwhile()
+        if self.fails:
+            message = "the disk is full"
+            raise StoreUnavailableError(message)
+        self.resets.append(list(keys))
+
+
+class Node:
+    """A limiter and all that it works with."""
+
+    def __init__(self, *rules, timestamps="bounded", max_entries=1000, book=True):
+        self.clock, self.stats, self.journal = ManualClock(), CheckStats(), FaultyJournal()
+        self.errors = []
+        self.table = BucketTable(max_entries, self.stats, callers_time=timestamps == "caller")
+        self.limiter = Limiter(
+            buckets=self.table,
+            clock=self.clock,
+            stats=self.stats,
+            timestamps=timestamps,
+            key_secret=b"k" * 32,
+            journal=self.journal,
+            on_error=self.errors.append,
+        )
+        if book:
+            self.put(*rules)
+
+    def put(self, *rules):
+        self.limiter.replace_book(RuleBook.of(rules, 1))
+
+    def check(self, name=b"ada", endpoint="/orders", **fields):
+        return self.limiter.check(Check(name, USER, endpoint, **fields))
+
+    def remaining(self, name=b"ada", endpoint="/orders"):
+        return self.check(name, endpoint, cost=2**31 - 1, peek=True).remaining
+
+    async def reset(self, name=b"ada", endpoint="/orders"):
+        await self.limiter.reset(name, USER, endpoint)
+
+
+@pytest.fixture
+def node():
+    return Node(ORDERS, EVERYWHERE)
+
+
+class TestDeciding:
+    def test_an_answer_is_the_algorithms_with_the_rule_that_decided(self, node):
+        assert node.check(cost=4) == Decision(
+            allowed=True,
+            remaining=6,
+            reset_time=NOW_S + 60,
+            retry_after=0,
+            reason=Reason.WITHIN_LIMIT,
+            rule=ORDERS,
+        )
+        assert node.check(cost=7)[:5] == (False, 6, NOW_S + 60, 60, Reason.LIMIT_EXCEEDED)
+        assert node.check(cost=11).reason is Reason.COST_EXCEEDS_LIMIT
+
+    def test_the_endpoints_own_rule_comes_before_the_global_one(self, node):
+        assert node.check().rule is ORDERS
+        assert node.check(endpoint="/carts").rule is EVERYWHERE
+
+    def test_buckets_of_the_global_rule_are_kept_per_endpoint_and_identifier(self, node):
+        for name, endpoint in ((b"ada", "/carts"), (b"ada", "/pages"), (b"bob", "/carts")):
+            assert [node.check(name, endpoint).allowed for _ in range(4)] == [True] * 3 + [False]
+
+    def test_identifier_types_do_not_share(self):
+        node = Node(EVERYWHERE, replace(EVERYWHERE, id="ip", identifier_type=IP))
+        for kind in (USER, IP):
+            checks = [node.limiter.check(Check(b"::1", kind, "/e")) for _ in range(4)]
+            assert [answer.allowed for answer in checks] == [True] * 3 + [False]
+
+    def test_without_a_rule_everything_is_allowed_and_nothing_is_kept(self):
+        node = Node(replace(ORDERS, enabled=False))
+        assert node.check(cost=2**31 - 1) == NO_RULE
+        assert len(node.table) == 0
+
+    def test_a_peek_is_the_same_answer_and_spends_nothing(self, node):
+        for cost in (3, 11, 8):
+            peeked = node.check(cost=cost, peek=True)
+            assert node.check(cost=cost, peek=True) == peeked
+            assert node.check(cost=cost) == peeked
+
+
+class TestRules:
+    def test_a_new_book_acts_from_the_next_check_on(self, node):
+        assert node.check(cost=8).remaining == 2
+        node.put(replace(ORDERS, limit=20))
+        assert node.check().remaining == 11
+        node.put(replace(ORDERS, limit=5))
+        assert node.check()[:2] == (False, 0)
+        node.put()
+        assert node.check() == NO_RULE
+
+    def test_a_disabled_rule_is_as_if_absent_and_finds_its_buckets_when_enabled(self, node):
+        node.check(cost=10)
+        node.put(replace(ORDERS, enabled=False), EVERYWHERE)
+        assert node.check().rule is EVERYWHERE
+        node.put(ORDERS, EVERYWHERE)
+        assert not node.check().allowed
+
+    @pytest.mark.parametrize(
+        "change", [{"algorithm": Algorithm.TOKEN_BUCKET}, {"window_seconds": 61}], ids=str
+    )
+    def test_another_algorithm_or_window_starts_afresh_and_the_old_one_is_not_met(
+        self, node, change
+    ):
+        node.check(cost=10)
+        node.put(replace(ORDERS, **change))
+        assert node.check().remaining == 9
+        node.put(ORDERS)
+        assert not node.check().allowed
+
+    def test_the_book_can_be_asked_for(self):
+        node = Node(book=False)
+        assert node.limiter.book is None
+        book = RuleBook.of([ORDERS], 7)
+        node.limiter.replace_book(book)
+        assert node.limiter.book is book
+
+    def test_endpoints_that_are_remembered_are_bounded(self, node, monkeypatch):
+        assert MAX_SCOPES == 4_096
+        monkeypatch.setattr(limiter_module, "MAX_SCOPES", 3)
+        for number in range(20):
+            assert node.check(endpoint=f"/{number % 7}").rule is EVERYWHERE
+            assert len(node.limiter._scopes) <= 3
+        assert node.remaining(endpoint="/0") == 0
+        assert node.remaining(endpoint="/6") == 1
+
+
+class TestTime:
+    def test_a_bounded_timestamp_within_the_tolerance_holds(self, node):
+        ahead_us = node.clock.now_us() + 5 * SECOND
+        node.check(timestamp=ahead_us)
+        (key,) = node.table.keys(0)
+        assert unpack(node.table.value(key)) == (1, ahead_us)
+        assert node.stats.clock_rejected_total == 0
+
+    @pytest.mark.parametrize("timestamp", [1, -1, 2**63 - 1, NOW_S + 7])
+    def test_a_timestamp_out_of_tolerance_gives_way_to_the_nodes_clock_and_is_counted(
+        self, node, timestamp
+    ):
+        node.check(timestamp=timestamp)
+        (key,) = node.table.keys(0)
+        assert unpack(node.table.value(key)) == (1, node.clock.now_us())
+        assert node.stats.clock_rejected_total == 1
+
+    def test_without_a_rule_there_is_no_window_to_be_out_of(self):
+        node = Node()
+        assert node.check(timestamp=1) == NO_RULE
+        assert node.stats.clock_rejected_total == 0
+
+    def test_the_server_policy_ignores_timestamps(self):
+        node = Node(ORDERS, timestamps="server")
+        for timestamp in (NOW_S + 3, 1, 2**63 - 1):
+            assert node.check(timestamp=timestamp).reset_time == NOW_S + 60
+        assert node.stats.clock_rejected_total == 0
+
+    def test_the_caller_policy_believes_timestamps(self):
+        node = Node(ORDERS, timestamps="caller")
+        assert node.check(timestamp=59).reset_time == 60
+        assert node.check(timestamp=3_600).reset_time == 3_660
+        assert node.check().reset_time == NOW_S + 60
+
+    @pytest.mark.parametrize("rules", [[ORDERS], []], ids=["a rule", "no rule"])
+    @pytest.mark.parametrize("timestamp", [-1, MAX_TIME_US + 1, 2**63 - 1])
+    def test_the_caller_policy_refuses_what_is_out_of_range_and_charges_nothing(
+        self, rules, timestamp
+    ):
+        node = Node(*rules, timestamps="caller")
+        with pytest.raises(CheckInvalidError, match="timestamp"):
+            node.check(timestamp=timestamp)
+        assert len(node.table) == node.stats.allowed_total == node.stats.fail_open_error_total == 0
+        assert node.errors == []
+
+    def test_an_unknown_policy_is_refused(self):
+        with pytest.raises(ValueError, match="sometimes"):
+            Node(timestamps="sometimes")
+
+
+class TestFailingOpen:
+    def test_without_a_book_checks_are_allowed_and_never_called_unruled(self):
+        node = Node(book=False)
+        assert node.check() == FAIL_OPEN
+        assert (node.stats.allowed_total, node.stats.fail_open_error_total) == (1, 1)
+        assert node.errors == []
+
+    def test_an_unexpected_error_allows_and_is_told(self, node, monkeypatch):
+        def broken(*_args):
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(node.table, "apply", broken)
+        assert node.check() == FAIL_OPEN
+        assert [type(error) for error in node.errors] == [ZeroDivisionError]
+        assert (node.stats.allowed_total, node.stats.fail_open_error_total) == (1, 1)
+        assert (node.stats.blocked_total, node.stats.by_rule) == (0, {"orders": [0, 0]})
+
+    def test_one_failing_check_does_not_touch_its_neighbours(self, node, monkeypatch):
+        original = node.table.apply
+
+        def broken_for_bob(key, *args):
+            if key.startswith(b"bob"):
+                raise ZeroDivisionError
+            return original(key, *args)
+
+        monkeypatch.setattr(node.table, "apply", broken_for_bob)
+        names = [b"ada", b"bob", b"ada"]
+        answers = node.limiter.check_batch([Check(name, USER, "/orders") for name in names])
+        assert [answer.reason for answer in answers] == [
+            Reason.WITHIN_LIMIT,
+            Reason.FAIL_OPEN_ERROR,
+            Reason.WITHIN_LIMIT,
+        ]
+
+    def test_what_is_no_error_passes_through(self, node, monkeypatch):
+        def stopped(*_args):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(node.table, "apply", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            node.check()
+
+    def test_an_open_breaker_is_answered_with_the_reset_of_the_specification(self, node):
+        node.clock.advance(us=1)
+        assert node.limiter._fail_open(Reason.FAIL_OPEN_BREAKER, None) == Decision(
+            allowed=True,
+            remaining=1,
+            reset_time=NOW_S + 1 + FAIL_OPEN_RESET_S,
+            retry_after=0,
+            reason=Reason.FAIL_OPEN_BREAKER,
+            rule=None,
+        )
+        assert (node.stats.fail_open_breaker_total, node.stats.fail_open_error_total) == (1, 0)
+
+    def test_errors_need_not_be_listened_to(self):
+        limiter = Limiter(
+            buckets=BucketTable(1, CheckStats()),
+            clock=object(),  # has no time to tell
+            stats=CheckStats(),
+            timestamps="bounded",
+            key_secret=b"k" * 32,
+        )
+        assert limiter.check(Check(b"ada", USER, "/e")) == FAIL_OPEN
+
+
+class TestCounters:
+    def test_decisions_are_counted_together_and_by_rule(self, node):
+        for _ in range(12):
+            node.check()
+        node.check(endpoint="/carts", peek=True)
+        assert (node.stats.allowed_total, node.stats.blocked_total) == (11, 2)
+        assert node.stats.by_rule == {"orders": [10, 2], "everywhere": [1, 0]}
+
+    def test_a_check_without_a_rule_counts_as_allowed(self):
+        node = Node()
+        node.check()
+        assert (node.stats.allowed_total, node.stats.by_rule) == (1, {})
+
+    def test_a_rule_keeps_its_counters_over_a_new_book(self, node):
+        node.check()
+        node.put(replace(ORDERS, limit=99))
+        node.check()
+        assert node.stats.by_rule["orders"] == [2, 0]
+
+    def test_counters_by_rule_are_bounded(self):
+        rules = [replace(ORDERS, id=f"{n}", endpoint=f"/{n}") for n in range(MAX_RULE_LABELS + 9)]
+        node = Node(*rules)
+        for rule in rules:
+            node.check(endpoint=rule.endpoint)
+        assert len(node.stats.by_rule) == MAX_RULE_LABELS + 1
+        assert node.stats.by_rule[OTHER_RULES] == [9, 0]
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_allowed_and_blocked_add_up_to_the_decisions(self, seed):
+        """I19."""
+        rng, node = random.Random(seed), Node(ORDERS, EVERYWHERE)
+        answers = []
+        for _ in range(500):
+            endpoint = rng.choice(["/orders", "/a", "/b"])
+            answers.append(node.check(endpoint=endpoint, cost=rng.randint(1, 12)))
+            if rng.random() < 0.02:
+                node.put(*rng.choice([[ORDERS], [EVERYWHERE], [ORDERS, EVERYWHERE], []]))
+            node.clock.advance(seconds=rng.randint(0, 3))
+        allowed = sum(answer.allowed for answer in answers)
+        assert (node.stats.allowed_total, node.stats.blocked_total) == (allowed, 500 - allowed)
+
+
+class TestBatch:
+    def test_no_checks_have_no_answers(self, node):
+        assert node.limiter.check_batch([]) == []
+
+    def test_answers_come_in_the_order_of_the_checks(self, node):
+        names = [b"zoe", b"ada", b"mia", b"ada", b"zoe"]
+        checks = [Check(name, USER, "/orders", cost) for cost, name in enumerate(names, 1)]
+        answers = node.limiter.check_batch(checks)
+        assert [answer.remaining for answer in answers] == [9, 8, 7, 4, 4]
+
+    def test_checks_of_one_bucket_are_charged_in_their_order(self, node):
+        checks = [Check(b"ada", USER, "/orders", cost) for cost in (6, 5, 4, 1)]
+        answers = node.limiter.check_batch(checks)
+        assert [answer.allowed for answer in answers] == [True, False, True, False]
+
+    def test_a_refused_timestamp_has_its_error_and_its_neighbours_do_not_notice(self):
+        node = Node(ORDERS, timestamps="caller")
+        checks = [Check(b"ada", USER, "/orders", 1, stamp) for stamp in (60, -1, 60)]
+        first, refused, last = node.limiter.check_batch(checks)
+        assert isinstance(refused, CheckInvalidError)
+        assert (first.remaining, last.remaining) == (9, 8)
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_a_batch_equals_the_same_checks_one_by_one(self, seed):
+        """I20."""
+        rng = random.Random(seed)
+        rules = [
+            replace(ORDERS, algorithm=rng.choice(list(Algorithm))),
+            replace(EVERYWHERE, algorithm=rng.choice(list(Algorithm))),
+        ]
+        batched, single = Node(*rules), Node(*rules)
+        for _ in range(5):
+            checks = [
+                Check(
+                    rng.choice([b"ada", b"bob", b"eve"]),
+                    USER,
+                    rng.choice(["/orders", "/carts"]),
+                    rng.randint(1, 5),
+                    rng.choice([0, NOW_S + rng.randint(0, 30)]),
+                    rng.random() < 0.2,
+                )
+                for _ in range(rng.randint(0, 40))
+            ]
+            assert batched.limiter.check_batch(checks) == [*map(single.limiter.check, checks)]
+            for node in (batched, single):
+                node.clock.advance(seconds=10)
+
+
+class TestReset:
+    async def test_a_reset_bucket_starts_afresh_and_others_do_not(self, node):
+        for name, endpoint in ((b"ada", "/orders"), (b"ada", "/carts"), (b"bob", "/orders")):
+            node.check(name, endpoint, cost=2)
+        await node.reset()
+        assert node.remaining() == 10
+        assert (node.remaining(b"bob"), node.remaining(endpoint="/carts")) == (8, 1)
+
+    async def test_a_bucket_that_does_not_exist_is_as_good_as_reset(self, node):
+        await node.reset(b"nobody")
+        assert len(node.table) == 0
+        assert len(node.journal.resets) == 1
+
+    async def test_buckets_of_a_disabled_rule_and_of_the_global_one_are_reset_too(self, node):
+        everywhere = replace(EVERYWHERE, window_seconds=7)
+        node.put(ORDERS, everywhere)
+        node.check(cost=10)
+        node.put(everywhere)
+        node.check(cost=3)
+        node.put(replace(ORDERS, enabled=False), everywhere)
+        await node.reset()
+        assert node.remaining() == 3
+        node.put(ORDERS)
+        assert node.remaining() == 10
+
+    async def test_the_journal_hears_of_the_very_keys(self, node):
+        node.check()
+        keys = node.table.keys(0)
+        await node.reset()
+        (written,) = node.journal.resets
+        assert set(keys) <= set(written)
+
+    async def test_with_no_rule_there_is_nothing_to_reset_or_to_write(self):
+        node = Node()
+        await node.reset()
+        assert node.journal.resets == []
+
+    async def test_a_limiter_without_a_journal_resets_in_memory(self):
+        stats = CheckStats()
+        table = BucketTable(10, stats)
+        limiter = Limiter(
+            buckets=table,
+            clock=ManualClock(),
+            stats=stats,
+            timestamps="bounded",
+            key_secret=b"k" * 32,
+        )
+        limiter.replace_book(RuleBook.of([ORDERS], 1))
+        limiter.check(Check(b"ada", USER, "/orders"))
+        await limiter.reset(b"ada", USER, "/orders")
+        assert len(table) == 0
+
+    async def test_without_a_book_a_reset_is_refused(self):
+        with pytest.raises(StoreUnavailableError, match="no rules"):
+            await Node(book=False).reset()
+
+    async def test_a_reset_that_cannot_be_written_leaves_the_bucket_as_it_was(self, node):
+        node.check(cost=7)
+        node.journal.fails = True
+        with pytest.raises(StoreUnavailableError):
+            await node.reset()
+        assert node.remaining() == 3
+        with pytest.raises(StoreUnavailableError):
+            await node.reset(b"nobody")
+        assert len(node.table) == 1
+
+    async def test_what_was_spent_while_a_reset_failed_is_not_overwritten(self, node):
+        node.check(cost=7)
+        node.journal.fails, node.journal.meanwhile = True, node.check
+        with pytest.raises(StoreUnavailableError):
+            await node.reset()
+        assert node.remaining() == 9
+
+    async def test_resets_that_fail_never_get_the_table_beyond_its_bound(self):
+        node = Node(ORDERS, max_entries=2)
+        node.journal.fails = True
+
+        def flood():
+            for _ in range(3):
+                node.check(b"%d" % random.randrange(10**9))
+
+        node.journal.meanwhile = flood
+        for number in range(20):
+            node.check(b"ada %d" % number)
+            with pytest.raises(StoreUnavailableError):
+                await node.reset(b"ada %d" % number)
+            assert len(node.table) <= 2
