@@ -1,11 +1,13 @@
-"""The three algorithms as the specification words them, in exact fractions: slow, obvious, and the oracle of the tests."""
+"""The three algorithms as the specification words them, in exact fractions: slow and obvious, the oracle of the tests."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import accumulate
 
 INT32_MAX = 2**31 - 1  # the contract's retry_after_seconds is an int32
+
 
 class Model:
     """One bucket. Times in µs; every answer is (allowed, remaining, reset_time, retry_after, reason)."""
@@ -22,7 +24,13 @@ class Model:
         full_at, wait_for = getattr(self, "_" + self.algorithm)(at)
         left = self.left(at)
         if cost > self.limit:
-            return (False, math.floor(left), math.ceil(full_at()), self.window_seconds, "COST_EXCEEDS_LIMIT")
+            return (
+                False,
+                math.floor(left),
+                math.ceil(full_at()),
+                self.window_seconds,
+                "COST_EXCEEDS_LIMIT",
+            )
         if left < cost:
             retry = min(max(1, math.ceil(wait_for(cost) - own)), INT32_MAX)
             return (False, math.floor(left), math.ceil(full_at()), retry, "LIMIT_EXCEEDED")
@@ -43,10 +51,13 @@ class Model:
             elapsed = 0 if self.latest is None else at - self.latest
             return min(Fraction(self.limit), self.tokens + elapsed * self.limit / self.window)
         if self.algorithm == "sliding_window":
-            spent = sum(cost for time, cost in self.log if time > at - self.window)
+            spent = sum(cost for _, cost in self.log_after(at))
         else:
             spent = sum(cost for time, cost in self.log if time // self.window == at // self.window)
         return Fraction(self.limit - spent)
+
+    def log_after(self, at):
+        return [(time, cost) for time, cost in self.log if time > at - self.window]
 
     def _token_bucket(self, at):
         rate = self.limit / self.window
@@ -56,16 +67,13 @@ class Model:
         )
 
     def _sliding_window(self, at):
-        inside = lambda: [(time, cost) for time, cost in self.log if time > at - self.window]  # noqa: E731
-
         def wait_for(cost):
+            spent = list(accumulate(freed for _, freed in self.log_after(at)))
             missing = cost - self.left(at)
-            for time, freed in inside():
-                missing -= freed
-                if missing <= 0:
-                    return time + self.window
+            gone = next(index for index, freed in enumerate(spent) if freed >= missing)
+            return self.log_after(at)[gone][0] + self.window
 
-        return lambda: max([at] + [time + self.window for time, _ in inside()]), wait_for
+        return lambda: max([at] + [time + self.window for time, _ in self.log_after(at)]), wait_for
 
     def _fixed_window(self, at):
         end = (at // self.window + 1) * self.window

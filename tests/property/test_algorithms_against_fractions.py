@@ -63,8 +63,12 @@ def test_every_history_gets_the_exact_answers(algorithm, history):
 
 
 def random_history(rng, length):
-    limit = rng.choice([1, 2, 3, 7, 10, 100, 1000, rng.randint(1, 10**6), rng.randint(1, INT32_MAX)])
-    window_seconds = rng.choice([1, 2, 7, 60, 3600, rng.randint(1, 10**5), rng.randint(1, INT32_MAX)])
+    limit = rng.choice(
+        [1, 2, 3, 7, 10, 100, 1000, rng.randint(1, 10**6), rng.randint(1, INT32_MAX)]
+    )
+    window_seconds = rng.choice(
+        [1, 2, 7, 60, 3600, rng.randint(1, 10**5), rng.randint(1, INT32_MAX)]
+    )
     step_us = max(1, window_seconds * 10**6 // rng.choice([1, 3, 10, limit, 3 * limit]))
     now_us, steps = START_US + rng.randint(0, 10**9), []
     for _ in range(length):

@@ -22,15 +22,29 @@ def _load():
     for path in sorted(Path(__file__).parent.glob("*.json")):
         vectors = json.loads(path.read_text())
         for case in vectors["cases"]:
-            yield Case(vectors["algorithm"], case["name"], case["limit"], case["window_seconds"], case["steps"])
+            yield Case(
+                vectors["algorithm"],
+                case["name"],
+                case["limit"],
+                case["window_seconds"],
+                case["steps"],
+            )
 
 
 CASES = list(_load())
 
 
 def rule_of(case):
-    return Rule("id", "/e", IdentifierType.USER, case.limit, case.window_seconds, Algorithm(case.algorithm))
+    return Rule(
+        "id", "/e", IdentifierType.USER, case.limit, case.window_seconds, Algorithm(case.algorithm)
+    )
 
 
 def expected(step):
-    return (step["allowed"], step["remaining"], step["reset_time"], step["retry_after"], step["reason"])
+    return (
+        step["allowed"],
+        step["remaining"],
+        step["reset_time"],
+        step["retry_after"],
+        step["reason"],
+    )
