@@ -23,8 +23,9 @@ from ratelimitd.model import US_PER_S
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.logs import LogContext
 from ratelimitd.observe.metrics import Metrics, Readings, Runtime, SnapshotStatus
-from ratelimitd.rpc.grpcio_server import GrpcioServer, TransportLimits
+from ratelimitd.rpc.grpcio_server import GrpcioServer
 from ratelimitd.rpc.interface import Methods, Server
+from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.tls import TlsFiles
 from ratelimitd.rules import migrations
 from ratelimitd.rules.book import RuleBook

@@ -7,8 +7,9 @@ import pytest
 
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import grpcio_server
-from ratelimitd.rpc.grpcio_server import GrpcioCall, GrpcioServer, TransportLimits
+from ratelimitd.rpc.grpcio_server import GrpcioCall, GrpcioServer
 from ratelimitd.rpc.interface import Methods
+from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.stats import CheckStats
 
 

@@ -1,0 +1,30 @@
+"""What one node grants its callers, whatever the transport; each bound says why. Holds, never enforces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+"""The specification's bound on messages, both ways."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportLimits:
+    """The bounds of one server. Times in the unit of the name."""
+
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_concurrent_rpcs: int = 1_000
+    """Unary calls in progress; more are answered RESOURCE_EXHAUSTED."""
+    max_streams: int = 1_000
+    """Calls that last (health watches, reflection), counted apart: idle watchers must not use up the room of checks."""
+    max_streams_per_connection: int = 256
+    """Unlimited by default, which makes a flood of resets on one connection cost ten times the CPU (measured)."""
+    min_ping_interval_ms: int = 5_000
+    """Callers ping every 10 s, with or without calls; half of that forgives jitter. The default, 5 min, closes them."""
+    keepalive_interval_ms: int = 60_000
+    keepalive_timeout_ms: int = 20_000
+    """Finds callers that vanished without a word."""
+    max_connection_age_ms: int = 3_600_000
+    """Behind a balancer of connections, old ones must end for a new node to get its share. grpc adds ±10 %."""
+    max_connection_age_grace_ms: int = 60_000
