@@ -1,4 +1,4 @@
-"""The three algorithms as the specification words them, in exact fractions: slow and obvious, the oracle of the tests."""
+"""The three algorithms as the specification words them, in exact fractions: slow, obvious, the tests' oracle."""
 
 from __future__ import annotations
 
