@@ -1,63 +1,71 @@
-"""The three algorithms as the specification words them, in exact fractions: slow, obvious, the tests' oracle."""
+"""The three algorithms as the specification words them, in exact fractions.
+
+Slow and obvious: the oracle of the tests.
+"""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
-from itertools import accumulate
 
 INT32_MAX = 2**31 - 1  # the contract's retry_after_seconds is an int32
 
 
 class Model:
-    """One bucket. Times in µs; every answer is (allowed, remaining, reset_time, retry_after, reason)."""
+    """One bucket. Times in µs; every answer is (allowed, remaining, reset_time, retry_after, reason).
+
+    ``limit`` may be changed between checks: what was spent stays spent (ADR 0008).
+    """
 
     def __init__(self, algorithm, limit, window_seconds):
         self.algorithm, self.limit, self.window_seconds = algorithm, limit, window_seconds
         self.window = Fraction(window_seconds)
         self.latest = None
-        self.tokens, self.log = Fraction(limit), []
+        self.spent, self.log = Fraction(0), []
 
     def check(self, now_us, cost):
+        answer, at = self.answer(now_us, cost)
+        if not answer[0]:
+            return answer
+        self.take(at, cost)
+        left = math.floor(self.left(at))
+        full_at, wait_for = getattr(self, "_" + self.algorithm)(at)
+        own = Fraction(now_us, 10**6)
+        retry = 0 if left else min(math.ceil(wait_for(1) - own), INT32_MAX)
+        return (True, left, math.ceil(full_at()), retry, "WITHIN_LIMIT")
+
+    def answer(self, now_us, cost):
+        """The whole answer if the check is denied, else (True,); and its effective time in seconds."""
         own = Fraction(now_us, 10**6)
         at = own if self.latest is None else max(own, self.latest)
         full_at, wait_for = getattr(self, "_" + self.algorithm)(at)
         left = self.left(at)
+        remaining, reset_time = max(0, math.floor(left)), math.ceil(full_at())
         if cost > self.limit:
-            return (
-                False,
-                math.floor(left),
-                math.ceil(full_at()),
-                self.window_seconds,
-                "COST_EXCEEDS_LIMIT",
-            )
+            return (False, remaining, reset_time, self.window_seconds, "COST_EXCEEDS_LIMIT"), at
         if left < cost:
             retry = min(max(1, math.ceil(wait_for(cost) - own)), INT32_MAX)
-            return (False, math.floor(left), math.ceil(full_at()), retry, "LIMIT_EXCEEDED")
-        self.take(at, cost)
-        left = math.floor(self.left(at))
-        retry = 0 if left else min(math.ceil(wait_for(1) - own), INT32_MAX)
-        return (True, left, math.ceil(full_at()), retry, "WITHIN_LIMIT")
+            return (False, remaining, reset_time, retry, "LIMIT_EXCEEDED"), at
+        return (True,), at
 
     def take(self, at, cost):
         if self.algorithm == "token_bucket":
-            self.tokens = self.left(at) - cost
+            self.spent = self.limit - self.left(at) + cost
         else:
             self.log.append((at, cost))
         self.latest = at
 
     def left(self, at):
+        """Tokens left; fewer than none when the limit was lowered below what a window holds."""
         if self.algorithm == "token_bucket":
             elapsed = 0 if self.latest is None else at - self.latest
-            return min(Fraction(self.limit), self.tokens + elapsed * self.limit / self.window)
+            owed = min(self.spent, Fraction(self.limit))
+            return self.limit - max(Fraction(0), owed - elapsed * self.limit / self.window)
         if self.algorithm == "sliding_window":
-            spent = sum(cost for _, cost in self.log_after(at))
+            spent = sum(cost for time, cost in self.log if time > at - self.window)
         else:
             spent = sum(cost for time, cost in self.log if time // self.window == at // self.window)
         return Fraction(self.limit - spent)
-
-    def log_after(self, at):
-        return [(time, cost) for time, cost in self.log if time > at - self.window]
 
     def _token_bucket(self, at):
         rate = self.limit / self.window
@@ -67,13 +75,20 @@ class Model:
         )
 
     def _sliding_window(self, at):
-        def wait_for(cost):
-            spent = list(accumulate(freed for _, freed in self.log_after(at)))
-            missing = cost - self.left(at)
-            gone = next(index for index, freed in enumerate(spent) if freed >= missing)
-            return self.log_after(at)[gone][0] + self.window
+        inside = [(time, cost) for time, cost in self.log if time > at - self.window]
 
-        return lambda: max([at] + [time + self.window for time, _ in self.log_after(at)]), wait_for
+        def full_at():
+            return max([at] + [time + self.window for time, _ in self.log])
+
+        def wait_for(cost):
+            missing = cost - self.left(at)
+            for time, freed in inside:
+                missing -= freed
+                if missing <= 0:
+                    return time + self.window
+            raise AssertionError
+
+        return full_at, wait_for
 
     def _fixed_window(self, at):
         end = (at // self.window + 1) * self.window

@@ -1,36 +1,42 @@
 """The integer algorithms give, in all five fields, what exact fractions give."""
 
-import os
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import INT32_MAX, MAX_TIME_US, Algorithm, IdentifierType, Rule
 
 from .fraction_model import Model
 
 START_US = 1_700_006_400_000_000
-INT32_MAX = 2**31 - 1
 
 
-def rule_of(algorithm, limit, window_seconds):
-    return Rule("id", "/e", IdentifierType.USER, limit, window_seconds, Algorithm(algorithm))
-
-
-def agree(algorithm, limit, window_seconds, steps):
-    model = Model(algorithm, limit, window_seconds)
-    rule, state = rule_of(algorithm, limit, window_seconds), None
-    for now_us, cost in steps:
+def agree(algorithm, limit, window_seconds, steps, *, met=None):
+    """``steps`` are (time in µs, cost), or a limit to be in force from then on; ``met`` counts what came about."""
+    model, met = Model(algorithm, limit, window_seconds), Counter() if met is None else met
+    rule = Rule("id", "/e", IdentifierType.USER, limit, window_seconds, Algorithm(algorithm))
+    state, last_us = None, 0
+    for step in steps:
+        if isinstance(step, int):
+            rule, model.limit = replace(rule, limit=step), step
+            met["limit edited"] += 1
+            continue
+        now_us, cost = step
         outcome = DECIDE[rule.algorithm](state, rule, now_us, cost)
         got = (*outcome[:4], outcome.reason.name)
-        assert got == model.check(now_us, cost), (algorithm, limit, window_seconds, now_us, cost)
-        assert 0 <= outcome.remaining <= limit  # I6
+        assert got == model.check(now_us, cost), (rule, now_us, cost)
+        assert 0 <= outcome.remaining <= rule.limit  # I6
         if not outcome.allowed:
             assert outcome.state is state  # I6: a denial returns the state it was given
         state = outcome.state
+        met[outcome.reason.name] += 1
+        met["stepped back"] += now_us < last_us
+        last_us = now_us
 
 
 algorithms = st.sampled_from([algorithm.value for algorithm in Algorithm])
@@ -47,43 +53,70 @@ def histories(draw):
         st.integers(0, max(1, 4 * min(window_us, 10**13) // limit)),
     )
     costs = st.one_of(st.just(1), st.integers(1, limit), st.integers(1, min(2 * limit, INT32_MAX)))
-    now_us, steps = START_US + draw(st.integers(0, 10**7)), []
-    for gap, cost in draw(st.lists(st.tuples(gaps, costs), min_size=1, max_size=25)):
-        now_us = min(max(now_us + gap, 0), 2**53 - 1)
+    edits = st.one_of(*[st.none()] * 9, numbers, st.integers(1, limit))
+    now_us = START_US + draw(st.integers(0, 10**7))
+    steps: list[tuple[int, int] | int] = []
+    for gap, cost, edit in draw(st.lists(st.tuples(gaps, costs, edits), min_size=1, max_size=25)):
+        if edit is not None:
+            steps.append(edit)
+        now_us = min(max(now_us + gap, 0), MAX_TIME_US)
         steps.append((now_us, cost))
     return limit, window_seconds, steps
 
 
 @given(algorithms, histories())
-@example("token_bucket", (INT32_MAX, INT32_MAX, [(0, INT32_MAX), (2**53 - 1, INT32_MAX)]))
-@example("sliding_window", (INT32_MAX, INT32_MAX, [(0, INT32_MAX), (2**53 - 1, 1), (0, 1)]))
-@example("fixed_window", (INT32_MAX, INT32_MAX, [(2**53 - 1, INT32_MAX), (0, 1)]))
+@example("token_bucket", (INT32_MAX, INT32_MAX, [(0, INT32_MAX), (MAX_TIME_US, INT32_MAX)]))
+@example("sliding_window", (INT32_MAX, INT32_MAX, [(0, INT32_MAX), (MAX_TIME_US, 1), (0, 1)]))
+@example("fixed_window", (INT32_MAX, INT32_MAX, [(MAX_TIME_US, INT32_MAX), (0, 1)]))
 def test_every_history_gets_the_exact_answers(algorithm, history):
     agree(algorithm, *history)
 
 
 def random_history(rng, length):
-    limit = rng.choice(
-        [1, 2, 3, 7, 10, 100, 1000, rng.randint(1, 10**6), rng.randint(1, INT32_MAX)]
-    )
-    window_seconds = rng.choice(
-        [1, 2, 7, 60, 3600, rng.randint(1, 10**5), rng.randint(1, INT32_MAX)]
-    )
+    limit = rng.choice([1, 2, 3, 7, 10, 100, 1000, rng.randint(1, 10**6), rng.randint(1, INT32_MAX)])  # fmt: skip
+    window_seconds = rng.choice([1, 2, 7, 60, 3600, rng.randint(1, 10**5), rng.randint(1, INT32_MAX)])  # fmt: skip
     step_us = max(1, window_seconds * 10**6 // rng.choice([1, 3, 10, limit, 3 * limit]))
-    now_us, steps = START_US + rng.randint(0, 10**9), []
+    now_us = START_US + rng.randint(0, 10**9)
+    steps: list[tuple[int, int] | int] = []
     for _ in range(length):
         now_us += rng.randint(0, min(step_us, 10**13))
         if rng.random() < 0.1:
             now_us -= rng.randint(0, 2 * min(step_us, 10**13))
-        now_us = min(max(now_us, 0), 2**53 - 1)
-        cost = 1 if rng.random() < 0.5 else rng.randint(1, max(1, min(limit, INT32_MAX - 1) + 1))
+        now_us = min(max(now_us, 0), MAX_TIME_US)
+        cost = 1 if rng.random() < 0.5 else rng.randint(1, limit)
+        if rng.random() < 0.05:
+            cost = min(limit + rng.choice([1, rng.randint(1, limit)]), INT32_MAX)
         steps.append((now_us, cost))
     return limit, window_seconds, steps
 
 
-@pytest.mark.parametrize("algorithm", [algorithm.value for algorithm in Algorithm])
-def test_many_random_histories_get_the_exact_answers(algorithm):
-    """20,000 checks each here; CHECKS=200000 for the long run."""
-    rng = random.Random(f"{algorithm} 1")
-    for _ in range(int(os.environ.get("CHECKS", "20000")) // 40):
-        agree(algorithm, *random_history(rng, 40))
+def with_edits(rng, history):
+    limit, window_seconds, steps = history
+    for place in sorted(rng.sample(range(1, len(steps)), 2), reverse=True):
+        steps.insert(
+            place, rng.choice([1, limit, rng.randint(1, limit), rng.randint(1, INT32_MAX)])
+        )
+    return limit, window_seconds, steps
+
+
+def check_many(algorithm, checks):
+    rng, met = random.Random(f"{algorithm} 1"), Counter[str]()
+    for number in range(checks // 40):
+        history = random_history(rng, 40)
+        agree(algorithm, *(with_edits(rng, history) if number % 4 == 0 else history), met=met)
+    # The rare cases must be among them, or the agreement says little.
+    assert min(met.values()) >= checks // 100
+    assert {"WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT"} <= met.keys()
+    assert {"limit edited", "stepped back"} <= met.keys()
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_20_000_random_checks_get_the_exact_answers(algorithm):
+    check_many(algorithm, 20_000)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_200_000_random_checks_get_the_exact_answers(algorithm):
+    check_many(algorithm, 200_000)
