@@ -1,0 +1,337 @@
+"""The invariants of docs/ARCHITECTURE.md that a single node owes, each checked through the limiter."""
+
+from dataclasses import replace
+
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from ratelimitd.algorithms.merge import StoredState, merge
+from ratelimitd.buckets.codec import latest_us, unpack
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.limiter import Limiter
+from ratelimitd.model import Algorithm, Check, IdentifierType, Reason, Rule
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+
+USER = IdentifierType.USER
+SECOND = 1_000_000
+START_US = 1_700_006_400_000_000
+
+
+class Node:
+    """A limiter whose times are given with each check, and which may be set back."""
+
+    def __init__(self, *rules, timestamps="server", max_entries=10_000):
+        self.clock, self.stats = ManualClock(START_US), CheckStats()
+        self.table = BucketTable(max_entries, self.stats)
+        self.limiter = Limiter(
+            buckets=self.table,
+            clock=self.clock,
+            stats=self.stats,
+            timestamps=timestamps,
+            key_secret=b"k" * 32,
+        )
+        self.put(*rules)
+
+    def put(self, *rules):
+        self.limiter.replace_book(RuleBook.of(rules, 1))
+
+    def check(self, at_us, cost=1, name=b"ada", **fields):
+        self.clock.step(at_us - self.clock.now_us())
+        return self.limiter.check(Check(name, fields.pop("kind", USER), "/e", cost, **fields))
+
+    def peek(self, at_us, cost=1, name=b"ada"):
+        return self.check(at_us, cost, name, peek=True)
+
+    def value(self):
+        """What the one bucket there is holds, or None."""
+        keys = [key for index in range(self.table.shard_count) for key in self.table.keys(index)]
+        return self.table.value(keys[0]) if keys else None
+
+
+algorithms = st.sampled_from(Algorithm)
+windows = st.one_of(st.integers(1, 5), st.integers(1, 100_000))
+limits = st.one_of(st.integers(1, 5), st.integers(1, 1_000))
+
+
+def rules_of(algorithm):
+    return st.builds(
+        lambda limit, window: Rule("1", "/e", USER, limit, window, algorithm), limits, windows
+    )
+
+
+any_rule = algorithms.flatmap(rules_of)
+
+
+@st.composite
+def courses(draw, rule, *, back=True, max_size=40):
+    """(time, cost) of checks, most of them about as far apart as the rule allows them."""
+    window_us = rule.window_us
+    gaps = st.one_of(
+        st.integers(0, max(1, 3 * window_us // rule.limit)),
+        st.sampled_from([0, 1, window_us // rule.limit, window_us - 1, window_us, window_us + 1]),
+        st.integers(-2 * window_us if back else 0, 2 * window_us),
+    )
+    costs = st.one_of(st.just(1), st.integers(1, rule.limit + 1))
+    at_us, course = START_US + draw(st.integers(0, window_us)), []
+    for gap_us, cost in draw(st.lists(st.tuples(gaps, costs), min_size=1, max_size=max_size)):
+        at_us = max(at_us + gap_us, 1)
+        course.append((at_us, cost))
+    return course
+
+
+def rules_and_courses(rules=any_rule, **options):
+    return rules.flatmap(lambda rule: st.tuples(st.just(rule), courses(rule, **options)))
+
+
+def admits(rule, course):
+    """(effective time, cost) of every check that was admitted."""
+    node, admitted, latest = Node(rule), [], 0
+    for at_us, cost in course:
+        if node.check(at_us, cost).allowed:
+            latest = max(latest, at_us)
+            admitted.append((latest, cost))
+    return admitted
+
+
+@given(rules_and_courses(rules_of(Algorithm.TOKEN_BUCKET)))
+def test_a_token_bucket_admits_at_most_its_capacity_and_refill_in_any_interval(case):
+    """I1: over every interval, admitted ≤ limit + T × limit / window, without any rounding."""
+    rule, course = case
+    admitted = admits(rule, course)
+    for first, (from_us, _) in enumerate(admitted):
+        total = 0
+        for to_us, cost in admitted[first:]:
+            total += cost
+            assert total * rule.window_us <= rule.limit * (rule.window_us + to_us - from_us)
+
+
+@given(rules_and_courses(rules_of(Algorithm.SLIDING_WINDOW)))
+def test_a_sliding_window_admits_at_most_its_limit_in_any_window(case):
+    """I2: in every (t − window, t]."""
+    rule, course = case
+    admitted = admits(rule, course)
+    for last, (to_us, _) in enumerate(admitted):
+        inside = [cost for at_us, cost in admitted[: last + 1] if at_us > to_us - rule.window_us]
+        assert sum(inside) <= rule.limit
+
+
+@given(rules_and_courses(rules_of(Algorithm.FIXED_WINDOW)))
+def test_a_fixed_window_admits_its_limit_in_each_and_twice_that_in_any_interval_of_its_length(case):
+    """I2: ≤ limit in every aligned window, ≤ 2 × limit in every (t − window, t]."""
+    rule, course = case
+    admitted = admits(rule, course)
+    for to_us, _ in admitted:
+        aligned = [c for at_us, c in admitted if at_us // rule.window_us == to_us // rule.window_us]
+        inside = [c for at_us, c in admitted if to_us - rule.window_us < at_us <= to_us]
+        assert sum(aligned) <= rule.limit
+        assert sum(inside) <= 2 * rule.limit
+
+
+states = st.builds(StoredState, *[st.integers(0, 2)] * 4)
+
+
+@given(st.lists(states, min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_nodes_that_hear_of_the_same_states_agree_whatever_the_order_and_the_repeats(heard, rng):
+    """I5; and a later generation, then a later revision, wins before anything else does."""
+    again = heard + rng.choices(heard, k=3)
+    rng.shuffle(again)
+    results = []
+    for order in (heard, again):
+        result = order[0]
+        for state in order[1:]:
+            result = merge(result, state)
+        results.append(result)
+    assert results[0] == results[1]
+    assert results[0][:2] == max(state[:2] for state in heard)
+
+
+@given(rules_and_courses())
+def test_answers_stay_within_the_limit_and_a_denial_changes_nothing(case):
+    """I6: 0 ≤ remaining ≤ limit, 0 ≤ spent ≤ capacity, and a denied check leaves the state as it was."""
+    rule, course = case
+    node = Node(rule)
+    for at_us, cost in course:
+        before = node.value()
+        answer = node.check(at_us, cost)
+        assert 0 <= answer.remaining <= rule.limit
+        assert answer.retry_after >= (not answer.allowed)
+        assert answer.reset_time * SECOND >= at_us
+        value = node.value()
+        if not answer.allowed:
+            assert value == before
+        elif isinstance(value, int):
+            spent, _ = unpack(value)
+            token = rule.window_us if rule.algorithm is Algorithm.TOKEN_BUCKET else 1
+            assert 0 <= spent <= rule.limit * token
+
+
+@given(rules_and_courses(), st.data())
+def test_a_denied_check_passes_at_its_retry_time_and_not_a_second_earlier(case, data):
+    """I7, in the style of governor: denied at any time before, allowed exactly at it."""
+    rule, course = case
+    node = Node(rule)
+    for at_us, cost in course:
+        answer = node.check(at_us, cost)
+        if answer.reason is Reason.LIMIT_EXCEEDED:
+            wait_us = answer.retry_after * SECOND
+            assert node.peek(at_us + wait_us, cost).allowed
+            early_us = wait_us - SECOND
+            for too_early_us in {0, early_us, data.draw(st.integers(0, early_us))}:
+                assert not node.peek(at_us + too_early_us, cost).allowed
+
+
+@given(rules_and_courses())
+def test_an_emptied_bucket_says_when_its_next_token_comes_and_when_it_is_full(case):
+    """I7 for allowed checks: retry_after is that of a check for one token; reset_time that of the whole limit."""
+    rule, course = case
+    node = Node(rule)
+    for at_us, cost in course:
+        answer = node.check(at_us, cost)
+        full_us = answer.reset_time * SECOND
+        assert node.peek(full_us, rule.limit).allowed
+        if answer.allowed:
+            assert not node.peek(full_us - SECOND, rule.limit).allowed
+            assert (answer.retry_after > 0) == (answer.remaining == 0)
+        if answer.allowed and not answer.remaining:
+            wait_us = answer.retry_after * SECOND
+            assert node.peek(at_us + wait_us, 1).allowed
+            assert not node.peek(at_us + wait_us - SECOND, 1).allowed
+
+
+@given(rules_and_courses())
+def test_a_clock_that_steps_back_mints_nothing_and_delays_by_the_step_at_most(case):
+    """I8: every answer is the one that a clock which had stood still instead would have given."""
+    rule, course = case
+    stepping, standing, latest_accepted_us = Node(rule), Node(rule), 0
+    for at_us, cost in course:
+        effective_us = max(at_us, latest_accepted_us)
+        answer, expected = stepping.check(at_us, cost), standing.check(effective_us, cost)
+        assert answer[:3] == expected[:3]
+        if answer.reason is not Reason.COST_EXCEEDS_LIMIT:
+            step_s = -(-(effective_us - at_us) // SECOND)
+            assert 0 <= answer.retry_after - expected.retry_after <= step_s
+        if answer.allowed:
+            latest_accepted_us = effective_us
+            assert latest_us(stepping.value()) == effective_us
+
+
+names = st.one_of(st.text("a:{}*\0é/", min_size=1, max_size=4), st.text(min_size=1, max_size=8))
+questions = st.tuples(
+    names.map(str.encode), st.sampled_from(IdentifierType), names.filter(lambda name: name != "*")
+)
+
+
+@given(questions, questions, algorithms)
+@example((b"a", USER, "/a"), (b"a/", USER, "a"), Algorithm.TOKEN_BUCKET)
+@example((b"a:b", USER, "c"), (b"a", USER, "b:c"), Algorithm.TOKEN_BUCKET)
+def test_two_different_questions_never_share_a_bucket(one, other, algorithm):
+    """I11."""
+    assume(one != other)
+    node = Node(*(Rule(kind, "*", kind, 5, 60, algorithm) for kind in IdentifierType))
+    assert node.limiter.check(Check(*one, cost=5)).remaining == 0
+    assert node.limiter.check(Check(*other, cost=2)).remaining == 3
+    assert not node.limiter.check(Check(*one)).allowed
+
+
+@given(rules_and_courses(back=False), st.data())
+def test_sweeping_expired_buckets_changes_no_answer(case, data):
+    """I12: a bucket is dropped only once it equals a fresh one, for callers who are as late as they may be, too."""
+    rule, course = case
+    swept, kept = Node(rule, timestamps="bounded"), Node(rule, timestamps="bounded")
+    for at_us, cost in course:
+        timestamp = data.draw(st.one_of(st.just(0), st.integers(at_us - 6 * SECOND, at_us)))
+        answers = [node.check(at_us, cost, timestamp=timestamp) for node in (swept, kept)]
+        assert answers[0] == answers[1]
+        swept.table.sweep(at_us, 1_000)
+    assert len(swept.table) <= len(kept.table)
+
+
+@given(rules_and_courses(max_size=15), algorithms, windows, st.data())
+def test_an_algorithm_never_meets_the_state_of_another(case, algorithm, window_seconds, data):
+    """I14: another algorithm or window starts afresh; back again, the old state is found as it was."""
+    rule, course = case
+    other = replace(rule, algorithm=algorithm, window_seconds=window_seconds)
+    node = Node(rule)
+    for at_us, cost in course:
+        node.check(at_us, cost)
+    at_us, cost = data.draw(courses(other))[0]
+    before = node.peek(at_us, cost)
+    node.put(other)
+    if (other.algorithm, other.window_seconds) == (rule.algorithm, rule.window_seconds):
+        assert node.check(at_us, cost) == before
+        return
+    assert node.check(at_us, cost)[:5] == Node(other).check(at_us, cost)[:5]
+    node.put(rule)
+    assert node.peek(at_us, cost) == before
+
+
+@given(rules_and_courses(), limits)
+def test_an_edited_limit_is_felt_at_once_and_denies_no_longer_than_its_window(case, limit):
+    """I14: an old limit never outlives its change; what was spent stays spent."""
+    rule, course = case
+    node, edited = Node(rule), replace(rule, limit=limit)
+    for at_us, cost in course:
+        left = node.check(at_us, cost).remaining
+    node.put(edited)
+    answer = node.peek(at_us, 1)
+    assert answer.rule is edited
+    if (
+        rule.algorithm is not Algorithm.TOKEN_BUCKET
+    ):  # whose new rate holds from its latest check on
+        assert answer.remaining == max(0, limit - (rule.limit - left) - answer.allowed)
+    # The latest accepted check may be later than a clock that was set back: its window counts.
+    value = node.value()
+    latest = at_us if value is None else max(at_us, latest_us(value))
+    assert node.peek(latest + rule.window_us, limit).allowed
+
+
+@given(
+    any_rule,
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 3), st.integers(0, 2)), max_size=80),
+)
+def test_only_the_bound_on_entries_refills_a_bucket_and_each_time_is_counted(
+    rule, max_entries, uses
+):
+    """I18 as a node without a shared store keeps it: an answer that is too kind was preceded by a counted eviction."""
+    bounded, unbounded = Node(rule, max_entries=max_entries), Node(rule)
+    names_seen, at_us = set(), START_US
+    for name, cost, seconds in uses:
+        at_us += seconds * SECOND
+        bounded.table.tick += seconds
+        names_seen.add(name)
+        answers = [node.check(at_us, cost, b"%d" % name) for node in (bounded, unbounded)]
+        assert len(bounded.table) <= max_entries
+        if len(names_seen) <= max_entries:
+            assert bounded.table.evicted_total == 0
+        if not bounded.table.evicted_total:
+            assert answers[0] == answers[1]
+    assert bounded.table.evicted_total >= len(unbounded.table) - max_entries
+
+
+items = st.builds(
+    Check,
+    st.sampled_from([b"ada", b"bob", b"eve"]),
+    st.sampled_from([USER, IdentifierType.IP]),
+    st.sampled_from(["/e", "/f"]),
+    st.integers(1, 6),
+    st.sampled_from([0, START_US // SECOND, START_US + SECOND, 1]),
+    st.booleans(),
+)
+
+
+@given(any_rule, any_rule, st.lists(st.lists(items, max_size=20), max_size=4))
+def test_a_batch_equals_the_same_checks_in_order(own, everywhere, batches):
+    """I20: answer i is to check i, and what is left afterwards is the same."""
+    rules = (own, replace(everywhere, id="2", endpoint="*"))
+    batched, single = (Node(*rules, timestamps="bounded") for _ in range(2))
+    for batch in batches:
+        assert batched.limiter.check_batch(batch) == [*map(single.limiter.check, batch)]
+    shards = range(batched.table.shard_count)
+    left = [
+        {key: node.table.value(key) for index in shards for key in node.table.keys(index)}
+        for node in (batched, single)
+    ]
+    assert left[0] == left[1]
