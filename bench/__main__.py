@@ -6,12 +6,13 @@
 import sys
 from pathlib import Path
 
-from bench import decisions, loop, memory, report, rpc, rules
+from bench import decisions, hpack, loop, memory, report, rpc, rules
 
 PARTS = {
     "decisions": ("Decisions, one core", decisions.measure),
     "memory": ("Memory per bucket, 38-character identifiers", memory.measure),
     "loop": ("Turns of the event loop", loop.measure),
+    "hpack": ("Header blocks, one core", hpack.measure),
     "rpc": ("Over gRPC, server on one core, load on another", rpc.measure),
     "rules": ("100,000 rules", rules.measure),
 }

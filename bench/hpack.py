@@ -1,0 +1,92 @@
+"""HPACK: what it takes to decode the header block of a unary call, beside the ``hpack`` library on the same blocks.
+
+Clients such as grpc-go, grpc-java and grpcio put a fresh ``grpc-timeout`` into the dynamic table with each call, so
+their blocks never repeat: every index moves on, and the constant fields fall out of the table now and then.
+"""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hpack
+
+from bench.report import Row
+from ratelimitd.http2.hpack import Decoder, huffman
+
+ROUNDS = 7
+BLOCKS = 20_000
+HEAD = [
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/ratelimiter.v1.RateLimiter/CheckRateLimit"),
+    (b":authority", b"ratelimitd.internal:50051"),
+    (b"content-type", b"application/grpc"),
+    (b"user-agent", b"grpc-go/1.75.0"),
+    (b"te", b"trailers"),
+    (b"x-request-source", b"checkout"),
+]
+CONSTANT = [*HEAD, (b"grpc-timeout", b"5S")]
+
+
+def measure() -> list[Row]:
+    """Best of seven rounds each, in ns per block of nine fields."""
+    encoder = hpack.Encoder()
+    blocks = {
+        "nine indexed fields": [encoder.encode(CONSTANT) for _ in range(BLOCKS)],
+        "a new grpc-timeout in each, Huffman": list(_fresh_timeouts(huffman_code=True)),
+        "a new grpc-timeout in each, plain": list(_fresh_timeouts(huffman_code=False)),
+        "everything literal, not indexed": [_literals()] * BLOCKS,
+    }
+    rows = [
+        Row(
+            what,
+            _best_ns(lambda: Decoder().decode, some),
+            "ns",
+            "hpack",
+            _best_ns(_library_decode, some[: BLOCKS // 10]),
+        )
+        for what, some in blocks.items()
+    ]
+    code = huffman.encode(b"4999841u")
+    rows.append(
+        Row(
+            "Huffman code of a timeout",
+            _best_ns(lambda: huffman.decode, [code] * BLOCKS),
+            "ns",
+            "hpack",
+            _best_ns(lambda: hpack.huffman_table.decode_huffman, [code] * BLOCKS),
+        )
+    )
+    return rows
+
+
+def _fresh_timeouts(*, huffman_code: bool) -> Iterator[bytes]:
+    source, encoder = random.Random(7541), hpack.Encoder()
+    for _ in range(BLOCKS):
+        timeout = b"%du" % source.randint(4_990_000, 4_999_990)
+        yield encoder.encode([*HEAD, (b"grpc-timeout", timeout)], huffman=huffman_code)
+
+
+def _literals() -> bytes:
+    fields = [hpack.NeverIndexedHeaderTuple(name, value) for name, value in CONSTANT]
+    return hpack.Encoder().encode(fields)
+
+
+def _library_decode() -> Callable[[bytes], Any]:
+    decode = hpack.Decoder().decode
+    return lambda block: decode(block, raw=True)
+
+
+def _best_ns(make: Callable[[], Callable[[bytes], Any]], blocks: list[bytes]) -> float:
+    """Decode all blocks in order, with a new decoder for each round."""
+    best = float("inf")
+    gc.collect()
+    for _ in range(ROUNDS):
+        decode = make()
+        start = time.perf_counter_ns()
+        for block in blocks:
+            decode(block)
+        best = min(best, time.perf_counter_ns() - start)
+    return best / len(blocks)
