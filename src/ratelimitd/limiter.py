@@ -6,6 +6,7 @@ clock. A decision takes no await, no lock and no task.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -84,6 +85,7 @@ class Limiter:
         self._keys = BucketKeys(key_secret)
         self._journal = journal
         self._on_error = on_error
+        self._one_reset = asyncio.Lock()
         self._book: RuleBook | None = None
         self._scopes: dict[tuple[str, IdentifierType], _Scope] = {}
 
@@ -134,23 +136,25 @@ class Limiter:
 
         Raises:
             StoreUnavailableError: there is no rule book yet, or the reset could not be made durable; then the bucket
-                is as it was.
+                is as it was, unless it was used meanwhile.
         """
         if self._book is None:
             message = "no rules are loaded yet"
             raise StoreUnavailableError(message)
         rules = self._book.candidates(endpoint, identifier_type)
         keys = [identifier + self._keys.scope(rule, endpoint) for rule in rules]
-        removed = [(key, self._buckets.remove(key)) for key in keys]
-        if self._journal is None or not keys:
-            return
-        try:
-            await self._journal.reset(keys)
-        except StoreUnavailableError:
-            for key, value in removed:
-                if value is not None:
-                    self._buckets.put_back(key, value)
-            raise
+        # One at a time: else a reset that fails could put a bucket back over a later one that was answered.
+        async with self._one_reset:
+            removed = [(key, self._buckets.remove(key)) for key in keys]
+            if self._journal is None or not keys:
+                return
+            try:
+                await self._journal.reset(keys)
+            except StoreUnavailableError:
+                for key, value in removed:
+                    if value is not None:
+                        self._buckets.put_back(key, value)
+                raise
 
     def _decide(self, check: Check, now_us: int) -> Decision:
         scope = self._scopes.get((check.endpoint, check.identifier_type))

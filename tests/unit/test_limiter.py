@@ -1,3 +1,4 @@
+import asyncio
 import random
 from dataclasses import replace
 
@@ -451,6 +452,25 @@ class TestReset:
         with pytest.raises(StoreUnavailableError):
             await node.reset(b"nobody")
         assert len(node.table) == 1
+
+    async def test_a_reset_that_fails_does_not_undo_a_later_one_that_is_answered(self, node):
+        gate, fails = asyncio.Event(), iter([True, False])
+
+        async def reset(keys):
+            failing = next(fails)
+            await gate.wait()
+            if failing:
+                message = "the disk is full"
+                raise StoreUnavailableError(message)
+
+        node.journal.reset = reset
+        node.check(cost=7)
+        resets = [asyncio.create_task(node.reset()) for _ in range(2)]
+        await asyncio.sleep(0)
+        gate.set()
+        refused, answered = await asyncio.gather(*resets, return_exceptions=True)
+        assert (type(refused), answered) == (StoreUnavailableError, None)
+        assert node.remaining() == 10
 
     async def test_what_was_spent_while_a_reset_failed_is_not_overwritten(self, node):
         node.check(cost=7)
