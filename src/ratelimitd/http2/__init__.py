@@ -1,1 +1,1 @@
-"""HTTP/2 without I/O: bytes in, events and bytes out. Never opens a socket, never reads a clock, standard library only."""
+"""HTTP/2 without I/O: bytes in, events and bytes out. Never opens a socket or reads a clock; needs no third party."""

@@ -54,17 +54,16 @@ class HeaderTable:
 
     def insert(self, field: Field, size: int) -> None:
         """Add the newest entry and evict the oldest until all fit; one that can never fit empties the table (§4.4)."""
-        self.entries.insert(FIRST_DYNAMIC_INDEX, (field, size))
-        self.used_bytes += size
-        if self.used_bytes > self.max_bytes:
-            self._evict()
+        entries = self.entries
+        entries.insert(FIRST_DYNAMIC_INDEX, (field, size))
+        used_bytes = self.used_bytes + size
+        # Evicting after inserting gives what §4.4 describes the other way round: the newest entry goes last.
+        while used_bytes > self.max_bytes:
+            used_bytes -= entries.pop()[1]
+        self.used_bytes = used_bytes
 
     def resize(self, max_bytes: int) -> None:
         """Set the maximum size; evict the oldest entries until the rest fits (§4.3)."""
         self.max_bytes = max_bytes
-        self._evict()
-
-    def _evict(self) -> None:
-        # Evicting after inserting gives what §4.4 describes the other way round: the newest entry goes last.
-        while self.used_bytes > self.max_bytes:
+        while self.used_bytes > max_bytes:
             self.used_bytes -= self.entries.pop()[1]

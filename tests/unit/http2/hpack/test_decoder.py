@@ -1,7 +1,7 @@
 import pytest
 
 from ratelimitd.http2.hpack import errors
-from ratelimitd.http2.hpack.decoder import BOMB_FACTOR, Decoder
+from ratelimitd.http2.hpack.decoder import BOMB_FACTOR, RUN_OCTETS, Decoder
 from ratelimitd.http2.hpack.errors import HeaderBombError, HeaderListTooLargeError, HpackError
 from ratelimitd.http2.hpack.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
 from tests import rfc7541_examples as rfc
@@ -124,6 +124,23 @@ def test_an_index_with_needless_zeros_is_the_same_index():
 @pytest.mark.parametrize("octets", [b"\xff", b"\xff\x80", b"\xff\xff", POST + b"\xff\x80\x80"])
 def test_an_index_that_the_block_cuts_off_is_refused(octets):
     refused(Decoder(), octets, errors.TRUNCATED)
+
+
+@pytest.mark.parametrize("before", range(RUN_OCTETS - 3, RUN_OCTETS + 1))
+@pytest.mark.parametrize(
+    ("octets", "expected"),
+    [
+        (b"\xff\x00", (b"", b"54")),
+        (b"\xff\x80\x00", (b"", b"54")),
+        (b"\x01\x01v", (b":authority", b"v")),
+    ],
+    ids=["index of two octets", "index of three octets", "literal"],
+)
+def test_a_field_may_lie_across_the_end_of_a_run(before, octets, expected):
+    decoder = with_entries(120)
+    found = decoder.decode(POST * before + octets + POST)
+    assert found == (*[(b":method", b"POST")] * before, expected, (b":method", b"POST"))
+    refused(decoder, POST * before + octets[:-1], errors.TRUNCATED)
 
 
 def test_an_index_with_too_many_octets_is_refused():
@@ -387,11 +404,12 @@ def test_a_bomb_is_not_read_to_its_end():
     assert refused(decoder, block, errors.LIST_TOO_LARGE) is HeaderBombError
 
 
-def test_a_bomb_of_references_makes_no_copies():
+def test_a_bomb_of_references_stops_early_and_makes_no_copies():
     decoder = Decoder()
     decoder.decode(b"\x40\x01k\x7f\xd0\x1e" + b"x" * 4047)
     fields = []
     decoder._read(NEWEST * 16_000, fields)
+    assert len(fields) == RUN_OCTETS
     assert len({id(field) for field in fields}) == 1
 
 
