@@ -175,24 +175,23 @@ class TestPasses:
         self, node_of, monkeypatch
     ):
         monkeypatch.setattr(snapshot, "TURN_BUCKETS", 1)
-        node = node_of()
-        for name in (b"ada", b"bob", b"eve"):
+        node, names, resets = node_of(max_entries=10), [b"ada", b"bob", b"eve"], []
+        for name in names:
             node.use(name, 5)
-        resets = []
+        original = node.snapshot._append
 
         async def append(data, **options):
-            if not resets:  # between the first slice and the second
-                resets.append(asyncio.ensure_future(node.reset(b"ada", b"bob", b"eve")))
-                await REAL_SLEEP(0)
             await original(data, **options)
+            if not resets:  # between the first slice and the second
+                resets.append(asyncio.ensure_future(node.reset(*names)))
+                await REAL_SLEEP(0)
 
-        original = node.snapshot._append
         monkeypatch.setattr(node.snapshot, "_append", append)
         await node.snapshot.write_pass()
         await asyncio.gather(*resets)
-        monkeypatch.undo()
-        await node.reset()
-        assert sum(node_of().spent(b"ada", b"bob", b"eve")) <= 5
+        again = node_of()
+        assert again.snapshot.restored_total == 0
+        assert again.spent(*names) == [0, 0, 0]
 
     async def test_the_end_of_a_complete_pass_is_noted(self, node_of, clock):
         node = node_of()
