@@ -80,6 +80,11 @@ class _Setting(NamedTuple):
         """Whether the value is never shown whole, and may come from a file."""
         return self.show is not shown
 
+    @property
+    def filled(self) -> bool:
+        """Whether a value that is given must not be empty: a credential that got lost must not open the node."""
+        return self.show is masked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Settings:
@@ -226,6 +231,9 @@ _KNOWN: Final = frozenset(_BY_NAME) | {
 
 
 def _parse(setting: _Setting, found: lookup.Found) -> object:
+    if setting.filled and not found.text:
+        message = f"{found.origin} is empty: give it a value, or leave it out"
+        raise SettingsError(message)
     try:
         return setting.parse(found.text)
     except ValueError as error:

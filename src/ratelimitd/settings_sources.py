@@ -53,7 +53,7 @@ def find(
     """The text of one setting, from its flag first, else from the environment; ``None`` when neither has it.
 
     Raises:
-        SettingsError: the value and its file are both given, or the file cannot be read.
+        SettingsError: the value and its file are both given, the file cannot be read, or there is nothing in it.
     """
     for source, spell, text_of in (
         ("flag", flag_of, flags.get),
@@ -61,11 +61,11 @@ def find(
     ):
         origin, file_origin = spell(name), spell(file_of(name))
         text, file = text_of(name), text_of(file_of(name)) if with_file else None
-        if text is not None and file:
+        if text is not None and file is not None:
             message = f"{origin} and {file_origin} are both set"
             raise SettingsError(message)
-        if file:
-            return Found(file_origin, _read_secret(file_origin, Path(file)), "file")
+        if file is not None:
+            return Found(file_origin, _read_secret(file_origin, file), "file")
         if text is not None:
             return Found(origin, text, source)
     return None
@@ -92,7 +92,11 @@ def _unknown_name(name: str, spell: Callable[[str], str], known: Collection[str]
     return f"{spell(name)} is not a setting{hint}"
 
 
-def _read_secret(origin: str, file: Path) -> str:
+def _read_secret(origin: str, name: str) -> str:
+    if not name:
+        message = f"{origin} is empty: name a file, or leave it out"
+        raise SettingsError(message)
+    file = Path(name)
     try:
         with file.open("rb") as stream:
             content = stream.read(MAX_SECRET_FILE_BYTES + 1)
@@ -103,5 +107,9 @@ def _read_secret(origin: str, file: Path) -> str:
         raise SettingsError(message) from None
     if len(content) > MAX_SECRET_FILE_BYTES:
         message = f"{origin}: {file} is longer than {MAX_SECRET_FILE_BYTES} bytes"
+        raise SettingsError(message)
+    if not text.strip():
+        # Written by a deployment that lost the secret on the way. Taken as "not set", it would open the node.
+        message = f"{origin}: {file} is empty"
         raise SettingsError(message)
     return text.removesuffix("\n").removesuffix("\r")

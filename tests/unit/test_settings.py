@@ -28,6 +28,8 @@ SPECIFIED_DEFAULTS = {
     "REFLECTION": "on",
 }
 
+CREDENTIALS = ("ADMIN_TOKEN", "CHECK_TOKEN", "KEY_SECRET")
+
 
 def load(**environ):
     return Settings.load({f"RATELIMITD_{name}": text for name, text in environ.items()}, {})
@@ -45,8 +47,21 @@ def test_defaults_are_those_that_are_documented(name, default):
 
 
 def test_every_default_is_valid_text_of_its_own_setting():
-    given = {spec.environment: spec.default for spec in SETTINGS}
+    given = {spec.environment: spec.default for spec in SETTINGS if spec.name not in CREDENTIALS}
     assert Settings.load(given, {}) == Settings.load({}, {})
+
+
+@pytest.mark.parametrize("name", CREDENTIALS)
+def test_a_credential_that_is_given_and_empty_is_refused_and_does_not_open_the_node(name, tmp_path):
+    blank = tmp_path / "blank"
+    blank.write_text("\n")
+    assert problem({f"RATELIMITD_{name}": ""}).startswith(f"RATELIMITD_{name} is empty: ")
+    assert problem({f"RATELIMITD_{name}_FILE": str(blank)}) == (
+        f"RATELIMITD_{name}_FILE: {blank} is empty"
+    )
+    flag = "--" + name.lower().replace("_", "-")
+    assert problem(flags={name: ""}).startswith(f"{flag} is empty: ")
+    assert problem(flags={f"{name}_FILE": ""}).startswith(f"{flag}-file is empty: ")
 
 
 def test_every_field_is_a_setting_and_every_setting_a_field():

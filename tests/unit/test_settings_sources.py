@@ -59,6 +59,8 @@ def test_a_setting_that_is_no_secret_has_no_file(tmp_path):
     [
         (None, "No such file or directory"),
         (b"\xff", "not a UTF-8 text file"),
+        (b"", "is empty"),
+        (b" \r\n\n", "is empty"),
         (b"x" * (MAX_SECRET_FILE_BYTES + 1), f"longer than {MAX_SECRET_FILE_BYTES} bytes"),
     ],
 )
@@ -67,6 +69,11 @@ def test_an_unusable_secret_file_is_named_with_the_reason(tmp_path, content, rea
     with pytest.raises(SettingsError, match=reason) as caught:
         find("KEY_SECRET", {"RATELIMITD_KEY_SECRET_FILE": path}, {}, with_file=True)
     assert str(caught.value).startswith("RATELIMITD_KEY_SECRET_FILE: ")
+
+
+def test_a_file_that_is_given_and_not_named_is_refused():
+    with pytest.raises(SettingsError, match="RATELIMITD_ADMIN_TOKEN_FILE is empty: name a file"):
+        find("ADMIN_TOKEN", {"RATELIMITD_ADMIN_TOKEN_FILE": ""}, {}, with_file=True)
 
 
 def test_the_longest_secret_file_is_read(tmp_path):

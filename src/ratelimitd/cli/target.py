@@ -135,6 +135,9 @@ def connection_options(
         raise UsageError(message)
     if token_file is not None:
         token = (_read("--token-file", token_file) or b"").decode(errors="replace").strip()
+        if not token:
+            message = f"--token-file: {token_file} is empty"
+            raise UsageError(message)
     tls = None
     if ca is not None or cert is not None:
         tls = Tls(_read_pem("--ca", ca), _read_pem("--cert", cert), _read_pem("--key", key))

@@ -41,6 +41,7 @@ def test_the_environment_is_not_the_one_of_the_node():
         (["--cert", "file"], "--cert and --key together"),
         (["--key", "file"], "--cert and --key together"),
         (["--token-file", "/does/not/exist"], "--token-file: cannot read /does/not/exist: No such"),
+        (["--token-file", "/dev/null"], "--token-file: /dev/null is empty"),
         (["--ca", "/does/not/exist"], "--ca: cannot read /does/not/exist: No such file"),
         (["--token", "two words"], "a bearer token is made of"),
         (["--timeout", "0"], "--timeout"),
