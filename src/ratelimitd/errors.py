@@ -65,7 +65,10 @@ class RuleConflictError(RateLimitdError):
 
 
 class StoreUnavailableError(RateLimitdError):
-    """A store cannot be reached or cannot write now. Counts for the circuit breaker when the shared state raises it."""
+    """A store cannot be reached or cannot write now; the message, without SQL or values, is shown to the caller.
+
+    Counts for the circuit breaker when the shared state raises it.
+    """
 
 
 class StoreCorruptError(RateLimitdError):

@@ -43,7 +43,7 @@ MAX_MESSAGE_CHARS: Final = 360
 take 8 KiB."""
 
 LOG_PAUSE_S: Final = 1.0
-"""An unexpected error is logged at most once in that time, however often it happens."""
+"""An unexpected error, or a store that is away, is logged at most once in that time, however often calls meet it."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,9 +64,7 @@ ERROR_STATUS: Final[Mapping[type, ErrorStatus]] = {
     RuleConflictError: ErrorStatus(
         StatusCode.ABORTED, "ETAG_MISMATCH", "the etag is not the rule's: read the rule again"
     ),
-    StoreUnavailableError: ErrorStatus(
-        StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE", "the store cannot be reached or cannot write"
-    ),
+    StoreUnavailableError: ErrorStatus(StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE"),
     StoreCorruptError: ErrorStatus(
         StatusCode.INTERNAL, "STORE_CORRUPT", "the store holds something unreadable"
     ),
@@ -96,12 +94,12 @@ def rich_error(code: StatusCode, reason: str, message: str, *details: Message) -
 class ErrorEdge:
     """The last line of every handler: whatever is raised inside leaves as an ``RpcError``.
 
-    ``monotonic`` is in seconds; it spaces the log lines about unexpected errors.
+    ``monotonic`` is in seconds; it spaces the log lines.
     """
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
-        self._quiet_until = float("-inf")
+        self._quiet_until_s: dict[str, float] = {}
         self.unexpected_total = 0
         """Errors that nobody foresaw, logged or not."""
 
@@ -110,6 +108,8 @@ class ErrorEdge:
         if isinstance(error, RpcError):
             return error
         if isinstance(error, RateLimitdError) and _row(type(error)) is not UNEXPECTED:
+            if isinstance(error, StoreUnavailableError) and self._is_due("unavailable"):
+                _log.warning("a call of %s was answered UNAVAILABLE: %s", method, error)
             return rpc_error(error)
         self._report(error, method)
         return rich_error(*UNEXPECTED)
@@ -131,14 +131,20 @@ class ErrorEdge:
 
     def _report(self, error: Exception, method: str) -> None:
         self.unexpected_total += 1
-        now_s = self._monotonic()
-        if now_s < self._quiet_until:
+        if not self._is_due("unexpected"):
             return
-        self._quiet_until = now_s + LOG_PAUSE_S
         # Where and of what type, but not the error's own text: it may quote an identifier or a token.
         frames = traceback.extract_tb(error.__traceback__)
         places = " > ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
         _log.error("unexpected error in %s: %s at %s", method, type(error).__name__, places)
+
+    def _is_due(self, event: str) -> bool:
+        """Whether a line about this kind of event may be written now; then the next one waits."""
+        now_s = self._monotonic()
+        if now_s < self._quiet_until_s.get(event, float("-inf")):
+            return False
+        self._quiet_until_s[event] = now_s + LOG_PAUSE_S
+        return True
 
 
 def _row(error_type: type[RateLimitdError]) -> ErrorStatus:

@@ -100,10 +100,25 @@ def test_a_rule_is_named_as_the_resource():
     assert details_of(rpc_error(RuleExistsError("taken")))["ResourceInfo"].description == "taken"
 
 
-def test_a_store_that_is_away_says_when_to_come_back_and_not_where_it_is():
-    translated = rpc_error(StoreUnavailableError("postgresql://user:password@host"))
-    assert "password" not in translated.message
+def test_a_store_that_is_away_says_why_and_when_to_come_back():
+    translated = rpc_error(StoreUnavailableError("the rule database is locked"))
+    assert translated.message == "the rule database is locked"
     assert details_of(translated)["RetryInfo"].retry_delay.seconds == 1
+
+
+def test_a_store_that_is_away_is_logged_once_a_second_beside_other_errors(caplog):
+    now_s = 100.0
+    edge = ErrorEdge(lambda: now_s)
+    for now_s in (100.0, 100.9, 101.0):  # noqa: B007 -- the clock of the edge
+        edge.translate(StoreUnavailableError("the rule database is locked"), "/s/m")
+        edge.translate(ZeroDivisionError(), "/s/m")
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert len(caplog.records) == 4
+    assert warnings[0].getMessage() == (
+        "a call of /s/m was answered UNAVAILABLE: the rule database is locked"
+    )
+    assert edge.unexpected_total == 3
 
 
 def test_an_rpc_error_stays_what_it_is(edge):
