@@ -1,7 +1,7 @@
 """Who may call what: which credentials a call carries, and whether they hold the role its method asks for.
 
 Never reads a setting and never logs. Identity comes from a bearer token, from the client certificate that TLS
-verified, or from being on the same host; a header never makes a caller local. See ADR 0017.
+verified, or from calling over loopback; a header never makes a caller local. See ADR 0017.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Final
 
@@ -78,9 +79,11 @@ class Access:
             return None
         if role is Role.CHECK:
             guarded = bool(self._check_digest or self._check_sans)
-            return self._require_check if guarded else None
+            return partial(self._require, frozenset(Role), self._need(role)) if guarded else None
         guarded = bool(self._admin_digest or self._admin_sans)
-        return self._require_admin if guarded else _require_loopback
+        if not guarded:
+            return _require_loopback
+        return partial(self._require, frozenset({Role.ADMIN}), self._need(role))
 
     def actor(self, call: Call) -> str:
         """Who the audit trail names for an admin call: the certificate's SAN, or role@host of the peer."""
@@ -89,13 +92,22 @@ class Access:
             return next((san for san in sans if san in self._admin_sans), sans[0])
         return f"{Role.ADMIN}@{_host(call.peer) or 'unix'}"
 
-    def _require_admin(self, call: Call) -> None:
-        if Role.ADMIN not in self._held(call):
-            raise _refusal(known=bool(self._held(call) or _only_certificate(call)))
+    def _require(self, holders: frozenset[Role], need: str, call: Call) -> None:
+        """Let a call pass that holds one of ``holders``; ``need`` tells the others what that takes."""
+        held = self._held(call)
+        if held.isdisjoint(holders):
+            raise _refusal(need, known=bool(held) or _only_certificate(call))
 
-    def _require_check(self, call: Call) -> None:
-        if not self._held(call):
-            raise _refusal(known=_only_certificate(call))
+    def _need(self, role: Role) -> str:
+        """What a call of this role needs here: the kinds of credentials that are set, never which ones they are."""
+        checks = role is Role.CHECK
+        tokens = ["CHECK_TOKEN"] * bool(checks and self._check_digest)
+        tokens += ["ADMIN_TOKEN"] * bool(self._admin_digest)
+        names = ["CHECK_SANS"] * bool(checks and self._check_sans)
+        names += ["ADMIN_SANS"] * bool(self._admin_sans)
+        ways = [f"the bearer token {' or '.join(tokens)}"] * bool(tokens)
+        ways += [f"a client certificate with a name of {' or '.join(names)}"] * bool(names)
+        return f"this call needs the {role} role: {', or '.join(ways)}"
 
     def _held(self, call: Call) -> set[Role]:
         """The roles that the call's credentials hold; both tokens are always compared, in constant time."""
@@ -114,7 +126,7 @@ class Access:
 
 
 def is_loopback(call: Call) -> bool:
-    """Whether the call comes from this very host, with nobody behind the peer."""
+    """Whether the call comes over loopback or a unix socket, with nobody behind the peer."""
     if any(call.metadata(header) is not None for header in FORWARDING_HEADERS):
         return False
     if call.peer.startswith("unix"):
@@ -156,13 +168,16 @@ def _host(peer: str) -> str:
 
 def _require_loopback(call: Call) -> None:
     if not is_loopback(call):
-        message = "only callers on the node's own host may do this while no ADMIN_TOKEN is set"
+        message = (
+            "while neither ADMIN_TOKEN nor ADMIN_SANS is set, this call is for loopback only (127.0.0.1 or ::1,"
+            " without forwarding headers)"
+        )
         raise rich_error(StatusCode.PERMISSION_DENIED, "LOOPBACK_ONLY", message)
 
 
-def _refusal(*, known: bool) -> RpcError:
+def _refusal(need: str, *, known: bool) -> RpcError:
     if known:
-        message = "the credentials do not hold the role that this method asks for"
+        message = f"{need}; the credentials that were sent do not hold it"
         return rich_error(StatusCode.PERMISSION_DENIED, "ROLE_MISSING", message)
-    message = "a valid bearer token or client certificate is required"
+    message = f"{need}; no valid one was sent"
     return rich_error(StatusCode.UNAUTHENTICATED, "CREDENTIALS_REQUIRED", message)

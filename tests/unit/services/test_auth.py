@@ -41,7 +41,7 @@ def test_checks_ask_nothing_until_a_check_credential_is_set():
 
 
 @pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
-def test_without_admin_credentials_only_this_host_reads_and_changes(role):
+def test_without_admin_credentials_only_loopback_reads_and_changes(role):
     access = Access(Credentials(check_token="t"))
     assert verdict(access, role, FakeCall()) is None
     assert verdict(access, role, FakeCall(ELSEWHERE)) is StatusCode.PERMISSION_DENIED
@@ -91,6 +91,52 @@ def test_a_certificate_holds_the_roles_its_names_are_listed_for(sans, on_check, 
     call = FakeCall(ELSEWHERE, peer_sans=sans)
     assert verdict(SANS, Role.CHECK, call) is on_check
     assert verdict(SANS, Role.ADMIN, call) is on_admin
+
+
+BOTH = Access(Credentials(admin_token="t", check_sans=frozenset({"shop.example"})))
+TOKEN_NEED = "the bearer token CHECK_TOKEN or ADMIN_TOKEN"
+NAMES_NEED = "a client certificate with a name of CHECK_SANS or ADMIN_SANS"
+
+
+@pytest.mark.parametrize(
+    ("access", "role", "call", "need"),
+    [
+        (TOKENS, Role.CHECK, FakeCall(), f"the check role: {TOKEN_NEED}; no valid one was sent"),
+        (TOKENS, Role.READ, bearer("wrong"), "the read role: the bearer token ADMIN_TOKEN; no"),
+        (
+            TOKENS,
+            Role.ADMIN,
+            bearer("check-secret"),
+            "the admin role: the bearer token ADMIN_TOKEN; the",
+        ),
+        (SANS, Role.CHECK, FakeCall(peer_sans=("x",)), f"the check role: {NAMES_NEED}; the"),
+        (
+            SANS,
+            Role.ADMIN,
+            FakeCall(),
+            "the admin role: a client certificate with a name of ADMIN_SANS; no",
+        ),
+        (
+            BOTH,
+            Role.CHECK,
+            FakeCall(),
+            "the bearer token ADMIN_TOKEN, or a client certificate with a",
+        ),
+        (BOTH, Role.ADMIN, FakeCall(), "the admin role: the bearer token ADMIN_TOKEN; no"),
+        (
+            Access(Credentials(check_token="t")),
+            Role.ADMIN,
+            FakeCall(ELSEWHERE),
+            "is for loopback only",
+        ),
+    ],
+)
+def test_a_refusal_says_what_this_call_needs_here_and_shows_no_credential(access, role, call, need):
+    with pytest.raises(RpcError) as caught:
+        access.requirement(role)(call)
+    assert need in caught.value.message
+    assert "secret" not in caught.value.message
+    assert "example" not in caught.value.message
 
 
 def test_a_wrong_token_beside_an_unknown_certificate_is_unauthenticated():
