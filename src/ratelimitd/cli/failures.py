@@ -34,10 +34,10 @@ _PREAMBLE: Final = re.compile(r"^.*last error: (?:UNKNOWN: )?", re.DOTALL)
 """What gRPC says before it comes to the point."""
 
 _HINTS: Final[Mapping[grpc.StatusCode, str]] = {
-    grpc.StatusCode.UNAUTHENTICATED: "give the token with --token-file",
-    grpc.StatusCode.PERMISSION_DENIED: (
-        "this call needs the admin role, or a connection from the node's own machine"
+    grpc.StatusCode.UNAUTHENTICATED: (
+        "give a token with --token-file, or a certificate with --cert and --key"
     ),
+    grpc.StatusCode.UNAVAILABLE: "try again in a moment; if it lasts, the node's log says more",
     grpc.StatusCode.ABORTED: "somebody changed the rule meanwhile; look again and repeat",
     grpc.StatusCode.UNIMPLEMENTED: "is it a ratelimitd of this version?",
 }
@@ -64,10 +64,13 @@ class UsageError(CliError):
         super().__init__(message, EXIT_USAGE)
 
 
-def rpc_failure(error: grpc.RpcError, target: str, timeout_s: float, *, tls: bool) -> CliError:
+def rpc_failure(
+    error: grpc.RpcError, target: str, timeout_s: float, *, tls: bool, certificate: bool
+) -> CliError:
     """The failure that the error of one call means.
 
-    A node explains each of its errors in the trailers. So UNAVAILABLE without an explanation never came from a node.
+    ``tls`` and ``certificate`` say whether the call was encrypted and whether it showed a client certificate. A node
+    explains each of its errors in the trailers. So UNAVAILABLE without an explanation never came from a node.
     """
     code: grpc.StatusCode = error.code()
     text: str = error.details() or ""
@@ -76,15 +79,25 @@ def rpc_failure(error: grpc.RpcError, target: str, timeout_s: float, *, tls: boo
         return CliError(message, EXIT_USAGE)
     status = _status(error)
     if code is grpc.StatusCode.UNAVAILABLE and not status.details:
-        hint = "are --ca, --cert and --key right?" if tls else "a node with TLS needs --ca"
         reason = _PREAMBLE.sub("", text)
-        question = f"is `ratelimitd serve` running there? {hint}"
+        question = f"is `ratelimitd serve` running there? {_tls_hint(tls, certificate)}"
         message = f"cannot reach a node at {target}: {reason} ({question})"
         return CliError(message, EXIT_USAGE)
     name = code.name.lower().replace("_", " ")
     hint = f" ({_HINTS[code]})" if code in _HINTS else ""
     reason = _violations(status) or text
     return CliError(f"{name}{': ' if reason else ''}{reason}{hint}")
+
+
+def _tls_hint(tls: bool, certificate: bool) -> str:  # noqa: FBT001 -- what rpc_failure was told
+    """What to look at when a handshake may have failed: gRPC says no more than that the connection ended."""
+    if not tls:
+        return "a node with TLS needs --ca"
+    if not certificate:
+        return (
+            "is --ca right? a node that asks for client certificates (mTLS) needs --cert and --key"
+        )
+    return "are --ca, --cert and --key right?"
 
 
 def _status(error: grpc.RpcError) -> status_pb2.Status:

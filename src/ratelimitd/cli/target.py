@@ -19,6 +19,7 @@ import typer
 
 from ratelimitd.cli.failures import CliError, UsageError, rpc_failure
 from ratelimitd.cli.output import Output
+from ratelimitd.settings_values import address
 from ratelimitd_client import RateLimiterClient, Tls
 
 MAX_FILE_BYTES: Final = 1024 * 1024
@@ -60,7 +61,13 @@ class Target:
 
     def failure(self, error: grpc.RpcError) -> CliError:
         """What the error of one call means."""
-        return rpc_failure(error, self.address, self.timeout_s, tls=self.tls is not None)
+        return rpc_failure(
+            error,
+            self.address,
+            self.timeout_s,
+            tls=self.tls is not None,
+            certificate=self.tls is not None and self.tls.cert is not None,
+        )
 
 
 def connection_options(
@@ -124,9 +131,11 @@ def connection_options(
     Raises:
         UsageError: options that contradict each other, or a file that cannot be read.
     """
-    if not target:
-        message = "--target: must be HOST:PORT"
-        raise UsageError(message)
+    try:
+        address(target)
+    except ValueError as error:
+        message = f"--target {error}, not {target!r}"
+        raise UsageError(message) from None
     if token is not None and token_file is not None:
         message = f"give one of --token and --token-file (or {ENV_PREFIX}TOKEN), not both"
         raise UsageError(message)

@@ -42,15 +42,25 @@ def from_node(code, message, *violations):
     return FailedCall(code, message, trailers)
 
 
-def failure(error, *, tls=False):
-    return rpc_failure(error, "host:9090", 5.0, tls=tls)
+def failure(error, *, tls=False, certificate=False):
+    return rpc_failure(error, "host:9090", 5.0, tls=tls, certificate=certificate)
 
 
 @pytest.mark.parametrize(
-    ("tls", "hint"), [(False, "a node with TLS needs --ca"), (True, "are --ca, --cert and --key")]
+    ("tls", "certificate", "hint"),
+    [
+        (False, False, "a node with TLS needs --ca"),
+        (
+            True,
+            False,
+            "is --ca right? a node that asks for client certificates (mTLS) needs --cert",
+        ),
+        (True, True, "are --ca, --cert and --key right?"),
+    ],
 )
-def test_a_node_that_cannot_be_reached_is_status_2_and_says_what_was_tried(tls, hint):
-    failed = failure(FailedCall(CODE.UNAVAILABLE, "connection refused", None), tls=tls)
+def test_a_node_that_cannot_be_reached_is_status_2_and_says_what_was_tried(tls, certificate, hint):
+    error = FailedCall(CODE.UNAVAILABLE, "connection refused", None)
+    failed = failure(error, tls=tls, certificate=certificate)
     assert failed.exit_code == 2
     assert "cannot reach a node at host:9090: connection refused" in str(failed)
     assert hint in str(failed)
@@ -71,7 +81,10 @@ def test_a_node_that_does_not_answer_in_time_is_status_2():
 def test_a_node_that_says_it_cannot_now_was_reached():
     failed = failure(from_node(CODE.UNAVAILABLE, "the rule database cannot be reached"))
     assert failed.exit_code == 1
-    assert str(failed) == "unavailable: the rule database cannot be reached"
+    assert str(failed) == (
+        "unavailable: the rule database cannot be reached"
+        " (try again in a moment; if it lasts, the node's log says more)"
+    )
 
 
 def test_violated_fields_are_named_as_the_options_are():
@@ -90,7 +103,6 @@ def test_violated_fields_are_named_as_the_options_are():
     ("code", "hint"),
     [
         (CODE.UNAUTHENTICATED, "--token-file"),
-        (CODE.PERMISSION_DENIED, "the admin role"),
         (CODE.ABORTED, "look again"),
         (CODE.UNIMPLEMENTED, "is it a ratelimitd"),
     ],
@@ -99,6 +111,12 @@ def test_an_error_with_a_way_out_hints_at_it(code, hint):
     failed = failure(FailedCall(code, "no"))
     assert failed.exit_code == 1
     assert hint in str(failed)
+
+
+def test_a_refused_role_is_told_in_the_nodes_own_words_alone():
+    assert str(failure(FailedCall(CODE.PERMISSION_DENIED, "needs x"))) == (
+        "permission denied: needs x"
+    )
 
 
 def test_an_explanation_that_is_not_one_is_passed_over():

@@ -45,7 +45,9 @@ def test_the_environment_is_not_the_one_of_the_node():
         (["--ca", "/does/not/exist"], "--ca: cannot read /does/not/exist: No such file"),
         (["--token", "two words"], "a bearer token is made of"),
         (["--timeout", "0"], "--timeout"),
-        (["--target", ""], "--target: must be HOST:PORT"),
+        (["--target", ""], "--target must be HOST:PORT"),
+        (["--target", "localhost"], "--target must be HOST:PORT, such as 127.0.0.1:9090"),
+        (["--target", "http://localhost:9090"], "--target must be HOST:PORT"),
         (["--ca", __file__], "test_target.py is not a PEM file"),
     ],
 )
@@ -91,8 +93,10 @@ def test_tls_is_on_with_an_authority_and_shows_the_certificate_of_the_caller(run
         command = ["health", "--target", node.address]
         assert run(*command, "--ca", tmp_path / "ca.pem", *identity).status == 0
         plain = run(*command)
+        nameless = run(*command, "--ca", tmp_path / "ca.pem")
         stranger = run(*command, *identity)
-    assert plain.status == stranger.status == 2
+    assert plain.status == nameless.status == stranger.status == 2
+    assert "client certificates (mTLS) needs --cert and --key" in nameless.err
     assert "a node with TLS needs --ca" in plain.err
     assert "are --ca, --cert and --key right?" in stranger.err
 
