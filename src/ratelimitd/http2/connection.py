@@ -1,0 +1,313 @@
+"""One HTTP/2 connection, the server's side: octets in; events and octets out. See ADR 0020.
+
+Never does I/O, never reads a clock, never raises because of what a peer sent. An owner goes on like this:
+
+    for event in connection.receive(data): …    # then send_unary and the like
+    transport.write(connection.data_to_send())  # once a turn
+    if connection.ended: close
+    elif connection.has_more: read no more, and call receive(b"") in the next turn of the loop
+
+An owner whose transport does not take what it writes must stop calling ``receive``: nothing else bounds the replies to
+a peer that does not read.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ratelimitd.http2 import frames
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
+from ratelimitd.http2.events import ConnectionEnded, Event
+from ratelimitd.http2.limits import AbuseMeter, Limits
+from ratelimitd.http2.preface import PREFACE, mistaken_protocol, undecided
+from ratelimitd.http2.receiving import Receiver
+from ratelimitd.http2.sending import Sender
+from ratelimitd.http2.settings import Setting
+from ratelimitd.http2.streams import UNTOUCHED, Streams
+from ratelimitd.http2.windows import DEFAULT_WINDOW_BYTES, ReceiveWindow
+
+_PLAIN_HEADERS: Final = frames.FrameType.HEADERS << 8 | frames.END_HEADERS
+_LAST_DATA: Final = frames.FrameType.DATA << 8 | frames.END_STREAM
+
+_NOT_HTTP2: Final = (Cause.HTTP1, Cause.TLS)
+"""Peers that were answered in their own words and would not read a GOAWAY."""
+
+
+class Connection:
+    """The state of one connection.
+
+    Attributes:
+        ended: why nothing more happens, None while it does.
+        has_more: ``receive`` has stopped at the bound of a slice; ``receive(b"")`` goes on.
+        send_unary, send_headers, send_data, send_trailers: see :class:`ratelimitd.http2.sending.Sender`.
+    """
+
+    __slots__ = (
+        "_at",
+        "_buffer",
+        "_limits",
+        "_meter",
+        "_preface_seen",
+        "_receiver",
+        "_sender",
+        "_streams",
+        "ended",
+        "has_more",
+        "send_data",
+        "send_headers",
+        "send_trailers",
+        "send_unary",
+    )
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self._limits = limits
+        self._meter = AbuseMeter()
+        self._streams = Streams()
+        window = ReceiveWindow(limits.connection_window_bytes)
+        sender = self._sender = Sender(self._streams, window, limits)
+        self._receiver = Receiver(self._streams, window, sender, self._meter, limits)
+        self._buffer = b""
+        self._at = 0
+        self._preface_seen = False
+        self.ended: ConnectionEnded | None = None
+        self.has_more = False
+        # The sender's own methods: a call in between would cost each answer 50 ns.
+        self.send_unary = sender.send_unary
+        self.send_headers = sender.send_headers
+        self.send_data = sender.send_data
+        self.send_trailers = sender.send_trailers
+
+    # What the owner may ask
+
+    @property
+    def drained(self) -> bool:
+        """Whether the last GOAWAY was sent: no request begins any more."""
+        return self._streams.final_id is not None
+
+    @property
+    def open_streams(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._streams.live)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Octets of answers that wait for the peer's windows."""
+        return self._sender.buffered_bytes
+
+    @property
+    def progress(self) -> int:
+        """A number that grows whenever the connection was good for something: an answer ended, data went either way."""
+        return self._receiver.work + self._sender.drained_bytes
+
+    @property
+    def owes(self) -> Cause | None:
+        """What the peer has to send before anything can go on. One that owes the same for long, and makes no
+        ``progress`` meanwhile, is to be closed for that cause."""
+        if not self._receiver.settings_received:
+            return Cause.SLOW_PREFACE
+        if self._receiver.block_open:
+            return Cause.SLOW_HEADERS
+        if self._sender.buffered_bytes:
+            return Cause.STALLED_WINDOW
+        if not self._receiver.settings_acknowledged:
+            return Cause.SETTINGS_TIMEOUT
+        return None
+
+    # Octets in and out
+
+    def receive(self, data: bytes) -> list[Event]:
+        """Take what the peer sent, a slice of it at most; return what it means."""
+        events: list[Event] = []
+        if self.ended is not None:
+            return events
+        self._receiver.events = events
+        if data:
+            self._buffer = self._buffer[self._at :] + data if self._buffer else data
+            self._at = 0
+        try:
+            if self._preface_seen or self._begin():
+                self._slice(self._buffer)
+        except ConnectionFailureError as failure:
+            self._receiver.announce_all()
+            events.append(self._end(failure.code, failure.cause, failure.message))
+        if self._at == len(self._buffer):
+            self._buffer, self._at = b"", 0
+        return events
+
+    def data_to_send(self) -> bytes:
+        """Everything that is to be written now; empty when nothing is."""
+        if self._sender.overflowed and self.ended is None:
+            self.end(
+                ErrorCode.ENHANCE_YOUR_CALM, Cause.SEND_BUFFER, "too much waits for the windows"
+            )
+        return self._sender.take()
+
+    def acknowledge(self, stream_id: int, flow_bytes: int) -> None:
+        """Say that data has been dealt with, so that the peer may send as much again."""
+        self._receiver.acknowledge(stream_id, flow_bytes)
+
+    def reset_stream(self, stream_id: int, code: ErrorCode) -> None:
+        """End a stream without an answer, or without the rest of it."""
+        if stream_id in self._streams.live:
+            self._sender.reset(stream_id, code)
+
+    def ping(self, payload: bytes) -> None:
+        """Ask for a sign of life, by 8 octets of the owner's choice; PingAcknowledged is the answer."""
+        self._sender.frame(frames.ping(payload))
+
+    def tick(self) -> None:
+        """Say that a second has passed; what peers may do without need grows with time."""
+        self._meter.tick()
+
+    def go_away(self) -> None:
+        """Begin an orderly end: the peer is asked for no more requests, and once it knows, they are ignored.
+
+        The owner closes when ``open_streams`` is 0 and ``drained``. A second call does not wait for the peer to know.
+        """
+        self._receiver.drain()
+
+    def end(self, code: ErrorCode, cause: Cause, message: str) -> None:
+        """End the connection now, by a GOAWAY; ``message`` goes to the peer for whoever debugs it."""
+        if self.ended is None:
+            self._end(code, cause, message)
+
+    # The slice
+
+    def _slice(self, data: bytes) -> None:
+        """Deal with the frames in ``data`` from ``_at`` on, as many as a slice holds.
+
+        A check is HEADERS without END_STREAM and one DATA with it. These two are dealt with here as the tables say
+        (idle → open → remote_closed), in a handful of steps each; whatever is unusual about them, and all other frames,
+        the receiver deals with. The two branches stand for these lines of the general path: ``Receiver.request`` and
+        ``Receiver.announce`` (HEADERS), ``Receiver._data`` (DATA); a test holds the two against each other.
+        """
+        streams, receiver, limits = self._streams, self._receiver, self._limits
+        live, opening = streams.live, streams.opening
+        kept, read = receiver.reader.kept, receiver.reader.read
+        read_header, tell = frames.read_header, receiver.events.append
+        at, size = self._at, len(data)
+        last_start = min(size, at + limits.bytes_per_slice) - frames.FRAME_HEADER_BYTES
+        room, taken, complete = receiver.window.left, 0, 0
+        next_id, end_id = streams.next_id, self._end_id()
+        for _ in range(limits.frames_per_slice):
+            if at > last_start:
+                break
+            top, length, kind, stream_id = read_header(data, at)
+            start = at + frames.FRAME_HEADER_BYTES
+            end = start + length
+            if top or length > frames.DEFAULT_MAX_FRAME_BYTES:
+                raise ConnectionFailureError(
+                    ErrorCode.FRAME_SIZE_ERROR, Cause.FRAME_SIZE, "a frame is too large"
+                )
+            if end > size:
+                break
+
+            if kind == _LAST_DATA and stream_id in opening:
+                head = opening[stream_id]
+                if head.content_length is None and length <= room - taken:
+                    del opening[stream_id]
+                    live[stream_id] = UNTOUCHED
+                    tell((stream_id, head, data[start:end]))
+                    taken += length
+                    complete += 1
+                    at = end
+                    continue
+            elif kind == _PLAIN_HEADERS and stream_id == next_id and stream_id < end_id:
+                block = data[start:end]
+                head = kept.get(block)
+                if head is None:
+                    streams.next_id = next_id
+                    head = read(block)
+                if head.flaw is None:
+                    opening[stream_id] = head
+                    next_id += 2
+                else:
+                    receiver.refuse(stream_id, head)
+                    next_id = streams.next_id
+                at = end
+                continue
+
+            streams.next_id = next_id
+            self._settle(taken, complete)
+            receiver.frame(kind, stream_id, data[start:end])
+            room, taken, complete = receiver.window.left, 0, 0
+            next_id, end_id = streams.next_id, self._end_id()
+            at = end
+
+        streams.next_id = next_id
+        self._settle(taken, complete)
+        if opening:
+            receiver.announce_all()
+        self._at = at
+        self.has_more = self._whole_frame_at(at)
+
+    def _end_id(self) -> int:
+        """The identifier from which on a request is not for the short way: the room for it has to be looked at."""
+        streams, receiver = self._streams, self._receiver
+        if not receiver.settings_received or receiver.block_open or streams.final_id is not None:
+            return 0
+        if self._sender.buffered_bytes > self._limits.max_buffered_bytes:
+            return 0
+        used = len(streams.live) + len(streams.opening)
+        return streams.next_id + 2 * (self._limits.max_streams - used)
+
+    def _settle(self, taken: int, complete: int) -> None:
+        """Count what came by the short way. Complete requests are bounded by their number, so they are credited."""
+        if complete:
+            self._streams.opened_total += complete
+            self._receiver.window.take(taken)
+            self._sender.credit(taken)
+
+    def _whole_frame_at(self, at: int) -> bool:
+        """Whether the octets go on with a whole frame, or with the header of one that will never be read."""
+        left = len(self._buffer) - at
+        if left < frames.FRAME_HEADER_BYTES:
+            return False
+        length = int.from_bytes(self._buffer[at : at + 3], "big")
+        return length > frames.DEFAULT_MAX_FRAME_BYTES or length + frames.FRAME_HEADER_BYTES <= left
+
+    # Beginning and end
+
+    def _begin(self) -> bool:
+        """Read the preface and send ours; False while it is not all there (§3.4).
+
+        Raises:
+            ConnectionFailureError: the peer speaks something else.
+        """
+        octets = self._buffer
+        if octets.startswith(PREFACE):
+            self._preface_seen = True
+            self._at = len(PREFACE)
+            self._send_preface()
+            return True
+        if undecided(octets):
+            return False
+        cause, farewell = mistaken_protocol(octets)
+        if farewell:
+            self._sender.frame(farewell)
+        else:
+            self._send_preface()
+        raise ConnectionFailureError(
+            ErrorCode.PROTOCOL_ERROR, cause, "the connection does not begin with the preface"
+        )
+
+    def _send_preface(self) -> None:
+        limits = self._limits
+        own = (
+            (Setting.MAX_CONCURRENT_STREAMS, limits.max_streams),
+            (Setting.INITIAL_WINDOW_SIZE, limits.stream_window_bytes),
+            (Setting.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
+        )
+        self._sender.frame(frames.settings(own))
+        more = limits.connection_window_bytes - DEFAULT_WINDOW_BYTES
+        if more > 0:
+            self._sender.frame(frames.window_update(0, more))
+
+    def _end(self, code: ErrorCode, cause: Cause, message: str) -> ConnectionEnded:
+        if cause not in _NOT_HTTP2:
+            self._sender.frame(frames.go_away(self._streams.last_id, code, message.encode()))
+        self._sender.drop_all()
+        self._buffer, self._at, self.has_more = b"", 0, False
+        self.ended = ConnectionEnded(code, cause, message)
+        return self.ended

@@ -1,0 +1,87 @@
+"""What can go wrong with a connection or a stream: the codes of the wire, and our closed set of causes.
+
+Never holds anything that a peer sent: texts are constants.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ErrorCode(enum.IntEnum):
+    """The codes of RST_STREAM and GOAWAY (RFC 9113 §7)."""
+
+    NO_ERROR = 0x0
+    PROTOCOL_ERROR = 0x1
+    INTERNAL_ERROR = 0x2
+    FLOW_CONTROL_ERROR = 0x3
+    SETTINGS_TIMEOUT = 0x4
+    STREAM_CLOSED = 0x5
+    FRAME_SIZE_ERROR = 0x6
+    REFUSED_STREAM = 0x7
+    CANCEL = 0x8
+    COMPRESSION_ERROR = 0x9
+    CONNECT_ERROR = 0xA
+    ENHANCE_YOUR_CALM = 0xB
+    INADEQUATE_SECURITY = 0xC
+    HTTP_1_1_REQUIRED = 0xD
+
+
+class Cause(enum.StrEnum):
+    """Why a stream or a connection ended: finer than the codes of the wire, and few enough to be counted by."""
+
+    # A broken peer.
+    PREFACE = "preface"
+    HTTP1 = "http1"
+    TLS = "tls"
+    PROTOCOL = "protocol"
+    FRAME_SIZE = "frame_size"
+    FLOW_CONTROL = "flow_control"
+    COMPRESSION = "compression"
+    MALFORMED = "malformed"
+    STREAM_CLOSED = "stream_closed"
+
+    # A limit of ours (see limits.py).
+    TOO_MANY_STREAMS = "too_many_streams"
+    HEADER_BLOCK = "header_block"
+    HEADER_BOMB = "header_bomb"
+    SEND_BUFFER = "send_buffer"
+    RAPID_RESET = "rapid_reset"
+    PROVOKED_RESET = "provoked_reset"
+    SETTINGS_FLOOD = "settings_flood"
+    PING_FLOOD = "ping_flood"
+    WINDOW_UPDATE_FLOOD = "window_update_flood"
+    EMPTY_DATA_FLOOD = "empty_data_flood"
+    PRIORITY_FLOOD = "priority_flood"
+    STALE_FRAME_FLOOD = "stale_frame_flood"
+    UNKNOWN_FRAME_FLOOD = "unknown_frame_flood"
+
+    # Something only a clock can tell; the owner of the connection says so.
+    SLOW_PREFACE = "slow_preface"
+    SLOW_HEADERS = "slow_headers"
+    SETTINGS_TIMEOUT = "settings_timeout"
+    STALLED_WINDOW = "stalled_window"
+    KEEPALIVE_TIMEOUT = "keepalive_timeout"
+
+    # Nothing is wrong.
+    PEER_RESET = "peer_reset"
+    OWNER = "owner"
+
+
+class ConnectionFailureError(Exception):
+    """The connection cannot go on (RFC 9113 §5.4.1). Never leaves this package: it becomes a GOAWAY and an event."""
+
+    def __init__(self, code: ErrorCode, cause: Cause, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.cause = cause
+        self.message = message
+
+
+class StreamFailureError(Exception):
+    """A stream cannot go on (RFC 9113 §5.4.2). Never leaves this package: it becomes a RST_STREAM and an event."""
+
+    def __init__(self, code: ErrorCode, cause: Cause) -> None:
+        super().__init__(cause)
+        self.code = code
+        self.cause = cause

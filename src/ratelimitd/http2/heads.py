@@ -1,0 +1,246 @@
+"""Heads of requests: what a header block has to be before it is one (RFC 9113 §8.2, §8.3), and never judging one twice.
+
+Never looks at what a header means beyond HTTP: routes, deadlines and tokens are the owner's.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import Final
+
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
+from ratelimitd.http2.hpack import (
+    Decoder,
+    Field,
+    HeaderBombError,
+    HeaderListTooLargeError,
+    HpackError,
+)
+
+_MAX_KEPT_HEADS: Final = 64
+"""Clients without deadlines repeat a handful of blocks. Clients that never repeat one fill this for nothing."""
+
+_MAX_KEPT_BLOCK_BYTES: Final = 2_048
+"""A kept block may be held for as long as the connection: 64 of these are 128 KiB."""
+
+_is_name = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
+"""A token of HTTP without upper case (§8.2.1)."""
+
+_has_bad_octet = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z").search
+"""What a value must not have (§8.2.1)."""
+
+_is_length = re.compile(rb"[0-9]{1,18}").fullmatch
+
+_METHOD, _SCHEME, _PATH, _AUTHORITY = b":method", b":scheme", b":path", b":authority"
+_PSEUDO: Final = frozenset((_METHOD, _SCHEME, _PATH, _AUTHORITY))
+_CONTENT_LENGTH: Final = b"content-length"
+_CONNECTION_SPECIFIC: Final = frozenset(
+    (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
+)
+_JUDGED_TOGETHER: Final = _PSEUDO | _CONNECTION_SPECIFIC | {_CONTENT_LENGTH, b"te", b"host"}
+"""Names which mean something to HTTP, some of them beside each other. All other fields can be judged one by one."""
+
+
+class Flaw(enum.Enum):
+    """Why a header list is no request."""
+
+    MALFORMED = enum.auto()
+    """It breaks a rule of HTTP (§8.1.1)."""
+
+    TOO_LARGE = enum.auto()
+    """It is over our limit, and was not kept."""
+
+
+class RequestHead:
+    """The header list of a request, sound as far as HTTP goes, or with the flaw that makes it no request.
+
+    Equal blocks give the same object, and most blocks of a client differ from the one before in the value of
+    ``grpc-timeout`` alone. So the owner does its work once for a model and keeps it in the model's ``note``; for a head
+    that has a ``model`` it looks at that note and at the ``varying`` fields.
+
+    Attributes:
+        fields: names and values in the order in which they came.
+        content_length: what it says, None when it says nothing.
+        flaw: why this is no request, None when it is one.
+        model: None, or a head with the same names at the same places, and the same values but for ``varying``. None of
+            these means anything to HTTP: method, path and authority are those of the model.
+        varying: the fields which are not those of the model.
+        note: whatever the owner of the connection keeps with a head.
+    """
+
+    __slots__ = ("content_length", "fields", "flaw", "model", "note", "varying")
+
+    def __init__(
+        self,
+        fields: tuple[Field, ...],
+        *,
+        content_length: int | None = None,
+        flaw: Flaw | None = None,
+        model: RequestHead | None = None,
+        varying: tuple[Field, ...] = (),
+    ) -> None:
+        self.fields = fields
+        self.content_length = content_length
+        self.flaw = flaw
+        self.model = model
+        self.varying = varying
+        self.note: object = None
+
+
+_NO_MODEL: Final = RequestHead(())
+
+
+class HeadReader:
+    """Reads the header blocks of one connection, in the order in which they came.
+
+    Attributes:
+        kept: heads by their blocks, valid while nothing else is read. A head in here has no flaw, so the check path
+            asks this first: 50 ns instead of 2 µs and more.
+    """
+
+    __slots__ = ("_decoder", "_model", "kept")
+
+    def __init__(self, max_list_bytes: int) -> None:
+        self._decoder = Decoder(max_list_bytes=max_list_bytes)
+        self._model = _NO_MODEL
+        self.kept: dict[bytes, RequestHead] = {}
+
+    def read(self, block: bytes) -> RequestHead:
+        """Return the head that a block makes, with its flaw if it has one.
+
+        Raises:
+            ConnectionFailureError: the block cannot be decoded; nothing can be after it.
+        """
+        generation = self._decoder.generation
+        fields = self._decode(block)
+        if fields is None:
+            return RequestHead((), flaw=Flaw.TOO_LARGE)
+        head = self._like_model(fields) or self._judge(fields)
+        # What was kept is what blocks mean while the dynamic table stands. A block that changed the table itself would
+        # not mean the same a second time.
+        if generation == self._decoder.generation:
+            if head.flaw is None and len(block) <= _MAX_KEPT_BLOCK_BYTES:
+                if len(self.kept) == _MAX_KEPT_HEADS:
+                    self.kept.clear()
+                self.kept[block] = head
+        return head
+
+    def trailers(self, block: bytes) -> tuple[Field, ...] | None:
+        """Return the trailers that a block makes, None when it makes none (§8.1: no pseudo-header fields).
+
+        Raises:
+            ConnectionFailureError: the block cannot be decoded; nothing can be after it.
+        """
+        fields = self._decode(block)
+        return fields if fields is not None and all(map(_is_sound, fields)) else None
+
+    def _decode(self, block: bytes) -> tuple[Field, ...] | None:
+        """Return the fields, None when they are too many, and forget what an altered table makes wrong."""
+        generation = self._decoder.generation
+        try:
+            return self._decoder.decode(block)
+        except HeaderListTooLargeError:
+            return None
+        except HeaderBombError:
+            raise ConnectionFailureError(
+                ErrorCode.ENHANCE_YOUR_CALM, Cause.HEADER_BOMB, "a header list is far too large"
+            ) from None
+        except HpackError as error:
+            raise ConnectionFailureError(
+                ErrorCode.COMPRESSION_ERROR, Cause.COMPRESSION, str(error)
+            ) from None
+        finally:
+            if generation != self._decoder.generation:
+                self.kept.clear()
+
+    def _like_model(self, fields: tuple[Field, ...]) -> RequestHead | None:
+        """Return a head for fields that are the model's but for values that can be judged alone, else None.
+
+        Fields out of the tables are the same objects every time, so this costs 20 ns for each of them.
+        """
+        model = self._model
+        if len(fields) != len(model.fields):
+            return None
+        varying = []
+        for field, known in zip(fields, model.fields, strict=True):
+            if field is not known and field != known:
+                name, value = field
+                if name != known[0] or name in _JUDGED_TOGETHER or _has_bad_octet(value):
+                    return None
+                varying.append(field)
+        return RequestHead(
+            fields, content_length=model.content_length, model=model, varying=tuple(varying)
+        )
+
+    def _judge(self, fields: tuple[Field, ...]) -> RequestHead:
+        """Judge fields by all the rules; sound ones become the model for those that follow."""
+        try:
+            head = RequestHead(fields, content_length=_judge_request(fields))
+        except _MalformedError:
+            return RequestHead(fields, flaw=Flaw.MALFORMED)
+        self._model = head
+        return head
+
+
+class _MalformedError(Exception):
+    """The header list is not that of a request."""
+
+
+def _judge_request(fields: tuple[Field, ...]) -> int | None:
+    """Return the content length of a request (§8.3.1).
+
+    Raises:
+        _MalformedError: the fields are none.
+    """
+    first_regular = 0
+    for name, _ in fields:
+        if not name.startswith(b":"):
+            break
+        first_regular += 1
+    pseudo = dict(fields[:first_regular])
+    # Also that none comes twice, or behind a regular field: there it would be no sound name.
+    if len(pseudo) != first_regular or not pseudo.keys() <= _PSEUDO:
+        raise _MalformedError
+    if not all(_is_sound_value(value) for value in pseudo.values()):
+        raise _MalformedError
+    if pseudo.get(_METHOD) == b"CONNECT":  # §8.5
+        if pseudo.keys() != {_METHOD, _AUTHORITY}:
+            raise _MalformedError
+    elif not (pseudo.get(_METHOD) and pseudo.get(_SCHEME) and pseudo.get(_PATH)):
+        raise _MalformedError
+    return _judge_regular(fields[first_regular:], pseudo.get(_AUTHORITY))
+
+
+def _judge_regular(fields: tuple[Field, ...], authority: bytes | None) -> int | None:
+    """Return the content length that regular fields say.
+
+    Raises:
+        _MalformedError: one of them must not be in a request.
+    """
+    content_length = None
+    for field in fields:
+        if not _is_sound(field):
+            raise _MalformedError
+        name, value = field
+        if name not in _JUDGED_TOGETHER:
+            continue
+        if name == _CONTENT_LENGTH:
+            if not _is_length(value) or content_length not in {None, int(value)}:
+                raise _MalformedError
+            content_length = int(value)
+        elif name == b"host":  # §8.3.1: must not say another than :authority
+            if authority is not None and value != authority:
+                raise _MalformedError
+        elif name != b"te" or value != b"trailers":  # §8.2.2
+            raise _MalformedError
+    return content_length
+
+
+def _is_sound(field: Field) -> bool:
+    """Whether a regular field has the octets that it may have (§8.2.1)."""
+    return _is_name(field[0]) is not None and _has_bad_octet(field[1]) is None
+
+
+def _is_sound_value(value: bytes) -> bool:
+    return _has_bad_octet(value) is None

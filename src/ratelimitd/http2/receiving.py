@@ -1,0 +1,428 @@
+"""The receiving half of a connection: what each type of frame means (RFC 9113 §6), one method for each.
+
+Never cuts octets into frames, and never sees the two frames of a common request: that is ``connection.py``. Every
+frame can be dealt with here; what the check path takes is left out for speed alone.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final, NamedTuple
+
+from ratelimitd.http2 import frames
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode, StreamFailureError
+from ratelimitd.http2.events import (
+    DataReceived,
+    Event,
+    GoAwayReceived,
+    HeadTooLarge,
+    PingAcknowledged,
+    RequestReceived,
+    SettingsAcknowledged,
+    SettingsChanged,
+    StreamReset,
+    TrailersReceived,
+    WindowOpened,
+)
+from ratelimitd.http2.frames import FrameType
+from ratelimitd.http2.heads import Flaw, HeadReader, RequestHead
+from ratelimitd.http2.limits import AbuseMeter, Limits
+from ratelimitd.http2.sending import Sender
+from ratelimitd.http2.streams import UNTOUCHED, Input, State, Stream, Streams, transition
+from ratelimitd.http2.windows import ReceiveWindow
+
+DRAIN_PING: Final = b"draining"
+"""Its answer shows that the peer has read the GOAWAY before it."""
+
+_IGNORED_CLOSED: Final = (State.CLOSED, State.DISCARDED)
+
+
+class _OpenBlock(NamedTuple):
+    """A header block of which CONTINUATION is still to come; nothing else may come before it (§6.10)."""
+
+    stream_id: int
+    ended: bool
+    fragments: list[bytes]
+
+
+class Receiver:
+    """What a connection receives.
+
+    Attributes:
+        streams: of the connection.
+        reader: of its header blocks.
+        window: what the peer may send on all streams together.
+        events: where what happens is told; the owner of this object replaces it.
+        data_frames: frames of DATA that carried something, but for those of the check path.
+        draining: the first GOAWAY was sent.
+        settings_received: the peer's first frame, which has to be SETTINGS, is there.
+        settings_acknowledged: the peer has applied ours.
+    """
+
+    __slots__ = (
+        "_block",
+        "_limits",
+        "_meter",
+        "_sender",
+        "data_frames",
+        "draining",
+        "events",
+        "reader",
+        "settings_acknowledged",
+        "settings_received",
+        "streams",
+        "window",
+    )
+
+    def __init__(
+        self,
+        streams: Streams,
+        window: ReceiveWindow,
+        sender: Sender,
+        meter: AbuseMeter,
+        limits: Limits,  # noqa: PLR0917 -- made in one place
+    ) -> None:
+        self._block: _OpenBlock | None = None
+        self._limits = limits
+        self._meter = meter
+        self._sender = sender
+        self.data_frames = 0
+        self.draining = False
+        self.events: list[Event] = []
+        self.reader = HeadReader(limits.max_header_list_bytes)
+        self.settings_acknowledged = False
+        self.settings_received = False
+        self.streams = streams
+        self.window = window
+
+    @property
+    def block_open(self) -> bool:
+        """Whether CONTINUATION has to follow."""
+        return self._block is not None
+
+    @property
+    def work(self) -> int:
+        """What the peer has been worth so far; see :class:`ratelimitd.http2.limits.Allowance`."""
+        return self.streams.answered_total + self.data_frames + self._sender.data_frames
+
+    def frame(self, kind: int, stream_id: int, payload: bytes) -> None:
+        """Deal with a frame; ``kind`` is type << 8 | flags.
+
+        Raises:
+            ConnectionFailureError: the connection cannot go on.
+        """
+        frame_type, flags = kind >> 8, kind & 0xFF
+        stream_id &= frames.STREAM_ID_MASK
+        if self._block is not None and (
+            frame_type != FrameType.CONTINUATION or stream_id != self._block.stream_id
+        ):
+            raise _protocol_error("a frame came within a header block")
+        if not self.settings_received and (frame_type != FrameType.SETTINGS or flags & frames.ACK):
+            raise _protocol_error("the first frame is not SETTINGS")  # §3.4
+        if stream_id in self.streams.opening:
+            self.announce(stream_id)
+        if frame_type >= len(self._MEANINGS):  # §5.5
+            self._charge(Cause.UNKNOWN_FRAME_FLOOD)
+            return
+        try:
+            self._MEANINGS[frame_type](self, flags, stream_id, payload)
+        except StreamFailureError as failure:
+            self._fail_stream(stream_id, failure)
+
+    def announce(self, stream_id: int) -> None:
+        """Tell the owner of a request that does not come in one piece."""
+        streams = self.streams
+        head = streams.opening.pop(stream_id)
+        window = ReceiveWindow(self._limits.stream_window_bytes)
+        streams.add(stream_id, Stream(State.OPEN, window, head.content_length))
+        self.events.append(RequestReceived(stream_id, head, ended=False))
+
+    def announce_all(self) -> None:
+        """Do so for all of them."""
+        for stream_id in list(self.streams.opening):
+            self.announce(stream_id)
+
+    def request(self, stream_id: int, head: RequestHead, *, ended: bool) -> None:
+        """Begin an idle stream whose identifier is the next or higher.
+
+        Raises:
+            StreamFailureError: there is no room for it, or it is no request.
+        """
+        streams, limits = self.streams, self._limits
+        streams.begin(stream_id)
+        if (
+            len(streams.live) + len(streams.opening) >= limits.max_streams
+            or self._sender.buffered_bytes > limits.max_buffered_bytes
+        ):
+            raise StreamFailureError(ErrorCode.REFUSED_STREAM, Cause.TOO_MANY_STREAMS)
+        if head.flaw is Flaw.MALFORMED or (ended and head.content_length):
+            raise _malformed()
+        if ended:
+            streams.add(stream_id, UNTOUCHED)
+        else:
+            window = ReceiveWindow(limits.stream_window_bytes)
+            streams.add(stream_id, Stream(State.OPEN, window, head.content_length))
+        if head.flaw is Flaw.TOO_LARGE:
+            self.events.append(HeadTooLarge(stream_id, ended))
+        else:
+            self.events.append(RequestReceived(stream_id, head, ended))
+
+    def refuse(self, stream_id: int, head: RequestHead) -> None:
+        """Begin an idle stream whose head has a flaw, by HEADERS without END_STREAM."""
+        try:
+            self.request(stream_id, head, ended=False)
+        except StreamFailureError as failure:
+            self._fail_stream(stream_id, failure)
+
+    def acknowledge(self, stream_id: int, flow_bytes: int) -> None:
+        """The owner has dealt with data: the peer may send as much again.
+
+        A stream that is gone was acknowledged when it went.
+        """
+        stream = self.streams.live.get(stream_id)
+        if stream is None or not stream.held_bytes:
+            return
+        flow_bytes = min(flow_bytes, stream.held_bytes)
+        stream.held_bytes -= flow_bytes
+        self._credit(stream_id, stream, flow_bytes)
+
+    def drain(self) -> None:
+        """Take the first step of an orderly end, or the second (§6.8).
+
+        The first GOAWAY asks the peer to begin no more streams, but refuses none, because some are on their way. The
+        answer to the PING behind it shows that no more are; whoever cannot wait for it calls this a second time.
+        """
+        if self.draining:
+            self.refuse_streams()
+        else:
+            self.draining = True
+            self._sender.frame(frames.go_away(frames.STREAM_ID_MASK, ErrorCode.NO_ERROR))
+            self._sender.frame(frames.ping(DRAIN_PING))
+
+    def refuse_streams(self) -> None:
+        """From here on, streams that begin are ignored; GOAWAY says which are not."""
+        if self.streams.final_id is None:
+            self.streams.final_id = self.streams.last_id
+            self._sender.frame(frames.go_away(self.streams.last_id, ErrorCode.NO_ERROR))
+
+    def _credit(self, stream_id: int, stream: Stream, flow_bytes: int) -> None:
+        self._sender.credit(flow_bytes)
+        if stream.receive_window is not None:
+            increment = stream.receive_window.give(flow_bytes)
+            if increment:
+                self._sender.frame(frames.window_update(stream_id, increment))
+
+    def _charge(self, cause: Cause) -> None:
+        self._meter.charge(cause, self.work)
+
+    def _fail_stream(self, stream_id: int, failure: StreamFailureError) -> None:
+        """Reset a stream because of what the peer sent (§5.4.2)."""
+        self._sender.reset(stream_id, failure.code)
+        self.events.append(StreamReset(stream_id, failure.code, failure.cause))
+        refused = failure.cause is Cause.TOO_MANY_STREAMS
+        self._charge(Cause.TOO_MANY_STREAMS if refused else Cause.PROVOKED_RESET)
+
+    # Frames by type. Each may raise StreamFailureError for its stream, or ConnectionFailureError.
+
+    def _data(self, flags: int, stream_id: int, payload: bytes) -> None:
+        frames.demand_stream(stream_id)
+        flow_bytes = len(payload)
+        if not self.window.take(flow_bytes):
+            raise ConnectionFailureError(
+                ErrorCode.FLOW_CONTROL_ERROR,
+                Cause.FLOW_CONTROL,
+                "more data came than the connection's window allows",
+            )
+        data = frames.without_padding(flags, payload)
+        ended = bool(flags & frames.END_STREAM)
+        try:
+            after = transition(
+                self.streams.state_of(stream_id), Input.DATA_END if ended else Input.DATA
+            )
+            if after is State.DISCARDED:
+                self._sender.credit(flow_bytes)
+                self._charge(Cause.STALE_FRAME_FLOOD)
+                return
+            stream = self.streams.own(stream_id)
+            _take_body(stream, flow_bytes, len(data), ended=ended)
+        except StreamFailureError:
+            self._sender.credit(flow_bytes)
+            raise
+        stream.state = after
+        if ended:
+            stream.receive_window = None
+        if data or ended:
+            self.data_frames += bool(data)
+            stream.held_bytes += flow_bytes
+            self.events.append(DataReceived(stream_id, data, flow_bytes, ended))
+        else:
+            self._credit(stream_id, stream, flow_bytes)
+            self._charge(Cause.EMPTY_DATA_FLOOD)
+
+    def _headers(self, flags: int, stream_id: int, payload: bytes) -> None:
+        frames.demand_stream(stream_id)
+        if not self.streams.may_begin(stream_id):
+            raise _protocol_error("HEADERS came with an identifier that no request can have")
+        fragment = frames.without_padding(flags, payload)
+        depends_on_itself = False
+        if flags & frames.PRIORITY:
+            if len(fragment) < 5:
+                raise ConnectionFailureError(
+                    ErrorCode.FRAME_SIZE_ERROR, Cause.FRAME_SIZE, "HEADERS ends within its priority"
+                )
+            depends_on_itself = frames.u32(fragment) & frames.STREAM_ID_MASK == stream_id
+            fragment = fragment[5:]
+        if depends_on_itself:  # RFC 7540 §5.3.1; an honest peer never does it
+            raise _protocol_error("a stream depends on itself")
+        ended = bool(flags & frames.END_STREAM)
+        if flags & frames.END_HEADERS:
+            self._block_ended(stream_id, fragment, ended=ended)
+        else:
+            self.announce_all()  # what is kept back could not be told from what came within the block
+            self._block = _OpenBlock(stream_id, ended, [fragment])
+
+    def _continuation(self, flags: int, _stream_id: int, payload: bytes) -> None:
+        block = self._block
+        if block is None:
+            raise _protocol_error("CONTINUATION came without a header block")
+        block.fragments.append(payload)
+        limits = self._limits
+        if (
+            len(block.fragments) > limits.max_continuations + 1
+            or sum(map(len, block.fragments)) > limits.max_header_block_bytes
+        ):
+            raise ConnectionFailureError(
+                ErrorCode.ENHANCE_YOUR_CALM, Cause.HEADER_BLOCK, "a header block is too large"
+            )
+        if flags & frames.END_HEADERS:
+            self._block = None
+            self._block_ended(block.stream_id, b"".join(block.fragments), ended=block.ended)
+
+    def _block_ended(self, stream_id: int, block: bytes, *, ended: bool) -> None:
+        """Deal with a whole header block. It is decoded whatever becomes of it, for the dynamic table (§4.3)."""
+        state = self.streams.state_of(stream_id)
+        if state is State.IDLE:
+            self.request(stream_id, self.reader.read(block), ended=ended)
+            return
+        fields = self.reader.trailers(block)
+        after = transition(state, Input.HEADERS_END if ended else Input.HEADERS)
+        if after is State.DISCARDED:
+            self._charge(Cause.STALE_FRAME_FLOOD)
+            return
+        stream = self.streams.own(stream_id)
+        if fields is None or stream.body_left:
+            raise _malformed()
+        stream.state = after
+        stream.receive_window = None
+        self.events.append(TrailersReceived(stream_id, fields))
+
+    def _priority(self, _flags: int, stream_id: int, payload: bytes) -> None:
+        """Priorities are not used (§5.3.2), but what they must not be was not abolished with them (§6.3)."""
+        frames.demand_stream(stream_id)
+        frames.demand_size(payload, 5)
+        if frames.u32(payload) & frames.STREAM_ID_MASK == stream_id:
+            raise _protocol_error("a stream depends on itself")
+        self._charge(Cause.PRIORITY_FLOOD)
+
+    def _rst_stream(self, _flags: int, stream_id: int, payload: bytes) -> None:
+        frames.demand_stream(stream_id)
+        frames.demand_size(payload, 4)
+        if transition(self.streams.state_of(stream_id), Input.RST_STREAM) is State.DISCARDED:
+            self._charge(Cause.STALE_FRAME_FLOOD)
+        elif stream_id not in self.streams.live:
+            self._charge(Cause.STALE_FRAME_FLOOD)
+        else:
+            self._sender.forget(stream_id, discard=False)
+            self.events.append(StreamReset(stream_id, frames.u32(payload), Cause.PEER_RESET))
+            self._charge(Cause.RAPID_RESET)
+
+    def _settings(self, flags: int, stream_id: int, payload: bytes) -> None:
+        frames.demand_connection(stream_id)
+        if flags & frames.ACK:
+            frames.demand_size(payload, 0)
+            if self.settings_acknowledged:
+                raise _protocol_error("SETTINGS were acknowledged that nobody sent")
+            self.settings_acknowledged = True
+            self.events.append(SettingsAcknowledged())
+            return
+        self._charge(Cause.SETTINGS_FLOOD)
+        self.settings_received = True
+        through = self._sender.settings_changed(payload)
+        peer = self._sender.peer
+        self.events.append(SettingsChanged(peer.initial_window_bytes, peer.max_frame_bytes))
+        self._opened(through)
+
+    def _push_promise(self, _flags: int, _stream_id: int, _payload: bytes) -> None:
+        raise _protocol_error("a client cannot push")  # §8.4
+
+    def _ping(self, flags: int, stream_id: int, payload: bytes) -> None:
+        frames.demand_connection(stream_id)
+        frames.demand_size(payload, 8)
+        self._charge(Cause.PING_FLOOD)
+        if not flags & frames.ACK:
+            self._sender.frame(frames.ping(payload, ack=True))
+        else:
+            self.events.append(PingAcknowledged(payload))
+            if payload == DRAIN_PING and self.draining:
+                self.refuse_streams()
+
+    def _go_away(self, _flags: int, stream_id: int, payload: bytes) -> None:
+        frames.demand_connection(stream_id)
+        if len(payload) < 8:
+            frames.demand_size(payload, 8)
+        self._charge(Cause.UNKNOWN_FRAME_FLOOD)
+        last_stream_id = frames.u32(payload) & frames.STREAM_ID_MASK
+        self.events.append(GoAwayReceived(last_stream_id, frames.u32(payload, 4)))
+
+    def _window_update(self, _flags: int, stream_id: int, payload: bytes) -> None:
+        frames.demand_size(payload, 4)
+        increment = frames.u32(payload) & frames.STREAM_ID_MASK
+        self._charge(Cause.WINDOW_UPDATE_FLOOD)
+        if not stream_id:
+            if not increment:
+                raise _protocol_error("a window grows by nothing")
+            self._opened(self._sender.connection_window_grown(increment))
+            return
+        if transition(self.streams.state_of(stream_id), Input.WINDOW_UPDATE) in _IGNORED_CLOSED:
+            return
+        if not increment:
+            raise StreamFailureError(ErrorCode.PROTOCOL_ERROR, Cause.PROTOCOL)
+        self._opened(self._sender.stream_window_grown(stream_id, increment))
+
+    def _opened(self, stream_ids: list[int]) -> None:
+        self.events.extend(map(WindowOpened, stream_ids))
+
+    _MEANINGS: ClassVar = (
+        _data,
+        _headers,
+        _priority,
+        _rst_stream,
+        _settings,
+        _push_promise,
+        _ping,
+        _go_away,
+        _window_update,
+        _continuation,
+    )
+    """By :class:`FrameType`."""
+
+
+def _take_body(stream: Stream, flow_bytes: int, size: int, *, ended: bool) -> None:
+    """Count data against a stream's window and the content length (§8.1.1).
+
+    Raises:
+        StreamFailureError: it is too much, or at the end too little.
+    """
+    if stream.receive_window is None or not stream.receive_window.take(flow_bytes):
+        raise StreamFailureError(ErrorCode.FLOW_CONTROL_ERROR, Cause.FLOW_CONTROL)
+    if stream.body_left is not None:
+        stream.body_left -= size
+        if stream.body_left < 0 or (ended and stream.body_left):
+            raise _malformed()
+
+
+def _malformed() -> StreamFailureError:
+    return StreamFailureError(ErrorCode.PROTOCOL_ERROR, Cause.MALFORMED)
+
+
+def _protocol_error(message: str) -> ConnectionFailureError:
+    return ConnectionFailureError(ErrorCode.PROTOCOL_ERROR, Cause.PROTOCOL, message)

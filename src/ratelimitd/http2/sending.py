@@ -1,0 +1,311 @@
+"""The sending half of a connection: answers into frames, as far as the peer's windows go, and the rest when they open.
+
+Never reads what a peer sent; the receiving half says what it means for this one. Octets are only collected here:
+``take`` returns all of them at once, so that a turn of the owner is one write.
+"""
+
+from __future__ import annotations
+
+from ratelimitd.http2 import frames
+from ratelimitd.http2.answers import UnaryAnswer
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode, StreamFailureError
+from ratelimitd.http2.hpack import Encoder
+from ratelimitd.http2.limits import Limits
+from ratelimitd.http2.settings import PeerSettings
+from ratelimitd.http2.streams import UNTOUCHED, Block, State, Stream, Streams
+from ratelimitd.http2.windows import (
+    DEFAULT_WINDOW_BYTES,
+    MAX_WINDOW_BYTES,
+    ReceiveWindow,
+    grown,
+)
+
+
+class Sender:
+    """What a connection sends.
+
+    The methods that send on a stream do nothing when it is gone: its StreamReset is an event that the owner has seen
+    or will see.
+
+    Attributes:
+        buffered_bytes: octets of messages that wait for a window.
+        drained_bytes: octets of messages that had to wait and no longer do, since the connection began.
+        data_frames: frames of DATA that were sent one by one.
+        overflowed: more waits than may; nothing is kept any longer, and the connection has to end.
+    """
+
+    __slots__ = (
+        "_encoder",
+        "_limits",
+        "_out",
+        "_receive_window",
+        "_streams",
+        "_unary_bytes",
+        "_waiting",
+        "_window",
+        "buffered_bytes",
+        "data_frames",
+        "drained_bytes",
+        "overflowed",
+        "peer",
+    )
+
+    def __init__(self, streams: Streams, receive_window: ReceiveWindow, limits: Limits) -> None:
+        self._streams = streams
+        self._receive_window = receive_window
+        self._limits = limits
+        self._encoder = Encoder()
+        self._out: list[bytes] = []
+        self._window = DEFAULT_WINDOW_BYTES
+        # Live streams with something pending and a window of their own, in the order in which their turn comes.
+        self._waiting: dict[int, Stream] = {}
+        # The longest message that may go out by the short way, before the connection's window is asked: that of a
+        # stream which nobody has touched, of a frame, and -1 while the encoder has to speak first.
+        self._unary_bytes = frames.DEFAULT_MAX_FRAME_BYTES
+        self.peer = PeerSettings()
+        self.buffered_bytes = 0
+        self.drained_bytes = 0
+        self.data_frames = 0
+        self.overflowed = False
+
+    def take(self) -> bytes:
+        """All that is to be written, once."""
+        out = self._out
+        octets = b"".join(out)
+        out.clear()
+        return octets
+
+    def frame(self, octets: bytes) -> None:
+        """Send a frame that no window holds back."""
+        self._out.append(octets)
+
+    # Answers
+
+    def send_unary(self, stream_id: int, answer: UnaryAnswer, message: bytes) -> None:
+        """Answer a request with one message.
+
+        The short way is the common one: nothing was sent on the stream yet, and everything fits into the windows and
+        one frame. It does what the general way below does, in one piece.
+        """
+        size = len(message)
+        live = self._streams.live
+        stream = live.pop(stream_id, None)
+        if stream is UNTOUCHED and size <= self._unary_bytes and size <= self._window:
+            self._window -= size
+            self._out.append(answer.octets(stream_id, message))
+        elif stream is not None:
+            live[stream_id] = stream
+            self.send_headers(stream_id, answer.head_block)
+            self.send_data(stream_id, message)
+            self.send_trailers(stream_id, answer.trailer_block)
+
+    def send_headers(self, stream_id: int, block: Block, *, ended: bool = False) -> None:
+        """Begin an answer; ``ended`` when that is all of it."""
+        if stream_id in self._streams.live:
+            self._headers(stream_id, block, ended=ended)
+            if ended:
+                self._finish(stream_id, self._streams.live[stream_id])
+
+    def send_data(self, stream_id: int, data: bytes, *, ended: bool = False) -> bool:
+        """Send a part of a body; ``ended`` when it is the last of the answer.
+
+        Returns whether all of it is on its way. If not, WindowOpened will say when it is, and whoever goes on sending
+        before that fills a buffer that ends the connection when it is over ``max_unread_bytes``.
+        """
+        if stream_id not in self._streams.live or self.overflowed:
+            return True
+        stream = self._streams.own(stream_id)
+        stream.ended = ended
+        if not stream.pending:
+            sent = self._data(stream_id, stream, data, ended=ended)
+            if sent == len(data):
+                if ended:
+                    self._finish(stream_id, stream)
+                return True
+            data = data[sent:]
+        self._keep(stream_id, stream, data)
+        return False
+
+    def send_trailers(self, stream_id: int, block: Block) -> None:
+        """End an answer. The trailers go when everything before them has gone."""
+        if stream_id not in self._streams.live or self.overflowed:
+            return
+        stream = self._streams.own(stream_id)
+        stream.ended = True
+        if stream.pending:
+            # Fields are encoded when they go: blocks must leave in the order in which they changed the table.
+            stream.trailers = block
+        else:
+            self._headers(stream_id, block, ended=True)
+            self._finish(stream_id, stream)
+
+    def reset(self, stream_id: int, code: int) -> None:
+        """Send RST_STREAM, and forget a stream."""
+        self.frame(frames.rst_stream(stream_id, code))
+        self.forget(stream_id, discard=True)
+
+    # What the receiving half knows
+
+    def forget(self, stream_id: int, *, discard: bool) -> None:
+        """A stream was reset: nothing that waits for it is sent, and what its owner holds is held no longer."""
+        stream = self._streams.drop(stream_id, discard=discard)
+        if stream is not None and stream is not UNTOUCHED:
+            self._release(stream_id, stream)
+
+    def credit(self, size: int) -> None:
+        """The connection's window takes ``size`` more octets; tell the peer when it is worth a frame."""
+        increment = self._receive_window.give(size)
+        if increment:
+            self.frame(frames.window_update(0, increment))
+
+    def settings_changed(self, payload: bytes) -> list[int]:
+        """Apply and acknowledge the peer's SETTINGS; return the streams of which nothing waits any more.
+
+        Raises:
+            ConnectionFailureError: they cannot be applied.
+        """
+        peer = self.peer
+        self._encoder.set_max_table_bytes(peer.apply(payload))
+        self._encoder.set_max_table_bytes(peer.header_table_bytes)
+        live = self._streams.live
+        most_credit = max((stream.send_credit for stream in live.values()), default=0)
+        if grown(peer.initial_window_bytes, most_credit) is None:
+            raise ConnectionFailureError(
+                ErrorCode.FLOW_CONTROL_ERROR,
+                Cause.FLOW_CONTROL,
+                "the initial window makes that of a stream too large",
+            )
+        self.frame(frames.SETTINGS_ACK)
+        self._unary_bytes = -1  # until a block of fields, or an empty one, has told the encoder's news
+        self._waiting = {
+            stream_id: stream
+            for stream_id, stream in live.items()
+            if stream.pending and self._stream_window(stream) > 0
+        }
+        return self._flush()
+
+    def connection_window_grown(self, increment: int) -> list[int]:
+        """The peer takes more; return the streams of which nothing waits any more.
+
+        Raises:
+            ConnectionFailureError: it cannot take that much.
+        """
+        window = grown(self._window, increment)
+        if window is None:
+            raise ConnectionFailureError(
+                ErrorCode.FLOW_CONTROL_ERROR, Cause.FLOW_CONTROL, "the window is too large"
+            )
+        self._window = window
+        return self._flush()
+
+    def stream_window_grown(self, stream_id: int, increment: int) -> list[int]:
+        """The peer takes more on a live stream; return it when nothing waits for it any more.
+
+        Raises:
+            StreamFailureError: it cannot take that much.
+        """
+        stream = self._streams.own(stream_id)
+        if self._stream_window(stream) + increment > MAX_WINDOW_BYTES:
+            raise StreamFailureError(ErrorCode.FLOW_CONTROL_ERROR, Cause.FLOW_CONTROL)
+        stream.send_credit += increment
+        if not stream.pending or self._stream_window(stream) <= 0:
+            return []
+        self._waiting[stream_id] = stream
+        return self._flush()
+
+    # Frames of a stream
+
+    def _stream_window(self, stream: Stream) -> int:
+        """What the peer takes on a stream; below 0 after it has lowered the initial window (§6.9.2)."""
+        return self.peer.initial_window_bytes + stream.send_credit
+
+    def _headers(self, stream_id: int, block: Block, *, ended: bool) -> None:
+        """Send a header block. If the encoder's table has changed, whichever block comes first must say so."""
+        if isinstance(block, bytes):
+            octets = self._encoder.encode(()) + block if self._unary_bytes < 0 else block
+        else:
+            octets = self._encoder.encode(block)
+        self._unary_bytes = min(frames.DEFAULT_MAX_FRAME_BYTES, self.peer.initial_window_bytes)
+        max_bytes = self.peer.max_frame_bytes
+        self.frame(frames.headers(stream_id, octets, ended=ended, max_bytes=max_bytes))
+
+    def _data(self, stream_id: int, stream: Stream, data: bytes, *, ended: bool) -> int:
+        """Send as much as the windows take, with END_STREAM on the last frame if that is all; return how much."""
+        room = min(self._window, self._stream_window(stream))
+        size = len(data)
+        if size > room:
+            size, ended = max(0, room), False
+        elif not size:
+            # Needs no window (§6.9.1), and says nothing unless it is the end.
+            if ended:
+                self.frame(frames.frame(frames.FrameType.DATA, frames.END_STREAM, stream_id))
+            return 0
+        # Larger frames than the default would save us little and hold up other streams longer.
+        step = frames.DEFAULT_MAX_FRAME_BYTES
+        for at in range(0, size, step):
+            flags = frames.END_STREAM if ended and at + step >= size else 0
+            part = data[at : min(at + step, size)]
+            self.frame(frames.frame(frames.FrameType.DATA, flags, stream_id, part))
+            self.data_frames += 1
+        self._window -= size
+        stream.send_credit -= size
+        return size
+
+    def _keep(self, stream_id: int, stream: Stream, data: bytes) -> None:
+        stream.pending += data
+        self.buffered_bytes += len(data)
+        if self.buffered_bytes > self._limits.max_unread_bytes:
+            self.overflowed = True
+            self.drop_all()
+        elif self._stream_window(stream) > 0:
+            self._waiting[stream_id] = stream
+
+    def _flush(self) -> list[int]:
+        """Send what waits, a frame of each stream in turn; return the streams that are through and go on."""
+        through: list[int] = []
+        while self._window > 0 and self._waiting:
+            stream_id = next(iter(self._waiting))
+            stream = self._waiting.pop(stream_id)
+            part = bytes(stream.pending[: frames.DEFAULT_MAX_FRAME_BYTES])
+            last = len(part) == len(stream.pending)
+            ended = last and stream.ended and stream.trailers is None
+            sent = self._data(stream_id, stream, part, ended=ended)
+            del stream.pending[:sent]
+            self.buffered_bytes -= sent
+            self.drained_bytes += sent
+            if not stream.pending:
+                self._through(stream_id, stream, through)
+            elif self._stream_window(stream) > 0:
+                self._waiting[stream_id] = stream
+        return through
+
+    def _through(self, stream_id: int, stream: Stream, through: list[int]) -> None:
+        """Nothing is pending any more: the stream ends, or its owner may go on."""
+        if stream.trailers is not None:
+            self._headers(stream_id, stream.trailers, ended=True)
+        if stream.ended:
+            self._finish(stream_id, stream)
+        else:
+            through.append(stream_id)
+
+    def _finish(self, stream_id: int, stream: Stream) -> None:
+        """The answer has ended. If the request has not, nobody wants the rest of it (§8.1)."""
+        if stream.state is State.OPEN:
+            self.reset(stream_id, ErrorCode.NO_ERROR)
+            return
+        del self._streams.live[stream_id]
+        if stream is not UNTOUCHED:
+            self._release(stream_id, stream)
+
+    def _release(self, stream_id: int, stream: Stream) -> None:
+        """A stream is gone: so is what waits, and what its owner has not acknowledged."""
+        self._waiting.pop(stream_id, None)
+        self.buffered_bytes -= len(stream.pending)
+        self.credit(stream.held_bytes)
+
+    def drop_all(self) -> None:
+        """The connection has ended: nothing waits any more."""
+        self._waiting.clear()
+        self._streams.live.clear()
+        self._streams.opening.clear()
+        self.buffered_bytes = 0

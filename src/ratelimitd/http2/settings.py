@@ -1,0 +1,78 @@
+"""SETTINGS (RFC 9113 §6.5): what the peer's mean to us, and which we send.
+
+Never sends anything. Ours are never changed after the first SETTINGS, so there is nothing to keep in step.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Final
+
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
+from ratelimitd.http2.frames import DEFAULT_MAX_FRAME_BYTES
+from ratelimitd.http2.windows import DEFAULT_WINDOW_BYTES, MAX_WINDOW_BYTES
+
+_MAX_MAX_FRAME_BYTES: Final = 2**24 - 1
+_DEFAULT_TABLE_BYTES: Final = 4_096
+
+_pairs = struct.Struct(">HI").iter_unpack
+
+
+class Setting(enum.IntEnum):
+    """The identifiers of RFC 9113 §6.5.2."""
+
+    HEADER_TABLE_SIZE = 0x1
+    ENABLE_PUSH = 0x2
+    MAX_CONCURRENT_STREAMS = 0x3
+    INITIAL_WINDOW_SIZE = 0x4
+    MAX_FRAME_SIZE = 0x5
+    MAX_HEADER_LIST_SIZE = 0x6
+
+
+class PeerSettings:
+    """What the peer has asked for so far, of that which a server needs.
+
+    ENABLE_PUSH and MAX_CONCURRENT_STREAMS bound what we never do. MAX_HEADER_LIST_SIZE is advice, and our answers are
+    smaller than any honest advice.
+    """
+
+    __slots__ = ("header_table_bytes", "initial_window_bytes", "max_frame_bytes")
+
+    def __init__(self) -> None:
+        self.header_table_bytes = _DEFAULT_TABLE_BYTES
+        self.initial_window_bytes = DEFAULT_WINDOW_BYTES
+        self.max_frame_bytes = DEFAULT_MAX_FRAME_BYTES
+
+    def apply(self, payload: bytes) -> int:
+        """Take over the values of a SETTINGS frame; unknown ones are ignored.
+
+        Returns the smallest HEADER_TABLE_SIZE on the way from the old to the new one: an encoder has to say when its
+        table was smaller in between (RFC 7541 §4.2).
+
+        Raises:
+            ConnectionFailureError: a value is out of its range, or the payload is no list of settings.
+        """
+        if len(payload) % 6:
+            raise ConnectionFailureError(
+                ErrorCode.FRAME_SIZE_ERROR, Cause.FRAME_SIZE, "a SETTINGS frame ends within a value"
+            )
+        smallest_table_bytes = self.header_table_bytes
+        for identifier, value in _pairs(payload):
+            if identifier == Setting.HEADER_TABLE_SIZE:
+                self.header_table_bytes = value
+                smallest_table_bytes = min(smallest_table_bytes, value)
+            elif identifier == Setting.ENABLE_PUSH:
+                _demand(value <= 1)
+            elif identifier == Setting.INITIAL_WINDOW_SIZE:
+                _demand(value <= MAX_WINDOW_BYTES, ErrorCode.FLOW_CONTROL_ERROR)
+                self.initial_window_bytes = value
+            elif identifier == Setting.MAX_FRAME_SIZE:
+                _demand(DEFAULT_MAX_FRAME_BYTES <= value <= _MAX_MAX_FRAME_BYTES)
+                self.max_frame_bytes = value
+        return smallest_table_bytes
+
+
+def _demand(valid: bool, code: ErrorCode = ErrorCode.PROTOCOL_ERROR) -> None:  # noqa: FBT001 -- what is demanded
+    if not valid:
+        raise ConnectionFailureError(code, Cause.PROTOCOL, "a setting is out of its range")

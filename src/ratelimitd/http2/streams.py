@@ -1,0 +1,283 @@
+"""Streams of a connection (RFC 9113 §5.1): their states as a table, and which of them there are.
+
+Never sends anything. What each pair of state and input leads to is data in ``TRANSITIONS``:
+
+    state           HEADERS      +END_STREAM    DATA         +END_STREAM    RST_STREAM   WINDOW_UPDATE  PRIORITY
+    idle            open         remote_closed  !! PROTOCOL  !! PROTOCOL    !! PROTOCOL  !! PROTOCOL    idle
+    open            ! PROTOCOL   remote_closed  open         remote_closed  closed       open           open
+    remote_closed   ! CLOSED     ! CLOSED       ! CLOSED     ! CLOSED       closed       remote_closed  remote_closed
+    closed          !! CLOSED    !! CLOSED      ! CLOSED     ! CLOSED       closed       closed         closed
+    discarded       discarded …
+
+``!`` is an error of the stream, ``!!`` of the connection. The second HEADERS of an open stream are trailers, which must
+end it (§8.1). A stream of ours is never half-closed (local): when our answer ends before the request does, RST_STREAM
+with NO_ERROR follows at once (§8.1) and the stream is discarded. Reserved streams are for servers that push.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeAlias
+
+from ratelimitd.http2.errors import (
+    Cause,
+    ConnectionFailureError,
+    ErrorCode,
+    StreamFailureError,
+)
+from ratelimitd.http2.heads import RequestHead
+from ratelimitd.http2.hpack import Field
+from ratelimitd.http2.windows import ReceiveWindow
+
+_MAX_DISCARDED: Final = 256
+"""Streams that we have reset and remember, because what the peer sent before it knew must be ignored. One that is
+forgotten costs an honest peer a second RST_STREAM."""
+
+_MAX_GAPS: Final = 64
+"""Runs of stream identifiers that the peer has skipped. Honest peers skip none, or the first."""
+
+
+class State(enum.Enum):
+    """Of a stream, as the peer's frames find it."""
+
+    IDLE = "idle"
+    OPEN = "open"
+    REMOTE_CLOSED = "remote_closed"
+    """The request is complete: half-closed (remote)."""
+    CLOSED = "closed"
+    DISCARDED = "discarded"
+    """We have closed it before the peer had; what it sends in ignorance of that is ignored."""
+
+
+class Input(enum.Enum):
+    """What a peer can send on a stream."""
+
+    HEADERS = "HEADERS"
+    HEADERS_END = "HEADERS with END_STREAM"
+    DATA = "DATA"
+    DATA_END = "DATA with END_STREAM"
+    RST_STREAM = "RST_STREAM"
+    WINDOW_UPDATE = "WINDOW_UPDATE"
+    PRIORITY = "PRIORITY"
+
+
+class Refusal(NamedTuple):
+    """An error instead of a state."""
+
+    code: ErrorCode
+    of_connection: bool
+
+
+_PROTOCOL: Final = Refusal(ErrorCode.PROTOCOL_ERROR, of_connection=False)
+_PROTOCOL_ALL: Final = Refusal(ErrorCode.PROTOCOL_ERROR, of_connection=True)
+_CLOSED: Final = Refusal(ErrorCode.STREAM_CLOSED, of_connection=False)
+_CLOSED_ALL: Final = Refusal(ErrorCode.STREAM_CLOSED, of_connection=True)
+
+_ROWS: Final[Mapping[State, Sequence[State | Refusal]]] = {
+    State.IDLE: (
+        State.OPEN,
+        State.REMOTE_CLOSED,
+        _PROTOCOL_ALL,
+        _PROTOCOL_ALL,
+        _PROTOCOL_ALL,
+        _PROTOCOL_ALL,
+        State.IDLE,
+    ),
+    State.OPEN: (
+        _PROTOCOL,
+        State.REMOTE_CLOSED,
+        State.OPEN,
+        State.REMOTE_CLOSED,
+        State.CLOSED,
+        State.OPEN,
+        State.OPEN,
+    ),
+    State.REMOTE_CLOSED: (
+        _CLOSED,
+        _CLOSED,
+        _CLOSED,
+        _CLOSED,
+        State.CLOSED,
+        State.REMOTE_CLOSED,
+        State.REMOTE_CLOSED,
+    ),
+    State.CLOSED: (
+        _CLOSED_ALL,
+        _CLOSED_ALL,
+        _CLOSED,
+        _CLOSED,
+        State.CLOSED,
+        State.CLOSED,
+        State.CLOSED,
+    ),
+    State.DISCARDED: (State.DISCARDED,) * len(Input),
+}
+
+TRANSITIONS: Final[Mapping[tuple[State, Input], State | Refusal]] = MappingProxyType(
+    {
+        (state, given): after
+        for state, row in _ROWS.items()
+        for given, after in zip(Input, row, strict=True)
+    }
+)
+
+
+def transition(state: State, given: Input) -> State:
+    """The state after an input.
+
+    Raises:
+        StreamFailureError, ConnectionFailureError: the input is an error in this state.
+    """
+    after = TRANSITIONS[state, given]
+    if isinstance(after, State):
+        return after
+    cause = Cause.STREAM_CLOSED if after.code is ErrorCode.STREAM_CLOSED else Cause.PROTOCOL
+    if after.of_connection:
+        raise ConnectionFailureError(
+            after.code, cause, "a frame came that the state of its stream does not allow"
+        )
+    raise StreamFailureError(after.code, cause)
+
+
+Block: TypeAlias = bytes | tuple[Field, ...]
+"""A header block: made in advance, or fields for the connection's encoder."""
+
+
+class Stream:
+    """A stream that is neither idle nor gone.
+
+    Attributes:
+        state: OPEN or REMOTE_CLOSED.
+        send_credit: its window is this and the peer's SETTINGS_INITIAL_WINDOW_SIZE (§6.9.2), so that a change of the
+            setting need not touch it.
+        receive_window: None once the request is complete.
+        held_bytes: of flow control, given to the owner and not acknowledged.
+        body_left: octets of the body that content-length promises, None when it does not.
+        pending: octets of DATA that wait for a window.
+        trailers: a block that waits for those, None for none.
+        ended: nothing follows what waits.
+    """
+
+    __slots__ = (
+        "body_left",
+        "ended",
+        "held_bytes",
+        "pending",
+        "receive_window",
+        "send_credit",
+        "state",
+        "trailers",
+    )
+
+    def __init__(
+        self,
+        state: State,
+        receive_window: ReceiveWindow | None = None,
+        body_left: int | None = None,
+    ) -> None:
+        self.state = state
+        self.receive_window = receive_window
+        self.body_left = body_left
+        self.send_credit = 0
+        self.held_bytes = 0
+        self.pending = bytearray()
+        self.trailers: Block | None = None
+        self.ended = False
+
+
+UNTOUCHED: Final = Stream(State.REMOTE_CLOSED)
+"""Stands for every stream whose request is complete, of which nothing was answered, and whose window is the initial
+one. Never changed: :meth:`Streams.own` replaces it by an object of the stream's own before anything is. Nearly every
+request is answered before that, and an object saved is 300 ns."""
+
+
+class Streams:
+    """The streams of a connection. The check path works on ``live`` and ``opening`` directly.
+
+    Attributes:
+        live: open streams which the owner knows, by identifier.
+        opening: heads of open streams which are kept back until it is clear whether the rest of the request follows at
+            once. Never outlives a slice of input.
+        next_id: the lowest identifier that the peer can still use.
+        final_id: the highest that will be served, as the last GOAWAY says; None before.
+        opened_total: streams that ever were in ``live``.
+        reset_total: those of them which were reset by either side, or discarded.
+    """
+
+    __slots__ = (
+        "_discarded",
+        "_gaps",
+        "final_id",
+        "live",
+        "next_id",
+        "opened_total",
+        "opening",
+        "reset_total",
+    )
+
+    def __init__(self) -> None:
+        self.live: dict[int, Stream] = {}
+        self.opening: dict[int, RequestHead] = {}
+        self.next_id = 1
+        self.final_id: int | None = None
+        self.opened_total = 0
+        self.reset_total = 0
+        self._discarded: dict[int, None] = {}
+        self._gaps: list[tuple[int, int]] = []
+
+    @property
+    def answered_total(self) -> int:
+        """Streams whose answer has ended."""
+        return self.opened_total - self.reset_total - len(self.live)
+
+    @property
+    def last_id(self) -> int:
+        """What GOAWAY says: the highest identifier that was, or may have been, acted upon."""
+        last_id = max(0, self.next_id - 2)
+        return last_id if self.final_id is None else min(self.final_id, last_id)
+
+    def state_of(self, stream_id: int) -> State:
+        """The state of a stream which is not in ``opening``."""
+        stream = self.live.get(stream_id)
+        if stream is not None:
+            return stream.state
+        if self.final_id is not None and stream_id > self.final_id:
+            return State.DISCARDED
+        if stream_id >= self.next_id or not stream_id & 1:
+            return State.IDLE
+        return State.DISCARDED if stream_id in self._discarded else State.CLOSED
+
+    def may_begin(self, stream_id: int) -> bool:
+        """Whether an identifier is one that HEADERS may carry at all: odd, and not skipped before (§5.1.1)."""
+        return bool(stream_id & 1) and not any(low <= stream_id < high for low, high in self._gaps)
+
+    def begin(self, stream_id: int) -> None:
+        """An idle stream is idle no longer, nor are those below it."""
+        if stream_id > self.next_id and len(self._gaps) < _MAX_GAPS:
+            self._gaps.append((self.next_id, stream_id))
+        self.next_id = stream_id + 2
+
+    def add(self, stream_id: int, stream: Stream) -> None:
+        """A stream becomes known to the owner."""
+        self.live[stream_id] = stream
+        self.opened_total += 1
+
+    def own(self, stream_id: int) -> Stream:
+        """A live stream, as an object that may be changed."""
+        stream = self.live[stream_id]
+        if stream is UNTOUCHED:
+            stream = self.live[stream_id] = Stream(State.REMOTE_CLOSED)
+        return stream
+
+    def drop(self, stream_id: int, *, discard: bool) -> Stream | None:
+        """A stream was reset; return it if it was live. To ``discard`` it is to ignore what still comes for it."""
+        if discard:
+            if len(self._discarded) == _MAX_DISCARDED:
+                del self._discarded[next(iter(self._discarded))]
+            self._discarded[stream_id] = None
+        stream = self.live.pop(stream_id, None)
+        if stream is not None:
+            self.reset_total += 1
+        return stream
