@@ -1,4 +1,4 @@
-"""Fills an empty rule book from RULES_FILE, once; a filled one is never touched.
+"""Fills a rule book that never held a rule from RULES_FILE; any other, also one emptied on purpose, is never touched.
 
 All of the file is validated before the first rule is written.
 """
@@ -17,14 +17,15 @@ ACTOR: Final = "RULES_FILE"
 """Who the audit trail names."""
 
 
-async def seed_empty_book(store: RuleStore, path: Path) -> int:
-    """Write the rules of ``path`` if the store has none; returns how many were written.
+async def seed_new_book(store: RuleStore, path: Path) -> int:
+    """Write the rules of ``path`` if the store never had one; returns how many were written.
 
     Raises:
         StartupError: the file cannot be read, or a rule in it is wrong; the line names file, rule and field.
         StoreUnavailableError: the store cannot be read or written.
     """
-    if await store.page("", "", None, 1):
+    # Rows that were put in behind the service's back have moved no revision.
+    if await store.revision() or await store.page("", "", None, 1):
         return 0
     try:
         drafts = parse_rules(await asyncio.to_thread(_read, path))

@@ -4,7 +4,7 @@ from ratelimitd.clock import SystemClock
 from ratelimitd.errors import RuleExistsError, StartupError
 from ratelimitd.rules import migrations
 from ratelimitd.rules.sql import SqlRuleStore
-from ratelimitd.seed import ACTOR, seed_empty_book
+from ratelimitd.seed import ACTOR, seed_new_book
 
 RULES = """
 rules:
@@ -33,24 +33,47 @@ async def endpoints(store):
     return [rule.endpoint for rule in await store.page("", "", None, 10)]
 
 
-async def test_an_empty_book_is_filled(store, rules_file):
-    assert await seed_empty_book(store, rules_file) == 2
+async def test_a_new_book_is_filled(store, rules_file):
+    assert await seed_new_book(store, rules_file) == 2
     assert await endpoints(store) == ["/a", "/b"]
 
 
 async def test_a_filled_book_is_never_touched_and_the_file_not_even_read(
     store, rules_file, tmp_path
 ):
-    await seed_empty_book(store, rules_file)
+    await seed_new_book(store, rules_file)
     for rule in await store.page("/a", "", None, 1):
         await store.delete(rule.id, "", "test")
-    assert await seed_empty_book(store, rules_file) == 0
-    assert await seed_empty_book(store, tmp_path / "absent.yaml") == 0
+    assert await seed_new_book(store, rules_file) == 0
+    assert await seed_new_book(store, tmp_path / "absent.yaml") == 0
     assert await endpoints(store) == ["/b"]
+
+
+async def test_a_book_that_was_emptied_on_purpose_stays_empty(store, rules_file):
+    await seed_new_book(store, rules_file)
+    for rule in await store.page("", "", None, 10):
+        await store.delete(rule.id, "", "test")
+    assert await seed_new_book(store, rules_file) == 0
+    assert await endpoints(store) == []
+
+
+async def test_rules_that_moved_no_revision_count_as_well(store, rules_file):
+    await seed_new_book(store, rules_file)
+
+    class BehindTheBack:
+        async def revision(self):
+            return 0
+
+        page = staticmethod(store.page)
+
+    assert await seed_new_book(BehindTheBack(), rules_file) == 0
 
 
 async def test_a_rule_that_another_node_seeds_meanwhile_is_not_counted(store, rules_file):
     class Racing:
+        async def revision(self):
+            return 0
+
         async def page(self, *_):
             return []
 
@@ -60,7 +83,7 @@ async def test_a_rule_that_another_node_seeds_meanwhile_is_not_counted(store, ru
                 raise RuleExistsError
             return await store.create(draft, actor)
 
-    assert await seed_empty_book(Racing(), rules_file) == 1
+    assert await seed_new_book(Racing(), rules_file) == 1
 
 
 async def test_a_wrong_rule_is_named_by_file_index_and_field_and_nothing_is_written(
@@ -68,10 +91,10 @@ async def test_a_wrong_rule_is_named_by_file_index_and_field_and_nothing_is_writ
 ):
     rules_file.write_text(RULES.replace("limit: 2", "limit: 0"))
     with pytest.raises(StartupError, match=r"RULES_FILE .*rules\.yaml: rules\[1\]\.limit: "):
-        await seed_empty_book(store, rules_file)
+        await seed_new_book(store, rules_file)
     assert await endpoints(store) == []
 
 
 async def test_a_file_that_cannot_be_read_is_named_with_the_reason(store, tmp_path):
     with pytest.raises(StartupError, match=r"RULES_FILE .*absent\.yaml cannot be read: No such"):
-        await seed_empty_book(store, tmp_path / "absent.yaml")
+        await seed_new_book(store, tmp_path / "absent.yaml")
