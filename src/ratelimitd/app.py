@@ -33,7 +33,7 @@ from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.last_good import LastGoodBook
 from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.rules.store import RuleStore
-from ratelimitd.seed import seed_empty_book
+from ratelimitd.seed import seed_new_book
 from ratelimitd.services import grpc_health, reflection
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.services.catalogue import OUR_SERVICES, guarded, names_of
@@ -168,16 +168,19 @@ class Node:
         store = SqlRuleStore(settings.database_url, clock=self._clock)
         self._open.push_async_callback(store.close)
         if settings.rules_file is not None:
-            written = await seed_empty_book(store, settings.rules_file)
+            written = await seed_new_book(store, settings.rules_file)
             if written:
-                _log.info("seeded the empty rule book with %d rules", written)
+                _log.info("seeded the new rule book with %d rules", written)
         return store
 
     def _take_book(self, limiter: Limiter, book: RuleBook) -> None:
         limiter.replace_book(book)
         self._context.rules_revision = book.revision
         self._grpc_health.set_serving(True)
-        _log.info("rules in force: %d", len(book))
+        if len(book):
+            _log.info("rules in force: %d", len(book))
+        else:
+            _log.warning("no rules: every check is allowed")
 
     def _metrics(self, snapshot: SnapshotLog, feed: RuleFeed) -> Metrics:
         clock, table = self._clock, self._table

@@ -90,6 +90,22 @@ async def test_a_rule_is_in_force_when_its_creation_is_answered(kept):
         assert await client.allowed(3) == 1
 
 
+async def test_a_book_without_rules_is_warned_of_and_decides_nothing(kept, caplog):
+    kept.pop("rules_file")
+    async with running_node(**kept) as node, Client(node) as client:
+        assert await client.allowed(5) == 5
+    warnings = [each.message for each in caplog.records if each.levelno == logging.WARNING]
+    assert "no rules: every check is allowed" in warnings
+
+
+async def test_rules_that_were_all_deleted_do_not_come_back_at_a_restart(kept):
+    async with running_node(**kept) as node, Client(node) as client:
+        for rule in (await client.rules.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits:
+            await client.rules.DeleteRateLimit(pb.DeleteRateLimitRequest(id=rule.id))
+    async with running_node(**kept) as node, Client(node) as client:
+        assert await client.allowed(5) == 5
+
+
 async def test_a_restart_gives_nobody_a_fresh_limit_and_takes_no_reset_back(kept):
     clock = ManualClock()
     async with running_node(**kept, clock=clock) as node, Client(node) as client:
@@ -304,7 +320,7 @@ async def test_a_database_that_fails_after_it_was_opened_is_one_line(
     async with running_node(**kept):
         pass
     connection = sqlite3.connect(tmp_path / "rules.db")
-    connection.execute("DROP TABLE rules")
+    connection.execute("DROP TABLE secrets")
     connection.close()
     with pytest.raises(StartupError, match="the rule database failed"):
         await node_of(kept).start()
