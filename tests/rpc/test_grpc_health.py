@@ -25,6 +25,13 @@ async def test_every_service_serves_until_the_node_drains(node, client, name):
     assert (await client.Check(request)).status == NOT_SERVING
 
 
+async def test_the_list_says_the_same_of_all_of_them(client):
+    answer = await client.List(health_pb2.HealthListRequest())
+    assert {name: each.status for name, each in answer.statuses.items()} == dict.fromkeys(
+        NAMES, SERVING
+    )
+
+
 async def test_a_service_that_is_not_there_is_not_found(client):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.Check(health_pb2.HealthCheckRequest(service="nope"))

@@ -39,6 +39,7 @@ ROLES: Final[Mapping[str, Role]] = MappingProxyType(
         f"/{health.SERVICE}/GetMetrics": Role.READ,
         f"/{health.SERVICE}/ResetRateLimit": Role.ADMIN,
         f"/{grpc_health.SERVICE}/Check": Role.OPEN,
+        f"/{grpc_health.SERVICE}/List": Role.OPEN,
         f"/{grpc_health.SERVICE}/Watch": Role.OPEN,
         f"/{reflection.V1}/ServerReflectionInfo": Role.OPEN,
         f"/{reflection.V1ALPHA}/ServerReflectionInfo": Role.OPEN,

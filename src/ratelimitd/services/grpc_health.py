@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
-from typing import Final
+from typing import Final, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
@@ -23,11 +23,15 @@ SERVICE: Final = "grpc.health.v1.Health"
 WHOLE_NODE: Final = ""
 """The service name that stands for the node itself."""
 
+_M = TypeVar("_M", bound=Message)
 _Response = health_pb2.HealthCheckResponse
+# The stubs of the package do not know List yet.
+_ListRequest = health_pb2.HealthListRequest  # type: ignore[attr-defined]
+_ListResponse = health_pb2.HealthListResponse  # type: ignore[attr-defined]
 
 
 class GrpcHealthService:
-    """Handlers of Check and Watch for the node ("") and for each of ``service_names``.
+    """Handlers of Check, List and Watch for the node ("") and for each of ``service_names``.
 
     Starts as NOT_SERVING; :meth:`set_serving` says when the node is ready, :meth:`drain` ends that for good.
     """
@@ -46,7 +50,7 @@ class GrpcHealthService:
     def methods(self) -> Methods:
         """The handlers by path."""
         return Methods(
-            unary={f"/{SERVICE}/Check": self.check},
+            unary={f"/{SERVICE}/Check": self.check, f"/{SERVICE}/List": self.list_all},
             server_stream={f"/{SERVICE}/Watch": self.watch},
         )
 
@@ -71,6 +75,13 @@ class GrpcHealthService:
             raise rich_error(StatusCode.NOT_FOUND, "SERVICE_UNKNOWN", "no such service")
         return _Response(status=self._status(name)).SerializeToString()
 
+    def list_all(self, data: bytes, _call: Call) -> bytes:
+        """Answer once for the node and every service of it."""
+        _parse(_ListRequest, data)
+        statuses = {name: _Response(status=self._status(name)) for name in self._names}
+        answer: bytes = _ListResponse(statuses=statuses).SerializeToString()
+        return answer
+
     async def watch(self, data: bytes, _call: Call) -> AsyncIterator[bytes]:
         """Answer now and after every change, until the caller leaves. An unknown service is SERVICE_UNKNOWN."""
         name = _service_of(data)
@@ -94,8 +105,12 @@ class GrpcHealthService:
 
 
 def _service_of(data: bytes) -> str:
+    return _parse(health_pb2.HealthCheckRequest, data).service
+
+
+def _parse(message_type: type[_M], data: bytes) -> _M:
     try:
-        return health_pb2.HealthCheckRequest.FromString(data).service
+        return message_type.FromString(data)
     except DecodeError:
-        message = "the bytes are no HealthCheckRequest message"
+        message = f"the bytes are no {message_type.DESCRIPTOR.name} message"
         raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, message)) from None

@@ -49,8 +49,20 @@ def test_an_unknown_service_is_not_found(service):
 
 
 def test_bytes_that_are_no_message_are_refused(service):
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(InvalidInputError, match="no HealthCheckRequest message"):
         service.check(b"\xff", CALL)
+    with pytest.raises(InvalidInputError, match="no HealthListRequest message"):
+        service.list_all(b"\xff", CALL)
+
+
+def test_the_list_names_the_node_and_every_service_with_its_state(service):
+    def listed():
+        answer = health_pb2.HealthListResponse.FromString(service.list_all(b"", CALL))
+        return {name: each.status for name, each in answer.statuses.items()}
+
+    assert listed() == {"": NOT_SERVING, "a.B": NOT_SERVING}
+    service.set_serving(True)
+    assert listed() == {"": SERVING, "a.B": SERVING}
 
 
 async def test_a_watch_tells_changes_once_and_nothing_else(service):
