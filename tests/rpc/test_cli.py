@@ -16,6 +16,13 @@ from ratelimitd.testing import ManualClock, running_node
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 COMMAND = Path(sys.executable).with_name("ratelimitd")
+HEEDS_CTRL_C = (
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+)
+"""Starts a command as a terminal would: what runs in the background of a script inherits that SIGINT is ignored."""
+
 LOGIN = ("ip", "192.0.2.7", "/login")
 
 
@@ -194,7 +201,7 @@ def test_ctrl_c_while_waiting_is_quiet():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         process = subprocess.Popen(
-            [COMMAND, "health", "--target", address, "--timeout", "60"],
+            [*HEEDS_CTRL_C, COMMAND, "health", "--target", address, "--timeout", "60"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
