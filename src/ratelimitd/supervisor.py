@@ -140,7 +140,7 @@ def _report_lost_exception(_loop: asyncio.AbstractEventLoop, context: dict[str, 
 
 
 def _failed(line: str) -> int:
-    sys.stderr.write(f"ratelimitd: {line}\n")
+    sys.stderr.write(f"Error: {line}\n")
     return EXIT_FAILED
 
 

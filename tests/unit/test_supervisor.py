@@ -97,7 +97,7 @@ def test_a_node_that_cannot_start_is_one_line_and_status_1(node, capsys):
     node.start = start
     assert run() == 1
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "ratelimitd: LISTEN: taken\n")
+    assert (captured.out, captured.err) == ("", "Error: LISTEN: taken\n")
 
 
 def test_an_unexpected_error_is_one_line_with_its_place_but_without_its_text(node, capsys):
@@ -108,7 +108,7 @@ def test_an_unexpected_error_is_one_line_with_its_place_but_without_its_text(nod
     node.start = start
     assert run() == 1
     error = capsys.readouterr().err
-    assert error.startswith("ratelimitd: unexpected KeyError at ")
+    assert error.startswith("Error: unexpected KeyError at ")
     assert error.endswith("in start\n")
     assert error.count("\n") == 1
     assert "secret" not in error
@@ -150,7 +150,7 @@ def test_a_drain_that_hangs_ends_the_process_with_status_1(node, ended, capsys, 
     node.drain = drain
     run(drain_s="0")
     assert ended == [1]
-    assert capsys.readouterr().err.startswith("ratelimitd: the node did not drain in time")
+    assert capsys.readouterr().err.startswith("Error: the node did not drain in time")
 
 
 def test_what_was_loaded_is_taken_out_of_the_collectors_sight_once_the_node_is_ready(
