@@ -20,7 +20,7 @@ from ratelimitd.cli.output import Output, as_dict, printable
 from ratelimitd.cli.plan import COMPARED, Create, Delete, Step, Update, draft_of, make_plan
 from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.errors import RuleInvalidError
-from ratelimitd.rules.rules_file import MAX_FILE_BYTES, dump_rules, parse_rules
+from ratelimitd.rules.rules_file import MAX_FILE_BYTES, dump_rules, dump_rules_json, parse_rules
 from ratelimitd.rules.store import RuleDraft
 from ratelimitd_client import RateLimiterClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -71,17 +71,16 @@ def apply(
 
 @asks_node
 def export(target: Target) -> None:
-    """Print the rules as a file that `rules apply` reads.
+    """Print the rules as a file that `rules apply` reads, YAML or with --json JSON.
 
     Example:
       ratelimitd rules export > rules.yaml
+      ratelimitd rules export --json | jq '.rules[].limit'
     """
     with target.client() as client:
-        rules = list(client.rules())
-    if target.output.as_json:
-        target.output.json_list(as_dict(rule) for rule in rules)
-    else:
-        target.output.line(dump_rules(map(draft_of, rules)).rstrip("\n"))
+        drafts = [draft_of(rule) for rule in client.rules()]
+    dump = dump_rules_json if target.output.as_json else dump_rules
+    target.output.line(dump(drafts).rstrip("\n"))
 
 
 def _content(file: Path) -> bytes:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NoReturn
 
@@ -45,6 +47,8 @@ what is wrong with the others is named in the same run."""
 
 _TYPES: Final = {"text": str, "a whole number": int, "true or false": bool}
 
+_NOT_PLAIN_IN_YAML: Final = re.compile("[\u007f-\u009f\u2028\u2029\ufeff\ufffe\uffff]")
+
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -78,6 +82,14 @@ def dump_rules(drafts: Iterable[RuleDraft]) -> str:
         {RULES_KEY: items}, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=2**31 - 1
     )
     return text
+
+
+def dump_rules_json(drafts: Iterable[RuleDraft]) -> str:
+    """Return the same file in JSON, which is YAML as well."""
+    items = [{field: getattr(draft, field) for field in FIELDS} for draft in drafts]
+    text = json.dumps({RULES_KEY: items}, indent=2, ensure_ascii=False)
+    # JSON may hold these as they are; YAML refuses them or takes them for the end of a line.
+    return _NOT_PLAIN_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _items(document: Node) -> list[Node]:

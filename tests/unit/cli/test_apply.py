@@ -189,7 +189,9 @@ def test_the_export_of_nothing_is_an_empty_book(ask, node, book):
     assert node.rules == {}
 
 
-def test_json_export_is_a_list_of_messages(ask, node):
-    rule = node.add_rule("/x")
-    [exported] = json.loads(ask("rules", "export", "--json").out)
-    assert (exported["id"], exported["etag"]) == (rule.id, rule.etag)
+def test_an_export_in_json_is_a_file_that_is_applied_as_well(ask, node, book):
+    rule = node.add_rule("/x\N{LINE SEPARATOR}\N{GRINNING FACE}", enabled=False)
+    exported = ask("rules", "export", "--json").out
+    [item] = json.loads(exported)["rules"]
+    assert (item["id"], item["endpoint"], item["enabled"]) == (rule.id, rule.endpoint, False)
+    assert ask("rules", "apply", "-f", book(exported), "--prune").out == "no changes\n"

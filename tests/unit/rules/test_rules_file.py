@@ -1,5 +1,7 @@
 """The rules file: what is read, that all that is wrong is named at once, and that an export is read back."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType
 from ratelimitd.rules import rules_file
-from ratelimitd.rules.rules_file import dump_rules, parse_rules
+from ratelimitd.rules.rules_file import dump_rules, dump_rules_json, parse_rules
 from ratelimitd.rules.store import RuleDraft
 
 ID = "6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f"
@@ -155,9 +157,34 @@ drafts = st.builds(
 )
 def test_what_is_written_is_read_back(book):
     assert parse_rules(dump_rules(book).encode()) == tuple(book)
+    assert parse_rules(dump_rules_json(book).encode()) == tuple(book)
 
 
-@pytest.mark.parametrize("endpoint", ["*", "true", "null", "123", "no", "- a", "a: b", "é", " x "])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "*",
+        "true",
+        "null",
+        "123",
+        "no",
+        "- a",
+        "a: b",
+        "é",
+        " x ",
+        'a"\\/',
+        "\u2028a\u2029",
+        "\ufeffa",
+    ],
+)
 def test_an_endpoint_that_looks_like_something_else_is_read_back(endpoint):
     book = (RuleDraft(endpoint, "user", 1, 1, "token_bucket", id=ID),)
     assert parse_rules(dump_rules(book).encode()) == book
+    assert parse_rules(dump_rules_json(book).encode()) == book
+
+
+@pytest.mark.parametrize("endpoint", ["\ufffe", "\uffff", "\N{GRINNING FACE}"])
+def test_a_character_that_yaml_does_not_take_as_it_is_is_read_back(endpoint):
+    book = (RuleDraft(endpoint, "user", 1, 1, "token_bucket", id=ID),)
+    assert parse_rules(dump_rules_json(book).encode()) == book
+    assert json.loads(dump_rules_json(book))["rules"][0]["endpoint"] == endpoint
