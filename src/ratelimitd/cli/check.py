@@ -52,6 +52,20 @@ EndpointArgument = Annotated[
 ]
 
 
+def int32(value: int | None) -> int | None:
+    """The value of an option, which must fit into the contract's int32 to travel; every other bound is the node's.
+
+    Not the range of the option: the help would show it, and no person means a limit of minus two billion.
+
+    Raises:
+        typer.BadParameter: it does not fit.
+    """
+    if value is not None and not -INT32_MAX - 1 <= value <= INT32_MAX:
+        message = f"must be at most {INT32_MAX} either way"
+        raise typer.BadParameter(message)
+    return value
+
+
 @asks_node
 def check(
     target: Target,
@@ -59,9 +73,7 @@ def check(
     identifier_type: TypeArgument,
     identifier: IdentifierArgument,
     endpoint: EndpointArgument,
-    cost: Annotated[
-        int, typer.Option(min=-INT32_MAX - 1, max=INT32_MAX, metavar="N", help="Tokens to ask for.")
-    ] = 1,
+    cost: Annotated[int, typer.Option(callback=int32, metavar="N", help="Tokens to ask for.")] = 1,
     count: Annotated[
         int, typer.Option(min=1, max=MAX_COUNT, metavar="N", help="Ask so many times in a row.")
     ] = 1,

@@ -89,7 +89,7 @@ def rpc_failure(
     return CliError(f"{name}{': ' if reason else ''}{reason}{hint}")
 
 
-def _tls_hint(tls: bool, certificate: bool) -> str:  # noqa: FBT001 -- what rpc_failure was told
+def _tls_hint(tls: bool, certificate: bool) -> str:
     """What to look at when a handshake may have failed: gRPC says no more than that the connection ended."""
     if not tls:
         return "a node with TLS needs --ca"

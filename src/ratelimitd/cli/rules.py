@@ -5,20 +5,18 @@ Validates nothing itself: what a valid rule is, the node says.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
 from ratelimitd.cli.apply import apply, export
-from ratelimitd.cli.check import TypeArgument
+from ratelimitd.cli.check import TypeArgument, int32
 from ratelimitd.cli.command_help import help_of
 from ratelimitd.cli.failures import UsageError
 from ratelimitd.cli.output import as_dict
 from ratelimitd.cli.target import Target, asks_node
-from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType
+from ratelimitd.model import Algorithm, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-INT32_MIN: Final = -INT32_MAX - 1
 
 IdArgument = Annotated[
     str, typer.Argument(metavar="ID", help="Id of the rule, as `rules list` shows it.")
@@ -26,12 +24,11 @@ IdArgument = Annotated[
 EtagOption = Annotated[
     str, typer.Option(metavar="ETAG", help="Refuse when the rule's etag is another one by now.")
 ]
-# What is no int32 cannot travel, so it is a wrong command line; every other value is the node's to judge.
 LimitOption = typer.Option(
-    min=INT32_MIN, max=INT32_MAX, metavar="N", help="Tokens per window.", show_default=False
+    callback=int32, metavar="N", help="Tokens per window, at least 1.", show_default=False
 )
 WindowOption = typer.Option(
-    min=INT32_MIN, max=INT32_MAX, metavar="N", help="Length of the window in s.", show_default=False
+    callback=int32, metavar="N", help="Length of the window in s, at least 1.", show_default=False
 )
 
 app = typer.Typer(

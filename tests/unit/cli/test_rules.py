@@ -142,3 +142,20 @@ def test_a_rule_is_deleted(ask, node, options, out):
 def test_a_rule_that_does_not_exist_is_status_1(ask):
     ended = ask("rules", "delete", ID)
     assert (ended.status, ended.err) == (1, f"Error: not found: no rule has the id {ID}\n")
+
+
+def test_help_shows_no_range_that_no_person_means(run):
+    for command in (("rules", "create"), ("rules", "update"), ("check",)):
+        assert "2147483648" not in run(*command, "--help").out
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1])
+def test_a_number_that_cannot_travel_is_a_wrong_command_line(ask, node, number):
+    create = ("rules", "create", "/x", "user", "--window-seconds", 60)
+    for ended in (
+        ask(*create, "--limit", number),
+        ask("check", "user", "u", "/x", "--cost", number),
+    ):
+        assert ended.status == 2
+        assert "must be at most 2147483647 either way" in ended.err
+    assert node.seen == []
