@@ -1,3 +1,8 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tools import check_layout
@@ -15,6 +20,27 @@ def repository(tmp_path, monkeypatch):
 
 def problems():
     return list(check_layout.mirror_problems())
+
+
+def coverage_problems(repository, pattern):
+    """What the check says, in an interpreter of its own.
+
+    It forks, and a fork of a process with threads, such as the one that runs these tests, may wait for one for ever.
+    """
+    script = f"""
+import json
+from pathlib import Path
+from tools import check_layout
+check_layout.ROOT = Path({str(repository)!r})
+check_layout.SOURCE = check_layout.ROOT / "src" / "ratelimitd"
+check_layout.UNIT_TESTS = check_layout.ROOT / "tests" / "unit"
+print(json.dumps(check_layout.coverage_problems([{pattern!r}])))
+"""
+    project = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=project, capture_output=True, text=True, check=True
+    )
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def put(repository, name, text=""):
@@ -72,7 +98,7 @@ def test_migrations_and_main_modules_are_exempt(repository):
 def test_module_reached_in_full_by_its_own_tests_passes(repository):
     put(repository, "src/ratelimitd/clock.py", CODE)
     put(repository, "tests/unit/test_clock.py", own_tests(0, 1))
-    assert check_layout.coverage_problems(["clock.py"]) == []
+    assert coverage_problems(repository, "clock.py") == []
 
 
 def test_branch_that_only_other_tests_reach_is_reported(repository):
@@ -83,7 +109,7 @@ def test_branch_that_only_other_tests_reach_is_reported(repository):
     )
     put(repository, "tests/unit/test_clock.py", own_tests(1, function="sign"))
     put(repository, "tests/unit/test_other.py", own_tests(0, function="sign"))
-    assert check_layout.coverage_problems(["clock.py"]) == [
+    assert coverage_problems(repository, "clock.py") == [
         "src/ratelimitd/clock.py: its own tests do not reach branches 2→4"
     ]
 
@@ -93,7 +119,7 @@ def test_failing_test_file_is_reported_with_its_output(repository):
     put(
         repository, "tests/unit/test_clock.py", "def test_it():\n    raise RuntimeError('broken')\n"
     )
-    (problem,) = check_layout.coverage_problems(["clock.py"])
+    (problem,) = coverage_problems(repository, "clock.py")
     assert "fails when it is run alone" in problem
     assert "broken" in problem
 
