@@ -5,22 +5,26 @@ The one place that knows the driver. Never holds a statement about rules. See AD
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final
 from urllib.parse import quote
+from weakref import WeakKeyDictionary
 
+import aiosqlite
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
 
 from ratelimitd.errors import SettingsError, StoreUnavailableError
 
@@ -32,6 +36,11 @@ POOL_SIZE: Final = 4
 
 POOL_TIMEOUT_S: Final = 5.0
 """Longest wait for a connection of the pool."""
+
+CLOSE_TIMEOUT_S: Final = 2.0
+"""Longest wait for the thread of a closed connection: as long as a statement may wait for a lock."""
+
+_threads: Final[WeakKeyDictionary[sa.Engine, set[Thread]]] = WeakKeyDictionary()
 
 _BEGIN: Final = "ratelimitd_begin"
 
@@ -74,21 +83,41 @@ def open_engine(
     """
     if create:
         _make_private(path)
-    url = sa.URL.create(
-        "sqlite+aiosqlite",
-        database=f"file:{quote(str(path))}",
-        query={"mode": "rwc" if create else "rw", "uri": "true"},
-    )
+    uri = f"file:{quote(str(path))}?mode={'rwc' if create else 'rw'}"
+    threads: set[Thread] = set()
+
+    async def connect() -> aiosqlite.Connection:
+        connection = aiosqlite.connect(
+            uri, uri=True, timeout=busy_timeout_s, check_same_thread=False
+        )
+        threads.difference_update([thread for thread in threads if not thread.is_alive()])
+        threads.add(connection._thread)  # noqa: SLF001 - nothing else tells when it has ended
+        return await connection
+
     engine = create_async_engine(
-        url,
+        "sqlite+aiosqlite://",
+        async_creator=connect,
+        poolclass=AsyncAdaptedQueuePool,
         pool_size=POOL_SIZE,
         max_overflow=0,
         pool_timeout=POOL_TIMEOUT_S,
-        connect_args={"timeout": busy_timeout_s},
         hide_parameters=True,
     )
+    _threads[engine.sync_engine] = threads
     _prepare_connections(engine, path)
     return engine
+
+
+async def close_engine(engine: AsyncEngine) -> None:
+    """Close every connection and wait until its thread has ended; idempotent.
+
+    A connection whose caller was cancelled is closed by its thread alone, in its own time. A thread that outlives the
+    event loop ends with a traceback on stderr.
+    """
+    await engine.dispose()
+    for thread in _threads.get(engine.sync_engine, ()):
+        if thread.ident is not None:
+            await asyncio.to_thread(thread.join, CLOSE_TIMEOUT_S)
 
 
 def writing(engine: AsyncEngine) -> AsyncEngine:

@@ -171,7 +171,7 @@ class SqlRuleStore:
 
     async def close(self) -> None:
         """Close every connection and end its thread; idempotent."""
-        await self._reading.dispose()
+        await database.close_engine(self._reading)
 
     async def _record(
         self,

@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ async def using(path, work, *, write=False, **options):
             async with (database.writing(engine) if write else engine).begin() as connection:
                 return await work(connection)
     finally:
-        await engine.dispose()
+        await database.close_engine(engine)
 
 
 def sql(statement, *parameters):
@@ -164,7 +165,7 @@ async def test_when_every_connection_is_busy_the_wait_is_bounded(path, monkeypat
         await engine.connect()
     for connection in held:
         await connection.close()
-    await engine.dispose()
+    await database.close_engine(engine)
 
 
 async def test_a_replaced_database_is_noticed_at_the_next_transaction(path, tmp_path):
@@ -177,7 +178,7 @@ async def test_a_replaced_database_is_noticed_at_the_next_transaction(path, tmp_
     other.replace(path)
     async with engine.begin() as connection:
         assert await sql("SELECT name FROM things")(connection) == [("from the backup",)]
-    await engine.dispose()
+    await database.close_engine(engine)
 
 
 async def test_a_deleted_database_is_noticed_instead_of_written_to(path):
@@ -188,7 +189,7 @@ async def test_a_deleted_database_is_noticed_instead_of_written_to(path):
     with pytest.raises(StoreUnavailableError, match="cannot be opened"), database.store_errors():
         async with database.writing(engine).begin() as connection:
             await insert("lost")(connection)
-    await engine.dispose()
+    await database.close_engine(engine)
 
 
 async def test_broken_text_is_read_as_lone_surrogates(path):
@@ -207,3 +208,23 @@ def test_the_engine_hides_parameters(tmp_path):
     engine = database.open_engine(tmp_path / "rules.db")
     assert engine.sync_engine.hide_parameters
     assert isinstance(engine.url, sa.URL)
+
+
+async def test_closing_waits_for_the_thread_of_a_connection_whose_caller_was_cancelled(path):
+    engine, held = database.open_engine(path), asyncio.Event()
+
+    async def hold():
+        async with engine.begin() as connection:
+            await connection.execute(sa.text("SELECT 1"))
+            held.set()
+            await asyncio.Event().wait()
+
+    before = set(threading.enumerate())
+    holder = asyncio.create_task(hold())
+    await held.wait()
+    workers = set(threading.enumerate()) - before
+    holder.cancel()
+    await asyncio.wait([holder])
+    await database.close_engine(engine)
+    assert workers
+    assert not any(worker.is_alive() for worker in workers)

@@ -48,7 +48,7 @@ async def upgrade(database_url: str) -> None:
         message = f"{database.meaning_of(error)}: {path}"
         raise StartupError(message) from error
     finally:
-        await engine.dispose()
+        await database.close_engine(engine)
 
 
 def _upgrade(connection: sa.Connection, path: Path) -> None:
