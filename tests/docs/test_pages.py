@@ -2,12 +2,16 @@
 
 import ast
 import re
+import sqlite3
 from pathlib import Path
 
 import pytest
 
+from ratelimitd.cli import commands, target
 from ratelimitd.observe.metrics import DEFINITIONS
+from ratelimitd.rules.store import RuleDraft
 from ratelimitd.settings import SETTINGS
+from tests.rule_stores import sqlite_store
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -85,6 +89,30 @@ def test_operations_names_no_metric_that_is_not_exported():
     named = set(re.findall(r"rate_limiter_\w+", OPERATIONS))
     assert named
     assert named <= {definition.name for definition in DEFINITIONS}
+
+
+def test_operations_lists_every_variable_of_the_command_line():
+    source = Path(target.__file__).read_text(encoding="utf-8")
+    variables = {target.ENV_PREFIX + name for name in re.findall(r'ENV_PREFIX \+ "(\w+)"', source)}
+    assert set(re.findall(r"RATELIMITCTL_\w+", OPERATIONS)) == {
+        *variables,
+        commands.DEBUG_VARIABLE,
+    }
+
+
+async def test_the_query_for_the_audit_trail_reads_it(tmp_path):
+    [query] = re.findall(r'ratelimitd\.db "(SELECT .+)"$', OPERATIONS, re.MULTILINE)
+    async with sqlite_store(tmp_path) as store:
+        rule = await store.create(RuleDraft("/a", "user", 1, 60, "token_bucket"), "admin@127.0.0.1")
+        await store.delete(rule.id, "", "ops.example")
+    [file] = tmp_path.glob("*.db")
+    connection = sqlite3.connect(file)
+    rows = connection.execute(query).fetchall()
+    connection.close()
+    assert [(row[0], *row[2:5]) for row in rows] == [
+        (2, "ops.example", "delete", "/a"),
+        (1, "admin@127.0.0.1", "create", "/a"),
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
