@@ -43,7 +43,14 @@ class UnaryAnswer:
         trailer_block: of the trailers.
     """
 
-    __slots__ = ("_behind_message", "_before_message", "_first", "_middles", "head_block", "trailer_block")
+    __slots__ = (
+        "_before_message",
+        "_behind_message",
+        "_first",
+        "_middles",
+        "head_block",
+        "trailer_block",
+    )
 
     def __init__(self, head_block: bytes, trailer_block: bytes) -> None:
         self.head_block = head_block
@@ -59,9 +66,7 @@ class UnaryAnswer:
         """The whole answer; the message fits into one frame."""
         size = len(message)
         middle = (
-            self._middles[size]
-            if size < _KEPT_SIZES
-            else self._before_message + _data_header(size)
+            self._middles[size] if size < _KEPT_SIZES else self._before_message + _data_header(size)
         )
         return _pack_stream_id(stream_id).join(
             (self._first, middle, message + self._behind_message, self.trailer_block)

@@ -66,7 +66,9 @@ class Connection:
         self._streams = Streams()
         window = ReceiveWindow(limits.connection_window_bytes)
         sender = self._sender = Sender(self._streams, window, limits)
-        self._receiver = Receiver(self._streams, window, sender, self._meter, limits)
+        self._receiver = Receiver(
+            streams=self._streams, window=window, sender=sender, meter=self._meter, limits=limits
+        )
         self._buffer = b""
         self._at = 0
         self._preface_seen = False
@@ -102,8 +104,10 @@ class Connection:
 
     @property
     def owes(self) -> Cause | None:
-        """What the peer has to send before anything can go on. One that owes the same for long, and makes no
-        ``progress`` meanwhile, is to be closed for that cause."""
+        """What the peer has to send before anything can go on, None when it is nothing.
+
+        One that owes the same for long, and makes no ``progress`` meanwhile, is to be closed for that cause.
+        """
         if not self._receiver.settings_received:
             return Cause.SLOW_PREFACE
         if self._receiver.block_open:
@@ -174,7 +178,7 @@ class Connection:
 
     # The slice
 
-    def _slice(self, data: bytes) -> None:
+    def _slice(self, data: bytes) -> None:  # noqa: C901, PLR0915 -- a call costs what half a frame does
         """Deal with the frames in ``data`` from ``_at`` on, as many as a slice holds.
 
         A check is HEADERS without END_STREAM and one DATA with it. These two are dealt with here as the tables say
@@ -204,11 +208,11 @@ class Connection:
                 break
 
             if kind == _LAST_DATA and stream_id in opening:
-                head = opening[stream_id]
-                if head.content_length is None and length <= room - taken:
+                first = opening[stream_id]
+                if first.content_length is None and length <= room - taken:
                     del opening[stream_id]
                     live[stream_id] = UNTOUCHED
-                    tell((stream_id, head, data[start:end]))
+                    tell((stream_id, first, data[start:end]))
                     taken += length
                     complete += 1
                     at = end

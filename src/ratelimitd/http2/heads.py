@@ -119,11 +119,11 @@ class HeadReader:
         head = self._like_model(fields) or self._judge(fields)
         # What was kept is what blocks mean while the dynamic table stands. A block that changed the table itself would
         # not mean the same a second time.
-        if generation == self._decoder.generation:
-            if head.flaw is None and len(block) <= _MAX_KEPT_BLOCK_BYTES:
-                if len(self.kept) == _MAX_KEPT_HEADS:
-                    self.kept.clear()
-                self.kept[block] = head
+        stands = generation == self._decoder.generation
+        if stands and head.flaw is None and len(block) <= _MAX_KEPT_BLOCK_BYTES:
+            if len(self.kept) == _MAX_KEPT_HEADS:
+                self.kept.clear()
+            self.kept[block] = head
         return head
 
     def trailers(self, block: bytes) -> tuple[Field, ...] | None:

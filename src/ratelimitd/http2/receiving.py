@@ -6,7 +6,7 @@ frame can be dealt with here; what the check path takes is left out for speed al
 
 from __future__ import annotations
 
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple, NoReturn
 
 from ratelimitd.http2 import frames
 from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode, StreamFailureError
@@ -75,11 +75,12 @@ class Receiver:
 
     def __init__(
         self,
+        *,
         streams: Streams,
         window: ReceiveWindow,
         sender: Sender,
         meter: AbuseMeter,
-        limits: Limits,  # noqa: PLR0917 -- made in one place
+        limits: Limits,
     ) -> None:
         self._block: _OpenBlock | None = None
         self._limits = limits
@@ -115,9 +116,9 @@ class Receiver:
         if self._block is not None and (
             frame_type != FrameType.CONTINUATION or stream_id != self._block.stream_id
         ):
-            raise _protocol_error("a frame came within a header block")
+            _protocol_error("a frame came within a header block")
         if not self.settings_received and (frame_type != FrameType.SETTINGS or flags & frames.ACK):
-            raise _protocol_error("the first frame is not SETTINGS")  # §3.4
+            _protocol_error("the first frame is not SETTINGS")  # §3.4
         if stream_id in self.streams.opening:
             self.announce(stream_id)
         if frame_type >= len(self._MEANINGS):  # §5.5
@@ -261,7 +262,7 @@ class Receiver:
     def _headers(self, flags: int, stream_id: int, payload: bytes) -> None:
         frames.demand_stream(stream_id)
         if not self.streams.may_begin(stream_id):
-            raise _protocol_error("HEADERS came with an identifier that no request can have")
+            _protocol_error("HEADERS came with an identifier that no request can have")
         fragment = frames.without_padding(flags, payload)
         depends_on_itself = False
         if flags & frames.PRIORITY:
@@ -272,7 +273,7 @@ class Receiver:
             depends_on_itself = frames.u32(fragment) & frames.STREAM_ID_MASK == stream_id
             fragment = fragment[5:]
         if depends_on_itself:  # RFC 7540 §5.3.1; an honest peer never does it
-            raise _protocol_error("a stream depends on itself")
+            _protocol_error("a stream depends on itself")
         ended = bool(flags & frames.END_STREAM)
         if flags & frames.END_HEADERS:
             self._block_ended(stream_id, fragment, ended=ended)
@@ -283,7 +284,7 @@ class Receiver:
     def _continuation(self, flags: int, _stream_id: int, payload: bytes) -> None:
         block = self._block
         if block is None:
-            raise _protocol_error("CONTINUATION came without a header block")
+            _protocol_error("CONTINUATION came without a header block")
         block.fragments.append(payload)
         limits = self._limits
         if (
@@ -320,27 +321,26 @@ class Receiver:
         frames.demand_stream(stream_id)
         frames.demand_size(payload, 5)
         if frames.u32(payload) & frames.STREAM_ID_MASK == stream_id:
-            raise _protocol_error("a stream depends on itself")
+            _protocol_error("a stream depends on itself")
         self._charge(Cause.PRIORITY_FLOOD)
 
     def _rst_stream(self, _flags: int, stream_id: int, payload: bytes) -> None:
         frames.demand_stream(stream_id)
         frames.demand_size(payload, 4)
-        if transition(self.streams.state_of(stream_id), Input.RST_STREAM) is State.DISCARDED:
-            self._charge(Cause.STALE_FRAME_FLOOD)
-        elif stream_id not in self.streams.live:
-            self._charge(Cause.STALE_FRAME_FLOOD)
-        else:
+        transition(self.streams.state_of(stream_id), Input.RST_STREAM)
+        if stream_id in self.streams.live:
             self._sender.forget(stream_id, discard=False)
             self.events.append(StreamReset(stream_id, frames.u32(payload), Cause.PEER_RESET))
             self._charge(Cause.RAPID_RESET)
+        else:
+            self._charge(Cause.STALE_FRAME_FLOOD)
 
     def _settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         frames.demand_connection(stream_id)
         if flags & frames.ACK:
             frames.demand_size(payload, 0)
             if self.settings_acknowledged:
-                raise _protocol_error("SETTINGS were acknowledged that nobody sent")
+                _protocol_error("SETTINGS were acknowledged that nobody sent")
             self.settings_acknowledged = True
             self.events.append(SettingsAcknowledged())
             return
@@ -352,7 +352,7 @@ class Receiver:
         self._opened(through)
 
     def _push_promise(self, _flags: int, _stream_id: int, _payload: bytes) -> None:
-        raise _protocol_error("a client cannot push")  # §8.4
+        _protocol_error("a client cannot push")  # §8.4
 
     def _ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         frames.demand_connection(stream_id)
@@ -379,7 +379,7 @@ class Receiver:
         self._charge(Cause.WINDOW_UPDATE_FLOOD)
         if not stream_id:
             if not increment:
-                raise _protocol_error("a window grows by nothing")
+                _protocol_error("a window grows by nothing")
             self._opened(self._sender.connection_window_grown(increment))
             return
         if transition(self.streams.state_of(stream_id), Input.WINDOW_UPDATE) in _IGNORED_CLOSED:
@@ -424,5 +424,5 @@ def _malformed() -> StreamFailureError:
     return StreamFailureError(ErrorCode.PROTOCOL_ERROR, Cause.MALFORMED)
 
 
-def _protocol_error(message: str) -> ConnectionFailureError:
-    return ConnectionFailureError(ErrorCode.PROTOCOL_ERROR, Cause.PROTOCOL, message)
+def _protocol_error(message: str) -> NoReturn:
+    raise ConnectionFailureError(ErrorCode.PROTOCOL_ERROR, Cause.PROTOCOL, message)

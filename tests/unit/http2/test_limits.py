@@ -1,0 +1,65 @@
+import pytest
+
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
+from ratelimitd.http2.limits import ALLOWANCES, AbuseMeter
+
+CAUSES = list(ALLOWANCES)
+
+
+def spend(meter, cause, times, work=0):
+    for _ in range(times):
+        meter.charge(cause, work)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_burst_is_free_to_its_last_frame_and_the_next_one_ends_the_connection(cause):
+    meter = AbuseMeter()
+    spend(meter, cause, ALLOWANCES[cause].burst)
+    with pytest.raises(ConnectionFailureError) as caught:
+        meter.charge(cause, 0)
+    assert caught.value.code is ErrorCode.ENHANCE_YOUR_CALM
+    assert caught.value.cause is cause
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_second_makes_room_for_what_a_second_may_hold_and_no_more(cause):
+    meter = AbuseMeter()
+    spend(meter, cause, ALLOWANCES[cause].burst)
+    meter.tick()
+    spend(meter, cause, ALLOWANCES[cause].per_second)
+    with pytest.raises(ConnectionFailureError):
+        meter.charge(cause, 0)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_work_makes_room_in_proportion_and_no_more(cause):
+    meter = AbuseMeter()
+    spend(meter, cause, ALLOWANCES[cause].burst)
+    spend(meter, cause, 10 * ALLOWANCES[cause].per_work, work=10)
+    with pytest.raises(ConnectionFailureError):
+        meter.charge(cause, 10)
+
+
+def test_long_rest_makes_room_for_one_burst_not_for_two():
+    meter = AbuseMeter()
+    cause = Cause.PING_FLOOD
+    spend(meter, cause, ALLOWANCES[cause].burst)
+    for _ in range(86_400):
+        meter.tick()
+    spend(meter, cause, ALLOWANCES[cause].burst)
+    with pytest.raises(ConnectionFailureError):
+        meter.charge(cause, 0)
+
+
+def test_a_keepalive_ping_every_10_seconds_goes_on_for_days():
+    meter = AbuseMeter()
+    for _ in range(50_000):
+        for _ in range(10):
+            meter.tick()
+        meter.charge(Cause.PING_FLOOD, 0)
+
+
+def test_causes_are_counted_apart():
+    meter = AbuseMeter()
+    for cause in CAUSES:
+        spend(meter, cause, ALLOWANCES[cause].burst)

@@ -1,0 +1,89 @@
+import pytest
+
+from ratelimitd.http2.errors import ConnectionFailureError, ErrorCode
+from ratelimitd.http2.settings import PeerSettings, Setting
+
+
+def payload(*values):
+    return b"".join(
+        identifier.to_bytes(2, "big") + value.to_bytes(4, "big") for identifier, value in values
+    )
+
+
+def test_a_peer_that_says_nothing_has_the_defaults_of_the_rfc():
+    peer = PeerSettings()
+    assert peer.apply(b"") == 4_096
+    assert (peer.header_table_bytes, peer.initial_window_bytes, peer.max_frame_bytes) == (
+        4_096,
+        65_535,
+        16_384,
+    )
+
+
+def test_values_are_taken_over_in_order_and_the_last_one_stands():
+    peer = PeerSettings()
+    peer.apply(
+        payload(
+            (Setting.INITIAL_WINDOW_SIZE, 100),
+            (Setting.MAX_FRAME_SIZE, 20_000),
+            (Setting.INITIAL_WINDOW_SIZE, 1),
+        )
+    )
+    assert (peer.initial_window_bytes, peer.max_frame_bytes) == (1, 20_000)
+
+
+@pytest.mark.parametrize(
+    ("values", "smallest"),
+    [((0, 4_096), 0), ((100, 50), 50), ((8_192,), 4_096), ((), 4_096)],
+)
+def test_the_smallest_table_on_the_way_is_told(values, smallest):
+    peer = PeerSettings()
+    assert peer.apply(payload(*((Setting.HEADER_TABLE_SIZE, value) for value in values))) == smallest
+    assert peer.header_table_bytes == (values[-1] if values else 4_096)
+
+
+def test_what_a_server_has_no_use_for_and_what_nobody_knows_is_ignored():
+    PeerSettings().apply(
+        payload(
+            (Setting.ENABLE_PUSH, 0),
+            (Setting.ENABLE_PUSH, 1),
+            (Setting.MAX_CONCURRENT_STREAMS, 0),
+            (Setting.MAX_HEADER_LIST_SIZE, 0),
+            (0x7777, 2**32 - 1),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        (Setting.INITIAL_WINDOW_SIZE, 0),
+        (Setting.INITIAL_WINDOW_SIZE, 2**31 - 1),
+        (Setting.MAX_FRAME_SIZE, 16_384),
+        (Setting.MAX_FRAME_SIZE, 2**24 - 1),
+    ],
+)
+def test_a_value_at_the_edge_of_its_range_is_good(setting, value):
+    PeerSettings().apply(payload((setting, value)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "code"),
+    [
+        (Setting.ENABLE_PUSH, 2, ErrorCode.PROTOCOL_ERROR),
+        (Setting.INITIAL_WINDOW_SIZE, 2**31, ErrorCode.FLOW_CONTROL_ERROR),
+        (Setting.MAX_FRAME_SIZE, 16_383, ErrorCode.PROTOCOL_ERROR),
+        (Setting.MAX_FRAME_SIZE, 2**24, ErrorCode.PROTOCOL_ERROR),
+    ],
+)
+def test_a_value_out_of_its_range_ends_the_connection(setting, value, code):
+    with pytest.raises(ConnectionFailureError) as caught:
+        PeerSettings().apply(payload((setting, value)))
+    assert caught.value.code is code
+
+
+@pytest.mark.parametrize("size", [1, 5, 7])
+def test_a_payload_that_ends_within_a_value_is_no_payload(size):
+    with pytest.raises(ConnectionFailureError) as caught:
+        PeerSettings().apply(bytes(size))
+    assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR
