@@ -19,6 +19,7 @@ from typing import Final
 
 from ratelimitd.algorithms import Decide
 from ratelimitd.buckets.codec import (
+    MAX_TICK,
     Value,
     is_over,
     pack,
@@ -54,8 +55,7 @@ class BucketTable:
         self.max_entries = max_entries
         self.evicted_total = 0
         self.expired_total = 0
-        self.tick = 1
-        """Seconds since the start, as the node's timer counts them: the unit of the order of use."""
+        self._tick = 1
         self._stats = stats
         self._callers_time = callers_time
         self._cold: ColdBuckets | None = None
@@ -70,6 +70,18 @@ class BucketTable:
     def __len__(self) -> int:
         """Live buckets, with those of before a restart that nobody has asked for since."""
         return self._entries + (len(self._cold) if self._cold else 0)
+
+    @property
+    def tick(self) -> int:
+        """Seconds since the start, as the node's timer counts them: the unit of the order of use.
+
+        It stops at :data:`MAX_TICK`, after eight years: order of use is lost then, the windows beside it are not.
+        """
+        return self._tick
+
+    @tick.setter
+    def tick(self, seconds: int) -> None:
+        self._tick = min(seconds, MAX_TICK)
 
     @property
     def shard_count(self) -> int:
@@ -93,14 +105,14 @@ class BucketTable:
         if value is not None:
             stats.bucket_known_total += 1
             outcome = decide(unpack(value), rule, now_us, cost)
-            shard[key] = pack(outcome.state, rule, self.tick)  # type: ignore[arg-type]  # None comes of None only
+            shard[key] = pack(outcome.state, rule, self._tick)  # type: ignore[arg-type]  # None comes of None only
             return outcome
         value = self._cold.take(key) if self._cold else None
         if value is not None:
             stats.bucket_known_total += 1
         outcome = decide(None if value is None else unpack(value), rule, now_us, cost)
         if outcome.state is not None:
-            self._add(shard, key, pack(outcome.state, rule, self.tick))
+            self._add(shard, key, pack(outcome.state, rule, self._tick))
         return outcome
 
     def peek(  # noqa: PLR0917 - the same signature as apply
@@ -129,7 +141,7 @@ class BucketTable:
         """Undo a :meth:`remove`, unless the bucket was used since."""
         shard = self._shards[hash(key) % self._shard_count]
         if key not in shard:
-            self._add(shard, key, with_tick(value, self.tick))
+            self._add(shard, key, with_tick(value, self._tick))
 
     def value(self, key: bytes) -> Value | None:
         """What the bucket of ``key`` holds, if it was used by this process."""
@@ -162,7 +174,7 @@ class BucketTable:
 
     def _is_expired(self, value: Value, now_us: int) -> bool:
         if self._callers_time:
-            return self.tick - tick_of(value) >= max(IDLE_TICKS, 2 * window_seconds(value))
+            return self._tick - tick_of(value) >= max(IDLE_TICKS, 2 * window_seconds(value))
         return is_over(value, now_us - LATE_US)
 
     def _evict(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets import cold as cold_module
-from ratelimitd.buckets.codec import pack, tick_of, unpack
+from ratelimitd.buckets.codec import MAX_TICK, pack, tick_of, unpack, window_seconds
 from ratelimitd.buckets.cold import ColdBuckets
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import IDLE_TICKS, LATE_US, SHARD_ENTRIES, BucketTable
@@ -51,6 +51,14 @@ class TestChecks:
         table = table_of(10)
         assert [use(table, b"ada", cost=4).remaining for _ in range(3)] == [6, 2, 2]
         assert unpack(table.value(b"ada")) == (8, T)
+
+    @pytest.mark.parametrize("algorithm", Algorithm)
+    def test_after_eight_years_the_tick_stops_before_it_reaches_the_window(self, algorithm):
+        table, rule = table_of(10), replace(RULE, algorithm=algorithm)
+        table.tick = MAX_TICK + 1
+        use(table, b"ada", rule=rule)
+        value = table.value(b"ada")
+        assert (tick_of(value), window_seconds(value)) == (table.tick, 60) == (MAX_TICK, 60)
 
     def test_buckets_do_not_share(self):
         table = table_of(10)
