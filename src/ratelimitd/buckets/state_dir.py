@@ -27,7 +27,7 @@ class StateDir:
         """Make the directory if need be, readable by its owner alone, and take its lock.
 
         Raises:
-            StartupError: it cannot be made or written, or another node uses it.
+            StartupError: it cannot be made, written or locked, or another node uses it.
         """
         directory = Path(path)
         try:
@@ -38,9 +38,13 @@ class StateDir:
             raise StartupError(message) from error
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             os.close(lock_fd)
             message = f"the state directory {directory} is in use by another node; give this one its own STATE_DIR"
+            raise StartupError(message) from error
+        except OSError as error:  # such as ENOLCK, of a network file system
+            os.close(lock_fd)
+            message = f"the state directory {directory} cannot be locked: {error.strerror}"
             raise StartupError(message) from error
         return cls(directory, lock_fd)
 

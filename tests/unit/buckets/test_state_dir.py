@@ -1,3 +1,6 @@
+import errno
+import fcntl
+import os
 import stat
 
 import pytest
@@ -37,3 +40,17 @@ def test_a_lock_that_cannot_be_opened_is_refused(tmp_path):
     (tmp_path / LOCK_NAME).mkdir()
     with pytest.raises(StartupError, match="cannot be used"):
         StateDir.lock(tmp_path)
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_node(tmp_path, monkeypatch):
+    opened = []
+
+    def flock(fd, _operation):
+        opened.append(fd)
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StartupError, match="cannot be locked: No locks available"):
+        StateDir.lock(tmp_path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
