@@ -21,7 +21,7 @@ REPEAT_PAUSE_S: Final = 1.0
 """The same event of the same logger is written at most once in that time."""
 
 REMEMBERED_EVENTS: Final = 1_024
-"""Events whose last line is remembered; the texts of our own are few, a library's may hold anything."""
+"""Events of the last pause that are remembered; the texts of our own are few, a library's may hold anything."""
 
 QUIET: Final = {
     "uvicorn.error": logging.ERROR,  # its warnings are one line per malformed HTTP request
@@ -54,28 +54,47 @@ class LogContext:
 class OncePerPause(logging.Filter):
     """Lets an event through at most once in :data:`REPEAT_PAUSE_S`; the next line says how many were left out.
 
-    Two records are the same event when logger, level and unformatted text are. ``time_s`` is monotonic seconds.
+    Two records are the same event when logger, level and text, with its values, are. What was left out of an event
+    that came to its end is told by the next line of any other. ``time_s`` is monotonic seconds.
     """
 
     def __init__(self, time_s: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._time_s = time_s
         self._seen: OrderedDict[tuple[str, int, str], tuple[float, int]] = OrderedDict()
+        """Event → when it was last written, and how many were left out since; in the order they were written."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written."""
-        key = (record.name, record.levelno, str(record.msg))
+        key = (record.name, record.levelno, _text(record))
         now_s = self._time_s()
         written_s, left_out = self._seen.get(key, (float("-inf"), 0))
         if now_s - written_s < REPEAT_PAUSE_S:
             self._seen[key] = (written_s, left_out + 1)
             return False
-        self._seen[key] = (now_s, 0)
-        self._seen.move_to_end(key)
-        if len(self._seen) > REMEMBERED_EVENTS:
-            self._seen.popitem(last=False)
+        self._seen.pop(key, None)
         record.left_out = left_out
+        record.left_out_of_others = self._forget_ended(now_s)
+        self._seen[key] = (now_s, 0)
         return True
+
+    def _forget_ended(self, now_s: float) -> int:
+        """Forget the events whose pause is over, and the oldest of too many; returns how many were left out of them."""
+        left_out = 0
+        while self._seen:
+            key, (written_s, more) = next(iter(self._seen.items()))
+            if now_s - written_s < REPEAT_PAUSE_S and len(self._seen) < REMEMBERED_EVENTS:
+                break
+            del self._seen[key]
+            left_out += more
+        return left_out
+
+
+def _text(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:  # noqa: BLE001 - a text and values that do not fit: the handler's business, not the caller's
+        return str(record.msg)
 
 
 def configure(
@@ -122,9 +141,10 @@ def _formatter(context: LogContext, *, console: bool, colors: bool) -> logging.F
 
 
 def _left_out(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Keep the number of records left out only where there were any."""
-    if not event.get("left_out"):
-        event.pop("left_out", None)
+    """Keep the numbers of records left out only where there were any."""
+    for name in ("left_out", "left_out_of_others"):
+        if not event.get(name):
+            event.pop(name, None)
     return event
 
 

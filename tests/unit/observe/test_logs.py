@@ -158,6 +158,40 @@ def test_other_events_are_written_meanwhile():
     assert all(map(once.filter, records))
 
 
+def test_lines_for_an_operator_that_differ_only_in_their_values_are_all_written(context):
+    stream = configured(context)
+    told = ["rules cannot be read: locked", "serving the last good rule book, revision 3"]
+    for line in told:
+        logging.getLogger("x").warning("%s", line)
+    assert [line["event"] for line in lines(stream)] == told
+
+
+def test_what_was_left_out_of_an_event_that_ended_is_told_by_the_next_line_of_another(context):
+    now_s = [0.0]
+    once = OncePerPause(lambda: now_s[0])
+    assert [once.filter(record("gone")) for _ in range(4)] == [True, False, False, False]
+    early, late, later = record("early %d"), record("late %d"), record("later %d")
+    assert once.filter(early)
+    now_s[0] = 1.0
+    assert once.filter(late)
+    assert once.filter(later)
+    told = [(each.left_out, each.left_out_of_others) for each in (early, late, later)]
+    assert told == [(0, 0), (0, 3), (0, 0)]
+    stream = configured(context)
+    logging.getLogger().handlers[0].filters.clear()
+    logging.getLogger("x").handle(late)
+    (line,) = lines(stream)
+    assert line["left_out_of_others"] == 3
+    assert "left_out" not in line
+
+
+def test_a_text_whose_values_do_not_fit_harms_nobody(context):
+    stream = configured(context)
+    logging.getLogger("x").info("%d rules", "many")
+    logging.getLogger("x").info("next")
+    assert [line["event"] for line in lines(stream)][-1] == "next"
+
+
 def test_events_remembered_are_bounded():
     once = OncePerPause(lambda: 0.0)
     for number in range(logs.REMEMBERED_EVENTS + 10):
