@@ -26,6 +26,7 @@ from ratelimitd.observe.metrics import Metrics, Readings, Runtime, SnapshotStatu
 from ratelimitd.rpc.grpcio_server import GrpcioServer
 from ratelimitd.rpc.interface import Methods, Server
 from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.native_server import NativeServer
 from ratelimitd.rpc.tls import TlsFiles
 from ratelimitd.rules import migrations
 from ratelimitd.rules.book import RuleBook
@@ -55,6 +56,9 @@ STORED_KEY_NAME: Final = "key"
 CLOSING_SHARE: Final = 0.3
 MAX_CLOSING_S: Final = 3.0
 """What of DRAIN_S is kept for writing buckets and closing stores after the last call has ended."""
+
+TRANSPORTS: Final = {"native": NativeServer, "grpcio": GrpcioServer}
+"""By the setting TRANSPORT."""
 
 _log = logging.getLogger(__name__)
 
@@ -235,13 +239,11 @@ class Node:
     async def _start_background(self, snapshot: SnapshotLog) -> None:
         background = Background(self._task_restarts)
         self._open.push_async_callback(background.stop)
-        clock = self._clock
         upkeep = Upkeep(
-            clock=clock,
+            clock=self._clock,
             table=self._table,
             health=self._health,
             runtime=self._runtime,
-            remeasure=clock.remeasure if isinstance(clock, SystemClock) else lambda: 0,
             loop_time_s=asyncio.get_running_loop().time,
         )
         background.every(TICK_S, "upkeep", upkeep.tick)
@@ -267,7 +269,8 @@ class Node:
         tls = None
         if settings.tls_cert is not None and settings.tls_key is not None:
             tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        server = GrpcioServer(
+        transport = TRANSPORTS[settings.transport]
+        server = transport(
             methods,
             listen=str(settings.listen),
             stats=self.stats,

@@ -17,13 +17,16 @@ SKEW_ALARM_US: Final = 1_000_000
 
 
 class Clock(Protocol):
-    """Source of time. Both readings never go backwards."""
+    """Source of time. Both readings, wall and monotonic, never go backwards."""
 
     def now_us(self) -> int:
         """Wall time in µs since the Unix epoch."""
 
     def monotonic_us(self) -> int:
         """µs since an arbitrary start, for measuring durations."""
+
+    def remeasure(self) -> int:
+        """Compare with the wall clock, about once a second: how far, in µs, the wall is ahead (negative: behind)."""
 
 
 class SystemClock:

@@ -29,11 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """The duties of one node.
-
-    ``remeasure`` compares the node's clock with the wall and returns the error in µs; ``loop_time_s`` is the event
-    loop's own time in seconds.
-    """
+    """The duties of one node. ``loop_time_s`` is the event loop's own time in seconds."""
 
     def __init__(
         self,
@@ -42,18 +38,17 @@ class Upkeep:
         table: BucketTable,
         health: Health,
         runtime: Runtime,
-        remeasure: Callable[[], int],
         loop_time_s: Callable[[], float],
     ) -> None:
         self._clock = clock
         self._table = table
         self._health = health
         self._runtime = runtime
-        self._remeasure = remeasure
         self._loop_time_s = loop_time_s
         self._started_us = clock.monotonic_us()
         self._due_s = loop_time_s() + TICK_S
         self._lag = WorstRecent(LAG_STRETCH_US)
+        self._clock_is_wrong = False
 
     def tick(self) -> None:
         """What is due every :data:`TICK_S` seconds."""
@@ -67,9 +62,17 @@ class Upkeep:
     def sample(self) -> None:
         """What is due every :data:`SAMPLE_S` seconds."""
         self._health.sample()
-        self._runtime.clock_error_us = error_us = self._remeasure()
-        if abs(error_us) > SKEW_ALARM_US:
+        self._runtime.clock_error_us = error_us = self._clock.remeasure()
+        self._report_clock(error_us)
+
+    def _report_clock(self, error_us: int) -> None:
+        """Log when the alarm begins and when it ends; meanwhile the metric tells."""
+        was_wrong, self._clock_is_wrong = self._clock_is_wrong, abs(error_us) > SKEW_ALARM_US
+        if self._clock_is_wrong and not was_wrong:
             _log.error(
-                "the wall clock is %.1f s ahead of the node's clock, which follows at 10 ms a second",
-                error_us / US_PER_S,
+                "the wall clock is %.1f s %s the node's clock, which follows at 10 ms a second",
+                abs(error_us) / US_PER_S,
+                "ahead of" if error_us > 0 else "behind",
             )
+        elif was_wrong and not self._clock_is_wrong:
+            _log.warning("the node's clock is within a second of the wall clock again")

@@ -10,6 +10,7 @@ def test_a_manual_clock_moves_only_when_told_to():
     assert (clock.now_us(), clock.now_us(), clock.monotonic_us()) == (5_000_000, 5_000_000, 0)
     clock.advance(seconds=1.5, us=3)
     assert (clock.now_us(), clock.monotonic_us()) == (6_500_003, 1_500_003)
+    assert clock.remeasure() == 0
 
 
 def test_time_does_not_pass_backwards():
