@@ -10,10 +10,12 @@ from ratelimitd.observe.logs import LogContext, OncePerPause
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_it_was():
+def _logging_as_it_was(monkeypatch):
     root = logging.getLogger()
     handlers, level, raising = root.handlers[:], root.level, logging.raiseExceptions
     levels = {name: logging.getLogger(name).level for name in logs.QUIET}
+    # uvicorn stops its access log from propagating when a server is made, which tests before may have done.
+    monkeypatch.setattr(logging.getLogger("uvicorn.access"), "propagate", True)
     yield
     root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raising
     for name, old in levels.items():
