@@ -113,7 +113,7 @@ class Settings:
         "how far a caller's timestamp is believed")]
     on_breaker_open: Annotated[str, _Setting("fail_open", one_of("fail_open", "local", "deny"),
         "what to answer while the circuit breaker is open")]
-    rules_file: Annotated[Path | None, _Setting("", optional(path), "YAML rules that seed a rule book that never held one")]
+    rules_file: Annotated[Path | None, _Setting("", optional(path), "YAML rules that seed a new rule book")]
     admin_token: Annotated[str, _Setting("", token, "bearer token of the admin role; empty = loopback only", masked)]
     check_token: Annotated[str, _Setting("", token, "bearer token of the check role; empty = everyone", masked)]
     admin_sans: Annotated[tuple[str, ...], _Setting("", names,
