@@ -1,14 +1,18 @@
-"""The form of the bucket files: a header, then chunks with a checksum each. Bytes in, bytes out; no file is touched.
+"""The form of the bucket files: a header, then chunks with a checksum each. Never opens a file, never picks one.
 
     header   magic · 16 bytes that tell under which secret the keys were made
-    chunk    kind (1 byte) · length (4) · CRC-32 of the payload (4) · payload        all integers little-endian
+    chunk    kind (1 byte) · length (4) · CRC-32 of all the rest (4) · payload        all integers little-endian
 
     S   states in one integer each:   stored key (16) · value (26)
     L   logs:                         stored key (16) · length (4) · value
     R   resets:                       stored key (16)
 
 The order of the chunks is the order of events. Whatever follows the first chunk that does not check is ignored: the
-end of a file whose writer was killed. See ADR 0015.
+end of a file whose writer was killed. That end may be zeros, which some file systems leave after a power failure: the
+checksum covers kind and length too, so that zeros are no chunk.
+
+What checks was written by a node under this key secret, as it stands: the header says whose, the checksum that nothing
+changed by accident. Neither is a signature; who can write the state directory can write buckets. See ADR 0015.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 from zlib import crc32
 
 from ratelimitd.buckets.codec import Value, is_log
@@ -27,11 +31,12 @@ LOGS: Final = b"L"
 RESETS: Final = b"R"
 
 MAGIC: Final = b"ratelimitd buckets 1\n"
-MAX_PAYLOAD_BYTES: Final = 1 << 30
-"""A length beyond this is no length but noise."""
+MAX_PAYLOAD_BYTES: Final = 1 << 24
+"""A length beyond this is no length but noise: a node writes at most 512 KiB at a time (``snapshot.TURN_BYTES``)."""
 
 _VALUE_BYTES: Final = 26  # the packed integer takes 194 bits at most
-_HEAD: Final = Struct("<cII")
+_TITLE: Final = Struct("<cI")
+_CHECKSUM: Final = Struct("<I")
 _STATE: Final = Struct(f"<{STORED_KEY_BYTES}s{_VALUE_BYTES}s")
 _LOG_HEAD: Final = Struct(f"<{STORED_KEY_BYTES}sI")
 
@@ -64,20 +69,25 @@ def encode_resets(stored_keys: Iterable[bytes]) -> bytes:
     return _encode(RESETS, stored_keys)
 
 
-def read_chunks(data: bytes, start: int) -> Iterator[Chunk]:
-    """The chunks of ``data`` from ``start`` up to the first one that does not check."""
-    while start + _HEAD.size <= len(data):
-        kind, length, checksum = _HEAD.unpack_from(data, start)
-        payload = data[start + _HEAD.size : start + _HEAD.size + length]
-        if length > MAX_PAYLOAD_BYTES or len(payload) < length or crc32(payload) != checksum:
+def read_chunks(file: BinaryIO) -> Iterator[Chunk]:
+    """The chunks of ``file`` from where it stands up to the first one that does not check, one in memory at a time.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    while len(head := file.read(_TITLE.size + _CHECKSUM.size)) == _TITLE.size + _CHECKSUM.size:
+        kind, length = _TITLE.unpack_from(head)
+        if length > MAX_PAYLOAD_BYTES:
+            return
+        payload = file.read(length)
+        if len(payload) < length or head[_TITLE.size :] != _checksum(head[: _TITLE.size], payload):
             return
         yield Chunk(kind, payload)
-        start += _HEAD.size + length
 
 
 def chunk_bytes(chunk: Chunk) -> int:
     """How many bytes of a file the chunk takes."""
-    return _HEAD.size + len(chunk.payload)
+    return _TITLE.size + _CHECKSUM.size + len(chunk.payload)
 
 
 def decode_values(chunk: Chunk) -> Iterator[tuple[bytes, Value]]:
@@ -108,4 +118,9 @@ def decode_resets(chunk: Chunk) -> Iterator[bytes]:
 
 def _encode(kind: bytes, records: Iterable[bytes]) -> bytes:
     payload = b"".join(records)
-    return _HEAD.pack(kind, len(payload), crc32(payload)) + payload
+    title = _TITLE.pack(kind, len(payload))
+    return title + _checksum(title, payload) + payload
+
+
+def _checksum(title: bytes, payload: bytes) -> bytes:
+    return _CHECKSUM.pack(crc32(payload, crc32(title)))

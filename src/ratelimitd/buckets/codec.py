@@ -14,11 +14,10 @@ before a bucket grows by 16 bytes.
 from __future__ import annotations
 
 from array import array
-from itertools import pairwise
 from struct import Struct
 from typing import Final
 
-from ratelimitd.algorithms.sliding_window import MAX_SUM
+from ratelimitd.algorithms.sliding_window import MAX_RUNS, MAX_SUM
 from ratelimitd.model import US_PER_S, Rule
 
 Value = int | bytes
@@ -91,6 +90,8 @@ def is_over(value: Value, now_us: int) -> bool:
 
 def with_tick(value: Value, tick: int) -> Value:
     """The value as last used at ``tick``; at tick 0 it is older than everything that this process used."""
+    if tick_of(value) == tick:
+        return value
     if isinstance(value, bytes):
         return value[:-_CELL] + _TAIL.pack(window_seconds(value) << _TICK_BITS | tick)
     return value & ~(MAX_TICK << _LATEST_BITS) | tick << _LATEST_BITS
@@ -109,20 +110,17 @@ def clamp(value: Value, now_us: int) -> Value:
 
 
 def is_log(value: bytes) -> bool:
-    """Whether ``value`` has the form of a packed log: what was read from a file is not trusted before."""
-    if len(value) < 4 * _CELL or len(value) % (2 * _CELL):
+    """Whether ``value`` has the form of a packed log, told by its length and its ends: about 1 µs, however long it is.
+
+    Enough that no check of it can fail. That times and sums ascend in between is not looked at: what comes from a file
+    has passed a checksum (``chunks.py``), and is as the node that wrote it had it in use.
+    """
+    runs = (len(value) - 2 * _CELL) // (2 * _CELL)
+    if not 1 <= runs <= MAX_RUNS or len(value) % (2 * _CELL):
         return False
-    cells = array("q", value)
-    runs = (len(cells) - 2) >> 1
-    times, sums = cells[:runs], cells[runs:-1]
-    ascending = all(one <= next_one for one, next_one in pairwise(times))
-    growing = all(one < next_one for one, next_one in pairwise(sums))
+    cells = memoryview(value).cast("q")
     return (
-        ascending
-        and growing
-        and times[0] >= 0
-        and times[-1] <= _LATEST_MASK
-        and sums[0] >= 0
-        and sums[-1] <= MAX_SUM
+        0 <= cells[0] <= cells[runs - 1] <= _LATEST_MASK
+        and 0 <= cells[runs] < cells[-2] <= MAX_SUM
         and 0 < cells[-1] >> _TICK_BITS <= _WINDOW_MASK
     )

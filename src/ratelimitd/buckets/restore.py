@@ -5,9 +5,10 @@ Only reads and renames; ``snapshot.py`` writes and removes. See ADR 0015; the fo
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from ratelimitd.buckets import chunks
 from ratelimitd.buckets.codec import Value, clamp, is_over, with_tick
@@ -80,32 +81,38 @@ def find(directory: Path) -> Files:
 
 def _read_file(path: Path, header: bytes, restored: Restored) -> None:
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            read_bytes = _read_buckets(file, header, restored.buckets)
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         restored.reports.append(
             f"{path.name} cannot be read ({error.strerror}); its buckets start afresh"
         )
         return
-    if header.startswith(data):  # its writer was killed before the first chunk
-        restored.files.append(path)
-        return
-    if not data.startswith(header):
+    if read_bytes is None:
         path.rename(path.with_name(path.name + ".foreign"))
         restored.reports.append(
             f"{path.name} is not a bucket file of this node's key secret; renamed to *.foreign"
         )
-        return
-    end = len(header)
-    for chunk in chunks.read_chunks(data, end):
-        _apply(chunk, restored.buckets)
-        end += chunks.chunk_bytes(chunk)
-    if end < len(data):
+    elif read_bytes < size:
         restored.reports.append(
-            f"{path.name} is torn: its last {len(data) - end} bytes were ignored"
+            f"{path.name} is torn: its last {size - read_bytes} bytes were ignored"
         )
         restored.torn.append(path)
     else:
         restored.files.append(path)
+
+
+def _read_buckets(file: BinaryIO, header: bytes, buckets: ColdBuckets) -> int | None:
+    """How many bytes of ``file`` made sense; ``None`` if it does not begin as one of ours."""
+    begin = file.read(len(header))
+    if begin != header:  # its writer may have been killed before it had written that much
+        return len(begin) if header.startswith(begin) else None
+    read_bytes = len(header)
+    for chunk in chunks.read_chunks(file):
+        _apply(chunk, buckets)
+        read_bytes += chunks.chunk_bytes(chunk)
+    return read_bytes
 
 
 def _apply(chunk: chunks.Chunk, buckets: ColdBuckets) -> None:

@@ -141,9 +141,7 @@ GOOD = cells(T, T + 1, 0, 2, 5, 60 << 28)
         GOOD + b"\0" * 8,
         cells(60 << 28, 1),
         cells(T + 1, T, 0, 2, 5, 60 << 28),
-        cells(T, T + 1, 0, 2, 2, 60 << 28),
-        cells(T, T + 1, 0, 5, 2, 60 << 28),
-        cells(T, T + 1, 3, 2, 5, 60 << 28),
+        cells(T, T + 1, 5, 2, 5, 60 << 28),
         cells(-1, T, 0, 2, 5, 60 << 28),
         cells(T, MAX_TIME_US + 1, 0, 2, 5, 60 << 28),
         cells(T, T + 1, -1, 2, 5, 60 << 28),
@@ -151,6 +149,7 @@ GOOD = cells(T, T + 1, 0, 2, 5, 60 << 28)
         cells(T, T + 1, 0, 2, 5, -1),
         cells(T, T + 1, 0, 2, 2**62 + 1, 60 << 28),
         cells(T, T + 1, 0, 2, 5, 2**31 << 28),
+        cells(*[T] * (MAX_RUNS + 1), *range(MAX_RUNS + 2), 60 << 28),
     ],
     ids=[
         "nothing",
@@ -161,9 +160,7 @@ GOOD = cells(T, T + 1, 0, 2, 5, 60 << 28)
         "a cell long",
         "no run",
         "times descend",
-        "an empty run",
-        "sums descend",
-        "first sum too large",
+        "no tokens",
         "before the epoch",
         "after the last time",
         "a negative sum",
@@ -171,15 +168,24 @@ GOOD = cells(T, T + 1, 0, 2, 5, 60 << 28)
         "a negative window",
         "sums beyond what a check can add to",
         "a window beyond int32",
+        "more runs than a log keeps",
     ],
 )
 def test_what_is_no_log_is_told_from_one(value):
     assert not is_log(value)
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_a_log_that_can_be_used_or_none(value):
+@given(
+    ends=st.tuples(times, times, st.integers(0, 2**62), st.integers(0, 2**62), windows),
+    inside=st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 2), max_size=5),
+    cost=st.integers(1, 20),
+)
+def test_what_passes_for_a_log_can_be_used_whatever_lies_between_its_ends(ends, inside, cost):
+    first_us, last_us, first_sum, last_sum, window = ends
+    between = [at_us for at_us, _ in inside], [total for _, total in inside]
+    value = cells(first_us, *between[0], last_us, first_sum, *between[1], 0, last_sum, window << 28)
     if is_log(value):
-        state = unpack(value)
-        outcome = DECIDE[Algorithm.SLIDING_WINDOW](state, RULE, T, 1)
+        outcome = DECIDE[Algorithm.SLIDING_WINDOW](unpack(value), RULE, T, cost)
         assert unpack(pack(outcome.state, RULE, 1)) == outcome.state
+    else:
+        assert first_us > last_us or first_sum >= last_sum

@@ -1,4 +1,5 @@
 import shutil
+import tracemalloc
 
 import pytest
 
@@ -161,6 +162,24 @@ class TestDamage:
             torn = cut > last_whole
             assert (restored.torn, restored.files) == (([path], []) if torn else ([], [path]))
             assert ["torn" in report for report in restored.reports] == [True] * torn
+
+    def test_a_log_that_ends_in_zeros_is_torn(self, tmp_path):
+        path = write(log_path(tmp_path, 1), states(ada=bucket(1)), bytes(4096))
+        restored = read(tmp_path)
+        assert held(restored, "ada") == [1]
+        assert (restored.torn, restored.files) == ([path], [])
+        assert restored.reports == [
+            "buckets-00000001.log is torn: its last 4096 bytes were ignored"
+        ]
+
+    def test_a_file_is_never_in_memory_whole(self, tmp_path):
+        path = write(log_path(tmp_path, 1), *[states(ada=bucket(1))] * 50_000)
+        tracemalloc.start()
+        try:
+            assert held(read(tmp_path), "ada") == [1]
+            assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 4
+        finally:
+            tracemalloc.stop()
 
     def test_what_follows_a_torn_log_in_later_ones_still_holds(self, tmp_path):
         torn = write(log_path(tmp_path, 1), states(ada=bucket(1)), states(bob=bucket(2))[:-3])
