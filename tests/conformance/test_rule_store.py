@@ -88,6 +88,43 @@ async def test_a_full_store_refuses_one_more(open_store):
         await store.create(CARTS, ME)
 
 
+async def test_a_new_store_is_filled_with_all_rules_at_once_each_a_revision_of_its_own(open_store):
+    drafts = [RuleDraft(f"/{n:03}", "user", 1, 1, "fixed_window") for n in range(300)]
+    async with open_store() as store, open_store() as other:
+        assert await store.create_all(drafts, ME) == 300
+        assert await store.revision() == 300
+        rules = await other.page("", "", None, 1000)
+        assert [rule.endpoint for rule in rules] == [draft.endpoint for draft in drafts]
+        assert [rule.revision for rule in rules] == list(range(1, 301))
+        again = await store.create(CARTS, ME)
+        assert again.revision == 301
+
+
+async def test_a_store_that_ever_held_a_rule_is_not_filled(store):
+    rule = await store.create(ORDERS, ME)
+    assert await store.create_all([CARTS], ME) == 0
+    await store.delete(rule.id, "", ME)
+    assert await store.create_all([CARTS], ME) == 0
+    assert await ids(store) == []
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        (CARTS, RulesFullError),
+        (RuleDraft("", "user", 0, 1, "x"), RuleInvalidError),
+        (RuleDraft("/0", "user", 9, 9, "fixed_window"), RuleExistsError),
+    ],
+)
+async def test_rules_of_which_one_is_refused_leave_a_new_store_new(open_store, last, error):
+    drafts = [RuleDraft(f"/{n}", "user", 1, 1, "fixed_window") for n in range(200)]
+    async with open_store(max_rules=200 if error is RulesFullError else 201) as store:
+        with pytest.raises(error):
+            await store.create_all([*drafts, last], ME)
+        assert (await store.revision(), await ids(store)) == (0, [])
+        assert await store.create_all(drafts, ME) == 200
+
+
 async def test_an_update_changes_exactly_the_named_fields(store):
     before = await store.create(ORDERS, ME)
     after = await store.update(before.id.upper(), RuleChanges(limit=99), "", ME)
@@ -214,6 +251,11 @@ async def test_a_secret_is_made_once_and_differs_by_name(store):
     assert len(secret) == 32
     assert await store.secret("key") == secret
     assert await store.secret("other") != secret
+
+
+async def test_a_secret_may_be_proposed_as_long_as_there_is_none(store):
+    assert await store.secret("key", b"p" * 32) == b"p" * 32
+    assert await store.secret("key", b"q" * 32) == b"p" * 32
 
 
 async def test_what_was_written_outlives_the_store(open_store):

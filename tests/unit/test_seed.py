@@ -1,7 +1,11 @@
+import asyncio
+import sqlite3
+from contextlib import closing
+
 import pytest
 
 from ratelimitd.clock import SystemClock
-from ratelimitd.errors import RuleExistsError, StartupError
+from ratelimitd.errors import StartupError
 from ratelimitd.rules import migrations
 from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.seed import ACTOR, seed_new_book
@@ -57,33 +61,30 @@ async def test_a_book_that_was_emptied_on_purpose_stays_empty(store, rules_file)
     assert await endpoints(store) == []
 
 
-async def test_rules_that_moved_no_revision_count_as_well(store, rules_file):
+async def test_of_two_nodes_that_seed_one_database_at_once_one_does(store, rules_file):
+    written = await asyncio.gather(*(seed_new_book(store, rules_file) for _ in range(2)))
+    assert sorted(written) == [0, 2]
+    assert await endpoints(store) == ["/a", "/b"]
+
+
+async def test_the_audit_trail_names_the_setting(store, rules_file, tmp_path):
     await seed_new_book(store, rules_file)
-
-    class BehindTheBack:
-        async def revision(self):
-            return 0
-
-        page = staticmethod(store.page)
-
-    assert await seed_new_book(BehindTheBack(), rules_file) == 0
+    with closing(sqlite3.connect(tmp_path / "rules.db")) as connection:
+        assert connection.execute("SELECT actor FROM rule_audit").fetchall() == [(ACTOR,)] * 2
 
 
-async def test_a_rule_that_another_node_seeds_meanwhile_is_not_counted(store, rules_file):
-    class Racing:
-        async def revision(self):
-            return 0
-
-        async def page(self, *_):
-            return []
-
-        async def create(self, draft, actor):
-            assert actor == ACTOR
-            if draft.endpoint == "/a":
-                raise RuleExistsError
-            return await store.create(draft, actor)
-
-    assert await seed_new_book(Racing(), rules_file) == 1
+@pytest.mark.parametrize("turns", range(0, 60, 3))
+async def test_a_start_that_is_broken_off_leaves_a_book_that_the_next_one_fills(
+    store, rules_file, turns
+):
+    seeding = asyncio.create_task(seed_new_book(store, rules_file))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    seeding.cancel()
+    await asyncio.gather(seeding, return_exceptions=True)
+    assert len(await endpoints(store)) in {0, 2}
+    await seed_new_book(store, rules_file)
+    assert await endpoints(store) == ["/a", "/b"]
 
 
 async def test_a_wrong_rule_is_named_by_file_index_and_field_and_nothing_is_written(

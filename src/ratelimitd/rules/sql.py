@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ratelimitd.clock import Clock
@@ -80,11 +81,26 @@ class SqlRuleStore:
             await _refuse_taken_pair(connection, draft.endpoint, draft.identifier_type)
             await self._refuse_beyond_maximum(connection)
             rule = validated(draft, rule_id=rule_id, revision=revision)
-            after, now = RuleRow.of(rule), self._now()
-            values = {**after._asdict(), "created_at": now, "updated_at": now}
-            await connection.execute(rules.insert().values(values))
+            after = RuleRow.of(rule)
+            await connection.execute(rules.insert().values(self._new_row(after)))
             await self._record(connection, _Change(revision, "create", rule_id, actor), after=after)
         return rule
+
+    async def create_all(self, drafts: Sequence[RuleDraft], actor: str) -> int:
+        """Fill a new store. See :meth:`RuleStore.create_all <ratelimitd.rules.store.RuleStore.create_all>`."""
+        if len(drafts) > self._max_rules:
+            message = f"{len(drafts)} rules are more than the {self._max_rules} a store takes"
+            raise RulesFullError(message)
+        async with _transaction(self._writing) as connection:
+            # Rows that were put in behind the service's back have moved no revision.
+            some_id = await connection.scalar(sa.select(rules.c.id).limit(1))
+            if await _next_revision(connection) > 1 or some_id is not None:
+                return 0
+            for start in range(0, len(drafts), ROWS_PER_TURN):
+                batch = drafts[start : start + ROWS_PER_TURN]
+                await self._insert_batch(connection, batch, start + 1, actor)
+            await connection.execute(rule_revision.update().values(revision=len(drafts)))
+        return len(drafts)
 
     async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
         """Change a rule. See :meth:`RuleStore.update <ratelimitd.rules.store.RuleStore.update>`."""
@@ -157,14 +173,14 @@ class SqlRuleStore:
         async with _transaction(self._reading) as connection:
             return await _revision(connection)
 
-    async def secret(self, name: str) -> bytes:
+    async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
         """The secret of this name. See :meth:`RuleStore.secret <ratelimitd.rules.store.RuleStore.secret>`."""
         async with _transaction(self._writing) as connection:
             value = await connection.scalar(
                 sa.select(secrets.c.value).where(secrets.c.name == name)
             )
             if value is None:
-                value = self._random_bytes(SECRET_BYTES)
+                value = proposed or self._random_bytes(SECRET_BYTES)
                 row = {"name": name, "value": value, "created_at": self._now()}
                 await connection.execute(secrets.insert().values(row))
         return bytes(value)
@@ -183,14 +199,41 @@ class SqlRuleStore:
     ) -> None:
         """Move the revision and write down who did what; part of the change's transaction."""
         await connection.execute(rule_revision.update().values(revision=change.revision))
-        row = {
+        row = self._audit_row(change, before=before, after=after)
+        await connection.execute(rule_audit.insert().values(row))
+
+    async def _insert_batch(
+        self, connection: AsyncConnection, drafts: Sequence[RuleDraft], revision: int, actor: str
+    ) -> None:
+        """Insert new rules and their audit rows; the first gets ``revision``, each further one the next."""
+        rows, audit_rows = [], []
+        for number, draft in enumerate(drafts, revision):
+            rule_id = draft.id.lower() or str(self._new_id())
+            after = RuleRow.of(validated(draft, rule_id=rule_id, revision=number))
+            rows.append(self._new_row(after))
+            change = _Change(number, "create", rule_id, actor)
+            audit_rows.append(self._audit_row(change, before=None, after=after))
+        try:
+            await connection.execute(rules.insert(), rows)
+        except IntegrityError as error:
+            message = "two of the rules have the same id, or the same endpoint and identifier type"
+            raise RuleExistsError(message) from error
+        await connection.execute(rule_audit.insert(), audit_rows)
+
+    def _new_row(self, row: RuleRow) -> dict[str, object]:
+        now = self._now()
+        return {**row._asdict(), "created_at": now, "updated_at": now}
+
+    def _audit_row(
+        self, change: _Change, *, before: RuleRow | None, after: RuleRow | None
+    ) -> dict[str, object]:
+        return {
             **change._asdict(),
             "actor": change.actor[:MAX_ACTOR_CHARS],
             "at": self._now(),
             "before": _json(before),
             "after": _json(after),
         }
-        await connection.execute(rule_audit.insert().values(row))
 
     async def _refuse_beyond_maximum(self, connection: AsyncConnection) -> None:
         count = await connection.scalar(sa.select(sa.func.count()).select_from(rules)) or 0

@@ -93,6 +93,18 @@ class RuleStore(Protocol):
             RulesFullError: there are ``MAX_RULES`` already.
         """
 
+    async def create_all(self, drafts: Sequence[RuleDraft], actor: str) -> int:
+        """Fill a store that never held a rule, in one transaction; any other is left as it is.
+
+        Returns:
+            How many rules were written: all, or 0 when there was a change before or there is a rule.
+
+        Raises:
+            RuleInvalidError: as :meth:`create`; nothing was written.
+            RuleExistsError: two drafts have the same id, or the same endpoint and identifier type.
+            RulesFullError: there are more than ``MAX_RULES``.
+        """
+
     async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
         """Change a rule; the merged result is validated.
 
@@ -123,8 +135,8 @@ class RuleStore(Protocol):
     async def revision(self) -> int:
         """The revision of the last change, 0 before the first."""
 
-    async def secret(self, name: str) -> bytes:
-        """The secret of this name, ``SECRET_BYTES`` random bytes that are made once and kept."""
+    async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
+        """The secret of this name, made once and kept: ``proposed`` if given, else ``SECRET_BYTES`` random bytes."""
 
     async def close(self) -> None:
         """Let go of every connection; idempotent."""

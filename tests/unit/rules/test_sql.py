@@ -73,6 +73,18 @@ async def test_each_change_is_in_the_audit_trail_with_who_when_and_what(store, b
     assert before_and_after == [[None, created], [created, updated], [updated, None]]
 
 
+async def test_rules_that_moved_no_revision_keep_a_store_from_being_filled(store, behind):
+    many(behind, 1)
+    assert await store.create_all([ORDERS], "me") == 0
+
+
+async def test_filling_a_store_leaves_a_row_of_the_audit_trail_for_each_rule(store, behind):
+    await store.create_all([ORDERS, RuleDraft("/b", "ip", 1, 1, "fixed_window", id=NEVER)], "me")
+    rows = behind("SELECT revision, actor, action, rule_id, after FROM rule_audit")
+    assert [row[:4] for row in rows] == [(1, "me", "create", ID), (2, "me", "create", NEVER)]
+    assert json.loads(rows[1][4])["endpoint"] == "/b"
+
+
 async def test_a_change_that_changes_nothing_and_a_refused_one_leave_no_trace(store, behind):
     await store.create(ORDERS, "me")
     await store.update(ID, RuleChanges(limit=10), "", "me")
