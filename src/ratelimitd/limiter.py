@@ -116,8 +116,8 @@ class Limiter:
     def check_batch(self, checks: Sequence[Check]) -> list[Decision | CheckInvalidError]:
         """Answer ``checks`` as :meth:`check` would in their order; answer i is to check i.
 
-        Checks of one identifier are decided together, which is kind to the processor's cache. A check whose timestamp
-        is refused has its error for an answer; its neighbours do not notice.
+        Checks of one identifier are decided together, as the specification asks. A check whose timestamp is refused
+        has its error for an answer; its neighbours do not notice.
         """
         answers: list[Decision | CheckInvalidError | None] = [None] * len(checks)
         for index in sorted(range(len(checks)), key=lambda index: checks[index].identifier):
@@ -138,13 +138,19 @@ class Limiter:
             StoreUnavailableError: there is no rule book yet, or the reset could not be made durable; then the bucket
                 is as it was, unless it was used meanwhile.
         """
-        if self._book is None:
-            message = "no rules are loaded yet"
-            raise StoreUnavailableError(message)
-        rules = self._book.candidates(endpoint, identifier_type)
-        keys = [identifier + self._keys.scope(rule, endpoint) for rule in rules]
+        # A caller that gives up half way must not leave a bucket that is reset in memory only.
+        await asyncio.shield(self._reset(identifier, identifier_type, endpoint))
+
+    async def _reset(
+        self, identifier: bytes, identifier_type: IdentifierType, endpoint: str
+    ) -> None:
         # One at a time: else a reset that fails could put a bucket back over a later one that was answered.
         async with self._one_reset:
+            if self._book is None:
+                message = "no rules are loaded yet"
+                raise StoreUnavailableError(message)
+            rules = self._book.candidates(endpoint, identifier_type)
+            keys = [identifier + self._keys.scope(rule, endpoint) for rule in rules]
             removed = [(key, self._buckets.remove(key)) for key in keys]
             if self._journal is None or not keys:
                 return

@@ -56,6 +56,12 @@ class Reason(enum.IntEnum):
     INVALID_REQUEST = 7
 
 
+# Finding a member in its class costs 100 ns; a check needs one of these.
+WITHIN_LIMIT: Final = Reason.WITHIN_LIMIT
+LIMIT_EXCEEDED: Final = Reason.LIMIT_EXCEEDED
+COST_EXCEEDS_LIMIT: Final = Reason.COST_EXCEEDS_LIMIT
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One validated rule.

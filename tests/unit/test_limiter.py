@@ -473,6 +473,41 @@ class TestReset:
         assert (type(refused), answered) == (StoreUnavailableError, None)
         assert node.remaining() == 10
 
+    async def test_a_reset_whose_caller_gives_up_is_written_all_the_same(self, node):
+        may_write, written = asyncio.Event(), asyncio.Event()
+
+        async def reset(_keys):
+            await may_write.wait()
+            written.set()
+
+        node.journal.reset = reset
+        node.check()
+        caller = asyncio.create_task(node.reset())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.wait([caller])
+        assert caller.cancelled()
+        may_write.set()
+        await written.wait()
+
+    async def test_a_reset_that_waited_for_another_acts_under_the_rules_of_its_turn(self, node):
+        begun, first_may_end, written = asyncio.Event(), asyncio.Event(), []
+
+        async def reset(keys):
+            written.append(keys)
+            begun.set()
+            await first_may_end.wait()
+
+        node.journal.reset = reset
+        resets = [asyncio.create_task(node.reset()) for _ in range(2)]
+        await begun.wait()
+        node.put(replace(ORDERS, window_seconds=120))
+        first_may_end.set()
+        await asyncio.gather(*resets)
+        first, second = written
+        assert first != second
+
     async def test_what_was_spent_while_a_reset_failed_is_not_overwritten(self, node):
         node.check(cost=7)
         node.journal.fails, node.journal.meanwhile = True, node.check

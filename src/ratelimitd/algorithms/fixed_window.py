@@ -9,7 +9,17 @@ window. Around a boundary up to twice the limit may pass (I2); the sliding windo
 
 from __future__ import annotations
 
-from ratelimitd.model import ALLOWED, DENIED, INT32_MAX, US_PER_S, Outcome, Reason, Rule
+from ratelimitd.model import (
+    ALLOWED,
+    COST_EXCEEDS_LIMIT,
+    DENIED,
+    INT32_MAX,
+    LIMIT_EXCEEDED,
+    US_PER_S,
+    WITHIN_LIMIT,
+    Outcome,
+    Rule,
+)
 
 State = tuple[int, int]
 
@@ -40,13 +50,11 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     if wanted <= limit:
         remaining = limit - wanted
         retry_after = 0 if remaining else min(-(-(end_us - now_us) // US_PER_S), INT32_MAX)
-        return Outcome(
-            ALLOWED, remaining, reset_time, retry_after, Reason.WITHIN_LIMIT, (wanted, at_us)
-        )
+        return Outcome(ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, (wanted, at_us))
     if cost > limit:
         return Outcome(
-            DENIED, limit - count, reset_time, rule.window_seconds, Reason.COST_EXCEEDS_LIMIT, state
+            DENIED, limit - count, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state
         )
     # The end of a window is later than every time inside it, so this is at least 1.
     retry_after = min(-(-(end_us - now_us) // US_PER_S), INT32_MAX)
-    return Outcome(DENIED, limit - count, reset_time, retry_after, Reason.LIMIT_EXCEEDED, state)
+    return Outcome(DENIED, limit - count, reset_time, retry_after, LIMIT_EXCEEDED, state)

@@ -20,7 +20,17 @@ from bisect import bisect_left, bisect_right
 from struct import Struct
 from typing import Final
 
-from ratelimitd.model import ALLOWED, DENIED, INT32_MAX, US_PER_S, Outcome, Reason, Rule
+from ratelimitd.model import (
+    ALLOWED,
+    COST_EXCEEDS_LIMIT,
+    DENIED,
+    INT32_MAX,
+    LIMIT_EXCEEDED,
+    US_PER_S,
+    WITHIN_LIMIT,
+    Outcome,
+    Rule,
+)
 
 State = bytes
 
@@ -53,7 +63,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
             limit,
             -(-now_us // US_PER_S),
             rule.window_seconds,
-            Reason.COST_EXCEEDS_LIMIT,
+            COST_EXCEEDS_LIMIT,
             state,
         )
 
@@ -76,13 +86,13 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     reset_time = -(-reset_us // US_PER_S)
     if cost > limit:
         return Outcome(
-            DENIED, remaining, reset_time, rule.window_seconds, Reason.COST_EXCEEDS_LIMIT, state
+            DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state
         )
     # The earliest run with whose leaving the cost fits.
     leaving = bisect_left(cells, gone + used + cost - limit, runs + first + 1) - runs - 1
     retry_after = -(-(cells[leaving] + window_us - now_us) // US_PER_S)
     return Outcome(
-        DENIED, remaining, reset_time, min(retry_after, INT32_MAX), Reason.LIMIT_EXCEEDED, state
+        DENIED, remaining, reset_time, min(retry_after, INT32_MAX), LIMIT_EXCEEDED, state
     )
 
 
@@ -94,7 +104,7 @@ def _accepted(  # noqa: PLR0917 - what both ways of accepting know
     if not remaining:
         retry_after = min(-(-(oldest_us + rule.window_us - now_us) // US_PER_S), INT32_MAX)
     reset_time = -(-(at_us + rule.window_us) // US_PER_S)
-    return Outcome(ALLOWED, remaining, reset_time, retry_after, Reason.WITHIN_LIMIT, state)
+    return Outcome(ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, state)
 
 
 def _appended(state: State, first: int, at_us: int, cost: int) -> State:

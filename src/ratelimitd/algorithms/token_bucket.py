@@ -10,7 +10,17 @@ because it does not depend on the limit: when a rule's limit changes, what was s
 
 from __future__ import annotations
 
-from ratelimitd.model import ALLOWED, DENIED, INT32_MAX, US_PER_S, Outcome, Reason, Rule
+from ratelimitd.model import (
+    ALLOWED,
+    COST_EXCEEDS_LIMIT,
+    DENIED,
+    INT32_MAX,
+    LIMIT_EXCEEDED,
+    US_PER_S,
+    WITHIN_LIMIT,
+    Outcome,
+    Rule,
+)
 
 State = tuple[int, int]
 
@@ -31,10 +41,13 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
         spent, at_us = 0, now_us
     else:
         spent, latest_us = state
-        spent = min(spent, capacity)  # was the limit lowered, one whole capacity is owed, not more
+        # Comparisons, not min() and max(): a call costs 60 ns, a comparison 15.
+        if spent > capacity:  # noqa: PLR1730 - the limit was lowered: one whole capacity is owed, not more
+            spent = capacity
         if now_us > latest_us:
             spent -= (now_us - latest_us) * limit
-            spent = max(spent, 0)
+            if spent < 0:  # noqa: PLR1730
+                spent = 0
             at_us = now_us
         else:
             at_us = latest_us
@@ -46,13 +59,13 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
         retry_after = 0
         if not remaining:
             due = at_us * limit + wanted + token - capacity
-            retry_after = -(-(due - now_us * limit) // (limit * US_PER_S))
+            retry_after = min(-(-(due - now_us * limit) // (limit * US_PER_S)), INT32_MAX)
         return Outcome(
             ALLOWED,
             remaining,
             -(-(at_us * limit + wanted) // (limit * US_PER_S)),
-            min(retry_after, INT32_MAX),
-            Reason.WITHIN_LIMIT,
+            retry_after,
+            WITHIN_LIMIT,
             (wanted, at_us),
         )
 
@@ -60,9 +73,9 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     reset_time = -(-(at_us * limit + spent) // (limit * US_PER_S))
     if cost > limit:
         return Outcome(
-            DENIED, remaining, reset_time, rule.window_seconds, Reason.COST_EXCEEDS_LIMIT, state
+            DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state
         )
     # More is wanted than there is, so it is due later than now, and this is at least 1.
     due = at_us * limit + wanted - capacity
     retry_after = min(-(-(due - now_us * limit) // (limit * US_PER_S)), INT32_MAX)
-    return Outcome(DENIED, remaining, reset_time, retry_after, Reason.LIMIT_EXCEEDED, state)
+    return Outcome(DENIED, remaining, reset_time, retry_after, LIMIT_EXCEEDED, state)
