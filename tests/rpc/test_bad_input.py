@@ -214,12 +214,20 @@ async def test_a_small_message_that_unpacks_to_more_than_4_mib_is_resource_exhau
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_long_metadata_is_taken_and_longer_metadata_refused(unharmed):
+@pytest.mark.parametrize(
+    ("length", "code"),
+    [
+        (9_000, grpc.StatusCode.OK),
+        (15_000, grpc.StatusCode.OK),
+        (20_000, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+)
+async def test_long_metadata_is_always_taken_and_longer_metadata_never(unharmed, length, code):
     data = check(peek=True).SerializeToString()
-    await unharmed.raw(CHECK, data, metadata=(("x-long", "v" * 7_000),))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await unharmed.raw(CHECK, data, metadata=(("x-long", "v" * 20_000),))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    # Many times: between two bounds of grpc that differ, chance decides.
+    for _ in range(40):
+        found, _answer = await unharmed.outcome(CHECK, data, metadata=(("x-long", "v" * length),))
+        assert found is code
 
 
 async def test_an_empty_batch_is_answered_with_none(unharmed):

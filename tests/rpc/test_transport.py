@@ -216,13 +216,38 @@ async def test_calls_beyond_the_bound_are_refused_at_once_and_others_go_on():
         await release.wait()
         return b"done"
 
-    limits = TransportLimits(max_concurrent_rpcs=2, max_streams=0)
+    limits = TransportLimits(max_concurrent_rpcs=2)
     async with Serving(limits=limits, unary={"/s/m": wait}) as serving:
         first = [asyncio.ensure_future(serving.call()) for _ in range(2)]
         await until(lambda: len(started) == 2)
         assert await serving.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert serving.stats.errors_by_transport == {"too_many_calls": 1}
         release.set()
         assert await asyncio.gather(*first) == [b"done", b"done"]
+        assert [await serving.call() for _ in range(3)] == [b"done"] * 3
+
+
+async def test_open_streams_leave_the_whole_bound_of_calls_and_no_more():
+    async def wait(_data, _call):
+        await asyncio.Event().wait()
+
+    async def watch(_data, _call):
+        yield b"now"
+        await asyncio.Event().wait()
+
+    limits = TransportLimits(max_concurrent_rpcs=1, max_streams=2)
+    methods = {"unary": {"/s/m": wait}, "server_stream": {"/s/w": watch}}
+    async with Serving(limits=limits, **methods) as serving:
+        stream = serving.channel.unary_stream("/s/w")(b"")
+        assert await stream.read() == b"now"
+        # Which of the two is refused is theirs to settle; that it is exactly one, is not.
+        calls = [asyncio.ensure_future(serving.call()) for _ in range(2)]
+        done, running = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        [refused] = [call.exception() for call in done]
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(running) == 1
+        stream.cancel()
+        running.pop().cancel()
 
 
 async def test_streams_are_bounded_apart_so_that_watchers_leave_room_for_checks():

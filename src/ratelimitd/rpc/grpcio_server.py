@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
@@ -35,6 +36,10 @@ _log = logging.getLogger(__name__)
 _STATUS: Final = {StatusCode(code.value[0]): code for code in grpc.StatusCode}
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 _SAN_PROPERTY: Final = "x509_subject_alternative_name"
+# The words of grpc's own bound, which callers meet when there are too many calls and streams together.
+_TOO_MANY_CALLS: Final = (TransportError.TOO_MANY_CALLS, "Concurrent RPC limit exceeded!")
+_TOO_MANY_STREAMS: Final = (TransportError.TOO_MANY_STREAMS, "too many streams are open")
+_MAX_METADATA_BYTES: Final = 16 * 1024
 _LONG_GRACE_S: Final = 86_400.0
 """How long calls in flight may go on after ``stop_accepting``: until ``stop`` says otherwise."""
 
@@ -56,23 +61,24 @@ class GrpcioServer:
     ) -> None:
         self._methods = methods
         self._listen = listen
-        self._stats = stats
+        self._count = stats.transport_error
         self._tls = tls
         self._limits = limits or TransportLimits()
         self._server: grpc.aio.Server | None = None
         self._draining: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self._streams = 0
+        self._calls = _Room(self._limits.max_concurrent_rpcs, self._count, *_TOO_MANY_CALLS)
+        self._streams = _Room(self._limits.max_streams, self._count, *_TOO_MANY_STREAMS)
 
     async def start(self) -> str:
         """Bind and listen; returns the bound address. See :class:`ratelimitd.rpc.interface.Server`."""
         credentials = None if self._tls is None else self._credentials(self._tls)
         await demand_free(self._listen)
-        limits = self._limits
         server = grpc.aio.server(
             handlers=(_Router(self._handlers(), self._count),),
-            options=_options(limits),
-            maximum_concurrent_rpcs=limits.max_concurrent_rpcs + limits.max_streams,
+            options=_options(self._limits),
+            # Of both kinds together: what comes beyond costs no task. Each kind has its own bound below.
+            maximum_concurrent_rpcs=self._limits.max_concurrent_rpcs + self._limits.max_streams,
         )
         try:
             port = (
@@ -116,8 +122,9 @@ class GrpcioServer:
         async def behaviour(data: bytes, context: _Context) -> bytes:
             try:
                 _demand_time(context)
-                answer = handler(data, GrpcioCall(path, context))
-                return answer if isinstance(answer, bytes) else await answer
+                with self._calls:
+                    answer = handler(data, GrpcioCall(path, context))
+                    return answer if isinstance(answer, bytes) else await answer
             except Exception as error:  # noqa: BLE001 -- grpc would answer UNKNOWN and name the class
                 await self._abort(context, error)
             except asyncio.CancelledError:
@@ -128,22 +135,15 @@ class GrpcioServer:
 
     def _stream(self, path: str, handler: Callable[[Any, Any], AsyncIterator[bytes]]) -> Any:
         async def behaviour(source: Any, context: _Context) -> AsyncIterator[bytes]:
-            self._streams += 1
             try:
-                self._demand_room()
-                async for answer in self._until_stopped(handler(source, GrpcioCall(path, context))):
-                    yield answer
+                with self._streams:
+                    answers = handler(source, GrpcioCall(path, context))
+                    async for answer in self._until_stopped(answers):
+                        yield answer
             except Exception as error:  # noqa: BLE001 -- as above
                 await self._abort(context, error)
-            finally:
-                self._streams -= 1
 
         return behaviour
-
-    def _demand_room(self) -> None:
-        if self._streams > self._limits.max_streams:
-            self._count(TransportError.TOO_MANY_STREAMS)
-            raise RpcError(StatusCode.RESOURCE_EXHAUSTED, "too many streams are open")
 
     async def _until_stopped(self, answers: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         stopping = asyncio.ensure_future(self._stopping.wait())
@@ -173,9 +173,6 @@ class GrpcioServer:
             error = RpcError(StatusCode.INTERNAL, "unexpected error")
         trailers = ((_DETAILS_KEY, error.details),) if error.details else ()
         await context.abort(_STATUS[error.code], error.message, trailers)
-
-    def _count(self, cause: TransportError) -> None:
-        self._stats.transport_error(cause)
 
     def _credentials(self, files: TlsFiles) -> grpc.ServerCredentials:
         loop = asyncio.get_running_loop()
@@ -230,6 +227,25 @@ class GrpcioCall:
         return self._context.time_remaining()
 
 
+@dataclass(slots=True)
+class _Room:
+    """Room for calls: ``with room`` takes one place of those ``free``; without one the call is counted and refused."""
+
+    free: int
+    count: Callable[[TransportError], None]
+    cause: TransportError
+    message: str
+
+    def __enter__(self) -> None:
+        if not self.free:
+            self.count(self.cause)
+            raise RpcError(StatusCode.RESOURCE_EXHAUSTED, self.message)
+        self.free -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self.free += 1
+
+
 class _Router(grpc.GenericRpcHandler):
     """Finds the handler of a path. One that is not there, grpc answers with UNIMPLEMENTED."""
 
@@ -267,6 +283,9 @@ def _options(limits: TransportLimits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", limits.max_message_bytes),
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        # Equal, because between the two a call is refused at random; the defaults are 8 and 16 KiB.
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         # On by default: a second server on the port would start, and take half of the connections.
         ("grpc.so_reuseport", 0),
         # The option whose name says "recv" is not this one, and is ignored without a word.

@@ -40,6 +40,7 @@ class TransportError(enum.StrEnum):
 
     CANCELLED = "cancelled"
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    TOO_MANY_CALLS = "too_many_calls"
     TOO_MANY_STREAMS = "too_many_streams"
     UNEXPECTED = "unexpected"
     UNKNOWN_METHOD = "unknown_method"
