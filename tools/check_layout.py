@@ -49,6 +49,7 @@ CORE = (
     "buckets/*.py",
     "clock.py",
     "errors.py",
+    "http2/*.py",
     "http2/hpack/*.py",
     "limiter.py",
     "model.py",

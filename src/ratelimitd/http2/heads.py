@@ -88,9 +88,6 @@ class RequestHead:
         self.note: object = None
 
 
-_NO_MODEL: Final = RequestHead(())
-
-
 class HeadReader:
     """Reads the header blocks of one connection, in the order in which they came.
 
@@ -103,7 +100,7 @@ class HeadReader:
 
     def __init__(self, max_list_bytes: int) -> None:
         self._decoder = Decoder(max_list_bytes=max_list_bytes)
-        self._model = _NO_MODEL
+        self._model: RequestHead | None = None
         self.kept: dict[bytes, RequestHead] = {}
 
     def read(self, block: bytes) -> RequestHead:
@@ -160,7 +157,7 @@ class HeadReader:
         Fields out of the tables are the same objects every time, so this costs 20 ns for each of them.
         """
         model = self._model
-        if len(fields) != len(model.fields):
+        if model is None or len(fields) != len(model.fields):
             return None
         varying = []
         for field, known in zip(fields, model.fields, strict=True):

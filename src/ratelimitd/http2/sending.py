@@ -112,7 +112,7 @@ class Sender:
         Returns whether all of it is on its way. If not, WindowOpened will say when it is, and whoever goes on sending
         before that fills a buffer that ends the connection when it is over ``max_unread_bytes``.
         """
-        if stream_id not in self._streams.live or self.overflowed:
+        if stream_id not in self._streams.live:
             return True
         stream = self._streams.own(stream_id)
         stream.ended = ended
@@ -128,7 +128,7 @@ class Sender:
 
     def send_trailers(self, stream_id: int, block: Block) -> None:
         """End an answer. The trailers go when everything before them has gone."""
-        if stream_id not in self._streams.live or self.overflowed:
+        if stream_id not in self._streams.live:
             return
         stream = self._streams.own(stream_id)
         stream.ended = True

@@ -38,7 +38,9 @@ def test_values_are_taken_over_in_order_and_the_last_one_stands():
 )
 def test_the_smallest_table_on_the_way_is_told(values, smallest):
     peer = PeerSettings()
-    assert peer.apply(payload(*((Setting.HEADER_TABLE_SIZE, value) for value in values))) == smallest
+    assert (
+        peer.apply(payload(*((Setting.HEADER_TABLE_SIZE, value) for value in values))) == smallest
+    )
     assert peer.header_table_bytes == (values[-1] if values else 4_096)
 
 

@@ -1,0 +1,322 @@
+import hpack
+import pytest
+
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
+from ratelimitd.http2.heads import Flaw, HeadReader
+
+PSEUDO = [
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/a.B/C"),
+    (b":authority", b"localhost"),
+]
+REST = [(b"content-type", b"application/grpc"), (b"te", b"trailers"), (b"user-agent", b"test/1")]
+
+
+class Blocks:
+    """Encodes for one reader."""
+
+    def __init__(self, max_list_bytes=16_384):
+        self.encoder = hpack.Encoder()
+        self.reader = HeadReader(max_list_bytes)
+
+    def read(self, *fields):
+        return self.reader.read(self.encoder.encode(fields))
+
+    def trailers(self, *fields):
+        return self.reader.trailers(self.encoder.encode(fields))
+
+
+def flaw_of(*fields):
+    return Blocks().read(*fields).flaw
+
+
+def with_pseudo(**values):
+    """The pseudo-header fields of a request, some of them replaced, or left out by None."""
+    fields = {**{name[1:].decode(): value for name, value in PSEUDO}, **values}
+    return [(f":{name}".encode(), value) for name, value in fields.items() if value is not None]
+
+
+def test_a_head_has_its_fields_in_order():
+    head = Blocks().read(*PSEUDO, *REST)
+    assert head.fields == (*PSEUDO, *REST)
+    assert (head.flaw, head.content_length, head.model, head.varying, head.note) == (
+        None,
+        None,
+        None,
+        (),
+        None,
+    )
+
+
+def test_pseudo_header_fields_may_come_in_any_order():
+    assert flaw_of(*reversed(PSEUDO), *REST) is None
+
+
+@pytest.mark.parametrize("name", [b":method", b":scheme", b":path"])
+def test_a_request_without_one_of_these_is_malformed(name):
+    assert flaw_of(*(field for field in PSEUDO if field[0] != name)) is Flaw.MALFORMED
+
+
+@pytest.mark.parametrize("name", ["method", "scheme", "path"])
+def test_they_must_not_be_empty(name):
+    assert flaw_of(*with_pseudo(**{name: b""})) is Flaw.MALFORMED
+
+
+def test_the_authority_may_be_left_out():
+    assert flaw_of(*PSEUDO[:3], *REST) is None
+
+
+@pytest.mark.parametrize("field", PSEUDO)
+def test_a_pseudo_header_field_comes_once(field):
+    assert flaw_of(*PSEUDO, field, *REST) is Flaw.MALFORMED
+
+
+def test_one_that_comes_twice_with_the_same_name_and_another_value_is_malformed_too():
+    assert flaw_of(*PSEUDO, (b":path", b"/other"), *REST) is Flaw.MALFORMED
+
+
+@pytest.mark.parametrize("name", [b":status", b":protocol", b":unknown", b":", b":Path"])
+def test_pseudo_header_fields_are_a_closed_set(name):
+    assert flaw_of(*PSEUDO, (name, b"200")) is Flaw.MALFORMED
+
+
+def test_a_pseudo_header_field_behind_a_regular_one_is_malformed():
+    assert flaw_of(*PSEUDO[:3], *REST, PSEUDO[3]) is Flaw.MALFORMED
+
+
+@pytest.mark.parametrize("value", [b"/\n", b"/\0", b"/\r", b" /", b"/ ", b"\t/"])
+def test_pseudo_header_values_have_the_octets_of_values(value):
+    assert flaw_of(*with_pseudo(path=value)) is Flaw.MALFORMED
+
+
+def test_connect_has_an_authority_and_nothing_else():
+    assert flaw_of((b":method", b"CONNECT"), (b":authority", b"x:1")) is None
+    assert flaw_of((b":method", b"CONNECT")) is Flaw.MALFORMED
+    assert flaw_of(*with_pseudo(method=b"CONNECT")) is Flaw.MALFORMED
+
+
+@pytest.mark.parametrize(
+    "name", [b"Content-Type", b"a b", b"a\0", b"", b"\x7f", b"\xe4", b"a:b", b"a\n"]
+)
+def test_a_name_is_a_token_without_upper_case(name):
+    assert flaw_of(*PSEUDO, (name, b"value")) is Flaw.MALFORMED
+
+
+@pytest.mark.parametrize("name", [b"x", b"grpc-timeout", b"a_b.c~d'!#$%&*+^`|", b"0"])
+def test_any_token_is_a_name(name):
+    assert flaw_of(*PSEUDO, (name, b"value")) is None
+
+
+@pytest.mark.parametrize("value", [b"a\0b", b"a\rb", b"a\nb", b" a", b"a ", b"\ta", b"a\t", b"a\n"])
+def test_a_value_has_no_line_ends_and_no_blanks_around_it(value):
+    assert flaw_of(*PSEUDO, (b"x", value)) is Flaw.MALFORMED
+
+
+@pytest.mark.parametrize("value", [b"", b"a", b"a b\tc", b"\xff\x80", b"\x01\x7f"])
+def test_a_value_has_any_other_octet(value):
+    assert flaw_of(*PSEUDO, (b"x", value)) is None
+
+
+@pytest.mark.parametrize(
+    "name", [b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"]
+)
+def test_fields_of_a_connection_of_http_1_are_malformed(name):
+    assert flaw_of(*PSEUDO, (name, b"x")) is Flaw.MALFORMED
+
+
+def test_te_is_trailers_or_nothing():
+    assert flaw_of(*PSEUDO, (b"te", b"trailers")) is None
+    for value in (b"trailers, deflate", b"gzip", b"", b"Trailers"):
+        assert flaw_of(*PSEUDO, (b"te", value)) is Flaw.MALFORMED
+
+
+def test_host_says_what_the_authority_says():
+    assert flaw_of(*PSEUDO, (b"host", b"localhost")) is None
+    assert flaw_of(*PSEUDO[:3], (b"host", b"anything")) is None
+    assert flaw_of(*PSEUDO, (b"host", b"elsewhere")) is Flaw.MALFORMED
+
+
+@pytest.mark.parametrize("value", [b"0", b"4", b"00004", b"9" * 18])
+def test_a_content_length_is_read(value):
+    assert Blocks().read(*PSEUDO, (b"content-length", value)).content_length == int(value)
+
+
+@pytest.mark.parametrize("value", [b"", b"-1", b"+1", b"1.0", b"4, 4", b"0x4", b"9" * 19, b"\xb2"])
+def test_a_content_length_is_digits(value):
+    assert flaw_of(*PSEUDO, (b"content-length", value)) is Flaw.MALFORMED
+
+
+def test_a_content_length_may_be_repeated_but_not_contradicted():
+    twice = Blocks().read(*PSEUDO, (b"content-length", b"4"), (b"content-length", b"4"))
+    assert twice.content_length == 4
+    assert flaw_of(*PSEUDO, (b"content-length", b"4"), (b"content-length", b"5")) is Flaw.MALFORMED
+
+
+def test_an_empty_block_is_no_request():
+    assert flaw_of() is Flaw.MALFORMED
+
+
+# What is kept
+
+
+def test_equal_blocks_are_one_head_while_the_table_stands():
+    blocks = Blocks()
+    blocks.read(*PSEUDO, *REST)
+    second = blocks.encoder.encode([*PSEUDO, *REST])
+    head = blocks.reader.read(second)
+    assert blocks.reader.kept == {second: head}
+
+
+def test_a_block_that_changes_the_table_is_not_kept_and_what_was_kept_is_forgotten():
+    blocks = Blocks()
+    blocks.read(*PSEUDO, *REST)
+    blocks.read(*PSEUDO, *REST)
+    assert len(blocks.reader.kept) == 1
+    blocks.read(*PSEUDO, *REST, (b"x", b"new"))
+    assert not blocks.reader.kept
+
+
+def test_trailers_that_change_the_table_make_forget_too():
+    blocks = Blocks()
+    blocks.read(*PSEUDO, *REST)
+    blocks.read(*PSEUDO, *REST)
+    blocks.trailers((b"x", b"new"))
+    assert not blocks.reader.kept
+
+
+def test_a_head_with_a_flaw_is_not_kept():
+    blocks = Blocks()
+    for _ in range(2):
+        blocks.read(*PSEUDO[:1])
+    assert not blocks.reader.kept
+
+
+def test_a_long_block_is_not_kept():
+    reader = HeadReader(16_384)
+    plain = b"\x83\x86\x84"
+    for size, kept in ((2_048, 1), (2_049, 0)):
+        # A literal without indexing: its name, x, and a value that fills the block.
+        literal = b"\x00\x01x\x7f"
+        length = size - len(plain) - len(literal) - 2
+        block = (
+            plain + literal + bytes((length - 127 & 127 | 128, length - 127 >> 7)) + b"v" * length
+        )
+        reader.kept.clear()
+        assert reader.read(block).flaw is None
+        assert (len(block), len(reader.kept)) == (size, kept)
+
+
+def test_what_is_kept_is_bounded():
+    reader = HeadReader(16_384)
+    for number in range(1_000):
+        reader.read(b"\x83\x86\x84\x00\x01x\x04%04d" % number)
+        assert 1 <= len(reader.kept) <= 64
+
+
+# Models
+
+
+def test_a_head_that_differs_in_a_timeout_alone_has_the_one_before_as_its_model():
+    blocks = Blocks()
+    model = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"1S"))
+    head = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"999m"))
+    assert model.model is None
+    assert head.model is model
+    assert head.varying == ((b"grpc-timeout", b"999m"),)
+    assert head.fields == (*PSEUDO, *REST, (b"grpc-timeout", b"999m"))
+
+
+def test_the_model_stays_the_model():
+    blocks = Blocks()
+    model = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"1S"))
+    for number in range(3):
+        head = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"%dm" % number))
+        assert head.model is model
+
+
+def test_several_fields_may_vary():
+    blocks = Blocks()
+    model = blocks.read(*PSEUDO, (b"a", b"1"), *REST, (b"b", b"1"))
+    head = blocks.read(*PSEUDO, (b"a", b"2"), *REST, (b"b", b"2"))
+    assert head.model is model
+    assert head.varying == ((b"a", b"2"), (b"b", b"2"))
+
+
+def test_an_equal_field_does_not_vary_though_it_is_another_object():
+    reader = HeadReader(16_384)
+    model = reader.read(b"\x83\x86\x84\x00\x01x\x01a")
+    head = reader.read(b"\x83\x86\x84\x10\x01x\x01a")
+    assert head.model is model
+    assert head.varying == ()
+
+
+def test_a_content_length_is_the_models():
+    blocks = Blocks()
+    blocks.read(*PSEUDO, (b"content-length", b"4"), (b"a", b"1"))
+    assert blocks.read(*PSEUDO, (b"content-length", b"4"), (b"a", b"2")).content_length == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "flaw"),
+    [
+        ([*with_pseudo(path=b"/other"), (b"a", b"1"), *REST], None),
+        ([*with_pseudo(path=b""), (b"a", b"1"), *REST], Flaw.MALFORMED),
+        ([*PSEUDO, (b"b", b"1"), *REST], None),
+        ([*PSEUDO, (b"A", b"1"), *REST], Flaw.MALFORMED),
+        ([*PSEUDO, (b"a", b"\n"), *REST], Flaw.MALFORMED),
+        ([*PSEUDO, (b"a", b"1"), REST[0], (b"te", b"gzip"), REST[2]], Flaw.MALFORMED),
+        ([*PSEUDO, (b"a", b"1")], None),
+        ([*PSEUDO, (b"a", b"1"), *REST, (b"b", b"1")], None),
+    ],
+)
+def test_everything_else_is_judged_by_all_the_rules(fields, flaw):
+    blocks = Blocks()
+    blocks.read(*PSEUDO, (b"a", b"1"), *REST)
+    head = blocks.read(*fields)
+    assert head.flaw is flaw
+    assert head.model is None
+
+
+# Blocks that cannot be read
+
+
+def test_a_list_over_the_limit_is_a_flaw_and_the_reader_goes_on():
+    blocks = Blocks(max_list_bytes=300)
+    assert blocks.read(*PSEUDO, (b"x", b"v" * 200)).flaw is Flaw.TOO_LARGE
+    assert blocks.read(*PSEUDO).flaw is None
+
+
+def test_a_list_far_over_the_limit_ends_the_connection():
+    with pytest.raises(ConnectionFailureError) as caught:
+        Blocks(max_list_bytes=300).read(*PSEUDO, (b"x", b"v" * 2_000))
+    assert caught.value.code is ErrorCode.ENHANCE_YOUR_CALM
+    assert caught.value.cause is Cause.HEADER_BOMB
+
+
+@pytest.mark.parametrize(
+    "block", [b"\x80", b"\xc6", b"\x00\x85\xf2\xb2\x4a\x84\xff\x84\x49\x50\x9f\xff"]
+)
+def test_a_block_that_is_no_hpack_ends_the_connection(block):
+    for read in (HeadReader(100).read, HeadReader(100).trailers):
+        with pytest.raises(ConnectionFailureError) as caught:
+            read(block)
+        assert caught.value.code is ErrorCode.COMPRESSION_ERROR
+
+
+# Trailers
+
+
+def test_trailers_are_regular_fields():
+    blocks = Blocks()
+    assert blocks.trailers((b"x", b"1"), (b"y-bin", b"2")) == ((b"x", b"1"), (b"y-bin", b"2"))
+    assert blocks.trailers() == ()
+
+
+@pytest.mark.parametrize("field", [(b":path", b"/"), (b"X", b"1"), (b"x", b"\n")])
+def test_trailers_are_nothing_else(field):
+    assert Blocks().trailers((b"x", b"1"), field) is None
+
+
+def test_trailers_have_the_limit_of_heads():
+    assert Blocks(max_list_bytes=300).trailers((b"x", b"v" * 300)) is None

@@ -1,0 +1,430 @@
+import hpack
+import pytest
+
+from ratelimitd.http2.answers import UnaryAnswer, static_block
+from ratelimitd.http2.errors import ConnectionFailureError, ErrorCode, StreamFailureError
+from ratelimitd.http2.limits import Limits
+from ratelimitd.http2.sending import Sender
+from ratelimitd.http2.streams import UNTOUCHED, State, Stream, Streams
+from ratelimitd.http2.windows import ReceiveWindow
+from tests.http2_peer import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    NO_ERROR,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    Frame,
+    frames_of,
+    settings,
+)
+
+HEAD = ((b":status", b"200"), (b"content-type", b"application/grpc"))
+TRAILERS = ((b"grpc-status", b"0"), (b"x", b"value"))
+ANSWER = UnaryAnswer(static_block(HEAD), static_block(TRAILERS))
+LAST = END_HEADERS | END_STREAM
+
+
+class Half:
+    """The sending half, with streams that are complete and wait for their answers."""
+
+    def __init__(self, *stream_ids, limits=None, receive_bytes=1_000):
+        self.streams = Streams()
+        self.receive_window = ReceiveWindow(receive_bytes)
+        self.sender = Sender(self.streams, self.receive_window, limits or Limits())
+        self.decoder = hpack.Decoder()
+        for stream_id in stream_ids:
+            self.streams.add(stream_id, UNTOUCHED)
+
+    def open(self, stream_id, held_bytes=0):
+        stream = Stream(State.OPEN, ReceiveWindow(1_000))
+        stream.held_bytes = held_bytes
+        self.streams.add(stream_id, stream)
+        return stream
+
+    def sent(self):
+        return frames_of(self.sender.take())
+
+    def peer_settings(self, **values):
+        through = self.sender.settings_changed(settings(**values)[9:])
+        assert self.sent()[0] == Frame(SETTINGS, ACK, 0, b"")
+        return through
+
+    def fields(self, frame):
+        return self.decoder.decode(frame.payload, raw=True)
+
+
+def sizes(frames):
+    return [(sent.stream_id, len(sent.payload)) for sent in frames if sent.type == DATA]
+
+
+def test_nothing_to_send_is_no_octets():
+    assert Half().sender.take() == b""
+
+
+def test_octets_are_taken_once_and_in_order():
+    half = Half()
+    half.sender.frame(b"one")
+    half.sender.frame(b"two")
+    assert half.sender.take() == b"onetwo"
+    assert half.sender.take() == b""
+
+
+# One message
+
+
+def test_a_unary_answer_is_three_frames_and_the_stream_is_over():
+    half = Half(1)
+    half.sender.send_unary(1, ANSWER, b"message")
+    head, message, trailers = half.sent()
+    assert (head.type, head.flags, half.fields(head)) == (HEADERS, END_HEADERS, list(HEAD))
+    assert message == Frame(DATA, 0, 1, b"message")
+    assert (trailers.type, trailers.flags) == (HEADERS, LAST)
+    assert half.fields(trailers) == list(TRAILERS)
+    assert not half.streams.live
+    assert half.streams.answered_total == 1
+
+
+def test_a_stream_that_is_gone_is_not_answered():
+    half = Half(1)
+    half.sender.send_unary(1, ANSWER, b"message")
+    half.sender.take()
+    half.sender.send_unary(1, ANSWER, b"message")
+    half.sender.send_headers(1, HEAD)
+    half.sender.send_trailers(1, TRAILERS)
+    assert half.sender.send_data(1, b"message")
+    assert half.sender.take() == b""
+
+
+@pytest.mark.parametrize("touch", [False, True])
+def test_the_short_way_and_the_general_way_send_the_same_octets(touch):
+    half = Half(1)
+    if touch:
+        half.streams.own(1)
+    half.sender.send_unary(1, ANSWER, b"message")
+    assert half.sender.take() == ANSWER.octets(1, b"message")
+    assert half.sender.send_data(1, b"") is True
+
+
+def test_a_message_may_use_the_connections_window_to_its_last_octet():
+    half = Half(*range(1, 20, 2))
+    for stream_id in (1, 3, 5):
+        half.sender.send_unary(stream_id, ANSWER, bytes(16_384))
+    half.sender.send_unary(7, ANSWER, bytes(16_383))
+    assert sum(size for _, size in sizes(half.sent())) == 65_535
+    half.sender.send_unary(9, ANSWER, b"")
+    assert not half.streams.live.get(9)
+    half.sent()
+    half.sender.send_unary(11, ANSWER, b"x")
+    assert [sent.type for sent in half.sent()] == [HEADERS]
+    assert half.sender.buffered_bytes == 1
+
+
+def test_a_message_that_waits_goes_with_its_trailers_when_the_window_opens():
+    half = Half(1, 3, 5, 7, 9)
+    for stream_id in (1, 3, 5, 7):
+        half.sender.send_unary(stream_id, ANSWER, bytes(16_384))
+    assert [sent.type for sent in half.sent()][-2:] == [HEADERS, DATA]
+    assert half.sender.buffered_bytes == 1
+    assert half.sender.connection_window_grown(1) == []
+    data, trailers = half.sent()
+    assert data == Frame(DATA, 0, 7, b"\0")
+    assert (trailers.type, trailers.flags) == (HEADERS, LAST)
+    assert 7 not in half.streams.live
+    assert (half.sender.buffered_bytes, half.sender.drained_bytes) == (0, 1)
+
+
+def test_a_message_longer_than_a_frame_goes_in_several():
+    half = Half(1)
+    half.sender.send_unary(1, ANSWER, bytes(16_385))
+    assert sizes(half.sent()) == [(1, 16_384), (1, 1)]
+    assert half.sender.data_frames == 2
+
+
+def test_a_small_initial_window_holds_each_stream_by_itself():
+    half = Half(1, 3)
+    half.peer_settings(s4=3)
+    half.sender.send_unary(1, ANSWER, b"abc")
+    half.sender.send_unary(3, ANSWER, b"abcd")
+    assert sizes(half.sent()) == [(1, 3), (3, 3)]
+    assert half.sender.stream_window_grown(3, 1) == []
+    assert sizes(half.sent()) == [(3, 1)]
+    assert not half.streams.live
+
+
+# Streams of messages
+
+
+def test_an_answer_can_be_its_head_alone():
+    half = Half(1)
+    half.sender.send_headers(1, HEAD, ended=True)
+    (head,) = half.sent()
+    assert head.flags == LAST
+    assert not half.streams.live
+
+
+def test_an_answer_in_parts():
+    half = Half(1)
+    half.sender.send_headers(1, HEAD)
+    assert half.sender.send_data(1, b"one")
+    assert half.sender.send_data(1, b"two")
+    half.sender.send_trailers(1, TRAILERS)
+    head, one, two, trailers = half.sent()
+    assert half.fields(head) == list(HEAD)
+    assert (one.payload, two.payload) == (b"one", b"two")
+    assert half.fields(trailers) == list(TRAILERS)
+    assert not half.streams.live
+
+
+def test_data_can_end_an_answer():
+    half = Half(1)
+    half.sender.send_headers(1, HEAD)
+    assert half.sender.send_data(1, b"all", ended=True)
+    assert half.sent()[-1] == Frame(DATA, END_STREAM, 1, b"all")
+    assert not half.streams.live
+
+
+def test_an_answer_can_end_with_nothing_and_needs_no_window_for_it():
+    half = Half(1)
+    half.peer_settings(s4=0)
+    assert half.sender.send_data(1, b"", ended=True)
+    assert half.sent() == [Frame(DATA, END_STREAM, 1, b"")]
+
+
+def test_nothing_that_ends_nothing_is_not_sent():
+    half = Half(1)
+    assert half.sender.send_data(1, b"")
+    assert half.sent() == []
+
+
+def test_data_waits_for_the_stream_and_says_when_it_has_gone():
+    half = Half(1)
+    half.peer_settings(s4=2)
+    assert not half.sender.send_data(1, b"abcde")
+    assert not half.sender.send_data(1, b"fg")
+    assert half.sent() == [Frame(DATA, 0, 1, b"ab")]
+    assert half.sender.stream_window_grown(1, 4) == []
+    assert half.sent() == [Frame(DATA, 0, 1, b"cdef")]
+    assert half.sender.stream_window_grown(1, 100) == [1]
+    assert half.sent() == [Frame(DATA, 0, 1, b"g")]
+    assert half.sender.send_data(1, b"more")
+
+
+def test_data_that_waits_can_be_the_end():
+    half = Half(1)
+    half.peer_settings(s4=2)
+    assert not half.sender.send_data(1, b"abc", ended=True)
+    assert half.sent() == [Frame(DATA, 0, 1, b"ab")]
+    assert half.sender.stream_window_grown(1, 1) == []
+    assert half.sent() == [Frame(DATA, END_STREAM, 1, b"c")]
+    assert not half.streams.live
+
+
+def test_an_end_may_come_while_data_waits():
+    half = Half(1)
+    half.peer_settings(s4=2)
+    half.sender.send_data(1, b"abc")
+    assert not half.sender.send_data(1, b"", ended=True)
+    half.sent()
+    half.sender.stream_window_grown(1, 1)
+    assert half.sent() == [Frame(DATA, END_STREAM, 1, b"c")]
+
+
+def test_trailers_of_fields_are_encoded_when_they_go():
+    half = Half(1, 3)
+    half.peer_settings(s4=1)
+    half.sender.send_data(1, b"ab")
+    half.sender.send_trailers(1, ((b"a", b"first in the queue"),))
+    half.sender.send_headers(3, ((b"b", b"first on the line"),))
+    early = half.sent()[-1]
+    assert half.fields(early) == [(b"b", b"first on the line")]
+    half.sender.stream_window_grown(1, 1)
+    assert half.fields(half.sent()[-1]) == [(b"a", b"first in the queue")]
+
+
+def test_waiting_streams_take_turns_of_a_frame():
+    half = Half(1, 3, 5)
+    half.peer_settings(s4=100_000)
+    half.sender.send_data(1, bytes(65_535))
+    for stream_id in (3, 5):
+        half.sender.send_data(stream_id, bytes(40_000))
+    half.sent()
+    half.sender.connection_window_grown(1 << 20)
+    assert [stream_id for stream_id, _ in sizes(half.sent())] == [3, 5, 3, 5, 3, 5]
+
+
+def test_a_stream_without_a_window_does_not_hold_up_another():
+    half = Half(1, 3)
+    half.peer_settings(s4=10)
+    half.sender.send_data(1, bytes(20))
+    half.sender.send_data(3, bytes(20))
+    half.sent()
+    half.sender.stream_window_grown(3, 10)
+    assert sizes(half.sent()) == [(3, 10)]
+
+
+def test_a_stream_window_that_opens_while_the_connections_is_shut_waits_for_that():
+    half = Half(1, 3)
+    half.peer_settings(s4=65_535)
+    half.sender.send_data(1, bytes(65_535))
+    half.sender.send_data(3, bytes(70_000))
+    half.sent()
+    assert half.sender.stream_window_grown(3, 10) == []
+    assert half.sent() == []
+    half.sender.connection_window_grown(65_545)
+    assert sum(size for _, size in sizes(half.sent())) == 65_545
+
+
+# What the peer says
+
+
+def test_an_initial_window_can_be_lowered_below_what_was_sent():
+    half = Half(1)
+    half.sender.send_data(1, b"abc")
+    half.sent()
+    half.peer_settings(s4=1)
+    assert not half.sender.send_data(1, b"d")
+    assert half.sent() == []
+    assert half.sender.stream_window_grown(1, 2) == []
+    assert half.sent() == []
+    assert half.sender.stream_window_grown(1, 1) == [1]
+    assert half.sent() == [Frame(DATA, 0, 1, b"d")]
+
+
+def test_a_higher_initial_window_lets_go_what_waits():
+    half = Half(1, 3)
+    half.peer_settings(s4=0)
+    half.sender.send_data(1, b"abc")
+    assert half.sender.settings_changed(settings(s4=2)[9:]) == []
+    assert half.sent() == [Frame(SETTINGS, ACK, 0, b""), Frame(DATA, 0, 1, b"ab")]
+    assert half.peer_settings(s4=3) == [1]
+
+
+def test_an_initial_window_that_overflows_a_stream_ends_the_connection():
+    half = Half(1)
+    half.peer_settings(s4=0)
+    half.sender.stream_window_grown(1, 1)
+    half.peer_settings(s4=2**31 - 2)
+    with pytest.raises(ConnectionFailureError) as caught:
+        half.peer_settings(s4=2**31 - 1)
+    assert caught.value.code is ErrorCode.FLOW_CONTROL_ERROR
+
+
+def test_windows_grow_to_the_maximum_and_not_further():
+    half = Half(1)
+    half.sender.connection_window_grown(2**31 - 1 - 65_535)
+    with pytest.raises(ConnectionFailureError) as caught:
+        half.sender.connection_window_grown(1)
+    assert caught.value.code is ErrorCode.FLOW_CONTROL_ERROR
+    half.sender.stream_window_grown(1, 2**31 - 1 - 65_535)
+    with pytest.raises(StreamFailureError) as stream_caught:
+        half.sender.stream_window_grown(1, 1)
+    assert stream_caught.value.code is ErrorCode.FLOW_CONTROL_ERROR
+
+
+def test_a_smaller_table_is_said_before_any_block_even_one_made_in_advance():
+    half = Half(1, 3)
+    half.peer_settings(s1=0)
+    half.sender.send_unary(1, ANSWER, b"x")
+    head, _, trailers = half.sent()
+    assert head.payload == b"\x20" + ANSWER.head_block
+    assert trailers.payload == ANSWER.trailer_block
+    half.sender.send_unary(3, ANSWER, b"x")
+    assert half.sender.take() == ANSWER.octets(3, b"x")
+
+
+def test_a_table_that_was_smaller_in_between_is_said_too():
+    half = Half(1)
+    half.peer_settings(s1=0)
+    half.peer_settings(s1=4_096)
+    half.sender.send_headers(1, HEAD)
+    assert half.sent()[0].payload.startswith(b"\x20\x3f\xe1\x1f")
+
+
+def test_a_long_block_goes_in_the_frames_that_the_peer_takes():
+    half = Half(1, 3)
+    fields = ((b"x", bytes(range(256)) * 80),)
+    half.sender.send_headers(1, fields)
+    first, second = half.sent()
+    assert (first.type, second.type, second.flags) == (HEADERS, CONTINUATION, END_HEADERS)
+    half.peer_settings(s5=1 << 20)
+    half.sender.send_headers(3, ((b"y", bytes(range(256)) * 80),))
+    assert len(half.sent()) == 1
+
+
+# Ends
+
+
+@pytest.mark.parametrize("ending", ["headers", "data", "trailers", "unary"])
+def test_an_answer_that_ends_before_the_request_asks_for_no_more_of_it(ending):
+    half = Half()
+    half.open(1)
+    sender = half.sender
+    {
+        "headers": lambda: sender.send_headers(1, HEAD, ended=True),
+        "data": lambda: sender.send_data(1, b"x", ended=True),
+        "trailers": lambda: sender.send_trailers(1, TRAILERS),
+        "unary": lambda: sender.send_unary(1, ANSWER, b"x"),
+    }[ending]()
+    *_, last, reset = half.sent()
+    assert last.flags & END_STREAM
+    assert (reset.type, reset.code) == (RST_STREAM, NO_ERROR)
+    assert not half.streams.live
+
+
+def test_a_reset_stream_takes_what_waits_and_what_is_held_with_it():
+    half = Half(receive_bytes=20)
+    half.open(1, held_bytes=10)
+    half.peer_settings(s4=0)
+    half.sender.send_data(1, b"abc")
+    half.sender.reset(1, ErrorCode.CANCEL)
+    reset, credit = half.sent()
+    assert (reset.type, reset.code) == (RST_STREAM, ErrorCode.CANCEL)
+    assert credit == Frame(WINDOW_UPDATE, 0, 0, (10).to_bytes(4, "big"))
+    assert half.sender.buffered_bytes == 0
+    half.sender.connection_window_grown(10)
+    assert half.sent() == []
+
+
+def test_an_answered_stream_gives_back_what_its_owner_held():
+    half = Half(receive_bytes=20)
+    half.open(1, held_bytes=10).state = State.REMOTE_CLOSED
+    half.sender.send_trailers(1, TRAILERS)
+    assert half.sent()[-1] == Frame(WINDOW_UPDATE, 0, 0, (10).to_bytes(4, "big"))
+
+
+def test_forgetting_an_unknown_stream_or_an_untouched_one_sends_nothing():
+    half = Half(1)
+    half.sender.forget(1, discard=False)
+    half.sender.forget(3, discard=False)
+    assert half.sent() == []
+
+
+# Too much
+
+
+def test_what_waits_is_bounded_and_one_octet_more_is_too_much():
+    half = Half(1, 3, limits=Limits(max_unread_bytes=10))
+    half.peer_settings(s4=0)
+    half.sender.send_data(1, bytes(10))
+    assert not half.sender.overflowed
+    half.sender.send_data(3, bytes(1))
+    assert half.sender.overflowed
+    assert half.sender.buffered_bytes == 0
+    assert not half.streams.live
+
+
+def test_nothing_is_sent_after_that():
+    half = Half(1, 3, limits=Limits(max_unread_bytes=10))
+    half.peer_settings(s4=0)
+    half.sender.send_unary(1, ANSWER, bytes(11))
+    assert half.sender.overflowed
+    half.sender.take()
+    half.sender.send_unary(3, ANSWER, b"x")
+    half.sender.send_data(3, b"x")
+    half.sender.send_trailers(3, TRAILERS)
+    assert half.sender.take() == b""
