@@ -105,8 +105,8 @@ class Outcome(NamedTuple):
     """What an algorithm says about one check.
 
     ``remaining`` is in whole tokens; ``reset_time`` in Unix seconds, rounded up; ``retry_after`` in seconds from the
-    check's own timestamp. ``state`` is what the bucket holds from now on: after a denial the very object that was
-    given.
+    check's own timestamp, at most ``INT32_MAX``. ``state`` is what the bucket holds from now on: after a denial the
+    very object that was given.
     """
 
     allowed: bool

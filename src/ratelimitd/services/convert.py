@@ -43,8 +43,8 @@ class Target(NamedTuple):
     endpoint: str
 
 
-def check_of(message: WireCheck, path: str = "") -> Check:
-    """The check that a message asks for; ``path`` is where the message is, such as ``requests[3].``.
+def check_of(message: WireCheck) -> Check:
+    """The check that a message asks for.
 
     Raises:
         CheckInvalidError: names every violated field.
@@ -60,8 +60,8 @@ def check_of(message: WireCheck, path: str = "") -> Check:
             message.peek,
         )
     except ValueError:
-        tokens_violations = _violations("tokens_requested", _cost, message.tokens_requested, path)
-        raise CheckInvalidError(*_target_violations(message, path), *tokens_violations) from None
+        tokens_violations = _violations("tokens_requested", _cost, message.tokens_requested)
+        raise CheckInvalidError(*_target_violations(message), *tokens_violations) from None
 
 
 def target_of(message: WireReset) -> Target:
@@ -75,35 +75,31 @@ def target_of(message: WireReset) -> Target:
         identifier = _identifier(message.identifier, identifier_type)
         return Target(identifier, identifier_type, _endpoint(message.endpoint))
     except ValueError:
-        raise CheckInvalidError(*_target_violations(message, "")) from None
+        raise CheckInvalidError(*_target_violations(message)) from None
 
 
 def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
-    """The contract's answer to one check.
-
-    ``retry_after`` can exceed the field (a window of 2^31−1 s and a cost of many tokens): then it says the longest
-    time it can say, 68 years.
-    """
+    """The contract's answer to one check."""
     allowed, remaining, reset_time, retry_after, reason, rule = decision
-    answer = ratelimiter_pb2.RateLimitResponse(
+    return ratelimiter_pb2.RateLimitResponse(
         allowed=allowed,
         remaining_tokens=remaining,
         reset_time=reset_time,
-        retry_after_seconds=min(retry_after, INT32_MAX),
+        retry_after_seconds=retry_after,
         # Reason's numbers are the contract's; the stub knows only its own enum.
         reason=reason,  # type: ignore[arg-type]
+        limit=rule.limit if rule else 0,
+        window_seconds=rule.window_seconds if rule else 0,
+        rule_id=rule.id if rule else "",
     )
-    if rule is not None:
-        answer.limit = rule.limit
-        answer.window_seconds = rule.window_seconds
-        answer.rule_id = rule.id
-    return answer
 
 
-def invalid_answer_of(error: CheckInvalidError) -> ratelimiter_pb2.RateLimitResponse:
-    """The answer to a malformed item of a batch: not allowed, nothing charged."""
+def invalid_answer_of(error: CheckInvalidError, path: str) -> ratelimiter_pb2.RateLimitResponse:
+    """The answer to a malformed item of a batch, at ``path`` such as ``requests[3].``: not allowed, nothing charged."""
+    placed = (violation._replace(field=path + violation.field) for violation in error.violations)
+    text = str(CheckInvalidError(*placed))
     reason = Reason.INVALID_REQUEST
-    return ratelimiter_pb2.RateLimitResponse(reason=reason, error=str(error))  # type: ignore[arg-type]
+    return ratelimiter_pb2.RateLimitResponse(reason=reason, error=text)  # type: ignore[arg-type]
 
 
 def _identifier_type(raw: bytes) -> IdentifierType:
@@ -173,20 +169,18 @@ def _text(raw: bytes) -> str:
         raise ValueError(message) from None
 
 
-def _target_violations(message: WireCheck | WireReset, path: str) -> Iterator[FieldViolation]:
+def _target_violations(message: WireCheck | WireReset) -> Iterator[FieldViolation]:
     # With no valid type the identifier is judged as opaque bytes: its other rules hold for every type.
     known_type = _IDENTIFIER_TYPES.get(message.identifier_type)
     yield from _violations(
-        "identifier", lambda raw: _identifier(raw, known_type), message.identifier, path
+        "identifier", lambda raw: _identifier(raw, known_type), message.identifier
     )
-    yield from _violations("identifier_type", _identifier_type, message.identifier_type, path)
-    yield from _violations("endpoint", _endpoint, message.endpoint, path)
+    yield from _violations("identifier_type", _identifier_type, message.identifier_type)
+    yield from _violations("endpoint", _endpoint, message.endpoint)
 
 
-def _violations(
-    field: str, read: Callable[[T], object], value: T, path: str
-) -> Iterator[FieldViolation]:
+def _violations(field: str, read: Callable[[T], object], value: T) -> Iterator[FieldViolation]:
     try:
         read(value)
     except ValueError as error:
-        yield FieldViolation(path + field, str(error))
+        yield FieldViolation(field, str(error))

@@ -1,25 +1,36 @@
 """The RateLimiter service: check one, check many.
 
-Both answer at once, with bytes: no task, no await. Never decides anything itself; see ADR 0009 for batches.
+A check, and a batch of few, is answered at once, with bytes: no task, no await. A long batch is answered in slices, so
+that it never holds up the event loop for long. Never decides anything itself; see ADR 0009 for batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.model import Check, Decision
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import answer_of, check_of, invalid_answer_of
-from ratelimitd.services.wire import WireBatch, count_top_level, parse_batch, parse_check
+from ratelimitd.services.wire import (
+    WireBatch,
+    WireCheck,
+    count_top_level,
+    parse_batch,
+    parse_check,
+)
 from ratelimitd.stats import CheckStats
 from ratelimiter.v1 import ratelimiter_pb2
 
 SERVICE: Final = "ratelimiter.v1.RateLimiter"
 
 MAX_BATCH_ITEMS: Final = 1_000
-"""Checks in one call: about 2 ms of the event loop."""
+"""Checks in one call."""
+
+SLICE_ITEMS: Final = 100
+"""Checks that are answered at a stretch: 0.5 ms of the event loop; 1.6 ms when each is malformed in the dearest way."""
 
 COUNT_ABOVE_BYTES: Final = 65_536
 """Longer batches are counted before they are parsed. Two million empty items fit into 4 MiB, and would take 330 MB of
@@ -73,8 +84,11 @@ class RateLimiterService:
         self._stats.observe_latency(self._perf_counter_s() - started_s)
         return answer
 
-    def check_rate_limit_batch(self, data: bytes, _call: Call) -> bytes:
+    def check_rate_limit_batch(self, data: bytes, _call: Call) -> bytes | Awaitable[bytes]:
         """Answer up to ``MAX_BATCH_ITEMS`` checks; a malformed one is told so in its own answer.
+
+        More than ``SLICE_ITEMS`` are answered later, slice by slice. Between two slices other calls have their turn,
+        and a caller that leaves ends its batch there: what was decided until then stays charged.
 
         Raises:
             InvalidInputError: the bytes are no batch, or there are too many items; nothing was charged.
@@ -85,18 +99,32 @@ class RateLimiterService:
         except InvalidInputError:
             self._stats.invalid_total += 1
             raise
-        verdicts = self._decide(_checks_of(batch))
-        answers = ratelimiter_pb2.BatchRateLimitResponse(
-            responses=[
-                invalid_answer_of(verdict)
-                if isinstance(verdict, CheckInvalidError)
-                else answer_of(verdict)
-                for verdict in verdicts
-            ]
-        ).SerializeToString()
-        if verdicts:
-            self._stats.observe_latency(self._perf_counter_s() - started_s, len(verdicts))
-        return answers
+        if len(batch.requests) > SLICE_ITEMS:
+            return self._answer_in_slices(batch.requests, started_s)
+        answer = self._answer(batch.requests, 0)
+        self._observe(started_s, len(batch.requests))
+        return answer
+
+    async def _answer_in_slices(self, requests: Sequence[WireCheck], started_s: float) -> bytes:
+        slices = []
+        for start in range(0, len(requests), SLICE_ITEMS):
+            # Also before the first one: parsing a long batch was a turn of its own.
+            await asyncio.sleep(0)
+            slices.append(self._answer(requests[start : start + SLICE_ITEMS], start))
+        self._observe(started_s, len(requests))
+        # Messages one behind the other are one message with the repeated fields of all of them.
+        return b"".join(slices)
+
+    def _answer(self, requests: Sequence[WireCheck], start: int) -> bytes:
+        """The answers to ``requests``, of which the first is item ``start`` of its batch."""
+        answers = []
+        for index, verdict in enumerate(self._decide([*map(_check_or_error, requests)]), start):
+            if isinstance(verdict, CheckInvalidError):
+                self._stats.invalid_total += 1
+                answers.append(invalid_answer_of(verdict, f"requests[{index}]."))
+            else:
+                answers.append(answer_of(verdict))
+        return ratelimiter_pb2.BatchRateLimitResponse(responses=answers).SerializeToString()
 
     def _decide(
         self, items: Sequence[Check | CheckInvalidError]
@@ -105,11 +133,11 @@ class RateLimiterService:
         decided = iter(
             self._limiter.check_batch([item for item in items if isinstance(item, Check)])
         )
-        verdicts = [next(decided) if isinstance(item, Check) else item for item in items]
-        self._stats.invalid_total += sum(
-            isinstance(verdict, CheckInvalidError) for verdict in verdicts
-        )
-        return verdicts
+        return [next(decided) if isinstance(item, Check) else item for item in items]
+
+    def _observe(self, started_s: float, checks: int) -> None:
+        if checks:
+            self._stats.observe_latency(self._perf_counter_s() - started_s, checks)
 
 
 def _parse_bounded(data: bytes) -> WireBatch:
@@ -126,11 +154,8 @@ def _refuse_above_bound(items: int) -> None:
         raise InvalidInputError(violation)
 
 
-def _checks_of(batch: WireBatch) -> list[Check | CheckInvalidError]:
-    items: list[Check | CheckInvalidError] = []
-    for index, message in enumerate(batch.requests):
-        try:
-            items.append(check_of(message, f"requests[{index}]."))
-        except CheckInvalidError as error:
-            items.append(error)
-    return items
+def _check_or_error(message: WireCheck) -> Check | CheckInvalidError:
+    try:
+        return check_of(message)
+    except CheckInvalidError as error:
+        return error

@@ -104,14 +104,13 @@ def test_bytes_that_are_no_utf8_are_refused_by_field(field):
         assert violation.field == ["identifier", "identifier_type", "endpoint"][field - 1]
 
 
-def test_every_wrong_field_is_named_under_its_path():
+def test_every_wrong_field_is_named():
     message = parse_check(pb.RateLimitRequest(tokens_requested=-1).SerializeToString())
     with pytest.raises(CheckInvalidError) as caught:
-        check_of(message, "requests[3].")
+        check_of(message)
     assert [violation.field for violation in caught.value.violations] == [
-        f"requests[3].{name}"
-        for name in ("identifier", "identifier_type", "endpoint", "tokens_requested")
-    ]
+        "identifier", "identifier_type", "endpoint", "tokens_requested",
+    ]  # fmt: skip
 
 
 def test_a_reset_is_read_and_judged_like_a_check():
@@ -156,18 +155,13 @@ def test_a_decision_without_a_rule_names_none():
     )
 
 
-def test_a_wait_longer_than_the_field_says_the_longest_it_can():
-    decision = Decision(False, 0, 2**53, 2**40, Reason.LIMIT_EXCEEDED, RULE)
-    assert answer_of(decision).retry_after_seconds == 2**31 - 1
-
-
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_is_one_of_the_contract(reason):
     assert pb.Reason.Name(answer_of(Decision(True, 0, 0, 0, reason, None)).reason) == reason.name
 
 
-def test_a_malformed_item_is_not_allowed_and_says_why():
-    error = CheckInvalidError(FieldViolation("requests[0].endpoint", "must be"))
-    assert invalid_answer_of(error) == pb.RateLimitResponse(
-        reason=pb.INVALID_REQUEST, error="requests[0].endpoint: must be"
+def test_a_malformed_item_is_not_allowed_and_says_where_and_why():
+    error = CheckInvalidError(FieldViolation("endpoint", "must be"), FieldViolation("x", "no"))
+    assert invalid_answer_of(error, "requests[0].") == pb.RateLimitResponse(
+        reason=pb.INVALID_REQUEST, error="requests[0].endpoint: must be; requests[0].x: no"
     )

@@ -1,10 +1,16 @@
+import asyncio
 import itertools
 
 import pytest
 
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.model import Decision, IdentifierType, Reason
-from ratelimitd.services.rate_limiter import COUNT_ABOVE_BYTES, RateLimiterService
+from ratelimitd.services.rate_limiter import (
+    COUNT_ABOVE_BYTES,
+    MAX_BATCH_ITEMS,
+    SLICE_ITEMS,
+    RateLimiterService,
+)
 from ratelimitd.stats import LATENCY_BOUNDS_S, CheckStats
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.unit.services.fake_call import FakeCall
@@ -53,10 +59,17 @@ def service(limiter, stats):
     return RateLimiterService(limiter, stats, lambda: next(seconds))
 
 
-def batch(service, *items):
+def answer_to(service, items):
     data = pb.BatchRateLimitRequest(requests=items).SerializeToString()
-    answer = service.check_rate_limit_batch(data, CALL)
+    return service.check_rate_limit_batch(data, CALL)
+
+
+def responses(answer):
     return list(pb.BatchRateLimitResponse.FromString(answer).responses)
+
+
+def batch(service, *items):
+    return responses(answer_to(service, items))
 
 
 def test_the_service_offers_the_methods_of_the_contract(service):
@@ -88,7 +101,7 @@ def test_a_batch_is_answered_in_order_around_malformed_items(service, limiter, s
     assert (first.remaining_tokens, second.remaining_tokens) == (1, 2)
     assert bad.reason == refused.reason == pb.INVALID_REQUEST
     assert bad.error.startswith("requests[1].identifier: ")
-    assert refused.error == "timestamp: unlucky"
+    assert refused.error == "requests[3].timestamp: unlucky"
     assert (len(limiter.asked), stats.invalid_total) == (2, 2)
 
 
@@ -109,10 +122,46 @@ def test_a_batch_that_is_no_message_is_refused_and_counted(service, stats):
     assert stats.invalid_total == 1
 
 
+def test_a_batch_of_one_slice_is_answered_at_once(service):
+    assert len(batch(service, *[A_CHECK] * SLICE_ITEMS)) == SLICE_ITEMS
+
+
+def test_no_turn_of_the_loop_answers_more_than_a_slice(service, limiter):
+    answer = answer_to(service, [A_CHECK] * MAX_BATCH_ITEMS)
+    turns = [len(limiter.asked)]
+    turns += [len(limiter.asked) for _turn in answer.__await__()]
+    turns.append(len(limiter.asked))
+    done = [later - before for before, later in itertools.pairwise(turns)]
+    assert turns[0] == 0
+    assert max(done) == SLICE_ITEMS
+    assert sum(done) == MAX_BATCH_ITEMS
+
+
+async def test_a_long_batch_is_answered_in_order_whoever_checks_between_its_slices(
+    service, limiter, stats
+):
+    items = [A_CHECK] * (2 * SLICE_ITEMS + 1)
+    items[SLICE_ITEMS + 1] = pb.RateLimitRequest()
+    answering = asyncio.ensure_future(answer_to(service, items))
+    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)  # the first slice
+    assert len(limiter.asked) == SLICE_ITEMS
+    service.check_rate_limit(A_CHECK.SerializeToString(), CALL)
+    answers = responses(await answering)
+    bad = answers.pop(SLICE_ITEMS + 1)
+    assert bad.error.startswith(f"requests[{SLICE_ITEMS + 1}].identifier: ")
+    left = [answer.remaining_tokens for answer in answers]
+    assert left == sorted(left)
+    others = set(range(1, 2 * SLICE_ITEMS + 2)) - set(left)
+    assert others == {SLICE_ITEMS + 1}
+    assert stats.invalid_total == 1
+    assert sum(stats.latency_counts) == len(items) + 1
+
+
 @pytest.mark.parametrize("identifier", ["u", "u" * 200], ids=["short batch", "long batch"])
-def test_a_thousand_items_are_answered_and_one_more_is_refused(service, limiter, identifier):
+async def test_a_thousand_items_are_answered_and_one_more_is_refused(service, limiter, identifier):
     item = pb.RateLimitRequest(identifier=identifier, identifier_type="user", endpoint="/a")
-    assert len(batch(service, *[item] * 1000)) == 1000
+    assert len(responses(await answer_to(service, [item] * 1000))) == 1000
     with pytest.raises(InvalidInputError, match=r"^requests: must be at most 1000 items"):
         batch(service, *[item] * 1001)
     assert len(limiter.asked) == 1000
