@@ -91,7 +91,7 @@ class Node:
             rules_revision=lambda: self._context.rules_revision,
         )
         self._grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
-        self._edge = ErrorEdge(time.monotonic)
+        self._edge = ErrorEdge()
         self._open = AsyncExitStack()
         self._server: Server | None = None
         self._limiter: Limiter | None = None

@@ -104,7 +104,7 @@ async def running_node(
     async with sqlite_store(directory, clock=clock, busy_timeout_s=busy_timeout_s) as store:
         feed = RuleFeed(store, on_book=limiter.replace_book)
         await feed.start()
-        access, edge = Access(credentials or Credentials()), ErrorEdge(time.monotonic)
+        access, edge = Access(credentials or Credentials()), ErrorEdge()
         grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
         health = Health(
             node_id="node-1",

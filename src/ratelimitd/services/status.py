@@ -7,8 +7,7 @@ google.rpc: every error carries an ``ErrorInfo`` with a stable reason. See ADR 0
 from __future__ import annotations
 
 import logging
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from google.protobuf.message import Message
@@ -41,9 +40,6 @@ MAX_TEXT_CHARS: Final = 120
 MAX_MESSAGE_CHARS: Final = 360
 """Violations that are named, characters of each, and of the message. All of it travels in trailers, of which clients
 take 8 KiB."""
-
-LOG_PAUSE_S: Final = 1.0
-"""An unexpected error, or a store that is away, is logged at most once in that time, however often calls meet it."""
 
 _log = logging.getLogger(__name__)
 
@@ -94,24 +90,24 @@ def rich_error(code: StatusCode, reason: str, message: str, *details: Message) -
 class ErrorEdge:
     """The last line of every handler: whatever is raised inside leaves as an ``RpcError``.
 
-    ``monotonic`` is in seconds; it spaces the log lines.
+    A defect, and a store that is away, is told to the log, which writes what repeats once a second.
     """
 
-    def __init__(self, monotonic: Callable[[], float]) -> None:
-        self._monotonic = monotonic
-        self._quiet_until_s: dict[str, float] = {}
+    def __init__(self) -> None:
         self.unexpected_total = 0
-        """Errors that nobody foresaw, logged or not."""
+        """Errors that nobody foresaw."""
 
     def translate(self, error: Exception, method: str) -> RpcError:
         """What to end the call of ``method`` with."""
         if isinstance(error, RpcError):
             return error
         if isinstance(error, RateLimitdError) and _row(type(error)) is not UNEXPECTED:
-            if isinstance(error, StoreUnavailableError) and self._is_due("unavailable"):
+            if isinstance(error, StoreUnavailableError):
                 _log.warning("a call of %s was answered UNAVAILABLE: %s", method, error)
             return rpc_error(error)
-        self._report(error, method)
+        self.unexpected_total += 1
+        # The log tells its type and where it was raised; its text may quote an identifier or a token.
+        _log.error("unexpected error in %s", method, exc_info=error)
         return rich_error(*UNEXPECTED)
 
     async def awaited(self, answer: Awaitable[bytes], method: str) -> bytes:
@@ -128,23 +124,6 @@ class ErrorEdge:
                 yield answer
         except Exception as error:  # noqa: BLE001 -- as above
             raise self.translate(error, method) from None
-
-    def _report(self, error: Exception, method: str) -> None:
-        self.unexpected_total += 1
-        if not self._is_due("unexpected"):
-            return
-        # Where and of what type, but not the error's own text: it may quote an identifier or a token.
-        frames = traceback.extract_tb(error.__traceback__)
-        places = " > ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
-        _log.error("unexpected error in %s: %s at %s", method, type(error).__name__, places)
-
-    def _is_due(self, event: str) -> bool:
-        """Whether a line about this kind of event may be written now; then the next one waits."""
-        now_s = self._monotonic()
-        if now_s < self._quiet_until_s.get(event, float("-inf")):
-            return False
-        self._quiet_until_s[event] = now_s + LOG_PAUSE_S
-        return True
 
 
 def _row(error_type: type[RateLimitdError]) -> ErrorStatus:

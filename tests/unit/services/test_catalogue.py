@@ -42,7 +42,7 @@ async def fail_stream(_data, _call):
 
 def served(credentials=None, **methods):
     access = Access(credentials or Credentials())
-    return guarded([Methods(**methods)], access, ErrorEdge(lambda: 0.0))
+    return guarded([Methods(**methods)], access, ErrorEdge())
 
 
 def test_every_method_of_the_contract_has_a_role():
