@@ -180,7 +180,7 @@ class Node:
     def _take_book(self, limiter: Limiter, book: RuleBook) -> None:
         limiter.replace_book(book)
         self._context.rules_revision = book.revision
-        self._grpc_health.set_serving(True)
+        self._grpc_health.set_serving()
         if len(book):
             _log.info("rules in force: %d", len(book))
         else:

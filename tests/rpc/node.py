@@ -126,7 +126,7 @@ async def running_node(
         methods = guarded((offer.methods() for offer in offers), access, edge)
         server = GrpcioServer(methods, listen=listen, stats=stats, **options)
         address = await server.start()
-        grpc_health.set_serving(True)
+        grpc_health.set_serving()
         try:
             async with grpc.aio.insecure_channel(address) as channel:
                 yield Node(

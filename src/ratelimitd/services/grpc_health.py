@@ -54,9 +54,9 @@ class GrpcHealthService:
             server_stream={f"/{SERVICE}/Watch": self.watch},
         )
 
-    def set_serving(self, serving: bool) -> None:  # noqa: FBT001 -- the one thing it sets
-        """Say whether the node is ready; without effect once it drains."""
-        self._serving = serving
+    def set_serving(self) -> None:
+        """Say that the node is ready; without effect once it drains."""
+        self._serving = True
         self._wake_watchers()
 
     def drain(self) -> None:

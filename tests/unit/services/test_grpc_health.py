@@ -33,11 +33,11 @@ def test_a_node_serves_once_it_is_ready_and_until_it_drains(service, name):
         return status_of(service.check(asking(name), CALL))
 
     assert now() == NOT_SERVING
-    service.set_serving(True)
+    service.set_serving()
     assert service.serving
     assert now() == SERVING
     service.drain()
-    service.set_serving(True)
+    service.set_serving()
     assert not service.serving
     assert now() == NOT_SERVING
 
@@ -61,17 +61,17 @@ def test_the_list_names_the_node_and_every_service_with_its_state(service):
         return {name: each.status for name, each in answer.statuses.items()}
 
     assert listed() == {"": NOT_SERVING, "a.B": NOT_SERVING}
-    service.set_serving(True)
+    service.set_serving()
     assert listed() == {"": SERVING, "a.B": SERVING}
 
 
 async def test_a_watch_tells_changes_once_and_nothing_else(service):
-    service.set_serving(True)
+    service.set_serving()
     watch = service.methods().server_stream["/grpc.health.v1.Health/Watch"](asking(""), CALL)
     assert status_of(await anext(watch)) == SERVING
     upcoming = asyncio.ensure_future(anext(watch))
     await asyncio.sleep(0)
-    service.set_serving(True)
+    service.set_serving()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not upcoming.done()
