@@ -228,7 +228,9 @@ class Node:
         offers = [
             RateLimiterService(limiter, self.stats, time.perf_counter).methods(),
             ConfigService(store, feed, access.actor).methods(),
-            HealthService(limiter, report=self._health.report, samples=metrics.samples).methods(),
+            HealthService(
+                limiter, report=self._health.report, samples=metrics.samples, actor=access.actor
+            ).methods(),
             self._grpc_health.methods(),
         ]
         if settings.reflection:

@@ -129,21 +129,22 @@ class Limiter:
 
     async def reset(
         self, identifier: bytes, identifier_type: IdentifierType, endpoint: str
-    ) -> None:
+    ) -> Sequence[Rule]:
         """Let the buckets of one identifier on one endpoint start afresh; one that does not exist is as good as reset.
 
-        Buckets of a disabled rule are reset too, so that enabling it does not bring old spends back.
+        Returns the rules whose buckets these are. A disabled rule is among them, so that enabling it does not bring old
+        spends back.
 
         Raises:
             StoreUnavailableError: there is no rule book yet, or the reset could not be made durable; then the bucket
                 is as it was, unless it was used meanwhile.
         """
         # A caller that gives up half way must not leave a bucket that is reset in memory only.
-        await asyncio.shield(self._reset(identifier, identifier_type, endpoint))
+        return await asyncio.shield(self._reset(identifier, identifier_type, endpoint))
 
     async def _reset(
         self, identifier: bytes, identifier_type: IdentifierType, endpoint: str
-    ) -> None:
+    ) -> Sequence[Rule]:
         # One at a time: else a reset that fails could put a bucket back over a later one that was answered.
         async with self._one_reset:
             if self._book is None:
@@ -153,7 +154,7 @@ class Limiter:
             keys = [identifier + self._keys.scope(rule, endpoint) for rule in rules]
             removed = [(key, self._buckets.remove(key)) for key in keys]
             if self._journal is None or not keys:
-                return
+                return rules
             try:
                 await self._journal.reset(keys)
             except StoreUnavailableError:
@@ -161,6 +162,7 @@ class Limiter:
                     if value is not None:
                         self._buckets.put_back(key, value)
                 raise
+            return rules
 
     def _decide(self, check: Check, now_us: int) -> Decision:
         scope = self._scopes.get((check.endpoint, check.identifier_type))

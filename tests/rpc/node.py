@@ -119,6 +119,7 @@ async def running_node(
                 limiter,
                 report=health.report,
                 samples=lambda _names: [MetricSample("rate_limiter_active_buckets", "gauge", 1.0)],
+                actor=access.actor,
             ),
             grpc_health,
             ReflectionService((*OUR_SERVICES, GRPC_HEALTH, V1, V1ALPHA)),

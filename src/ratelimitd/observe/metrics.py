@@ -95,8 +95,8 @@ class Metrics:
         for definition in DEFINITIONS:
             yield definition, definition.read(self._readings)
 
-    def samples(self, names: Sequence[str] = ()) -> list[MetricSample]:
-        """The metrics called ``names``, or all of them, as GetMetrics reports them.
+    def samples(self, names: Sequence[str] = ()) -> Iterator[MetricSample]:
+        """The metrics called ``names``, or all of them, as GetMetrics reports them, each read when its turn comes.
 
         Raises:
             InvalidInputError: names that no metric has; each is told by its place in ``names``.
@@ -110,7 +110,7 @@ class Metrics:
                 )
             )
         wanted = [_BY_REPORTED_NAME[name] for name in dict.fromkeys(names)] or DEFINITIONS
-        return [
+        return (
             MetricSample(
                 name=definition.reported_name or definition.name,
                 kind=definition.kind,
@@ -120,7 +120,7 @@ class Metrics:
             )
             for definition in wanted
             for point in definition.read(self._readings)
-        ]
+        )
 
 
 def _labels(definition: Definition, point: Point) -> Mapping[str, str]:

@@ -138,7 +138,7 @@ def test_rules_are_told_apart_by_id_up_to_a_bound(metrics, stats):
         counters = stats.rule_counters(f"rule-{number}")
         counters[0] += 1
         counters[1] += 2
-    samples = metrics.samples(["rate_limiter_rule_allowed_total"])
+    samples = list(metrics.samples(["rate_limiter_rule_allowed_total"]))
     assert len(samples) == MAX_RULE_LABELS + 1
     assert value(metrics, "rate_limiter_rule_allowed_total", rule_id="rule-0") == 1
     assert value(metrics, "rate_limiter_rule_blocked_total", rule_id="other") == 10

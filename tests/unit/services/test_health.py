@@ -1,9 +1,13 @@
+import asyncio
+import logging
+
 import pytest
 
-from ratelimitd.errors import CheckInvalidError, InvalidInputError
-from ratelimitd.model import IdentifierType
+from ratelimitd.errors import CheckInvalidError, InvalidInputError, StoreUnavailableError
+from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.observe.samples import HealthReport, HistogramSample, MetricSample
-from ratelimitd.services.health import HealthService
+from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.services.health import MAX_RESETS, PIECE_SAMPLES, HealthService
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.unit.services.fake_call import FakeCall
 
@@ -20,23 +24,39 @@ REPORT = HealthReport(
 )
 
 
-class ResetProbe:
-    """Remembers what was reset."""
+RULE = Rule("rule-1", "/a", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET)
+A_RESET = pb.ResetRequest(
+    identifier="alice", identifier_type="user", endpoint="/a"
+).SerializeToString()
 
-    def __init__(self):
+
+class ResetProbe:
+    """Remembers what was reset; while ``disk`` is not set, resets wait for it, and ``error`` is how they end."""
+
+    def __init__(self, rules=(RULE,)):
         self.resets = []
+        self.rules = rules
+        self.disk = asyncio.Event()
+        self.disk.set()
+        self.error = None
 
     async def reset(self, identifier, identifier_type, endpoint):
         self.resets.append((identifier, identifier_type, endpoint))
+        await self.disk.wait()
+        if self.error is not None:
+            raise self.error
+        return self.rules
 
 
-def service_of(report=REPORT, samples=(), asked=None):
+def service_of(report=REPORT, samples=(), asked=None, limiter=None):
     def read(names):
         if asked is not None:
             asked.append(list(names))
         return samples
 
-    return HealthService(ResetProbe(), report=lambda: report, samples=read)
+    return HealthService(
+        limiter or ResetProbe(), report=lambda: report, samples=read, actor=lambda _call: "admin@me"
+    )
 
 
 def test_the_service_offers_the_methods_of_the_contract():
@@ -67,13 +87,13 @@ def test_a_node_that_is_not_healthy_is_degraded():
     assert answer.status == pb.DEGRADED
 
 
-def test_metrics_are_answered_as_sampled():
+async def test_metrics_are_answered_as_sampled():
     histogram = HistogramSample((0.001, 0.002), (1, 2, 4), 0.5)
     samples = [
         MetricSample("c", "counter", 3.0, labels={"rule": "r"}),
         MetricSample("h", "histogram", histogram=histogram),
     ]
-    answer = pb.MetricsResponse.FromString(service_of(samples=samples).get_metrics(b"", CALL))
+    answer = pb.MetricsResponse.FromString(await service_of(samples=samples).get_metrics(b"", CALL))
     assert list(answer.metrics) == [
         pb.Metric(name="c", kind="counter", value=3.0, labels={"rule": "r"}),
         pb.Metric(
@@ -86,16 +106,33 @@ def test_metrics_are_answered_as_sampled():
     ]
 
 
-def test_names_are_handed_on_and_those_that_are_no_text_cannot_be_found():
+def test_no_turn_of_the_loop_writes_more_than_a_piece_of_the_metrics():
+    read = []
+    samples = (read.append(n) or MetricSample(str(n), "gauge", 1.0) for n in range(1001))
+    answering = service_of(samples=samples).get_metrics(b"", CALL).__await__()
+    turns = []
+    answer = b""
+    try:
+        while True:
+            next(answering)
+            turns.append(len(read))
+    except StopIteration as end:
+        answer = end.value
+    assert turns == [*range(PIECE_SAMPLES, 1001, PIECE_SAMPLES), 1001]
+    names = [metric.name for metric in pb.MetricsResponse.FromString(answer).metrics]
+    assert names == [str(n) for n in range(1001)]
+
+
+async def test_names_are_handed_on_and_those_that_are_no_text_cannot_be_found():
     asked = []
-    service_of(asked=asked).get_metrics(b"\x0a\x01a\x0a\x01\xff", CALL)
+    await service_of(asked=asked).get_metrics(b"\x0a\x01a\x0a\x01\xff", CALL)
     assert asked == [["a", "\ufffd"]]
 
 
-def test_a_thousand_names_are_looked_up_and_one_more_is_refused():
-    service_of().get_metrics(b"\x0a\x01a" * 1000, CALL)
+async def test_a_thousand_names_are_looked_up_and_one_more_is_refused():
+    await service_of().get_metrics(b"\x0a\x01a" * 1000, CALL)
     with pytest.raises(InvalidInputError, match=r"^names: "):
-        service_of().get_metrics(b"\x0a\x01a" * 1001, CALL)
+        await service_of().get_metrics(b"\x0a\x01a" * 1001, CALL)
 
 
 def test_bytes_that_are_no_message_are_refused():
@@ -105,7 +142,7 @@ def test_bytes_that_are_no_message_are_refused():
 
 async def test_a_reset_reaches_the_limiter_in_the_canonical_form():
     limiter = ResetProbe()
-    service = HealthService(limiter, report=lambda: REPORT, samples=lambda _names: ())
+    service = service_of(limiter=limiter)
     message = pb.ResetRequest(identifier="::ffff:1.2.3.4", identifier_type="ip", endpoint="/a")
     assert await service.reset_rate_limit(message.SerializeToString(), CALL) == b""
     assert limiter.resets == [(b"1.2.3.4", IdentifierType.IP, "/a")]
@@ -113,7 +150,63 @@ async def test_a_reset_reaches_the_limiter_in_the_canonical_form():
 
 async def test_a_malformed_reset_reaches_nobody():
     limiter = ResetProbe()
-    service = HealthService(limiter, report=lambda: REPORT, samples=lambda _names: ())
     with pytest.raises(CheckInvalidError):
-        await service.reset_rate_limit(b"", CALL)
+        await service_of(limiter=limiter).reset_rate_limit(b"", CALL)
     assert limiter.resets == []
+
+
+async def test_a_reset_is_told_to_the_log_by_actor_and_rule_and_never_by_identifier(caplog):
+    caplog.set_level(logging.INFO)
+    await service_of().reset_rate_limit(A_RESET, CALL)
+    [record] = caplog.records
+    assert record.getMessage() == "admin@me reset one identifier under the rules rule-1"
+
+
+async def test_a_reset_that_no_rule_is_about_is_no_event(caplog):
+    caplog.set_level(logging.INFO)
+    await service_of(limiter=ResetProbe(rules=())).reset_rate_limit(A_RESET, CALL)
+    assert caplog.records == []
+
+
+async def test_resets_beyond_the_bound_are_refused_until_one_is_done():
+    limiter = ResetProbe()
+    limiter.disk.clear()
+    service = service_of(limiter=limiter)
+    waiting = [
+        asyncio.ensure_future(service.reset_rate_limit(A_RESET, CALL)) for _ in range(MAX_RESETS)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(RpcError) as caught:
+        await service.reset_rate_limit(A_RESET, CALL)
+    assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
+    limiter.disk.set()
+    assert await asyncio.gather(*waiting) == [b""] * MAX_RESETS
+    assert await service.reset_rate_limit(A_RESET, CALL) == b""
+
+
+async def test_a_reset_whose_caller_left_counts_until_it_is_done_and_is_told_to_the_log(caplog):
+    caplog.set_level(logging.INFO)
+    limiter = ResetProbe()
+    limiter.disk.clear()
+    service = service_of(limiter=limiter)
+    for _ in range(MAX_RESETS):
+        left = asyncio.ensure_future(service.reset_rate_limit(A_RESET, CALL))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    with pytest.raises(RpcError):
+        await service.reset_rate_limit(A_RESET, CALL)
+    limiter.disk.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(caplog.records) == MAX_RESETS
+
+
+async def test_a_reset_that_fails_is_the_callers_to_know_and_no_event(caplog):
+    caplog.set_level(logging.INFO)
+    limiter = ResetProbe()
+    limiter.error = StoreUnavailableError("the disk is full")
+    with pytest.raises(StoreUnavailableError):
+        await service_of(limiter=limiter).reset_rate_limit(A_RESET, CALL)
+    assert caplog.records == []
