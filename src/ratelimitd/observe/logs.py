@@ -29,7 +29,7 @@ QUIET: Final = {
     "sqlalchemy": logging.WARNING,  # statements and their values
     "aiosqlite": logging.WARNING,
     "alembic": logging.WARNING,
-    "grpc": logging.ERROR,  # a line per call that a peer breaks off
+    "grpc": logging.CRITICAL,  # its errors quote metadata, and so tokens
     "asyncio": logging.WARNING,
 }
 """Libraries that would say more than belongs here, and from which level on they are heard."""

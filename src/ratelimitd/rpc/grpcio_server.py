@@ -10,6 +10,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import CoroutineType
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
@@ -40,6 +42,10 @@ _SAN_PROPERTY: Final = "x509_subject_alternative_name"
 _TOO_MANY_CALLS: Final = (TransportError.TOO_MANY_CALLS, "Concurrent RPC limit exceeded!")
 _TOO_MANY_STREAMS: Final = (TransportError.TOO_MANY_STREAMS, "too many streams are open")
 _MAX_METADATA_BYTES: Final = 16 * 1024
+_STALLED_CALLS: Final = 20_000
+"""Room in the C core for calls that sent headers and no message yet. They take a place before anybody can judge them,
+so that the bound on calls proper, which is our own, must not be theirs; each costs about 25 KB."""
+_REOPEN_PAUSE_S: Final = 0.05
 _LONG_GRACE_S: Final = 86_400.0
 """How long calls in flight may go on after ``stop_accepting``: until ``stop`` says otherwise."""
 
@@ -66,32 +72,63 @@ class GrpcioServer:
         self._limits = limits or TransportLimits()
         self._server: grpc.aio.Server | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._reopening: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._calls = _Room(self._limits.max_concurrent_rpcs, self._count, *_TOO_MANY_CALLS)
         self._streams = _Room(self._limits.max_streams, self._count, *_TOO_MANY_STREAMS)
 
     async def start(self) -> str:
         """Bind and listen; returns the bound address. See :class:`ratelimitd.rpc.interface.Server`."""
-        credentials = None if self._tls is None else self._credentials(self._tls)
         await demand_free(self._listen)
+        self._server, address = await self._open(self._listen)
+        return address
+
+    async def _open(self, listen: str) -> tuple[grpc.aio.Server, str]:
+        credentials = None if self._tls is None else self._credentials(self._tls)
         server = grpc.aio.server(
             handlers=(_Router(self._handlers(), self._count),),
             options=_options(self._limits),
-            # Of both kinds together: what comes beyond costs no task. Each kind has its own bound below.
-            maximum_concurrent_rpcs=self._limits.max_concurrent_rpcs + self._limits.max_streams,
+            # Of all kinds together: what comes beyond costs no task. Calls and streams have bounds of their own.
+            maximum_concurrent_rpcs=_STALLED_CALLS
+            + self._limits.max_concurrent_rpcs
+            + self._limits.max_streams,
         )
         try:
             port = (
-                server.add_insecure_port(self._listen)
+                server.add_insecure_port(listen)
                 if credentials is None
-                else server.add_secure_port(self._listen, credentials)
+                else server.add_secure_port(listen, credentials)
             )
         except RuntimeError:
-            message = f"LISTEN: cannot listen on {self._listen}"
+            message = f"LISTEN: cannot listen on {listen}"
             raise StartupError(message) from None
+        address = bound_address(listen, port)
+        before = asyncio.all_tasks()
         await server.start()
-        self._server = server
-        return bound_address(self._listen, port)
+        for task in asyncio.all_tasks() - before:
+            # The one that accepts calls is compiled, and no coroutine to the interpreter.
+            if not isinstance(task.get_coro(), CoroutineType):
+                task.add_done_callback(partial(self._serving_ended, address))
+        return server, address
+
+    def _serving_ended(self, address: str, serving: asyncio.Task[None]) -> None:
+        """Open the port again when grpc gave it up: one path that is no UTF-8 ends its loop, and it tells nobody."""
+        if self._draining or self._stopping.is_set() or serving.cancelled():
+            return
+        if serving.exception() is None:
+            return
+        self._count(TransportError.UNEXPECTED)
+        _log.error("the grpc server ended unexpectedly; it is opened again")
+        self._reopening = asyncio.create_task(self._reopen(address))
+
+    async def _reopen(self, address: str) -> None:
+        while not self._draining and not self._stopping.is_set():
+            try:
+                self._server, _ = await self._open(address)
+            except StartupError:  # the old one has not let go of the port yet
+                await asyncio.sleep(_REOPEN_PAUSE_S)
+            else:
+                return
 
     async def stop_accepting(self) -> None:
         """Refuse new calls; calls in flight go on."""
