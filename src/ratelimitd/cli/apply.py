@@ -17,11 +17,11 @@ import typer
 
 from ratelimitd.cli.failures import CliError, UsageError
 from ratelimitd.cli.output import Output, as_dict, printable
-from ratelimitd.cli.plan import COMPARED, Create, Delete, Step, Update, draft_of, make_plan
+from ratelimitd.cli.plan import Create, Delete, Step, Update, draft_of, make_plan
 from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, dump_rules, dump_rules_json, parse_rules
-from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.store import EDITABLE, RuleDraft
 from ratelimitd_client import RateLimiterClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -160,7 +160,7 @@ def _as_json(step: Step) -> dict[str, Any]:
 
 
 def _message(draft: RuleDraft) -> pb.RateLimit:
-    return pb.RateLimit(id=draft.id, **{name: getattr(draft, name) for name in COMPARED})
+    return pb.RateLimit(id=draft.id, **{name: getattr(draft, name) for name in EDITABLE})
 
 
 def _name(rule: RuleDraft) -> str:

@@ -7,21 +7,11 @@ identifier type, not even for a moment.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.store import EDITABLE, RuleDraft
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-
-COMPARED: Final = (
-    "endpoint",
-    "identifier_type",
-    "limit",
-    "window_seconds",
-    "algorithm",
-    "enabled",
-)
-"""The fields that a file decides, in the order of the contract."""
 
 Pair = tuple[str, str]
 """Endpoint and identifier type: no two rules have the same."""
@@ -124,7 +114,7 @@ def _refuse_taken_pairs(
 
 def _differences(rule: pb.RateLimit, draft: RuleDraft) -> tuple[str, ...]:
     stored = draft_of(rule)
-    return tuple(name for name in COMPARED if getattr(stored, name) != getattr(draft, name))
+    return tuple(name for name in EDITABLE if getattr(stored, name) != getattr(draft, name))
 
 
 def _ordered(updates: Sequence[Update], wanted: Sequence[RuleDraft]) -> Iterator[Update]:

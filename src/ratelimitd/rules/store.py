@@ -56,6 +56,10 @@ class RuleChanges:
         return dataclasses.replace(draft, **named)
 
 
+EDITABLE: Final = tuple(field.name for field in dataclasses.fields(RuleChanges))
+"""The fields of a rule that an update may set, in the order of the contract; the others say which rule, and when."""
+
+
 class SkippedRow(NamedTuple):
     """A stored row that is no valid rule: it is not served, and its neighbours are not affected."""
 

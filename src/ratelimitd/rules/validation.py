@@ -13,23 +13,19 @@ from typing import Any, Final, NamedTuple
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType, Rule
-from ratelimitd.rules.store import RuleDraft, SkippedRow
+from ratelimitd.rules.store import EDITABLE, RuleDraft, SkippedRow
 
 MAX_ENDPOINT_CHARS: Final = 255
 MAX_IDENTIFIER_TYPE_CHARS: Final = 50
+CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""What no endpoint holds, of a rule or of a check."""
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # Looked up instead of called: Enum's own by-value call costs six times as much, and a load makes 200,000 of them.
 _IDENTIFIER_TYPES: Final = {member.value: member for member in IdentifierType}
 _ALGORITHMS: Final = {member.value: member for member in Algorithm}
-
-
-_EDITABLE: Final = (
-    "endpoint", "identifier_type", "limit", "window_seconds", "algorithm", "enabled",
-)  # fmt: skip
 
 
 class RuleRow(NamedTuple):
@@ -51,7 +47,7 @@ class RuleRow(NamedTuple):
 
     def draft(self) -> RuleDraft:
         """What the row would be as a request, still to be validated; without its id, which no edit changes."""
-        return RuleDraft(**{name: getattr(self, name) for name in _EDITABLE})
+        return RuleDraft(**{name: getattr(self, name) for name in EDITABLE})
 
 
 def validated(draft: RuleDraft, *, rule_id: str, revision: int) -> Rule:
@@ -142,7 +138,7 @@ def _endpoint_problem(endpoint: Any) -> str:
         return "the endpoint must not be empty; * is the global rule"
     if len(endpoint) > MAX_ENDPOINT_CHARS:
         return f"the endpoint must be at most {MAX_ENDPOINT_CHARS} characters"
-    if _CONTROL.search(endpoint):
+    if CONTROL_CHARACTER.search(endpoint):
         return "the endpoint must not contain control characters"
     if _SURROGATE.search(endpoint):
         return "the endpoint must be valid Unicode"

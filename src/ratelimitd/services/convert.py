@@ -7,14 +7,13 @@ Never does I/O, never decides anything. See ADR 0010.
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeVar
 
 from ratelimitd.errors import CheckInvalidError, FieldViolation
 from ratelimitd.model import GLOBAL_ENDPOINT, INT32_MAX, Check, Decision, IdentifierType, Reason
-from ratelimitd.rules.validation import MAX_ENDPOINT_CHARS
+from ratelimitd.rules.validation import CONTROL_CHARACTER, MAX_ENDPOINT_CHARS
 from ratelimitd.services.wire import WireCheck, WireReset
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -31,8 +30,6 @@ REMEMBERED_ADDRESSES: Final = 16_384
 _IDENTIFIER_TYPES: Final = {member.value.encode(): member for member in IdentifierType}
 _TYPE_NAMES: Final = ", ".join(IdentifierType)
 T = TypeVar("T")
-
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class Target(NamedTuple):
@@ -148,7 +145,7 @@ def _endpoint(raw: bytes) -> str:
     if endpoint == GLOBAL_ENDPOINT:
         message = "must be an endpoint; * is only for rules"
         raise ValueError(message)
-    if _CONTROL.search(endpoint):
+    if CONTROL_CHARACTER.search(endpoint):
         message = "must not contain control characters"
         raise ValueError(message)
     return endpoint

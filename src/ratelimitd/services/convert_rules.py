@@ -7,24 +7,14 @@ means, and which fields a mask may name. See ADR 0008.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import Rule
-from ratelimitd.rules.store import RuleChanges, RuleDraft
+from ratelimitd.rules.store import EDITABLE, RuleChanges, RuleDraft
 from ratelimitd.rules.validation import canonical_id, validated
 from ratelimitd.services.wire import WireDelete, WireRule, WireUpdate
 from ratelimiter.v1 import ratelimiter_pb2
-
-CHANGEABLE: Final = (
-    "endpoint",
-    "identifier_type",
-    "limit",
-    "window_seconds",
-    "algorithm",
-    "enabled",
-)
-"""Fields of a rule that an update may name."""
 
 NOT_CHANGEABLE: Final = frozenset({"id", "etag"})
 """Fields that say which rule is meant, and which version of it."""
@@ -102,19 +92,10 @@ def text_of(raw: bytes) -> str:
 
 
 def _changes_of(rule: WireRule, paths: list[str]) -> RuleChanges:
-    named: dict[str, Any] = {
-        "endpoint": text_of(rule.endpoint),
-        "identifier_type": text_of(rule.identifier_type),
-        "limit": rule.limit,
-        "window_seconds": rule.window_seconds,
-        "algorithm": text_of(rule.algorithm),
-        "enabled": rule.enabled,
-    }
-    if paths:
-        return RuleChanges(**{path: named[path] for path in paths})
-    if not rule.HasField("enabled"):
-        del named["enabled"]
-    return RuleChanges(**named)
+    # Unset, enabled means true to a create, its zero to a mask, and to an update without one: leave it as it is.
+    draft = replace(draft_of(rule), enabled=rule.enabled)
+    whole = [name for name in EDITABLE if name != "enabled" or rule.HasField("enabled")]
+    return RuleChanges(**{name: getattr(draft, name) for name in paths or whole})
 
 
 def _rule_violations(rule: WireRule) -> list[FieldViolation]:
@@ -131,7 +112,7 @@ def _mask_violations(paths: list[str]) -> list[FieldViolation]:
     for path in paths:
         if path in NOT_CHANGEABLE:
             violations.append(FieldViolation(MASK_FIELD, f"{path} cannot be changed"))
-        elif path not in CHANGEABLE:
+        elif path not in EDITABLE:
             shown = ascii(path[:MAX_QUOTED_CHARS])
             violations.append(FieldViolation(MASK_FIELD, f"{shown} is no field of a rule"))
     return violations

@@ -5,9 +5,8 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.rules.store import RuleChanges, RuleDraft
+from ratelimitd.rules.store import EDITABLE, RuleChanges, RuleDraft
 from ratelimitd.services.convert_rules import (
-    CHANGEABLE,
     deleted_id_of,
     draft_of,
     rate_limit_of,
@@ -61,7 +60,12 @@ def test_an_update_without_a_mask_names_every_field_but_enabled_only_if_sent():
     assert update(**FIELDS, enabled=False).changes == RuleChanges(**FIELDS, enabled=False)
 
 
-@pytest.mark.parametrize("path", CHANGEABLE)
+def test_everything_in_the_contract_of_a_rule_but_its_id_and_etag_can_be_changed():
+    fields = [field.name for field in pb.RateLimit.DESCRIPTOR.fields]
+    assert [name for name in fields if name not in {"id", "etag"}] == list(EDITABLE)
+
+
+@pytest.mark.parametrize("path", EDITABLE)
 def test_an_update_with_a_mask_names_that_field_with_its_zero_if_not_sent(path):
     zero = {"limit": 0, "window_seconds": 0, "enabled": False}.get(path, "")
     assert update(path).changes == RuleChanges(**{path: zero})
