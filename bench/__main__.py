@@ -6,13 +6,14 @@
 import sys
 from pathlib import Path
 
-from bench import decisions, hpack, loop, memory, report, rpc, rules
+from bench import decisions, hpack, http2_core, loop, memory, report, rpc, rules
 
 PARTS = {
     "decisions": ("Decisions, one core", decisions.measure),
     "memory": ("Memory per bucket, 38-character identifiers", memory.measure),
     "loop": ("Turns of the event loop", loop.measure),
     "hpack": ("Header blocks, one core", hpack.measure),
+    "http2": ("HTTP/2 alone, one core", http2_core.measure),
     "rpc": ("Over gRPC, server on one core, load on another", rpc.measure),
     "rules": ("100,000 rules", rules.measure),
 }

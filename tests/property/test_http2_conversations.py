@@ -39,8 +39,9 @@ class Server:
     def _told(self, event: Any) -> int | None:
         """Take in an event; return the stream whose request it ends."""
         if type(event) is tuple:
-            self.bodies[event[0]] = event[2]
-            return event[0]
+            stream_id: int = event[0]
+            self.bodies[stream_id] = event[2]
+            return stream_id
         if isinstance(event, TrailersReceived):
             self.trailers[event.stream_id] = list(event.fields)
             return event.stream_id

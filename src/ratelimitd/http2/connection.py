@@ -244,7 +244,7 @@ class Connection:
         if opening:
             receiver.announce_all()
         self._at = at
-        self.has_more = self._whole_frame_at(at)
+        self.has_more = at < size and self._whole_frame_at(at)
 
     def _end_id(self) -> int:
         """The identifier from which on a request is not for the short way: the room for it has to be looked at."""

@@ -74,17 +74,15 @@ class RequestHead:
     def __init__(
         self,
         fields: tuple[Field, ...],
-        *,
         content_length: int | None = None,
-        flaw: Flaw | None = None,
         model: RequestHead | None = None,
         varying: tuple[Field, ...] = (),
     ) -> None:
         self.fields = fields
         self.content_length = content_length
-        self.flaw = flaw
         self.model = model
         self.varying = varying
+        self.flaw: Flaw | None = None
         self.note: object = None
 
 
@@ -96,11 +94,12 @@ class HeadReader:
             asks this first: 50 ns instead of 2 µs and more.
     """
 
-    __slots__ = ("_decoder", "_model", "kept")
+    __slots__ = ("_decoder", "_model", "_varies_at", "kept")
 
     def __init__(self, max_list_bytes: int) -> None:
         self._decoder = Decoder(max_list_bytes=max_list_bytes)
         self._model: RequestHead | None = None
+        self._varies_at = 0
         self.kept: dict[bytes, RequestHead] = {}
 
     def read(self, block: bytes) -> RequestHead:
@@ -111,12 +110,14 @@ class HeadReader:
         """
         generation = self._decoder.generation
         fields = self._decode(block)
-        if fields is None:
-            return RequestHead((), flaw=Flaw.TOO_LARGE)
-        head = self._like_model(fields) or self._judge(fields)
         # What was kept is what blocks mean while the dynamic table stands. A block that changed the table itself would
         # not mean the same a second time.
         stands = generation == self._decoder.generation
+        if not stands:
+            self.kept.clear()
+        if fields is None:
+            return _flawed((), Flaw.TOO_LARGE)
+        head = self._like_model(fields) or self._judge(fields)
         if stands and head.flaw is None and len(block) <= _MAX_KEPT_BLOCK_BYTES:
             if len(self.kept) == _MAX_KEPT_HEADS:
                 self.kept.clear()
@@ -130,11 +131,11 @@ class HeadReader:
             ConnectionFailureError: the block cannot be decoded; nothing can be after it.
         """
         fields = self._decode(block)
+        self.kept.clear()  # the table may have changed, and trailers are too rare to look
         return fields if fields is not None and all(map(_is_sound, fields)) else None
 
     def _decode(self, block: bytes) -> tuple[Field, ...] | None:
-        """Return the fields, None when they are too many, and forget what an altered table makes wrong."""
-        generation = self._decoder.generation
+        """Return the fields, None when they are too many."""
         try:
             return self._decoder.decode(block)
         except HeaderListTooLargeError:
@@ -147,37 +148,53 @@ class HeadReader:
             raise ConnectionFailureError(
                 ErrorCode.COMPRESSION_ERROR, Cause.COMPRESSION, str(error)
             ) from None
-        finally:
-            if generation != self._decoder.generation:
-                self.kept.clear()
 
     def _like_model(self, fields: tuple[Field, ...]) -> RequestHead | None:
         """Return a head for fields that are the model's but for values that can be judged alone, else None.
 
-        Fields out of the tables are the same objects every time, so this costs 20 ns for each of them.
+        Fields out of the tables are the same objects every time, so that comparing two lists is comparing pointers.
         """
         model = self._model
         if model is None or len(fields) != len(model.fields):
             return None
+        known, at = model.fields, self._varies_at
+        if fields[:at] == known[:at] and fields[at + 1 :] == known[at + 1 :]:
+            # One field varies, the one that did the last time: 0.3 µs instead of 0.6.
+            field = fields[at]
+            if field == known[at]:
+                return RequestHead(fields, model.content_length, model)
+            if not _may_vary(field, known[at]):
+                return None
+            return RequestHead(fields, model.content_length, model, (field,))
         varying = []
-        for field, known in zip(fields, model.fields, strict=True):
-            if field is not known and field != known:
-                name, value = field
-                if name != known[0] or name in _JUDGED_TOGETHER or _has_bad_octet(value):
+        for place, (field, before) in enumerate(zip(fields, known, strict=True)):
+            if field != before:
+                if not _may_vary(field, before):
                     return None
                 varying.append(field)
-        return RequestHead(
-            fields, content_length=model.content_length, model=model, varying=tuple(varying)
-        )
+                self._varies_at = place
+        return RequestHead(fields, model.content_length, model, tuple(varying))
 
     def _judge(self, fields: tuple[Field, ...]) -> RequestHead:
         """Judge fields by all the rules; sound ones become the model for those that follow."""
         try:
-            head = RequestHead(fields, content_length=_judge_request(fields))
+            head = RequestHead(fields, _judge_request(fields))
         except _MalformedError:
-            return RequestHead(fields, flaw=Flaw.MALFORMED)
-        self._model = head
+            return _flawed(fields, Flaw.MALFORMED)
+        self._model, self._varies_at = head, 0
         return head
+
+
+def _flawed(fields: tuple[Field, ...], flaw: Flaw) -> RequestHead:
+    head = RequestHead(fields)
+    head.flaw = flaw
+    return head
+
+
+def _may_vary(field: Field, before: Field) -> bool:
+    """Whether a field in the place of another one makes an equally sound head."""
+    name, value = field
+    return name == before[0] and name not in _JUDGED_TOGETHER and _is_sound_value(value)
 
 
 class _MalformedError(Exception):
@@ -236,8 +253,9 @@ def _judge_regular(fields: tuple[Field, ...], authority: bytes | None) -> int | 
 
 def _is_sound(field: Field) -> bool:
     """Whether a regular field has the octets that it may have (§8.2.1)."""
-    return _is_name(field[0]) is not None and _has_bad_octet(field[1]) is None
+    return _is_name(field[0]) is not None and _is_sound_value(field[1])
 
 
 def _is_sound_value(value: bytes) -> bool:
-    return _has_bad_octet(value) is None
+    # The first half is a tenth of the second, and enough for deadlines and identifiers in hexadecimal.
+    return value.isalnum() or _has_bad_octet(value) is None

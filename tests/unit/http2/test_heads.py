@@ -251,6 +251,25 @@ def test_an_equal_field_does_not_vary_though_it_is_another_object():
     assert head.varying == ()
 
 
+def test_the_field_that_varied_last_is_judged_each_time():
+    blocks = Blocks()
+    model = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"1S"))
+    for value, flaw in ((b"2S", None), (b"3S\n", Flaw.MALFORMED), (b"4S", None), (b"1S", None)):
+        head = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", value))
+        assert head.flaw is flaw
+        if flaw is None:
+            assert head.model is model
+            assert head.varying == (((b"grpc-timeout", value),) if value != b"1S" else ())
+
+
+def test_a_shorter_model_does_not_inherit_the_place_that_varied():
+    blocks = Blocks()
+    for value in (b"1S", b"2S"):
+        blocks.read(*PSEUDO, *REST, (b"grpc-timeout", value))
+    shorter = blocks.read(*PSEUDO)
+    assert blocks.read(*PSEUDO).model is shorter
+
+
 def test_a_content_length_is_the_models():
     blocks = Blocks()
     blocks.read(*PSEUDO, (b"content-length", b"4"), (b"a", b"1"))
