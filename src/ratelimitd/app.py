@@ -139,7 +139,12 @@ class Node:
         store = await self._open_store()
         key_secret = settings.key_secret or await store.secret(STORED_KEY_NAME)
         snapshot = SnapshotLog.open(
-            state_dir.path, self._table, key_secret, self._clock, callers_time=self._callers_time
+            state_dir.path,
+            self._table,
+            key_secret,
+            self._clock,
+            callers_time=self._callers_time,
+            report=_warn,
         )
         self._open.push_async_callback(snapshot.drain)
         for report in snapshot.reports:

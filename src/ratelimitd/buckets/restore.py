@@ -1,6 +1,7 @@
 """Reads the bucket files of before a restart. Whatever they hold, a node starts.
 
-Only reads and renames; ``snapshot.py`` writes and removes. See ADR 0015; the form of the files is ``chunks.py``.
+Also clears away what no longer counts, so that many short lives leave little behind; never writes. See ADR 0015; the
+form of the files is ``chunks.py``.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from ratelimitd.buckets import chunks
 from ratelimitd.buckets.codec import Value, clamp, is_over, with_tick
 from ratelimitd.buckets.cold import ColdBuckets
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import LATE_US
+
+KEPT_ASIDE: Final = 3
+"""Torn or foreign files of earlier times that are kept: a crash after each start must not fill the disk."""
 
 
 class Files(NamedTuple):
@@ -27,11 +31,15 @@ class Files(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What was read. ``torn`` files are to be set aside, ``files`` removed, once the next base is there."""
+    """What was read. ``torn`` files are to be set aside, ``files`` removed, once the next base is there.
+
+    ``foreign`` ones were set aside already.
+    """
 
     buckets: ColdBuckets
     files: list[Path]
     torn: list[Path]
+    foreign: list[Path]
     next_number: int
     reports: list[str]
 
@@ -50,16 +58,37 @@ def restore(directory: Path, keys: BucketKeys, header: bytes, now_us: int | None
     """Read the buckets that a node left in ``directory``.
 
     Buckets that are over at ``now_us`` are left out, and times after it are set to it (I8); ``None``, for buckets whose
-    time is the callers' own, keeps everything. A file of another kind, or of another secret, is renamed ``*.foreign``.
+    time is the callers' own, keeps everything. A file of another kind, or of another secret, is renamed ``*.foreign``;
+    one that is superseded or holds nothing is removed.
+
+    Raises:
+        OSError: a file cannot be renamed or removed, or the directory cannot be read.
     """
     found = find(directory)
     cold = ColdBuckets(keys)
-    restored = Restored(cold, list(found.superseded), [], found.next_number, [])
+    restored = Restored(cold, [], [], [], found.next_number, [])
+    for path in found.superseded:
+        path.unlink()
     for path in ([found.base] if found.base else []) + found.logs:
         _read_file(path, header, restored)
+    set_aside(restored.foreign, ".foreign")
     if now_us is not None:
         cold.map(lambda value: None if is_over(value, now_us - LATE_US) else clamp(value, now_us))
     return restored
+
+
+def set_aside(paths: list[Path], suffix: str) -> None:
+    """Rename ``paths``, files of one directory, to end in ``suffix``, so that no start reads them again.
+
+    Of those set aside before, the newest :data:`KEPT_ASIDE` are kept. Those of one time stay together: what became
+    foreign under a wrong secret is a base and its logs, and can be renamed back.
+    """
+    if paths:
+        aside = sorted(paths[0].parent.glob(f"buckets-*{suffix}"))  # by number, that is by age
+        for path in aside[:-KEPT_ASIDE]:
+            path.unlink()
+    for path in paths:
+        path.rename(path.with_name(path.name + suffix))
 
 
 def find(directory: Path) -> Files:
@@ -90,7 +119,7 @@ def _read_file(path: Path, header: bytes, restored: Restored) -> None:
         )
         return
     if read_bytes is None:
-        path.rename(path.with_name(path.name + ".foreign"))
+        restored.foreign.append(path)
         restored.reports.append(
             f"{path.name} is not a bucket file of this node's key secret; renamed to *.foreign"
         )
@@ -99,6 +128,8 @@ def _read_file(path: Path, header: bytes, restored: Restored) -> None:
             f"{path.name} is torn: its last {size - read_bytes} bytes were ignored"
         )
         restored.torn.append(path)
+    elif path.suffix == ".log" and size <= len(header):
+        path.unlink()
     else:
         restored.files.append(path)
 

@@ -17,8 +17,9 @@ when that is copied; so each shard is looked at once more before the base counts
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,7 @@ from ratelimitd.buckets import chunks, cold
 from ratelimitd.buckets.appender import Appender
 from ratelimitd.buckets.codec import Value
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.restore import Restored, base_path, log_path, restore
+from ratelimitd.buckets.restore import Restored, base_path, log_path, restore, set_aside
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock
 from ratelimitd.errors import StartupError, StoreUnavailableError
@@ -65,6 +66,7 @@ class SnapshotLog:
         header: bytes,
         clock: Clock,
         restored: Restored,
+        report: Callable[[str], None],
     ) -> None:
         self.reports = restored.reports
         """What was wrong with the files that were found, one line each."""
@@ -83,6 +85,8 @@ class SnapshotLog:
         self._torn = restored.torn
         self._number = restored.next_number
         self._base_bytes = 0
+        self._report = report
+        self._failing = False
         self._no_base_before_us = 0
         self._log = Appender(log_path(directory, self._number), header)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="bucket-log")
@@ -98,10 +102,12 @@ class SnapshotLog:
         clock: Clock,
         *,
         callers_time: bool = False,
+        report: Callable[[str], None] = lambda _line: None,
     ) -> SnapshotLog:
         """Read what an earlier node left in ``directory``, give it to ``table``, and begin a new log.
 
         Takes about 2 s for a million buckets. A file that is torn or foreign is reported in ``reports``, not an error.
+        ``report`` takes a line when writing starts to fail and when it recovers, never at each attempt.
 
         Raises:
             StartupError: the directory cannot be written.
@@ -109,7 +115,9 @@ class SnapshotLog:
         keys, header = BucketKeys(key_secret), chunks.header(key_secret)
         try:
             restored = restore(directory, keys, header, None if callers_time else clock.now_us())
-            return cls(directory, table, keys, header=header, clock=clock, restored=restored)
+            return cls(
+                directory, table, keys, header=header, clock=clock, restored=restored, report=report
+            )
         except OSError as error:
             message = f"the state directory {directory} cannot be written: {error.strerror}"
             raise StartupError(message) from error
@@ -129,7 +137,7 @@ class SnapshotLog:
             raise StoreUnavailableError(message) from error
 
     async def run(self) -> None:
-        """Write passes for ever. What cannot be written is counted, and tried again by the next pass."""
+        """Write passes for ever. What cannot be written is counted, reported once, and tried again by the next pass."""
         while True:
             started_us = self._clock.monotonic_us()
             await self.write_pass(pace=self._pace_from(started_us))
@@ -150,28 +158,37 @@ class SnapshotLog:
                 for index in range(self._table.shard_count):
                     await pace(index, self._table.shard_count)
                     await self._look(index)
+        except OSError as error:
+            self._note_failure(error)
+        else:
             self.last_pass_us = self._clock.monotonic_us()
-        except OSError:
-            self.errors_total += 1
+            if (
+                self._failing and not self._no_base_before_us
+            ):  # while a base is owed, nothing has recovered
+                self._report("buckets can be written again")
+                self._failing = False
 
     async def drain(self) -> None:
         """Append what is not yet written, put it on disk, and close. The task of :meth:`run` must have ended."""
         for index in range(self._table.shard_count):
             try:
                 await self._look(index)
-            except OSError:
-                self.errors_total += 1
+            except OSError as error:
+                self._note_failure(error)
                 break
         try:
             await self._append(b"", durable=True)
-        except OSError:
-            self.errors_total += 1
+        except OSError as error:
+            self._note_failure(error)
         await asyncio.get_running_loop().run_in_executor(self._writer, self._log.close)
         self._writer.shutdown()
 
     def _pace_from(self, started_us: int) -> Pace:
         async def pace(step: int, steps: int) -> None:
             if step % -(-steps // (PASS_S * WAKES_PER_S)):
+                await asyncio.sleep(
+                    0
+                )  # no wait, but a turn: a base has 14 steps to a wake, each up to 0.2 ms
                 return
             due_us = started_us + PASS_S * US_PER_S * step // steps
             await asyncio.sleep(max(0, due_us - self._clock.monotonic_us()) / US_PER_S)
@@ -181,23 +198,15 @@ class SnapshotLog:
     async def _look(self, index: int) -> None:
         """Append the buckets of shard ``index`` that were used since the last look at it."""
         tick = self._table.tick
-        await self._write_live(self._table.keys(index, self._since[index]), self._append)
+        await _write(self._live(self._table.keys(index, self._since[index])), self._append)
         self._since[index] = tick
 
-    async def _write_live(self, keys: list[bytes], write: Write) -> None:
-        """Write what the buckets of ``keys`` hold when their turn comes; one that was reset meanwhile is left out."""
-        table, stored = self._table, self._keys.stored
-        while keys:
-            values: list[tuple[bytes, Value]] = []
-            budget = TURN_BYTES
-            while keys and budget > 0 and len(values) < TURN_BUCKETS:
-                key = keys.pop()
-                value = table.value(key)
-                if value is not None:
-                    values.append((stored(key), value))
-                    budget -= len(value) if isinstance(value, bytes) else 0
-            if values:
-                await write(chunks.encode_values(values))
+    def _live(self, keys: list[bytes]) -> Iterator[tuple[bytes, Value]]:
+        """What the buckets of ``keys`` hold when their turn comes; one that was reset meanwhile is left out."""
+        for key in keys:
+            value = self._table.value(key)
+            if value is not None:
+                yield self._keys.stored(key), value
 
     async def _append(self, data: bytes, *, durable: bool = False) -> None:
         log, loop = self._log, asyncio.get_running_loop()
@@ -212,33 +221,30 @@ class SnapshotLog:
 
     async def _write_base(self, pace: Pace) -> None:
         """Write every bucket where it is, look at each shard once more, and let the base replace the older files."""
+        self._no_base_before_us = self._clock.monotonic_us() + BASE_RETRY_US
         base = self._begin_base()
-        write, shards = _append_to(base), self._table.shard_count
+        append, shards = _append_to(base), self._table.shard_count
         steps = 2 * shards + cold.SHARDS
         try:
             for step in range(steps):
                 await pace(step, steps)
                 if step < shards:
                     await self._look(step)
-                    await self._write_live(self._table.keys(step), write)
+                    await _write(self._live(self._table.keys(step)), append)
                 elif step < shards + cold.SHARDS:
-                    await self._write_cold(step - shards, write)
+                    await _write(iter(self._cold.items(step - shards)), append)
                 else:
                     await self._look(step - shards - cold.SHARDS)
             await self._append(b"", durable=True)
             await asyncio.to_thread(base.publish, base_path(self._directory, self._number))
         except OSError:
-            self._no_base_before_us = self._clock.monotonic_us() + BASE_RETRY_US
             base.discard()
             raise
         # Not in a `finally`: when the node stops in between, a thread may still be writing.
         base.close()
         self._base_bytes = base.size
         await asyncio.to_thread(self._remove_outdated)
-
-    async def _write_cold(self, index: int, write: Write) -> None:
-        if items := self._cold.items(index):
-            await write(chunks.encode_values(items))
+        self._no_base_before_us = 0
 
     def _begin_base(self) -> Appender:
         """Turn to the next log, and begin the base that makes the files of before superfluous."""
@@ -259,9 +265,30 @@ class SnapshotLog:
     def _remove_outdated(self) -> None:
         for path in self._outdated:
             path.unlink(missing_ok=True)
-        for path in self._torn:
-            path.rename(path.with_name("buckets.torn"))
+        set_aside(self._torn, ".torn")
         self._outdated, self._torn = [], []
+
+    def _note_failure(self, error: OSError) -> None:
+        self.errors_total += 1
+        if not self._failing:
+            self._report(f"buckets cannot be written: {error.strerror}")
+        self._failing = True
+
+
+async def _write(items: Iterator[tuple[bytes, Value]], write: Write) -> None:
+    """Write the (stored key, value) pairs, so many at a time that the event loop gets its turn in between."""
+    while turn := _next_turn(items):
+        await write(chunks.encode_values(turn))
+
+
+def _next_turn(items: Iterator[tuple[bytes, Value]]) -> list[tuple[bytes, Value]]:
+    turn, log_bytes = [], 0
+    for stored_key, value in islice(items, TURN_BUCKETS):
+        turn.append((stored_key, value))
+        log_bytes += len(value) if isinstance(value, bytes) else 0
+        if log_bytes >= TURN_BYTES:
+            break
+    return turn
 
 
 def _append_to(base: Appender) -> Write:

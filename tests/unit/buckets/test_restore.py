@@ -73,6 +73,20 @@ class TestFiles:
         assert set(found.superseded) == set(paths.values()) - {found.base, *found.logs}
         assert found.next_number == 6
 
+    def test_superseded_files_and_empty_logs_are_removed_at_once(self, tmp_path):
+        """Else a node that dies again and again before its first base would fill the directory."""
+        write(log_path(tmp_path, 1), states(ada=bucket(1)))
+        write(base_path(tmp_path, 2))
+        write(log_path(tmp_path, 2), states(ada=bucket(2)))
+        write(log_path(tmp_path, 3))
+        log_path(tmp_path, 4).touch()
+        base_path(tmp_path, 5).with_suffix(".tmp").touch()
+        restored = read(tmp_path)
+        assert held(restored, "ada") == [2]
+        assert sorted(tmp_path.iterdir()) == [base_path(tmp_path, 2), log_path(tmp_path, 2)]
+        assert restored.files == sorted(tmp_path.iterdir())
+        assert restored.next_number == 5
+
     def test_other_files_are_left_alone(self, tmp_path):
         for name in ("lock", "buckets-1.log", "buckets-00000001.log.foreign", "rules.json"):
             (tmp_path / name).touch()
@@ -159,8 +173,10 @@ class TestDamage:
                 for value, is_bytes in zip(values, (False, True, False), strict=True)
             ]
             assert found == expected[last_whole]
-            torn = cut > last_whole
-            assert (restored.torn, restored.files) == (([path], []) if torn else ([], [path]))
+            torn, holds_something = cut > last_whole, cut > len(HEADER)
+            assert restored.torn == [path] * torn
+            assert restored.files == [path] * (holds_something and not torn)
+            assert path.exists() == holds_something
             assert ["torn" in report for report in restored.reports] == [True] * torn
 
     def test_a_log_that_ends_in_zeros_is_torn(self, tmp_path):
@@ -205,6 +221,24 @@ class TestDamage:
         assert restored.files == [log_path(tmp_path, 2)]
         (report,) = restored.reports
         assert "buckets-00000001.log" in report
+
+    def test_of_the_foreign_files_of_before_the_newest_three_are_kept(self, tmp_path):
+        """As when the rule database, and so the secret, is new at every start."""
+        for number in range(1, 9):
+            write(log_path(tmp_path, number), header=b"PK")
+            assert read(tmp_path).foreign == [log_path(tmp_path, number)]
+        assert [path.name for path in sorted(tmp_path.iterdir())] == [
+            f"buckets-0000000{number}.log.foreign" for number in (5, 6, 7, 8)
+        ]
+
+    def test_files_that_became_foreign_together_stay_together(self, tmp_path):
+        write(base_path(tmp_path, 1), header=b"PK")
+        for number in range(1, 9):
+            write(log_path(tmp_path, number), header=b"PK")
+        assert len(read(tmp_path).foreign) == 9
+        assert len(list(tmp_path.glob("*.foreign"))) == 9
+        read(tmp_path)
+        assert len(list(tmp_path.glob("*.foreign"))) == 9
 
     def test_a_file_that_cannot_be_read_is_reported_and_kept(self, tmp_path):
         log_path(tmp_path, 1).mkdir()

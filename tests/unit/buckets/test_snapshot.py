@@ -2,6 +2,7 @@ import asyncio
 import errno
 import itertools
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from ratelimitd.buckets import chunks, cold, snapshot
 from ratelimitd.buckets.codec import unpack
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import log_path
-from ratelimitd.buckets.snapshot import BASE_RETRY_US, PASS_S, WAKES_PER_S, SnapshotLog
+from ratelimitd.buckets.snapshot import (
+    BASE_RETRY_US,
+    PASS_S,
+    TURN_BUCKETS,
+    TURN_BYTES,
+    WAKES_PER_S,
+    SnapshotLog,
+)
 from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
 from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
@@ -32,7 +40,10 @@ class Node:
     def __init__(self, directory, clock, *, max_entries=1000, **options):
         self.directory, self.clock = directory, clock
         self.table = BucketTable(max_entries, CheckStats())
-        self.snapshot = SnapshotLog.open(directory, self.table, SECRET, clock, **options)
+        self.reports: list[str] = []
+        self.snapshot = SnapshotLog.open(
+            directory, self.table, SECRET, clock, report=self.reports.append, **options
+        )
 
     def use(self, name, cost=1, rule=RULE):
         return self.table.apply(name, rule, DECIDE[rule.algorithm], self.clock.now_us(), cost)
@@ -146,6 +157,58 @@ class TestRestart:
         assert again.spent(*(b"%d" % number for number in range(100))) == list(range(1, 101))
 
 
+class TestTurns:
+    """What is encoded in one turn of the event loop is bounded, wherever the buckets are."""
+
+    @pytest.fixture
+    def encoded(self, monkeypatch):
+        """How many buckets, and how many bytes of logs, each turn encoded."""
+        turns: list[tuple[int, int]] = []
+        original = chunks.encode_values
+
+        def encode_values(values):
+            values = list(values)
+            turns.append(
+                (len(values), sum(len(value) for _, value in values if isinstance(value, bytes)))
+            )
+            return original(values)
+
+        monkeypatch.setattr(chunks, "encode_values", encode_values)
+        return turns
+
+    @staticmethod
+    def use_logs(node, count, runs):
+        """Give the node logs of so many runs, a microsecond apart."""
+        for _ in range(runs):
+            node.clock.advance(us=1)
+            for number in range(count):
+                node.use(b"log %d" % number, 1, LOG_RULE)
+
+    async def test_a_look_at_many_long_logs_takes_many(self, node_of, encoded):
+        node = node_of(max_entries=SHARD_ENTRIES)
+        self.use_logs(node, 500, 150)
+        await node.snapshot.write_pass()
+        assert len(encoded) == pytest.approx(500 * 150 * 16 / TURN_BYTES, abs=1)
+        assert max(log_bytes for _, log_bytes in encoded) < TURN_BYTES + 16 * 152
+
+    async def test_so_do_the_many_long_logs_of_a_shard_that_waits_for_its_first_check(
+        self, node_of, encoded, monkeypatch
+    ):
+        monkeypatch.setattr(cold, "SHARDS", 1)
+        node = node_of()
+        self.use_logs(node, 500, 150)
+        for number in range(400):
+            node.use(b"state %d" % number)
+        await node.snapshot.drain()
+        node = node_of()
+        encoded.clear()
+        await node.snapshot.write_pass()
+        assert sum(buckets for buckets, _ in encoded) == 900
+        assert max(buckets for buckets, _ in encoded) <= TURN_BUCKETS
+        assert max(log_bytes for _, log_bytes in encoded) < TURN_BYTES + 16 * 152
+        assert node_of().snapshot.restored_total == 900
+
+
 class TestPasses:
     async def test_a_pass_writes_what_was_used_since_the_last_one_and_nothing_else(self, node_of):
         node = node_of()
@@ -217,6 +280,20 @@ class TestPasses:
         again = node_of()
         assert again.spent(b"ada", b"bob") == [5, 6]
         assert again.snapshot.reports == []
+
+    async def test_the_first_failure_and_the_recovery_are_reported_and_nothing_between(
+        self, node_of, monkeypatch
+    ):
+        node, failure = node_of(), "buckets cannot be written: No space left on device"
+        node.use(b"ada")
+        monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
+        for _ in range(3):
+            await node.snapshot.write_pass()
+        assert (node.snapshot.errors_total, node.reports) == (3, [failure])
+        monkeypatch.setattr(os, "pwrite", REAL_PWRITE)
+        for _ in range(3):
+            await node.snapshot.write_pass()
+        assert node.reports == [failure, "buckets can be written again"]
 
     async def test_a_reset_that_cannot_be_written_is_refused(self, node_of, monkeypatch):
         node = node_of()
@@ -294,8 +371,23 @@ class TestBase:
             "buckets-00000001.log is torn: its last 12 bytes were ignored"
         ]
         await again.snapshot.write_pass()
-        assert again.files() == ["buckets-00000003.base", "buckets-00000003.log", "buckets.torn"]
+        assert again.files() == [
+            "buckets-00000001.log.torn",
+            "buckets-00000003.base",
+            "buckets-00000003.log",
+        ]
         assert node_of().spent(b"ada") == [5]
+
+    async def test_a_node_that_is_killed_again_and_again_leaves_few_torn_files(self, node_of):
+        for _ in range(8):
+            node = node_of()
+            node.use(b"ada")
+            await node.snapshot.write_pass()
+            with max(node.directory.glob("*.log")).open("ab") as file:
+                file.write(b"half a chunk")
+        assert len(list(node.directory.glob("*.torn"))) == 4
+        assert len(node.files()) == 6
+        assert node_of().spent(b"ada") == [8]
 
     async def test_a_bucket_of_before_that_is_used_while_the_base_is_written_is_not_lost(
         self, node_of
@@ -356,16 +448,18 @@ class TestBase:
         node.use(b"eve", 1)
         await node.snapshot.write_pass()  # meanwhile passes go on
         assert (node.snapshot.errors_total, node.files()) == (1, logs)
-        assert Node(node.directory, node.clock).spent(b"ada", b"bob", b"eve") == [5, 6, 8]
-        log_path(node.directory, 4).unlink()
+        copy = shutil.copytree(node.directory, node.directory.with_name("copy"))
+        assert Node(copy, node.clock).spent(b"ada", b"bob", b"eve") == [5, 6, 8]
 
         monkeypatch.setattr(os, "pwrite", REAL_PWRITE)
         node.clock.advance(us=BASE_RETRY_US - 1)
         await node.snapshot.write_pass()
         assert node.files() == logs
+        assert node.reports == ["buckets cannot be written: No space left on device"]
         node.clock.advance(us=1)
         await node.snapshot.write_pass()
         assert node.files() == ["buckets-00000004.base", "buckets-00000004.log"]
+        assert node.reports[1:] == ["buckets can be written again"]
 
     async def test_a_next_log_that_cannot_be_begun_leaves_the_present_one_in_use(
         self, node_of, monkeypatch
@@ -383,9 +477,12 @@ class TestBase:
         assert node.snapshot.errors_total == 1
         assert open_files() == before
         assert node.files() == ["buckets-00000001.log", "buckets-00000002.log"]
+        node.use(b"eve", 7)
+        await node.snapshot.write_pass()  # meanwhile passes go on
+        assert node.snapshot.errors_total == 1
         await node.reset(b"ada")
         monkeypatch.undo()
-        assert node_of().spent(b"ada", b"bob") == [0, 6]
+        assert node_of().spent(b"ada", b"bob", b"eve") == [0, 6, 7]
 
 
 class TestDrain:
@@ -408,6 +505,7 @@ class TestDrain:
         monkeypatch.setattr(os, "fdatasync", fail(errno.EIO))
         await node.snapshot.drain()
         assert node.snapshot.errors_total == 2
+        assert node.reports == ["buckets cannot be written: No space left on device"]
 
     async def test_a_pass_that_was_cancelled_midway_is_made_good(self, node_of):
         node = node_of(max_entries=3 * SHARD_ENTRIES)
@@ -472,7 +570,19 @@ class TestRhythm:
         node = node_of(max_entries=1_000_000)
         with pytest.raises(asyncio.CancelledError):
             await node.snapshot.run()
-        assert len(slept) <= 10 * (PASS_S * WAKES_PER_S + 2)
+        assert sum(seconds > 0 for seconds in slept) <= 10 * (PASS_S * WAKES_PER_S + 2)
+
+    async def test_between_any_two_steps_of_a_base_the_loop_gets_its_turn(
+        self, node_of, clock, slept
+    ):
+        node = node_of()
+        node.use(b"ada")
+        await node.snapshot.drain()
+        node = node_of(max_entries=1_000_000)
+        with pytest.raises(asyncio.CancelledError):
+            await node.snapshot.run()
+        steps_of_the_base = 2 * node.table.shard_count + cold.SHARDS
+        assert len(slept) >= steps_of_the_base + 8 * node.table.shard_count
 
     async def test_a_pass_that_took_too_long_is_followed_by_the_next_at_once(
         self, node_of, clock, slept, monkeypatch
