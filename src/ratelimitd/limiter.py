@@ -137,7 +137,7 @@ class Limiter:
 
         Raises:
             StoreUnavailableError: there is no rule book yet, or the reset could not be made durable; then the bucket
-                is as it was, unless it was used meanwhile.
+                is as it was, but for what was spent while the journal was trying.
         """
         # A caller that gives up half way must not leave a bucket that is reset in memory only.
         return await asyncio.shield(self._reset(identifier, identifier_type, endpoint))

@@ -508,12 +508,12 @@ class TestReset:
         first, second = written
         assert first != second
 
-    async def test_what_was_spent_while_a_reset_failed_is_not_overwritten(self, node):
+    async def test_nobody_profits_from_a_reset_that_failed_by_checking_meanwhile(self, node):
         node.check(cost=7)
         node.journal.fails, node.journal.meanwhile = True, node.check
         with pytest.raises(StoreUnavailableError):
             await node.reset()
-        assert node.remaining() == 9
+        assert node.remaining() == 3
 
     async def test_resets_that_fail_never_get_the_table_beyond_its_bound(self):
         node = Node(ORDERS, max_entries=2)

@@ -138,9 +138,13 @@ class BucketTable:
         return self._cold.take(key) if self._cold else None
 
     def put_back(self, key: bytes, value: Value) -> None:
-        """Undo a :meth:`remove`, unless the bucket was used since."""
+        """Undo a :meth:`remove`. What was spent meanwhile is forgotten: it is less than what the bucket held, or a
+        caller who checks fast enough would profit from a reset that failed.
+        """
         shard = self._shards[hash(key) % self._shard_count]
-        if key not in shard:
+        if key in shard:
+            shard[key] = with_tick(value, self._tick)
+        else:
             self._add(shard, key, with_tick(value, self._tick))
 
     def value(self, key: bytes) -> Value | None:

@@ -125,13 +125,13 @@ class TestRemoving:
         assert tick_of(table.value(b"ada")) == 9
         assert len(table) == 1
 
-    def test_a_bucket_that_was_used_since_is_not_overwritten(self):
+    def test_a_bucket_that_was_used_since_holds_again_what_it_held(self):
         table = table_of(10)
         use(table, b"ada", cost=7)
         value = table.remove(b"ada")
         use(table, b"ada", cost=1)
         table.put_back(b"ada", value)
-        assert unpack(table.value(b"ada")) == (1, T)
+        assert unpack(table.value(b"ada")) == (7, T)
         assert len(table) == 1
 
     def test_putting_back_keeps_the_bound(self):
