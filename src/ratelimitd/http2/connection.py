@@ -135,8 +135,9 @@ class Connection:
         except ConnectionFailureError as failure:
             self._receiver.announce_all()
             events.append(self._end(failure.code, failure.cause, failure.message))
-        if self._at == len(self._buffer):
-            self._buffer, self._at = b"", 0
+        if not self.has_more:
+            # Less than a frame is left. A read may be 256 KiB, and must not stay for the sake of its last octets.
+            self._buffer, self._at = self._buffer[self._at :], 0
         return events
 
     def data_to_send(self) -> bytes:
@@ -227,6 +228,8 @@ class Connection:
                     opening[stream_id] = head
                     next_id += 2
                 else:
+                    self._settle(taken, complete)
+                    room, taken, complete = receiver.window.left, 0, 0
                     receiver.refuse(stream_id, head)
                     next_id = streams.next_id
                 at = end

@@ -314,6 +314,13 @@ def test_half_a_frame_is_not_more():
     assert not client.connection.has_more
 
 
+def test_a_large_read_is_not_kept_for_the_sake_of_its_last_octets():
+    client = peer()
+    client.connection.receive(client.head(1) + last_data(1, bytes(16_000)) + client.post(3)[:-1])
+    assert 0 < len(client.connection._buffer) < 200
+    assert client.connection._at == 0
+
+
 def test_a_slice_that_ends_between_head_and_body_tells_both():
     client = peer(frames_per_slice=1)
     events = client.feed(client.post(1, b"body"))
