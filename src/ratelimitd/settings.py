@@ -32,7 +32,6 @@ from ratelimitd.settings_values import (
     redis_url,
     shown,
     token,
-    transport,
     whole_number,
 )
 
@@ -127,7 +126,7 @@ class Settings:
     tls_client_ca: Annotated[Path | None, _Setting("", optional(path),
         "CA of client certificates, PEM: turns on mTLS")]
     workers: Annotated[int, _Setting("1", whole_number(1, 64), "processes on one port; more than 1 needs REDIS_URL")]
-    transport: Annotated[str, _Setting("grpcio", transport, "gRPC implementation: grpcio")]
+    transport: Annotated[str, _Setting("grpcio", one_of("native", "grpcio"), "gRPC implementation")]
     max_concurrent_rpcs: Annotated[int, _Setting("1000", whole_number(1, 100_000),
         "calls in progress; more are answered RESOURCE_EXHAUSTED")]
     sync_interval_ms: Annotated[int, _Setting("100", whole_number(1, 60_000),

@@ -148,17 +148,6 @@ def redis_url(text: str) -> str:
     return text
 
 
-def transport(text: str) -> str:
-    """``grpcio``: the native transport is still to come."""
-    if text == "native":
-        message = "names a transport that is not supported by this release; use grpcio"
-        raise ValueError(message)
-    if text != "grpcio":
-        message = "must be grpcio"
-        raise ValueError(message)
-    return text
-
-
 def shown(value: object) -> str:
     """A value as text that could be set again."""
     if isinstance(value, bool):

@@ -1,10 +1,17 @@
 import pytest
 
+from ratelimitd.rpc.transports import TRANSPORTS
 from tests.rpc.node import running_node
 
 
+@pytest.fixture(params=sorted(TRANSPORTS))
+def transport(request):
+    """Each transport in turn: what callers meet must not depend on it."""
+    return request.param
+
+
 @pytest.fixture
-async def node(tmp_path):
+async def node(tmp_path, transport):
     """A node with no rule yet, on an ephemeral port."""
-    async with running_node(tmp_path) as running:
+    async with running_node(tmp_path, transport=transport) as running:
         yield running

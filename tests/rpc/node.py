@@ -13,7 +13,8 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.limiter import Limiter
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.samples import MetricSample
-from ratelimitd.rpc.grpcio_server import GrpcioServer
+from ratelimitd.rpc.interface import Server
+from ratelimitd.rpc.transports import TRANSPORTS
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.services.auth import Access, Credentials
@@ -37,7 +38,7 @@ class Node:
     """A running node and its insides, which tests look at and never stand in for."""
 
     address: str
-    server: GrpcioServer
+    server: Server
     limiter: Limiter
     stats: CheckStats
     clock: ManualClock
@@ -90,9 +91,10 @@ async def running_node(
     credentials: Credentials | None = None,
     listen="127.0.0.1:0",
     busy_timeout_s: float = 2.0,
+    transport: str = "grpcio",
     **options,
 ) -> AsyncIterator[Node]:
-    """A node with its database in ``directory`` and a clock that tests move; ``options`` go to GrpcioServer."""
+    """A node with its database in ``directory`` and a clock that tests move; ``options`` go to its server."""
     clock, stats = ManualClock(), CheckStats()
     limiter = Limiter(
         buckets=BucketTable(10_000, stats),
@@ -125,7 +127,7 @@ async def running_node(
             ReflectionService((*OUR_SERVICES, GRPC_HEALTH, V1, V1ALPHA)),
         )
         methods = guarded((offer.methods() for offer in offers), access, edge)
-        server = GrpcioServer(methods, listen=listen, stats=stats, **options)
+        server: Server = TRANSPORTS[transport](methods, listen=listen, stats=stats, **options)
         address = await server.start()
         grpc_health.set_serving()
         try:

@@ -129,8 +129,10 @@ async def test_a_listing_is_filtered_by_endpoint_and_type(node):
     assert not answer.next_page_token
 
 
-async def test_a_database_that_cannot_be_written_is_unavailable_and_checks_go_on(tmp_path):
-    async with running_node(tmp_path, busy_timeout_s=0.05) as node:
+async def test_a_database_that_cannot_be_written_is_unavailable_and_checks_go_on(
+    tmp_path, transport
+):
+    async with running_node(tmp_path, transport=transport, busy_timeout_s=0.05) as node:
         await node.rule("/a")
         await write_while_locked(node, tmp_path)
 

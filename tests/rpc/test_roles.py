@@ -69,7 +69,7 @@ async def test_health_and_reflection_are_open_to_everybody(guarded_node):
     assert code is grpc.StatusCode.OK
 
 
-async def test_an_admin_token_alone_leaves_checks_open(tmp_path):
+async def test_an_admin_token_alone_leaves_checks_open(tmp_path, transport):
     credentials = Credentials(admin_token="the-admin-token")
-    async with running_node(tmp_path, credentials=credentials) as node:
+    async with running_node(tmp_path, transport=transport, credentials=credentials) as node:
         assert await verdict(node, "/ratelimiter.v1.RateLimiter/CheckRateLimit") is None

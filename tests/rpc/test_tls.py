@@ -62,27 +62,31 @@ async def call(node, ca, path=CHECK, *, client=None, metadata=()):
         return grpc.StatusCode.OK
 
 
-async def test_a_caller_who_trusts_the_ca_is_answered_and_plain_text_is_not(tmp_path, ca, files):
-    async with running_node(tmp_path, tls=files) as node:
+async def test_a_caller_who_trusts_the_ca_is_answered_and_plain_text_is_not(
+    tmp_path, transport, ca, files
+):
+    async with running_node(tmp_path, transport=transport, tls=files) as node:
         assert await call(node, ca) is OK
         assert await call(node, trustme.CA()) is UNAVAILABLE
         assert (await node.outcome(CHECK, A_CHECK))[0] is UNAVAILABLE
 
 
-async def test_with_a_client_ca_only_its_certificates_get_in(tmp_path, ca, mutual):
-    async with running_node(tmp_path, tls=mutual) as node:
+async def test_with_a_client_ca_only_its_certificates_get_in(tmp_path, transport, ca, mutual):
+    async with running_node(tmp_path, transport=transport, tls=mutual) as node:
         assert await call(node, ca, client=ca.issue_cert("anybody")) is OK
         assert await call(node, ca) is UNAVAILABLE
         assert await call(node, ca, client=trustme.CA().issue_cert("anybody")) is UNAVAILABLE
 
 
-async def test_a_verified_name_holds_the_role_it_is_listed_for(tmp_path, ca, mutual):
+async def test_a_verified_name_holds_the_role_it_is_listed_for(tmp_path, transport, ca, mutual):
     credentials = Credentials(
         admin_sans=frozenset({"ops.example"}), check_sans=frozenset({"shop.example"})
     )
     ops, shop, other = map(ca.issue_cert, ("ops.example", "shop.example", "other.example"))
     denied = grpc.StatusCode.PERMISSION_DENIED
-    async with running_node(tmp_path, tls=mutual, credentials=credentials) as node:
+    async with running_node(
+        tmp_path, transport=transport, tls=mutual, credentials=credentials
+    ) as node:
         assert [await call(node, ca, CHECK, client=who) for who in (ops, shop, other)] == [
             OK, OK, denied,
         ]  # fmt: skip
@@ -93,8 +97,10 @@ async def test_a_verified_name_holds_the_role_it_is_listed_for(tmp_path, ca, mut
         assert await call(node, ca, LIST, client=other, metadata=header) is denied
 
 
-async def test_a_new_certificate_is_served_from_the_next_connection_on(tmp_path, ca, files):
-    async with running_node(tmp_path, tls=files) as node:
+async def test_a_new_certificate_is_served_from_the_next_connection_on(
+    tmp_path, transport, ca, files
+):
+    async with running_node(tmp_path, transport=transport, tls=files) as node:
         assert await call(node, ca) is OK
         new_ca = trustme.CA()
         write(files, new_ca.issue_cert("127.0.0.1"))
@@ -102,18 +108,20 @@ async def test_a_new_certificate_is_served_from_the_next_connection_on(tmp_path,
         assert await call(node, ca) is UNAVAILABLE
 
 
-async def test_a_new_client_ca_is_asked_for_from_the_next_connection_on(tmp_path, ca, mutual):
-    async with running_node(tmp_path, tls=mutual) as node:
+async def test_a_new_client_ca_is_asked_for_from_the_next_connection_on(
+    tmp_path, transport, ca, mutual
+):
+    async with running_node(tmp_path, transport=transport, tls=mutual) as node:
         new_ca = trustme.CA()
         new_ca.cert_pem.write_to_path(mutual.client_ca)
         assert await call(node, ca, client=new_ca.issue_cert("anybody")) is OK
         assert await call(node, ca, client=ca.issue_cert("anybody")) is UNAVAILABLE
 
 
-async def test_a_broken_new_file_keeps_the_old_certificate_and_is_reported_once(
-    tmp_path, ca, files, caplog
+async def test_a_broken_new_file_keeps_the_old_certificate_and_is_reported_once(  # noqa: PLR0917 -- fixtures
+    tmp_path, transport, ca, files, caplog
 ):
-    async with running_node(tmp_path, tls=files) as node:
+    async with running_node(tmp_path, transport=transport, tls=files) as node:
         files.cert.write_text("not a certificate")
         assert [await call(node, ca) for _ in range(3)] == [OK] * 3
         assert node.stats.errors_by_transport["tls_files"] == 1
@@ -124,8 +132,10 @@ async def test_a_broken_new_file_keeps_the_old_certificate_and_is_reported_once(
         assert await call(node, ca) is OK
 
 
-async def test_files_that_cannot_be_used_stop_the_start_and_name_the_setting(tmp_path, files):
+async def test_files_that_cannot_be_used_stop_the_start_and_name_the_setting(
+    tmp_path, transport, files
+):
     files.key.write_text("not a key")
     with pytest.raises(StartupError, match=r"TLS_KEY: .*key\.pem holds no unencrypted PEM"):
-        async with running_node(tmp_path, tls=files):
+        async with running_node(tmp_path, transport=transport, tls=files):
             pass

@@ -124,7 +124,7 @@ def test_everything_that_is_wrong_is_named_at_once():
         ),
         ({"LISTEN": "127.0.0.1:7000", "HTTP_LISTEN": "127.0.0.1:7000"}, "are the same address"),
         ({"REDIS_URL": "redis://host"}, "RATELIMITD_REDIS_URL is not supported by this release"),
-        ({"TRANSPORT": "native"}, "not supported by this release"),
+        ({"TRANSPORT": "http"}, "RATELIMITD_TRANSPORT must be native or grpcio"),
         ({"DATABASE_URL": "postgresql://u:pw@h/d"}, "not supported by this release"),
     ],
 )

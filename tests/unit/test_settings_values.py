@@ -33,7 +33,6 @@ from ratelimitd.settings_values import MASK, Address
         (values.node_id, "x" * 128, "x" * 128),
         (values.database_url, "sqlite:////var/lib/r.db", "sqlite:////var/lib/r.db"),
         (values.redis_url, "", ""),
-        (values.transport, "grpcio", "grpcio"),
     ],
 )
 def test_good_text_becomes_a_value(parse, text, expected):
@@ -79,8 +78,6 @@ def test_good_text_becomes_a_value(parse, text, expected):
         (values.database_url, "sqlite:///:memory:"),
         (values.database_url, "mysql://h/d"),
         (values.redis_url, "redis://h"),
-        (values.transport, "native"),
-        (values.transport, "http"),
     ],
 )
 def test_bad_text_is_refused_without_repeating_it(parse, text):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 from typing import Final
 
 from ratelimitd.errors import StartupError
@@ -38,8 +39,38 @@ async def demand_free(listen: str) -> None:
                 probe.bind(address)
                 probe.listen(1)
     except OSError as error:
-        message = f"LISTEN: cannot listen on {listen}: {error.strerror}"
-        raise StartupError(message) from None
+        raise _cannot(listen, error) from None
+
+
+async def listening_sockets(listen: str) -> list[socket.socket]:
+    """Sockets bound to every address that ``listen`` stands for; with port 0, all to one free port.
+
+    ``[::]`` takes IPv4 too, as it does with grpcio. A socket file that is left over is replaced.
+
+    Raises:
+        StartupError: an address cannot be bound; the message names the setting.
+    """
+    if listen.startswith(UNIX_PREFIX):
+        return [_bound_unix(listen)]
+    host, port = split(listen)
+    loop = asyncio.get_running_loop()
+    sockets: list[socket.socket] = []
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sock = socket.socket(family, kind, protocol)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                both = address[0] == "::"
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)
+            sock.bind((address[0], port, *address[2:]))
+            port = sock.getsockname()[1]
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        raise _cannot(listen, error) from None
+    return sockets
 
 
 def bound_address(listen: str, port: int) -> str:
@@ -71,3 +102,20 @@ async def _demand_silent_socket(listen: str) -> None:
     writer.close()
     message = f"LISTEN: cannot listen on {listen}: another process does"
     raise StartupError(message)
+
+
+def _bound_unix(listen: str) -> socket.socket:
+    path = Path(listen.removeprefix(UNIX_PREFIX))
+    if path.is_socket():
+        path.unlink()
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(str(path))
+    except OSError as error:
+        sock.close()
+        raise _cannot(listen, error) from None
+    return sock
+
+
+def _cannot(listen: str, error: OSError) -> StartupError:
+    return StartupError(f"LISTEN: cannot listen on {listen}: {error.strerror}")

@@ -38,8 +38,11 @@ class StatusCode(enum.IntEnum):
 class TransportError(enum.StrEnum):
     """Why a transport ended a call by itself: the closed set of causes that it counts."""
 
+    BAD_REQUEST = "bad_request"
+    """Headers or frames of messages that are not those of a call; not what a message says."""
     CANCELLED = "cancelled"
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    TOO_MANY_CONNECTIONS = "too_many_connections"
     TOO_MANY_CALLS = "too_many_calls"
     TOO_MANY_STREAMS = "too_many_streams"
     UNEXPECTED = "unexpected"

@@ -25,6 +25,14 @@ class TransportLimits:
     keepalive_interval_ms: int = 60_000
     keepalive_timeout_ms: int = 20_000
     """Finds callers that vanished without a word."""
+    stall_timeout_ms: int = 20_000
+    """How long a peer may owe what everything waits for: its preface, the rest of a header block, room for answers."""
     max_connection_age_ms: int = 3_600_000
     """Behind a balancer of connections, old ones must end for a new node to get its share. grpc adds ±10 %."""
     max_connection_age_grace_ms: int = 60_000
+    max_connections: int = 10_000
+    """At about 10 KiB each while idle. More are closed as soon as they come."""
+    max_request_bytes_per_connection: int = 16 * 1024 * 1024
+    """Messages that wait for their rest, or for the end of their call: four of the largest."""
+    max_request_bytes: int = 256 * 1024 * 1024
+    """The same over all connections. Flow control bounds what is unread; these two bound what was read too early."""

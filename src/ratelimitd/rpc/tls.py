@@ -83,6 +83,11 @@ class CertificateSource:
         self._current = found
         return found
 
+    def forget(self) -> None:
+        """What :meth:`newer` gave last could not be used after all: look at the files again next time."""
+        self._stamp = ()
+        self._current = None
+
     def _stamp_now(self) -> _Stamp:
         return tuple(_stamp_of(path) for path in self._files if path is not None)
 

@@ -1,0 +1,264 @@
+"""What a request's header list means to gRPC: which method, how it is compressed, how long the caller waits.
+
+Judged once for all calls that look alike: clients repeat their headers but for the deadline. Never judges HTTP's own
+rules: a head that breaks them does not get here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+from ratelimitd.http2.heads import RequestHead
+from ratelimitd.rpc.framing import Encoding
+from ratelimitd.rpc.interface import (
+    Methods,
+    RpcError,
+    StatusCode,
+    TransportError,
+    UnaryHandler,
+)
+from ratelimitd.rpc.plain_answers import PlainAnswer, plain_answer
+from ratelimitd.rpc.status_blocks import ACCEPTED_ENCODINGS, Fields
+from ratelimitd.rpc.timeouts import parse_timeout_s
+
+StreamHandler = Callable[[Any, "NativeCall"], AsyncIterator[bytes]]
+
+_TIMEOUT: Final = b"grpc-timeout"
+_ENCODING: Final = b"grpc-encoding"
+_CONTENT_TYPE: Final = b"content-type"
+_MEANINGFUL: Final = frozenset((_TIMEOUT, _ENCODING, _CONTENT_TYPE))
+"""What decides about a call beside its path; all other fields are metadata."""
+
+_ENCODINGS: Final = {
+    b"identity": Encoding.IDENTITY,
+    b"deflate": Encoding.DEFLATE,
+    b"gzip": Encoding.GZIP,
+}
+
+_GRPC: Final = b"application/grpc"
+_AFTER_GRPC: Final = (b"", b"+", b";")
+"""What may follow in a content type, up to there: a codec, which is the method's business, or parameters."""
+
+
+class Route(NamedTuple):
+    """One method: its path and the one handler it has."""
+
+    path: str
+    unary: UnaryHandler | None = None
+    server_stream: StreamHandler | None = None
+    bidi_stream: StreamHandler | None = None
+
+
+class Refusal(NamedTuple):
+    """A call that ends before it begins, the cause to count, and fields that go with the answer."""
+
+    error: RpcError
+    cause: TransportError
+    fields: Fields = ()
+
+
+class Peer(NamedTuple):
+    """Who is at the other end of a connection, as :class:`ratelimitd.rpc.interface.Call` tells it."""
+
+    address: str
+    sans: tuple[str, ...] = ()
+
+
+class CallPlan:
+    """How to answer requests with a certain head, kept with the head.
+
+    Exactly one of ``route``, ``refusal`` and ``plain`` is there.
+
+    Attributes:
+        route: the method that was asked for.
+        refusal: what is wrong with the call.
+        plain: the answer to a request that is not of gRPC at all.
+        encoding: of compressed messages.
+        timeout_s: how long the caller waits; ``None`` without a deadline.
+        unary, server_stream, bidi_stream: the handler of the route; one of them is there.
+        call: what the handler is given when there is no deadline: one object for all calls of the plan.
+    """
+
+    __slots__ = (
+        "bidi_stream",
+        "call",
+        "encoding",
+        "plain",
+        "refusal",
+        "route",
+        "server_stream",
+        "timeout_s",
+        "unary",
+    )
+
+    def __init__(self) -> None:
+        self.route: Route | None = None
+        self.refusal: Refusal | None = None
+        self.plain: PlainAnswer | None = None
+        self.encoding = Encoding.IDENTITY
+        self.timeout_s: float | None = None
+        self.unary: UnaryHandler | None = None
+        self.server_stream: StreamHandler | None = None
+        self.bidi_stream: StreamHandler | None = None
+        self.call: NativeCall | None = None
+
+
+class NativeCall:
+    """A :class:`ratelimitd.rpc.interface.Call`; metadata is looked up when asked for.
+
+    ``deadline_s`` is a reading of ``monotonic_s``.
+    """
+
+    __slots__ = ("_fields", "_monotonic_s", "_peer", "deadline_s", "method")
+
+    def __init__(
+        self,
+        method: str,
+        fields: Fields,
+        peer: Peer,
+        monotonic_s: Callable[[], float],
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.method = method
+        self.deadline_s = deadline_s
+        self._fields = fields
+        self._peer = peer
+        self._monotonic_s = monotonic_s
+
+    @property
+    def peer(self) -> str:
+        """The address of the peer."""
+        return self._peer.address
+
+    @property
+    def peer_sans(self) -> Sequence[str]:
+        """The names in the client certificate that TLS verified; no header can add to them."""
+        return self._peer.sans
+
+    def metadata(self, key: str) -> str | None:
+        """The first value of a key; ``None`` for the binary ones, as with grpcio."""
+        wanted = key.encode()
+        if wanted.endswith(b"-bin") or wanted.startswith(b":"):
+            return None
+        for name, value in self._fields:
+            if name == wanted:
+                return _text(value)
+        return None
+
+    def time_remaining_s(self) -> float | None:
+        """Seconds until the deadline."""
+        if self.deadline_s is None:
+            return None
+        return max(0.0, self.deadline_s - self._monotonic_s())
+
+
+class CallReader:
+    """Makes plans for the requests of one connection."""
+
+    __slots__ = ("_monotonic_s", "_peer", "_routes")
+
+    def __init__(
+        self, routes: Mapping[bytes, Route], peer: Peer, monotonic_s: Callable[[], float]
+    ) -> None:
+        self._routes = routes
+        self._peer = peer
+        self._monotonic_s = monotonic_s
+
+    def read(self, head: RequestHead) -> tuple[CallPlan, float | None]:
+        """How to answer a request, and how long its caller waits.
+
+        What a plan was made of is looked at once for all heads that differ in nothing but metadata and the deadline.
+        """
+        model = head.model or head
+        kept = model.note
+        if kept is None:
+            kept = model.note = self._made(model.fields)
+        plan = cast("CallPlan", kept)  # nobody else keeps notes with heads
+        timeout_s = plan.timeout_s
+        for name, value in head.varying:
+            if name == _TIMEOUT:
+                try:
+                    timeout_s = parse_timeout_s(value)
+                except ValueError:
+                    return self._made(head.fields), None
+            elif name in _MEANINGFUL:
+                plan = self._made(head.fields)
+                return plan, plan.timeout_s
+        if not head.varying:
+            head.note = plan
+        return plan, timeout_s
+
+    def call(self, plan: CallPlan, head: RequestHead, deadline_s: float | None) -> NativeCall:
+        """What the handler of one call is given."""
+        route = cast("Route", plan.route)  # who asks has looked: no call without a method
+        return NativeCall(
+            route.path, head.fields, self._peer, self._monotonic_s, deadline_s=deadline_s
+        )
+
+    def _made(self, fields: Fields) -> CallPlan:
+        plan = CallPlan()
+        found = dict(reversed(fields))  # of a field that is repeated, the first one counts
+        is_grpc = _is_grpc(found.get(_CONTENT_TYPE, b""))
+        plan.plain = plain_answer(found.get(b":method", b""), is_grpc=is_grpc)
+        if plan.plain is not None:
+            return plan
+        encoding = _ENCODINGS.get(found.get(_ENCODING, b"identity"))
+        path = found.get(b":path", b"")
+        if encoding is None:
+            plan.refusal = _UNKNOWN_ENCODING
+        elif path not in self._routes:
+            plan.refusal = _UNKNOWN_METHOD
+        else:
+            try:
+                plan.timeout_s = parse_timeout_s(found[_TIMEOUT]) if _TIMEOUT in found else None
+            except ValueError:
+                plan.refusal = _BAD_TIMEOUT
+                return plan
+            plan.route = route = self._routes[path]
+            plan.unary = route.unary
+            plan.server_stream = route.server_stream
+            plan.bidi_stream = route.bidi_stream
+            plan.encoding = encoding
+            plan.call = NativeCall(route.path, fields, self._peer, self._monotonic_s)
+        return plan
+
+
+def routes_of(methods: Methods) -> Mapping[bytes, Route]:
+    """The routes by the bytes of their paths."""
+    routes = {}
+    for path, unary in methods.unary.items():
+        routes[path.encode()] = Route(path, unary=unary)
+    for path, stream in methods.server_stream.items():
+        routes[path.encode()] = Route(path, server_stream=stream)
+    for path, bidi in methods.bidi_stream.items():
+        routes[path.encode()] = Route(path, bidi_stream=bidi)
+    return routes
+
+
+def _is_grpc(content_type: bytes) -> bool:
+    rest = content_type[len(_GRPC) :]
+    return content_type.startswith(_GRPC) and rest[:1] in _AFTER_GRPC
+
+
+def _text(value: bytes) -> str:
+    """A value as grpcio tells it."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+_UNKNOWN_METHOD: Final = Refusal(
+    RpcError(StatusCode.UNIMPLEMENTED, "Method not found!"), TransportError.UNKNOWN_METHOD
+)
+_UNKNOWN_ENCODING: Final = Refusal(
+    RpcError(StatusCode.UNIMPLEMENTED, "grpc-encoding names an unknown compression"),
+    TransportError.BAD_REQUEST,
+    ACCEPTED_ENCODINGS,
+)
+_BAD_TIMEOUT: Final = Refusal(
+    RpcError(StatusCode.INTERNAL, "Error parsing 'grpc-timeout' metadata"),
+    TransportError.BAD_REQUEST,
+)

@@ -1,0 +1,148 @@
+"""gRPC's messages on a stream: a flag, a length, the message – cut out of DATA frames however these are split.
+
+Compressed messages are inflated here, and never beyond the bound on messages, whatever a few kilobytes claim to hold.
+Never knows what a message means. What is refused is refused with grpcio's status and text, which the tests compare.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from ratelimitd.rpc.interface import RpcError, StatusCode
+
+PREFIX_BYTES: Final = 5
+"""A flag, 0 or 1 for compressed, and the length in four bytes."""
+
+ENCODINGS: Final = b"identity, deflate, gzip"
+"""What ``grpc-encoding`` may say; for ``grpc-accept-encoding``."""
+
+
+class Encoding(enum.Enum):
+    """How the compressed messages of a call are; the value is zlib's window parameter for it."""
+
+    IDENTITY = None
+    DEFLATE = zlib.MAX_WBITS
+    """In the format of zlib (RFC 1950), which is what HTTP means by the name."""
+    GZIP = zlib.MAX_WBITS | 16
+
+
+_KEPT_SIZES: Final = 1_024
+_KEPT_PREFIXES: Final = tuple(size.to_bytes(PREFIX_BYTES, "big") for size in range(_KEPT_SIZES))
+"""Of the sizes of checks and their answers: looked up in 30 ns, made in 90."""
+
+
+def framed(message: bytes) -> bytes:
+    """A message as it goes out: answers are small, and are never compressed."""
+    size = len(message)
+    if size < _KEPT_SIZES:
+        return _KEPT_PREFIXES[size] + message
+    return size.to_bytes(PREFIX_BYTES, "big") + message
+
+
+def only_message(body: bytes) -> bytes | None:
+    """The message of a body that is exactly one, uncompressed; ``None`` for any other body.
+
+    What most calls are: it spares them a :class:`MessageReader`. Of at most 4 GiB, so whoever bounds messages bounds
+    the body.
+    """
+    size = len(body) - PREFIX_BYTES
+    if size < 0:
+        return None
+    prefix = _KEPT_PREFIXES[size] if size < _KEPT_SIZES else size.to_bytes(PREFIX_BYTES, "big")
+    return body[PREFIX_BYTES:] if body.startswith(prefix) else None
+
+
+class Part(NamedTuple):
+    """A message as it came: possibly compressed."""
+
+    compressed: bool
+    content: bytes
+
+
+class MessageReader:
+    """Puts the messages of one call together, without inflating them.
+
+    It holds at most one unfinished message, of at most ``max_message_bytes`` and its prefix, as far as it has come.
+    """
+
+    __slots__ = ("_buffer", "_max_message_bytes")
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._buffer = bytearray()
+        self._max_message_bytes = max_message_bytes
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """What is held of a message that is not complete."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Part]:
+        """Take the next bytes, and yield the messages that are complete with them. The caller exhausts it.
+
+        Raises:
+            RpcError: RESOURCE_EXHAUSTED for a message over the bound, as soon as its prefix tells; the call is over.
+        """
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        try:
+            while len(buffer) - at >= PREFIX_BYTES:
+                start = at + PREFIX_BYTES
+                length = int.from_bytes(buffer[at + 1 : start], "big")
+                if length > self._max_message_bytes:
+                    raise too_large(length, self._max_message_bytes)
+                if len(buffer) < start + length:
+                    return
+                compressed = bool(buffer[at])
+                at = start + length
+                yield Part(compressed, bytes(buffer[start:at]))
+        finally:
+            del buffer[:at]
+
+
+def message_of(part: Part, encoding: Encoding, max_message_bytes: int) -> bytes:
+    """The message, inflated where need be.
+
+    Raises:
+        RpcError: as :func:`inflated`, and INTERNAL for one that is compressed although no header said how.
+    """
+    if not part.compressed:
+        return part.content
+    if encoding is Encoding.IDENTITY:
+        text = "Compression bit set but no encoding configured"
+        raise RpcError(StatusCode.INTERNAL, text)
+    return inflated(part.content, encoding, max_message_bytes)
+
+
+def inflated(message: bytes, encoding: Encoding, max_message_bytes: int) -> bytes:
+    """The message behind a compressed one; no more than the bound is ever made of it.
+
+    Raises:
+        RpcError: RESOURCE_EXHAUSTED for one that holds more than the bound, INTERNAL for one that is broken.
+    """
+    stream = zlib.decompressobj(encoding.value or 0)
+    try:
+        found = stream.decompress(message, max_message_bytes + 1)
+    except zlib.error:
+        raise _broken(why="zlib error") from None
+    if len(found) > max_message_bytes:
+        text = "Decompressed message larger than max"
+        raise RpcError(StatusCode.RESOURCE_EXHAUSTED, text)
+    if not stream.eof:
+        raise _broken(why="data error")
+    if stream.unused_data:
+        raise _broken(why="not all input consumed")
+    return found
+
+
+def too_large(length: int, max_message_bytes: int) -> RpcError:
+    """The end of a call with a message of ``length`` bytes."""
+    message = f"SERVER: Received message larger than max ({length} vs. {max_message_bytes})"
+    return RpcError(StatusCode.RESOURCE_EXHAUSTED, message)
+
+
+def _broken(*, why: str) -> RpcError:
+    return RpcError(StatusCode.INTERNAL, f"Decompression failed due to {why}")

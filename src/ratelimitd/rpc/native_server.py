@@ -1,0 +1,174 @@
+"""The native transport: a gRPC server on asyncio alone. See ADR 0016.
+
+Listens, keeps the table of connections, and has the one timer that serves them all. Never sees a frame or a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from ratelimitd.rpc.addresses import bound_address, demand_free, listening_sockets
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError
+from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.native_connection import NativeConnection
+from ratelimitd.rpc.native_shared import SharedCalls
+from ratelimitd.rpc.tls import CertificateSource, TlsFiles
+from ratelimitd.rpc.tls_contexts import TlsContexts
+from ratelimitd.stats import CheckStats
+
+TICK_S: Final = 0.1
+"""How late a deadline may be noticed. The caller notices by itself; this one is for the handler."""
+
+TICKS_PER_LOOK: Final = 10
+"""Connections are looked at once a second."""
+
+BACKLOG: Final = 1_024
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+
+ACCEPT_TURNS: Final = 3
+"""Of the loop, from a connection that the kernel had accepted already to one that can be closed."""
+
+FAREWELL_S: Final = 0.5
+"""How long connections may take to read why they end."""
+
+_STOPPING: Final = RpcError(StatusCode.UNAVAILABLE, "the node is stopping")
+
+_log = logging.getLogger(__name__)
+
+
+class NativeServer:
+    """A :class:`ratelimitd.rpc.interface.Server` on ``listen``: ``host:port``, ``[ipv6]:port`` or ``unix:path``.
+
+    ``tls`` turns TLS on, and its client CA mTLS. Causes of broken calls and connections are counted in ``stats``.
+    """
+
+    def __init__(
+        self,
+        methods: Methods,
+        *,
+        listen: str,
+        stats: CheckStats,
+        tls: TlsFiles | None = None,
+        limits: TransportLimits | None = None,
+        monotonic_s: Callable[[], float] | None = None,
+    ) -> None:
+        self._listen = listen
+        self._tls = tls
+        loop = asyncio.get_running_loop()
+        self.shared = SharedCalls(
+            methods, limits or TransportLimits(), stats, monotonic_s or loop.time
+        )
+        self._listeners: list[asyncio.Server] = []
+        self._connections: set[NativeConnection] = set()
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+        self._closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticks = 0
+
+    async def start(self) -> str:
+        """Bind and listen; returns the bound address. See :class:`ratelimitd.rpc.interface.Server`."""
+        context = None if self._tls is None else self._contexts(self._tls).listening
+        await demand_free(self._listen)
+        loop = asyncio.get_running_loop()
+        port = 0
+        for sock in await listening_sockets(self._listen):
+            listener = await loop.create_server(
+                partial(NativeConnection, self),
+                sock=sock,
+                backlog=BACKLOG,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else HANDSHAKE_TIMEOUT_S,
+            )
+            self._listeners.append(listener)
+            name = sock.getsockname()
+            port = name[1] if isinstance(name, tuple) else 0
+        self._timer = loop.call_later(TICK_S, self._tick)
+        return bound_address(self._listen, port)
+
+    async def stop_accepting(self) -> None:
+        """Refuse new connections and new calls; calls in flight go on."""
+        self._closed = True
+        # asyncio leaks a connection that was accepted and not made yet when its listener is closed: accept no more,
+        # wait until what was accepted is made, then close.
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            for sock in listener.sockets:
+                loop.remove_reader(sock.fileno())
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        for connection in list(self._connections):
+            connection.go_away()
+
+    async def stop(self, grace_s: float) -> None:
+        """End streams at once, wait at most ``grace_s`` seconds for other calls in flight, then close everything."""
+        if not self._closed:
+            await self.stop_accepting()
+        for connection in list(self._connections):
+            connection.calls.end_streams(_STOPPING)
+            connection.go_away()  # once more: nobody is waited for to have read the first one
+        await self._connections_gone(grace_s)
+        for connection in list(self._connections):
+            connection.end_calls(_STOPPING)
+        await self._connections_gone(FAREWELL_S)
+        for connection in list(self._connections):
+            connection.abort()
+        await self.shared.all_ended()
+        await self._none_left.wait()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # What connections need; see native_connection.Registry
+
+    def joined(self, connection: NativeConnection) -> bool:
+        """A connection was made; false: there is no room for it."""
+        self._connections.add(connection)
+        self._none_left.clear()
+        if len(self._connections) > self.shared.limits.max_connections:
+            self.shared.count(TransportError.TOO_MANY_CONNECTIONS)
+            return False
+        return not self._closed
+
+    def left(self, connection: NativeConnection) -> None:
+        """A connection is gone."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._none_left.set()
+
+    def jitter(self) -> float:
+        """From −1 to 1."""
+        return random.uniform(-1, 1)  # noqa: S311 -- spreads the load, keeps no secret
+
+    async def _connections_gone(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._none_left.wait()
+        except TimeoutError:
+            return
+
+    def _tick(self) -> None:
+        """The one timer: deadlines ten times a second, everything else once."""
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self._ticks += 1
+        now_s = self.shared.monotonic_s()
+        look = self._ticks % TICKS_PER_LOOK == 0
+        for connection in list(self._connections):
+            if connection.calls.open:
+                connection.calls.expire(now_s)
+            if look:
+                connection.look(now_s)
+
+    def _contexts(self, files: TlsFiles) -> TlsContexts:
+        def report(line: str) -> None:
+            _log.error("%s", line)
+            self.shared.count(TransportError.TLS_FILES)
+
+        return TlsContexts(files, CertificateSource(files, report))

@@ -1,0 +1,142 @@
+"""A call that is not answered yet: what has come of it, what runs for it, and what its handler reads.
+
+Never sends anything and never decides a status but those of broken messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
+
+from ratelimitd.rpc.call_head import CallPlan, NativeCall
+from ratelimitd.rpc.framing import Encoding, MessageReader, Part, message_of
+from ratelimitd.rpc.interface import RpcError, StatusCode
+
+
+class OpenCall:
+    """One call, from its head to the end of its answer.
+
+    Attributes:
+        plan: how it is answered.
+        call: what its handler is given.
+        reader: of the messages of its request.
+        part: the message of a call that has one, when it has come.
+        held_bytes: of its request, as they are counted against the bounds.
+        questions: what a bidi handler reads; ``None`` for other calls.
+        task: what runs its handler, once it runs.
+        headers_sent: the answer has begun.
+        room: set while the transport takes more of a stream.
+    """
+
+    __slots__ = (
+        "call",
+        "headers_sent",
+        "held_bytes",
+        "part",
+        "plan",
+        "questions",
+        "reader",
+        "room",
+        "task",
+    )
+
+    def __init__(self, plan: CallPlan, call: NativeCall, max_message_bytes: int) -> None:
+        self.plan = plan
+        self.call = call
+        self.reader = MessageReader(max_message_bytes)
+        self.part: Part | None = None
+        self.held_bytes = 0
+        self.questions: Questions | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.headers_sent = False
+        self.room = asyncio.Event()
+
+    def take(self, data: bytes) -> None:
+        """Take the next bytes of a call that has one message.
+
+        Raises:
+            RpcError: there is more than one, or it is too large.
+        """
+        for part in self.reader.feed(data):
+            if self.part is not None:
+                raise RpcError(StatusCode.INTERNAL, "the call has more than one message")
+            self.part = part
+
+    def whole(self) -> Part:
+        """The one message of a call whose request has ended.
+
+        Raises:
+            RpcError: it is not there, or not whole.
+        """
+        if self.part is None or self.reader.unfinished_bytes:
+            raise RpcError(StatusCode.INTERNAL, "the call ended before its message did")
+        return self.part
+
+    def cut_off(self) -> RpcError | None:
+        """What is wrong with the end of a request, if it ended within a message."""
+        if not self.reader.unfinished_bytes:
+            return None
+        return RpcError(StatusCode.INTERNAL, "the call ended within a message")
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self.task is not None:
+            self.task.cancel()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What this call makes us hold."""
+        part_bytes = 0 if self.part is None else len(self.part.content)
+        return self.reader.unfinished_bytes + part_bytes
+
+
+class _Question(NamedTuple):
+    part: Part
+    flow_bytes: int
+
+
+class Questions:
+    """The messages of a stream as its handler reads them; an asynchronous iterator.
+
+    What the handler has not read is not acknowledged, so that a peer who asks faster has to wait. Messages are inflated
+    when they are read: otherwise a window's worth of compressed ones would become gigabytes.
+    """
+
+    __slots__ = ("_arrived", "_end", "_parts", "acknowledge", "encoding", "max_message_bytes")
+
+    def __init__(
+        self, encoding: Encoding, max_message_bytes: int, acknowledge: Callable[[int], None]
+    ) -> None:
+        self.encoding = encoding
+        self.max_message_bytes = max_message_bytes
+        self.acknowledge = acknowledge
+        self._parts: deque[_Question] = deque()
+        self._arrived = asyncio.Event()
+        self._end: Exception | None = None
+
+    def put(self, part: Part, flow_bytes: int) -> None:
+        """Add a message, and what is to be acknowledged when it has been read."""
+        self._parts.append(_Question(part, flow_bytes))
+        self._arrived.set()
+
+    def end(self, error: RpcError | None = None) -> None:
+        """Nothing follows; ``error`` is raised behind the messages that came before it. The first end is the end."""
+        if self._end is None:
+            self._end = error or StopAsyncIteration()
+        self._arrived.set()
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._parts:
+            if self._end is not None:
+                raise self._end
+            self._arrived.clear()
+            await self._arrived.wait()
+        part, flow_bytes = self._parts.popleft()
+        if flow_bytes:
+            self.acknowledge(flow_bytes)
+        return message_of(part, self.encoding, self.max_message_bytes)

@@ -1,0 +1,31 @@
+"""How long a caller waits: the header ``grpc-timeout``, as a number of seconds. Never reads a clock."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MAX_DIGITS: Final = 8
+"""gRPC over HTTP/2, "Timeout": at most eight digits, so that no sum of it and a clock overflows anywhere."""
+
+_UNIT_S: Final = {
+    ord("H"): 3_600.0,
+    ord("M"): 60.0,
+    ord("S"): 1.0,
+    ord("m"): 1e-3,
+    ord("u"): 1e-6,
+    ord("n"): 1e-9,
+}
+
+
+def parse_timeout_s(value: bytes) -> float:
+    """The seconds that a value such as ``b"250m"`` stands for; zero is one.
+
+    Raises:
+        ValueError: it is not up to eight ASCII digits and a unit.
+    """
+    unit_s = _UNIT_S.get(value[-1]) if value else None
+    digits = value[:-1]
+    if unit_s is None or not digits.isdigit() or len(digits) > MAX_DIGITS:
+        message = "no timeout"
+        raise ValueError(message)
+    return int(digits) * unit_s
