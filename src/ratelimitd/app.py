@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AsyncExitStack
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Final
 
 from ratelimitd.background import Background
@@ -17,24 +17,23 @@ from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock, SystemClock
-from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import US_PER_S
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.logs import LogContext
 from ratelimitd.observe.metrics import Metrics, Readings, Runtime, SnapshotStatus
+from ratelimitd.observe.rules_log import RulesLog
 from ratelimitd.rpc.grpcio_server import GrpcioServer
 from ratelimitd.rpc.interface import Methods, Server
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.native_server import NativeServer
 from ratelimitd.rpc.tls import TlsFiles
-from ratelimitd.rules import migrations
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.bucket_key import BucketKey
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.last_good import LastGoodBook
 from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.rules.store import RuleStore
-from ratelimitd.seed import seed_new_book
 from ratelimitd.services import grpc_health, reflection
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.services.catalogue import OUR_SERVICES, guarded, names_of
@@ -46,12 +45,10 @@ from ratelimitd.services.reflection import ReflectionService
 from ratelimitd.services.status import ErrorEdge
 from ratelimitd.settings import Settings
 from ratelimitd.stats import CheckStats
+from ratelimitd.store_opening import feed_of
 from ratelimitd.upkeep import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.web.pages import Readiness, application
 from ratelimitd.web.server import HttpServer
-
-STORED_KEY_NAME: Final = "key"
-"""The store's secret that stands in for an empty KEY_SECRET."""
 
 CLOSING_SHARE: Final = 0.3
 MAX_CLOSING_S: Final = 3.0
@@ -64,10 +61,18 @@ _log = logging.getLogger(__name__)
 
 
 class Node:
-    """One node: built from settings, started once, drained once."""
+    """One node: built from settings, started once, drained once.
+
+    ``whole_load`` is entered around each load of a whole rule book; :mod:`ratelimitd.collector` says what for.
+    """
 
     def __init__(
-        self, settings: Settings, *, clock: Clock | None = None, context: LogContext | None = None
+        self,
+        settings: Settings,
+        *,
+        clock: Clock | None = None,
+        context: LogContext | None = None,
+        whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.grpc_address = ""
         """``host:port`` that gRPC listens on, once started."""
@@ -95,6 +100,8 @@ class Node:
         self._open = AsyncExitStack()
         self._server: Server | None = None
         self._limiter: Limiter | None = None
+        self._whole_load = whole_load
+        self._rules_log = RulesLog()
         self._draining = False
 
     async def start(self) -> None:
@@ -105,9 +112,6 @@ class Node:
         """
         try:
             await self._start()
-        except StoreUnavailableError as error:
-            await self._open.aclose()
-            raise StartupError(str(error)) from error
         except BaseException:
             await self._open.aclose()
             raise
@@ -136,60 +140,56 @@ class Node:
         settings = self._settings
         state_dir = StateDir.lock(settings.state_dir)
         self._open.callback(state_dir.close)
-        store = await self._open_store()
-        key_secret = settings.key_secret or await store.secret(STORED_KEY_NAME)
-        snapshot = SnapshotLog.open(
-            state_dir.path,
-            self._table,
-            key_secret,
-            self._clock,
-            callers_time=self._callers_time,
+        store = SqlRuleStore(settings.database_url, clock=self._clock)
+        self._open.push_async_callback(store.close)
+        bucket_key = None if settings.key_secret else BucketKey(state_dir.path, report=_warn)
+        feed = feed_of(
+            store,
+            settings,
+            bucket_key,
+            LastGoodBook(state_dir.path, report=_warn),
+            on_book=self._take_book,
             report=_warn,
+            whole_load=self._whole_load,
+        )
+        # Before the buckets, so that a drain closes it after them: a rule book can be had again, spends cannot.
+        self._open.push_async_callback(feed.close)
+        await feed.start()
+        key_secret = bucket_key.use() if bucket_key else settings.key_secret
+        snapshot = SnapshotLog.open(
+            state_dir.path, self._table, key_secret, self._clock, callers_time=self._callers_time
         )
         self._open.push_async_callback(snapshot.drain)
         for report in snapshot.reports:
-            _log.warning("%s", report)
-        self._limiter = Limiter(
+            _warn(report)
+        self._limiter = self._new_limiter(key_secret, snapshot)
+        if feed.book is not None:
+            self._take_book(feed.book)
+            self._rules_log.write()
+        metrics = self._metrics(snapshot, feed)
+        await self._start_background(snapshot, feed)
+        await self._start_http(metrics)
+        await self._start_grpc(self._methods(self._limiter, store, feed, metrics))
+
+    def _new_limiter(self, key_secret: bytes, snapshot: SnapshotLog) -> Limiter:
+        return Limiter(
             buckets=self._table,
             clock=self._clock,
             stats=self.stats,
-            timestamps=settings.timestamps,
+            timestamps=self._settings.timestamps,
             key_secret=key_secret,
             journal=snapshot,
             on_error=_report_fail_open,
         )
-        feed = RuleFeed(
-            store,
-            on_book=partial(self._take_book, self._limiter),
-            last_good=LastGoodBook(state_dir.path, report=_warn),
-            report=_warn,
-        )
-        self._open.push_async_callback(feed.close)
-        await feed.start()
-        metrics = self._metrics(snapshot, feed)
-        await self._start_background(snapshot)
-        await self._start_http(metrics)
-        await self._start_grpc(self._methods(self._limiter, store, feed, metrics))
 
-    async def _open_store(self) -> RuleStore:
-        settings = self._settings
-        await migrations.upgrade(settings.database_url)
-        store = SqlRuleStore(settings.database_url, clock=self._clock)
-        self._open.push_async_callback(store.close)
-        if settings.rules_file is not None:
-            written = await seed_new_book(store, settings.rules_file)
-            if written:
-                _log.info("seeded the new rule book with %d rules", written)
-        return store
-
-    def _take_book(self, limiter: Limiter, book: RuleBook) -> None:
-        limiter.replace_book(book)
+    def _take_book(self, book: RuleBook) -> None:
+        if self._limiter is None:
+            return  # it is given the first book when it is made
+        self._limiter.replace_book(book)
+        self.stats.forget_rules(lambda rule_id: book.get(rule_id) is not None)
         self._context.rules_revision = book.revision
         self._grpc_health.set_serving()
-        if len(book):
-            _log.info("rules in force: %d", len(book))
-        else:
-            _log.warning("no rules: every check is allowed")
+        self._rules_log.take(book.revision, len(book))
 
     def _metrics(self, snapshot: SnapshotLog, feed: RuleFeed) -> Metrics:
         clock, table = self._clock, self._table
@@ -214,7 +214,7 @@ class Node:
                 rules_connected=lambda: feed.connected,
                 snapshot=snapshot_status,
                 unexpected_total=lambda: self._edge.unexpected_total,
-                task_restarts=lambda: {**self._task_restarts, "rules": feed.crashes_total},
+                task_restarts=lambda: self._task_restarts,
             )
         )
 
@@ -243,7 +243,7 @@ class Node:
             offers.append(ReflectionService(shown).methods())
         return guarded(offers, access, self._edge)
 
-    async def _start_background(self, snapshot: SnapshotLog) -> None:
+    async def _start_background(self, snapshot: SnapshotLog, feed: RuleFeed) -> None:
         background = Background(self._task_restarts)
         self._open.push_async_callback(background.stop)
         upkeep = Upkeep(
@@ -255,7 +255,9 @@ class Node:
         )
         background.every(TICK_S, "upkeep", upkeep.tick)
         background.every(SAMPLE_S, "sampling", upkeep.sample)
+        background.every(SAMPLE_S, "rules log", self._rules_log.write)
         background.start("snapshot", snapshot.run)
+        background.start("rules", feed.run)
 
     async def _start_http(self, metrics: Metrics) -> None:
         listen = self._settings.http_listen

@@ -7,6 +7,7 @@ A bare integer add costs about 36 ns, a bound counter of a metrics library about
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import Final
 
 LATENCY_BOUNDS_S: Final = (
@@ -60,7 +61,7 @@ class CheckStats:
         self.latency_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
         self.latency_sum_s = 0.0
         self.by_rule: dict[str, list[int]] = {}
-        """Rule id → [allowed, blocked]; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``."""
+        """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``."""
         self.errors_by_transport: dict[str, int] = {}
         """Transport errors by cause, from a closed set of causes."""
 
@@ -77,6 +78,15 @@ class CheckStats:
             key = rule_id if len(self.by_rule) < MAX_RULE_LABELS else OTHER_RULES
             counters = self.by_rule.setdefault(key, [0, 0])
         return counters
+
+    def forget_rules(self, exists: Callable[[str], bool]) -> None:
+        """Drop the counters of rules that are gone, so that their labels are free for others.
+
+        Whoever holds a pair of such a rule must let go of it: it is counted in vain from now on.
+        """
+        gone = [key for key in self.by_rule if key != OTHER_RULES and not exists(key)]
+        for key in gone:
+            del self.by_rule[key]
 
     def transport_error(self, cause: str) -> None:
         """Count one transport error of a closed set of causes."""

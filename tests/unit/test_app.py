@@ -6,6 +6,7 @@ import re
 import socket
 import sqlite3
 import threading
+from contextlib import closing, contextmanager
 
 import grpc
 import grpc.aio
@@ -16,9 +17,13 @@ from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from ratelimitd import store_opening
 from ratelimitd.app import Node
+from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
+from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.settings import Settings
 from ratelimitd.testing import ManualClock, running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -314,17 +319,179 @@ async def test_a_wrong_seed_leaves_nothing_open(kept, threads_before):
     await everything_is_closed(kept, threads_before)
 
 
-async def test_a_database_that_fails_after_it_was_opened_is_one_line(
-    kept, threads_before, tmp_path
+@pytest.fixture
+def impatient(monkeypatch):
+    """Nobody waits seconds for a lock."""
+    monkeypatch.setattr(store_opening, "BUSY_TIMEOUT_S", 0.01)
+
+
+@contextmanager
+def locked(path):
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+@contextmanager
+def damaged(path):
+    whole = path.read_bytes()
+    path.write_bytes(b"no database" * 1000)
+    yield
+    path.write_bytes(whole)
+
+
+@contextmanager
+def without_a_table(path):
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("ALTER TABLE secrets RENAME TO secrets_away")
+        yield
+        connection.execute("ALTER TABLE secrets_away RENAME TO secrets")
+
+
+@contextmanager
+def without_its_directory(path):
+    away = path.parent.with_name("away")
+    path.parent.rename(away)
+    yield
+    away.rename(path.parent)
+
+
+TROUBLES = pytest.mark.parametrize(
+    "trouble", [locked, damaged, without_a_table, without_its_directory]
+)
+
+
+@pytest.fixture
+def elsewhere(kept, tmp_path):
+    """``kept`` with the database in a directory of its own."""
+    (tmp_path / "database").mkdir()
+    return {**kept, "database_url": f"sqlite:///{tmp_path / 'database/rules.db'}"}
+
+
+async def until_connected(client):
+    """Wait for the feed, which tries again after a quarter of a second and more."""
+    wanted = pb.MetricsRequest(names=["rate_limiter_rules_store_up"])
+    while (await client.node.GetMetrics(wanted)).metrics[0].value != 1:  # noqa: ASYNC110 -- real retries
+        await asyncio.sleep(0.05)
+
+
+@TROUBLES
+async def test_a_node_starts_from_the_last_good_book_while_its_database_cannot_be_used(
+    elsewhere, tmp_path, trouble, *, impatient, caplog
+):
+    clock = ManualClock()
+    async with running_node(**elsewhere, clock=clock) as node, Client(node) as client:
+        assert await client.allowed(2) == 2
+    with trouble(tmp_path / "database/rules.db"):
+        async with running_node(**elsewhere, clock=clock) as node, Client(node) as client:
+            assert node.readiness.ready
+            assert await client.allowed(2) == 1  # the buckets of before were found by the kept key
+    assert "serving the last good rule book" in caplog.text
+
+
+@TROUBLES
+async def test_a_node_without_any_book_lets_checks_through_is_not_ready_and_goes_on_trying(
+    elsewhere, tmp_path, trouble, impatient
+):
+    async with running_node(**elsewhere):
+        pass
+    for file in elsewhere["state_dir"].glob("rules.last-good"):
+        file.unlink()
+    with trouble(tmp_path / "database/rules.db"):
+        node = node_of(elsewhere)
+        await node.start()
+        client = Client(node)
+        assert node.readiness == (False, "no rules are loaded yet")
+        answer = await client.checks.CheckRateLimit(
+            pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
+        )
+        assert (answer.allowed, answer.reason) == (True, pb.FAIL_OPEN_ERROR)
+    async with client:
+        await until_connected(client)
+        assert node.readiness.ready
+        assert await client.allowed(5) == 3
+    await node.drain()
+
+
+async def test_a_first_start_without_the_databases_directory_seeds_it_when_it_comes(
+    kept, tmp_path, caplog
+):
+    kept["database_url"] = f"sqlite:///{tmp_path / 'volume/rules.db'}"
+    async with running_node(**kept) as node, Client(node) as client:
+        assert not node.readiness.ready
+        (tmp_path / "volume").mkdir()
+        await until_connected(client)
+        assert await client.allowed(5) == 3
+    caplog.clear()
+    async with running_node(**kept) as node, Client(node) as client:
+        assert await client.allowed(5) == 0  # the key of before became the database's
+    assert "foreign" not in caplog.text
+
+
+async def test_a_lost_database_is_not_made_anew_under_a_node_that_serves_the_last_good_book(
+    elsewhere, tmp_path
+):
+    async with running_node(**elsewhere):
+        pass
+    with without_its_directory(tmp_path / "database/rules.db"):
+        async with running_node(**elsewhere, clock=ManualClock()) as node, Client(node) as client:
+            (tmp_path / "database").mkdir()
+            rule = pb.RateLimit(endpoint="/b", identifier_type="user", limit=1, window_seconds=1)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await client.rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule))
+            await asyncio.sleep(0.6)  # two attempts and more
+            assert await client.allowed(5) == 3
+        assert list((tmp_path / "database").iterdir()) == []
+        (tmp_path / "database").rmdir()
+
+
+@pytest.mark.parametrize(
+    ("statement", "line"),
+    [
+        ("UPDATE ratelimitd_schema SET version_num = '0999'", "written by a newer ratelimitd"),
+        ("DROP TABLE ratelimitd_schema", "holds tables that are not ratelimitd's"),
+    ],
+)
+async def test_a_database_of_somebody_else_ends_the_start_with_one_line_also_with_a_last_good_book(
+    kept, threads_before, tmp_path, *, statement, line
 ):
     async with running_node(**kept):
         pass
-    connection = sqlite3.connect(tmp_path / "rules.db")
-    connection.execute("DROP TABLE secrets")
-    connection.close()
-    with pytest.raises(StartupError, match="the rule database failed"):
+    with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
+        connection.execute(statement)
+    with pytest.raises(StartupError, match=line):
         await node_of(kept).start()
     await everything_is_closed(kept, threads_before)
+
+
+async def test_a_drain_writes_the_buckets_before_the_rule_book(kept, monkeypatch):
+    closed = []
+
+    def noting(owner, name):
+        real = getattr(owner, name)
+
+        async def close(self):
+            closed.append(owner.__name__)
+            await real(self)
+
+        monkeypatch.setattr(owner, name, close)
+
+    noting(SnapshotLog, "drain")
+    noting(LastGoodBook, "close")
+    noting(SqlRuleStore, "close")
+    async with running_node(**kept):
+        assert closed == []
+    assert closed == ["SnapshotLog", "LastGoodBook", "SqlRuleStore"]
+
+
+async def test_the_label_of_a_deleted_rule_is_released(kept):
+    async with running_node(**kept) as node, Client(node) as client:
+        await client.allowed(1)
+        (rule,) = (await client.rules.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits
+        assert list(node.stats.by_rule) == [rule.id]
+        await client.rules.DeleteRateLimit(pb.DeleteRateLimitRequest(id=rule.id))
+        assert list(node.stats.by_rule) == []
 
 
 async def test_a_start_that_is_broken_off_leaves_nothing_open(kept, threads_before, monkeypatch):

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from ratelimitd import supervisor
+from ratelimitd import collector, supervisor
 from ratelimitd.errors import StartupError
 from ratelimitd.observe import logs
 from ratelimitd.settings import Settings
@@ -24,8 +24,9 @@ class StandIn:
     node_id = "n1"
     happened: ClassVar[list[str]]
 
-    def __init__(self, _settings, *, context):
+    def __init__(self, _settings, *, context, whole_load):
         self.context = context
+        assert whole_load is collector.whole_load
 
     async def start(self):
         self.happened.append("start")
@@ -153,12 +154,12 @@ def test_a_drain_that_hangs_ends_the_process_with_status_1(node, ended, capsys, 
     assert capsys.readouterr().err.startswith("Error: the node did not drain in time")
 
 
-def test_what_was_loaded_is_taken_out_of_the_collectors_sight_once_the_node_is_ready(
+def test_what_was_loaded_is_taken_out_of_the_collectors_sight_before_the_start_and_after(
     node, monkeypatch
 ):
     monkeypatch.setattr(gc, "freeze", lambda: node.happened.append("freeze"))
     run()
-    assert node.happened == ["start", "freeze", "drain"]
+    assert node.happened == ["freeze", "start", "freeze", "drain"]
 
 
 def test_an_exception_that_nobody_waits_for_is_logged_without_its_text(node, caplog):

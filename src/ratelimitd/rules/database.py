@@ -152,6 +152,16 @@ def meaning_of(error: SQLAlchemyError) -> str:
     return f"the rule database {meaning}"
 
 
+def needs_mending(error: SQLAlchemyError, path: Path) -> bool:
+    """Whether to wait is in vain: ``path`` may not be written, is no place for a database, or the disk is full."""
+    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if code != sqlite3.SQLITE_CANTOPEN:
+        return code in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL}
+    if path.exists():
+        return not path.is_file() or not os.access(path, os.R_OK | os.W_OK)
+    return path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK)
+
+
 def _make_private(path: Path) -> None:
     with suppress(
         OSError

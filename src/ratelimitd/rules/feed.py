@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random as random_source
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeVar
 
 from ratelimitd.errors import StoreUnavailableError
@@ -37,8 +38,11 @@ class RuleFeed:
     """Follows a :class:`~ratelimitd.rules.store.RuleStore` and hands every new book, whole, to ``on_book``.
 
     ``report`` takes one line for an operator: when something starts to fail or recovers, never at each attempt. A
-    row that is no valid rule is skipped; what the book holds of that rule stays. ``sleep`` and ``random`` (0 to 1)
-    are there for tests.
+    row that is no valid rule is skipped; what the book holds of that rule stays.
+
+    ``open_store`` is awaited before each reading of the store and brings it into service, if it is not yet; it raises
+    ``StoreUnavailableError`` while it cannot. ``whole_load`` is entered around each load of a whole book. ``sleep`` and
+    ``random`` (0 to 1) are there for tests.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class RuleFeed:
         on_book: Callable[[RuleBook], None],
         last_good: LastGoodBook | None = None,
         report: Callable[[str], None] = lambda _line: None,
+        open_store: Callable[[], Awaitable[None]] | None = None,
+        whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         random: Callable[[], float] = random_source.random,
     ) -> None:
@@ -55,6 +61,8 @@ class RuleFeed:
         self._on_book = on_book
         self._last_good = last_good
         self._report = report
+        self._open_store = open_store
+        self._whole_load = whole_load
         self._sleep = sleep
         self._random = random
         self._book: RuleBook | None = None
@@ -62,13 +70,10 @@ class RuleFeed:
         self._failures = 0
         self._bad_ids: set[str] = set()
         self._reloading = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
         self.reloads_total = 0
         """Books taken from the store."""
         self.skipped_total = 0
         """Bad rows met, counted at each reload that met them."""
-        self.crashes_total = 0
-        """Times the background task ended unexpectedly and was restarted."""
         self.last_error = ""
         """Why the store could not be read at the last attempt; empty if it could."""
 
@@ -88,14 +93,26 @@ class RuleFeed:
         return self._from_store and not self._failures
 
     async def start(self) -> None:
-        """Load a first book, from the store or else the last good one, and follow the store from now on.
+        """Load a first book, from the store or else the last good one.
 
-        Returns without a book when there is neither; the feed goes on trying.
+        Returns without a book when there is neither; :meth:`run` goes on trying. Raises what ``open_store`` raises,
+        unless that is ``StoreUnavailableError``.
         """
         await self.notify()
         if self._book is None and self._last_good is not None:
-            await self._take_last_good(self._last_good)
-        self._task = asyncio.create_task(self._run(), name="rule feed")
+            with self._whole_load():
+                await self._take_last_good(self._last_good)
+
+    async def run(self) -> None:
+        """Follow the store until cancelled. Whatever is raised is counted as a failed attempt; run it again then."""
+        while True:
+            await self._sleep(self._pause_s())
+            try:
+                await self.notify()
+            except Exception as error:
+                self._failures += 1
+                self.last_error = type(error).__name__
+                raise
 
     async def notify(self) -> None:
         """Take over what changed now, instead of at the next poll; returns when it is in force.
@@ -116,25 +133,9 @@ class RuleFeed:
             self.last_error = ""
 
     async def close(self) -> None:
-        """Stop following, and let the last good book reach the disk; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        """Let the last good book reach the disk; idempotent. The task of :meth:`run` must have ended."""
         if self._last_good is not None:
             await self._last_good.close()
-
-    async def _run(self) -> None:
-        """The background task; a crash of it is a line, a count and a restart."""
-        while True:
-            try:
-                while True:
-                    await self._sleep(self._pause_s())
-                    await self.notify()
-            except Exception as error:  # noqa: BLE001 -- rules must go on being followed, whatever it was
-                self.crashes_total += 1
-                self._failures += 1  # so that a lasting fault does not spin
-                self.last_error = type(error).__name__
-                self._report(f"following the rules failed ({self.last_error}) and goes on")
 
     def _pause_s(self) -> float:
         if not self._failures:
@@ -144,12 +145,19 @@ class RuleFeed:
 
     async def _reload(self) -> None:
         async with self._reloading:
+            if self._open_store is not None:
+                await self._open_store()
             known = self._book.revision if self._book is not None and self._from_store else None
-            if known is not None and await self._store.revision() == known:
-                return
-            changes = await self._store.changes_since(known)
-            self._note_skipped(changes)
-            await self._take(changes)
+            if known is not None:
+                current = await self._store.revision()
+                if current == known:
+                    return
+                if current < known:
+                    known = None  # another database: what changed since cannot be told
+            with self._whole_load() if known is None else nullcontext():
+                changes = await self._store.changes_since(known)
+                self._note_skipped(changes)
+                await self._take(changes)
 
     async def _take(self, changes: BookChanges) -> None:
         """Build the next book in turns with the rest of the loop, then swap it in at once."""

@@ -1,12 +1,13 @@
 import asyncio
 import logging
+import os
 import sqlite3
 import threading
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from ratelimitd.errors import RuleNotFoundError, SettingsError, StoreUnavailableError
 from ratelimitd.rules import database
@@ -228,3 +229,43 @@ async def test_closing_waits_for_the_thread_of_a_connection_whose_caller_was_can
     await database.close_engine(engine)
     assert workers
     assert not any(worker.is_alive() for worker in workers)
+
+
+def sqlite_error(code):
+    error = sqlite3.OperationalError()
+    error.sqlite_errorcode = code
+    return OperationalError("", None, error)
+
+
+@pytest.mark.parametrize(
+    ("code", "waiting_is_in_vain"),
+    [
+        (sqlite3.SQLITE_READONLY_DIRECTORY, True),
+        (sqlite3.SQLITE_PERM, True),
+        (sqlite3.SQLITE_FULL, True),
+        (sqlite3.SQLITE_BUSY, False),
+        (sqlite3.SQLITE_CORRUPT, False),
+        (sqlite3.SQLITE_NOTADB, False),
+        (sqlite3.SQLITE_IOERR_WRITE, False),
+    ],
+)
+def test_what_only_a_person_can_mend_is_told_from_what_may_pass(path, code, waiting_is_in_vain):
+    assert database.needs_mending(sqlite_error(code), path) is waiting_is_in_vain
+
+
+def test_a_place_that_is_not_there_may_come_and_one_that_is_forbidden_will_not(
+    path, tmp_path, monkeypatch
+):
+    cannot_open = sqlite_error(sqlite3.SQLITE_CANTOPEN)
+    assert not database.needs_mending(cannot_open, path)
+    assert not database.needs_mending(cannot_open, tmp_path / "absent.db")
+    assert not database.needs_mending(cannot_open, tmp_path / "absent" / "rules.db")
+    assert database.needs_mending(cannot_open, tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may do all
+    assert database.needs_mending(cannot_open, path)
+    assert database.needs_mending(cannot_open, tmp_path / "absent.db")
+    assert not database.needs_mending(cannot_open, tmp_path / "absent" / "rules.db")
+
+
+def test_an_error_without_a_code_may_pass(path):
+    assert not database.needs_mending(SQLAlchemyError(), path)

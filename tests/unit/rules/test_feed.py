@@ -1,11 +1,13 @@
 import asyncio
 import sqlite3
 import uuid
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 import pytest_asyncio
 
+from ratelimitd.background import Background
+from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import (
     MAX_REPORTED_ROWS,
@@ -51,15 +53,29 @@ class Node:
         self.reports: list[str] = []
         self.pauses = Turnstile()
         self.random = 0.5
+        self.restarts: dict[str, int] = {}
+        self.background = Background(self.restarts, sleep=lambda _seconds: asyncio.sleep(0))
+        self.loads: list[str] = []
         self.last_good = LastGoodBook(directory, report=self.reports.append)
         self.feed = RuleFeed(
             store,
             on_book=self.books.append,
             last_good=self.last_good,
             report=self.reports.append,
+            whole_load=self.whole_load,
             sleep=self.pauses,
             random=lambda: self.random,
         )
+
+    @contextmanager
+    def whole_load(self):
+        self.loads.append("begins")
+        yield
+        self.loads.append(f"ends with {len(self.books)} books")
+
+    async def close(self):
+        await self.background.stop()
+        await self.feed.close()
 
 
 @pytest_asyncio.fixture
@@ -77,11 +93,12 @@ async def start(store, tmp_path):
         node = Node(store, tmp_path)
         started.append(node)
         await node.feed.start()
+        node.background.start("rules", node.feed.run)
         return node
 
     yield start
     for node in started:
-        await node.feed.close()
+        await node.close()
 
 
 @pytest.fixture
@@ -232,7 +249,7 @@ async def test_a_start_without_the_database_serves_the_last_good_book_until_it_i
     start, store, lose
 ):
     rule = await store.create(ORDERS, "me")
-    await (await start()).feed.close()
+    await (await start()).close()
     bring_back = lose()
     node = await start()
     assert list(node.feed.book.rules()) == [rule]
@@ -249,7 +266,7 @@ async def test_the_last_good_book_is_not_taken_for_the_stores_even_at_its_revisi
     start, store, lose
 ):
     await store.create(ORDERS, "me")
-    await (await start()).feed.close()
+    await (await start()).close()
     bring_back = lose()
     node = await start()
     bring_back()
@@ -332,7 +349,9 @@ async def test_of_very_many_bad_rows_only_some_are_named(start, behind):
     assert node.reports[-1] == "5 more rules are not served"
 
 
-async def test_a_crash_is_counted_reported_and_the_feed_goes_on(start, store, monkeypatch):
+async def test_a_crash_counts_as_a_failure_and_the_feed_goes_on_when_it_is_run_again(
+    start, store, monkeypatch
+):
     node = await start()
 
     async def crash():
@@ -341,9 +360,9 @@ async def test_a_crash_is_counted_reported_and_the_feed_goes_on(start, store, mo
     with monkeypatch.context() as patched:
         patched.setattr(store, "revision", crash)
         await node.pauses.turn()
-    assert node.feed.crashes_total == 1
+    assert node.restarts == {"rules": 1}
     assert node.feed.last_error == "ZeroDivisionError"
-    assert node.reports == ["following the rules failed (ZeroDivisionError) and goes on"]
+    assert not node.feed.connected
     assert node.pauses.asked_s[-1] < RETRY_FIRST_S
     rule = await store.create(ORDERS, "me")
     await node.pauses.turn()
@@ -362,8 +381,51 @@ async def test_concurrent_notices_leave_the_newest_book(start, store):
 async def test_closing_keeps_the_book_on_disk_for_the_next_start(start, store, tmp_path):
     await store.create(ORDERS, "me")
     node = await start()
-    await node.feed.close()
+    await node.close()
     book, _ = await LastGoodBook(tmp_path).load()
     assert book is not None
     assert set(book.rules()) == set(node.feed.book.rules())
     await node.feed.close()
+
+
+async def test_each_load_of_a_whole_book_is_marked_and_no_edit_is(start, store, behind, lose):
+    rule = await store.create(ORDERS, "me")
+    node = await start()
+    assert node.loads == ["begins", "ends with 1 books"]
+    await store.update(rule.id, RuleChanges(limit=5), "", "me")
+    await node.feed.notify()
+    await node.feed.notify()
+    assert (len(node.books), len(node.loads)) == (2, 2)
+    behind("UPDATE rule_revision SET revision = 1")
+    await node.feed.notify()
+    assert node.loads[2:] == ["begins", "ends with 3 books"]
+    await node.close()
+    lose()
+    again = await start()
+    assert again.loads[-2:] == ["begins", "ends with 1 books"]
+
+
+async def test_the_store_is_opened_before_it_is_read_until_that_works(store):
+    attempts = []
+
+    async def open_store():
+        attempts.append(1)
+        if len(attempts) < 2:
+            message = "locked"
+            raise StoreUnavailableError(message)
+
+    reports = []
+    feed = RuleFeed(store, on_book=lambda _book: None, report=reports.append, open_store=open_store)
+    await feed.start()
+    assert feed.book is None
+    await feed.notify()
+    assert feed.book is not None
+    assert reports == ["rules cannot be read: locked", "rules can be read again"]
+
+
+async def test_a_mistake_that_shows_when_the_store_is_opened_ends_the_start(store):
+    async def open_store():
+        raise StartupError
+
+    with pytest.raises(StartupError):
+        await RuleFeed(store, on_book=lambda _book: None, open_store=open_store).start()

@@ -16,7 +16,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.exc import SQLAlchemyError
 
-from ratelimitd.errors import StartupError
+from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.rules import database
 from ratelimitd.rules.schema import rule_revision
 
@@ -30,23 +30,31 @@ UPGRADE_BUSY_TIMEOUT_S: Final = 10.0
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
-async def upgrade(database_url: str) -> None:
-    """Bring the schema to the newest revision; makes the file if there is none. Nothing happens to a current one.
+async def upgrade(
+    database_url: str, *, create: bool = True, busy_timeout_s: float = UPGRADE_BUSY_TIMEOUT_S
+) -> None:
+    """Bring the schema to the newest revision. Nothing happens to a current one. Several processes may do it at once.
 
-    Blocks the event loop for some 100 ms: call it before serving. Several processes may call it at the same time.
+    Args:
+        database_url: the database.
+        create: make the file if there is none.
+        busy_timeout_s: longest wait for another process that writes.
 
     Raises:
-        StartupError: the file is not ours, of a newer release, not writable, locked or damaged; one line says which.
+        StartupError: the file is not ours, of a newer release, not writable, or the disk is full: waiting is in vain.
+        StoreUnavailableError: it is locked, damaged or cannot be opened.
         SettingsError: the URL is not one of SQLite.
     """
     path = database.sqlite_path(database_url)
-    engine = database.open_engine(path, create=True, busy_timeout_s=UPGRADE_BUSY_TIMEOUT_S)
+    engine = database.open_engine(path, create=create, busy_timeout_s=busy_timeout_s)
     try:
         async with database.writing(engine).begin() as connection:
             await connection.run_sync(_upgrade, path)
     except SQLAlchemyError as error:
         message = f"{database.meaning_of(error)}: {path}"
-        raise StartupError(message) from error
+        if database.needs_mending(error, path):
+            raise StartupError(message) from error
+        raise StoreUnavailableError(message) from error
     finally:
         await database.close_engine(engine)
 

@@ -9,8 +9,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from ratelimitd.errors import SettingsError, StartupError
-from ratelimitd.rules import migrations
+from ratelimitd.errors import SettingsError, StartupError, StoreUnavailableError
 from ratelimitd.rules.migrations import VERSION_TABLE, upgrade
 from ratelimitd.rules.schema import metadata
 
@@ -106,27 +105,36 @@ async def test_a_database_of_a_newer_release_is_refused_and_left_alone(path):
     assert contents(path) == before
 
 
-async def test_a_file_that_is_no_database_is_refused_and_left_alone(path):
+async def test_a_file_that_is_no_database_is_damaged_and_left_alone(path):
     path.write_text("rules: []\n" * 1000)
-    with pytest.raises(StartupError, match="is not a SQLite database"):
+    with pytest.raises(StoreUnavailableError, match="is not a SQLite database"):
         await upgrade(f"sqlite:///{path}")
     assert path.read_text() == "rules: []\n" * 1000
 
 
-@pytest.mark.parametrize("where", ["missing/rules.db", "."])
-async def test_a_place_that_cannot_hold_a_database_is_one_clear_line(tmp_path, where):
-    with pytest.raises(StartupError) as caught:
-        await upgrade(f"sqlite:///{tmp_path / where}")
-    assert str(caught.value) == f"the rule database cannot be opened: {tmp_path / where}"
+async def test_a_directory_that_is_missing_may_come(tmp_path):
+    with pytest.raises(StoreUnavailableError) as caught:
+        await upgrade(f"sqlite:///{tmp_path / 'missing/rules.db'}")
+    assert str(caught.value) == f"the rule database cannot be opened: {tmp_path}/missing/rules.db"
 
 
-async def test_a_database_that_stays_locked_is_one_clear_line(path, monkeypatch):
+async def test_a_directory_in_place_of_the_file_is_a_mistake(tmp_path):
+    with pytest.raises(StartupError, match=f"cannot be opened: {tmp_path}$"):
+        await upgrade(f"sqlite:///{tmp_path}")
+
+
+async def test_a_missing_file_is_not_made_when_it_must_be_there(path):
+    with pytest.raises(StoreUnavailableError, match="cannot be opened"):
+        await upgrade(f"sqlite:///{path}", create=False)
+    assert not path.exists()
+
+
+async def test_a_database_that_stays_locked_is_one_clear_line(path):
     await upgrade(f"sqlite:///{path}")
-    monkeypatch.setattr(migrations, "UPGRADE_BUSY_TIMEOUT_S", 0.01)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StartupError, match="is locked by another process"):
-            await upgrade(f"sqlite:///{path}")
+        with pytest.raises(StoreUnavailableError, match="is locked by another process"):
+            await upgrade(f"sqlite:///{path}", busy_timeout_s=0.01)
 
 
 async def test_a_migration_that_fails_half_way_leaves_the_database_as_it_was(path, monkeypatch):

@@ -1,0 +1,108 @@
+"""How a node's rule store comes into service: schema, seed and bucket key, tried until it works.
+
+Never serves rules itself; the feed asks for the next attempt, and says what does not work. See ADR 0013.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from ratelimitd.errors import StartupError, StoreUnavailableError
+from ratelimitd.rules import migrations
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.bucket_key import BucketKey
+from ratelimitd.rules.database import BUSY_TIMEOUT_S
+from ratelimitd.rules.feed import RuleFeed
+from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.store import RuleStore
+from ratelimitd.seed import seed_new_book
+from ratelimitd.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+
+class StoreOpening:
+    """Opens the store of one node.
+
+    ``may_create`` says at each attempt whether a missing database is made. ``rules_file`` fills a new book.
+    ``bucket_key`` is settled with the store; ``None`` when the settings give the key.
+    """
+
+    def __init__(
+        self,
+        store: RuleStore,
+        database_url: str,
+        *,
+        may_create: Callable[[], bool],
+        rules_file: Path | None,
+        bucket_key: BucketKey | None,
+    ) -> None:
+        self._store = store
+        self._database_url = database_url
+        self._may_create = may_create
+        self._rules_file = rules_file
+        self._bucket_key = bucket_key
+        self._was_tried = False
+        self._is_open = False
+
+    async def open(self) -> None:
+        """Bring the store into service, unless it is; call it again after a failure.
+
+        Raises:
+            StoreUnavailableError: not now; a later attempt may succeed.
+            StartupError: somebody has to mend the configuration. By the first attempt only: a node that serves goes on.
+        """
+        if self._is_open:
+            return
+        was_tried, self._was_tried = self._was_tried, True
+        try:
+            await self._prepare()
+        except StartupError as error:
+            if not was_tried:
+                raise
+            raise StoreUnavailableError(str(error)) from error
+        self._is_open = True
+
+    async def _prepare(self) -> None:
+        await migrations.upgrade(
+            self._database_url, create=self._may_create(), busy_timeout_s=BUSY_TIMEOUT_S
+        )
+        if self._rules_file is not None:
+            written = await seed_new_book(self._store, self._rules_file)
+            if written:
+                _log.info("seeded the new rule book with %d rules", written)
+        if self._bucket_key is not None:
+            await self._bucket_key.settle(self._store)
+
+
+def feed_of(
+    store: RuleStore,
+    settings: Settings,
+    bucket_key: BucketKey | None,
+    last_good: LastGoodBook,
+    *,
+    on_book: Callable[[RuleBook], None],
+    report: Callable[[str], None],
+    whole_load: Callable[[], AbstractContextManager[None]],
+) -> RuleFeed:
+    """The feed of a node, which opens the store before it first reads it."""
+    opening = StoreOpening(
+        store,
+        settings.database_url,
+        # A database that is missing while the last good book is in force is lost, and an empty one would allow all.
+        may_create=lambda: feed.book is None,
+        rules_file=settings.rules_file,
+        bucket_key=bucket_key,
+    )
+    feed = RuleFeed(
+        store,
+        on_book=on_book,
+        last_good=last_good,
+        report=report,
+        open_store=opening.open,
+        whole_load=whole_load,
+    )
+    return feed
