@@ -228,8 +228,6 @@ class Connection:
                     opening[stream_id] = head
                     next_id += 2
                 else:
-                    self._settle(taken, complete)
-                    room, taken, complete = receiver.window.left, 0, 0
                     receiver.refuse(stream_id, head)
                     next_id = streams.next_id
                 at = end

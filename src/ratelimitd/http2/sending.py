@@ -176,9 +176,8 @@ class Sender:
                 "the initial window makes that of a stream too large",
             )
         self.frame(frames.SETTINGS_ACK)
-        self._unary_bytes = (
-            -1
-        )  # until a block of fields, or an empty one, has told the encoder's news
+        # Until the next block, whichever that is, has told the encoder's news.
+        self._unary_bytes = -1
         self._waiting = {
             stream_id: stream
             for stream_id, stream in live.items()

@@ -213,6 +213,14 @@ def test_a_new_request_may_not_come_within_a_block():
     assert ends(client, frame(HEADERS, 0, 1, block), other) == (PROTOCOL_ERROR, "protocol")
 
 
+def test_the_head_of_the_same_request_may_not_come_within_its_block():
+    client = peer()
+    block = client.block()
+    again = frame(HEADERS, END_HEADERS, 1, block)
+    assert ends(client, frame(HEADERS, 0, 1, block), again) == (PROTOCOL_ERROR, "protocol")
+    assert client.connection.ended.message == "a frame came within a header block"
+
+
 def test_the_body_of_a_request_before_may_not_come_within_a_block():
     client = peer()
     first, second = client.head(1), frame(HEADERS, 0, 3, client.block())
@@ -290,7 +298,7 @@ def sized(length):
     return [*POST, ("content-length", str(length))]
 
 
-@pytest.mark.parametrize("parts", [[b"four"], [b"fo", b"ur"], [b"four", b""]])
+@pytest.mark.parametrize("parts", [[b"four"], [b"f", b"our"], [b"four", b""]])
 def test_a_body_of_the_promised_length_is_good(parts):
     client = peer()
     *first, last = parts
@@ -300,7 +308,7 @@ def test_a_body_of_the_promised_length_is_good(parts):
     assert events[-1] == DataReceived(1, last, len(last), ended=True)
 
 
-@pytest.mark.parametrize("parts", [[b"five5"], [b"thr"], [b"fo", b"u"], [b"fo", b"urs"], [b""]])
+@pytest.mark.parametrize("parts", [[b"five5"], [b"thr"], [b"f", b"ou"], [b"f", b"ours"], [b""]])
 def test_another_length_resets(parts):
     client = peer()
     *first, last = parts

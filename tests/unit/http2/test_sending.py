@@ -390,6 +390,18 @@ def test_a_reset_stream_takes_what_waits_and_what_is_held_with_it():
     assert half.sent() == []
 
 
+def test_a_reset_stream_loses_its_turn():
+    half = Half(1, 3)
+    half.peer_settings(s4=100_000)
+    half.sender.send_data(1, bytes(65_535))
+    half.sender.send_data(3, b"waits for the connection")
+    half.sender.reset(3, ErrorCode.CANCEL)
+    half.sent()
+    assert half.sender.connection_window_grown(100) == []
+    assert half.sent() == []
+    assert half.sender.buffered_bytes == 0
+
+
 def test_an_answered_stream_gives_back_what_its_owner_held():
     half = Half(receive_bytes=20)
     half.open(1, held_bytes=10).state = State.REMOTE_CLOSED
