@@ -31,7 +31,6 @@ from ratelimitd.rpc.tls import TlsFiles
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.bucket_key import BucketKey
 from ratelimitd.rules.feed import RuleFeed
-from ratelimitd.rules.last_good import LastGoodBook
 from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.rules.store import RuleStore
 from ratelimitd.services import grpc_health, reflection
@@ -61,10 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 class Node:
-    """One node: built from settings, started once, drained once.
-
-    ``whole_load`` is entered around each load of a whole rule book; :mod:`ratelimitd.collector` says what for.
-    """
+    """One node: built from settings, started once, drained once. ``whole_load`` is for its rule feed."""
 
     def __init__(
         self,
@@ -147,9 +143,8 @@ class Node:
             store,
             settings,
             bucket_key,
-            LastGoodBook(state_dir.path, report=_warn),
+            state_dir.path,
             on_book=self._take_book,
-            report=_warn,
             whole_load=self._whole_load,
         )
         # Before the buckets, so that a drain closes it after them: a rule book can be had again, spends cannot.
@@ -157,7 +152,12 @@ class Node:
         await feed.start()
         key_secret = bucket_key.use() if bucket_key else settings.key_secret
         snapshot = SnapshotLog.open(
-            state_dir.path, self._table, key_secret, self._clock, callers_time=self._callers_time
+            state_dir.path,
+            self._table,
+            key_secret,
+            self._clock,
+            callers_time=self._callers_time,
+            report=_warn,
         )
         self._open.push_async_callback(snapshot.drain)
         for report in snapshot.reports:

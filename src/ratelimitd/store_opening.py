@@ -82,13 +82,12 @@ def feed_of(
     store: RuleStore,
     settings: Settings,
     bucket_key: BucketKey | None,
-    last_good: LastGoodBook,
+    state_dir: Path,
     *,
     on_book: Callable[[RuleBook], None],
-    report: Callable[[str], None],
     whole_load: Callable[[], AbstractContextManager[None]],
 ) -> RuleFeed:
-    """The feed of a node, which opens the store before it first reads it."""
+    """The feed of a node, which opens the store before it first reads it; what it reports is logged."""
     opening = StoreOpening(
         store,
         settings.database_url,
@@ -100,9 +99,13 @@ def feed_of(
     feed = RuleFeed(
         store,
         on_book=on_book,
-        last_good=last_good,
-        report=report,
+        last_good=LastGoodBook(state_dir, report=_warn),
+        report=_warn,
         open_store=opening.open,
         whole_load=whole_load,
     )
     return feed
+
+
+def _warn(line: str) -> None:
+    _log.warning("%s", line)
