@@ -41,7 +41,9 @@ async def unharmed(node, caplog):
     assert await state(node) == before
     assert node.fail_opens() == (0, 0)
     assert node.edge.unexpected_total == 0
-    assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
+    # In debug mode asyncio tells what takes long: that is the machine's doing, not the input's.
+    lines = [record for record in caplog.records if record.name != "asyncio"]
+    assert [line for line in lines if line.levelno >= logging.INFO] == []
 
 
 async def state(node):
