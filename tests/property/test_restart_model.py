@@ -108,8 +108,9 @@ class World:
         )
         self.limiter.replace_book(RuleBook.of(RULES, 1))
         self.tasks: set[asyncio.Task[None]] = set()
-        self.taken_out: bytes | None = None
-        self.missed: set[bytes | None] = set()
+        # Resets wait for each other, so that the next may take its bucket out before the last one is told its end.
+        self.removals: dict[bytes, deque[int]] = {key: deque() for key in PLACES}
+        self.missed: set[bytes] = set()
         self.now += 1
         for key in PLACES:
             self.history[key], self.floor[key] = [(self.now, self.state(key))], self.now
@@ -123,7 +124,7 @@ class World:
             self.note()
             began = self.now
             # A bucket that is taken out for a reset is written by the next look, should the reset fail.
-            self.missed = {self.taken_out}
+            self.missed = {key for key, removals in self.removals.items() if removals}
             await look(index)
             for key in PLACES.keys() - self.missed:
                 if hash(key) % self.table.shard_count == index:
@@ -134,7 +135,7 @@ class World:
         def watched_remove(key):
             value = remove(key)
             self.note()
-            self.removed_at, self.taken_out = self.now, key
+            self.removals[key].append(self.now)
             self.missed.add(key)
             self.met["bucket of before the restart is reset"] += self.table.value(key) is None
             return value
@@ -177,14 +178,14 @@ class World:
 
     async def _reset(self, key):
         name, endpoint = PLACES[key]
+        removals = self.removals[key]
         try:
             await self.limiter.reset(name, USER, endpoint)
         except StoreUnavailableError:
+            removals.popleft()
             self.met["reset is refused"] += 1
             return
-        finally:
-            self.taken_out = None
-        self.floor[key] = max(self.floor[key], self.removed_at)
+        self.floor[key] = max(self.floor[key], removals.popleft())
         self.met["reset"] += 1
         self.met["reset while a pass is under way"] += self.passing is not None
 

@@ -138,8 +138,9 @@ class BucketTable:
         return self._cold.take(key) if self._cold else None
 
     def put_back(self, key: bytes, value: Value) -> None:
-        """Undo a :meth:`remove`. What was spent meanwhile is forgotten: it is less than what the bucket held, or a
-        caller who checks fast enough would profit from a reset that failed.
+        """Undo a :meth:`remove`, and forget what was spent since.
+
+        Else whoever checks fast enough would profit from a reset that failed.
         """
         shard = self._shards[hash(key) % self._shard_count]
         if key in shard:
