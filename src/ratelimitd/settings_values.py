@@ -148,6 +148,19 @@ def redis_url(text: str) -> str:
     return text
 
 
+def later(parse: Callable[[str], T], default: str) -> Callable[[str], T]:
+    """``parse``, of which only ``default`` works before there is a shared state; others are refused, not ignored."""
+
+    def parse_default(text: str) -> T:
+        value = parse(text)
+        if value != parse(default):
+            message = f"must be {default}: it is about the shared state of a cluster, which this release does not have"
+            raise ValueError(message)
+        return value
+
+    return parse_default
+
+
 def shown(value: object) -> str:
     """A value as text that could be set again."""
     if isinstance(value, bool):

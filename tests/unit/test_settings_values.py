@@ -33,6 +33,7 @@ from ratelimitd.settings_values import MASK, Address
         (values.node_id, "x" * 128, "x" * 128),
         (values.database_url, "sqlite:////var/lib/r.db", "sqlite:////var/lib/r.db"),
         (values.redis_url, "", ""),
+        (values.later(values.whole_number(1, 9), "5"), "5", 5),
     ],
 )
 def test_good_text_becomes_a_value(parse, text, expected):
@@ -78,6 +79,8 @@ def test_good_text_becomes_a_value(parse, text, expected):
         (values.database_url, "sqlite:///:memory:"),
         (values.database_url, "mysql://h/d"),
         (values.redis_url, "redis://h"),
+        (values.later(values.whole_number(1, 9), "5"), "6"),
+        (values.later(values.whole_number(1, 9), "5"), "10"),
     ],
 )
 def test_bad_text_is_refused_without_repeating_it(parse, text):
