@@ -31,16 +31,25 @@ class Role(enum.StrEnum):
 FORWARDING_HEADERS: Final = (
     "forwarded",
     "via",
+    "x-forwarded",
+    "x-forwarded-client-cert",
     "x-forwarded-for",
     "x-forwarded-host",
+    "x-forwarded-port",
+    "x-forwarded-prefix",
     "x-forwarded-proto",
+    "x-forwarded-server",
+    "x-forwarded-user",
     "x-real-ip",
     "x-client-ip",
     "x-cluster-client-ip",
     "x-envoy-external-address",
     "x-original-forwarded-for",
     "cf-connecting-ip",
+    "fastly-client-ip",
+    "fly-client-ip",
     "true-client-ip",
+    "x-azure-clientip",
 )
 """Any of these says that somebody else is behind the peer: then the peer's address says nothing about the caller."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Final, NamedTuple
 
@@ -24,6 +25,9 @@ from ratelimitd.observe.exposition import Page
 from ratelimitd.observe.metrics import Metrics
 
 FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz"})
+
+_HOST: Final = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]{1,5})?")
+"""RFC 9110 section 7.2 without what no name of ours contains: user information, escapes, zones."""
 
 HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
@@ -106,10 +110,9 @@ class HostCheck:
 
 
 def _host_name(host: str) -> str:
-    """The name or address in a ``Host`` header, without port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
+    """The name or address in a ``Host`` header, without port and brackets; empty when it has not that form."""
+    found = _HOST.fullmatch(host.lower())
+    return (found["address"] or found["name"]) if found else ""
 
 
 async def _paced(page: Page) -> AsyncIterator[bytes]:

@@ -79,7 +79,17 @@ async def test_the_page_is_shown_under_names_of_this_node_and_addresses(web, hos
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8080", "", "[evil]", "127.0.0.1.evil"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8080",
+        "",
+        "[evil]",
+        "127.0.0.1.evil",
+        "localhost:80@evil.example",
+        "[::1",
+        "[::1]evil",
+    ],
 )
 async def test_the_page_is_refused_under_foreign_names(web, host):
     assert (await web.get("/", host=host)).status_code == 421
