@@ -9,13 +9,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN_CLIENT = Requirement("ratelimitd-client")
-"""Installed from this checkout, so it has no pin."""
+VERSIONS = ("src/ratelimitd/__init__.py", "clients/python/src/ratelimitd_client/__init__.py")
+"""Where the two distributions, which are released together, have their version."""
 
 
 def main() -> int:
     """Run all checks; return the exit status."""
-    problems = [*metadata_problems(), *pin_problems()]
+    problems = [*version_problems(), *metadata_problems(), *pin_problems()]
     print("\n".join(problems) or "pins: they agree with what is asked for")
     return 1 if problems else 0
 
@@ -27,11 +27,26 @@ def asked(name: str) -> list[Requirement]:
     return [Requirement(line) for line in bare if line and not line.startswith("-")]
 
 
+def version_in(path: str) -> str:
+    """Return the version that a package states of itself."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return text.partition('__version__ = "')[2].partition('"')[0]
+
+
+def version_problems() -> Iterator[str]:
+    """Compare the versions of the two distributions."""
+    versions = {path: version_in(path) for path in VERSIONS}
+    if len(set(versions.values())) > 1:
+        yield f"the server and its client have different versions: {versions}"
+
+
 def metadata_problems() -> Iterator[str]:
     """Compare the dependencies of the distribution with requirements/base.in."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {str(Requirement(text)) for text in project["dependencies"]}
-    wanted = {str(requirement) for requirement in [*asked("base"), OWN_CLIENT]}
+    # The client of this checkout has no pin: the server needs the one of its own version.
+    own_client = Requirement(f"ratelimitd-client=={version_in(VERSIONS[0])}")
+    wanted = {str(requirement) for requirement in [*asked("base"), own_client]}
     for text in sorted(declared ^ wanted):
         where = "pyproject.toml" if text in declared else "requirements/base.in"
         yield f"{text}: only in {where}"
