@@ -85,7 +85,10 @@ def is_over(value: Value, now_us: int) -> bool:
     One window after the last accepted check a token bucket is full, a log empty and a fixed window over, whatever the
     limit: so one test serves all three, and never drops a bucket that is not full again.
     """
-    return latest_us(value) + window_seconds(value) * US_PER_S <= now_us
+    if isinstance(value, bytes):
+        return latest_us(value) + window_seconds(value) * US_PER_S <= now_us
+    # The same, without two calls: the sweeper asks this of thousands of buckets in one turn of the event loop.
+    return (value & _LATEST_MASK) + (value >> _WINDOW_SHIFT & _WINDOW_MASK) * US_PER_S <= now_us
 
 
 def with_tick(value: Value, tick: int) -> Value:
