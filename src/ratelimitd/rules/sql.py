@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import secrets as random_source
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
@@ -19,30 +19,32 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ratelimitd.clock import Clock
 from ratelimitd.errors import (
-    RuleConflictError,
     RuleExistsError,
-    RuleNotFoundError,
     RulesFullError,
 )
 from ratelimitd.model import Rule
 from ratelimitd.rules import database
 from ratelimitd.rules.schema import rule_audit, rule_revision, rules, secrets
+from ratelimitd.rules.sql_reads import (
+    COLUMNS,
+    ROWS_PER_TURN,
+    current_revision,
+    read,
+    read_all,
+    removed_since,
+    stored_row,
+)
 from ratelimitd.rules.store import (
     MAX_RULES,
     SECRET_BYTES,
     BookChanges,
     RuleChanges,
     RuleDraft,
-    SkippedRow,
 )
-from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
-
-ROWS_PER_TURN: Final = 128
-"""Rows turned into rules in one turn of the event loop: about 1 ms at 8 µs a row."""
+from ratelimitd.rules.validation import RuleRow, canonical_id, validated
 
 MAX_ACTOR_CHARS: Final = 255
 
-_COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -107,7 +109,7 @@ class SqlRuleStore:
         rule_id = canonical_id(rule_id, "rate_limit.id")
         async with _transaction(self._writing) as connection:
             revision = await _next_revision(connection)
-            before = await _row(connection, rule_id, etag)
+            before = await stored_row(connection, rule_id, etag)
             draft = changes.apply(before.draft())
             unchanged = validated(draft, rule_id=rule_id, revision=before.revision)
             if RuleRow.of(unchanged) == before:
@@ -128,7 +130,7 @@ class SqlRuleStore:
         rule_id = canonical_id(rule_id, "id")
         async with _transaction(self._writing) as connection:
             revision = await _next_revision(connection)
-            before = await _row(connection, rule_id, etag)
+            before = await stored_row(connection, rule_id, etag)
             await connection.execute(rules.delete().where(rules.c.id == rule_id))
             await self._record(
                 connection, _Change(revision, "delete", rule_id, actor), before=before
@@ -138,7 +140,7 @@ class SqlRuleStore:
         self, endpoint: str, identifier_type: str, after: tuple[str, str] | None, size: int
     ) -> Sequence[Rule]:
         """Rules in order. See :meth:`RuleStore.page <ratelimitd.rules.store.RuleStore.page>`."""
-        statement = sa.select(*_COLUMNS).order_by(rules.c.endpoint, rules.c.identifier_type)
+        statement = sa.select(*COLUMNS).order_by(rules.c.endpoint, rules.c.identifier_type)
         if endpoint:
             statement = statement.where(rules.c.endpoint == endpoint)
         if identifier_type:
@@ -150,7 +152,7 @@ class SqlRuleStore:
         # No LIMIT: a bad row takes no place on the page, and what lies behind the page is never fetched.
         async with (
             _transaction(self._reading) as connection,
-            aclosing(_read(connection, statement)) as batches,
+            aclosing(read(connection, statement)) as batches,
         ):
             while len(found) < size and (batch := await anext(batches, None)) is not None:
                 found += batch.rules
@@ -158,20 +160,20 @@ class SqlRuleStore:
 
     async def changes_since(self, revision: int | None) -> BookChanges:
         """What changed. See :meth:`RuleStore.changes_since <ratelimitd.rules.store.RuleStore.changes_since>`."""
-        statement = sa.select(*_COLUMNS)
+        statement = sa.select(*COLUMNS)
         async with _transaction(self._reading) as connection:  # one snapshot for all statements
-            current = await _revision(connection)
+            current = await current_revision(connection)
             if revision is None or revision > current:
-                every = await _read_all(connection, statement)
+                every = await read_all(connection, statement)
                 return BookChanges(current, every.rules, (), every.skipped, full=True)
-            changed = await _read_all(connection, statement.where(rules.c.revision > revision))
-            removed = await _removed_since(connection, revision)
+            changed = await read_all(connection, statement.where(rules.c.revision > revision))
+            removed = await removed_since(connection, revision)
             return BookChanges(current, changed.rules, removed, changed.skipped)
 
     async def revision(self) -> int:
         """The revision of the last change, 0 before the first."""
         async with _transaction(self._reading) as connection:
-            return await _revision(connection)
+            return await current_revision(connection)
 
     async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
         """The secret of this name. See :meth:`RuleStore.secret <ratelimitd.rules.store.RuleStore.secret>`."""
@@ -252,11 +254,6 @@ class _Change(NamedTuple):
     actor: str
 
 
-class _Batch(NamedTuple):
-    rules: list[Rule]
-    skipped: list[SkippedRow]
-
-
 @asynccontextmanager
 async def _transaction(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     """One transaction: committed at the end, rolled back by any exception, also by a cancelled call."""
@@ -265,57 +262,11 @@ async def _transaction(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
             yield connection
 
 
-async def _read(connection: AsyncConnection, statement: sa.Select[Any]) -> AsyncGenerator[_Batch]:
-    """The rules a statement selects, in batches with a turn of the event loop between two."""
-    async with connection.stream(statement) as result:
-        async for rows in result.partitions(ROWS_PER_TURN):
-            batch = _Batch([], [])
-            for row in rows:
-                rule = rule_from_row(RuleRow._make(row))
-                if isinstance(rule, Rule):
-                    batch.rules.append(rule)
-                else:
-                    batch.skipped.append(rule)
-            yield batch
-
-
-async def _read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> _Batch:
-    whole = _Batch([], [])
-    async for batch in _read(connection, statement):
-        whole.rules.extend(batch.rules)
-        whole.skipped.extend(batch.skipped)
-    return whole
-
-
-async def _row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
-    """The stored row of a rule; an etag that is given must be its own."""
-    row = (
-        await connection.execute(sa.select(*_COLUMNS).where(rules.c.id == rule_id))
-    ).one_or_none()
-    if row is None:
-        raise RuleNotFoundError(rule_id)
-    found = RuleRow._make(row)
-    if etag and etag != etag_of(found):
-        message = "the rule was changed meanwhile: read it again and send its new etag"
-        raise RuleConflictError(message)
-    return found
-
-
-async def _revision(connection: AsyncConnection) -> int:
-    return await connection.scalar(sa.select(rule_revision.c.revision)) or 0
-
-
 async def _next_revision(connection: AsyncConnection) -> int:
     """The number of the change to come; holds other writers off until the transaction ends."""
     # SQLite ignores FOR UPDATE: there the transaction began with the write lock.
     locked = sa.select(rule_revision.c.revision).with_for_update()
     return (await connection.scalar(locked) or 0) + 1
-
-
-async def _removed_since(connection: AsyncConnection, revision: int) -> Sequence[str]:
-    deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
-    found = await connection.scalars(sa.select(rule_audit.c.rule_id).where(deletions).distinct())
-    return found.all()
 
 
 async def _refuse_taken_id(connection: AsyncConnection, rule_id: str) -> None:

@@ -10,7 +10,8 @@ import pytest_asyncio
 
 from ratelimitd.errors import RuleInvalidError, RuleNotFoundError, StoreUnavailableError
 from ratelimitd.model import Rule
-from ratelimitd.rules.sql import ROWS_PER_TURN, SqlRuleStore
+from ratelimitd.rules.sql import SqlRuleStore
+from ratelimitd.rules.sql_reads import ROWS_PER_TURN
 from ratelimitd.rules.store import RuleChanges, RuleDraft, SkippedRow
 from ratelimitd.testing import ManualClock
 from tests.rule_stores import sqlite_store
@@ -189,11 +190,6 @@ async def test_a_database_without_the_schema_is_unavailable(tmp_path):
         with pytest.raises(StoreUnavailableError):
             await call
     await store.close()
-
-
-async def test_a_lost_revision_row_counts_as_zero(store, behind):
-    behind("DELETE FROM rule_revision")
-    assert await store.revision() == 0
 
 
 async def test_a_secret_is_of_the_given_randomness_and_dated(tmp_path, behind, clock):
