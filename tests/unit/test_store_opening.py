@@ -1,7 +1,7 @@
 """One store's opening; what it is for, with a node around it: test_app.py."""
 
 import sqlite3
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 import pytest_asyncio
@@ -11,7 +11,8 @@ from ratelimitd.clock import SystemClock
 from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.rules.bucket_key import STORED_NAME, BucketKey
 from ratelimitd.rules.sql import SqlRuleStore
-from ratelimitd.store_opening import StoreOpening
+from ratelimitd.settings import Settings
+from ratelimitd.store_opening import StoreOpening, feed_of
 
 RULES = """
 rules:
@@ -90,3 +91,33 @@ async def test_a_missing_database_is_made_only_while_it_may(store, url, tmp_path
     with pytest.raises(StoreUnavailableError, match="cannot be opened"):
         await opening.open()
     assert not (tmp_path / "rules.db").exists()
+
+
+async def test_the_feed_of_a_node_opens_the_store_and_makes_no_new_one_beside_the_last_good_book(
+    url, store, rules_file, *, tmp_path, caplog
+):
+    settings = Settings.load({}, {"DATABASE_URL": url, "RULES_FILE": str(rules_file)})
+
+    async def started():
+        feed = feed_of(
+            store, settings, None, tmp_path, on_book=lambda _book: None, whole_load=nullcontext
+        )
+        await feed.start()
+        await feed.notify()
+        await feed.close()
+        return feed
+
+    assert len((await started()).book) == 1
+    rules_file.unlink()
+    (tmp_path / "rules.db").rename(tmp_path / "away.db")
+    (tmp_path / "rules.db").mkdir()
+    with pytest.raises(StartupError, match="cannot be opened"):
+        await started()
+    (tmp_path / "rules.db").rmdir()
+    (tmp_path / "rules.db").write_bytes(b"damaged" * 1000)
+    feed = await started()
+    assert len(feed.book) == 1
+    (tmp_path / "rules.db").unlink()
+    await feed.notify()
+    assert not (tmp_path / "rules.db").exists()
+    assert "serving the last good rule book" in caplog.text
