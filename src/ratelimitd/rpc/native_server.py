@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -78,7 +79,10 @@ class NativeServer:
         loop = asyncio.get_running_loop()
         port = 0
         for sock in await listening_sockets(self._listen):
-            listener = await loop.create_server(
+            # What uvloop makes for TCP cannot take a socket of the other family.
+            unix = sock.family == socket.AF_UNIX
+            create = loop.create_unix_server if unix else loop.create_server
+            listener = await create(
                 partial(NativeConnection, self),
                 sock=sock,
                 backlog=BACKLOG,
@@ -86,8 +90,7 @@ class NativeServer:
                 ssl_handshake_timeout=None if context is None else HANDSHAKE_TIMEOUT_S,
             )
             self._listeners.append(listener)
-            name = sock.getsockname()
-            port = name[1] if isinstance(name, tuple) else 0
+            port = 0 if unix else sock.getsockname()[1]
         self._timer = loop.call_later(TICK_S, self._tick)
         return bound_address(self._listen, port)
 

@@ -81,9 +81,13 @@ class OpenCall:
         return RpcError(StatusCode.INTERNAL, "the call ended within a message")
 
     def cancel(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Nobody waits for the answer any more.
+
+        Not at once: a task that is cancelled before its first step never runs the ``finally`` of what it was made for.
+        That step is due already, and comes first.
+        """
         if self.task is not None:
-            self.task.cancel()
+            self.task.get_loop().call_soon(self.task.cancel)
 
     @property
     def waiting_bytes(self) -> int:

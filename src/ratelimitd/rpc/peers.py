@@ -24,12 +24,15 @@ def peer_of(transport: asyncio.BaseTransport) -> Peer:
 def address_of(family: int | None, name: Any) -> str:
     """``ipv4:127.0.0.1:50000``, ``ipv6:[::1]:50000`` or ``unix:``; ``name`` is what the socket says.
 
-    An IPv4 peer of a socket that listens for both is one of IPv4.
+    An IPv4 peer of a socket that listens for both is one of IPv4. A peer that is gone already has no name, and must
+    not pass for one on this host.
     """
+    if family == socket.AF_UNIX:
+        return "unix:"
+    if not name:
+        return "unknown:"
     if family == socket.AF_INET:
         return f"ipv4:{name[0]}:{name[1]}"
-    if family != socket.AF_INET6:
-        return "unix:"
     mapped = ipaddress.IPv6Address(name[0]).ipv4_mapped
     return f"ipv6:[{name[0]}]:{name[1]}" if mapped is None else f"ipv4:{mapped}:{name[1]}"
 

@@ -1,9 +1,10 @@
+import asyncio
 import socket
 
 import pytest
 
 from ratelimitd.errors import StartupError
-from ratelimitd.rpc.addresses import bound_address, demand_free, split
+from ratelimitd.rpc.addresses import bound_address, demand_free, listening_sockets, split
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,45 @@ async def test_a_socket_file_is_free_unless_somebody_answers(tmp_path):
         listener.listen()
         with pytest.raises(StartupError, match="another process does"):
             await demand_free(f"unix:{path}")
+
+
+async def test_a_socket_is_bound_for_each_address_of_a_name_and_all_to_one_port(monkeypatch):
+    async def both(_host, port, **_options):
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)),
+            (socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("::1", port, 0, 0)),
+            (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)),
+        ]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
+    first, second = await listening_sockets("localhost:0")
+    with first, second:
+        assert first.getsockname()[1] == second.getsockname()[1] != 0
+        assert second.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == 1
+
+
+async def test_every_address_takes_ipv4_too():
+    [sock] = await listening_sockets("[::]:0")
+    with sock:
+        assert sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == 0
+
+
+async def test_an_address_that_cannot_be_bound_leaves_no_socket_behind():
+    with pytest.raises(StartupError, match=r"LISTEN: cannot listen on 192\.0\.2\.1:9090: "):
+        await listening_sockets("192.0.2.1:9090")
+
+
+async def test_a_socket_file_is_bound_and_one_left_behind_replaced(tmp_path):
+    path = tmp_path / "s"
+    for _ in range(2):
+        [sock] = await listening_sockets(f"unix:{path}")
+        with sock:
+            assert sock.getsockname() == str(path)
+
+
+async def test_any_other_file_is_left_alone(tmp_path):
+    path = tmp_path / "s"
+    path.write_text("kept")
+    with pytest.raises(StartupError, match="LISTEN: cannot listen on unix:"):
+        await listening_sockets(f"unix:{path}")
+    assert path.read_text() == "kept"

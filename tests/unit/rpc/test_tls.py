@@ -146,3 +146,11 @@ def test_files_that_change_while_they_are_read_are_read_again(source, files, sec
     assert source.newer() is None
     monkeypatch.setattr(tls, "_read", read)
     assert source.newer() is not None
+
+
+def test_what_could_not_be_used_after_all_is_newer_once_more(source, files, second):
+    put(files, second)
+    assert source.newer() is not None
+    assert source.newer() is None
+    source.forget()
+    assert source.newer() is not None

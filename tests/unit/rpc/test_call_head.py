@@ -1,0 +1,163 @@
+"""What heads mean to gRPC, and that they are judged once."""
+
+import pytest
+
+from ratelimitd.http2.heads import RequestHead
+from ratelimitd.rpc.call_head import CallReader, NativeCall, Peer, routes_of
+from ratelimitd.rpc.framing import Encoding
+from ratelimitd.rpc.interface import Methods, StatusCode, TransportError
+
+PEER = Peer("ipv4:10.0.0.1:5000", ("a.example",))
+
+
+def echo(data, _call):
+    return data
+
+
+async def stream(_data, _call):
+    yield b""
+
+
+METHODS = Methods(unary={"/s/m": echo}, server_stream={"/s/w": stream}, bidi_stream={"/s/b": stream})  # fmt: skip
+
+
+@pytest.fixture
+def reader():
+    return CallReader(routes_of(METHODS), PEER, lambda: 100.0)
+
+
+def head(model=None, varying=(), **fields):
+    """A head of a good call, with fields changed, added or (None) left out; ``__`` stands for a colon."""
+    named = {
+        ":method": "POST", ":path": "/s/m", "content-type": "application/grpc", "te": "trailers",
+    }  # fmt: skip
+    named |= {name.replace("__", ":").replace("_", "-"): text for name, text in fields.items()}
+    encoded = tuple((name.encode(), text.encode()) for name, text in named.items() if text)
+    return RequestHead(encoded, model=model, varying=varying)
+
+
+def test_each_method_is_found_with_the_one_handler_it_has(reader):
+    unary, _ = reader.read(head())
+    assert (unary.unary, unary.server_stream, unary.bidi_stream) == (echo, None, None)
+    assert unary.call.method == "/s/m"
+    watch, _ = reader.read(head(__path="/s/w"))
+    assert (watch.unary, watch.server_stream, watch.bidi_stream) == (None, stream, None)
+    bidi, _ = reader.read(head(__path="/s/b"))
+    assert (bidi.unary, bidi.server_stream, bidi.bidi_stream) == (None, None, stream)
+
+
+def test_an_unknown_method_is_unimplemented(reader):
+    plan, _ = reader.read(head(__path="/s/x"))
+    assert plan.refusal.error.code is StatusCode.UNIMPLEMENTED
+    assert plan.refusal.cause is TransportError.UNKNOWN_METHOD
+    assert plan.route is None
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [
+        (None, Encoding.IDENTITY),
+        ("identity", Encoding.IDENTITY),
+        ("gzip", Encoding.GZIP),
+        ("deflate", Encoding.DEFLATE),
+    ],
+)
+def test_known_compressions_are_taken(reader, name, encoding):
+    assert reader.read(head(grpc_encoding=name))[0].encoding is encoding
+
+
+def test_an_unknown_compression_is_refused_with_those_that_are_known(reader):
+    refusal = reader.read(head(grpc_encoding="snappy"))[0].refusal
+    assert refusal.error.code is StatusCode.UNIMPLEMENTED
+    assert refusal.fields == ((b"grpc-accept-encoding", b"identity, deflate, gzip"),)
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["application/grpc", "application/grpc+proto", "application/grpc;charset=utf-8"],
+)
+def test_a_content_type_of_grpc_is_a_call(reader, content_type):
+    assert reader.read(head(content_type=content_type))[0].plain is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("content_type", None),
+        ("content_type", "application/json"),
+        ("content_type", "application/grpc-web"),
+        ("__method", "GET"),
+        ("__method", "PUT"),
+    ],
+)
+def test_a_request_that_is_not_of_grpc_is_answered_as_one_of_http(reader, name, value):
+    plan, _ = reader.read(head(**{name: value}))
+    assert plan.plain is not None
+    assert plan.route is None
+
+
+def test_a_deadline_is_read_from_the_head(reader):
+    assert reader.read(head(grpc_timeout="250m"))[1] == 0.25
+    assert reader.read(head())[1] is None
+    refusal = reader.read(head(grpc_timeout="soon"))[0].refusal
+    assert refusal.error.message == "Error parsing 'grpc-timeout' metadata"
+
+
+def test_of_a_repeated_field_the_first_counts(reader):
+    twice = RequestHead((*head(grpc_timeout="1S").fields, (b"grpc-timeout", b"2S")))
+    assert reader.read(twice)[1] == 1.0
+
+
+def test_a_head_is_judged_once_and_those_like_it_never(reader):
+    model = head(grpc_timeout="1S", user_agent="a")
+    plan, _ = reader.read(model)
+    assert reader.read(model)[0] is plan
+    like = head(model, ((b"grpc-timeout", b"3S"), (b"user-agent", b"b")), grpc_timeout="3S")
+    assert reader.read(like) == (plan, 3.0)
+    assert like.note is None
+    same = head(model, grpc_timeout="1S", user_agent="a")
+    assert reader.read(same) == (plan, 1.0)
+    assert same.note is plan
+
+
+def test_a_head_that_varies_in_what_decides_is_judged_anew(reader):
+    model = head(grpc_encoding="gzip", grpc_timeout="1S")
+    plan, _ = reader.read(model)
+    other = head(model, ((b"grpc-encoding", b"deflate"),), grpc_encoding="deflate")
+    assert reader.read(other)[0].encoding is Encoding.DEFLATE
+    late = head(model, ((b"grpc-timeout", b"soon"),), grpc_timeout="soon")
+    assert reader.read(late)[0].refusal is not None
+    assert reader.read(model)[0] is plan
+
+
+def test_the_call_of_a_head_has_its_metadata_and_its_deadline(reader):
+    model = head(grpc_timeout="1S", x_a="1")
+    plan, _ = reader.read(model)
+    call = reader.call(plan, head(x_a="2"), 101.5)
+    assert (call.method, call.metadata("x-a")) == ("/s/m", "2")
+    assert call.time_remaining_s() == 1.5
+
+
+def call_with(*fields, deadline_s=None, now_s=0.0):
+    return NativeCall("/s/m", fields, PEER, lambda: now_s, deadline_s=deadline_s)
+
+
+def test_the_first_value_of_a_text_key_is_the_metadata():
+    call = call_with((b":path", b"/s/m"), (b"a", b"1"), (b"a", b"2"), (b"b-bin", b"AAEC"))
+    assert [call.metadata(key) for key in ("a", "b-bin", "c", ":path")] == ["1", None, None, None]
+
+
+def test_metadata_that_is_no_utf8_is_text_nevertheless():
+    call = call_with((b"a", b"\xc3\xa9"), (b"b", b"\xff"))
+    assert (call.metadata("a"), call.metadata("b")) == ("\u00e9", "\u00ff")
+
+
+def test_the_peer_is_who_it_is_and_no_header_changes_that():
+    call = call_with((b"x509_subject_alternative_name", b"forged"))
+    assert (call.peer, call.peer_sans) == PEER
+
+
+def test_the_time_left_is_the_deadlines_and_never_negative():
+    assert call_with().time_remaining_s() is None
+    assert call_with(deadline_s=3.0, now_s=1.0).time_remaining_s() == 2.0
+    assert call_with(deadline_s=3.0, now_s=4.0).time_remaining_s() == 0.0

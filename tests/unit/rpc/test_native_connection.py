@@ -1,0 +1,284 @@
+"""What moves octets between a transport of asyncio and a connection; the transport here writes down what it is told."""
+
+import asyncio
+
+import pytest
+
+from ratelimitd.http2.limits import Limits
+from ratelimitd.rpc import native_connection
+from ratelimitd.rpc.framing import framed
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
+from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.native_connection import NativeConnection
+from ratelimitd.rpc.native_shared import SharedCalls
+from ratelimitd.stats import CheckStats
+from tests.http2_peer import (
+    GOAWAY,
+    GREETING,
+    PING,
+    POST,
+    SETTINGS_ACK,
+    WINDOW_UPDATE,
+    Peer,
+    frame,
+    frames_of,
+    window_update,
+)
+
+
+class Transport:
+    """A socket that takes everything, and remembers it."""
+
+    def __init__(self, eof=True):
+        self.octets = b""
+        self.eof = eof
+        self.told = []
+
+    def get_extra_info(self, _name):
+        return None
+
+    def set_write_buffer_limits(self, high):
+        assert high == native_connection.WRITE_BUFFER_BYTES
+
+    def write(self, octets):
+        assert octets
+        self.octets += octets
+
+    def can_write_eof(self):
+        return self.eof
+
+    def is_closing(self):
+        return "close" in self.told or "abort" in self.told
+
+    def __getattr__(self, name):
+        return lambda: self.told.append(name)
+
+    def frames(self):
+        octets, self.octets = self.octets, b""
+        return [sent.type for sent in frames_of(octets)]
+
+
+class Owner:
+    """A server, as far as its connections know it."""
+
+    def __init__(self, room=True, **limits):
+        self.now_s = 100.0
+        self.room = room
+        self.gone = []
+
+        async def wait(_data, _call):
+            await asyncio.Event().wait()
+
+        methods = Methods({"/": lambda data, _call: data, "/wait": wait})
+        limits = TransportLimits(**limits)
+        self.shared = SharedCalls(methods, limits, CheckStats(), lambda: self.now_s)
+
+    def joined(self, _connection):
+        return self.room
+
+    def left(self, connection):
+        self.gone.append(connection)
+
+    def jitter(self):
+        return 0.0
+
+    def connection(self, transport, greeting=GREETING + SETTINGS_ACK):
+        connection = NativeConnection(self)
+        connection.connection_made(transport)
+        if greeting:
+            connection.data_received(greeting)
+            transport.frames()
+        return connection
+
+    @property
+    def errors(self):
+        return {str(cause): count for cause, count in self.shared.stats.errors_by_transport.items()}
+
+
+@pytest.fixture
+def owner():
+    return Owner()
+
+
+@pytest.fixture
+def transport():
+    return Transport()
+
+
+@pytest.fixture
+def peer():
+    return Peer(greeting=b"")
+
+
+def post(peer, stream_id, path="/", message=b"hi"):
+    fields = [(name, path if name == ":path" else value) for name, value in POST]
+    return peer.head(stream_id, fields) + frame(0, 1, stream_id, framed(message))
+
+
+async def turns(number=10):
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def test_a_read_is_answered_by_one_write(owner, transport, peer):
+    connection = owner.connection(transport)
+    connection.data_received(post(peer, 1) + post(peer, 3))
+    assert len(transport.frames()) == 6
+    connection.data_received(b"\x00")
+    assert (transport.octets, transport.told) == (b"", [])
+
+
+async def test_what_is_more_than_a_slice_waits_for_the_next_turn(owner, transport, peer):
+    connection = owner.connection(transport)
+    calls = Limits().frames_per_slice // 2 + 1
+    posts = [post(peer, 2 * number + 1) for number in range(calls)]
+    connection.data_received(b"".join(posts))
+    assert len(transport.frames()) < 3 * calls
+    assert transport.told == ["pause_reading"]
+    connection.data_received(post(peer, 2 * calls + 1))  # was on its way when reading was paused
+    await turns()
+    assert len(transport.frames()) >= 3
+    assert transport.told == ["pause_reading", "resume_reading"]
+    connection.data_received(post(peer, 2 * calls + 3))
+    assert len(transport.frames()) == 3
+
+
+async def test_dear_calls_are_spread_over_turns(owner, transport, peer):
+    connection = owner.connection(transport)
+    clock = iter(range(1_000))
+    owner.shared.monotonic_s = connection._monotonic_s = lambda: next(clock)
+    connection.calls.shared.monotonic_s = lambda: next(clock)
+    connection.data_received(post(peer, 1, message=bytes(3_000)) + post(peer, 3))
+    assert len(transport.frames()) == 3
+    await turns()
+    assert len(transport.frames()) == 3
+    assert transport.told == ["pause_reading", "resume_reading"]
+
+
+async def test_an_answer_that_comes_later_is_written_when_it_comes(owner, transport, peer):
+    connection = owner.connection(transport)
+    connection.data_received(post(peer, 1, "/wait"))
+    assert transport.frames() == []
+    await turns()
+    error = RpcError(StatusCode.ABORTED, "")
+    connection.calls.fail(1, error)
+    connection.calls.fail(1, error)
+    assert transport.octets == b""
+    await turns()
+    assert transport.frames() == [1]
+
+
+async def test_nothing_is_read_from_a_peer_that_does_not_read(owner, transport, peer):
+    connection = owner.connection(transport)
+    connection.pause_writing()
+    assert connection.calls.blocked
+    connection.data_received(post(peer, 1))
+    await turns()
+    assert transport.octets == b""
+    connection.resume_writing()
+    assert not connection.calls.blocked
+    await turns()
+    assert len(transport.frames()) == 3
+    assert transport.told == ["pause_reading", "resume_reading"]
+
+
+async def test_a_peer_without_room_is_dropped(transport):
+    owner = Owner(room=False)
+    connection = owner.connection(transport, b"")
+    assert transport.told == ["abort"]
+    connection.data_received(GREETING)
+    connection.connection_lost(None)
+    assert owner.gone == [connection]
+
+
+async def test_a_lost_connection_cancels_what_runs_for_it(owner, transport, peer):
+    connection = owner.connection(transport)
+    connection.data_received(post(peer, 1, "/wait"))
+    assert connection.eof_received() is False
+    connection.connection_lost(OSError())
+    await owner.shared.all_ended()
+    assert (owner.gone, owner.errors) == ([connection], {"cancelled": 1})
+    connection.resume_writing()
+    connection.go_away()
+    await turns()
+    assert transport.octets == b""
+
+
+@pytest.mark.parametrize(("eof", "told"), [(True, "write_eof"), (False, "close")])
+async def test_a_broken_peer_may_read_why_before_it_is_closed(owner, eof, told):
+    transport = Transport(eof=eof)
+    connection = owner.connection(transport)
+    connection.data_received(frame(PING, 0, 1, bytes(8)))
+    assert transport.frames() == [GOAWAY]
+    assert transport.told == [told]
+    assert owner.errors == {"protocol": 1}
+    connection.data_received(b"more")
+    owner.now_s += native_connection.LINGER_S
+    connection.look(owner.now_s)
+    assert transport.told == [told]
+    owner.now_s += 0.1
+    connection.look(owner.now_s)
+    assert transport.told == [told, "abort"]
+
+
+async def test_reading_goes_on_so_that_a_broken_peer_can_read_why(owner, transport, peer):
+    connection = owner.connection(transport)
+    connection.pause_writing()
+    connection.look(owner.now_s)
+    owner.now_s += 21
+    connection.look(owner.now_s)
+    assert transport.told == ["pause_reading", "write_eof", "resume_reading"]
+    assert owner.errors == {"stalled_window": 1}
+
+
+async def test_http1_on_the_port_gets_an_answer(owner, transport):
+    connection = owner.connection(transport, b"")
+    connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert transport.octets.startswith(b"HTTP/1.1 ")
+    assert transport.told == ["write_eof"]
+    assert owner.errors == {"http1": 1}
+
+
+async def test_a_silent_peer_is_pinged_then_ended(owner, transport):
+    connection = owner.connection(transport)
+    for passed_s, sent in ((1, []), (60, [PING]), (20, [GOAWAY])):
+        owner.now_s += passed_s
+        connection.look(owner.now_s)
+        assert transport.frames() == sent
+    assert owner.errors == {"keepalive_timeout": 1}
+
+
+async def test_an_old_connection_drains(transport, peer):
+    owner = Owner(max_connection_age_ms=1_000)
+    connection = owner.connection(transport)
+    owner.now_s += 1
+    connection.look(owner.now_s)
+    assert transport.frames() == [GOAWAY, PING]
+    assert transport.told == []
+    connection.data_received(frame(PING, 1, 0, b"draining"))
+    assert transport.frames() == [GOAWAY]
+    assert (transport.told, owner.errors) == (["close"], {})
+
+
+async def test_a_connection_that_is_to_go_ends_with_its_last_call(owner, transport, peer):
+    connection = owner.connection(transport)
+    connection.data_received(post(peer, 1, "/wait"))
+    connection.go_away()
+    connection.go_away()
+    assert transport.frames() == [GOAWAY, PING, GOAWAY]
+    assert transport.told == []
+    connection.end_calls(RpcError(StatusCode.UNAVAILABLE, "stopping"))
+    assert transport.frames() == [1, GOAWAY]
+    assert (transport.told, owner.errors) == (["close"], {})
+    connection.abort()
+    assert transport.told == ["close", "abort"]
+    await owner.shared.all_ended()
+
+
+async def test_window_updates_for_questions_read_later_are_written(owner, transport):
+    connection = owner.connection(transport)
+    connection._http2._sender.frame(window_update(0, 1))
+    connection._wake()
+    connection._wake()
+    await turns()
+    assert transport.frames() == [WINDOW_UPDATE]

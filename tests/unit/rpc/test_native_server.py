@@ -1,0 +1,138 @@
+"""The server around the connections: listening, its one timer, and its end. Callers are in tests/rpc."""
+
+import asyncio
+
+import pytest
+
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc import native_server
+from ratelimitd.rpc.framing import framed
+from ratelimitd.rpc.interface import Methods
+from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.native_server import NativeServer
+from ratelimitd.stats import CheckStats
+from tests.http2_peer import GREETING, HEADERS, Peer, frame
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 -- what is waited for is a counter
+            await asyncio.sleep(0.001)
+
+
+class Serving:
+    """A started server whose clock the test moves, and raw connections to it."""
+
+    def __init__(self, **limits):
+        async def wait(_data, _call):
+            await asyncio.Event().wait()
+
+        self.now_s = 100.0
+        self.stats = CheckStats()
+        methods = Methods({"/": lambda data, _call: data, "/wait": wait})
+        self.server = NativeServer(
+            methods,
+            listen="127.0.0.1:0",
+            stats=self.stats,
+            limits=TransportLimits(**limits),
+            monotonic_s=lambda: self.now_s,
+        )
+        self.writers = []
+
+    async def __aenter__(self):
+        self.address = await self.server.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.server.stop(0)
+        for writer in self.writers:
+            writer.close()
+
+    async def connected(self, octets=GREETING):
+        host, _, port = self.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        self.writers.append(writer)
+        writer.write(octets)
+        return reader
+
+
+def call(path, **fields):
+    named = {":method": "POST", ":scheme": "http", ":path": path, "content-type": "application/grpc"}  # fmt: skip
+    head = Peer(greeting=b"").head(1, [*named.items(), *fields.items()])
+    return GREETING + head + frame(0, 1, 1, framed(b"hi"))
+
+
+async def next_headers(reader):
+    while True:
+        head = await reader.readexactly(9)
+        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        if head[3] == HEADERS:
+            return payload
+
+
+async def test_connections_beyond_the_bound_are_dropped_and_counted():
+    async with Serving(max_connections=1) as serving:
+        first = await serving.connected(call("/"))
+        await next_headers(first)
+        second = await serving.connected()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await second.readexactly(1)
+        assert serving.stats.errors_by_transport == {"too_many_connections": 1}
+
+
+async def test_the_timer_ends_calls_whose_deadline_has_passed(monkeypatch):
+    monkeypatch.setattr(native_server, "TICK_S", 0.001)
+    async with Serving() as serving:
+        reader = await serving.connected(call("/wait", **{"grpc-timeout": "5S"}))
+        await until(lambda: serving.server.shared.unary_in_progress)
+        serving.now_s += 5
+        await next_headers(reader)
+        await until(lambda: not serving.server.shared.unary_in_progress)
+        assert serving.stats.errors_by_transport == {"deadline_exceeded": 1}
+
+
+async def test_the_timer_looks_at_connections_once_in_ten_times(monkeypatch):
+    monkeypatch.setattr(native_server, "TICK_S", 0.001)
+    async with Serving() as serving:
+        reader = await serving.connected(b"PRI ")
+        await until(lambda: serving.server._connections)
+        await until(lambda: serving.server._ticks > 10)
+        serving.now_s += 21
+        rest = await reader.read()
+        assert b"slow_preface" in rest
+        assert serving.stats.errors_by_transport == {"slow_preface": 1}
+
+
+async def test_a_stop_closes_idle_connections_at_once():
+    async with Serving() as serving:
+        reader = await serving.connected(call("/"))
+        await next_headers(reader)
+        async with asyncio.timeout(5):
+            await serving.server.stop(3600)
+        assert await reader.read() != b""
+        assert serving.stats.errors_by_transport == {}
+
+
+async def test_a_peer_that_reads_nothing_does_not_hold_up_a_stop(monkeypatch):
+    monkeypatch.setattr(native_server, "FAREWELL_S", 0.01)
+    async with Serving() as serving:
+        await serving.connected(GREETING)
+        await until(lambda: serving.server._connections)
+        [connection] = serving.server._connections
+        monkeypatch.setattr(connection, "end_calls", lambda _error: None)
+        monkeypatch.setattr(connection, "go_away", lambda: None)
+        await serving.server.stop(0)
+        assert not serving.server._connections
+
+
+async def test_a_server_that_never_started_stops_at_once():
+    async with asyncio.timeout(1):
+        await Serving().server.stop_accepting()
+        await Serving().server.stop(10)
+
+
+async def test_a_taken_port_is_one_clear_line():
+    async with Serving() as serving:
+        second = NativeServer(Methods(), listen=serving.address, stats=CheckStats())
+        with pytest.raises(StartupError, match=r"LISTEN: cannot listen on .*: Address already in"):
+            await second.start()

@@ -1,0 +1,95 @@
+"""Contexts for asyncio out of files that change; the handshakes themselves are tested in tests/rpc."""
+
+import ssl
+
+import pytest
+import trustme
+
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc.tls import CertificateSource, TlsFiles
+from ratelimitd.rpc.tls_contexts import TlsContexts
+
+
+@pytest.fixture(scope="module")
+def ca():
+    return trustme.CA()
+
+
+@pytest.fixture
+def files(tmp_path, ca):
+    found = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem")
+    ca.cert_pem.write_to_path(found.client_ca)
+    write(found, ca)
+    return found
+
+
+def write(files, ca):
+    certificate = ca.issue_cert("127.0.0.1")
+    certificate.private_key_pem.write_to_path(files.key)
+    certificate.cert_chain_pems[0].write_to_path(files.cert)
+
+
+class Handshake:
+    """One that has begun: what is chosen for it is its context."""
+
+    context: ssl.SSLContext
+
+
+def chosen(contexts):
+    handshake = Handshake()
+    contexts.listening.sni_callback(handshake, None, contexts.listening)
+    return handshake.context
+
+
+def contexts_of(files, reported=None):
+    report = [] if reported is None else reported
+    return TlsContexts(files, CertificateSource(files, report.append))
+
+
+def test_a_client_ca_makes_client_certificates_a_must(files):
+    assert chosen(contexts_of(files)).verify_mode is ssl.CERT_REQUIRED
+    assert chosen(contexts_of(files._replace(client_ca=None))).verify_mode is ssl.CERT_NONE
+
+
+def test_no_session_can_be_taken_up_again(files):
+    context = contexts_of(files).listening
+    assert context.num_tickets == 0
+    assert context.options & ssl.OP_NO_TICKET
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+
+
+def test_the_context_changes_with_the_files_and_only_then(files, ca):
+    contexts = contexts_of(files)
+    first = chosen(contexts)
+    assert chosen(contexts) is first
+    write(files, ca)
+    second = chosen(contexts)
+    assert second is not first
+    assert chosen(contexts) is second
+
+
+def test_broken_files_leave_the_context_as_it_is(files):
+    reported = []
+    contexts = contexts_of(files, reported)
+    first = chosen(contexts)
+    files.cert.write_text("no certificate")
+    assert chosen(contexts) is first
+    assert len(reported) == 1
+
+
+def test_files_that_change_again_while_they_are_read_are_read_again(files, ca):
+    source = CertificateSource(files, lambda _line: None)
+    contexts = TlsContexts(files, source)
+    first = chosen(contexts)
+    write(files, ca)
+    judged, source.newer = source.newer, lambda: (judged(), files.key.unlink())
+    assert chosen(contexts) is first
+    source.newer = judged
+    write(files, ca)
+    assert chosen(contexts) is not first
+
+
+def test_files_that_cannot_be_used_are_an_error_at_the_start(files):
+    files.key.write_text("no key")
+    with pytest.raises(StartupError, match="TLS_KEY"):
+        contexts_of(files)
