@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable
@@ -20,6 +21,7 @@ from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.stats import CheckStats
+from ratelimitd.supervisor import SWITCH_INTERVAL_S
 from ratelimitd.upkeep import SAMPLE_S, TICK_S, Upkeep
 
 BUCKETS = 1_000_000
@@ -83,6 +85,7 @@ class _Node:
             runtime=Runtime(),
             loop_time_s=asyncio.get_running_loop().time,
         )
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # as the supervisor does
         gc.collect()
         gc.freeze()
         self.background = Background({})

@@ -29,6 +29,8 @@ SIGNAL_BASE: Final = 128
 OVERDUE_S: Final = 2.0
 """How much longer than DRAIN_S a drain may take before the process ends without it."""
 
+SWITCH_INTERVAL_S: Final = 0.0005
+
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 _log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ def run(settings: Settings) -> int:
     """
     context = logs.LogContext(settings.node_name)
     logs.configure(level=settings.log_level, log_format=settings.log_format, context=context)
+    _share_the_interpreter()
     try:
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             return runner.run(_serve(settings, context))
@@ -50,6 +53,15 @@ def run(settings: Settings) -> int:
         place = traceback.extract_tb(error.__traceback__)[-1]
         kind = type(error).__name__
         return _failed(f"unexpected {kind} at {place.filename}:{place.lineno} in {place.name}")
+
+
+def _share_the_interpreter() -> None:
+    """Let the threads that write to disk have their turn while the loop is busy.
+
+    By default the loop keeps the interpreter for 5 ms when another thread asks for it. Under full load each write of
+    the bucket log then takes 5 to 10 ms, and one look at all buckets up to 84 s (measured) instead of 8.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
