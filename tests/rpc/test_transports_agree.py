@@ -1,4 +1,4 @@
-"""The same calls to both transports, through grpc's own clients: status, message, trailers, details and answers agree."""
+"""The same calls to both transports, through grpc's own client: status, text, trailers, details and answers agree."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -189,9 +189,9 @@ async def test_unknown_methods_agree(both, path):
     assert (await both.unary(path, b""))[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize("timeout", [None, 100, 1_000, 100_000])
-async def test_deadlines_agree(both, timeout):
-    assert (await both.unary("/s/times", b"", timeout=timeout))[0] is grpc.StatusCode.OK
+@pytest.mark.parametrize("timeout_s", [None, 100, 1_000, 100_000])
+async def test_deadlines_agree(both, timeout_s):
+    assert (await both.unary("/s/times", b"", timeout=timeout_s))[0] is grpc.StatusCode.OK
 
 
 async def test_a_deadline_that_passes_agrees(both):
