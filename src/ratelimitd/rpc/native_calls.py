@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final
 
 from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.errors import Cause
@@ -103,7 +103,7 @@ class ConnectionCalls:
         self._now_s = now_s
         for event in events:
             if type(event) is tuple:
-                self._whole(*cast("CompleteRequest", event), now_s)
+                self._whole(event, now_s)  # type: ignore[arg-type]  # mypy cannot tell; cast() costs 40 ns
             else:
                 self._EVENTS.get(type(event), _ignore)(self, event)
             if self._dear:
@@ -127,8 +127,9 @@ class ConnectionCalls:
     def _head_too_large(self, event: HeadTooLarge) -> None:
         self._refuse(event.stream_id, _HEAD_TOO_LARGE)
 
-    def _whole(self, stream_id: int, head: RequestHead, body: bytes, now_s: float) -> None:
+    def _whole(self, request: CompleteRequest, now_s: float) -> None:
         """A request that came in one piece: the check path, as long as nothing about it is unusual."""
+        stream_id, head, body = request
         plan: CallPlan | None = head.note  # type: ignore[assignment]  # nobody else keeps notes with heads
         if plan is None:
             plan, timeout_s = self._reader.read(head)
@@ -142,7 +143,8 @@ class ConnectionCalls:
         call = plan.call
         if timeout_s is not None or call is None:
             call = self._reader.call(plan, head, None if timeout_s is None else now_s + timeout_s)
-        self._dear = len(body) > _DEAR_BYTES
+        if len(body) > _DEAR_BYTES:
+            self._dear = True
         self._unary(stream_id, plan, call, message)
 
     def _unary(self, stream_id: int, plan: CallPlan, call: NativeCall, message: bytes) -> None:

@@ -282,3 +282,16 @@ async def test_window_updates_for_questions_read_later_are_written(owner, transp
     connection._wake()
     await turns()
     assert transport.frames() == [WINDOW_UPDATE]
+
+
+async def test_a_pause_of_writing_in_the_middle_of_a_turn_holds_the_rest(owner, transport, peer):
+    connection = owner.connection(transport)
+    count = Limits().frames_per_slice // 2 + 1
+    connection.data_received(b"".join(post(peer, 2 * number + 1) for number in range(count)))
+    connection.pause_writing()
+    transport.octets = b""
+    await turns()
+    assert transport.octets == b""
+    connection.resume_writing()
+    await turns()
+    assert transport.octets != b""

@@ -1,8 +1,10 @@
 """The server around the connections: listening, its one timer, and its end. Callers are in tests/rpc."""
 
 import asyncio
+import ssl
 
 import pytest
+import trustme
 
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import native_server
@@ -10,6 +12,7 @@ from ratelimitd.rpc.framing import framed
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.native_server import NativeServer
+from ratelimitd.rpc.tls import TlsFiles
 from ratelimitd.stats import CheckStats
 from tests.http2_peer import GREETING, HEADERS, Peer, frame
 
@@ -136,3 +139,34 @@ async def test_a_taken_port_is_one_clear_line():
         second = NativeServer(Methods(), listen=serving.address, stats=CheckStats())
         with pytest.raises(StartupError, match=r"LISTEN: cannot listen on .*: Address already in"):
             await second.start()
+
+
+async def test_a_socket_file_is_listened_on(tmp_path):
+    listen = f"unix:{tmp_path / 's'}"
+    server = NativeServer(Methods(), listen=listen, stats=CheckStats())
+    assert await server.start() == listen
+    _, writer = await asyncio.open_unix_connection(tmp_path / "s")
+    await until(lambda: server._connections)
+    await server.stop(0)
+    writer.close()
+
+
+async def test_a_certificate_that_cannot_be_used_is_logged_and_counted(tmp_path, caplog):
+    certificate = trustme.CA().issue_cert("127.0.0.1")
+    files = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem")
+    certificate.private_key_pem.write_to_path(files.key)
+    certificate.cert_chain_pems[0].write_to_path(files.cert)
+    stats = CheckStats()
+    server = NativeServer(Methods(), listen="127.0.0.1:0", stats=stats, tls=files)
+    address = await server.start()
+    files.cert.write_text("no certificate")
+    port = int(address.rpartition(":")[2])
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    trusting.set_alpn_protocols(["h2"])
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+    assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
+    assert stats.errors_by_transport == {"tls_files": 1}
+    assert [record.getMessage()[:9] for record in caplog.records] == ["TLS_CERT:"]
+    writer.close()
+    await server.stop(0)
