@@ -210,7 +210,8 @@ class Connection:
 
             if kind == _LAST_DATA and stream_id in opening:
                 first = opening[stream_id]
-                if first.content_length is None and length <= room - taken:
+                promised = first.content_length
+                if (promised is None or promised == length) and length <= room - taken:
                     del opening[stream_id]
                     live[stream_id] = UNTOUCHED
                     tell((stream_id, first, data[start:end]))

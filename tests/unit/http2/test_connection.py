@@ -166,6 +166,12 @@ def test_a_content_length_is_held_to():
     assert client.resets == [(1, PROTOCOL_ERROR)]
 
 
+def test_a_body_of_the_promised_length_comes_whole():
+    client = peer()
+    events = client.feed(client.head(1, [*POST, ("content-length", "4")]), last_data(1, b"four"))
+    assert events[-1][0::2] == (1, b"four")
+
+
 def test_bodies_of_checks_are_credited_without_the_owner():
     client = peer(connection_window_bytes=100_000)
     for stream_id in range(1, 81, 2):

@@ -298,7 +298,7 @@ def sized(length):
     return [*POST, ("content-length", str(length))]
 
 
-@pytest.mark.parametrize("parts", [[b"four"], [b"f", b"our"], [b"four", b""]])
+@pytest.mark.parametrize("parts", [[b"f", b"our"], [b"four", b""]])
 def test_a_body_of_the_promised_length_is_good(parts):
     client = peer()
     *first, last = parts
