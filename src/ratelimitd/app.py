@@ -23,11 +23,10 @@ from ratelimitd.observe.health import Health
 from ratelimitd.observe.logs import LogContext
 from ratelimitd.observe.metrics import Metrics, Readings, Runtime, SnapshotStatus
 from ratelimitd.observe.rules_log import RulesLog
-from ratelimitd.rpc.grpcio_server import GrpcioServer
 from ratelimitd.rpc.interface import Methods, Server
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.native_server import NativeServer
 from ratelimitd.rpc.tls import TlsFiles
+from ratelimitd.rpc.transports import TRANSPORTS
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.bucket_key import BucketKey
 from ratelimitd.rules.feed import RuleFeed
@@ -52,9 +51,6 @@ from ratelimitd.web.server import HttpServer
 CLOSING_SHARE: Final = 0.3
 MAX_CLOSING_S: Final = 3.0
 """What of DRAIN_S is kept for writing buckets and closing stores after the last call has ended."""
-
-TRANSPORTS: Final = {"native": NativeServer, "grpcio": GrpcioServer}
-"""By the setting TRANSPORT."""
 
 _log = logging.getLogger(__name__)
 
