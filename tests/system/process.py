@@ -90,8 +90,13 @@ class Served:
         return float(match[1])
 
 
+GOING = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+"""What a caller hears of a node on its way out. CANCELLED is the word of grpc's C core for a call that it had read from
+the wire, and had not handed to the node, when the node stopped accepting calls; nothing was charged for it."""
+
+
 class Load(threading.Thread):
-    """Checks one user without pause until the node is gone; every answer must be a decision or UNAVAILABLE."""
+    """Checks one user without pause until the node is gone; every answer must be a decision or one of ``GOING``."""
 
     def __init__(self, node: Served, endpoint: str) -> None:
         super().__init__(daemon=True)
@@ -110,7 +115,7 @@ class Load(threading.Thread):
                 if self._node.check(self._endpoint).allowed:
                     self.answered_at_s.append(time.monotonic())
             except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if error.code() not in GOING:
                     self.unexpected.append(error.code())
                 return
 
