@@ -1,4 +1,7 @@
-"""The longest turn of the event loop while a million buckets are created, evicted, swept, written and restored."""
+"""The longest turn of the event loop while a million buckets are created, evicted, swept, written and restored.
+
+And how long one look at all buckets takes beside a loop that is never idle: what a killed node forgets.
+"""
 
 import asyncio
 import gc
@@ -16,7 +19,7 @@ from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
 from ratelimitd.limiter import Limiter
-from ratelimitd.model import Algorithm, Check, IdentifierType, Rule
+from ratelimitd.model import US_PER_S, Algorithm, Check, IdentifierType, Rule
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
 from ratelimitd.rules.book import RuleBook
@@ -26,6 +29,8 @@ from ratelimitd.upkeep import SAMPLE_S, TICK_S, Upkeep
 
 BUCKETS = 1_000_000
 CHECKS_PER_TURN = 50
+FORGOTTEN_S = 15
+"""The promise: what a killed node forgets at most."""
 SECRET = bytes(32)
 RULE = Rule("id", "/api/orders", IdentifierType.USER, 1_000, 3_600, Algorithm.TOKEN_BUCKET)
 
@@ -35,7 +40,7 @@ Figures = dict[str, tuple[float, int, int]]
 def measure() -> list[Row]:
     """In a process of its own, with the collector set as in a node."""
     with idle_control() as control, multiprocessing.get_context("spawn").Pool(1) as pool:
-        figures, load_s = pool.apply(_measure)
+        figures, load_s, pass_s = pool.apply(_measure)
     rows = []
     for phase, (longest_ms, slow, turns) in figures.items():
         rows.append(
@@ -57,10 +62,13 @@ def measure() -> list[Row]:
             )
         )
     rows.append(Row("reading 1 M buckets at a start", load_s, "s"))
+    for what, took_s in zip(("a base", "a look"), pass_s, strict=True):
+        name = f"{what} at all buckets beside a loop that is never idle"
+        rows.append(Row(name, took_s, "s", "what a kill may cost at most", FORGOTTEN_S))
     return rows
 
 
-def _measure() -> tuple[Figures, float]:
+def _measure() -> tuple[Figures, float, list[float]]:
     with tempfile.TemporaryDirectory() as directory:
         return asyncio.run(_two_lives(Path(directory)))
 
@@ -74,6 +82,7 @@ class _Node:
         started_s = time.perf_counter()
         self.snapshot = SnapshotLog.open(directory, table, SECRET, clock)
         self.load_s = time.perf_counter() - started_s
+        self.pass_s: list[float] = []
         self.limiter = Limiter(
             buckets=table, clock=clock, stats=stats, timestamps="bounded", key_secret=SECRET
         )
@@ -107,9 +116,10 @@ class _Node:
         began_us = self.snapshot.last_pass_us
         while self.snapshot.last_pass_us == began_us:
             await self.check(first, count)
+        self.pass_s.append((self.snapshot.last_pass_us - began_us) / US_PER_S)
 
 
-async def _two_lives(directory: Path) -> tuple[Figures, float]:
+async def _two_lives(directory: Path) -> tuple[Figures, float, list[float]]:
     turns, figures = Turns(), Figures()
 
     async def phase(name: str, work: Awaitable[None]) -> None:
@@ -133,10 +143,8 @@ async def _two_lives(directory: Path) -> tuple[Figures, float]:
     node = _Node(directory)
     assert node.snapshot.restored_total >= BUCKETS
     # Checks of a quarter of them: the others still wait for theirs while the base is written.
-    await phase(
-        "the first base after a restart with 1 M buckets",
-        node.check_until_a_pass_ends(BUCKETS, BUCKETS // 4),
-    )
+    for name in ("the first base after a restart with 1 M buckets", "the look after it"):
+        await phase(name, node.check_until_a_pass_ends(BUCKETS, BUCKETS // 4))
     await node.background.stop()
     await node.snapshot.drain()
-    return figures, node.load_s
+    return figures, node.load_s, node.pass_s

@@ -29,7 +29,8 @@ SIGNAL_BASE: Final = 128
 OVERDUE_S: Final = 2.0
 """How much longer than DRAIN_S a drain may take before the process ends without it."""
 
-SWITCH_INTERVAL_S: Final = 0.0005
+SWITCH_INTERVAL_S: Final = 0.000_05
+"""Must be shorter than a turn of a busy loop; see :func:`_share_the_interpreter`."""
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -58,8 +59,10 @@ def run(settings: Settings) -> int:
 def _share_the_interpreter() -> None:
     """Let the threads that write to disk have their turn while the loop is busy.
 
-    By default the loop keeps the interpreter for 5 ms when another thread asks for it. Under full load each write of
-    the bucket log then takes 5 to 10 ms, and one look at all buckets up to 84 s (measured) instead of 8.
+    A thread that waits for the interpreter may demand it only after it has waited for this interval without the
+    interpreter changing hands; and a loop that polls its sockets lets go and takes it back in every turn. With an
+    interval longer than a turn the thread is woken in vain each time, and hardly ever gets it: with turns of 0.11 ms
+    one write to the bucket log took 155 ms at an interval of 0.5 ms, 37 ms at 0.1 ms, and 0.3 ms at 0.05 ms (measured).
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
