@@ -209,6 +209,8 @@ class Node:
                 rules_skipped_total=lambda: feed.skipped_total,
                 rules_connected=lambda: feed.connected,
                 snapshot=snapshot_status,
+                transport=lambda: self._server.in_progress if self._server else None,
+                tasks=lambda: len(asyncio.all_tasks()),
                 unexpected_total=lambda: self._edge.unexpected_total,
                 task_restarts=lambda: self._task_restarts,
             )

@@ -16,7 +16,12 @@ from ratelimitd import __version__
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.process import STARTED_AT_S, resident_bytes
-from ratelimitd.observe.samples import HistogramSample, MetricKind, MetricSample
+from ratelimitd.observe.samples import (
+    HistogramSample,
+    MetricKind,
+    MetricSample,
+    TransportStatus,
+)
 from ratelimitd.stats import LATENCY_BOUNDS_S, CheckStats
 
 BREAKER_STATES: Final = ("closed", "open", "half_open")
@@ -57,6 +62,10 @@ class Readings:
     rules_skipped_total: Callable[[], int]
     rules_connected: Callable[[], bool]
     snapshot: Callable[[], SnapshotStatus]
+    transport: Callable[[], TransportStatus | None]
+    """``None`` before it listens: HTTP does so first."""
+    tasks: Callable[[], int]
+    """Tasks of the event loop that have not ended."""
     unexpected_total: Callable[[], int]
     task_restarts: Callable[[], Mapping[str, int]]
     """Background job → times it crashed and was started again."""
@@ -158,6 +167,22 @@ def _per_rule(column: int) -> Callable[[Readings], Iterable[Point]]:
     ]
 
 
+def _transport(
+    **kinds: Callable[[TransportStatus], int | None],
+) -> Callable[[Readings], Iterable[Point]]:
+    """Readings by kind; what a transport cannot tell has none, instead of a wrong one."""
+
+    def points(readings: Readings) -> Iterable[Point]:
+        status = readings.transport()
+        if status is None:
+            return
+        for kind, read in kinds.items():
+            if (value := read(status)) is not None:
+                yield Point(value, kind)
+
+    return points
+
+
 def _counts(read: Callable[[Readings], Mapping[str, int]]) -> Callable[[Readings], Iterable[Point]]:
     return lambda readings: [Point(count, label) for label, count in sorted(read(readings).items())]
 
@@ -218,6 +243,14 @@ DEFINITIONS: Final = (
         lambda r: r.stats.clock_rejected_total),
     Definition("rate_limiter_transport_errors_total", "counter", "Calls the transport refused or lost, by cause.",
         _counts(lambda r: r.stats.errors_by_transport), "cause"),
+    Definition("rate_limiter_connections", "gauge", "Connections of callers; the grpcio transport cannot tell.",
+        _transport(open=lambda s: s.connections)),
+    Definition("rate_limiter_http2_streams", "gauge",
+        "Requests not answered to their end, over all connections; the grpcio transport cannot tell.",
+        _transport(open=lambda s: s.http2_streams)),
+    Definition("rate_limiter_calls_in_progress", "gauge",
+        "Calls whose handler is at work. The native transport answers checks at once: they are not seen here.",
+        _transport(unary=lambda s: s.unary, stream=lambda s: s.streams), "kind"),
     _counter("rate_limiter_unexpected_errors_total", "Calls answered INTERNAL: a defect, which the log names.",
         lambda r: r.unexpected_total()),
 
@@ -236,6 +269,7 @@ DEFINITIONS: Final = (
     # The process.
     _gauge("rate_limiter_loop_lag_seconds", "How late the event loop ran a timer, at worst in the last 10 to 20 s.",
         lambda r: r.runtime.loop_lag_s),
+    _gauge("rate_limiter_tasks", "Tasks of the event loop that have not ended.", lambda r: r.tasks()),
     _gauge("rate_limiter_clock_error_seconds",
         "How far the wall clock is ahead of the node's clock, which follows it slowly.",
         lambda r: r.runtime.clock_error_us / US_PER_S),

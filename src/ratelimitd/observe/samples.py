@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 MetricKind = Literal["counter", "gauge", "histogram"]
 """The kinds of metric of the contract, by the name they have on the wire."""
@@ -61,3 +61,23 @@ class HealthReport:
     node_id: str
     breaker_state: BreakerStateName
     rules_revision: int
+
+
+class TransportStatus(Protocol):
+    """What a transport is busy with at the moment: ``rpc.interface.InProgress``, which need not know of this module."""
+
+    @property
+    def unary(self) -> int:
+        """Unary calls whose handler is at work."""
+
+    @property
+    def streams(self) -> int:
+        """Streaming calls."""
+
+    @property
+    def connections(self) -> int | None:
+        """Open connections."""
+
+    @property
+    def http2_streams(self) -> int | None:
+        """Requests not answered to their end."""

@@ -21,6 +21,7 @@ import grpc.aio
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.addresses import bound_address, demand_free
 from ratelimitd.rpc.interface import (
+    InProgress,
     Methods,
     RpcError,
     StatusCode,
@@ -129,6 +130,11 @@ class GrpcioServer:
                 await asyncio.sleep(_REOPEN_PAUSE_S)
             else:
                 return
+
+    @property
+    def in_progress(self) -> InProgress:
+        """What it is busy with now. Connections are grpc's own affair."""
+        return InProgress(self._calls.taken, self._streams.taken)
 
     async def stop_accepting(self) -> None:
         """Refuse new calls; calls in flight go on."""
@@ -266,21 +272,22 @@ class GrpcioCall:
 
 @dataclass(slots=True)
 class _Room:
-    """Room for calls: ``with room`` takes one place of those ``free``; without one the call is counted and refused."""
+    """Room for calls: ``with room`` takes one of ``places``; without one the call is counted and refused."""
 
-    free: int
+    places: int
     count: Callable[[TransportError], None]
     cause: TransportError
     message: str
+    taken: int = 0
 
     def __enter__(self) -> None:
-        if not self.free:
+        if self.taken >= self.places:
             self.count(self.cause)
             raise RpcError(StatusCode.RESOURCE_EXHAUSTED, self.message)
-        self.free -= 1
+        self.taken += 1
 
     def __exit__(self, *_: object) -> None:
-        self.free += 1
+        self.taken -= 1
 
 
 class _Router(grpc.GenericRpcHandler):

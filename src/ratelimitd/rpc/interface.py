@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class StatusCode(enum.IntEnum):
@@ -102,8 +102,24 @@ class Methods:
     bidi_stream: Mapping[str, BidiStreamHandler] = field(default_factory=dict)
 
 
+class InProgress(NamedTuple):
+    """What a transport is busy with at the moment; ``None`` where it cannot tell."""
+
+    unary: int
+    """Unary calls whose handler has not answered yet; one that answers at once is never seen here."""
+    streams: int
+    """Calls that answer with a stream."""
+    connections: int | None = None
+    http2_streams: int | None = None
+    """Requests that are not answered to their end, over all connections: those still arriving, too."""
+
+
 class Server(Protocol):
     """A running transport."""
+
+    @property
+    def in_progress(self) -> InProgress:
+        """What it is busy with now; takes a look at each connection."""
 
     async def start(self) -> str:
         """Bind and listen; returns the bound address as ``host:port``.

@@ -67,6 +67,11 @@ class NativeConnection(asyncio.Protocol):
         self._lifetime: Lifetime
         self.calls: ConnectionCalls
 
+    @property
+    def open_streams(self) -> int:
+        """Requests that are not answered to their end."""
+        return self._http2.open_streams
+
     # What the transport says
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from ratelimitd.rpc.addresses import bound_address, demand_free, listening_sockets
-from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError
+from ratelimitd.rpc.interface import InProgress, Methods, RpcError, StatusCode, TransportError
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.native_connection import NativeConnection
 from ratelimitd.rpc.native_shared import SharedCalls
@@ -93,6 +93,16 @@ class NativeServer:
             port = 0 if unix else sock.getsockname()[1]
         self._timer = loop.call_later(TICK_S, self._tick)
         return bound_address(self._listen, port)
+
+    @property
+    def in_progress(self) -> InProgress:
+        """What it is busy with now."""
+        return InProgress(
+            self.shared.unary_in_progress,
+            self.shared.streams_in_progress,
+            len(self._connections),
+            sum(connection.open_streams for connection in self._connections),
+        )
 
     async def stop_accepting(self) -> None:
         """Refuse new connections and new calls; calls in flight go on."""

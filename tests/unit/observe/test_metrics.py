@@ -29,8 +29,19 @@ def runtime():
     return Runtime()
 
 
+class Transport:
+    """One that tells everything, unless the test takes something away."""
+
+    unary, streams, connections, http2_streams = 20, 21, 22, 23
+
+
 @pytest.fixture
-def metrics(stats, runtime):
+def transport():
+    return Transport()
+
+
+@pytest.fixture
+def metrics(stats, runtime, transport):
     health = Health(node_id="n", stats=stats, clock=ManualClock(), rules_revision=lambda: 4)
     return Metrics(
         Readings(
@@ -47,6 +58,8 @@ def metrics(stats, runtime):
             snapshot=lambda: SnapshotStatus(1.5, 16, 17),
             task_restarts=lambda: {"snapshot": 2},
             unexpected_total=lambda: 18,
+            transport=lambda: transport,
+            tasks=lambda: 19,
         )
     )
 
@@ -118,6 +131,25 @@ def test_the_process_is_reported(metrics, runtime):
     assert value(metrics, "rate_limiter_build_info", version=__version__) == 1
     assert value(metrics, "rate_limiter_memory_usage_bytes") > 1_000_000
     assert value(metrics, "process_start_time_seconds") > 1_700_000_000
+
+
+def test_what_the_transport_is_busy_with_is_reported(metrics):
+    assert value(metrics, "rate_limiter_calls_in_progress", kind="unary") == 20
+    assert value(metrics, "rate_limiter_calls_in_progress", kind="stream") == 21
+    assert value(metrics, "rate_limiter_connections") == 22
+    assert value(metrics, "rate_limiter_http2_streams") == 23
+    assert value(metrics, "rate_limiter_tasks") == 19
+
+
+def test_what_a_transport_cannot_tell_is_no_number_and_not_zero(metrics, transport):
+    transport.connections = None
+    assert list(metrics.samples(["rate_limiter_connections"])) == []
+    assert value(metrics, "rate_limiter_http2_streams") == 23
+
+
+@pytest.mark.parametrize("transport", [None])
+def test_before_a_transport_listens_there_is_nothing_to_tell_of_it(metrics, transport):
+    assert list(metrics.samples(["rate_limiter_calls_in_progress"])) == []
 
 
 def test_the_histogram_is_cumulative_and_has_edges_at_the_promise_and_the_alert(metrics, stats):

@@ -98,3 +98,23 @@ async def test_a_server_that_never_started_stops_at_once():
     async with asyncio.timeout(1):
         await server.stop_accepting()
         await server.stop(10)
+
+
+async def test_what_is_in_progress_is_told_until_it_has_ended():
+    begun, done = asyncio.Event(), asyncio.Event()
+
+    async def wait(data, _call):
+        begun.set()
+        await done.wait()
+        return data
+
+    server = GrpcioServer(Methods({"/s/wait": wait}), listen="127.0.0.1:0", stats=CheckStats())
+    address = await server.start()
+    async with asyncio.timeout(20), grpc.aio.insecure_channel(address) as channel:
+        call = channel.unary_unary("/s/wait")(b"")
+        await begun.wait()
+        assert server.in_progress == (1, 0, None, None)
+        done.set()
+        await call
+        assert server.in_progress == (0, 0, None, None)
+    await server.stop(0)

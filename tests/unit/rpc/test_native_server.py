@@ -94,6 +94,15 @@ async def test_the_timer_ends_calls_whose_deadline_has_passed(monkeypatch):
         assert serving.stats.errors_by_transport == {"deadline_exceeded": 1}
 
 
+async def test_what_is_in_progress_is_told_until_it_has_ended():
+    async with Serving() as serving:
+        assert serving.server.in_progress == (0, 0, 0, 0)
+        await serving.connected(call("/wait"))
+        await until(lambda: serving.server.in_progress == (1, 0, 1, 1))
+        serving.writers[0].close()
+        await until(lambda: serving.server.in_progress == (0, 0, 0, 0))
+
+
 async def test_the_timer_looks_at_connections_once_in_ten_times(monkeypatch):
     monkeypatch.setattr(native_server, "TICK_S", 0.001)
     async with Serving() as serving:
