@@ -49,6 +49,12 @@ class TransportError(enum.StrEnum):
     UNKNOWN_METHOD = "unknown_method"
     TLS_FILES = "tls_files"
     """New certificate files could not be used; the old ones stay in service."""
+    TLS_HANDSHAKE = "tls_handshake"
+    """It failed: nothing in common, a client certificate that is missing or not trusted, or octets that are no TLS."""
+    SLOW_HANDSHAKE = "slow_handshake"
+    """It took too long."""
+    PLAINTEXT = "plaintext"
+    """Somebody spoke it on a port of TLS."""
 
 
 class RpcError(Exception):
@@ -84,6 +90,7 @@ class Call(Protocol):
 
 
 UnaryHandler = Callable[[bytes, Call], bytes | Awaitable[bytes]]
+BulkHandler = Callable[[Sequence[bytes]], Sequence[bytes | None]]
 ServerStreamHandler = Callable[[bytes, Call], AsyncIterator[bytes]]
 BidiStreamHandler = Callable[[AsyncIterator[bytes], Call], AsyncIterator[bytes]]
 
@@ -100,6 +107,10 @@ class Methods:
     unary: Mapping[str, UnaryHandler] = field(default_factory=dict)
     server_stream: Mapping[str, ServerStreamHandler] = field(default_factory=dict)
     bidi_stream: Mapping[str, BidiStreamHandler] = field(default_factory=dict)
+    bulk: Mapping[str, BulkHandler] = field(default_factory=dict)
+    """Shortcuts of unary methods for messages that came together: answer i is to message i, and ``None`` is for the
+    method's own handler. It asks for nothing but the message, waits for nothing, and raises nothing. A transport may
+    use it or not: the answers are the same."""
 
 
 class InProgress(NamedTuple):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from ratelimitd.rpc.accepting import Acceptor
 from ratelimitd.rpc.addresses import bound_address, demand_free, listening_sockets
+from ratelimitd.rpc.descriptors import room_for
 from ratelimitd.rpc.interface import InProgress, Methods, RpcError, StatusCode, TransportError
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.native_connection import NativeConnection
@@ -27,12 +28,6 @@ TICK_S: Final = 0.1
 
 TICKS_PER_LOOK: Final = 10
 """Connections are looked at once a second."""
-
-BACKLOG: Final = 1_024
-HANDSHAKE_TIMEOUT_S: Final = 10.0
-
-ACCEPT_TURNS: Final = 3
-"""Of the loop, from a connection that the kernel had accepted already to one that can be closed."""
 
 FAREWELL_S: Final = 0.5
 """How long connections may take to read why they end."""
@@ -64,7 +59,7 @@ class NativeServer:
         self.shared = SharedCalls(
             methods, limits or TransportLimits(), stats, monotonic_s or loop.time
         )
-        self._listeners: list[asyncio.Server] = []
+        self._acceptor: Acceptor[NativeConnection] | None = None
         self._connections: set[NativeConnection] = set()
         self._none_left = asyncio.Event()
         self._none_left.set()
@@ -77,20 +72,18 @@ class NativeServer:
         context = None if self._tls is None else self._contexts(self._tls).listening
         await demand_free(self._listen)
         loop = asyncio.get_running_loop()
-        port = 0
-        for sock in await listening_sockets(self._listen):
-            # What uvloop makes for TCP cannot take a socket of the other family.
-            unix = sock.family == socket.AF_UNIX
-            create = loop.create_unix_server if unix else loop.create_server
-            listener = await create(
-                partial(NativeConnection, self),
-                sock=sock,
-                backlog=BACKLOG,
-                ssl=context,
-                ssl_handshake_timeout=None if context is None else HANDSHAKE_TIMEOUT_S,
-            )
-            self._listeners.append(listener)
-            port = 0 if unix else sock.getsockname()[1]
+        sockets = await listening_sockets(self._listen)
+        self._acceptor = Acceptor(
+            partial(NativeConnection, self),
+            self.shared.count,
+            self.shared.monotonic_s,
+            max_connections=room_for(self.shared.limits.max_connections),
+            tls=context,
+        )
+        for sock in sockets:
+            self._acceptor.listen(sock)
+        name = sockets[0].getsockname()
+        port = name[1] if isinstance(name, tuple) else 0
         self._timer = loop.call_later(TICK_S, self._tick)
         return bound_address(self._listen, port)
 
@@ -100,24 +93,15 @@ class NativeServer:
         return InProgress(
             self.shared.unary_in_progress,
             self.shared.streams_in_progress,
-            len(self._connections),
+            0 if self._acceptor is None else len(self._acceptor.places),
             sum(connection.open_streams for connection in self._connections),
         )
 
     async def stop_accepting(self) -> None:
         """Refuse new connections and new calls; calls in flight go on."""
         self._closed = True
-        # asyncio leaks a connection that was accepted and not made yet when its listener is closed: accept no more,
-        # wait until what was accepted is made, then close.
-        loop = asyncio.get_running_loop()
-        for listener in self._listeners:
-            for sock in listener.sockets:
-                loop.remove_reader(sock.fileno())
-        for _ in range(ACCEPT_TURNS):
-            await asyncio.sleep(0)
-        for listener in self._listeners:
-            listener.close()
-        self._listeners.clear()
+        if self._acceptor is not None:
+            await self._acceptor.close()
         for connection in list(self._connections):
             connection.go_away()
 
@@ -142,17 +126,16 @@ class NativeServer:
     # What connections need; see native_connection.Registry
 
     def joined(self, connection: NativeConnection) -> bool:
-        """A connection was made; false: there is no room for it."""
+        """A connection was made; false: the server has closed meanwhile."""
         self._connections.add(connection)
         self._none_left.clear()
-        if len(self._connections) > self.shared.limits.max_connections:
-            self.shared.count(TransportError.TOO_MANY_CONNECTIONS)
-            return False
         return not self._closed
 
     def left(self, connection: NativeConnection) -> None:
         """A connection is gone."""
         self._connections.discard(connection)
+        if self._acceptor is not None:
+            self._acceptor.leave(connection)
         if not self._connections:
             self._none_left.set()
 
@@ -178,6 +161,8 @@ class NativeServer:
                 connection.calls.expire(now_s)
             if look:
                 connection.look(now_s)
+        if look and self._acceptor is not None:
+            self._acceptor.expire(now_s)
 
     def _contexts(self, files: TlsFiles) -> TlsContexts:
         def report(line: str) -> None:

@@ -1,0 +1,279 @@
+"""Connections from the kernel's hand to their protocol, over real sockets, in both event loops."""
+
+import asyncio
+import errno
+import socket
+import ssl
+import struct
+
+import pytest
+import trustme
+import uvloop
+
+from ratelimitd.rpc import accepting
+from ratelimitd.rpc.accepting import HANDSHAKE_TIMEOUT_S, Acceptor
+from ratelimitd.rpc.addresses import listening_sockets
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+@pytest.fixture(scope="module")
+def ca():
+    return trustme.CA()
+
+
+class Made(asyncio.Protocol):
+    def __init__(self, bench):
+        self.bench = bench
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.bench.made.append(self)
+
+    def data_received(self, data):
+        self.transport.write(data)
+
+    def connection_lost(self, _error):
+        self.bench.acceptor.leave(self)
+
+
+class Bench:
+    """An acceptor, a clock that the test moves, and blocking peers."""
+
+    def __init__(self, tls=None, max_connections=3):
+        self.now_s = 100.0
+        self.made = []
+        self.counted = []
+        self.peers = []
+        self.acceptor = Acceptor(
+            lambda: Made(self),
+            lambda cause: self.counted.append(str(cause)),
+            lambda: self.now_s,
+            max_connections=max_connections,
+            tls=tls,
+        )
+
+    async def __aenter__(self):
+        [listening] = await listening_sockets("127.0.0.1:0")
+        self.listening = listening
+        self.address = listening.getsockname()
+        self.acceptor.listen(listening)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.acceptor.close()
+        for made in self.made:
+            made.transport.abort()
+        for peer in self.peers:
+            peer.close()
+        await until(lambda: not self.acceptor.places)
+
+    def peer(self, octets=b""):
+        peer = socket.create_connection(self.address)
+        peer.sendall(octets)
+        peer.setblocking(False)
+        self.peers.append(peer)
+        return peer
+
+    @property
+    def places(self):
+        return len(self.acceptor.places)
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 -- what is waited for is a counter
+            await asyncio.sleep(0.001)
+
+
+async def read_all(peer):
+    octets = b""
+    async with asyncio.timeout(20):
+        while more := await asyncio.get_running_loop().sock_recv(peer, 4_096):
+            octets += more
+    return octets
+
+
+def server_context(ca, *, mutual=False):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ca.issue_cert("127.0.0.1").configure_cert(context)
+    if mutual:
+        ca.configure_trust(context)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def run(loop_factory, scenario):
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(scenario())
+
+
+@pytest.fixture(params=LOOPS, ids=["asyncio", "uvloop"])
+def running(request):
+    """Runs a scenario in each event loop in turn."""
+    return lambda scenario: run(request.param, scenario)
+
+
+def test_a_connection_has_its_place_until_it_is_lost(running):
+    async def scenario():
+        async with Bench() as bench:
+            peer = bench.peer(b"hello")
+            await until(lambda: bench.made)
+            assert await asyncio.get_running_loop().sock_recv(peer, 5) == b"hello"
+            sock = bench.made[0].transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert bench.places == 1
+            peer.close()
+            await until(lambda: bench.places == 0)
+            assert bench.counted == []
+
+    running(scenario)
+
+
+def test_silent_peers_of_a_tls_port_have_places_and_lose_them_in_time(running, ca):
+    async def scenario():
+        async with Bench(server_context(ca)) as bench:
+            silent = [bench.peer(), bench.peer(b"\x16"), bench.peer(b"\x16\x03\x01\x02\x00")]
+            await until(lambda: bench.places == 3)
+            one_more = bench.peer()
+            assert await read_all(one_more) == b""
+            assert bench.counted == ["too_many_connections"]
+            bench.now_s += HANDSHAKE_TIMEOUT_S - 0.1
+            bench.acceptor.expire(bench.now_s)
+            assert bench.places == 3
+            bench.now_s += 0.1
+            bench.acceptor.expire(bench.now_s)
+            bench.acceptor.expire(bench.now_s)
+            await until(lambda: bench.places == 0)
+            assert [await read_all(peer) for peer in silent[:2]] == [b"", b""]
+            assert bench.counted[1:] == ["slow_handshake"] * 3
+            assert bench.made == []
+
+    running(scenario)
+
+
+def test_a_handshake_becomes_a_connection(running, ca):
+    async def scenario():
+        async with Bench(server_context(ca)) as bench:
+            trusting = ssl.create_default_context()
+            ca.configure_trust(trusting)
+            reader, writer = await asyncio.open_connection(*bench.address, ssl=trusting)
+            writer.write(b"hello")
+            assert await reader.readexactly(5) == b"hello"
+            assert (bench.places, len(bench.made)) == (1, 1)
+            writer.close()
+            await until(lambda: bench.places == 0)
+            assert bench.counted == []
+
+    running(scenario)
+
+
+@pytest.mark.parametrize(
+    "octets", [b"\x16 but no TLS behind it", b"\x16\x03\x01\x00\x04\xff\0\0\0"]
+)
+def test_a_handshake_that_fails_is_counted(running, ca, octets):
+    async def scenario():
+        async with Bench(server_context(ca, mutual=True)) as bench:
+            bench.peer(octets)
+            await until(lambda: bench.counted and not bench.places)
+            assert bench.counted == ["tls_handshake"]
+
+    running(scenario)
+
+
+@pytest.mark.parametrize(
+    ("said", "begins"),
+    [
+        ([b"GET / HT", b"TP/1.1\r\nHost: x\r\n\r\n"], b"HTTP/1.1 400 "),
+        ([b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\0\0\0\4\0\0\0\0\0"], b"\0\0\x1c\7"),
+        ([b"SSH-2.0-OpenSSH"], b""),
+    ],
+)
+def test_plaintext_on_a_tls_port_is_told_so_then_closed(running, ca, said, begins):
+    async def scenario():
+        async with Bench(server_context(ca)) as bench:
+            peer = bench.peer()
+            for octets in said:
+                await asyncio.get_running_loop().sock_sendall(peer, octets)
+            answer = await read_all(peer)
+            assert answer.startswith(begins)
+            assert bool(answer) == bool(begins)
+            peer.close()
+            await until(lambda: not bench.places)
+            assert bench.counted == ["plaintext"]
+
+    running(scenario)
+
+
+def test_a_stranger_who_goes_on_talking_is_not_listened_to_for_ever(running, ca):
+    async def scenario():
+        async with Bench(server_context(ca)) as bench:
+            peer = bench.peer(b"GET / HTTP/1.1\r\n\r\n" + bytes(200_000))
+            await until(lambda: bench.counted and not bench.places)
+            assert peer.recv(13) == b"HTTP/1.1 400 "
+
+    running(scenario)
+
+
+@pytest.mark.parametrize("octets", [b"", b"GE"])
+def test_a_peer_that_leaves_before_it_is_clear_what_it_wants_leaves_nothing(running, ca, octets):
+    async def scenario():
+        async with Bench(server_context(ca)) as bench:
+            gone, reset = bench.peer(octets), bench.peer(octets)
+            await until(lambda: bench.places == 2)
+            reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            reset.close()
+            gone.close()
+            await until(lambda: bench.places == 0)
+            assert set(bench.counted) <= {"plaintext"}
+
+    running(scenario)
+
+
+class Full(socket.socket):
+    """A listening socket when no descriptor is left."""
+
+    def accept(self):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_system_without_room_is_asked_again_later(running, monkeypatch):
+    async def scenario():
+        monkeypatch.setattr(accepting, "RETRY_S", 0.001)
+        async with Bench() as bench:
+            acceptor = bench.acceptor
+            with Full() as full:
+                acceptor._accept(full)
+                assert bench.counted == ["too_many_connections"]
+                acceptor._accept_again(full)  # closed meanwhile: not listened to any more
+            asyncio.get_running_loop().remove_reader(bench.listening)
+            acceptor._accept_again(bench.listening)
+            bench.peer()
+            await until(lambda: bench.made)
+
+    running(scenario)
+
+
+def test_what_is_not_made_when_the_acceptor_closes_is_given_up(running, ca):
+    async def scenario():
+        async with Bench(server_context(ca)) as bench:
+            peer = bench.peer()
+            await until(lambda: bench.places == 1)
+            await bench.acceptor.close()
+            assert bench.places == 0
+            assert await read_all(peer) == b""
+
+    running(scenario)
+
+
+def test_a_connection_accepted_in_the_turn_in_which_it_closes_is_given_up(running):
+    async def scenario():
+        async with Bench() as bench:
+            peer = bench.peer()
+            bench.acceptor._accept(bench.listening)
+            assert bench.places == 1
+            await bench.acceptor.close()
+            assert bench.places == 0
+            assert await read_all(peer) == b""
+
+    running(scenario)
