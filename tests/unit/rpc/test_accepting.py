@@ -1,6 +1,7 @@
 """Connections from the kernel's hand to their protocol, over real sockets, in both event loops."""
 
 import asyncio
+import contextlib
 import errno
 import socket
 import ssl
@@ -87,10 +88,12 @@ async def until(condition):
 
 
 async def read_all(peer):
+    """What a peer reads until its connection is closed or, because something that it sent was not read, reset."""
     octets = b""
-    async with asyncio.timeout(20):
-        while more := await asyncio.get_running_loop().sock_recv(peer, 4_096):
-            octets += more
+    with contextlib.suppress(ConnectionResetError):
+        async with asyncio.timeout(20):
+            while more := await asyncio.get_running_loop().sock_recv(peer, 4_096):
+                octets += more
     return octets
 
 
