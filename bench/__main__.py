@@ -6,7 +6,8 @@
 import sys
 from pathlib import Path
 
-from bench import decisions, hpack, http2_core, loop, memory, report, rpc, rules
+from bench import decisions, hpack, http2_core, loop, memory, native, report, rpc, rules
+from bench.servers import Missing
 
 PARTS = {
     "decisions": ("Decisions, one core", decisions.measure),
@@ -14,19 +15,26 @@ PARTS = {
     "loop": ("Turns of the event loop", loop.measure),
     "hpack": ("Header blocks, one core", hpack.measure),
     "http2": ("HTTP/2 alone, one core", http2_core.measure),
+    "native": ("The native transport, server on one core, load on another", native.measure),
     "rpc": ("Over gRPC, server on one core, load on another", rpc.measure),
     "rules": ("100,000 rules", rules.measure),
 }
 
 
 def main() -> None:
-    """Run the parts that were named, or all."""
-    figures = {}
+    """Run the parts that were named, or all; a part that lacks a program fails alone."""
+    figures, missing = {}, []
     for name in sys.argv[1:] or PARTS:
         title, measure = PARTS[name]
-        figures[title] = measure()
+        try:
+            figures[title] = measure()
+        except Missing as what:
+            missing.append(f"{name}: {what}")
+            continue
         report.show(title, figures[title])
     report.save(Path(__file__).parent / "results" / "latest.json", figures)
+    if missing:
+        sys.exit("\n".join(missing))
 
 
 if __name__ == "__main__":

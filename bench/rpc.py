@@ -6,47 +6,33 @@ moment it was sent, so that a stall counts for every call it delayed.
 
 import asyncio
 import contextlib
-import os
-import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import grpc
 import uvloop
 
+from bench import servers
 from bench.report import Row, percentile
 from bench.turns import idle_control
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
-SERVER_CORE, LOAD_CORE = 0, 1
 CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 BATCH = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
 IN_FLIGHT = 64
 CHANNELS = 4
 SECONDS = 5.0
 SEQUENTIAL_CALLS = 5_000
-RULES = """
-rules:
-  - {endpoint: /api/orders, identifier_type: user, limit: 1000000000, window_seconds: 86400, algorithm: token_bucket}
-"""
 PERCENTILES = (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999))
 
 
 def measure() -> list[Row]:
     """Both servers, one after the other, the same load."""
-    if os.cpu_count() and len(os.sched_getaffinity(0)) > 1:
-        os.sched_setaffinity(0, {LOAD_CORE})
-    try:
-        with _node() as port:
-            node = uvloop.run(_load(port))
-        with _echo() as port:
-            echo = uvloop.run(_load(port))
-    finally:
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    with servers.load_core():
+        with servers.node() as server:
+            node = uvloop.run(_load(server.port))
+        with servers.echo() as server:
+            echo = uvloop.run(_load(server.port))
     rows = []
     for name, value in node.items():
         unit = name.rsplit(", ", 1)[1]
@@ -64,40 +50,6 @@ def measure() -> list[Row]:
         added_ms = node[f"{at} p99, ms"] - echo[f"{at} p99, ms"]
         rows.append(Row(f"{at}: added at p99 (promised: below 1)", added_ms, "ms"))
     return rows
-
-
-@contextlib.contextmanager
-def _node() -> Iterator[int]:
-    with tempfile.TemporaryDirectory() as directory:
-        rules = Path(directory) / "rules.yaml"
-        rules.write_text(RULES)
-        command = [
-            str(Path(sys.executable).with_name("ratelimitd")), "serve", "--listen", "127.0.0.1:0", "--http-listen", "",
-            "--database-url", f"sqlite:///{directory}/rules.db", "--state-dir", f"{directory}/state",
-            "--rules-file", str(rules), "--log-level", "error",
-        ]  # fmt: skip
-        with _server(command) as line:
-            found = re.search(r"grpc=\S+:(\d+)", line)
-            assert found, line
-            yield int(found[1])
-
-
-@contextlib.contextmanager
-def _echo() -> Iterator[int]:
-    with _server([sys.executable, "-m", "bench.echo"]) as line:
-        yield int(line)
-
-
-@contextlib.contextmanager
-def _server(command: list[str]) -> Iterator[str]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    os.sched_setaffinity(process.pid, {SERVER_CORE})  # before it has threads: they inherit it
-    assert process.stdout
-    try:
-        yield process.stdout.readline()
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def _load(port: int) -> dict[str, float]:

@@ -1,0 +1,114 @@
+"""Counts answered calls in the octets of a server, and stops at the first that is not a success.
+
+Every frame is looked at, so an answer counts once, wherever the reads cut it. A header block is decoded when it is
+seen for the first time; as long as the dynamic table stays as it is, the same octets mean the same.
+"""
+
+from hpack import Decoder
+
+from ratelimitd.http2 import frames
+from ratelimitd.http2.frames import END_HEADERS, END_STREAM, FrameType, read_header
+
+WINDOW_BYTES = (1 << 30) - 1
+"""What the server may send, on each stream and on the connection, before we must grant more."""
+DEFAULT_WINDOW_BYTES = 65_535
+ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE = 0x2, 0x3, 0x4
+
+GREETING = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    + frames.settings([(ENABLE_PUSH, 0), (INITIAL_WINDOW_SIZE, WINDOW_BYTES)])
+    + frames.window_update(0, WINDOW_BYTES - DEFAULT_WINDOW_BYTES)
+)
+
+_DATA, _DATA_END = FrameType.DATA << 8, FrameType.DATA << 8 | END_STREAM
+_HEAD = FrameType.HEADERS << 8 | END_HEADERS
+_HEAD_END = _HEAD | END_STREAM
+
+
+class WrongAnswerError(Exception):
+    """The server did something else than answer with success; the run measures nothing."""
+
+    def __init__(self, what: object) -> None:
+        super().__init__(f"instead of a success: {what}")
+
+
+class Answers:
+    """The server's side of one connection with ``streams`` calls open at a time.
+
+    ``credit`` is how many octets of DATA the server still takes, ``to_send`` what the protocol wants said. The user
+    takes from the one and empties the other.
+    """
+
+    def __init__(self, streams: int) -> None:
+        self.credit = DEFAULT_WINDOW_BYTES
+        self.to_send = b""
+        self._streams = streams
+        self._rest = b""
+        self._owed = 0
+        self._decoder = Decoder()
+        self._good: set[tuple[int, bytes]] = set()
+
+    def feed(self, octets: bytes) -> int:
+        """Return how many calls these octets brought to their end.
+
+        Raises:
+            WrongAnswerError: one was no success, or the server ended the call or the connection.
+        """
+        octets = self._rest + octets
+        at, size, answered = 0, len(octets), 0
+        good = self._good
+        while size - at >= frames.FRAME_HEADER_BYTES:
+            _, length, kind, _ = read_header(octets, at)
+            end = at + 9 + length
+            if end > size:
+                break
+            if kind in (_HEAD, _HEAD_END):
+                if (kind, octets[at + 9 : end]) not in good:
+                    self._learn(kind, octets[at + 9 : end])
+                answered += kind & END_STREAM
+            elif kind in (_DATA, _DATA_END):
+                self._owed += length
+                answered += kind & END_STREAM
+            else:
+                self._other(kind, octets[at + 9 : end], read_header(octets, at)[3])
+            at = end
+        self._rest = octets[at:]
+        if self._owed > WINDOW_BYTES // 2:
+            self.to_send += frames.window_update(0, self._owed)
+            self._owed = 0
+        return answered
+
+    def _learn(self, kind: int, block: bytes) -> None:
+        before = list(self._decoder.header_table.dynamic_entries)
+        fields = dict(self._decoder.decode(block, raw=True))
+        status = fields.get(b":status", b"200"), fields.get(b"grpc-status", b"0")
+        if status != (b"200", b"0") or not fields.keys() & {b":status", b"grpc-status"}:
+            raise WrongAnswerError(fields)
+        if before != list(self._decoder.header_table.dynamic_entries):
+            self._good.clear()  # indexes have moved
+        else:
+            self._good.add((kind, block))
+
+    def _other(self, kind: int, payload: bytes, stream_id: int) -> None:
+        frame_type, flags = kind >> 8, kind & 0xFF
+        if frame_type == FrameType.WINDOW_UPDATE:
+            if stream_id == 0:
+                self.credit += int.from_bytes(payload, "big")
+        elif frame_type == FrameType.SETTINGS:
+            if not flags & frames.ACK:
+                self._settings(payload)
+        elif frame_type == FrameType.PING:
+            if not flags & frames.ACK:
+                self.to_send += frames.frame(FrameType.PING, frames.ACK, 0, payload)
+        else:
+            raise WrongAnswerError((FrameType(frame_type), flags, payload))
+
+    def _settings(self, payload: bytes) -> None:
+        for at in range(0, len(payload), 6):
+            name, value = (
+                int.from_bytes(payload[at : at + 2], "big"),
+                int.from_bytes(payload[at + 2 : at + 6], "big"),
+            )
+            if name == MAX_CONCURRENT_STREAMS and value < self._streams:
+                raise WrongAnswerError({"streams at a time": value})
+        self.to_send += frames.SETTINGS_ACK

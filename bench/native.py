@@ -1,0 +1,125 @@
+"""The native transport, a real node with everything on, beside nghttpd (C) and the grpcio transport in the same run.
+
+The server has one core, the load the other. nghttpd serves a file of 13 bytes with one thread: HTTP/2 in C that
+decides nothing. Where the calls of a row are all alike h2load asks both sides, else, and where it is not installed,
+:mod:`bench.replay` does. Limits to aim at stand beside the baselines; they hold on any machine, as they are ratios.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from bench.h2load import h2load, installed
+from bench.replay import Measured, replay
+from bench.report import Row
+from bench.scripts import BATCH_SIZE, identifier
+from bench.servers import LIMIT, WINDOW_SECONDS, Server, load_core, nghttpd, node
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from ratelimiter.v1.ratelimiter_pb2_grpc import RateLimiterStub
+
+SECONDS = 3
+FEW, MANY, ONE = (4, 16), (16, 64), (1, 1)
+"""Connections, and calls open on each."""
+EVERYTHING = ("--http-listen", "127.0.0.1:0")
+"""What a node has by default; the other parts leave the HTTP side out."""
+ALIKE = "one-key"
+VARIED = ("identifiers", "go-timeouts", "grpcio-timeouts", "batch", "batch-one-key")
+
+Ask = Callable[..., Measured]
+
+
+def measure() -> list[Row]:
+    """All servers, one after the other.
+
+    Raises:
+        Missing: nghttpd is not installed.
+    """
+    ask, tool = (h2load, "h2load") if installed() else (replay, "replay")
+    print(
+        f"\nCalls that are all alike come from bench.{tool}, others from bench.replay.", flush=True
+    )
+    with load_core():
+        with nghttpd() as server:
+            c = {shape: ask(server, "file", shape, seconds=SECONDS) for shape in (FEW, MANY, ONE)}
+        with node("--transport", "grpcio", *EVERYTHING) as server:
+            grpcio = _checked(ask, server, ALIKE, FEW)
+        with node("--transport", "native", *EVERYTHING) as server:
+            ours = {shape: _checked(ask, server, ALIKE, shape) for shape in (FEW, MANY, ONE)}
+            alike = _checked(replay, server, ALIKE, FEW)
+            varied = {name: _checked(replay, server, name, FEW) for name in VARIED}
+        with node("--transport", "native", *EVERYTHING, tls=True) as server:
+            tls = ask(server, ALIKE, FEW, seconds=SECONDS, tls=True)
+    return [
+        *_beside_c(ours, c),
+        *_both("4x16", ours[FEW], "grpcio transport, 4x16; aim 25", grpcio),
+        *_both("16x64", ours[MANY], "grpcio transport, 4x16", grpcio),
+        *_both("100,000 identifiers", varied["identifiers"], "one key; aim 0.7", alike),
+        *_both("new timeouts, grpc-go", varied["go-timeouts"], "constant; aim 0.5", alike),
+        *_both("new timeouts, grpcio", varied["grpcio-timeouts"], "constant; aim 0.5", alike),
+        *_batches("batches of 100 identifiers", varied["batch"], c[FEW]),
+        *_batches("batches of one key", varied["batch-one-key"], c[FEW]),
+        *_both("TLS, 4x16", tls, "plaintext; aim 0.6", ours[FEW]),
+    ]
+
+
+def _beside_c(
+    ours: dict[tuple[int, int], Measured], c: dict[tuple[int, int], Measured]
+) -> list[Row]:
+    one, baseline = ours[ONE].latency_us, c[ONE].latency_us
+    return [
+        *_both("4x16", ours[FEW], "nghttpd; aim 0.34", c[FEW]),
+        *_both("16x64", ours[MANY], "nghttpd; aim 0.40", c[MANY]),
+        Row("one at a time: mean latency", one, "us", "nghttpd; aim at most 1.1", baseline),
+        Row("one at a time: CPU", ours[ONE].cpu_us, "us/check", "nghttpd", c[ONE].cpu_us),
+    ]
+
+
+def _both(name: str, ours: Measured, beside: str, baseline: Measured) -> list[Row]:
+    """The rate, and what a check costs the server."""
+    whom = beside.partition(";")[0]
+    return [
+        Row(name, ours.rate, "checks/s", beside, baseline.rate),
+        Row(f"{name}: CPU", ours.cpu_us, "us/check", whom, baseline.cpu_us),
+    ]
+
+
+def _batches(name: str, ours: Measured, c: Measured) -> list[Row]:
+    beside = "nghttpd, 4x16, requests/s"
+    return [
+        Row(name, ours.rate * BATCH_SIZE, "checks/s", f"{beside}; aim 0.8", c.rate),
+        Row(f"{name}: CPU", ours.cpu_us / BATCH_SIZE, "us/check", beside, c.cpu_us),
+    ]
+
+
+def _checked(ask: Ask, server: Server, scenario: str, shape: tuple[int, int]) -> Measured:
+    """Measure, and see that what was answered was also charged to the one key, where there is one key."""
+    if scenario in ("identifiers", "batch"):
+        return ask(server, scenario, shape, seconds=SECONDS)
+    with _charged(server.port) as spent:
+        measured = ask(server, scenario, shape, seconds=SECONDS)
+    checks = measured.calls * (BATCH_SIZE if scenario.startswith("batch") else 1)
+    assert spent[0] >= checks, f"{scenario}: {checks} checks answered, {spent[0]:.0f} charged"
+    return measured
+
+
+@contextmanager
+def _charged(port: int) -> Iterator[list[float]]:
+    """After the block: at most how many checks the bucket was charged with, as its level and the refill have it."""
+    spent: list[float] = []
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        before, started = _remaining(channel), time.monotonic()
+        yield spent
+        refilled = (time.monotonic() - started) * LIMIT / WINDOW_SECONDS
+        spent.append(before - _remaining(channel) + refilled)
+
+
+def _remaining(channel: grpc.Channel) -> int:
+    request = pb.RateLimitRequest(
+        identifier=identifier(42), identifier_type="user", endpoint="/api/orders", peek=True
+    )
+    answer = RateLimiterStub(channel).CheckRateLimit(request)
+    assert answer.allowed
+    assert answer.reason == pb.WITHIN_LIMIT, answer
+    return int(answer.remaining_tokens)

@@ -1,0 +1,229 @@
+"""A load of prebuilt calls in a process of its own: ``python -m bench.replay PORT SCENARIO``; prints a line of JSON.
+
+A closed loop: each connection has exactly ``--streams`` calls open. When a read brings the ends of so many calls, so
+many new ones go out in one write, a slice of what was built before the clock started. Only where the server's flow
+control holds DATA back are there fewer. Answers are checked as they come (:mod:`bench.answers`).
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import select
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from bench.answers import GREETING, Answers, WrongAnswerError
+from bench.scripts import IDENTIFIERS, SCENARIOS, Script, build
+from bench.servers import Server, cpu_seconds
+
+READ_BYTES = 262_144
+SILENCE_SECONDS = 5.0
+"""No answer for so long is a server that hangs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """``latency_us`` is the mean: calls open at a time / rate. ``cpu_us`` is the server's, user and system."""
+
+    calls: int
+    rate: float
+    latency_us: float
+    cpu_us: float
+
+
+class Caller:
+    """One connection and the calls on it."""
+
+    def __init__(self, sock: socket.socket, script: Script, streams: int) -> None:
+        self.sock = sock
+        self.answered = 0
+        self._answers = Answers(streams)
+        self._script = script
+        self._octets = memoryview(script.octets)
+        self._next = 0
+        self._free = streams
+        self._unsent: bytes | memoryview = GREETING
+        sock.settimeout(0)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no calls are left."""
+        return self._next == len(self._script.starts) - 1
+
+    def turn(self) -> bool:
+        """Read answers, send as many calls. Return whether something is left to send once the socket takes it."""
+        with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError):
+            while True:
+                octets = self.sock.recv(READ_BYTES)
+                if not octets:
+                    raise WrongAnswerError(octets)
+                answered = self._answers.feed(octets)
+                self.answered += answered
+                self._free += answered
+                # Over TLS a read gives one record; the selector does not see those that wait in the TLS library.
+                if not isinstance(self.sock, ssl.SSLSocket):
+                    break
+        return self.send()
+
+    def send(self) -> bool:
+        """Send what may be sent. Return whether the socket took only a part."""
+        if not self._unsent:
+            self._unsent = self._take()
+        if not self._unsent:
+            return False
+        try:
+            sent = self.sock.send(self._unsent)
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            return True
+        self._unsent = self._unsent[sent:]
+        return bool(self._unsent) or (self._free > 0 and self.send())
+
+    def _take(self) -> bytes | memoryview:
+        """What the protocol wants said, else the next calls."""
+        if self._answers.to_send:
+            octets, self._answers.to_send = self._answers.to_send, b""
+            return octets
+        starts, body_bytes = self._script.starts, self._script.body_bytes
+        count = min(self._free, len(starts) - 1 - self._next)
+        if body_bytes:
+            count = min(count, self._answers.credit // body_bytes)
+        first, self._next = self._next, self._next + count
+        self._free -= count
+        self._answers.credit -= count * body_bytes
+        return self._octets[starts[first] : starts[self._next]]
+
+
+class Load:
+    """All connections, turned by one selector; ``server_pid`` is whose CPU time is taken."""
+
+    def __init__(self, callers: Sequence[Caller], server_pid: int) -> None:
+        self._callers = {caller.sock.fileno(): caller for caller in callers}
+        self._server_pid = server_pid
+        self._epoll = select.epoll()
+        for number, caller in self._callers.items():
+            self._epoll.register(number, select.EPOLLIN | select.EPOLLOUT)
+            self._wait_for(number, sends=caller.send())
+
+    def run(self, seconds: float) -> tuple[int, float, float]:
+        """Go on for ``seconds``, or until the calls of a connection are used up.
+
+        Returns:
+            Calls answered, seconds it took, CPU seconds of the server.
+        """
+        callers, poll, clock = self._callers, self._epoll.poll, time.perf_counter
+        before = sum(caller.answered for caller in callers.values())
+        cpu, started = cpu_seconds(self._server_pid), clock()
+        end, used_up = started + seconds, False
+        while (now := clock()) < end and not used_up:
+            ready = poll(SILENCE_SECONDS)
+            if not ready:
+                raise WrongAnswerError(ready)
+            for number, events in ready:
+                caller = callers[number]
+                sends = caller.turn()
+                if sends or events & select.EPOLLOUT:
+                    self._wait_for(number, sends=sends)
+                used_up = used_up or caller.exhausted
+        taken, cpu = now - started, cpu_seconds(self._server_pid) - cpu
+        return sum(caller.answered for caller in callers.values()) - before, taken, cpu
+
+    def _wait_for(self, number: int, *, sends: bool) -> None:
+        self._epoll.modify(number, select.EPOLLIN | (select.EPOLLOUT if sends else 0))
+
+
+def replay(
+    server: Server, scenario: str, shape: tuple[int, int], *, seconds: float, tls: bool = False
+) -> Measured:
+    """Run this module in a process of its own and return what it measured.
+
+    Args:
+        server: whom to ask.
+        scenario: a name in :data:`bench.scripts.SCENARIOS`.
+        shape: connections, and calls open on each.
+        seconds: how long to measure, after a second to warm up.
+        tls: speak TLS, without a look at the certificate.
+
+    Raises:
+        subprocess.CalledProcessError: an answer was no success; what it was stands on stderr.
+    """
+    command = [
+        sys.executable, "-m", "bench.replay", str(server.port), scenario, "--pid", str(server.pid),
+        "--connections", str(shape[0]), "--streams", str(shape[1]), "--seconds", str(seconds),
+        *(["--tls"] if tls else []),
+    ]  # fmt: skip
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return Measured(**json.loads(done.stdout))
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m bench.replay", description=__doc__)
+    parser.add_argument("port", type=int)
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--pid", type=int, required=True, help="whose CPU time to take")
+    parser.add_argument("--connections", type=int, default=4)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--warm-up", type=float, default=1.0, help="seconds")
+    parser.add_argument("--tls", action="store_true")
+    options = parser.parse_args()
+    gc.disable()  # it would walk through all that is prebuilt
+    measured = _measure(options)
+    print(json.dumps(asdict(measured)))
+
+
+def _measure(options: argparse.Namespace) -> Measured:
+    scenario = SCENARIOS[options.scenario]
+    total = scenario.most_per_second * (options.seconds + options.warm_up)
+    scripts = _scripts(options.scenario, int(total) // options.connections + 1, options.connections)
+    with contextlib.ExitStack() as stack:
+        callers = [
+            Caller(stack.enter_context(_connected(options)), script, options.streams)
+            for script in scripts
+        ]
+        load = Load(callers, options.pid)
+        load.run(options.warm_up)
+        calls, seconds, cpu = load.run(options.seconds)
+    if seconds < options.seconds / 2:
+        sys.exit("the prebuilt calls were used up too early: raise most_per_second")
+    return Measured(
+        calls=calls,
+        rate=calls / seconds,
+        latency_us=seconds * 1e6 * options.connections * options.streams / calls,
+        cpu_us=cpu * 1e6 / calls,
+    )
+
+
+def _scripts(name: str, calls: int, connections: int) -> Iterator[Script]:
+    """One for all connections, as each has its own streams and table; but not one order of identifiers for all."""
+    script = build(SCENARIOS[name], calls)
+    for number in range(connections):
+        if name == "identifiers" and number:
+            yield build(SCENARIOS[name], calls, skip=number * IDENTIFIERS // connections)
+        else:
+            yield script
+
+
+@contextlib.contextmanager
+def _connected(options: argparse.Namespace) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", options.port), SILENCE_SECONDS) as sock:
+        if not options.tls:
+            yield sock
+            return
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        with context.wrap_socket(sock, server_hostname="127.0.0.1") as wrapped:
+            yield wrapped
+
+
+if __name__ == "__main__":
+    main()

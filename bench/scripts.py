@@ -1,0 +1,249 @@
+"""What a connection of the replayed load sends, built before the clock starts: whole calls as octets of HTTP/2.
+
+h2load repeats one body and one header block. Real clients do not: identifiers differ, and a deadline that came with
+the caller's own request makes another ``grpc-timeout`` in each call. How grpc-go and grpcio write their blocks was
+taken from what they send; :class:`Heads` writes them the same way.
+"""
+
+import random
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, islice, repeat
+from typing import NamedTuple
+
+from ratelimitd.http2.frames import END_HEADERS, END_STREAM, FrameType
+from ratelimitd.http2.hpack import huffman
+from ratelimitd.http2.hpack.integers import encode_integer
+from ratelimitd.http2.hpack.static_table import STATIC_TABLE
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+CHECK = b"/ratelimiter.v1.RateLimiter/CheckRateLimit"
+BATCH = b"/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
+IDENTIFIERS = 100_000
+BATCH_SIZE = 100
+TABLE_BYTES = 4_096
+"""The dynamic table that a server allows when it says nothing (RFC 9113 §6.5.2)."""
+
+Field = tuple[bytes, bytes]
+
+
+class Script(NamedTuple):
+    """The calls of one connection, on the streams 1, 3, 5 and so on.
+
+    Call ``n`` is ``octets[starts[n]:starts[n + 1]]``; each has ``body_bytes`` of DATA, which flow control counts.
+    """
+
+    octets: bytes
+    starts: list[int]
+    body_bytes: int
+
+
+class Heads:
+    """Header blocks of one connection as a client of gRPC writes them, ``grpc-timeout`` always as a new field.
+
+    grpc-go names a field by its index and compresses what gets shorter; grpcio writes every name and value out
+    (``verbatim``). Both put every field into the dynamic table, so the constant ones fall out of it now and then.
+    """
+
+    def __init__(self, constant: Iterable[Field], *, verbatim: bool = False) -> None:
+        self._constant = list(constant)
+        self._verbatim = verbatim
+        self._static = {field: index for index, field in enumerate(STATIC_TABLE, 1)}
+        self._static_names = {
+            name: index for index, (name, _) in reversed(list(enumerate(STATIC_TABLE, 1)))
+        }
+        self._entries: deque[Field] = deque()
+        self._bytes = 0
+        self._inserted = 0
+        self._numbers: dict[Field | bytes, int] = {}
+        """Of a field, and of a name: which insertion was its last."""
+
+    def block(self, timeout: bytes = b"") -> bytes:
+        """The next block; without a timeout it has no ``grpc-timeout``."""
+        parts = [self._encode(field) for field in self._constant]
+        if timeout:
+            parts.append(self._literal((b"grpc-timeout", timeout)))
+        return b"".join(parts)
+
+    def _encode(self, field: Field) -> bytes:
+        index = self._static.get(field) or self._dynamic_index(field)
+        return encode_integer(index, 7, 0x80) if index else self._literal(field)
+
+    def _literal(self, field: Field) -> bytes:
+        """Literal with incremental indexing (RFC 7541 §6.2.1)."""
+        name, value = field
+        index = 0
+        if not self._verbatim:
+            index = self._static_names.get(name) or self._dynamic_index(name)
+        written = encode_integer(index, 6, 0x40)
+        if not index:
+            written += self._string(name)
+        self._insert(field)
+        return written + self._string(value)
+
+    def _string(self, text: bytes) -> bytes:
+        code = text if self._verbatim else huffman.encode(text)
+        if len(code) < len(text):
+            return encode_integer(len(code), 7, 0x80) + code
+        return encode_integer(len(text), 7, 0x00) + text
+
+    def _dynamic_index(self, key: Field | bytes) -> int:
+        number = self._numbers.get(key, 0)
+        evicted = self._inserted - len(self._entries)
+        return len(STATIC_TABLE) + self._inserted - number + 1 if number > evicted else 0
+
+    def _insert(self, field: Field) -> None:
+        self._bytes += _field_bytes(field)
+        while self._bytes > TABLE_BYTES:
+            self._bytes -= _field_bytes(self._entries.popleft())
+        self._entries.append(field)
+        self._inserted += 1
+        self._numbers[field] = self._numbers[field[0]] = self._inserted
+
+
+def _field_bytes(field: Field) -> int:
+    return len(field[0]) + len(field[1]) + 32
+
+
+def _go_fields(path: bytes) -> list[Field]:
+    return [
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path),
+        (b":authority", b"ratelimitd.internal:50051"),
+        (b"content-type", b"application/grpc"),
+        (b"user-agent", b"grpc-go/1.75.0"),
+        (b"te", b"trailers"),
+    ]
+
+
+GRPCIO_FIELDS = [
+    (b":path", CHECK),
+    (b":authority", b"ratelimitd.internal:50051"),
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b"content-type", b"application/grpc"),
+    (b"te", b"trailers"),
+    (b"grpc-accept-encoding", b"identity, deflate, gzip"),
+    (b"user-agent", b"grpc-python/1.85.1 grpc-c/58.0.0 (linux; chttp2)"),
+]
+FILE_FIELDS = [
+    (b":method", b"GET"),
+    (b":scheme", b"http"),
+    (b":path", b"/file"),
+    (b":authority", b"127.0.0.1"),
+]
+
+
+def _constant_blocks(fields: list[Field]) -> Iterator[bytes]:
+    """After the first, all fields are indexed; so no more change."""
+    heads = Heads(fields)
+    yield heads.block()
+    yield from repeat(heads.block())
+
+
+def _checks() -> Iterator[bytes]:
+    return _constant_blocks([*_go_fields(CHECK), (b"grpc-timeout", b"5S")])
+
+
+def _batches() -> Iterator[bytes]:
+    return _constant_blocks([*_go_fields(BATCH), (b"grpc-timeout", b"5S")])
+
+
+def _go_timeouts() -> Iterator[bytes]:
+    """What is left of 5 s, in µs."""
+    source, heads = random.Random(7541), Heads(_go_fields(CHECK))
+    while True:
+        yield heads.block(b"%du" % source.randint(4_900_000, 4_999_999))
+
+
+def _grpcio_timeouts() -> Iterator[bytes]:
+    """What is left of up to 10 s, rounded to 10 ms: grpcio sends no more digits."""
+    source, heads = random.Random(7541), Heads(GRPCIO_FIELDS, verbatim=True)
+    while True:
+        yield heads.block(b"%d0m" % source.randint(100, 999))
+
+
+def identifier(number: int) -> str:
+    """Of 38 characters, as the other parts have them."""
+    return f"user-{number:033d}"
+
+
+def _request(number: int) -> pb.RateLimitRequest:
+    return pb.RateLimitRequest(
+        identifier=identifier(number), identifier_type="user", endpoint="/api/orders"
+    )
+
+
+def _framed(message: bytes) -> bytes:
+    return b"\0" + len(message).to_bytes(4, "big") + message
+
+
+def _one_key() -> Iterator[bytes]:
+    return repeat(_framed(_request(42).SerializeToString()))
+
+
+def _any_key() -> Iterator[bytes]:
+    messages = [_framed(_request(number).SerializeToString()) for number in range(IDENTIFIERS)]
+    source = random.Random(100_000)
+    while True:
+        yield from source.sample(messages, IDENTIFIERS)
+
+
+def _batch_of_one_key() -> Iterator[bytes]:
+    requests = [_request(42)] * BATCH_SIZE
+    return repeat(_framed(pb.BatchRateLimitRequest(requests=requests).SerializeToString()))
+
+
+def _batch_of_any_keys() -> Iterator[bytes]:
+    source = random.Random(100_000)
+    batches = []
+    for _ in range(IDENTIFIERS // BATCH_SIZE):
+        numbers = source.sample(range(IDENTIFIERS), BATCH_SIZE)
+        batch = pb.BatchRateLimitRequest(requests=[_request(number) for number in numbers])
+        batches.append(_framed(batch.SerializeToString()))
+    while True:
+        yield from batches
+
+
+def _nothing() -> Iterator[bytes]:
+    return repeat(b"")
+
+
+class Scenario(NamedTuple):
+    """How the calls look, and how many a second to prepare for: more than any server here answers on one core."""
+
+    blocks: Callable[[], Iterator[bytes]]
+    bodies: Callable[[], Iterator[bytes]]
+    most_per_second: int
+
+
+SCENARIOS = {
+    "file": Scenario(lambda: _constant_blocks(FILE_FIELDS), _nothing, 800_000),
+    "one-key": Scenario(_checks, _one_key, 400_000),
+    "identifiers": Scenario(_checks, _any_key, 400_000),
+    "go-timeouts": Scenario(_go_timeouts, _one_key, 300_000),
+    "grpcio-timeouts": Scenario(_grpcio_timeouts, _one_key, 300_000),
+    "batch": Scenario(_batches, _batch_of_any_keys, 8_000),
+    "batch-one-key": Scenario(_batches, _batch_of_one_key, 8_000),
+}
+
+
+def build(scenario: Scenario, calls: int, *, skip: int = 0) -> Script:
+    """Write ``calls`` calls, the bodies from number ``skip`` on.
+
+    A body goes into one frame, so it is at most 16 KiB; all are of one size.
+    """
+    header = struct.Struct(">BHBBI").pack
+    bodies = islice(scenario.bodies(), skip, None)
+    body_bytes = len(next(bodies))
+    flags = END_HEADERS if body_bytes else END_HEADERS | END_STREAM
+    parts = []
+    for number, block in enumerate(islice(scenario.blocks(), calls)):
+        stream_id = 2 * number + 1
+        head = header(0, len(block), FrameType.HEADERS, flags, stream_id) + block
+        if body_bytes:
+            head += header(0, body_bytes, FrameType.DATA, END_STREAM, stream_id) + next(bodies)
+        parts.append(head)
+    return Script(b"".join(parts), [0, *accumulate(map(len, parts))], body_bytes)

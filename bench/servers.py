@@ -1,0 +1,153 @@
+"""The servers that a benchmark asks, each a process on a core of its own, and the CPU time they took.
+
+The load has the other core; a machine with one core measures the two together, and says so by its figures.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import trustme
+
+SERVER_CORE, LOAD_CORE = 0, 1
+LIMIT, WINDOW_SECONDS = 1_000_000_000, 86_400
+"""So high that no check of a run is denied."""
+RULES = f"""
+rules:
+  - {{endpoint: /api/orders, identifier_type: user, limit: {LIMIT}, window_seconds: {WINDOW_SECONDS},
+      algorithm: token_bucket}}
+"""
+FILE = b"Hello, world\n"
+"""What nghttpd serves, under ``/file``: 13 bytes, about the size of an answer to a check."""
+START_SECONDS = 10.0
+
+
+class Server(NamedTuple):
+    """A server that is ready. It speaks TLS if it was started with a certificate."""
+
+    port: int
+    pid: int
+
+
+class Missing(Exception):  # noqa: N818 - what is missing is no error of the program
+    """A program that the benchmark needs is not installed."""
+
+    def __init__(self, *, program: str, package: str) -> None:
+        super().__init__(f"{program} is not installed: apt-get install {package}")
+
+
+@contextlib.contextmanager
+def load_core() -> Iterator[None]:
+    """This process, and what it starts, leaves the servers' core alone."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {LOAD_CORE})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
+def node(*options: str, tls: bool = False) -> Iterator[Server]:
+    """A ``ratelimitd`` with one rule, its database and state in a directory that goes with it."""
+    with tempfile.TemporaryDirectory() as directory:
+        rules = Path(directory) / "rules.yaml"
+        rules.write_text(RULES)
+        command = [
+            str(Path(sys.executable).with_name("ratelimitd")), "serve", "--listen", "127.0.0.1:0", "--http-listen", "",
+            "--database-url", f"sqlite:///{directory}/rules.db", "--state-dir", f"{directory}/state",
+            "--rules-file", str(rules), "--log-level", "error", *options,
+        ]  # fmt: skip
+        if tls:
+            cert, key = _certificate(Path(directory))
+            command += ["--tls-cert", str(cert), "--tls-key", str(key)]
+        with _started(command) as process:
+            assert process.stdout
+            line = process.stdout.readline()
+            found = re.search(r"grpc=\S+:(\d+)", line)
+            assert found, line
+            yield Server(int(found[1]), process.pid)
+
+
+@contextlib.contextmanager
+def echo() -> Iterator[Server]:
+    """The bare grpc.aio server of :mod:`bench.echo`."""
+    with _started([sys.executable, "-m", "bench.echo"]) as process:
+        assert process.stdout
+        yield Server(int(process.stdout.readline()), process.pid)
+
+
+@contextlib.contextmanager
+def nghttpd() -> Iterator[Server]:
+    """A nghttpd with one thread, serving ``FILE`` in plaintext.
+
+    Raises:
+        Missing: it is not installed.
+    """
+    program = shutil.which("nghttpd")
+    if program is None:
+        raise Missing(program="nghttpd", package="nghttp2-server")
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "file").write_bytes(FILE)
+        port = _free_port()
+        command = [program, "--no-tls", "-a", "127.0.0.1", "-n", "1", "-d", directory, str(port)]
+        with _started(command) as process:
+            _wait_until_connectable(port)
+            yield Server(port, process.pid)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and all its threads since it began, in steps of 10 ms (proc_pid_stat(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = int(fields[11]), int(fields[12])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # Before it has threads: they inherit it.
+    os.sched_setaffinity(process.pid, {SERVER_CORE})
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _certificate(directory: Path) -> tuple[Path, Path]:
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    key.write_bytes(issued.private_key_pem.bytes())
+    return cert, key
+
+
+def _free_port() -> int:
+    """For nghttpd, which cannot pick one itself."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _wait_until_connectable(port: int) -> None:
+    """For nghttpd, which does not say when it listens."""
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+        else:
+            return
