@@ -32,7 +32,8 @@ def main() -> None:
             missing.append(f"{name}: {what}")
             continue
         report.show(title, figures[title])
-    report.save(Path(__file__).parent / "results" / "latest.json", figures)
+    if figures:
+        report.save(Path(__file__).parent / "results" / "latest.json", figures)
     if missing:
         sys.exit("\n".join(missing))
 

@@ -7,7 +7,13 @@ seen for the first time; as long as the dynamic table stays as it is, the same o
 from hpack import Decoder
 
 from ratelimitd.http2 import frames
-from ratelimitd.http2.frames import END_HEADERS, END_STREAM, FrameType, read_header
+from ratelimitd.http2.frames import (
+    END_HEADERS,
+    END_STREAM,
+    FRAME_HEADER_BYTES,
+    FrameType,
+    read_header,
+)
 
 WINDOW_BYTES = (1 << 30) - 1
 """What the server may send, on each stream and on the connection, before we must grant more."""
@@ -20,7 +26,8 @@ GREETING = (
     + frames.window_update(0, WINDOW_BYTES - DEFAULT_WINDOW_BYTES)
 )
 
-_DATA, _DATA_END = FrameType.DATA << 8, FrameType.DATA << 8 | END_STREAM
+# Type << 8 | flags; whatever is padded or goes on in another frame is none of these.
+_DATA_END = FrameType.DATA << 8 | END_STREAM
 _HEAD = FrameType.HEADERS << 8 | END_HEADERS
 _HEAD_END = _HEAD | END_STREAM
 
@@ -46,7 +53,8 @@ class Answers:
         self._rest = b""
         self._owed = 0
         self._decoder = Decoder()
-        self._good: set[tuple[int, bytes]] = set()
+        self._good: dict[int, set[bytes]] = {_HEAD: set(), _HEAD_END: set()}
+        """Blocks of successes, by the kind of frame they came in."""
 
     def feed(self, octets: bytes) -> int:
         """Return how many calls these octets brought to their end.
@@ -55,23 +63,23 @@ class Answers:
             WrongAnswerError: one was no success, or the server ended the call or the connection.
         """
         octets = self._rest + octets
-        at, size, answered = 0, len(octets), 0
+        at, last, answered = 0, len(octets) - FRAME_HEADER_BYTES, 0
         good = self._good
-        while size - at >= frames.FRAME_HEADER_BYTES:
-            _, length, kind, _ = read_header(octets, at)
-            end = at + 9 + length
-            if end > size:
+        while at <= last:
+            _, length, kind, stream_id = read_header(octets, at)
+            if at + length > last:
                 break
-            if kind in (_HEAD, _HEAD_END):
-                if (kind, octets[at + 9 : end]) not in good:
-                    self._learn(kind, octets[at + 9 : end])
+            payload = at + FRAME_HEADER_BYTES
+            at = payload + length
+            if kind in good:  # HEADERS
+                if octets[payload:at] not in good[kind]:
+                    self._learn(kind, octets[payload:at])
                 answered += kind & END_STREAM
-            elif kind in (_DATA, _DATA_END):
+            elif kind <= _DATA_END:
                 self._owed += length
-                answered += kind & END_STREAM
+                answered += kind
             else:
-                self._other(kind, octets[at + 9 : end], read_header(octets, at)[3])
-            at = end
+                self._other(kind, octets[payload:at], stream_id)
         self._rest = octets[at:]
         if self._owed > WINDOW_BYTES // 2:
             self.to_send += frames.window_update(0, self._owed)
@@ -85,9 +93,10 @@ class Answers:
         if status != (b"200", b"0") or not fields.keys() & {b":status", b"grpc-status"}:
             raise WrongAnswerError(fields)
         if before != list(self._decoder.header_table.dynamic_entries):
-            self._good.clear()  # indexes have moved
+            for blocks in self._good.values():
+                blocks.clear()  # indexes have moved
         else:
-            self._good.add((kind, block))
+            self._good[kind].add(block)
 
     def _other(self, kind: int, payload: bytes, stream_id: int) -> None:
         frame_type, flags = kind >> 8, kind & 0xFF
@@ -101,7 +110,7 @@ class Answers:
             if not flags & frames.ACK:
                 self.to_send += frames.frame(FrameType.PING, frames.ACK, 0, payload)
         else:
-            raise WrongAnswerError((FrameType(frame_type), flags, payload))
+            raise WrongAnswerError((frame_type, flags, payload))
 
     def _settings(self, payload: bytes) -> None:
         for at in range(0, len(payload), 6):

@@ -109,10 +109,10 @@ def _charged(port: int) -> Iterator[list[float]]:
     """After the block: at most how many checks the bucket was charged with, as its level and the refill have it."""
     spent: list[float] = []
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        before, started = _remaining(channel), time.monotonic()
+        started, before = time.monotonic(), _remaining(channel)
         yield spent
-        refilled = (time.monotonic() - started) * LIMIT / WINDOW_SECONDS
-        spent.append(before - _remaining(channel) + refilled)
+        after, seconds = _remaining(channel), time.monotonic() - started
+        spent.append(before - after + seconds * LIMIT / WINDOW_SECONDS)
 
 
 def _remaining(channel: grpc.Channel) -> int:

@@ -59,18 +59,22 @@ class Caller:
 
     def turn(self) -> bool:
         """Read answers, send as many calls. Return whether something is left to send once the socket takes it."""
-        with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError):
-            while True:
-                octets = self.sock.recv(READ_BYTES)
-                if not octets:
-                    raise WrongAnswerError(octets)
-                answered = self._answers.feed(octets)
-                self.answered += answered
-                self._free += answered
-                # Over TLS a read gives one record; the selector does not see those that wait in the TLS library.
-                if not isinstance(self.sock, ssl.SSLSocket):
-                    break
+        try:
+            self._receive()
+            # Over TLS a read gives one record, and the selector does not see those that wait in the TLS library.
+            while isinstance(self.sock, ssl.SSLSocket):
+                self._receive()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            pass
         return self.send()
+
+    def _receive(self) -> None:
+        octets = self.sock.recv(READ_BYTES)
+        if not octets:
+            raise WrongAnswerError(octets)
+        answered = self._answers.feed(octets)
+        self.answered += answered
+        self._free += answered
 
     def send(self) -> bool:
         """Send what may be sent. Return whether the socket took only a part."""
