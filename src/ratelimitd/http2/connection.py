@@ -114,6 +114,8 @@ class Connection:
             return Cause.SLOW_HEADERS
         if self._sender.buffered_bytes:
             return Cause.STALLED_WINDOW
+        if self._buffer and not self.has_more:
+            return Cause.SLOW_FRAME
         if not self._receiver.settings_acknowledged:
             return Cause.SETTINGS_TIMEOUT
         return None

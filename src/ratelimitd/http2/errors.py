@@ -46,6 +46,7 @@ class Cause(enum.StrEnum):
     HEADER_BLOCK = "header_block"
     HEADER_BOMB = "header_bomb"
     SEND_BUFFER = "send_buffer"
+    UNREAD_ANSWERS = "unread_answers"
     RAPID_RESET = "rapid_reset"
     PROVOKED_RESET = "provoked_reset"
     SETTINGS_FLOOD = "settings_flood"
@@ -59,6 +60,7 @@ class Cause(enum.StrEnum):
     # Something only a clock can tell; the owner of the connection says so.
     SLOW_PREFACE = "slow_preface"
     SLOW_HEADERS = "slow_headers"
+    SLOW_FRAME = "slow_frame"
     SETTINGS_TIMEOUT = "settings_timeout"
     STALLED_WINDOW = "stalled_window"
     KEEPALIVE_TIMEOUT = "keepalive_timeout"

@@ -53,6 +53,8 @@ class TransportError(enum.StrEnum):
     """It failed: nothing in common, a client certificate that is missing or not trusted, or octets that are no TLS."""
     SLOW_HANDSHAKE = "slow_handshake"
     """It took too long."""
+    SLOW_REQUEST = "slow_request"
+    """The rest of a call's request did not come in time."""
     PLAINTEXT = "plaintext"
     """Somebody spoke it on a port of TLS."""
 

@@ -26,7 +26,11 @@ class TransportLimits:
     keepalive_timeout_ms: int = 20_000
     """Finds callers that vanished without a word."""
     stall_timeout_ms: int = 20_000
-    """How long a peer may owe what everything waits for: its preface, the rest of a header block, room for answers."""
+    """How long a peer may owe what everything waits for: its preface, the rest of a frame or of a header block, room
+    for answers."""
+    request_timeout_ms: int = 60_000
+    """From the head of a call with one message to its end: the largest message at 70 KB/s. Whoever holds back the rest
+    of many requests must not keep others from the room for them."""
     max_connection_age_ms: int = 3_600_000
     """Behind a balancer of connections, old ones must end for a new node to get its share. grpc adds ±10 %."""
     max_connection_age_grace_ms: int = 60_000
@@ -36,3 +40,9 @@ class TransportLimits:
     """Messages that wait for their rest, or for the end of their call: four of the largest."""
     max_request_bytes: int = 256 * 1024 * 1024
     """The same over all connections. Flow control bounds what is unread; these two bound what was read too early."""
+    max_open_requests: int = 10_000
+    """Over all connections, those that still arrive among them: each may hold a header list of 16 KiB, and a
+    connection's share times the number of connections would be 40 GB."""
+    max_unread_bytes: int = 256 * 1024 * 1024
+    """Answers that peers do not take, over all connections: above it, connections that hold more than their share end.
+    What one may hold times the number of connections would be 40 GB, too."""

@@ -40,6 +40,8 @@ from ratelimitd.rpc.status_blocks import (
     trailers_only,
 )
 
+MS_PER_S: Final = 1_000.0
+
 TURN_S: Final = 0.002
 """How long one connection is worked for while others wait. Bounds on frames and octets keep common calls within it;
 this one is for the dear ones, such as a small message that inflates to a large one."""
@@ -52,6 +54,9 @@ _EXCEEDED: Final = RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 _HEAD_TOO_LARGE: Final = RpcError(StatusCode.RESOURCE_EXHAUSTED, "the metadata are too large")
 _TOO_MANY_CALLS: Final = RpcError(StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
 _TOO_MANY_STREAMS: Final = RpcError(StatusCode.RESOURCE_EXHAUSTED, "too many streams are open")
+_TOO_SLOW: Final = RpcError(
+    StatusCode.DEADLINE_EXCEEDED, "the rest of the request did not come in time"
+)
 _TOO_MANY_BYTES: Final = RpcError(
     StatusCode.RESOURCE_EXHAUSTED, "too many bytes of unfinished requests"
 )
@@ -94,7 +99,7 @@ class ConnectionCalls:
         self._request_bytes = 0
         self._dear = False
         self._now_s = 0.0
-        self._plain: dict[int, PlainAnswer] = {}
+        self._plain: dict[int, tuple[PlainAnswer, float]] = {}
 
     # What the peer does
 
@@ -172,8 +177,13 @@ class ConnectionCalls:
     def _begin(self, stream_id: int, head: RequestHead, now_s: float) -> None:
         """A request that does not come in one piece, or cannot be answered in one."""
         plan, timeout_s = self._reader.read(head)
+        if self.shared.open_requests >= self._limits.max_open_requests:
+            self.shared.count(TransportError.TOO_MANY_CALLS)
+            self.fail(stream_id, _TOO_MANY_CALLS)
+            return
         if plan.plain is not None:
-            self._plain[stream_id] = plan.plain
+            self._plain[stream_id] = plan.plain, now_s
+            self.shared.open_requests += 1
             return
         if plan.refusal is not None:
             self.shared.count(plan.refusal.cause)
@@ -184,7 +194,9 @@ class ConnectionCalls:
         if plan.bidi_stream is not None:
             acknowledge = partial(self._acknowledge, stream_id)
             limit = self._limits.max_message_bytes
-            open_call.questions = Questions(plan.encoding, limit, acknowledge)
+            open_call.questions = Questions(
+                plan.encoding, limit, acknowledge, self.shared.turnstile.passed
+            )
             self._stream(stream_id, open_call, partial(plan.bidi_stream, open_call.questions))
 
     def _data(self, event: DataReceived) -> None:
@@ -205,14 +217,17 @@ class ConnectionCalls:
             except RpcError as error:
                 self._refuse(stream_id, error)
                 return
-            if not self._may_hold(open_call):
-                self._refuse(stream_id, _TOO_MANY_BYTES)
-                return
+        if not self._may_hold(open_call):
+            self._refuse(stream_id, _TOO_MANY_BYTES)
+            return
         if ended:
             self._request_ended(stream_id)
 
     def _ask(self, questions: Questions, open_call: OpenCall, data: bytes, flow_bytes: int) -> None:
         """Hand messages to the handler of a stream. What it has read of them opens the window again."""
+        if questions.ended:
+            questions.acknowledge(flow_bytes)
+            return
         try:
             for part in open_call.reader.feed(data):
                 part_bytes = min(flow_bytes, len(part.content) + PREFIX_BYTES)
@@ -262,7 +277,7 @@ class ConnectionCalls:
             open_call.task = shared.start(run_stream(self, stream_id, open_call, answers))
 
     def _reset(self, event: StreamReset) -> None:
-        self._plain.pop(event.stream_id, None)
+        self._pop_plain(event.stream_id)
         open_call = self._leave(event.stream_id)
         if event.cause is not Cause.PEER_RESET:
             self.shared.stats.transport_error(event.cause)
@@ -277,7 +292,7 @@ class ConnectionCalls:
 
     def _answer_plainly(self, stream_id: int) -> None:
         """Answer a request that is not of gRPC; only now that it has ended, for whom that is not gRPC expects it so."""
-        plain = self._plain.pop(stream_id, None)
+        plain = self._pop_plain(stream_id)
         if plain is None:
             return
         self.shared.count(TransportError.BAD_REQUEST)
@@ -345,6 +360,18 @@ class ConnectionCalls:
             if deadline_s is not None and deadline_s <= now_s:
                 self.fail(stream_id, _EXCEEDED)
 
+    def look(self, now_s: float) -> None:
+        """End the requests whose rest has not come in time; to be called about once a second."""
+        began_s = now_s - self._limits.request_timeout_ms / MS_PER_S
+        for stream_id, open_call in list(self.open.items()):
+            if open_call.task is None and open_call.began_s <= began_s:
+                self.shared.count(TransportError.SLOW_REQUEST)
+                self.fail(stream_id, _TOO_SLOW)
+        for stream_id, (_, since_s) in list(self._plain.items()):
+            if since_s <= began_s:
+                self.shared.count(TransportError.SLOW_REQUEST)
+                self._answer_plainly(stream_id)
+
     def end_streams(self, error: RpcError) -> None:
         """End the calls that would not end by themselves."""
         for stream_id, open_call in list(self.open.items()):
@@ -369,16 +396,27 @@ class ConnectionCalls:
             if open_call is not None:
                 self.shared.count(TransportError.CANCELLED)
                 open_call.cancel()
+        for stream_id in list(self._plain):
+            self._pop_plain(stream_id)
 
-    # The table of open calls
+    # The tables of open requests
+
+    def _pop_plain(self, stream_id: int) -> PlainAnswer | None:
+        if stream_id not in self._plain:
+            return None
+        self.shared.open_requests -= 1
+        return self._plain.pop(stream_id)[0]
 
     def _enter(self, stream_id: int, plan: CallPlan, call: NativeCall) -> OpenCall:
-        open_call = self.open[stream_id] = OpenCall(plan, call, self._limits.max_message_bytes)
+        limit = self._limits.max_message_bytes
+        open_call = self.open[stream_id] = OpenCall(plan, call, limit, self._now_s)
+        self.shared.open_requests += 1
         return open_call
 
     def _leave(self, stream_id: int) -> OpenCall | None:
         open_call = self.open.pop(stream_id, None)
         if open_call is not None:
+            self.shared.open_requests -= 1
             self._request_bytes -= open_call.held_bytes
             self.shared.request_bytes -= open_call.held_bytes
         return open_call

@@ -63,6 +63,7 @@ class NativeConnection(asyncio.Protocol):
         self._flush_due = False
         self._received = 0
         self._ended_at_s: float | None = None
+        self._unread_bytes = 0
         self._transport: asyncio.Transport
         self._lifetime: Lifetime
         self.calls: ConnectionCalls
@@ -109,6 +110,7 @@ class NativeConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The peer has read."""
         self._writing_paused = False
+        self._count_unread()
         self.calls.unblock()
         self._loop.call_soon(self._go_on)
 
@@ -117,6 +119,8 @@ class NativeConnection(asyncio.Protocol):
         self._ended_at_s = self._ended_at_s or self._monotonic_s()
         self._left, self._backlog = None, b""
         self.calls.lose_all()
+        self._shared.unread_bytes -= self._unread_bytes
+        self._unread_bytes = 0
         self._registry.left(self)
 
     # Turns
@@ -171,10 +175,24 @@ class NativeConnection(asyncio.Protocol):
         octets = http2.data_to_send()
         if octets:
             self._transport.write(octets)
+        self._count_unread()
         if http2.ended is not None:
             self._close(http2.ended.cause)
         elif http2.drained and not http2.open_streams:
             self._close(Cause.OWNER)
+
+    def _count_unread(self) -> None:
+        """Count what the peer has not taken yet; while there is too much of it everywhere, whoever holds most ends."""
+        unread_bytes = self._http2.buffered_bytes + self._transport.get_write_buffer_size()
+        if unread_bytes == self._unread_bytes:
+            return
+        shared = self._shared
+        shared.unread_bytes += unread_bytes - self._unread_bytes
+        self._unread_bytes = unread_bytes
+        limit = shared.limits.max_unread_bytes
+        if shared.unread_bytes > limit and unread_bytes * shared.connections > limit:
+            cause = Cause.UNREAD_ANSWERS
+            self._http2.end(ErrorCode.ENHANCE_YOUR_CALM, cause, cause.value)
 
     # The end
 
@@ -186,6 +204,9 @@ class NativeConnection(asyncio.Protocol):
         if cause is not Cause.OWNER:
             self._shared.stats.transport_error(cause)
         self.calls.lose_all()
+        if cause is Cause.UNREAD_ANSWERS:
+            self._transport.abort()  # it would not read the reason, and what it has not read is in the way
+            return
         if cause is Cause.OWNER or not self._transport.can_write_eof():
             self._transport.close()
             return
@@ -202,6 +223,7 @@ class NativeConnection(asyncio.Protocol):
                 self._transport.abort()
             return
         http2.tick()
+        self.calls.look(now_s)
         sight = Sight(http2.owes, http2.progress, self._received, self._writing_paused)
         step, cause = self._lifetime.look(sight, now_s)
         if step is Step.PING:

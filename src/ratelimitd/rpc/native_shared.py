@@ -12,6 +12,7 @@ from typing import Any
 from ratelimitd.rpc.call_head import routes_of
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError
 from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.turnstile import Turnstile
 from ratelimitd.stats import CheckStats
 
 
@@ -34,6 +35,13 @@ class SharedCalls:
         self.streams_in_progress = 0
         self.request_bytes = 0
         """Of requests that are not with a handler yet."""
+        self.open_requests = 0
+        """Requests that are not answered yet and were not answered at once, those that still arrive among them."""
+        self.connections = 0
+        self.unread_bytes = 0
+        """Of answers that peers have not taken yet."""
+        self.turnstile = Turnstile()
+        """For messages of streams: each may inflate to the bound on messages."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, NamedTuple
 
 from ratelimitd.rpc.call_head import CallPlan, NativeCall
 from ratelimitd.rpc.framing import Encoding, MessageReader, Part, message_of
 from ratelimitd.rpc.interface import RpcError, StatusCode
+
+MAX_UNREAD_QUESTIONS: Final = 1_000
+"""Of one stream. An empty message takes 5 octets of the stream's window and 50 times that of our memory."""
+
+_TOO_MANY_QUESTIONS: Final = RpcError(
+    StatusCode.RESOURCE_EXHAUSTED, "too many messages of the stream are unread"
+)
 
 
 class OpenCall:
@@ -28,9 +35,11 @@ class OpenCall:
         task: what runs its handler, once it runs.
         headers_sent: the answer has begun.
         room: set while the transport takes more of a stream.
+        began_s: when its head came.
     """
 
     __slots__ = (
+        "began_s",
         "call",
         "headers_sent",
         "held_bytes",
@@ -42,7 +51,10 @@ class OpenCall:
         "task",
     )
 
-    def __init__(self, plan: CallPlan, call: NativeCall, max_message_bytes: int) -> None:
+    def __init__(
+        self, plan: CallPlan, call: NativeCall, max_message_bytes: int, began_s: float = 0.0
+    ) -> None:
+        self.began_s = began_s
         self.plan = plan
         self.call = call
         self.reader = MessageReader(max_message_bytes)
@@ -105,25 +117,50 @@ class Questions:
     """The messages of a stream as its handler reads them; an asynchronous iterator.
 
     What the handler has not read is not acknowledged, so that a peer who asks faster has to wait. Messages are inflated
-    when they are read: otherwise a window's worth of compressed ones would become gigabytes.
+    when they are read: otherwise a window's worth of compressed ones would become gigabytes. Before each, ``my_turn`` is waited
+    for: a handler that never has to wait would otherwise answer a window's worth of them in one turn of the loop.
     """
 
-    __slots__ = ("_arrived", "_end", "_parts", "acknowledge", "encoding", "max_message_bytes")
+    __slots__ = (
+        "_arrived",
+        "_end",
+        "_my_turn",
+        "_parts",
+        "acknowledge",
+        "encoding",
+        "max_message_bytes",
+    )
 
     def __init__(
-        self, encoding: Encoding, max_message_bytes: int, acknowledge: Callable[[int], None]
+        self,
+        encoding: Encoding,
+        max_message_bytes: int,
+        acknowledge: Callable[[int], None],
+        my_turn: Callable[[], Awaitable[None]],
     ) -> None:
         self.encoding = encoding
         self.max_message_bytes = max_message_bytes
         self.acknowledge = acknowledge
+        self._my_turn = my_turn
         self._parts: deque[_Question] = deque()
         self._arrived = asyncio.Event()
         self._end: Exception | None = None
 
     def put(self, part: Part, flow_bytes: int) -> None:
-        """Add a message, and what is to be acknowledged when it has been read."""
+        """Add a message, and what is to be acknowledged when it has been read.
+
+        Raises:
+            RpcError: too many are unread.
+        """
+        if len(self._parts) >= MAX_UNREAD_QUESTIONS:
+            raise _TOO_MANY_QUESTIONS
         self._parts.append(_Question(part, flow_bytes))
         self._arrived.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing follows."""
+        return self._end is not None
 
     def end(self, error: RpcError | None = None) -> None:
         """Nothing follows; ``error`` is raised behind the messages that came before it. The first end is the end."""
@@ -140,6 +177,7 @@ class Questions:
                 raise self._end
             self._arrived.clear()
             await self._arrived.wait()
+        await self._my_turn()
         part, flow_bytes = self._parts.popleft()
         if flow_bytes:
             self.acknowledge(flow_bytes)

@@ -411,6 +411,19 @@ def test_the_rest_of_a_block_is_owed():
     assert client.connection.owes is Cause.SLOW_HEADERS
 
 
+def test_the_rest_of_a_frame_is_owed():
+    client = peer()
+    client.feed(data(1, b"x")[:-1])
+    assert client.connection.owes is Cause.SLOW_FRAME
+
+
+def test_nothing_is_owed_while_we_have_not_read_what_came():
+    client = Peer(limits=Limits(frames_per_slice=1))
+    client.connection.receive(client.post(1) + client.post(3)[:-1])
+    assert client.connection.has_more
+    assert client.connection.owes is None
+
+
 def test_a_window_is_owed_while_something_waits_for_it():
     client = peer()
     client.feed(settings(s4=0), client.post(1))

@@ -306,6 +306,77 @@ def test_unfinished_requests_are_bounded_on_a_connection_and_over_all():
         assert caller.shared.request_bytes == caller.calls._request_bytes == 0
 
 
+def test_requests_that_still_arrive_are_bounded_whatever_they_ask_for():
+    caller = Caller(max_open_requests=2)
+    caller.feed(caller.call_head(1), caller.call_head(3, content_type="text/plain"))
+    caller.feed(caller.call_head(5), caller.call_head(7, content_type="text/plain"))
+    assert caller.outcome(5)[0] is caller.outcome(7)[0] is StatusCode.RESOURCE_EXHAUSTED
+    assert caller.errors == {"too_many_calls": 2}
+    caller.feed(caller.call(9))
+    assert caller.outcome(9)[0] is StatusCode.OK, "one that comes in one piece takes no room"
+    caller.feed(rst_stream(3), caller.call_head(11))
+    caller.calls.lose_all()
+    assert caller.shared.open_requests == 0
+
+
+def test_requests_whose_rest_does_not_come_in_time_are_ended():
+    caller = Caller(request_timeout_ms=1_000)
+    caller.feed(caller.call_head(1), caller.call_head(3, content_type="text/plain"))
+    caller.now_s += 0.9
+    caller.calls.look(caller.now_s)
+    assert caller.outcome(1) == caller.outcome(3) == (0, b"")
+    caller.now_s += 0.1
+    caller.calls.look(caller.now_s)
+    caller.collect()
+    assert caller.outcome(1)[0] is StatusCode.DEADLINE_EXCEEDED
+    assert caller.outcome(3)[0] == 415
+    assert caller.errors["slow_request"] == 2
+    assert (caller.shared.open_requests, caller.calls._plain, caller.calls.open) == (0, {}, {})
+
+
+async def test_a_handler_that_takes_its_time_is_no_slow_request(caller):
+    caller.feed(caller.call(1, "/s/wait"), caller.call_head(3, "/s/upper"))
+    caller.calls.look(caller.now_s + 3_600)
+    assert len(caller.calls.open) == 2
+    caller.calls.lose_all()
+    await caller.shared.all_ended()
+
+
+async def test_one_turn_of_the_loop_answers_one_question_however_many_streams_ask(caller):
+    for stream_id in (1, 3, 5):
+        caller.feed(caller.call_head(stream_id, "/s/upper"), data(stream_id, framed(b"a") * 20))
+    most = 0
+    for _ in range(200):
+        caller.sent.clear()
+        await asyncio.sleep(0)
+        caller.collect()
+        most = max(most, sum(sent.type == DATA for sent in caller.sent))
+    assert most == 1
+    assert not any(open_call.questions._parts for open_call in caller.calls.open.values())
+    caller.calls.lose_all()
+    await caller.shared.all_ended()
+
+
+async def test_after_a_broken_question_nothing_is_kept_although_the_handler_is_stuck(caller):
+    caller.feed(settings(s4=0), caller.call_head(1, "/s/upper"))
+    caller.feed(data(1, framed(b"a") + b"\0\xff\xff\xff\xff"))
+    await caller.settled()
+    for _ in range(50):
+        caller.feed(data(1, bytes(16_000)))
+    [open_call] = caller.calls.open.values()
+    assert open_call.waiting_bytes < 100
+    caller.calls.lose_all()
+    await caller.shared.all_ended()
+
+
+async def test_an_unfinished_question_counts_against_the_bound_on_unfinished_requests():
+    caller = Caller(max_request_bytes=1_000)
+    caller.feed(caller.call_head(1, "/s/upper"), data(1, framed(bytes(2_000))[:-1]))
+    assert caller.outcome(1)[0] is StatusCode.RESOURCE_EXHAUSTED
+    assert caller.shared.request_bytes == 0
+    await caller.shared.all_ended()
+
+
 def test_an_answer_over_the_bound_is_an_error():
     caller = Caller(max_message_bytes=5)
     caller.feed(caller.call(1, "/s/left", b"", grpc_timeout="1000S"))

@@ -22,6 +22,7 @@ from tests.http2_peer import (
     Peer,
     frame,
     frames_of,
+    settings,
     window_update,
 )
 
@@ -32,6 +33,7 @@ class Transport:
     def __init__(self, eof=True):
         self.octets = b""
         self.eof = eof
+        self.unread = 0
         self.told = []
 
     def get_extra_info(self, _name):
@@ -46,6 +48,9 @@ class Transport:
 
     def can_write_eof(self):
         return self.eof
+
+    def get_write_buffer_size(self):
+        return self.unread
 
     def is_closing(self):
         return "close" in self.told or "abort" in self.told
@@ -295,3 +300,40 @@ async def test_a_pause_of_writing_in_the_middle_of_a_turn_holds_the_rest(owner, 
     connection.resume_writing()
     await turns()
     assert transport.octets != b""
+
+
+async def test_a_request_whose_rest_never_comes_is_looked_at(owner, transport, peer):
+    connection = owner.connection(transport)
+    connection.data_received(post(peer, 1)[:-11])
+    owner.now_s += 61
+    connection.look(owner.now_s)
+    assert owner.errors["slow_request"] == 1
+
+
+async def test_answers_that_nobody_reads_end_who_holds_most_of_them_when_they_are_too_many(peer):
+    owner = Owner(max_unread_bytes=1_000)
+    owner.shared.connections = 2
+    modest, greedy = Transport(), Transport()
+    first, second = owner.connection(modest), owner.connection(greedy)
+    modest.unread, greedy.unread = 400, 600
+    first._flush()
+    second._flush()
+    assert owner.shared.unread_bytes == 1_000
+    assert owner.errors == {}
+    greedy.unread = 601
+    first._flush()
+    second._flush()
+    assert (modest.told, greedy.told) == ([], ["abort"])
+    assert owner.errors == {"unread_answers": 1}
+    second.connection_lost(None)
+    modest.unread = 0
+    first.resume_writing()
+    assert owner.shared.unread_bytes == 0
+
+
+async def test_octets_that_wait_for_windows_count_as_unread(owner, transport, peer):
+    connection = owner.connection(transport, GREETING + settings(s4=0))
+    connection.data_received(post(peer, 1, message=bytes(500)))
+    assert owner.shared.unread_bytes == 505
+    connection.connection_lost(None)
+    assert owner.shared.unread_bytes == 0

@@ -11,6 +11,7 @@ from ratelimitd.rpc import native_server
 from ratelimitd.rpc.framing import framed
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.native_connection import NativeConnection
 from ratelimitd.rpc.native_server import NativeServer
 from ratelimitd.rpc.tls import TlsFiles
 from ratelimitd.stats import CheckStats
@@ -113,6 +114,27 @@ async def test_the_timer_looks_at_connections_once_in_ten_times(monkeypatch):
         rest = await reader.read()
         assert b"slow_preface" in rest
         assert serving.stats.errors_by_transport == {"slow_preface": 1}
+
+
+async def test_each_connection_is_looked_at_once_in_ten_ticks_a_tenth_of_them_at_a_time(
+    monkeypatch,
+):
+    async with Serving() as serving:
+        for _ in range(20):
+            await serving.connected()
+        await until(lambda: len(serving.server._connections) == 20)
+        looked = []
+        monkeypatch.setattr(
+            NativeConnection, "look", lambda connection, _now_s: looked.append(connection)
+        )
+        per_tick = []
+        for _ in range(10):
+            serving.server._timer.cancel()
+            before = len(looked)
+            serving.server._tick()
+            per_tick.append(len(looked) - before)
+        assert per_tick == [2] * 10
+        assert len(set(looked)) == 20
 
 
 async def test_a_stop_closes_idle_connections_at_once():

@@ -8,7 +8,8 @@ import pytest
 from ratelimitd.rpc.call_head import CallPlan, NativeCall, Peer
 from ratelimitd.rpc.framing import Encoding, Part, framed
 from ratelimitd.rpc.interface import RpcError, StatusCode
-from ratelimitd.rpc.open_call import OpenCall, Questions
+from ratelimitd.rpc.open_call import MAX_UNREAD_QUESTIONS, OpenCall, Questions
+from ratelimitd.rpc.turnstile import Turnstile
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ async def test_what_runs_for_a_call_is_cancelled_with_it_but_not_before_it_has_b
 
 async def test_questions_are_read_in_order_and_acknowledged_as_they_are_read():
     acknowledged = []
-    questions = Questions(Encoding.GZIP, 100, acknowledged.append)
+    questions = Questions(Encoding.GZIP, 100, acknowledged.append, Turnstile().passed)
     questions.put(Part(False, b"a"), 6)
     questions.put(Part(True, gzip.compress(b"b")), 0)
     questions.end()
@@ -76,8 +77,17 @@ async def test_questions_are_read_in_order_and_acknowledged_as_they_are_read():
     assert acknowledged == [6]
 
 
+def test_what_nobody_reads_is_bounded_in_number():
+    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, Turnstile().passed)
+    for _ in range(MAX_UNREAD_QUESTIONS):
+        questions.put(Part(False, b""), 5)
+    with pytest.raises(RpcError, match="unread") as caught:
+        questions.put(Part(False, b""), 5)
+    assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_who_reads_faster_than_is_asked_waits():
-    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None)
+    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, Turnstile().passed)
     reading = asyncio.ensure_future(anext(questions))
     await asyncio.sleep(0)
     assert not reading.done()
@@ -86,7 +96,7 @@ async def test_who_reads_faster_than_is_asked_waits():
 
 
 async def test_what_is_wrong_with_a_stream_comes_behind_its_good_messages():
-    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None)
+    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, Turnstile().passed)
     questions.put(Part(False, b"good"), 9)
     questions.end(RpcError(StatusCode.RESOURCE_EXHAUSTED, "too large"))
     assert await anext(questions) == b"good"
