@@ -1,7 +1,7 @@
 """A node as its callers meet it: the real services, limiter, store and feed behind a real server on a free port."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,8 @@ async def running_node(
     listen="127.0.0.1:0",
     busy_timeout_s: float = 2.0,
     transport: str = "grpcio",
+    perf_counter_s: Callable[[], float] = time.perf_counter,
+    store_options: Mapping[str, Any] | None = None,
     **options,
 ) -> AsyncIterator[Node]:
     """A node with its database in ``directory`` and a clock that tests move; ``options`` go to its server."""
@@ -103,7 +105,9 @@ async def running_node(
         timestamps="bounded",
         key_secret=b"k" * 32,
     )
-    async with sqlite_store(directory, clock=clock, busy_timeout_s=busy_timeout_s) as store:
+    async with sqlite_store(
+        directory, clock=clock, busy_timeout_s=busy_timeout_s, **(store_options or {})
+    ) as store:
         feed = RuleFeed(store, on_book=limiter.replace_book)
         await feed.start()
         access, edge = Access(credentials or Credentials()), ErrorEdge()
@@ -115,7 +119,7 @@ async def running_node(
             rules_revision=lambda: feed.book.revision if feed.book else 0,
         )
         offers = (
-            RateLimiterService(limiter, stats, time.perf_counter),
+            RateLimiterService(limiter, stats, perf_counter_s),
             ConfigService(store, feed, access.actor),
             HealthService(
                 limiter,

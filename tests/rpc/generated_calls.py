@@ -1,0 +1,275 @@
+"""Calls made by chance from a seed: every method of a node, in the forms that callers get right and wrong.
+
+A call depends on its seed, its number and what earlier answers said (ids, etags, page tokens), so that two nodes that
+answer alike are asked the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import grpc
+from google.protobuf.field_mask_pb2 import FieldMask
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from ratelimitd.services.catalogue import PACKAGE, ROLES
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.rpc.asking import Asked, Seen
+from tests.rpc.chance import RULE_IDS, Chance
+from tests.rpc.generated_metadata import credentials, odd_metadata
+from tests.rpc.wire import field as wire_field
+
+CHECK: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+BATCH: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
+CREATE: Final = "/ratelimiter.v1.RateLimiterConfig/CreateRateLimit"
+UPDATE: Final = "/ratelimiter.v1.RateLimiterConfig/UpdateRateLimit"
+DELETE: Final = "/ratelimiter.v1.RateLimiterConfig/DeleteRateLimit"
+LIST: Final = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
+STATUS: Final = "/ratelimiter.v1.RateLimiterHealth/GetHealthStatus"
+METRICS: Final = "/ratelimiter.v1.RateLimiterHealth/GetMetrics"
+RESET: Final = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
+HEALTH: Final = "/grpc.health.v1.Health/Check"
+WATCH: Final = "/grpc.health.v1.Health/Watch"
+REFLECTIONS: Final = tuple(path for path in ROLES if path.endswith("/ServerReflectionInfo"))
+UNARY: Final = tuple(path for path in ROLES if path not in {WATCH, *REFLECTIONS})
+
+NOTHING_SPENT: Final = (LIST, METRICS, STATUS, HEALTH, "/grpc.health.v1.Health/List")
+"""Methods that leave no trace: for calls of which nobody can say whether they reached the node."""
+
+MOMENT_S: Final = 0.05
+"""A deadline that is there to pass."""
+
+
+@dataclass
+class Memory:
+    """What the answers of a node have told so far."""
+
+    etags: dict[str, str] = field(default_factory=dict)
+    page_tokens: list[str] = field(default_factory=list)
+
+    def learn(self, asked: Asked, seen: Seen) -> None:
+        """Keep what later calls can use."""
+        method = asked.path.rpartition("/")[2]
+        if seen.code is not grpc.StatusCode.OK or not seen.answers:
+            return
+        if method in {"CreateRateLimit", "UpdateRateLimit"}:
+            rule = pb.RateLimit.FromString(seen.answers[0])
+            self.etags[rule.id] = rule.etag
+        elif method == "DeleteRateLimit":
+            self.etags.pop(pb.DeleteRateLimitRequest.FromString(asked.messages[0]).id, None)
+        elif method == "ListRateLimits":
+            token = pb.ListRateLimitsResponse.FromString(seen.answers[0]).next_page_token
+            self.page_tokens += [token] if token else []
+
+
+def _check(chance: Chance, _memory: Memory) -> Asked:
+    return Asked(CHECK, (chance.check().SerializeToString(),))
+
+
+def _batch(chance: Chance, _memory: Memory) -> Asked:
+    size = chance.choice((0, 1, 2, 5, 20, 100, 1_000, 1_001))
+    checks = [chance.check() for _ in range(min(size, 20))]
+    # A long one repeats, since it is the length that matters.
+    checks = (checks * (size // 20 + 1))[:size]
+    data = pb.BatchRateLimitRequest(requests=checks).SerializeToString()
+    if chance.happens(0.2):
+        data += wire_field(1, chance.garbage())
+    return Asked(BATCH, (data,))
+
+
+def _create(chance: Chance, memory: Memory) -> Asked:
+    message = pb.CreateRateLimitRequest(rate_limit=chance.rule(memory.etags))
+    return Asked(CREATE, (message.SerializeToString(),))
+
+
+def _update(chance: Chance, memory: Memory) -> Asked:
+    message = pb.UpdateRateLimitRequest(rate_limit=chance.rule(memory.etags))
+    if chance.happens(0.4):
+        names = (
+            "limit",
+            "window_seconds",
+            "algorithm",
+            "endpoint",
+            "enabled",
+            "id",
+            "nope",
+            "\u2028",
+        )
+        message.update_mask.CopyFrom(FieldMask(paths=chance.sample(names, chance.randint(0, 3))))
+    return Asked(UPDATE, (message.SerializeToString(),))
+
+
+def _delete(chance: Chance, memory: Memory) -> Asked:
+    rule_id = chance.choice((*RULE_IDS, *memory.etags, "nope"))
+    etag = chance.choice(("", "", "stale", memory.etags.get(rule_id, "")))
+    return Asked(DELETE, (pb.DeleteRateLimitRequest(id=rule_id, etag=etag).SerializeToString(),))
+
+
+def _list(chance: Chance, memory: Memory) -> Asked:
+    message = pb.ListRateLimitsRequest(
+        endpoint=chance.choice(("", "", "/a", "nope")),
+        identifier_type=chance.choice(("", "", "user", "IP")),
+        page_size=chance.choice((0, 1, 1, 2, 1_000, -1)),
+        page_token=chance.choice(("", "", "forged", *memory.page_tokens[-3:])),
+    )
+    return Asked(LIST, (message.SerializeToString(),))
+
+
+def _reset(chance: Chance, _memory: Memory) -> Asked:
+    message = pb.ResetRequest(**chance.target())
+    if chance.happens(0.3):
+        setattr(
+            message, chance.choice(("identifier", "identifier_type", "endpoint")), chance.text()
+        )
+    return Asked(RESET, (message.SerializeToString(),))
+
+
+def _status_or_metrics(chance: Chance, _memory: Memory) -> Asked:
+    if chance.happens(0.5):
+        return Asked(STATUS, (b"",))
+    names = chance.choice(([], ["rate_limiter_active_buckets"], ["nope", "\u00e9"], ["n"] * 1_001))
+    return Asked(METRICS, (pb.MetricsRequest(names=names).SerializeToString(),))
+
+
+def _health(chance: Chance, _memory: Memory) -> Asked:
+    names = (
+        "",
+        "ratelimiter.v1.RateLimiter",
+        "RateLimiter",
+        "nope",
+        "\u00e9",
+        "grpc.health.v1.Health",
+    )
+    data = health_pb2.HealthCheckRequest(service=chance.choice(names)).SerializeToString()
+    path = chance.choice((HEALTH, WATCH, "/grpc.health.v1.Health/List"))
+    if path != WATCH:
+        return Asked(path, (data,))
+    asked = Asked(path, (data,), "unary_stream")
+    # It never ends by itself.
+    if chance.happens(0.7):
+        return replace(asked, cancel_after=1)
+    return replace(asked, timeout_s=MOMENT_S)
+
+
+def _reflection(chance: Chance, _memory: Memory) -> Asked:
+    request = reflection_pb2.ServerReflectionRequest
+    questions = [
+        chance.choice(
+            (
+                request(list_services=""),
+                request(file_containing_symbol="ratelimiter.v1.RateLimiterConfig"),
+                request(file_containing_symbol="ratelimiter.v1.Nope"),
+                request(file_by_filename="ratelimiter/v1/ratelimiter.proto", host="h"),
+                request(file_by_filename="\u00e9"),
+                request(all_extension_numbers_of_type="ratelimiter.v1.RateLimit"),
+                request(),
+            )
+        ).SerializeToString()
+        for _ in range(chance.randint(0, 4))
+    ]
+    if chance.happens(0.2):
+        # Last, because it ends the call: grpc.aio loses the status of a call that ends while it still writes.
+        questions.append(chance.garbage())
+    asked = Asked(chance.choice(REFLECTIONS), tuple(questions), "stream_stream")
+    if questions and chance.happens(0.2):
+        # The client that leaves has not said that it is done, so that the call cannot end before it does.
+        asked = replace(asked, cancel_after=chance.randint(1, len(questions)), hold=True)
+    return asked
+
+
+def _garbage(chance: Chance, _memory: Memory) -> Asked:
+    return Asked(chance.choice(UNARY), (b"" if chance.happens(0.3) else chance.garbage(),))
+
+
+UNKNOWN: Final = (
+    "/",
+    "/x",
+    "/RateLimiter",
+    "/RateLimiter/",
+    "/RateLimiter/Nope",
+    CHECK + "/",
+    CHECK.lower(),
+    "/" + CHECK,
+    CHECK + "?x=1",
+    "/%52ateLimiter/CheckRateLimit",
+    "/a b",
+    "/\u00e9",
+    "/" + "n" * 5_000,
+)
+"""Paths that no node knows."""
+
+
+def _unknown_method(chance: Chance, _memory: Memory) -> Asked:
+    return Asked(chance.choice(UNKNOWN), (chance.garbage(),))
+
+
+def _large(chance: Chance, _memory: Memory) -> Asked:
+    size = (4 << 20) + chance.choice((-1, 0, 1, 1_000))
+    path = chance.choice(UNARY)
+    padding = wire_field(15, bytes(size - 5)) if chance.happens(0.6) else bytes(size)
+    return Asked(path, (padding,))
+
+
+def _other_kind(chance: Chance, _memory: Memory) -> Asked:
+    """A client that takes a unary method for one with streams."""
+    data = chance.choice((b"", chance.garbage(), chance.check().SerializeToString()))
+    return Asked(
+        chance.choice(UNARY),
+        (data,),
+        chance.choice(("unary_stream", "stream_unary", "stream_stream")),
+    )
+
+
+def _late(chance: Chance, memory: Memory) -> Asked:
+    """A deadline that has passed, may pass, or is far away; or none at all."""
+    timeout_s = chance.choice((0.0, -1.0, 1e-9, 1e-6, 1e-4, 1e-3, 1e5, 1e9, None))
+    may_pass = timeout_s is not None and timeout_s < 1
+    return replace(_unspent(chance) if may_pass else _check(chance, memory), timeout_s=timeout_s)
+
+
+def _unspent(chance: Chance) -> Asked:
+    return Asked(chance.choice(NOTHING_SPENT), (b"",))
+
+
+def _left(chance: Chance, _memory: Memory) -> Asked:
+    return replace(_unspent(chance), cancel_after=0)
+
+
+Maker = Callable[[Chance, Memory], Asked]
+
+MAKERS: Final[dict[Maker, int]] = {
+    _check: 32,
+    _garbage: 10,
+    _batch: 8,
+    _create: 6,
+    _update: 6,
+    _delete: 3,
+    _list: 5,
+    _reset: 4,
+    _status_or_metrics: 5,
+    _health: 5,
+    _reflection: 5,
+    _unknown_method: 3,
+    _other_kind: 2,
+    _large: 1,
+    _late: 3,
+    _left: 2,
+}
+"""What makes calls, and of a hundred calls how many."""
+
+
+def generated(seed: str, number: int, memory: Memory, *, with_tokens: bool) -> Asked:
+    """Call ``number`` of those that ``seed`` stands for; ``with_tokens``: the node asks for them."""
+    chance = Chance(f"{seed}-{number}")
+    [maker] = chance.choices(list(MAKERS), list(MAKERS.values()))
+    asked = maker(chance, memory)
+    if chance.happens(0.3):
+        asked = replace(asked, path=asked.path.replace(PACKAGE, "", 1))
+    if chance.happens(0.25):
+        compression = chance.choice((grpc.Compression.Gzip, grpc.Compression.Deflate))
+        asked = replace(asked, compression=compression)
+    metadata = odd_metadata(chance) if chance.happens(0.2) else ()
+    return replace(asked, metadata=(*credentials(chance, with_tokens=with_tokens), *metadata))
