@@ -22,6 +22,8 @@ from ratelimiter.v1.ratelimiter_pb2_grpc import RateLimiterStub
 SECONDS = 3
 FEW, MANY, ONE = (4, 16), (16, 64), (1, 1)
 """Connections, and calls open on each."""
+BUSY = 0.85
+"""A server that has a core, and load enough, is busy for all of the time but what the kernel needs."""
 EVERYTHING = ("--http-listen", "127.0.0.1:0")
 """What a node has by default; the other parts leave the HTTP side out."""
 ALIKE = "one-key"
@@ -51,6 +53,9 @@ def measure() -> list[Row]:
             varied = {name: _checked(replay, server, name, FEW) for name in VARIED}
         with node("--transport", "native", *EVERYTHING, tls=True) as server:
             tls = ask(server, ALIKE, FEW, seconds=SECONDS, tls=True)
+    _warn({f"nghttpd {shape}": c[shape] for shape in (FEW, MANY)})
+    _warn({f"native {shape}": ours[shape] for shape in (FEW, MANY)})
+    _warn({"grpcio": grpcio, ALIKE: alike, **varied, "TLS": tls})
     return [
         *_beside_c(ours, c),
         *_both("4x16", ours[FEW], "grpcio transport, 4x16; aim 25", grpcio),
@@ -62,6 +67,14 @@ def measure() -> list[Row]:
         *_batches("batches of one key", varied["batch-one-key"], c[FEW]),
         *_both("TLS, 4x16", tls, "plaintext; aim 0.6", ours[FEW]),
     ]
+
+
+def _warn(measured: dict[str, Measured]) -> None:
+    """Say where the server did not have its core for itself, or had too little to do: the rate means nothing then."""
+    for name, one in measured.items():
+        busy = one.rate * one.cpu_us / 1e6
+        if busy < BUSY:
+            print(f"  {name}: the server was busy for {busy:.0%} of the time only", flush=True)
 
 
 def _beside_c(
