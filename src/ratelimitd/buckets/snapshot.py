@@ -73,7 +73,6 @@ class SnapshotLog:
     ) -> None:
         self.reports = restored.reports
         """What was wrong with the files that were found, one line each."""
-        self.restored_total = len(restored.buckets)
         self.errors_total = 0
         self.written_bytes_total = 0
         self.last_pass_us = clock.monotonic_us()

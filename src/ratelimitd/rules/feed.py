@@ -68,24 +68,14 @@ class RuleFeed:
         self._book: RuleBook | None = None
         self._from_store = False
         self._failures = 0
-        self._bad_ids: set[str] = set()
         self._reloading = asyncio.Lock()
-        self.reloads_total = 0
-        """Books taken from the store."""
         self.skipped_total = 0
         """Bad rows met, counted at each reload that met them."""
-        self.last_error = ""
-        """Why the store could not be read at the last attempt; empty if it could."""
 
     @property
     def book(self) -> RuleBook | None:
         """The newest book; ``None`` until there is a first one."""
         return self._book
-
-    @property
-    def bad_rows(self) -> int:
-        """Rows of the store that are known not to be served."""
-        return len(self._bad_ids)
 
     @property
     def connected(self) -> bool:
@@ -109,9 +99,8 @@ class RuleFeed:
             await self._sleep(self._pause_s())
             try:
                 await self.notify()
-            except Exception as error:
+            except Exception:
                 self._failures += 1
-                self.last_error = type(error).__name__
                 raise
 
     async def notify(self) -> None:
@@ -125,12 +114,10 @@ class RuleFeed:
             if not self._failures:
                 self._report(f"rules cannot be read: {error}")
             self._failures += 1
-            self.last_error = str(error)
         else:
             if self._failures:
                 self._report("rules can be read again")
             self._failures = 0
-            self.last_error = ""
 
     async def close(self) -> None:
         """Let the last good book reach the disk; idempotent. The task of :meth:`run` must have ended."""
@@ -170,7 +157,6 @@ class RuleFeed:
             await _in_turns(changes.changed, lambda rule: editor.remove(rule.id))
         await _in_turns(changes.changed, editor.put)
         self._from_store = True
-        self.reloads_total += 1
         self._publish(editor.finish(changes.revision))
         if old is not None and not keeps_old:
             parts = list(old.parts())
@@ -186,12 +172,6 @@ class RuleFeed:
             self._last_good.offer(book)
 
     def _note_skipped(self, changes: BookChanges) -> None:
-        if changes.full:
-            self._bad_ids.clear()
-        elif self._bad_ids:
-            self._bad_ids.difference_update(changes.removed_ids)
-            self._bad_ids.difference_update(rule.id for rule in changes.changed)
-        self._bad_ids.update(row.rule_id for row in changes.skipped)
         self.skipped_total += len(changes.skipped)
         for row in changes.skipped[:MAX_REPORTED_ROWS]:
             self._report(f"rule {row.rule_id or 'without id'} is not served: {row.reason}")

@@ -159,7 +159,7 @@ async def test_a_notice_brings_a_change_into_force_before_it_returns(start, stor
     await store.delete(rule.id, "", "me")
     await node.feed.notify()
     assert list(node.books[-1].rules()) == [carts]
-    assert node.feed.reloads_total == 3
+    assert len(node.books) == 3
 
 
 async def test_without_a_notice_a_poll_finds_the_change(start, store):
@@ -234,11 +234,9 @@ async def test_while_the_database_is_away_the_book_stays_and_one_line_says_so(st
     await node.pauses.turn()
     assert list(node.feed.book.rules()) == [rule]
     assert not node.feed.connected
-    assert node.feed.last_error == "the rule database cannot be opened"
     bring_back()
     await node.pauses.turn()
     assert node.feed.connected
-    assert node.feed.last_error == ""
     assert node.reports == [
         "rules cannot be read: the rule database cannot be opened",
         "rules can be read again",
@@ -271,7 +269,7 @@ async def test_the_last_good_book_is_not_taken_for_the_stores_even_at_its_revisi
     node = await start()
     bring_back()
     await node.pauses.turn()
-    assert node.feed.reloads_total == 1
+    assert len(node.books) == 2
     assert node.feed.connected
 
 
@@ -312,7 +310,7 @@ async def test_bad_rows_are_skipped_counted_and_named(start, behind):
     behind("UPDATE rules SET algorithm = 'leaky', revision = 1 WHERE endpoint = '/1'")
     node = await start()
     assert [rule.endpoint for rule in node.feed.book.rules()] == ["/0"]
-    assert (node.feed.bad_rows, node.feed.skipped_total) == (1, 1)
+    assert node.feed.skipped_total == 1
     (line,) = node.reports
     assert line.startswith(f"rule {uuid.UUID(int=1)} is not served: algorithm: unsupported")
 
@@ -324,20 +322,20 @@ async def test_a_rule_made_bad_stays_as_the_book_has_it_until_it_is_mended(start
     behind("UPDATE rule_revision SET revision = 2")
     await node.feed.notify()
     assert list(node.feed.book.rules()) == [rule]
-    assert node.feed.bad_rows == 1
+    assert node.feed.skipped_total == 1
     mended = await store.update(rule.id, RuleChanges(limit=5), "", "me")
     await node.feed.notify()
     assert list(node.feed.book.rules()) == [mended]
-    assert (node.feed.bad_rows, node.feed.skipped_total) == (0, 1)
+    assert node.feed.skipped_total == 1
 
 
-async def test_a_bad_row_that_is_deleted_is_no_longer_counted(start, store, behind):
+async def test_a_bad_row_that_is_deleted_is_not_met_again(start, store, behind):
     rule = await store.create(ORDERS, "me")
     behind("UPDATE rules SET algorithm = ''")
     node = await start()
     await store.delete(rule.id, "", "me")
     await node.feed.notify()
-    assert (node.feed.bad_rows, len(node.feed.book)) == (0, 0)
+    assert (node.feed.skipped_total, len(node.feed.book)) == (1, 0)
 
 
 async def test_of_very_many_bad_rows_only_some_are_named(start, behind):
@@ -361,7 +359,6 @@ async def test_a_crash_counts_as_a_failure_and_the_feed_goes_on_when_it_is_run_a
         patched.setattr(store, "revision", crash)
         await node.pauses.turn()
     assert node.restarts == {"rules": 1}
-    assert node.feed.last_error == "ZeroDivisionError"
     assert not node.feed.connected
     assert node.pauses.asked_s[-1] < RETRY_FIRST_S
     rule = await store.create(ORDERS, "me")
