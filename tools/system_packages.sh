@@ -1,7 +1,18 @@
 #!/usr/bin/env bash
-# Makes sure that the Debian packages of the end-to-end tests are there: installs them where it may, else says what is
-# missing and fails. A test that needs a package adds it to the list, with its reason.
+# Makes sure that what the end-to-end tests need is there: builds the Go programs, pinned and verified by
+# tests/system/go/go.sum, and installs Debian packages where it may; else says what is missing and fails. A test that
+# needs a package adds it to the list, with its reason.
 set -euo pipefail
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+go=$(command -v go || echo /usr/local/go/bin/go)
+if [ ! -x "$go" ]; then
+    echo "system packages: missing Go, for h2spec and the grpc-go client: install it, or put it on PATH" >&2
+    exit 1
+fi
+# Does nothing when they are current. The Go caches are the user's own.
+"$go" build -C "$root/tests/system/go" -mod=readonly -trimpath -buildvcs=false -o "$root/.venv/go/" \
+    ./client github.com/summerwind/h2spec/cmd/h2spec
 
 PACKAGES=(
     # None so far: buf comes as a wheel, and the tests make their faults with what the kernel offers.
