@@ -1,6 +1,9 @@
 """HPACK against the ``hpack`` library: same lists, same blocks, and the same verdict on blocks that are broken."""
 
+from itertools import cycle
+
 import hpack
+import pytest
 from hpack.huffman import HuffmanEncoder
 from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
 from hpack.huffman_table import decode_huffman
@@ -18,6 +21,7 @@ from ratelimitd.http2.hpack import (
 )
 from ratelimitd.http2.hpack.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
 from ratelimitd.http2.hpack.table import HeaderTable, field_bytes
+from tests import rfc7541_examples as rfc
 
 MAX_LIST_BYTES = 2_000
 their_encode_huffman = HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode
@@ -28,6 +32,7 @@ values = st.sampled_from([b"", b"trailers", b"gzip", b"1S"]) | st.binary(max_siz
 fields = st.sampled_from(STATIC_TABLE) | st.tuples(names, values)
 lists = st.lists(st.lists(fields, max_size=12), max_size=12)
 sizes = st.sampled_from([0, 32, 33, 100, 300, 4095, 4096]) | st.integers(0, 4096)
+wide_sizes = sizes | st.sampled_from([4097, 16_384, 65_536])
 
 
 def dynamic(table):
@@ -58,6 +63,27 @@ def assert_same_table(our_table, their_table):
 
 def test_the_static_tables_are_equal():
     assert STATIC_TABLE == TheirTable.STATIC_TABLE
+
+
+@pytest.mark.parametrize(
+    ("examples", "table_bytes"),
+    [
+        *(((one,), 4096) for one in rfc.SINGLE),
+        (rfc.REQUESTS_PLAIN, 4096),
+        (rfc.REQUESTS_HUFFMAN, 4096),
+        (rfc.RESPONSES_PLAIN, rfc.RESPONSE_TABLE_BYTES),
+        (rfc.RESPONSES_HUFFMAN, rfc.RESPONSE_TABLE_BYTES),
+    ],
+    ids=lambda examples: examples[0].section if isinstance(examples, tuple) else "",
+)
+def test_the_examples_of_appendix_c_are_what_the_library_takes_them_for(examples, table_bytes):
+    decoder = hpack.Decoder()
+    decoder.max_allowed_table_size = decoder.header_table_size = table_bytes
+    for example_ in examples:
+        assert theirs(decoder, example_.block) == example_.fields
+        assert [tuple(map(bytes, entry)) for entry in decoder.header_table.dynamic_entries] == [
+            *example_.table
+        ]
 
 
 @given(
@@ -109,6 +135,26 @@ def test_what_we_encode_they_decode(our_lists, resizes, sensitive):
         for field in found:
             if field[0] in sensitive:
                 assert not field.indexable
+        assert_same_table(encoder._table, decoder.header_table)
+
+
+@given(lists, st.lists(wide_sizes, min_size=1, max_size=12))
+def test_what_they_encode_we_decode_while_our_setting_moves(their_lists, settings):
+    encoder, decoder = hpack.Encoder(), Decoder(max_list_bytes=100_000)
+    for some, setting in zip(their_lists, cycle(settings), strict=False):
+        decoder.set_max_table_bytes(setting)
+        encoder.header_table_size = setting
+        assert decoder.decode(encoder.encode(some)) == tuple(some)
+        assert_same_table(decoder._table, encoder.header_table)
+
+
+@given(lists, st.lists(wide_sizes, min_size=1, max_size=12), wide_sizes)
+def test_what_we_encode_they_decode_while_their_setting_moves(our_lists, settings, our_bound):
+    encoder, decoder = Encoder(our_bound), hpack.Decoder(max_header_list_size=100_000)
+    for some, setting in zip(our_lists, cycle(settings), strict=False):
+        encoder.set_max_table_bytes(setting)
+        decoder.max_allowed_table_size = setting
+        assert [*map(tuple, decoder.decode(encoder.encode(some), raw=True))] == some
         assert_same_table(encoder._table, decoder.header_table)
 
 

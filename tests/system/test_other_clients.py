@@ -25,8 +25,8 @@ HEALTH = "grpc.health.v1.Health.Check"
 WATCH = "grpc.health.v1.Health.Watch"
 UNKNOWN_ID = "00000000-0000-4000-8000-000000000000"
 
-IDLE_MS = 45_000
-"""Four pings of grpc-go, which come every 10 s. A server that minds them takes the first one and two strikes more."""
+IDLE_MS = 35_000
+"""Three pings of grpc-go, which come every 10 s: with the third a server that minds them sends the client away."""
 
 
 class Expected(NamedTuple):
