@@ -5,6 +5,7 @@ Blocking; meant for a thread. Never knows what the bytes mean.
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +29,18 @@ class Appender:
             self.discard()
             raise
 
+    @property
+    def removed(self) -> bool:
+        """Whether the file has lost its name: somebody removed it, perhaps with its directory."""
+        return not os.fstat(self._fd).st_nlink
+
     def append(self, data: bytes, *, durable: bool = False) -> None:
-        """Append ``data``, whole or not at all; with ``durable`` it is on disk before this returns."""
+        """Append ``data``, whole or not at all; with ``durable`` it is on disk before this returns.
+
+        A file that was removed meanwhile takes nothing more: what is written there, nobody will find.
+        """
+        if self.removed:
+            raise OSError(errno.ENOENT, "the file was removed while it was in use")
         try:
             written = 0
             while written < len(data):

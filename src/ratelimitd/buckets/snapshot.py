@@ -8,10 +8,10 @@ look are appended to ``buckets-N.log``: a node that is killed forgets at most th
 at once, and is on disk before it is answered. All appends go through one thread in the order in which the event loop
 gave them, so that the order of the file is the order of events, and no restart can put an older state over a reset.
 
-After every start, and when the log has outgrown its base, a pass also writes all buckets to ``buckets-N+1.base``, aside
-and renamed when it is complete, while appends already go to ``buckets-N+1.log``. Only then are the files of before
-removed. A bucket of before the restart that is used while the base is being written may be in neither of its places
-when that is copied; so each shard is looked at once more before the base counts.
+After every start, when the log has outgrown its base, and when somebody removed the log, a pass also writes all buckets
+to ``buckets-N+1.base``, aside and renamed when it is complete, while appends already go to ``buckets-N+1.log``. Only
+then are the files of before removed. A bucket of before the restart that is used while the base is being written may be
+in neither of its places when that is copied; so each shard is looked at once more before the base counts.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class SnapshotLog:
         if self._clock.monotonic_us() < self._no_base_before_us:
             return False
         outgrown = self._log.size > max(MIN_LOG_BYTES, LOG_PER_BASE * self._base_bytes)
-        return outgrown or bool(self._outdated or self._torn)
+        return outgrown or self._log.removed or bool(self._outdated or self._torn)
 
     async def _write_base(self, pace: Pace) -> None:
         """Write every bucket where it is, look at each shard once more, and let the base replace the older files."""

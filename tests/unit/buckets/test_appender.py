@@ -104,6 +104,16 @@ def test_half_a_chunk_that_cannot_be_cut_off_is_overwritten(appender, path, monk
     assert path.read_bytes() == b"headsix"
 
 
+def test_a_file_that_was_removed_takes_nothing_more(appender, path):
+    assert not appender.removed
+    path.unlink()
+    assert appender.removed
+    for durable in (False, True):
+        with pytest.raises(FileNotFoundError, match="removed while it was in use"):
+            appender.append(b"one", durable=durable)
+    assert appender.size == 4
+
+
 def test_a_header_that_does_not_fit_leaves_no_file(path, monkeypatch):
     disk_full_after(monkeypatch, 2)
     with pytest.raises(OSError, match="No space"):

@@ -22,7 +22,7 @@ from ratelimitd.buckets.snapshot import (
 )
 from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
 from ratelimitd.errors import StartupError, StoreUnavailableError
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
 from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 
@@ -497,6 +497,44 @@ class TestDrain:
         assert len(synced) == 1
         assert open_files() == before - 1
         assert len(node_of().table) == 100
+
+    async def test_files_that_were_removed_are_written_anew_by_the_next_pass(self, node_of):
+        node = node_of()
+        await node.snapshot.write_pass()
+        for name in ("ada", "bob"):
+            node.use(name.encode(), 5)
+        await node.snapshot.write_pass()
+        for name in node.files():
+            (node.directory / name).unlink()
+        with pytest.raises(StoreUnavailableError):
+            await node.reset(b"bob")
+        await node.snapshot.write_pass()
+        await node.reset(b"bob")
+        assert node.snapshot.errors_total == 0  # of passes
+        assert node_of().spent(b"ada", b"bob") == [5, 0]
+
+    async def test_a_directory_that_was_removed_is_reported_until_it_is_there_again(
+        self, tmp_path, clock
+    ):
+        directory = tmp_path / "state"
+        directory.mkdir()
+        node = Node(directory, clock)
+        node.use(b"ada", 5)
+        await node.snapshot.write_pass()
+        shutil.rmtree(directory)
+        for errors in (1, 2):
+            node.next_second()
+            node.use(b"ada")
+            await node.snapshot.write_pass()
+            assert node.snapshot.errors_total == errors
+        assert node.reports == ["buckets cannot be written: No such file or directory"]
+        directory.mkdir()
+        clock.advance(seconds=BASE_RETRY_US // US_PER_S)
+        node.use(b"ada", 7)
+        await node.snapshot.write_pass()
+        assert node.reports[1:] == ["buckets can be written again"]
+        await node.snapshot.drain()
+        assert Node(directory, clock).spent(b"ada") == [7]
 
     async def test_a_full_disk_does_not_keep_a_node_from_stopping(self, node_of, monkeypatch):
         node = node_of()
