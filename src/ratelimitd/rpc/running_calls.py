@@ -68,6 +68,8 @@ async def run_stream(
         async for message in answers:
             if not calls.send(stream_id, open_call, message):
                 await open_call.room.wait()
+            # Whether the peer reads shows when what was sent is written, which is in another turn of the loop.
+            await calls.shared.turnstile.passed()
     except asyncio.CancelledError:
         error = CANCELLED
     except Exception as raised:  # noqa: BLE001 -- as above

@@ -346,7 +346,7 @@ async def test_one_turn_of_the_loop_answers_one_question_however_many_streams_as
     for stream_id in (1, 3, 5):
         caller.feed(caller.call_head(stream_id, "/s/upper"), data(stream_id, framed(b"a") * 20))
     most = 0
-    for _ in range(200):
+    for _ in range(400):
         caller.sent.clear()
         await asyncio.sleep(0)
         caller.collect()
