@@ -11,15 +11,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import CoroutineType
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
-from ratelimitd.errors import StartupError
-from ratelimitd.rpc.addresses import bound_address, demand_free
+from ratelimitd.rpc.addresses import demand_free
+from ratelimitd.rpc.grpcio_revival import RevivedServer
 from ratelimitd.rpc.interface import (
     InProgress,
     Methods,
@@ -46,9 +45,6 @@ _MAX_METADATA_BYTES: Final = 16 * 1024
 _STALLED_CALLS: Final = 20_000
 """Room in the C core for calls that sent headers and no message yet. They take a place before anybody can judge them,
 so that the bound on calls proper, which is our own, must not be theirs; each costs about 25 KB."""
-_REOPEN_PAUSE_S: Final = 0.05
-_LONG_GRACE_S: Final = 86_400.0
-"""How long calls in flight may go on after ``stop_accepting``: until ``stop`` says otherwise."""
 
 
 class GrpcioServer:
@@ -71,65 +67,18 @@ class GrpcioServer:
         self._count = stats.transport_error
         self._tls = tls
         self._limits = limits or TransportLimits()
-        self._server: grpc.aio.Server | None = None
-        self._draining: asyncio.Task[None] | None = None
-        self._reopening: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._calls = _Room(self._limits.max_concurrent_rpcs, self._count, *_TOO_MANY_CALLS)
         self._streams = _Room(self._limits.max_streams, self._count, *_TOO_MANY_STREAMS)
+        self._router = _Router(self._handlers(), self._count)
+        self._server = RevivedServer(
+            self._new_server, self._credentials, partial(self._count, TransportError.UNEXPECTED)
+        )
 
     async def start(self) -> str:
         """Bind and listen; returns the bound address. See :class:`ratelimitd.rpc.interface.Server`."""
         await demand_free(self._listen)
-        self._server, address = await self._open(self._listen)
-        return address
-
-    async def _open(self, listen: str) -> tuple[grpc.aio.Server, str]:
-        credentials = None if self._tls is None else self._credentials(self._tls)
-        server = grpc.aio.server(
-            handlers=(_Router(self._handlers(), self._count),),
-            options=_options(self._limits),
-            # Of all kinds together: what comes beyond costs no task. Calls and streams have bounds of their own.
-            maximum_concurrent_rpcs=_STALLED_CALLS
-            + self._limits.max_concurrent_rpcs
-            + self._limits.max_streams,
-        )
-        try:
-            port = (
-                server.add_insecure_port(listen)
-                if credentials is None
-                else server.add_secure_port(listen, credentials)
-            )
-        except RuntimeError:
-            message = f"LISTEN: cannot listen on {listen}"
-            raise StartupError(message) from None
-        address = bound_address(listen, port)
-        before = asyncio.all_tasks()
-        await server.start()
-        for task in asyncio.all_tasks() - before:
-            # The one that accepts calls is compiled, and no coroutine to the interpreter.
-            if not isinstance(task.get_coro(), CoroutineType):
-                task.add_done_callback(partial(self._serving_ended, address))
-        return server, address
-
-    def _serving_ended(self, address: str, serving: asyncio.Task[None]) -> None:
-        """Open the port again when grpc gave it up: one path that is no UTF-8 ends its loop, and it tells nobody."""
-        if self._draining or self._stopping.is_set() or serving.cancelled():
-            return
-        if serving.exception() is None:
-            return
-        self._count(TransportError.UNEXPECTED)
-        _log.error("the grpc server ended unexpectedly; it is opened again")
-        self._reopening = asyncio.create_task(self._reopen(address))
-
-    async def _reopen(self, address: str) -> None:
-        while not self._draining and not self._stopping.is_set():
-            try:
-                self._server, _ = await self._open(address)
-            except StartupError:  # the old one has not let go of the port yet
-                await asyncio.sleep(_REOPEN_PAUSE_S)
-            else:
-                return
+        return await self._server.open(self._listen)
 
     @property
     def in_progress(self) -> InProgress:
@@ -138,18 +87,23 @@ class GrpcioServer:
 
     async def stop_accepting(self) -> None:
         """Refuse new calls; calls in flight go on."""
-        if self._server is not None and self._draining is None:
-            self._draining = asyncio.create_task(self._server.stop(_LONG_GRACE_S))
-            await asyncio.sleep(0)  # let it say so to the connections
+        await self._server.stop_accepting()
 
     async def stop(self, grace_s: float) -> None:
         """End streams at once, wait at most ``grace_s`` seconds for other calls in flight, then close everything."""
         # A watch never ends by itself: waiting for it would be waiting out the whole grace, every time.
         self._stopping.set()
-        if self._server is not None:
-            await self._server.stop(grace_s)
-        if self._draining is not None:
-            await self._draining
+        await self._server.stop(grace_s)
+
+    def _new_server(self) -> grpc.aio.Server:
+        return grpc.aio.server(
+            handlers=(self._router,),
+            options=_options(self._limits),
+            # Of all kinds together: what comes beyond costs no task. Calls and streams have bounds of their own.
+            maximum_concurrent_rpcs=_STALLED_CALLS
+            + self._limits.max_concurrent_rpcs
+            + self._limits.max_streams,
+        )
 
     def _handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -217,7 +171,9 @@ class GrpcioServer:
         trailers = ((_DETAILS_KEY, error.details),) if error.details else ()
         await context.abort(_STATUS[error.code], error.message, trailers)
 
-    def _credentials(self, files: TlsFiles) -> grpc.ServerCredentials:
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        if (files := self._tls) is None:
+            return None
         loop = asyncio.get_running_loop()
 
         def report(line: str) -> None:

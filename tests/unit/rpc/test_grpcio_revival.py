@@ -5,6 +5,9 @@ import asyncio
 import grpc
 import grpc.aio
 
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc import grpcio_revival
+from ratelimitd.rpc.grpcio_revival import RevivedServer
 from ratelimitd.rpc.grpcio_server import GrpcioServer
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.stats import CheckStats
@@ -64,3 +67,31 @@ async def test_a_path_that_is_no_utf8_costs_connections_but_not_the_server():
         writer.close()
     assert stats.errors_by_transport == {"unexpected": 3}
     await server.stop(0)
+
+
+async def test_a_server_that_cannot_get_its_port_yet_tries_until_it_is_stopped(monkeypatch):
+    tried = asyncio.Event()
+
+    async def taken(_listen):
+        tried.set()
+        raise StartupError
+
+    monkeypatch.setattr(grpcio_revival, "REOPEN_PAUSE_S", 0)
+    server = RevivedServer(grpc.aio.server, lambda: None, lambda: None)
+    monkeypatch.setattr(server, "open", taken)
+    async with asyncio.timeout(20):
+        reopening = asyncio.create_task(server._reopen("127.0.0.1:1"))
+        await tried.wait()
+        tried.clear()
+        await tried.wait()
+        await server.stop(0)
+        await reopening
+
+
+async def test_an_end_that_was_asked_for_is_no_loss():
+    lost = []
+    server = RevivedServer(grpc.aio.server, lambda: None, lambda: lost.append(1))
+    await server.open("127.0.0.1:0")
+    await server.stop_accepting()
+    await server.stop(0)
+    assert lost == []
