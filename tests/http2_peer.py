@@ -86,6 +86,18 @@ def last_data(stream_id: int, payload: bytes = b"") -> bytes:
     return data(stream_id, payload, END_STREAM)
 
 
+def ping(payload: bytes) -> bytes:
+    return frame(PING, 0, 0, payload)
+
+
+def continuation(stream_id: int, part: bytes = b"") -> bytes:
+    return frame(CONTINUATION, 0, stream_id, part)
+
+
+def last_continuation(stream_id: int, part: bytes = b"") -> bytes:
+    return frame(CONTINUATION, END_HEADERS, stream_id, part)
+
+
 def rst_stream(stream_id: int, code: int = CANCEL) -> bytes:
     return frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big"))
 

@@ -20,7 +20,6 @@ from tests.http2_peer import (
     ACK,
     CANCEL,
     COMPRESSION_ERROR,
-    CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -43,9 +42,12 @@ from tests.http2_peer import (
     STREAM_CLOSED,
     Frame,
     Peer,
+    continuation,
     data,
     frame,
+    last_continuation,
     last_data,
+    ping,
     priority,
     rst_stream,
     settings,
@@ -84,7 +86,7 @@ class Server(Peer):
 
     def pings(self) -> bool:
         """Whether the connection still answers."""
-        self.feed(frame(PING, 0, 0, PING_OCTETS))
+        self.feed(ping(PING_OCTETS))
         return Frame(PING, ACK, 0, PING_OCTETS) in self.sent
 
 
@@ -212,8 +214,8 @@ def test_generic_3_10_continuation_is_accepted_once_and_more_often(server, cuts)
     edges = [0, *cuts, len(block)]
     parts = [block[low:high] for low, high in pairwise(edges)]
     frames = [frame(HEADERS, END_STREAM, 1, parts[0])]
-    frames += [frame(CONTINUATION, 0, 1, part) for part in parts[1:-1]]
-    server.feed(*frames, frame(CONTINUATION, END_HEADERS, 1, parts[-1]))
+    frames += [continuation(1, part) for part in parts[1:-1]]
+    server.feed(*frames, last_continuation(1, parts[-1]))
     assert server.answered(1)
 
 
@@ -314,7 +316,7 @@ def test_http2_4_3_and_6_2_nothing_comes_within_a_block(server, intruder):
         data(1, b"test", END_STREAM),
         rst_stream(1),
         window_update(1, 100),
-        frame(CONTINUATION, END_HEADERS, 1, PLAIN),
+        last_continuation(1, PLAIN),
     ],
 )
 def test_http2_5_1_an_idle_stream_takes_headers_and_priority_alone(server, octets):
@@ -360,7 +362,7 @@ def test_http2_5_1_headers_on_a_closed_stream_end_the_connection(server):
 def test_http2_5_1_continuation_without_a_block_ends_the_connection(server, before):
     server.feed(settings(s4=0 if before == "half closed" else 100))
     server.feed(server.head(1) + rst_stream(1) if before == "reset" else server.get(1))
-    server.feed(frame(CONTINUATION, END_HEADERS, 1, PLAIN))
+    server.feed(last_continuation(1, PLAIN))
     connection_error(server, PROTOCOL_ERROR)
 
 
@@ -391,7 +393,7 @@ def test_http2_5_3_1_so_is_a_priority_that_says_so(server):
 
 
 def test_http2_5_4_1_a_broken_ping_is_answered_by_goaway(server):
-    server.feed(frame(PING, 0, 0, bytes(6)))
+    server.feed(ping(bytes(6)))
     connection_error(server, FRAME_SIZE_ERROR)
 
 
@@ -419,7 +421,7 @@ def test_http2_5_5_an_unknown_frame_within_a_block_ends_the_connection(server):
         (settings(s5=16_383), PROTOCOL_ERROR),
         (settings(s5=2**24), PROTOCOL_ERROR),
         (frame(PING, 0, 1, bytes(8)), PROTOCOL_ERROR),  # 6.7
-        (frame(PING, 0, 0, bytes(6)), FRAME_SIZE_ERROR),
+        (ping(bytes(6)), FRAME_SIZE_ERROR),
         (frame(GOAWAY, 0, 1, bytes(8)), PROTOCOL_ERROR),  # 6.8
         (window_update(0, 0), PROTOCOL_ERROR),  # 6.9
         (frame(0x8, 0, 0, bytes(3)), FRAME_SIZE_ERROR),
@@ -492,24 +494,24 @@ def test_http2_6_9_2_a_window_may_become_negative(server):
 @pytest.mark.parametrize("stray", [b"", "headers", "continuation", "data"])
 def test_http2_6_10_continuation_follows_headers_without_their_end(server, stray):
     if stray == b"":
-        parts = frame(CONTINUATION, 0, 1), frame(CONTINUATION, END_HEADERS, 1)
+        parts = continuation(1), last_continuation(1)
         server.feed(frame(HEADERS, END_STREAM, 1, PLAIN), *parts)
         assert server.answered(1)
         return
     server.feed(
         {
             "headers": frame(HEADERS, END_HEADERS, 1, PLAIN),
-            "continuation": frame(HEADERS, 0, 1, PLAIN) + frame(CONTINUATION, END_HEADERS, 1),
+            "continuation": frame(HEADERS, 0, 1, PLAIN) + last_continuation(1),
             "data": frame(HEADERS, END_HEADERS, 1, PLAIN) + data(1, b"test"),
         }[stray],
-        frame(CONTINUATION, END_HEADERS, 1),
+        last_continuation(1),
     )
     connection_error(server, PROTOCOL_ERROR)
 
 
 @pytest.mark.parametrize("stream_id", [0, 3])
 def test_http2_6_10_continuation_is_on_the_stream_of_its_headers(server, stream_id):
-    server.feed(frame(HEADERS, 0, 1, PLAIN), frame(CONTINUATION, END_HEADERS, stream_id))
+    server.feed(frame(HEADERS, 0, 1, PLAIN), last_continuation(stream_id))
     connection_error(server, PROTOCOL_ERROR)
 
 

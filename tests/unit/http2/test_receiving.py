@@ -20,7 +20,6 @@ from ratelimitd.http2.limits import ALLOWANCES, Limits
 from tests.http2_peer import (
     ACK,
     CANCEL,
-    CONTINUATION,
     END_HEADERS,
     END_STREAM,
     ENHANCE_YOUR_CALM,
@@ -47,9 +46,12 @@ from tests.http2_peer import (
     WINDOW_UPDATE,
     Frame,
     Peer,
+    continuation,
     data,
     frame,
+    last_continuation,
     last_data,
+    ping,
     priority,
     rst_stream,
     settings,
@@ -86,7 +88,7 @@ def resets(client, *parts):
     ((stream_id, code),) = client.resets
     (cause,) = client.reset_causes
     client.forget()
-    client.feed(frame(PING, 0, 0, b"lives on"))
+    client.feed(ping(b"lives on"))
     assert client.sent == [Frame(PING, ACK, 0, b"lives on")]
     return stream_id, code, cause
 
@@ -108,7 +110,7 @@ def test_our_settings_are_acknowledged_once():
 
 
 @pytest.mark.parametrize(
-    "first", [frame(PING, 0, 0, bytes(8)), SETTINGS_ACK, frame(0x77, 0, 0), window_update(0, 1)]
+    "first", [ping(bytes(8)), SETTINGS_ACK, frame(0x77, 0, 0), window_update(0, 1)]
 )
 def test_the_first_frame_is_settings(first):
     client = Peer(greeting=b"")
@@ -183,8 +185,8 @@ def test_a_block_may_come_in_parts():
     block = client.block(GET)
     events = client.feed(
         frame(HEADERS, END_STREAM, 1, block[:1]),
-        frame(CONTINUATION, 0, 1, block[1:2]),
-        frame(CONTINUATION, END_HEADERS, 1, block[2:]),
+        continuation(1, block[1:2]),
+        last_continuation(1, block[2:]),
     )
     (event,) = events
     assert (event.stream_id, event.ended, len(event.head.fields)) == (1, True, 4)
@@ -196,8 +198,8 @@ def test_a_block_may_come_in_parts():
         priority(1),
         frame(0x77, 0, 1),
         last_data(1),
-        frame(CONTINUATION, END_HEADERS, 3, b""),
-        frame(PING, 0, 0, bytes(8)),
+        last_continuation(3, b""),
+        ping(bytes(8)),
     ],
 )
 def test_nothing_may_come_within_a_block(intruder):
@@ -228,7 +230,7 @@ def test_the_body_of_a_request_before_may_not_come_within_a_block():
 
 
 def test_continuation_needs_a_block():
-    assert ends(peer(), frame(CONTINUATION, END_HEADERS, 1)) == (PROTOCOL_ERROR, "protocol")
+    assert ends(peer(), last_continuation(1)) == (PROTOCOL_ERROR, "protocol")
 
 
 @pytest.mark.parametrize(
@@ -570,7 +572,7 @@ def test_a_reset_of_a_request_that_has_just_begun_is_told_after_it():
         (frame(PRIORITY, 0, 1, bytes(4)), FRAME_SIZE_ERROR),
         (frame(PUSH_PROMISE, END_HEADERS, 1, bytes(4)), PROTOCOL_ERROR),
         (frame(PING, 0, 1, bytes(8)), PROTOCOL_ERROR),
-        (frame(PING, 0, 0, bytes(6)), FRAME_SIZE_ERROR),
+        (ping(bytes(6)), FRAME_SIZE_ERROR),
         (frame(GOAWAY, 0, 1, bytes(8)), PROTOCOL_ERROR),
         (frame(GOAWAY, 0, 0, bytes(7)), FRAME_SIZE_ERROR),
     ],
@@ -645,10 +647,10 @@ def test_a_block_may_have_so_many_parts_and_not_one_more():
         block = client.block(GET)
         client.feed(
             frame(HEADERS, END_STREAM, 1, block),
-            *(frame(CONTINUATION, 0, 1) for _ in range(parts - 1)),
+            *(continuation(1) for _ in range(parts - 1)),
         )
         assert client.connection.ended is None
-        client.feed(frame(CONTINUATION, END_HEADERS, 1))
+        client.feed(last_continuation(1))
         assert (client.end_cause == "header_block") is ended
 
 
@@ -658,9 +660,7 @@ def test_a_block_may_have_so_many_octets_and_not_one_more():
         block = client.block(GET)
         block += b"\x00\x01x" + bytes((97 + extra - len(block) - 1,))
         block += b"v" * (100 + extra - len(block))
-        client.feed(
-            frame(HEADERS, 0, 1, block[:50]), frame(CONTINUATION, END_HEADERS, 1, block[50:])
-        )
+        client.feed(frame(HEADERS, 0, 1, block[:50]), last_continuation(1, block[50:]))
         assert client.end_cause == cause
 
 
@@ -688,7 +688,7 @@ FLOODS = {
     Cause.RAPID_RESET: lambda number: numbered(number, SOUND) + rst_stream(2 * number + 3),
     Cause.PROVOKED_RESET: lambda number: numbered(number, MALFORMED),
     Cause.SETTINGS_FLOOD: lambda _: settings(),
-    Cause.PING_FLOOD: lambda _: frame(PING, 0, 0, bytes(8)),
+    Cause.PING_FLOOD: lambda _: ping(bytes(8)),
     Cause.WINDOW_UPDATE_FLOOD: lambda _: window_update(0, 1),
     Cause.EMPTY_DATA_FLOOD: lambda _: data(1),
     Cause.PRIORITY_FLOOD: lambda _: priority(99),
