@@ -1,0 +1,191 @@
+"""The native transport without its sockets, fed with whatever comes: what must hold after each step.
+
+Any octets lead to a documented outcome: never an exception out of the protocol, and never a table over its bound.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+from ratelimitd.http2.connection import Connection
+from ratelimitd.http2.limits import ALLOWANCES, Limits
+from ratelimitd.http2.streams import UNTOUCHED
+from ratelimitd.rpc.call_head import Peer
+from ratelimitd.rpc.interface import Methods
+from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.native_calls import ConnectionCalls
+from ratelimitd.rpc.native_shared import SharedCalls
+from ratelimitd.rpc.open_call import MAX_UNREAD_QUESTIONS
+from ratelimitd.stats import CheckStats
+
+HTTP2_LIMITS = Limits(
+    max_streams=6,
+    stream_window_bytes=2_000,
+    connection_window_bytes=70_000,
+    max_header_list_bytes=400,
+    max_header_block_bytes=300,
+    max_buffered_bytes=500,
+    max_unread_bytes=5_000,
+    frames_per_slice=3,
+    bytes_per_slice=300,
+)
+LIMITS = TransportLimits(
+    max_message_bytes=300,
+    max_concurrent_rpcs=2,
+    max_streams=2,
+    max_request_bytes_per_connection=500,
+    max_request_bytes=500,
+    max_open_requests=4,
+)
+
+
+def echo(message, _call):
+    return message
+
+
+async def later(message, _call):
+    await asyncio.sleep(0)
+    return message
+
+
+async def never(_message, _call):
+    await asyncio.Event().wait()
+
+
+async def count(message, _call):
+    for _ in range(3):
+        yield message
+
+
+async def endless(message, _call):
+    while True:
+        yield message
+
+
+async def ask(questions, _call):
+    async for question in questions:
+        yield question
+
+
+async def deaf(_questions, _call):
+    yield b"hello"
+    await asyncio.Event().wait()
+
+
+class Fuzzed:
+    """One connection and its calls, in a world that is otherwise empty."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.broken = 0
+        methods = Methods(
+            unary={
+                "/u": echo,
+                "/echo": echo,
+                "/l": later,
+                "/n": never,
+                "/wait": never,
+                "/x": self._break,
+            },
+            server_stream={"/c": count, "/e": endless},
+            bidi_stream={"/b": ask, "/ask": ask, "/d": deaf},
+        )
+        self.shared = SharedCalls(methods, LIMITS, CheckStats(), lambda: self.now_s)
+        self.connection = Connection(HTTP2_LIMITS)
+        self.calls = ConnectionCalls(self.shared, self.connection, Peer("unix:"), lambda: None)
+
+    def _break(self, _message, call):
+        self.broken += 1
+        call.metadata("authorization")
+        raise KeyError
+
+    def receive(self, octets: bytes) -> None:
+        """Take octets as the owner of a connection does, slice by slice."""
+        self._slice(octets)
+        while self.connection.has_more:
+            self._slice(b"")
+
+    def _slice(self, octets: bytes) -> None:
+        events = iter(self.connection.receive(octets))
+        while not self.calls.handle(events, self.now_s):
+            pass
+        self.write()
+
+    def write(self) -> bytes:
+        octets = self.connection.data_to_send()
+        self.demand()
+        return octets
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.connection.tick()
+        self.calls.expire(self.now_s)
+        self.calls.look(self.now_s)
+        self.write()
+
+    def demand(self) -> None:
+        """See that nothing is over its bound, and that what is counted is what is there."""
+        self._demand_http2()
+        calls, shared = self.calls, self.shared
+        assert shared.stats.errors_by_transport.get("unexpected", 0) == self.broken
+        assert shared.open_requests == len(calls.open) + len(calls._plain)
+        assert shared.open_requests <= LIMITS.max_open_requests + LIMITS.max_concurrent_rpcs
+        assert self.connection.ended or shared.open_requests <= self.connection.open_streams
+        assert shared.unary_in_progress <= LIMITS.max_concurrent_rpcs
+        assert shared.streams_in_progress <= LIMITS.max_streams
+        assert calls._request_bytes == shared.request_bytes <= LIMITS.max_request_bytes
+        for open_call in calls.open.values():
+            if open_call.questions is not None:
+                assert len(open_call.questions._parts) <= MAX_UNREAD_QUESTIONS
+            else:
+                assert open_call.waiting_bytes == open_call.held_bytes
+
+    def _demand_http2(self) -> None:
+        connection, limits = self.connection, HTTP2_LIMITS
+        streams, sender, receiver = connection._streams, connection._sender, connection._receiver
+        assert not streams.opening
+        assert len(streams.live) <= limits.max_streams
+        assert len(streams._discarded) <= 256
+        assert len(streams._gaps) <= 64
+        pending = sum(len(stream.pending) for stream in streams.live.values())
+        assert sender.buffered_bytes == pending <= limits.max_unread_bytes
+        assert len(sender._waiting) <= len(streams.live)
+        held = sum(stream.held_bytes for stream in streams.live.values())
+        assert held <= limits.connection_window_bytes
+        assert receiver.window.left <= limits.connection_window_bytes
+        most = 1 + limits.max_continuations + bool(connection.ended)  # the one that ended it
+        assert receiver._block is None or len(receiver._block.fragments) <= most
+        table = receiver.reader._decoder._table
+        assert table.used_bytes <= 4_096
+        assert len(receiver.reader.kept) <= 64
+        assert connection._meter._levels.keys() == ALLOWANCES.keys()
+        assert (UNTOUCHED.send_credit, UNTOUCHED.held_bytes, bytes(UNTOUCHED.pending)) == (
+            0,
+            0,
+            b"",
+        )
+        if not connection.has_more:
+            assert len(connection._buffer) - connection._at < 16_384 + 9
+
+    async def end(self) -> None:
+        """Lose the connection: nothing may be left of it."""
+        self.calls.lose_all()
+        await self.shared.all_ended()
+        shared = self.shared
+        assert (shared.unary_in_progress, shared.streams_in_progress) == (0, 0)
+        assert (shared.open_requests, shared.request_bytes, self.calls.open) == (0, 0, {})
+
+
+async def drive(steps: Iterable[bytes | str]) -> Fuzzed:
+    """Feed octets; between them, ``turn`` lets the handlers go on and ``minute`` lets time pass."""
+    fuzzed = Fuzzed()
+    for step in steps:
+        if step == "turn":
+            for _ in range(3):
+                await asyncio.sleep(0)
+                fuzzed.write()
+        elif step == "minute":
+            fuzzed.passes(61.0)
+        else:
+            fuzzed.receive(step.encode() if isinstance(step, str) else step)
+    await fuzzed.end()
+    return fuzzed
