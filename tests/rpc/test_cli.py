@@ -48,8 +48,8 @@ def ask(capsys, monkeypatch):
 
 
 @pytest.fixture
-async def node():
-    async with running_node(clock=ManualClock(), log_level="error") as node:
+async def node(transport):
+    async with running_node(clock=ManualClock(), log_level="error", transport=transport) as node:
         yield node
 
 
@@ -175,10 +175,12 @@ async def test_an_identifier_that_is_no_address_is_an_error_and_no_denial(node, 
     assert "not-an-address" not in ended.err
 
 
-async def test_a_token_opens_what_is_closed_and_is_never_shown(ask, tmp_path):
+async def test_a_token_opens_what_is_closed_and_is_never_shown(ask, tmp_path, transport):
     token = tmp_path / "token"
     token.write_text("an-admin-token\n")
-    async with running_node(admin_token="an-admin-token", log_level="error") as node:
+    async with running_node(
+        admin_token="an-admin-token", log_level="error", transport=transport
+    ) as node:
         without = await ask(node, "rules", "list")
         assert without.status == 1
         assert "--token-file" in without.err
@@ -189,8 +191,8 @@ async def test_a_token_opens_what_is_closed_and_is_never_shown(ask, tmp_path):
         assert (await ask(node, "check", "user", "alice", "/x")).status == 0
 
 
-async def test_a_node_that_has_stopped_is_status_2(ask):
-    async with running_node(log_level="error") as node:
+async def test_a_node_that_has_stopped_is_status_2(ask, transport):
+    async with running_node(log_level="error", transport=transport) as node:
         pass
     ended = await ask(node, "health")
     assert ended.status == 2

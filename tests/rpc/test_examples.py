@@ -43,9 +43,11 @@ async def output_of(*command):
 
 
 @pytest.fixture
-async def node():
+async def node(transport):
     rules = EXAMPLES / "rules.yaml"
-    async with running_node(clock=ManualClock(), rules_file=rules, log_level="error") as node:
+    async with running_node(
+        clock=ManualClock(), rules_file=rules, log_level="error", transport=transport
+    ) as node:
         yield node
 
 

@@ -28,8 +28,8 @@ async def verdict(node, path, metadata=()):
 
 
 @pytest.fixture
-async def guarded_node(tmp_path):
-    async with running_node(tmp_path, credentials=TOKENS) as node:
+async def guarded_node(tmp_path, transport):
+    async with running_node(tmp_path, transport=transport, credentials=TOKENS) as node:
         yield node
 
 

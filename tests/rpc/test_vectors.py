@@ -10,10 +10,10 @@ from tests.conformance.vectors import CASES, expected
 
 
 @pytest.fixture
-async def channel():
+async def channel(transport):
     """A channel to a node with one rule for each case; the endpoint is the case's number."""
     async with (
-        running_node(timestamps="caller", http_listen="") as node,
+        running_node(timestamps="caller", http_listen="", transport=transport) as node,
         grpc.aio.insecure_channel(node.grpc_address) as channel,
     ):
         config = pb_grpc.RateLimiterConfigStub(channel)
