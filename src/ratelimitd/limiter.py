@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from ratelimitd.algorithms import DECIDE, Decide
 from ratelimitd.buckets.keys import BucketKeys
@@ -22,6 +23,7 @@ from ratelimitd.model import (
     Check,
     Decision,
     IdentifierType,
+    Outcome,
     Reason,
     Rule,
 )
@@ -49,12 +51,16 @@ class Journal(Protocol):
         """
 
 
-class _Scope(NamedTuple):
-    """What all checks of one endpoint and identifier type have in common until the next rule book."""
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What all checks of one endpoint and identifier type have in common until the next rule book.
 
-    rule: Rule | None
+    ``counters`` are the rule's allowed and blocked checks.
+    """
+
+    rule: Rule
     key_suffix: bytes
-    decide: Decide | None
+    decide: Decide
     counters: list[int]
 
 
@@ -87,7 +93,7 @@ class Limiter:
         self._on_error = on_error
         self._one_reset = asyncio.Lock()
         self._book: RuleBook | None = None
-        self._scopes: dict[tuple[str, IdentifierType], _Scope] = {}
+        self._scopes: dict[tuple[str, IdentifierType], Scope | None] = {}
 
     @property
     def book(self) -> RuleBook | None:
@@ -164,27 +170,61 @@ class Limiter:
                 raise
             return rules
 
+    def now_us(self) -> int:
+        """The node's time, in µs since the Unix epoch."""
+        return self._clock.now_us()
+
+    def scope(self, endpoint: str, identifier_type: IdentifierType) -> Scope | None:
+        """What all checks of an endpoint have in common until :attr:`book` changes; ``None`` without rule or book."""
+        if self._book is None:
+            return None
+        return self._remember_scope(self._book, endpoint, identifier_type)
+
+    def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome:
+        """Answer one check of ``scope`` at ``now_us``, and charge it if it is allowed.
+
+        For checks that come in bulk: whatever this raises was not charged, and :meth:`check` is to answer instead.
+        """
+        outcome = self._buckets.apply(
+            identifier + scope.key_suffix, scope.rule, scope.decide, now_us, cost
+        )
+        if outcome[0]:
+            self._stats.allowed_total += 1
+            scope.counters[0] += 1
+        else:
+            self._stats.blocked_total += 1
+            scope.counters[1] += 1
+        return outcome
+
     def _decide(self, check: Check, now_us: int) -> Decision:
-        scope = self._scopes.get((check.endpoint, check.identifier_type))
-        if scope is None:
+        try:
+            scope = self._scopes[check.endpoint, check.identifier_type]
+        except KeyError:
             if self._book is None:
                 return self._fail_open(Reason.FAIL_OPEN_ERROR, None)
             scope = self._remember_scope(self._book, check.endpoint, check.identifier_type)
-        rule, key_suffix, decide, counters = scope
         if check.timestamp:
+            rule = None if scope is None else scope.rule
             now_us = self._check_time_us(check.timestamp, now_us, rule)
-        if rule is None or decide is None:
+        if scope is None:
             self._stats.allowed_total += 1
+            self._stats.no_rule_total += 1
             return _NO_RULE
-        judge = self._buckets.peek if check.peek else self._buckets.apply
-        outcome = judge(check.identifier + key_suffix, rule, decide, now_us, check.cost)
-        if outcome.allowed:
+        if not check.peek:
+            outcome = self.charge(check.identifier, scope, now_us, check.cost)
+        else:
+            outcome = self._peek(check, scope, now_us)
+        return Decision(*outcome[:5], scope.rule)
+
+    def _peek(self, check: Check, scope: Scope, now_us: int) -> Outcome:
+        key = check.identifier + scope.key_suffix
+        outcome = self._buckets.peek(key, scope.rule, scope.decide, now_us, check.cost)
+        if outcome[0]:
             self._stats.allowed_total += 1
-            counters[0] += 1
         else:
             self._stats.blocked_total += 1
-            counters[1] += 1
-        return Decision(*outcome[:5], rule)
+        scope.counters[0 if outcome[0] else 1] += 1
+        return outcome
 
     def _check_time_us(self, timestamp: int, now_us: int, rule: Rule | None) -> int:
         if self._timestamps is TimestampPolicy.CALLER:
@@ -199,13 +239,12 @@ class Limiter:
 
     def _remember_scope(
         self, book: RuleBook, endpoint: str, identifier_type: IdentifierType
-    ) -> _Scope:
+    ) -> Scope | None:
         rule = book.match(endpoint, identifier_type)
-        if rule is None:
-            scope = _Scope(None, b"", None, [])
-        else:
+        scope = None
+        if rule is not None:
             suffix = self._keys.scope(rule, endpoint)
-            scope = _Scope(rule, suffix, DECIDE[rule.algorithm], self._stats.rule_counters(rule.id))
+            scope = Scope(rule, suffix, DECIDE[rule.algorithm], self._stats.rule_counters(rule.id))
         if len(self._scopes) >= MAX_SCOPES:
             self._scopes = {}
         self._scopes[endpoint, identifier_type] = scope

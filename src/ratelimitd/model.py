@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 INT32_MAX: Final = 2**31 - 1
 """Largest value of the contract's int32 fields: limit, window_seconds, tokens_requested, retry_after_seconds."""
@@ -101,24 +101,17 @@ class Check(NamedTuple):
     peek: bool = False
 
 
-class Outcome(NamedTuple):
-    """What an algorithm says about one check.
+Outcome: TypeAlias = tuple[bool, int, int, int, Reason, tuple[int, int] | bytes | None]
+"""What an algorithm says about one check: (allowed, remaining, reset_time, retry_after, reason, state).
 
-    ``remaining`` is in whole tokens; ``reset_time`` in Unix seconds, rounded up; ``retry_after`` in seconds from the
-    check's own timestamp, at most ``INT32_MAX``. ``state`` is what the bucket holds from now on: after a denial the
-    very object that was given.
-    """
-
-    allowed: bool
-    remaining: int
-    reset_time: int
-    retry_after: int
-    reason: Reason
-    state: tuple[int, int] | bytes | None
+``remaining`` is in whole tokens; ``reset_time`` in Unix seconds, rounded up; ``retry_after`` in seconds from the
+check's own timestamp, at most ``INT32_MAX``. ``state`` is what the bucket holds from now on: after a denial the
+very object that was given. A bare tuple, because that is made and taken apart in 0.05 µs, and a NamedTuple in 0.3.
+"""
 
 
 class Decision(NamedTuple):
-    """The answer to one check, with the rule that decided (``None`` when none did). Units as in :class:`Outcome`."""
+    """The answer to one check, with the rule that decided (``None`` when none did). Units as in :data:`Outcome`."""
 
     allowed: bool
     remaining: int

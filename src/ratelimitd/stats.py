@@ -31,8 +31,7 @@ class CheckStats:
     __slots__ = (
         "allowed_total",
         "blocked_total",
-        "bucket_known_total",
-        "bucket_looked_total",
+        "bucket_missed_total",
         "by_rule",
         "clock_rejected_total",
         "errors_by_transport",
@@ -42,12 +41,14 @@ class CheckStats:
         "invalid_total",
         "latency_counts",
         "latency_sum_s",
+        "no_rule_total",
         "shared_state_errors_total",
     )
 
     def __init__(self) -> None:
         self.allowed_total = 0
         self.blocked_total = 0
+        self.no_rule_total = 0
         self.fail_open_breaker_total = 0
         self.fail_open_error_total = 0
         self.false_positives_total = 0
@@ -56,14 +57,25 @@ class CheckStats:
         """Malformed checks: single calls refused and batch items answered INVALID_REQUEST."""
         self.clock_rejected_total = 0
         """Caller timestamps that were out of tolerance, so that the node's own clock was used."""
-        self.bucket_looked_total = 0
-        self.bucket_known_total = 0
+        self.bucket_missed_total = 0
+        """Checks whose bucket was not there: the rare ones are counted, and the others follow from the answers."""
         self.latency_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
         self.latency_sum_s = 0.0
         self.by_rule: dict[str, list[int]] = {}
         """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``."""
         self.errors_by_transport: dict[str, int] = {}
         """Transport errors by cause, from a closed set of causes."""
+
+    @property
+    def bucket_looked_total(self) -> int:
+        """Checks that were judged by a rule, so that a bucket was looked for."""
+        others = self.no_rule_total + self.fail_open_breaker_total + self.fail_open_error_total
+        return self.allowed_total + self.blocked_total - others
+
+    @property
+    def bucket_known_total(self) -> int:
+        """Those whose bucket was there."""
+        return self.bucket_looked_total - self.bucket_missed_total
 
     def observe_latency(self, elapsed_s: float, checks: int = 1) -> None:
         """Count ``checks`` checks that share ``elapsed_s`` seconds, each with its part of the time."""

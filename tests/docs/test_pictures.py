@@ -5,8 +5,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ratelimitd.algorithms import DECIDE
 from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
+from tests.outcomes import NAMED_DECIDE
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs/pictures"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -20,7 +20,7 @@ def answers(algorithm):
     rule = Rule("", "/orders", IdentifierType.USER, LIMIT, WINDOW_S, algorithm)
     state = None
     for at_s in CHECKS_AT_S:
-        outcome = DECIDE[algorithm](state, rule, START_US + int(at_s * US_PER_S), 1)
+        outcome = NAMED_DECIDE[algorithm](state, rule, START_US + int(at_s * US_PER_S), 1)
         state = outcome.state
         yield "yes" if outcome.allowed else "no"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ratelimitd.algorithms import DECIDE
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, Algorithm, IdentifierType, Rule
+from tests.outcomes import NAMED_DECIDE
 
 from .fraction_model import Model
 
@@ -27,7 +27,7 @@ def agree(algorithm, limit, window_seconds, steps, *, met=None):
             met["limit edited"] += 1
             continue
         now_us, cost = step
-        outcome = DECIDE[rule.algorithm](state, rule, now_us, cost)
+        outcome = NAMED_DECIDE[rule.algorithm](state, rule, now_us, cost)
         got = (*outcome[:4], outcome.reason.name)
         assert got == model.check(now_us, cost), (rule, now_us, cost)
         assert 0 <= outcome.remaining <= rule.limit  # I6

@@ -50,11 +50,9 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     if wanted <= limit:
         remaining = limit - wanted
         retry_after = 0 if remaining else min(-(-(end_us - now_us) // US_PER_S), INT32_MAX)
-        return Outcome(ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, (wanted, at_us))
+        return (ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, (wanted, at_us))
     if cost > limit:
-        return Outcome(
-            DENIED, limit - count, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state
-        )
+        return (DENIED, limit - count, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
     # The end of a window is later than every time inside it, so this is at least 1.
     retry_after = min(-(-(end_us - now_us) // US_PER_S), INT32_MAX)
-    return Outcome(DENIED, limit - count, reset_time, retry_after, LIMIT_EXCEEDED, state)
+    return (DENIED, limit - count, reset_time, retry_after, LIMIT_EXCEEDED, state)

@@ -58,7 +58,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     if state is None:
         if cost <= limit:
             return _accepted(rule, now_us, now_us, cost, now_us, _pack_first(now_us, 0, cost))
-        return Outcome(
+        return (
             DENIED,
             limit,
             -(-now_us // US_PER_S),
@@ -85,15 +85,11 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     reset_us = latest_us + window_us if used else at_us
     reset_time = -(-reset_us // US_PER_S)
     if cost > limit:
-        return Outcome(
-            DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state
-        )
+        return (DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
     # The earliest run with whose leaving the cost fits.
     leaving = bisect_left(cells, gone + used + cost - limit, runs + first + 1) - runs - 1
     retry_after = -(-(cells[leaving] + window_us - now_us) // US_PER_S)
-    return Outcome(
-        DENIED, remaining, reset_time, min(retry_after, INT32_MAX), LIMIT_EXCEEDED, state
-    )
+    return (DENIED, remaining, reset_time, min(retry_after, INT32_MAX), LIMIT_EXCEEDED, state)
 
 
 def _accepted(  # noqa: PLR0917 - what both ways of accepting know
@@ -104,7 +100,7 @@ def _accepted(  # noqa: PLR0917 - what both ways of accepting know
     if not remaining:
         retry_after = min(-(-(oldest_us + rule.window_us - now_us) // US_PER_S), INT32_MAX)
     reset_time = -(-(at_us + rule.window_us) // US_PER_S)
-    return Outcome(ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, state)
+    return (ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, state)
 
 
 def _appended(state: State, first: int, at_us: int, cost: int) -> State:

@@ -60,7 +60,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
         if not remaining:
             due = at_us * limit + wanted + token - capacity
             retry_after = min(-(-(due - now_us * limit) // (limit * US_PER_S)), INT32_MAX)
-        return Outcome(
+        return (
             ALLOWED,
             remaining,
             -(-(at_us * limit + wanted) // (limit * US_PER_S)),
@@ -72,10 +72,8 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     remaining = (capacity - spent) // token
     reset_time = -(-(at_us * limit + spent) // (limit * US_PER_S))
     if cost > limit:
-        return Outcome(
-            DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state
-        )
+        return (DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
     # More is wanted than there is, so it is due later than now, and this is at least 1.
     due = at_us * limit + wanted - capacity
     retry_after = min(-(-(due - now_us * limit) // (limit * US_PER_S)), INT32_MAX)
-    return Outcome(DENIED, remaining, reset_time, retry_after, LIMIT_EXCEEDED, state)
+    return (DENIED, remaining, reset_time, retry_after, LIMIT_EXCEEDED, state)

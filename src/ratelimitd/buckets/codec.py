@@ -26,11 +26,11 @@ State = tuple[int, int] | bytes
 MAX_TICK: Final = (1 << 28) - 1
 """Ticks are seconds since the node's start: enough for eight years."""
 
-_LATEST_BITS: Final = 53
+TICK_SHIFT: Final = 53
 _TICK_BITS: Final = 28
-_WINDOW_SHIFT: Final = _LATEST_BITS + _TICK_BITS
-_SPENT_SHIFT: Final = _WINDOW_SHIFT + 31
-_LATEST_MASK: Final = (1 << _LATEST_BITS) - 1
+WINDOW_SHIFT: Final = TICK_SHIFT + _TICK_BITS
+SPENT_SHIFT: Final = WINDOW_SHIFT + 31
+LATEST_MASK: Final = (1 << TICK_SHIFT) - 1
 _WINDOW_MASK: Final = (1 << 31) - 1
 
 _CELL: Final = 8
@@ -43,10 +43,7 @@ def pack(state: State, rule: Rule, tick: int) -> Value:
         return state + _TAIL.pack(rule.window_seconds << _TICK_BITS | tick)
     spent, latest_us = state
     return (
-        spent << _SPENT_SHIFT
-        | rule.window_seconds << _WINDOW_SHIFT
-        | tick << _LATEST_BITS
-        | latest_us
+        spent << SPENT_SHIFT | rule.window_seconds << WINDOW_SHIFT | tick << TICK_SHIFT | latest_us
     )
 
 
@@ -54,14 +51,14 @@ def unpack(value: Value) -> State:
     """The state that ``value`` holds."""
     if isinstance(value, bytes):
         return value[:-_CELL]
-    return value >> _SPENT_SHIFT, value & _LATEST_MASK
+    return value >> SPENT_SHIFT, value & LATEST_MASK
 
 
 def tick_of(value: Value) -> int:
     """When the bucket was last used, in ticks."""
     if isinstance(value, bytes):
         return int(_TAIL.unpack_from(value, len(value) - _CELL)[0]) & MAX_TICK
-    return value >> _LATEST_BITS & MAX_TICK
+    return value >> TICK_SHIFT & MAX_TICK
 
 
 def latest_us(value: Value) -> int:
@@ -69,14 +66,14 @@ def latest_us(value: Value) -> int:
     if isinstance(value, bytes):
         runs = (len(value) - 2 * _CELL) // (2 * _CELL)
         return int(_TAIL.unpack_from(value, (runs - 1) * _CELL)[0])
-    return value & _LATEST_MASK
+    return value & LATEST_MASK
 
 
 def window_seconds(value: Value) -> int:
     """The window of the bucket's rule, in seconds."""
     if isinstance(value, bytes):
         return int(_TAIL.unpack_from(value, len(value) - _CELL)[0]) >> _TICK_BITS
-    return value >> _WINDOW_SHIFT & _WINDOW_MASK
+    return value >> WINDOW_SHIFT & _WINDOW_MASK
 
 
 def is_over(value: Value, now_us: int) -> bool:
@@ -88,7 +85,7 @@ def is_over(value: Value, now_us: int) -> bool:
     if isinstance(value, bytes):
         return latest_us(value) + window_seconds(value) * US_PER_S <= now_us
     # The same, without two calls: the sweeper asks this of thousands of buckets in one turn of the event loop.
-    return (value & _LATEST_MASK) + (value >> _WINDOW_SHIFT & _WINDOW_MASK) * US_PER_S <= now_us
+    return (value & LATEST_MASK) + (value >> WINDOW_SHIFT & _WINDOW_MASK) * US_PER_S <= now_us
 
 
 def with_tick(value: Value, tick: int) -> Value:
@@ -97,7 +94,7 @@ def with_tick(value: Value, tick: int) -> Value:
         return value
     if isinstance(value, bytes):
         return value[:-_CELL] + _TAIL.pack(window_seconds(value) << _TICK_BITS | tick)
-    return value & ~(MAX_TICK << _LATEST_BITS) | tick << _LATEST_BITS
+    return value & ~(MAX_TICK << TICK_SHIFT) | tick << TICK_SHIFT
 
 
 def clamp(value: Value, now_us: int) -> Value:
@@ -109,7 +106,7 @@ def clamp(value: Value, now_us: int) -> Value:
         runs = (len(cells) - 2) >> 1
         times = array("q", [min(time_us, now_us) for time_us in cells[:runs]])
         return times.tobytes() + value[runs * _CELL :]
-    return value & ~_LATEST_MASK | now_us
+    return value & ~LATEST_MASK | now_us
 
 
 def is_log(value: bytes) -> bool:
@@ -123,7 +120,7 @@ def is_log(value: bytes) -> bool:
         return False
     cells = memoryview(value).cast("q")
     return (
-        0 <= cells[0] <= cells[runs - 1] <= _LATEST_MASK
+        0 <= cells[0] <= cells[runs - 1] <= LATEST_MASK
         and 0 <= cells[runs] < cells[-2] <= MAX_SUM
         and 0 < cells[-1] >> _TICK_BITS <= _WINDOW_MASK
     )

@@ -19,7 +19,11 @@ from typing import Final
 
 from ratelimitd.algorithms import Decide
 from ratelimitd.buckets.codec import (
+    LATEST_MASK,
     MAX_TICK,
+    SPENT_SHIFT,
+    TICK_SHIFT,
+    WINDOW_SHIFT,
     Value,
     is_over,
     pack,
@@ -98,35 +102,41 @@ class BucketTable:
         self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
     ) -> Outcome:
         """Judge a check against its bucket, keep the outcome's state, and note that the bucket was used."""
-        stats = self._stats
-        stats.bucket_looked_total += 1
         shard = self._shards[hash(key) % self._shard_count]
         value = shard.get(key)
+        if type(value) is int:
+            # codec.unpack and codec.pack of an integer, spelled out: two calls less, 0.2 µs of a check's 2.
+            outcome = decide((value >> SPENT_SHIFT, value & LATEST_MASK), rule, now_us, cost)
+            spent, latest_us = outcome[5]  # type: ignore[misc]  # an integer's state is a pair
+            shard[key] = (
+                spent << SPENT_SHIFT
+                | rule.window_seconds << WINDOW_SHIFT
+                | self._tick << TICK_SHIFT
+                | latest_us
+            )
+            return outcome
         if value is not None:
-            stats.bucket_known_total += 1
             outcome = decide(unpack(value), rule, now_us, cost)
-            shard[key] = pack(outcome.state, rule, self._tick)  # type: ignore[arg-type]  # None comes of None only
+            shard[key] = pack(outcome[5], rule, self._tick)  # type: ignore[arg-type]  # None comes of None only
             return outcome
         value = self._cold.take(key) if self._cold else None
-        if value is not None:
-            stats.bucket_known_total += 1
+        if value is None:
+            self._stats.bucket_missed_total += 1
         outcome = decide(None if value is None else unpack(value), rule, now_us, cost)
-        if outcome.state is not None:
-            self._add(shard, key, pack(outcome.state, rule, self._tick))
+        if outcome[5] is not None:
+            self._add(shard, key, pack(outcome[5], rule, self._tick))
         return outcome
 
     def peek(  # noqa: PLR0917 - the same signature as apply
         self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
     ) -> Outcome:
         """Judge a check as :meth:`apply` would, and keep nothing of it."""
-        stats = self._stats
-        stats.bucket_looked_total += 1
         value = self._shards[hash(key) % self._shard_count].get(key)
         if value is None and self._cold:
             value = self._cold.get(key)
         if value is None:
+            self._stats.bucket_missed_total += 1
             return decide(None, rule, now_us, cost)
-        stats.bucket_known_total += 1
         return decide(unpack(value), rule, now_us, cost)
 
     def remove(self, key: bytes) -> Value | None:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, cast
 from ratelimitd.http2.heads import RequestHead
 from ratelimitd.rpc.framing import Encoding
 from ratelimitd.rpc.interface import (
+    BulkHandler,
     Methods,
     RpcError,
     StatusCode,
@@ -46,6 +47,7 @@ class Route(NamedTuple):
 
     path: str
     unary: UnaryHandler | None = None
+    bulk: BulkHandler | None = None
     server_stream: StreamHandler | None = None
     bidi_stream: StreamHandler | None = None
 
@@ -77,11 +79,13 @@ class CallPlan:
         encoding: of compressed messages.
         timeout_s: how long the caller waits; ``None`` without a deadline.
         unary, server_stream, bidi_stream: the handler of the route; one of them is there.
+        bulk: the shortcut of the unary handler, if it has one.
         call: what the handler is given when there is no deadline: one object for all calls of the plan.
     """
 
     __slots__ = (
         "bidi_stream",
+        "bulk",
         "call",
         "encoding",
         "plain",
@@ -99,6 +103,7 @@ class CallPlan:
         self.encoding = Encoding.IDENTITY
         self.timeout_s: float | None = None
         self.unary: UnaryHandler | None = None
+        self.bulk: BulkHandler | None = None
         self.server_stream: StreamHandler | None = None
         self.bidi_stream: StreamHandler | None = None
         self.call: NativeCall | None = None
@@ -182,6 +187,8 @@ class CallReader:
                     timeout_s = parse_timeout_s(value)
                 except ValueError:
                     return self._made(head.fields), None
+                if not timeout_s:
+                    return self._made(head.fields), timeout_s
             elif name in _MEANINGFUL:
                 plan = self._made(head.fields)
                 return plan, plan.timeout_s
@@ -215,6 +222,8 @@ class CallReader:
                 return plan
             plan.route = route = self._routes[path]
             plan.unary = route.unary
+            # A call that was late on arrival is not for a handler that does not look at deadlines.
+            plan.bulk = None if plan.timeout_s == 0 else route.bulk
             plan.server_stream = route.server_stream
             plan.bidi_stream = route.bidi_stream
             plan.encoding = encoding
@@ -226,7 +235,7 @@ def routes_of(methods: Methods) -> Mapping[bytes, Route]:
     """The routes by the bytes of their paths."""
     routes = {}
     for path, unary in methods.unary.items():
-        routes[path.encode()] = Route(path, unary=unary)
+        routes[path.encode()] = Route(path, unary=unary, bulk=methods.bulk.get(path))
     for path, stream in methods.server_stream.items():
         routes[path.encode()] = Route(path, server_stream=stream)
     for path, bidi in methods.bidi_stream.items():

@@ -34,6 +34,10 @@ _KEPT_PREFIXES: Final = tuple(size.to_bytes(PREFIX_BYTES, "big") for size in ran
 """Of the sizes of checks and their answers: looked up in 30 ns, made in 90."""
 
 
+PREFIXES: Final = {size + PREFIX_BYTES: _KEPT_PREFIXES[size] for size in range(_KEPT_SIZES)}
+"""By the length of a body that is one uncompressed message: its first octets."""
+
+
 def framed(message: bytes) -> bytes:
     """A message as it goes out: answers are small, and are never compressed."""
     size = len(message)

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.interface import (
     BidiStreamHandler,
+    BulkHandler,
     Call,
     Methods,
     ServerStreamHandler,
@@ -65,6 +66,7 @@ def guarded(offers: Iterable[Methods], access: Access, edge: ErrorEdge) -> Metho
     unary: dict[str, UnaryHandler] = {}
     server_stream: dict[str, ServerStreamHandler] = {}
     bidi_stream: dict[str, BidiStreamHandler] = {}
+    bulk: dict[str, BulkHandler] = {}
     for offer in offers:
         for path, handler in offer.unary.items():
             required = access.requirement(_role_of(path))
@@ -75,7 +77,11 @@ def guarded(offers: Iterable[Methods], access: Access, edge: ErrorEdge) -> Metho
         for path, bidi in offer.bidi_stream.items():
             required = access.requirement(_role_of(path))
             bidi_stream |= dict.fromkeys(_paths(path), _guarded_stream(bidi, required, edge))
-    return Methods(unary, server_stream, bidi_stream)
+        for path, shortcut in offer.bulk.items():
+            # It never sees the call, so it is for methods that ask nothing of their caller.
+            if access.requirement(_role_of(path)) is None:
+                bulk |= dict.fromkeys(_paths(path), shortcut)
+    return Methods(unary, server_stream, bidi_stream, bulk)
 
 
 def _role_of(path: str) -> Role:

@@ -119,6 +119,15 @@ def _identifier(raw: bytes, identifier_type: IdentifierType | None) -> bytes:
     return raw
 
 
+def is_canonical_address(raw: bytes) -> bool:
+    """Whether these octets are an address in its one spelling.
+
+    Raises:
+        ValueError: they are no address.
+    """
+    return _canonical_address(raw) == raw
+
+
 @lru_cache(REMEMBERED_ADDRESSES)
 def _canonical_address(raw: bytes) -> bytes:
     try:

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.model import Check, Decision
 from ratelimitd.rpc.interface import Call, Methods
+from ratelimitd.services.bulk_checks import BulkChecker, BulkChecks
 from ratelimitd.services.convert import answer_of, check_of, invalid_answer_of
 from ratelimitd.services.wire import (
     WireBatch,
@@ -39,7 +40,7 @@ memory only to be refused; 64 KiB of them take 5 MB, and an honest batch is seld
 _REQUESTS_FIELD: Final = 1
 
 
-class Checker(Protocol):
+class Checker(BulkChecker, Protocol):
     """What this service needs of a :class:`ratelimitd.limiter.Limiter`."""
 
     def check(self, check: Check) -> Decision:
@@ -58,6 +59,7 @@ class RateLimiterService:
         self._limiter = limiter
         self._stats = stats
         self._perf_counter_s = perf_counter_s
+        self._bulk = BulkChecks(limiter, stats, perf_counter_s)
 
     def methods(self) -> Methods:
         """The handlers by path."""
@@ -65,7 +67,8 @@ class RateLimiterService:
             unary={
                 f"/{SERVICE}/CheckRateLimit": self.check_rate_limit,
                 f"/{SERVICE}/CheckRateLimitBatch": self.check_rate_limit_batch,
-            }
+            },
+            bulk={f"/{SERVICE}/CheckRateLimit": self._bulk.answer_calls},
         )
 
     def check_rate_limit(self, data: bytes, _call: Call) -> bytes:

@@ -19,6 +19,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
+from ratelimitd.services.varints import read_varint
 from ratelimiter.v1 import ratelimiter_pb2
 
 WHOLE_MESSAGE: Final = "request"
@@ -30,9 +31,6 @@ batch has half of them."""
 
 _Field = descriptor_pb2.FieldDescriptorProto
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
-_MORE: Final = 0x80
-"""The bit of a varint's byte that says another one follows."""
-_MAX_VARINT_BYTES: Final = 10
 
 
 class WireCheck(Protocol):
@@ -177,7 +175,7 @@ def count_top_level(data: bytes, number: int, at_most: int) -> int:
             message = f"has more than {MAX_TOP_LEVEL_FIELDS} fields"
             raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, message))
         fields += 1
-        tag, position = _varint(data, position)
+        tag, position = read_varint(data, position)
         found += tag == wanted_tag
         position = _after(data, position, tag & 7)
     return found
@@ -192,25 +190,13 @@ def _parse(message_class: type[Message], data: bytes) -> Message:
         raise InvalidInputError(violation) from None
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The varint at ``position`` and the position behind it; a truncated or overlong one ends the data."""
-    value = shift = 0
-    for byte in data[position : position + _MAX_VARINT_BYTES]:
-        position += 1
-        value |= (byte & ~_MORE) << shift
-        if byte < _MORE:
-            return value, position
-        shift += 7
-    return value, len(data)
-
-
 def _after(data: bytes, position: int, wire_type: int) -> int:
     """The position behind a field whose tag ends at ``position``."""
     if wire_type == _LENGTH_DELIMITED:
-        length, position = _varint(data, position)
+        length, position = read_varint(data, position)
         return position + length
     if wire_type == _VARINT:
-        return _varint(data, position)[1]
+        return read_varint(data, position)[1]
     # The two marks of a group have no body of their own: its fields are stepped over one by one.
     return position + {_FIXED64: 8, _FIXED32: 4}.get(wire_type, 0)
 

@@ -1,15 +1,17 @@
 import pytest
 
-from ratelimitd.algorithms.fixed_window import decide
+from ratelimitd.algorithms import fixed_window
 from ratelimitd.model import (
     INT32_MAX,
     MAX_TIME_US,
     Algorithm,
     IdentifierType,
-    Outcome,
     Reason,
     Rule,
 )
+from tests.outcomes import Outcome, named
+
+decide = named(fixed_window.decide)
 
 T_S = 1_700_006_400  # a whole minute and a whole hour
 T = T_S * 1_000_000

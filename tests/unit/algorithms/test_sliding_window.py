@@ -4,16 +4,18 @@ from array import array
 import pytest
 
 from ratelimitd.algorithms import sliding_window
-from ratelimitd.algorithms.sliding_window import MAX_RUNS, decide
+from ratelimitd.algorithms.sliding_window import MAX_RUNS
 from ratelimitd.model import (
     INT32_MAX,
     MAX_TIME_US,
     Algorithm,
     IdentifierType,
-    Outcome,
     Reason,
     Rule,
 )
+from tests.outcomes import Outcome, named
+
+decide = named(sliding_window.decide)
 
 T_S = 1_700_006_400
 T = T_S * 1_000_000

@@ -1,15 +1,17 @@
 import pytest
 
-from ratelimitd.algorithms.token_bucket import decide
+from ratelimitd.algorithms import token_bucket
 from ratelimitd.model import (
     INT32_MAX,
     MAX_TIME_US,
     Algorithm,
     IdentifierType,
-    Outcome,
     Reason,
     Rule,
 )
+from tests.outcomes import Outcome, named
+
+decide = named(token_bucket.decide)
 
 T_S = 1_700_006_400
 T = T_S * 1_000_000

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.algorithms import DECIDE
 from ratelimitd.algorithms.sliding_window import MAX_RUNS
 from ratelimitd.buckets.codec import (
     MAX_TICK,
@@ -20,6 +19,7 @@ from ratelimitd.buckets.codec import (
     with_tick,
 )
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, Algorithm, IdentifierType, Rule
+from tests.outcomes import NAMED_DECIDE
 
 T = 1_700_006_400_000_000
 SECOND = 1_000_000
@@ -97,7 +97,10 @@ def test_a_bucket_is_over_one_window_after_its_latest_check(state, window, now_u
 @pytest.mark.parametrize("window", [1, 7, 60])
 def test_what_is_over_equals_a_fresh_bucket_whatever_the_limit(algorithm, window):
     """I12: and a token bucket or a log just spent is not over a microsecond earlier."""
-    rule, decide = replace(RULE, algorithm=algorithm, window_seconds=window), DECIDE[algorithm]
+    rule, decide = (
+        replace(RULE, algorithm=algorithm, window_seconds=window),
+        NAMED_DECIDE[algorithm],
+    )
     state = decide(None, rule, T, 10).state
     over_us = T + window * SECOND
     assert not is_over(pack(state, rule, 1), over_us - 1)
@@ -185,7 +188,7 @@ def test_what_passes_for_a_log_can_be_used_whatever_lies_between_its_ends(ends, 
     between = [at_us for at_us, _ in inside], [total for _, total in inside]
     value = cells(first_us, *between[0], last_us, first_sum, *between[1], 0, last_sum, window << 28)
     if is_log(value):
-        outcome = DECIDE[Algorithm.SLIDING_WINDOW](unpack(value), RULE, T, cost)
+        outcome = NAMED_DECIDE[Algorithm.SLIDING_WINDOW](unpack(value), RULE, T, cost)
         assert unpack(pack(outcome.state, RULE, 1)) == outcome.state
     else:
         assert first_us > last_us or first_sum >= last_sum

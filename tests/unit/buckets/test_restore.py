@@ -3,13 +3,13 @@ import tracemalloc
 
 import pytest
 
-from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets import chunks, cold
 from ratelimitd.buckets.codec import latest_us, pack, tick_of, unpack
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import base_path, find, log_path, restore
 from ratelimitd.buckets.table import LATE_US
 from ratelimitd.model import Algorithm, IdentifierType, Rule
+from tests.outcomes import NAMED_DECIDE
 
 T = 1_700_006_400_000_000
 SECOND = 1_000_000
@@ -24,7 +24,7 @@ def bucket(count, at_us=T):
 
 
 def log_bucket(count, at_us=T):
-    return pack(DECIDE[LOG_RULE.algorithm](None, LOG_RULE, at_us, count).state, LOG_RULE, 77)
+    return pack(NAMED_DECIDE[LOG_RULE.algorithm](None, LOG_RULE, at_us, count).state, LOG_RULE, 77)
 
 
 def states(**buckets):
@@ -136,7 +136,7 @@ class TestTime:
         restored = read(tmp_path)
         ada, bob = restored.buckets.get(b"ada"), restored.buckets.get(b"bob")
         assert (latest_us(ada), latest_us(bob)) == (T, T)
-        log_outcome = DECIDE[LOG_RULE.algorithm](unpack(bob), LOG_RULE, T, 1)
+        log_outcome = NAMED_DECIDE[LOG_RULE.algorithm](unpack(bob), LOG_RULE, T, 1)
         assert (unpack(ada)[0], log_outcome.remaining) == (4, 5)
 
     def test_when_time_is_the_callers_everything_is_kept_as_it_was(self, tmp_path):

@@ -42,7 +42,7 @@ def test_a_report_says_which_node_and_which_rules(health):
 
 @pytest.mark.parametrize(("known", "healthy"), [(91, True), (90, False)])
 def test_the_hit_ratio_must_be_above_90_percent(health, stats, known, healthy):
-    stats.bucket_looked_total, stats.bucket_known_total = 100, known
+    stats.allowed_total, stats.bucket_missed_total = 100, 100 - known
     report = health.report()
     assert report.local_cache_hit_ratio == health.cache_hit_ratio() == known / 100
     assert report.healthy is healthy

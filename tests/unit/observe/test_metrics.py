@@ -114,7 +114,7 @@ def test_buckets_rules_and_snapshot_are_reported(metrics):
 
 
 def test_health_is_reported(metrics, stats):
-    stats.bucket_looked_total, stats.bucket_known_total = 10, 5
+    stats.allowed_total, stats.bucket_missed_total = 10, 5
     assert value(metrics, "rate_limiter_cache_hit_ratio") == 0.5
     assert value(metrics, "rate_limiter_healthy") == 0
     assert value(metrics, "rate_limiter_shared_state_up") == 1

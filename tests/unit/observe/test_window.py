@@ -12,7 +12,7 @@ def test_totals_are_taken_from_the_counters():
     stats = CheckStats()
     stats.allowed_total, stats.blocked_total = 5, 2
     stats.fail_open_breaker_total, stats.fail_open_error_total = 1, 2
-    stats.bucket_looked_total, stats.bucket_known_total = 4, 3
+    stats.bucket_missed_total = 1
     stats.observe_latency(0.003, checks=2)
     assert Totals.of(stats) == Totals(7, 3, 4, 3, 2, 0.003)
 

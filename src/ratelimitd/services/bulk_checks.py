@@ -1,0 +1,208 @@
+"""Answers checks straight from their bytes, many at a time: no message object, no field read that is not needed.
+
+The larger part of a check is what all checks of one endpoint have in common: type, endpoint and cost in the request,
+limit, window and rule in the answer. So the octets of a request behind its identifier are looked up as they are, and
+what is found has the rule, the key's suffix and the octets of the answer behind its three numbers. Only the canonical
+encoding is ever kept (each field once, in order, shortest varints), so that no spelling of a request gets a bucket of
+its own; a message that is anything else is for the general way, which also answers every error. See ADR 0021.
+
+Never decides anything, and never fails open: that is the general way's business, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, TypeAlias
+
+from ratelimitd.limiter import Scope
+from ratelimitd.model import IdentifierType, Outcome, Reason
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.services.convert import check_of, is_canonical_address
+from ratelimitd.services.varints import KEPT, varint
+from ratelimitd.services.wire import WireCheck, parse_check
+from ratelimitd.stats import CheckStats
+
+MAX_KNOWN: Final = 4_096
+"""Endings of requests that are kept. Endpoints are route templates and costs small, so there are few."""
+
+MAX_KNOWN_BYTES: Final = 256
+"""Longest ending that is kept: 1 MB of them in all."""
+
+MAX_RESET_TIMES: Final = 1_024
+
+_ONE_BYTE: Final = 0x80
+"""Lengths below are varints of one byte."""
+
+_KEPT_VARINTS: Final = len(KEPT)
+
+# Tags of the contract: field number << 3 | wire type.
+_IDENTIFIER: Final = 0x0A
+_IDENTIFIER_TYPE: Final = b"\x12"
+_ENDPOINT: Final = b"\x1a"
+_TOKENS_REQUESTED: Final = b"\x20"
+_ALLOWED_AND_REMAINING: Final = b"\x08\x01\x10"
+_ALLOWED: Final = b"\x08\x01"
+_REMAINING: Final = b"\x10"
+_RESET_TIME: Final = b"\x18"
+_RETRY_AFTER: Final = b"\x20"
+_REASON: Final = b"\x28"
+_LIMIT: Final = b"\x30"
+_WINDOW_SECONDS: Final = b"\x38"
+_RULE_ID: Final = b"\x42"
+
+Unusual = Callable[[int, bytes], bytes | None]
+"""(index, message) → the answer to a message that is for the general way; ``None``: somebody else will answer it."""
+
+
+class BulkChecker(Protocol):
+    """What answering needs of a :class:`ratelimitd.limiter.Limiter`."""
+
+    @property
+    def book(self) -> RuleBook | None:
+        """The rules in force."""
+
+    def now_us(self) -> int:
+        """The node's time, in µs since the Unix epoch."""
+
+    def scope(self, endpoint: str, identifier_type: IdentifierType) -> Scope | None:
+        """What all checks of an endpoint have in common until the next book; ``None`` without rule or book."""
+
+    def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome:
+        """Answer one check, and charge it if it is allowed. What it raises was not charged."""
+
+
+_Known: TypeAlias = tuple[Scope, int, bool, bytes, bytes]
+"""What the requests with one ending have in common: scope, cost, whether identifiers are addresses; and of the answer
+what is behind the reason, and the same with the reason of an allowed check.
+
+A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`.
+"""
+
+
+class BulkChecks:
+    """Answers messages of ``CheckRateLimit``. ``perf_counter_s`` is in seconds."""
+
+    def __init__(
+        self, limiter: BulkChecker, stats: CheckStats, perf_counter_s: Callable[[], float]
+    ) -> None:
+        self._limiter = limiter
+        self._stats = stats
+        self._perf_counter_s = perf_counter_s
+        self._known: dict[bytes, _Known] = {}
+        self._book: RuleBook | None = None
+        self._reset_times: dict[int, bytes] = {}
+
+    def answer(self, messages: Sequence[bytes], unusual: Unusual) -> list[bytes | None]:
+        """Answer messages that came together, in their order, all at the same instant."""
+        limiter = self._limiter
+        if limiter.book is not self._book:
+            self._book, self._known = limiter.book, {}
+        known, charge, reset_times = self._known, limiter.charge, self._reset_times
+        now_us = limiter.now_us()
+        answers: list[bytes | None] = []
+        tell = answers.append
+        for message in messages:
+            try:
+                size = message[1]
+                common = known.get(message[size + 2 :])
+                if common is None or size >= _ONE_BYTE or not size or message[0] != _IDENTIFIER:
+                    self._learn(message)
+                    tell(unusual(len(answers), message))
+                    continue
+                identifier = message[2 : size + 2]
+                scope, cost, is_address, rule_part, within_part = common
+                if not identifier.isascii() or (
+                    is_address and not is_canonical_address(identifier)
+                ):
+                    tell(unusual(len(answers), message))
+                    continue
+                outcome = charge(identifier, scope, now_us, cost)
+            except Exception:  # noqa: BLE001 -- whatever it is, the general way meets it too, and knows what to do
+                tell(unusual(len(answers), message))
+                continue
+            allowed, remaining, reset_time, _, _, _ = outcome
+            reset = reset_times.get(reset_time)
+            if reset is None:
+                reset = self._reset(reset_time)
+            if allowed and remaining:
+                left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+                tell(_ALLOWED_AND_REMAINING + left + reset + within_part)
+            else:
+                tell(_numbers(outcome, reset) + rule_part)
+        return answers
+
+    def answer_calls(self, messages: Sequence[bytes]) -> Sequence[bytes | None]:
+        """Answer messages that are a call each; ``None`` where the ordinary handler has to.
+
+        A handler of :attr:`ratelimitd.rpc.interface.Methods.bulk`.
+        """
+        started_s = self._perf_counter_s()
+        answers = self.answer(messages, _not_here)
+        answered = len(answers) - answers.count(None)
+        if answered:
+            self._stats.observe_latency(self._perf_counter_s() - started_s, answered)
+        return answers
+
+    def _learn(self, message: bytes) -> None:
+        """Keep the ending of a request if it is canonical and a rule applies to it; what it holds is looked at once.
+
+        Raises:
+            InvalidInputError: it is no check.
+        """
+        wire = parse_check(message)
+        if wire.timestamp or wire.peek:
+            return
+        check = check_of(wire)
+        ending = _ending(wire)
+        size = len(wire.identifier)
+        if size >= _ONE_BYTE or message != bytes((_IDENTIFIER, size)) + wire.identifier + ending:
+            return
+        scope = self._limiter.scope(check.endpoint, check.identifier_type)
+        if scope is None or len(ending) > MAX_KNOWN_BYTES:
+            return
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        rule = scope.rule
+        rule_id = rule.id.encode()
+        rule_part = b"".join(
+            (_LIMIT, varint(rule.limit), _WINDOW_SECONDS, varint(rule.window_seconds))
+        ) + b"".join((_RULE_ID, varint(len(rule_id)), rule_id))
+        within_part = _REASON + varint(Reason.WITHIN_LIMIT) + rule_part
+        is_address = check.identifier_type is IdentifierType.IP
+        self._known[ending] = (scope, check.cost, is_address, rule_part, within_part)
+
+    def _reset(self, reset_time: int) -> bytes:
+        """The octets of a reset time: few seconds are asked for at a time, and each many times."""
+        if len(self._reset_times) >= MAX_RESET_TIMES:
+            self._reset_times.clear()
+        octets = self._reset_times[reset_time] = _RESET_TIME + varint(reset_time)
+        return octets
+
+
+def _ending(wire: WireCheck) -> bytes:
+    """What is behind the identifier in the canonical encoding; lengths are varints of one byte or it is not kept."""
+    parts = [_field(_IDENTIFIER_TYPE, wire.identifier_type), _field(_ENDPOINT, wire.endpoint)]
+    if wire.tokens_requested:
+        parts += [_TOKENS_REQUESTED, varint(wire.tokens_requested)]
+    return b"".join(parts)
+
+
+def _field(tag: bytes, octets: bytes) -> bytes:
+    return tag + varint(len(octets)) + octets
+
+
+def _numbers(outcome: Outcome, reset: bytes) -> bytes:
+    """An answer up to its reason; numbers that are zero stay away."""
+    allowed, remaining, reset_time, retry_after, reason, _ = outcome
+    parts = [_ALLOWED] if allowed else []
+    if remaining:
+        parts += [_REMAINING, varint(remaining)]
+    if reset_time:
+        parts.append(reset)
+    if retry_after:
+        parts += [_RETRY_AFTER, varint(retry_after)]
+    return b"".join((*parts, _REASON, varint(reason)))
+
+
+def _not_here(_index: int, _message: bytes) -> None:
+    """Leave it to the ordinary handler."""

@@ -1,0 +1,25 @@
+"""What an algorithm says, with names: tests are read more often than they are run."""
+
+from typing import NamedTuple
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.model import Reason
+
+
+class Outcome(NamedTuple):
+    """A :data:`ratelimitd.model.Outcome`, and equal to it."""
+
+    allowed: bool
+    remaining: int
+    reset_time: int
+    retry_after: int
+    reason: Reason
+    state: tuple[int, int] | bytes | None
+
+
+def named(judge):
+    """``judge``, which returns an outcome, with names for its parts."""
+    return lambda *arguments: Outcome._make(judge(*arguments))
+
+
+NAMED_DECIDE = {algorithm: named(decide) for algorithm, decide in DECIDE.items()}
