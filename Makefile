@@ -32,6 +32,10 @@ test-system: setup ## run the end-to-end tests of the installed command
 test-long: setup ## run the tests that take minutes
 	@$(BIN)/python -m pytest -q -m long -o asyncio_debug=false
 
+.PHONY: soak
+soak: setup ## of test-long the node under load alone, for SOAK_S seconds (600), with its figures
+	@$(BIN)/python -m pytest -q -s -m long -o asyncio_debug=false tests/system/test_soak.py
+
 # One target for each check, so that one that fails does not hide the others.
 LINTS := format ruff mypy imports spelling contract generated pins layout
 

@@ -52,8 +52,8 @@ class Served:
         out, err = self.process.communicate(timeout=START_S)
         return self.process.returncode, out, err
 
-    def create_rule(self, endpoint: str, limit: int) -> None:
-        """A rule for users, in a window that does not end while a test runs."""
+    def create_rule(self, endpoint: str, limit: int) -> str:
+        """A rule for users, in a window that does not end while a test runs; returns its id."""
         rule = pb.RateLimit(
             endpoint=endpoint,
             identifier_type="user",
@@ -61,7 +61,8 @@ class Served:
             window_seconds=NEVER_ENDING_S,
             algorithm="fixed_window",
         )
-        self.rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule), timeout=START_S)
+        request = pb.CreateRateLimitRequest(rate_limit=rule)
+        return self.rules.CreateRateLimit(request, timeout=START_S).id
 
     def check(
         self, endpoint: str, identifier: str = "u", *, peek: bool = False
