@@ -16,8 +16,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.system.callers import IN_FLIGHT, WAIT_S, Tally, connected
 from tests.system.process import Files
-from tests.system.storm import ACTS, IN_FLIGHT, WAIT_S, Tally, batches, connected, stormy_life
+from tests.system.storm import ACTS, batches, stormy_life
 
 SOAK_S = float(os.environ.get("SOAK_S", "600"))
 SHORT_S = 5.0
@@ -27,8 +28,8 @@ WARM_UP = 0.5
 MAX_SLOPE_KIB_PER_MIN = 150
 """Of resident memory, by least squares over the second half. About 4,700 connections end in a minute and some
 2,000,000 checks are answered: this is 32 bytes for each connection, less than any object that could be left over from
-it, and far less than a byte for each check. Five minutes of samples tell a slope to within 25 KiB a minute. In the first
-half the allocator still takes its share: 166 KiB a minute were seen there, 76 in the second."""
+it, and far less than a byte for each check. Five minutes of samples tell a slope to within 25 KiB a minute. In the
+first half the allocator still takes its share: 166 KiB a minute were seen there, 76 in the second."""
 
 LOAD = 0.7
 """Of the highest rate."""
