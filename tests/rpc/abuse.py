@@ -92,6 +92,11 @@ class Serving:
         line.writer.write(octets)
         return line
 
+    def drop(self, line: "Line") -> None:
+        """Cut a connection, and keep nothing of it."""
+        line.writer.transport.abort()
+        self._lines.remove(line)
+
     @property
     def errors(self) -> dict[str, int]:
         return {str(cause): count for cause, count in self.stats.errors_by_transport.items()}

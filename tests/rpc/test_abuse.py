@@ -228,26 +228,23 @@ async def test_a_flood_ends_its_connection_on_every_kind_of_line(serving):
 
 @pytest.mark.parametrize("flood", [rapid_reset, made_you_reset_by_window, header_bomb, pings])
 async def test_floods_on_one_connection_after_the_other_leave_nothing_behind(plain, flood):
-    async def attack():
-        attacker = await plain.line()
-        attacker.send(some(flood, attacker))
-        await attacker.rest()
-        attacker.writer.transport.abort()
-
-    for _ in range(3):
-        await attack()
-    await until(lambda: plain.places == 0)
-    tracemalloc.start()
-    try:
-        before, _ = tracemalloc.get_traced_memory()
-        for _ in range(15):
-            await attack()
+    async def attack(times):
+        for _ in range(times):
+            attacker = await plain.line()
+            attacker.send(some(flood, attacker))
+            await attacker.rest()
+            plain.drop(attacker)
         await until(lambda: plain.places == 0)
         gc.collect()
-        after, _ = tracemalloc.get_traced_memory()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = await attack(3)
+        after = await attack(8)
     finally:
         tracemalloc.stop()
-    assert after - before < 500_000, "a flood brings 20 to 100 KB: kept, that were 0.3 to 1.5 MB"
+    assert after - before < 100_000, "eight floods bring 160 KB and more"
     assert plain.server.shared.open_requests == 0
 
 
@@ -507,13 +504,13 @@ async def test_a_peer_that_calls_without_pause_takes_turns_with_the_others(plain
     quiet, busy = await plain.line(), await plain.line()
     assert await quiet.status() == StatusCode.OK
     [first] = [connection for connection, answered in turns if answered]
-    total = 30_000
+    total = 10_000
     busy.send(*(busy.call_octets(2 * number + 1) for number in range(total)))
     answered_quietly = 0
     while plain.answered < total // 2:
         assert await quiet.status() == StatusCode.OK
         answered_quietly += 1
-    assert answered_quietly > 20
+    assert answered_quietly > 5
     in_a_row = longest = 0
     for connection, answered in turns:
         assert answered <= Limits().frames_per_slice // 2

@@ -479,6 +479,19 @@ def test_dear_calls_leave_others_their_turn(caller):
     assert caller.collect()[-1].stream_id == 3
 
 
+@pytest.mark.parametrize("path", ["/s/nope", "/s/refuse", "/s/m"])
+def test_calls_that_fail_or_come_in_pieces_are_dear_ones(caller, path):
+    heads = [caller.call_head(n, path) for n in (1, 3)]
+    whole = [caller.call(n, path) for n in (5, 7)]
+    parts = heads if path == "/s/m" else [*heads, *whole]
+    events = iter(caller.connection.receive(b"".join(parts)))
+    started_s, caller.now_s = caller.now_s, caller.now_s + 0.003
+    turns = 1
+    while not caller.calls.handle(events, started_s):
+        turns += 1
+    assert turns == len(parts) + 1
+
+
 def test_data_for_a_call_that_is_over_is_ignored(caller):
     caller.feed(caller.call_head(1, "/s/nope"))
     assert caller.outcome(1)[0] is StatusCode.UNIMPLEMENTED
