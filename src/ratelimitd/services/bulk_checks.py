@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeAlias
 
+from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter import Scope
-from ratelimitd.model import IdentifierType, Outcome, Reason
+from ratelimitd.model import IdentifierType, Outcome, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.convert import check_of, is_canonical_address
 from ratelimitd.services.varints import KEPT, varint
@@ -29,6 +30,12 @@ MAX_KNOWN_BYTES: Final = 256
 """Longest ending that is kept: 1 MB of them in all."""
 
 MAX_RESET_TIMES: Final = 1_024
+
+MAX_ANSWER_BYTES: Final = 127
+"""Longest answer: whoever puts it into another message has its length in one byte."""
+
+_MOST_NUMBERS_BYTES: Final = 2 + 6 + 11 + 6 + 2
+"""Of an answer in front of what it says of the rule: fields 1 to 5."""
 
 _ONE_BYTE: Final = 0x80
 """Lengths below are varints of one byte."""
@@ -49,9 +56,6 @@ _REASON: Final = b"\x28"
 _LIMIT: Final = b"\x30"
 _WINDOW_SECONDS: Final = b"\x38"
 _RULE_ID: Final = b"\x42"
-
-Unusual = Callable[[int, bytes], bytes | None]
-"""(index, message) → the answer to a message that is for the general way; ``None``: somebody else will answer it."""
 
 
 class BulkChecker(Protocol):
@@ -78,6 +82,9 @@ what is behind the reason, and the same with the reason of an allowed check.
 A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`.
 """
 
+Question: TypeAlias = tuple[bytes, _Known]
+"""An identifier, and what is asked about it."""
+
 
 class BulkChecks:
     """Answers messages of ``CheckRateLimit``. ``perf_counter_s`` is in seconds."""
@@ -92,95 +99,109 @@ class BulkChecks:
         self._book: RuleBook | None = None
         self._reset_times: dict[int, bytes] = {}
 
-    def answer(self, messages: Sequence[bytes], unusual: Unusual) -> list[bytes | None]:
-        """Answer messages that came together, in their order, all at the same instant."""
-        limiter = self._limiter
-        if limiter.book is not self._book:
-            self._book, self._known = limiter.book, {}
-        known, charge, reset_times = self._known, limiter.charge, self._reset_times
-        now_us = limiter.now_us()
-        answers: list[bytes | None] = []
-        tell = answers.append
-        for message in messages:
-            try:
-                size = message[1]
-                common = known.get(message[size + 2 :])
-                if common is None or size >= _ONE_BYTE or not size or message[0] != _IDENTIFIER:
-                    self._learn(message)
-                    tell(unusual(len(answers), message))
-                    continue
-                identifier = message[2 : size + 2]
-                scope, cost, is_address, rule_part, within_part = common
-                if not identifier.isascii() or (
-                    is_address and not is_canonical_address(identifier)
-                ):
-                    tell(unusual(len(answers), message))
-                    continue
-                outcome = charge(identifier, scope, now_us, cost)
-            except Exception:  # noqa: BLE001 -- whatever it is, the general way meets it too, and knows what to do
-                tell(unusual(len(answers), message))
-                continue
-            allowed, remaining, reset_time, _, _, _ = outcome
-            reset = reset_times.get(reset_time)
-            if reset is None:
-                reset = self._reset(reset_time)
-            if allowed and remaining:
-                left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
-                tell(_ALLOWED_AND_REMAINING + left + reset + within_part)
-            else:
-                tell(_numbers(outcome, reset) + rule_part)
-        return answers
-
     def answer_calls(self, messages: Sequence[bytes]) -> Sequence[bytes | None]:
         """Answer messages that are a call each; ``None`` where the ordinary handler has to.
 
         A handler of :attr:`ratelimitd.rpc.interface.Methods.bulk`.
         """
         started_s = self._perf_counter_s()
-        answers = self.answer(messages, _not_here)
+        answers = self.answer(self.read(messages))
         answered = len(answers) - answers.count(None)
         if answered:
             self._stats.observe_latency(self._perf_counter_s() - started_s, answered)
         return answers
 
-    def _learn(self, message: bytes) -> None:
-        """Keep the ending of a request if it is canonical and a rule applies to it; what it holds is looked at once.
+    def read(self, messages: Sequence[bytes]) -> list[Question | None]:
+        """What messages ask, under the rules of now; ``None`` for those that are for the general way."""
+        if self._limiter.book is not self._book:
+            self._book, self._known = self._limiter.book, {}
+        known = self._known
+        questions: list[Question | None] = []
+        ask = questions.append
+        for message in messages:
+            try:
+                size = message[1]
+                common = known.get(message[size + 2 :]) or self._learn(message)
+                identifier = message[2 : size + 2]
+                if (
+                    common is None
+                    or message[0] != _IDENTIFIER
+                    or not 0 < size < _ONE_BYTE
+                    or not identifier.isascii()
+                    or (common[2] and not is_canonical_address(identifier))
+                ):
+                    ask(None)
+                else:
+                    ask((identifier, common))
+            except (IndexError, ValueError):  # too short for a message; no address
+                ask(None)
+        return questions
 
-        Raises:
-            InvalidInputError: it is no check.
-        """
-        wire = parse_check(message)
-        if wire.timestamp or wire.peek:
-            return
-        check = check_of(wire)
-        ending = _ending(wire)
-        size = len(wire.identifier)
+    def answer(self, questions: Sequence[Question | None]) -> list[bytes | None]:
+        """Decide questions in their order, all at the same instant; ``None`` where the general way has to."""
+        charge, reset_times = self._limiter.charge, self._reset_times
+        now_us = self._limiter.now_us()
+        answers: list[bytes | None] = []
+        tell = answers.append
+        for question in questions:
+            if question is None:
+                tell(None)
+                continue
+            identifier, (scope, cost, _, rule_part, within_part) = question
+            try:
+                allowed, remaining, reset_time, retry_after, reason, _ = charge(
+                    identifier, scope, now_us, cost
+                )
+            except Exception:  # noqa: BLE001 -- whatever it is, the general way meets it too, and knows what to do
+                tell(None)
+                continue
+            reset = reset_times.get(reset_time)
+            if reset is None:
+                reset = self._reset(reset_time)
+            if remaining and allowed:
+                left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+                tell(_ALLOWED_AND_REMAINING + left + reset + within_part)
+            else:
+                start = _start(allowed, remaining)
+                tell(start + reset + _end(retry_after, reason) + rule_part)
+        return answers
+
+    def _learn(self, message: bytes) -> _Known | None:
+        """Keep the ending of a request if it is canonical and a rule applies to it; what it holds is looked at once."""
+        try:
+            wire = parse_check(message)
+            if wire.timestamp or wire.peek:
+                return None
+            check = check_of(wire)
+        except InvalidInputError:
+            return None
+        ending, size = _ending(wire), len(wire.identifier)
         if size >= _ONE_BYTE or message != bytes((_IDENTIFIER, size)) + wire.identifier + ending:
-            return
+            return None
         scope = self._limiter.scope(check.endpoint, check.identifier_type)
         if scope is None or len(ending) > MAX_KNOWN_BYTES:
-            return
+            return None
+        rule_part = _rule_part(scope.rule)
+        if _MOST_NUMBERS_BYTES + len(rule_part) > MAX_ANSWER_BYTES:
+            return None  # its id is not one of ours
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        rule = scope.rule
-        rule_id = rule.id.encode()
-        rule_part = b"".join(
-            (_LIMIT, varint(rule.limit), _WINDOW_SECONDS, varint(rule.window_seconds))
-        ) + b"".join((_RULE_ID, varint(len(rule_id)), rule_id))
         within_part = _REASON + varint(Reason.WITHIN_LIMIT) + rule_part
         is_address = check.identifier_type is IdentifierType.IP
-        self._known[ending] = (scope, check.cost, is_address, rule_part, within_part)
+        known = self._known[ending] = (scope, check.cost, is_address, rule_part, within_part)
+        return known
 
     def _reset(self, reset_time: int) -> bytes:
         """The octets of a reset time: few seconds are asked for at a time, and each many times."""
         if len(self._reset_times) >= MAX_RESET_TIMES:
             self._reset_times.clear()
-        octets = self._reset_times[reset_time] = _RESET_TIME + varint(reset_time)
+        octets = _RESET_TIME + varint(reset_time) if reset_time else b""
+        self._reset_times[reset_time] = octets
         return octets
 
 
 def _ending(wire: WireCheck) -> bytes:
-    """What is behind the identifier in the canonical encoding; lengths are varints of one byte or it is not kept."""
+    """What is behind the identifier in the canonical encoding."""
     parts = [_field(_IDENTIFIER_TYPE, wire.identifier_type), _field(_ENDPOINT, wire.endpoint)]
     if wire.tokens_requested:
         parts += [_TOKENS_REQUESTED, varint(wire.tokens_requested)]
@@ -191,18 +212,21 @@ def _field(tag: bytes, octets: bytes) -> bytes:
     return tag + varint(len(octets)) + octets
 
 
-def _numbers(outcome: Outcome, reset: bytes) -> bytes:
-    """An answer up to its reason; numbers that are zero stay away."""
-    allowed, remaining, reset_time, retry_after, reason, _ = outcome
-    parts = [_ALLOWED] if allowed else []
-    if remaining:
-        parts += [_REMAINING, varint(remaining)]
-    if reset_time:
-        parts.append(reset)
-    if retry_after:
-        parts += [_RETRY_AFTER, varint(retry_after)]
-    return b"".join((*parts, _REASON, varint(reason)))
+def _rule_part(rule: Rule) -> bytes:
+    """The end of an answer: what it says of the rule."""
+    limit, window = varint(rule.limit), varint(rule.window_seconds)
+    return _LIMIT + limit + _WINDOW_SECONDS + window + _field(_RULE_ID, rule.id.encode())
 
 
-def _not_here(_index: int, _message: bytes) -> None:
-    """Leave it to the ordinary handler."""
+# Numbers that are zero stay away.
+
+
+def _start(allowed: bool, remaining: int) -> bytes:  # noqa: FBT001 -- as it stands in an outcome
+    start = _ALLOWED if allowed else b""
+    return start + _REMAINING + varint(remaining) if remaining else start
+
+
+def _end(retry_after: int, reason: Reason) -> bytes:
+    """Retry delay and reason; this is never zero."""
+    end = _REASON + varint(reason)
+    return _RETRY_AFTER + varint(retry_after) + end if retry_after else end

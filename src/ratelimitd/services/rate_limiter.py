@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.model import Check, Decision
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.services.bulk_checks import BulkChecker, BulkChecks
+from ratelimitd.services.bulk_checks import (
+    MAX_ANSWER_BYTES,
+    BulkChecker,
+    BulkChecks,
+    Question,
+)
 from ratelimitd.services.convert import answer_of, check_of, invalid_answer_of
+from ratelimitd.services.varints import varint
 from ratelimitd.services.wire import (
     WireBatch,
     WireCheck,
     count_top_level,
     parse_batch,
     parse_check,
+    split_batch,
 )
 from ratelimitd.stats import CheckStats
 from ratelimiter.v1 import ratelimiter_pb2
@@ -38,6 +46,12 @@ COUNT_ABOVE_BYTES: Final = 65_536
 memory only to be refused; 64 KiB of them take 5 MB, and an honest batch is seldom longer."""
 
 _REQUESTS_FIELD: Final = 1
+
+_RESPONSE_PREFIXES: Final = tuple(b"\x0a" + varint(size) for size in range(MAX_ANSWER_BYTES + 1))
+"""``BatchRateLimitResponse.responses``, field 1, by length."""
+
+AnswerItems = Callable[[int, int], bytes]
+"""(start, stop) → the answers to these items of a batch, as a ``BatchRateLimitResponse``."""
 
 
 class Checker(BulkChecker, Protocol):
@@ -98,25 +112,53 @@ class RateLimiterService:
         """
         started_s = self._perf_counter_s()
         try:
-            batch = _parse_bounded(data)
+            answer, count = self._reader_of(data)
         except InvalidInputError:
             self._stats.invalid_total += 1
             raise
-        if len(batch.requests) > SLICE_ITEMS:
-            return self._answer_in_slices(batch.requests, started_s)
-        answer = self._answer(batch.requests, 0)
-        self._observe(started_s, len(batch.requests))
-        return answer
+        if count > SLICE_ITEMS:
+            return self._answer_in_slices(answer, count, started_s)
+        answers = answer(0, count)
+        self._observe(started_s, count)
+        return answers
 
-    async def _answer_in_slices(self, requests: Sequence[WireCheck], started_s: float) -> bytes:
+    def _reader_of(self, data: bytes) -> tuple[AnswerItems, int]:
+        """What answers the items of a batch, and how many these are; all have been read, and none charged.
+
+        Raises:
+            InvalidInputError: the bytes are no batch, or there are too many items.
+        """
+        items = split_batch(data, MAX_BATCH_ITEMS)
+        if items is not None:
+            questions = self._bulk.read(items)
+            if None not in questions:
+                return partial(self._answer_in_bulk, items, questions), len(items)
+        requests = _parse_bounded(data).requests
+        return partial(self._answer_parsed, requests), len(requests)
+
+    async def _answer_in_slices(self, answer: AnswerItems, count: int, started_s: float) -> bytes:
         slices = []
-        for start in range(0, len(requests), SLICE_ITEMS):
-            # Also before the first one: parsing a long batch was a turn of its own.
+        for start in range(0, count, SLICE_ITEMS):
+            # Also before the first one: reading a long batch was a turn of its own.
             await asyncio.sleep(0)
-            slices.append(self._answer(requests[start : start + SLICE_ITEMS], start))
-        self._observe(started_s, len(requests))
+            slices.append(answer(start, start + SLICE_ITEMS))
+        self._observe(started_s, count)
         # Messages one behind the other are one message with the repeated fields of all of them.
         return b"".join(slices)
+
+    def _answer_in_bulk(
+        self, items: Sequence[bytes], questions: Sequence[Question | None], start: int, stop: int
+    ) -> bytes:
+        parts = []
+        for index, answer in enumerate(self._bulk.answer(questions[start:stop]), start):
+            if answer is None:
+                parts.append(self._answer_parsed([parse_check(items[index])], 0, 1))
+            else:
+                parts += (_RESPONSE_PREFIXES[len(answer)], answer)
+        return b"".join(parts)
+
+    def _answer_parsed(self, requests: Sequence[WireCheck], start: int, stop: int) -> bytes:
+        return self._answer(requests[start:stop], start)
 
     def _answer(self, requests: Sequence[WireCheck], start: int) -> bytes:
         """The answers to ``requests``, of which the first is item ``start`` of its batch."""

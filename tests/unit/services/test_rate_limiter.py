@@ -22,10 +22,22 @@ BATCH_PATH = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
 
 
 class LimiterProbe:
-    """Allows everything, remembers it, and refuses the timestamp 13 as the policy ``caller`` refuses one."""
+    """Allows everything, remembers it, and refuses the timestamp 13 as the policy ``caller`` refuses one.
+
+    It has no rules, so that nothing is for the bulk way.
+    """
+
+    book = None
+    charge = None
 
     def __init__(self):
         self.asked = []
+
+    def now_us(self):
+        return 0
+
+    def scope(self, endpoint, identifier_type):
+        return None
 
     def check(self, check):
         if check.timestamp == 13:
