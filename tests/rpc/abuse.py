@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ssl
+import zlib
 from typing import Any
 
 import trustme
@@ -202,3 +203,11 @@ async def until(condition) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 -- what is waited for is a counter
             await asyncio.sleep(0)
+
+
+def bomb(size: int) -> bytes:
+    """A compressed message that inflates to ``size``."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
+    packed = b"".join(packer.compress(bytes(1_000_000)) for _ in range(size // 1_000_000))
+    packed += packer.flush()
+    return b"\x01" + len(packed).to_bytes(4, "big") + packed

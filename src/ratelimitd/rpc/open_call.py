@@ -116,9 +116,10 @@ class _Question(NamedTuple):
 class Questions:
     """The messages of a stream as its handler reads them; an asynchronous iterator.
 
-    What the handler has not read is not acknowledged, so that a peer who asks faster has to wait. Messages are inflated
-    when they are read: otherwise a window's worth of compressed ones would become gigabytes. Before each, ``my_turn`` is waited
-    for: a handler that never has to wait would otherwise answer a window's worth of them in one turn of the loop.
+    What the handler has not read is not acknowledged, so that a peer who asks faster has to wait. Messages are
+    inflated when they are read: otherwise a window's worth of compressed ones would become gigabytes. Before each,
+    ``my_turn`` is waited for: a handler that never has to wait would otherwise answer a window's worth of them in one
+    turn of the loop.
     """
 
     __slots__ = (
