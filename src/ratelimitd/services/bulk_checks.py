@@ -29,6 +29,9 @@ MAX_KNOWN: Final = 4_096
 MAX_KNOWN_BYTES: Final = 256
 """Longest ending that is kept: 1 MB of them in all."""
 
+MAX_LEARNED: Final = 100
+"""Messages with unknown endings that are looked at in one go, 5 µs each: who always sends new ones holds nobody up."""
+
 MAX_RESET_TIMES: Final = 1_024
 
 MAX_ANSWER_BYTES: Final = 127
@@ -115,13 +118,16 @@ class BulkChecks:
         """What messages ask, under the rules of now; ``None`` for those that are for the general way."""
         if self._limiter.book is not self._book:
             self._book, self._known = self._limiter.book, {}
-        known = self._known
+        known, to_learn = self._known, MAX_LEARNED
         questions: list[Question | None] = []
         ask = questions.append
         for message in messages:
             try:
                 size = message[1]
-                common = known.get(message[size + 2 :]) or self._learn(message)
+                common = known.get(message[size + 2 :])
+                if common is None and to_learn:
+                    to_learn -= 1
+                    common = self._learn(message)
                 identifier = message[2 : size + 2]
                 if (
                     common is None
@@ -133,7 +139,7 @@ class BulkChecks:
                     ask(None)
                 else:
                     ask((identifier, common))
-            except (IndexError, ValueError):  # too short for a message; no address
+            except Exception:  # noqa: BLE001 -- too short for a message, no address, or what the general way meets, too
                 ask(None)
         return questions
 

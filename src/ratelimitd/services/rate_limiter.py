@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.model import Check, Decision
 from ratelimitd.rpc.interface import Call, Methods
+from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.bulk_checks import (
     MAX_ANSWER_BYTES,
     BulkChecker,
@@ -132,7 +133,8 @@ class RateLimiterService:
         if items is not None:
             questions = self._bulk.read(items)
             if None not in questions:
-                return partial(self._answer_in_bulk, items, questions), len(items)
+                book = self._limiter.book
+                return partial(self._answer_in_bulk, items, questions, book), len(items)
         requests = _parse_bounded(data).requests
         return partial(self._answer_parsed, requests), len(requests)
 
@@ -146,11 +148,20 @@ class RateLimiterService:
         # Messages one behind the other are one message with the repeated fields of all of them.
         return b"".join(slices)
 
-    def _answer_in_bulk(
-        self, items: Sequence[bytes], questions: Sequence[Question | None], start: int, stop: int
+    def _answer_in_bulk(  # noqa: PLR0917 - the first three are bound
+        self,
+        items: Sequence[bytes],
+        questions: Sequence[Question | None],
+        book: RuleBook | None,
+        start: int,
+        stop: int,
     ) -> bytes:
         parts = []
-        for index, answer in enumerate(self._bulk.answer(questions[start:stop]), start):
+        asked = questions[start:stop]
+        if self._limiter.book is not book:
+            # It has changed between two slices, and new rules hold from the next check on.
+            asked = self._bulk.read(items[start:stop])
+        for index, answer in enumerate(self._bulk.answer(asked), start):
             if answer is None:
                 parts.append(self._answer_parsed([parse_check(items[index])], 0, 1))
             else:

@@ -1,0 +1,258 @@
+"""Checks answered in bulk get the octets, and leave the buckets and counters, of a node that takes them one by one."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.errors import InvalidInputError
+from ratelimitd.limiter import Limiter
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.services.rate_limiter import RateLimiterService
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+from tests.property.spelled_checks import (
+    ADDRESSES,
+    ENDPOINTS,
+    NAMES,
+    TYPES,
+    canonical,
+    common,
+    long_varint,
+    messages,
+)
+from tests.rpc.wire import field
+from tests.unit.services.fake_call import FakeCall
+
+CALL = FakeCall()
+USER, IP = IdentifierType.USER, IdentifierType.IP
+
+MET: Counter[str] = Counter()
+
+
+class OneByOne(Limiter):
+    """A limiter that has nothing to offer to the bulk way, so that every check goes the general one."""
+
+    def scope(self, _endpoint, _identifier_type):
+        return None
+
+
+class Node:
+    """The check path of a node, with everything in memory."""
+
+    def __init__(self, limiter_class, timestamps):
+        self.clock, self.stats = ManualClock(), CheckStats()
+        self.table = BucketTable(10_000, self.stats, callers_time=timestamps == "caller")
+        self.limiter = limiter_class(
+            buckets=self.table,
+            clock=self.clock,
+            stats=self.stats,
+            timestamps=timestamps,
+            key_secret=b"k" * 32,
+        )
+        self.service = RateLimiterService(self.limiter, self.stats, lambda: 0.0)
+        [self.bulk] = self.service.methods().bulk.values()
+
+    def put(self, rules):
+        """Change the rules as a node does."""
+        book = RuleBook.of(rules, 1)
+        self.limiter.replace_book(book)
+        self.stats.forget_rules(lambda rule_id: book.get(rule_id) is not None)
+
+    def check(self, message):
+        """The octets of the answer, or what is wrong with the message."""
+        try:
+            return self.service.check_rate_limit(message, CALL)
+        except InvalidInputError as error:
+            return error.violations
+
+    def batch(self, message):
+        try:
+            return self.service.check_rate_limit_batch(message, CALL)
+        except InvalidInputError as error:
+            return error.violations
+
+    @property
+    def state(self):
+        """All that checks leave behind."""
+        table, stats = self.table, self.stats
+        counted = {name: getattr(stats, name) for name in CheckStats.__slots__}
+        # A rule that was looked up, and never charged, may have its pair already.
+        counted["by_rule"] = {name: pair for name, pair in stats.by_rule.items() if any(pair)}
+        keys = [key for index in range(table.shard_count) for key in table.keys(index)]
+        return counted, {key: table.value(key) for key in keys}
+
+
+class Pair:
+    """A node that answers in bulk beside one that does not."""
+
+    def __init__(self, timestamps, algorithms):
+        self.node, self.plain = Node(Limiter, timestamps), Node(OneByOne, timestamps)
+        own, other, everywhere = algorithms
+        self.rules = {
+            rule.id: rule
+            for rule in (
+                Rule("a", "/a", USER, 5, 60, own),
+                Rule("a-ip", "/a", IP, 3, 3, other),
+                Rule("long", ENDPOINTS[-1], USER, 20_000, 1, other),
+                Rule("off", "/off", USER, 2, 60, own, enabled=False),
+                Rule("default", "*", USER, 2**31 - 1, 7, everywhere),
+                Rule("default-ip", "*", IP, 300, 2**31 - 1, everywhere),
+            )
+        }
+
+    def put(self):
+        for node in (self.node, self.plain):
+            node.put(self.rules.values())
+
+    def calls(self, asked):
+        """All at once as a transport does it: what the bulk way leaves to the general one is decided after it."""
+        answers = list(self.node.bulk(asked))
+        assert len(answers) == len(asked)
+        MET["in bulk"] += len(answers) - answers.count(None)
+        left = [index for index, answer in enumerate(answers) if answer is None]
+        order = [index for index, answer in enumerate(answers) if answer is not None] + left
+        for index in left:
+            answers[index] = self.node.check(asked[index])
+        expected = {index: self.plain.check(asked[index]) for index in order}
+        for index in order:
+            assert answers[index] == expected[index]
+            MET["an error"] += not isinstance(answers[index], bytes)
+
+    def singly(self, asked):
+        for message in asked:
+            self.calls([message])
+
+    def batch(self, asked):
+        message = b"".join(field(1, item) for item in asked)
+        assert self.node.batch(message) == self.plain.batch(message)
+
+    def long_batch(self, asked, rule_id, changes):
+        """More than a slice of it; the rules change between the first and the second."""
+        message = b"".join(field(1, item) for item in asked * (250 // len(asked)))
+        # Nothing but a turn of the loop is awaited, and sending None is one.
+        running = [node.batch(message) for node in (self.node, self.plain)]
+        if not all(map(asyncio.iscoroutine, running)):
+            assert running[0] == running[1]
+            return
+        for turn in range(4):
+            if turn == 2:
+                self.edit(rule_id, changes)
+            done = [_step(answering) for answering in running]
+            assert done[0] == done[1]
+            MET["a long batch"] += done[0] is not None
+
+    def padded_batch(self, asked, length):
+        item = asked[0]
+        message = b"\x0a" + length + item
+        assert self.node.batch(message) == self.plain.batch(message)
+
+    def passes(self, us):
+        for node in (self.node, self.plain):
+            node.clock.step(us)
+
+    def edit(self, rule_id, changes):
+        if changes is None:
+            self.rules.pop(rule_id, None)
+            MET["a rule is gone"] += 1
+        elif rule_id in self.rules:
+            self.rules[rule_id] = replace(self.rules[rule_id], **changes)
+        self.put()
+
+    def reset(self, identifier, endpoint):
+        for node in (self.node, self.plain):
+            asyncio.run(node.limiter.reset(identifier.encode(), USER, endpoint))
+
+    def agree(self):
+        """See that nothing differs, neither what is there nor what can be seen of it."""
+        assert self.node.state == self.plain.state
+        for identifier_type in TYPES:
+            for name in ADDRESSES if identifier_type == "ip" else NAMES:
+                for endpoint in ENDPOINTS:
+                    peek = canonical(name, identifier_type, endpoint, peek=True)
+                    assert self.node.check(peek) == self.plain.check(peek)
+
+
+def _step(answering):
+    """Let a coroutine run until it awaits; the answer if it has ended."""
+    try:
+        answering.send(None)
+    except StopIteration as end:
+        return end.value
+    return None
+
+
+def times(name, *arguments):
+    return st.tuples(st.just(name), *arguments)
+
+
+several = st.lists(messages, min_size=1, max_size=12)
+usual = st.lists(common.map(lambda question: canonical(*question)), min_size=1, max_size=12)
+again = st.builds(lambda some, times: some * times, several, st.integers(2, 4))
+rule_ids = st.sampled_from(["a", "a", "a-ip", "long", "off", "default", "default-ip"])
+changes = st.one_of(
+    st.none(),
+    st.fixed_dictionaries({"limit": st.sampled_from([1, 2, 6, 127, 128, 16_384, 2**31 - 1])}),
+    st.fixed_dictionaries({"window_seconds": st.sampled_from([1, 7, 60, 16_384])}),
+    st.fixed_dictionaries({"algorithm": st.sampled_from(Algorithm)}),
+    st.fixed_dictionaries({"enabled": st.booleans()}),
+)
+steps = st.one_of(
+    times("calls", several),
+    times("calls", again),
+    times("singly", again),
+    times("batch", again),
+    times("long_batch", several, rule_ids, changes),
+    times("long_batch", usual, rule_ids, changes),
+    times("batch", usual),
+    times("padded_batch", several, long_varint(20)),
+    times("passes", st.sampled_from([1, 100_000, 1_000_000, 61_000_000, -3_000_000])),
+    times("edit", rule_ids, changes),
+    times("reset", st.sampled_from(NAMES), st.sampled_from(ENDPOINTS)),
+)
+
+
+def run(examples, *, derandomize):
+    MET.clear()
+
+    @settings(
+        max_examples=examples,
+        derandomize=derandomize,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        timestamps=st.sampled_from(["server", "bounded", "caller"]),
+        algorithms=st.tuples(*[st.sampled_from(Algorithm)] * 3),
+        early=several,
+        course=st.lists(steps, max_size=12),
+    )
+    def agree(timestamps, algorithms, early, course):
+        pair = Pair(timestamps, algorithms)
+        pair.calls(early)  # before there are any rules
+        pair.put()
+        for name, *arguments in course:
+            getattr(pair, name)(*arguments)
+        pair.agree()
+
+    agree()
+
+
+@pytest.mark.timeout(300)
+def test_checks_in_bulk_are_answered_and_charged_like_checks_one_by_one():
+    run(400, derandomize=True)
+    # Without the cases that are meant the agreement says little.
+    assert MET["in bulk"] > 1_000
+    assert min(MET["an error"], MET["a long batch"], MET["a rule is gone"]) > 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1_800)
+def test_very_many_checks_in_bulk_are_answered_and_charged_like_checks_one_by_one():
+    run(10_000, derandomize=False)
