@@ -6,6 +6,7 @@ take longer are in a table until they are answered. Never touches a socket: the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -91,6 +92,7 @@ class ConnectionCalls:
         "_plain",
         "_reader",
         "_request_bytes",
+        "_unusual",
         "_wake",
         "blocked",
         "open",
@@ -111,6 +113,7 @@ class ConnectionCalls:
         self._dear = False
         self._now_s = 0.0
         self._plain: dict[int, tuple[PlainAnswer, float]] = {}
+        self._unusual: deque[CompleteRequest] = deque()
 
     # What the peer does
 
@@ -136,16 +139,19 @@ class ConnectionCalls:
                 self._whole(request, plan, timeout_s)
             else:
                 self._EVENTS.get(type(event), _ignore)(self, event)
-            if self._dear:
-                self._dear = False
-                if self.shared.monotonic_s() - now_s > TURN_S:
-                    self._answer_run(run)
-                    return False
+            if self._dear and self._turn_is_over():
+                self._answer_run(run)
+                return False
         self._answer_run(run)
-        return True
+        return self._answer_unusual()
+
+    def _turn_is_over(self) -> bool:
+        """Whether the time of a turn is used up; to be asked after something dear."""
+        self._dear = False
+        return self.shared.monotonic_s() - self._now_s > TURN_S
 
     def _answer_run(self, run: _Run) -> None:
-        """Answer the calls that came together."""
+        """Answer the calls that came together, and keep those that are for the method's own handler."""
         if run.handler is None:
             return
         shared, requests = self.shared, run.requests
@@ -154,12 +160,23 @@ class ConnectionCalls:
             answers = run.handler(run.messages)
         stream_ids = [request[0] for request in requests]
         self._connection.send_unaries(
-            stream_ids, UNARY_ANSWER, [answer and framed(answer) for answer in answers]
+            stream_ids,
+            UNARY_ANSWER,
+            [None if answer is None else framed(answer) for answer in answers],
         )
         if None in answers:
-            for request, answer in zip(requests, answers, strict=True):
-                if answer is None:
-                    self._whole(request, *self._reader.read(request[1]))
+            pairs = zip(requests, answers, strict=True)
+            self._unusual.extend(request for request, answer in pairs if answer is None)
+
+    def _answer_unusual(self) -> bool:
+        """Answer the calls that no bulk handler has; false: the time of a turn is used up, and some are left."""
+        unusual = self._unusual
+        while unusual:
+            request = unusual.popleft()
+            self._whole(request, *self._reader.read(request[1]))
+            if self._dear and self._turn_is_over():
+                return not unusual
+        return True
 
     def _received(self, event: RequestReceived) -> None:
         self._begin(event.stream_id, event.head, self._now_s)
@@ -434,13 +451,13 @@ class ConnectionCalls:
 
     def lose_all(self) -> None:
         """The connection is gone: nobody waits for any of the answers."""
-        for stream_id in list(self.open):
-            open_call = self._leave(stream_id)
-            if open_call is not None:
-                self.shared.count(TransportError.CANCELLED)
-                open_call.cancel()
+        for stream_id, open_call in list(self.open.items()):
+            self._leave(stream_id)
+            self.shared.count(TransportError.CANCELLED)
+            open_call.cancel()
         for stream_id in list(self._plain):
             self._pop_plain(stream_id)
+        self._unusual.clear()
 
     # The tables of open requests
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import gzip
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -74,12 +76,12 @@ METHODS = Methods(UNARY, {"/s/count": count, "/s/large": large}, {"/s/upper": up
 class Caller(Peer):
     """A peer, and the calls of its connection."""
 
-    def __init__(self, http2=None, **limits):
+    def __init__(self, http2=None, methods=METHODS, **limits):
         super().__init__(limits=http2 or Limits())
         self.now_s = 100.0
         self.woken = 0
         self.shared = SharedCalls(
-            METHODS, TransportLimits(**limits), CheckStats(), lambda: self.now_s
+            methods, TransportLimits(**limits), CheckStats(), lambda: self.now_s
         )
         self.calls = ConnectionCalls(
             self.shared, self.connection, PeerName("ipv4:10.0.0.1:1"), self.wake
@@ -456,6 +458,21 @@ def test_a_window_of_a_stream_that_nobody_waits_for_is_no_news(caller):
     assert caller.outcome(1) == (StatusCode.OK, framed(bytes(20)))
 
 
+async def test_a_window_that_opens_for_a_call_which_fails_in_the_same_read_is_no_news():
+    caller = Caller(max_request_bytes=20)
+    caller.feed(settings(s4=5), caller.call_head(1, "/s/upper"), data(1, framed(b"question")))
+    await caller.settled()
+    caller.feed(data(1, framed(bytes(100))[:60]), window_update(1, 100))
+    assert caller.outcome(1) == (StatusCode.RESOURCE_EXHAUSTED, framed(b"QUESTION"))
+    await caller.shared.all_ended()
+
+
+def test_of_a_lost_connection_no_request_of_http_is_left_over(caller):
+    caller.feed(caller.call_head(1, content_type="text/plain"))
+    caller.calls.lose_all()
+    assert (caller.shared.open_requests, caller.calls._plain) == (0, {})
+
+
 async def test_a_stopping_server_ends_streams_and_leaves_calls(caller):
     caller.feed(caller.call_head(1, "/s/upper"), caller.call(3, "/s/wait"))
     await caller.settled()
@@ -497,3 +514,165 @@ def test_data_for_a_call_that_is_over_is_ignored(caller):
     assert caller.outcome(1)[0] is StatusCode.UNIMPLEMENTED
     assert caller.feed(last_data(1, framed(b"late"))) == []
     assert caller.resets in ([], [(1, ErrorCode.NO_ERROR)])
+
+
+class Bulk:
+    """Two methods with a shortcut that answers in capitals what begins with a letter, and the calls it was asked for.
+
+    The methods' own handlers answer with a number, or fail where there is none.
+    """
+
+    def __init__(self):
+        self.asked, self.own = [], []
+        unary = {"/b/one": self.number, "/b/two": self.number, "/s/m": echo}
+        self.methods = Methods(
+            unary, bulk={"/b/one": partial(self.answer, 1), "/b/two": partial(self.answer, 2)}
+        )
+
+    def answer(self, method, messages):
+        self.asked.append((method, list(messages)))
+        return [message.upper() if message[:1].isalpha() else None for message in messages]
+
+    def number(self, message, call):
+        self.own.append(message)
+        return b"%d" % int(message)
+
+
+@pytest.fixture
+def bulk():
+    return Bulk()
+
+
+@pytest.fixture
+def bulk_caller(bulk):
+    return Caller(methods=bulk.methods)
+
+
+def told(caller, *stream_ids):
+    return [caller.outcome(stream_id) for stream_id in stream_ids]
+
+
+def test_calls_that_come_together_are_answered_together(bulk, bulk_caller):
+    calls = [bulk_caller.call(n, "/b/one", b"m%d" % n) for n in (1, 3, 5)]
+    bulk_caller.feed(*calls)
+    assert bulk.asked == [(1, [b"m1", b"m3", b"m5"])]
+    assert told(bulk_caller, 1, 3, 5) == [(StatusCode.OK, framed(b"M%d" % n)) for n in (1, 3, 5)]
+    assert (bulk_caller.sent, bulk_caller.errors, bulk_caller.calls.open) == ([], {}, {})
+
+
+def test_what_the_shortcut_does_not_answer_the_methods_own_handler_does(bulk, bulk_caller):
+    calls = [(1, b"a"), (3, b"33"), (5, b"b"), (7, b"?"), (9, b"")]
+    bulk_caller.feed(*(bulk_caller.call(n, "/b/one", message) for n, message in calls))
+    assert bulk.asked == [(1, [b"a", b"33", b"b", b"?", b""])]
+    assert bulk.own == [b"33", b"?", b""]
+    assert told(bulk_caller, 1, 3, 5) == [
+        (StatusCode.OK, framed(answer)) for answer in (b"A", b"33", b"B")
+    ]
+    assert told(bulk_caller, 7, 9) == [(StatusCode.INTERNAL, b"")] * 2
+    assert bulk_caller.sent == []
+
+
+def test_an_empty_answer_of_the_shortcut_is_an_answer():
+    caller = Caller(
+        methods=Methods({"/b/one": refuse}, bulk={"/b/one": lambda messages: [b""] * len(messages)})
+    )
+    caller.feed(caller.call(1, "/b/one"))
+    assert caller.outcome(1) == (StatusCode.OK, framed(b""))
+
+
+def test_each_method_has_its_own_run_and_others_do_not_end_one(bulk, bulk_caller):
+    paths = ["/b/one", "/s/m", "/b/one", "/b/two", "/b/two", "/b/one"]
+    ids = range(1, 13, 2)
+    bulk_caller.feed(*(bulk_caller.call(n, path, b"m") for n, path in zip(ids, paths, strict=True)))
+    assert bulk.asked == [(1, [b"m"] * 2), (2, [b"m"] * 2), (1, [b"m"])]
+    capital, small = (StatusCode.OK, framed(b"M")), (StatusCode.OK, framed(b"m"))
+    assert told(bulk_caller, *ids) == [capital, small, capital, capital, capital, capital]
+    assert bulk_caller.sent == []
+
+
+@pytest.mark.parametrize("size", [1_024, 4_000])
+def test_a_long_message_is_for_the_methods_own_handler(bulk, bulk_caller, size):
+    bulk_caller.feed(bulk_caller.call(1, "/b/one", b"7".zfill(size)))
+    assert bulk.asked == []
+    assert bulk_caller.outcome(1) == (StatusCode.OK, framed(b"7"))
+
+
+def test_a_compressed_message_is_for_the_methods_own_handler(bulk, bulk_caller):
+    body = b"\x01" + framed(gzip.compress(b"7"))[1:]
+    bulk_caller.feed(bulk_caller.call(1, "/b/one", body=body, grpc_encoding="gzip"))
+    assert bulk.asked == []
+    assert bulk_caller.outcome(1) == (StatusCode.OK, framed(b"7"))
+
+
+def test_a_call_in_pieces_is_for_the_methods_own_handler(bulk, bulk_caller):
+    body = framed(b"7")
+    bulk_caller.feed(bulk_caller.call_head(1, "/b/one"), data(1, body[:3]), last_data(1, body[3:]))
+    assert bulk.asked == []
+    assert bulk_caller.outcome(1) == (StatusCode.OK, framed(b"7"))
+
+
+@pytest.mark.parametrize("timeouts", [["0S"], ["1S", "0n"], ["0n", "0S"]])
+def test_a_call_that_is_late_on_arrival_is_not_for_the_shortcut(bulk, bulk_caller, timeouts):
+    for stream_id, timeout in zip((1, 3), timeouts, strict=False):
+        bulk_caller.feed(bulk_caller.call(stream_id, "/b/one", b"a", grpc_timeout=timeout))
+        late = timeout.startswith("0")
+        expected = StatusCode.DEADLINE_EXCEEDED if late else StatusCode.OK
+        assert bulk_caller.outcome(stream_id)[0] is expected
+    assert bulk.asked == [(1, [b"a"])] * timeouts.count("1S")
+    assert bulk.own == []
+
+
+async def test_where_too_many_calls_wait_the_shortcut_is_not_taken_either(bulk):
+    methods = replace(bulk.methods, unary={**bulk.methods.unary, "/s/wait": wait})
+    caller = Caller(methods=methods, max_concurrent_rpcs=1)
+    caller.feed(caller.call(1, "/s/wait"), caller.call(3, "/b/one", b"a"))
+    assert bulk.asked == bulk.own == []
+    assert caller.outcome(3)[0] is StatusCode.RESOURCE_EXHAUSTED
+    caller.calls.lose_all()
+    await caller.shared.all_ended()
+
+
+def test_a_call_that_was_reset_in_the_same_read_is_not_answered(bulk, bulk_caller):
+    parts = [bulk_caller.call(n, "/b/one", message) for n, message in ((1, b"a"), (3, b"3"))]
+    bulk_caller.feed(*parts, rst_stream(1), rst_stream(3), bulk_caller.call(5, "/b/one", b"b"))
+    assert [sent.stream_id for sent in bulk_caller.sent] == [5, 5, 5]
+    assert bulk_caller.calls.open == {}
+
+
+def test_calls_that_the_shortcut_leaves_do_not_hold_others_up(bulk, bulk_caller):
+    """Each of them may be dear, and there may be a slice full of them."""
+    caller = bulk_caller
+    parts = [caller.call(n, "/b/one", message) for n, message in ((1, b"?"), (3, b"a"), (5, b"?"))]
+    events = iter(caller.connection.receive(b"".join(parts)))
+    started_s, caller.now_s = caller.now_s, caller.now_s + 0.003
+    assert not caller.calls.handle(events, started_s)
+    assert [sent.stream_id for sent in caller.collect()] == [3, 3, 3, 1]
+    assert caller.calls.handle(events, caller.now_s)
+    assert [sent.stream_id for sent in caller.collect()] == [5]
+
+
+def test_a_turn_that_is_over_answers_the_calls_that_came_together_until_then(bulk, bulk_caller):
+    caller = bulk_caller
+    parts = [
+        caller.call(1, "/b/one", b"a"),
+        caller.call(3, "/nope"),
+        caller.call(5, "/b/one", b"b"),
+    ]
+    events = iter(caller.connection.receive(b"".join(parts)))
+    started_s, caller.now_s = caller.now_s, caller.now_s + 0.003
+    assert not caller.calls.handle(events, started_s)
+    assert bulk.asked == [(1, [b"a"])]
+    assert caller.calls.handle(events, caller.now_s)
+    assert bulk.asked == [(1, [b"a"]), (1, [b"b"])]
+
+
+def test_of_a_lost_connection_no_call_is_left_over(bulk, bulk_caller):
+    caller = bulk_caller
+    events = iter(
+        caller.connection.receive(b"".join(caller.call(n, "/b/one", b"?") for n in (1, 3)))
+    )
+    started_s, caller.now_s = caller.now_s, caller.now_s + 0.003
+    assert not caller.calls.handle(events, started_s)
+    caller.calls.lose_all()
+    assert caller.calls.handle(events, caller.now_s)
+    assert bulk.own == [b"?"]
