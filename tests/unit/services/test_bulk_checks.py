@@ -1,0 +1,294 @@
+"""Answers from octets to octets, by a real limiter; what an answer says is read with the ordinary generated classes."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.limiter import Limiter
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.services import bulk_checks
+from ratelimitd.services.bulk_checks import (
+    MAX_ANSWER_BYTES,
+    MAX_KNOWN,
+    MAX_KNOWN_BYTES,
+    MAX_LEARNED,
+    MAX_RESET_TIMES,
+    BulkChecks,
+)
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+USER, IP = IdentifierType.USER, IdentifierType.IP
+NOW_S = 1_700_006_400
+ID = "0b6e4f6e-5f0e-4c51-9c5e-0d1f4f2a9b11"
+ORDERS = Rule(ID, "/orders", USER, 3, 60, Algorithm.FIXED_WINDOW)
+EVERYWHERE = Rule("everywhere", "*", USER, 2**31 - 1, 60, Algorithm.FIXED_WINDOW)
+ADDRESSES = Rule("addresses", "*", IP, 3, 60, Algorithm.FIXED_WINDOW)
+
+
+class CountingLimiter(Limiter):
+    """A limiter that tells how often it was asked for a scope, and breaks when told to."""
+
+    scopes = 0
+    broken = ()
+
+    def scope(self, endpoint, identifier_type):
+        self.scopes += 1
+        if endpoint in self.broken:
+            raise KeyError(endpoint)
+        return super().scope(endpoint, identifier_type)
+
+    def charge(self, identifier, scope, now_us, cost):
+        if identifier in self.broken:
+            raise KeyError(identifier)
+        return super().charge(identifier, scope, now_us, cost)
+
+
+class Bench:
+    """Bulk checks and all that they work with."""
+
+    def __init__(self, *rules):
+        self.clock, self.stats = ManualClock(), CheckStats()
+        self.table = BucketTable(10_000, self.stats)
+        self.limiter = CountingLimiter(
+            buckets=self.table,
+            clock=self.clock,
+            stats=self.stats,
+            timestamps="bounded",
+            key_secret=b"k" * 32,
+        )
+        seconds = itertools.count(0.0, 0.003)
+        self.checks = BulkChecks(self.limiter, self.stats, lambda: next(seconds))
+        if rules:
+            self.put(*rules)
+
+    def put(self, *rules):
+        self.limiter.replace_book(RuleBook.of(rules, 1))
+
+    def answers(self, *messages):
+        """What each message is answered, ``None`` for those that are left to the general way."""
+        octets = self.checks.answer_calls(messages)
+        assert len(octets) == len(messages)
+        return [answer and pb.RateLimitResponse.FromString(answer) for answer in octets]
+
+    def takes(self, message):
+        """Whether a message is answered here, and not left to the general way."""
+        [answer] = self.answers(message)
+        return answer is not None
+
+
+@pytest.fixture
+def bench():
+    return Bench(ORDERS, EVERYWHERE, ADDRESSES)
+
+
+def check(identifier="ada", endpoint="/orders", identifier_type="user", **fields):
+    return pb.RateLimitRequest(
+        identifier=identifier, identifier_type=identifier_type, endpoint=endpoint, **fields
+    ).SerializeToString()
+
+
+class TestAnswers:
+    def test_an_answer_says_what_the_contract_says_from_the_first_check_on(self, bench):
+        assert bench.answers(check(), check(tokens_requested=2), check(), check()) == [
+            pb.RateLimitResponse(
+                allowed=allowed,
+                remaining_tokens=remaining,
+                reset_time=NOW_S + 60,
+                retry_after_seconds=retry_after,
+                reason=reason,
+                limit=3,
+                window_seconds=60,
+                rule_id=ID,
+            )
+            for allowed, remaining, retry_after, reason in (
+                (True, 2, 0, pb.WITHIN_LIMIT),
+                (True, 0, 60, pb.WITHIN_LIMIT),
+                (False, 0, 60, pb.LIMIT_EXCEEDED),
+                (False, 0, 60, pb.LIMIT_EXCEEDED),
+            )
+        ]
+
+    def test_a_denied_check_may_have_left_some(self, bench):
+        bench.answers(check())
+        [answer] = bench.answers(check(tokens_requested=4))
+        assert (answer.allowed, answer.remaining_tokens) == (False, 2)
+        assert answer.reason == pb.COST_EXCEEDS_LIMIT
+
+    @pytest.mark.parametrize("limit", [2, 128, 129, 2**14, 2**14 + 1, 2**31 - 1])
+    def test_numbers_of_every_length_are_written(self, bench, limit):
+        bench.put(replace(ORDERS, limit=limit, window_seconds=limit))
+        [answer] = bench.answers(check())
+        assert (answer.remaining_tokens, answer.limit, answer.window_seconds) == (
+            limit - 1, limit, limit,
+        )  # fmt: skip
+
+    def test_numbers_that_are_zero_are_not_written(self, bench):
+        bench.clock.step(-NOW_S * 1_000_000)
+        bench.put(replace(ORDERS, algorithm=Algorithm.SLIDING_WINDOW))
+        [octets] = bench.checks.answer_calls([check(tokens_requested=4)])
+        answer = pb.RateLimitResponse.FromString(octets)
+        assert (answer.allowed, answer.reset_time) == (False, 0)
+        assert octets == answer.SerializeToString()
+
+    def test_no_longer_than_it_promises(self, bench):
+        bench.put(replace(ORDERS, limit=2**31 - 1, window_seconds=2**31 - 1))
+        [octets] = bench.checks.answer_calls([check()])
+        assert len(octets) <= MAX_ANSWER_BYTES
+
+    def test_a_rule_whose_id_is_none_of_ours_is_for_the_general_way(self, bench):
+        bench.put(replace(ORDERS, id="i" * 200))
+        assert bench.answers(check(), check()) == [None, None]
+
+    def test_no_messages_have_no_answers_and_take_no_time(self, bench):
+        assert bench.answers() == []
+        assert sum(bench.stats.latency_counts) == 0
+
+
+class TestCounting:
+    def test_checks_of_one_call_share_its_time_and_others_are_not_timed(self, bench):
+        bench.answers(check(), b"", check(peek=True), check())
+        assert sum(bench.stats.latency_counts) == 2
+        assert bench.stats.latency_sum_s == pytest.approx(0.003)
+        bench.answers(b"", b"")
+        assert sum(bench.stats.latency_counts) == 2
+
+    def test_what_is_answered_is_counted_and_what_is_left_is_not(self, bench):
+        bench.answers(*[check()] * 5, b"\xff", check(timestamp=NOW_S))
+        stats = bench.stats
+        assert (stats.allowed_total, stats.blocked_total, stats.invalid_total) == (3, 2, 0)
+        assert stats.by_rule == {ID: [3, 2]}
+
+
+class TestWhatIsLeftToTheGeneralWay:
+    @pytest.mark.parametrize(
+        "message",
+        [
+            b"",
+            b"\x0a",
+            b"\x0a\x00",
+            b"\x0a\x03ad",
+            b"\xff" * 20,
+            check(identifier=""),
+            check(identifier="é"),
+            check(identifier="n" * 128),
+            check(identifier="n" * 256),
+            check(identifier_type="User"),
+            check(endpoint="*"),
+            check(tokens_requested=-1),
+            check(timestamp=NOW_S),
+            check(peek=True),
+            check().replace(b"ada", b"\xffda"),
+            check() + b"\x20\x00",
+            check() + b"\x28\x00",
+            check() + b"\x78\x01",
+            check() + check(),
+            b"\x78\x01" + check(),
+            check(tokens_requested=1)[:-1] + b"\x81\x00",
+            check().replace(b"\x12\x04user", b"\x12\x84\x00user"),
+            check().replace(b"\x0a\x03ada", b"") + b"\x0a\x03ada",
+        ],
+    )
+    def test_whatever_is_not_canonical_or_not_valid(self, bench, message):
+        assert not bench.takes(message)
+        assert bench.takes(check())  # whose ending it may have
+        assert not bench.takes(message)
+        assert bench.stats.allowed_total == 1
+
+    def test_an_identifier_of_up_to_127_octets_is_answered_here(self, bench):
+        assert bench.takes(check(identifier="n" * 127))
+        assert not bench.takes(check(identifier="n" * 128))
+
+    @pytest.mark.parametrize(
+        "address",
+        ["2001:DB8::1", "::ffff:10.0.0.1", "010.0.0.1", "fe80::1%eth0", "10.0.0.1 ", "ada", "é"],
+    )
+    def test_an_address_in_another_spelling_than_its_one(self, bench, address):
+        assert bench.takes(check("10.0.0.1", identifier_type="ip"))
+        assert bench.takes(check("2001:db8::1", identifier_type="ip"))
+        assert not bench.takes(check(address, identifier_type="ip"))
+        assert len(bench.table) == 2
+
+    def test_endpoints_without_a_rule(self):
+        bench = Bench(ORDERS)
+        assert not bench.takes(check(endpoint="/carts"))
+        assert bench.stats.no_rule_total == 0
+
+    def test_everything_while_there_are_no_rules(self):
+        bench = Bench()
+        assert not bench.takes(check())
+        bench.put(ORDERS)
+        assert bench.takes(check())
+
+    @pytest.mark.parametrize("broken", ["/orders", b"ada"])
+    def test_what_raises_and_its_neighbours_do_not_notice(self, bench, broken):
+        bench.limiter.broken = (broken,)
+        first, second = bench.answers(check(), check("bob", "/carts"))
+        assert (first, second.allowed) == (None, True)
+        bench.limiter.broken = ()
+        assert bench.takes(check())
+        assert bench.stats.allowed_total == 2
+
+
+class TestRememberedEndings:
+    def test_an_ending_is_looked_at_once(self, bench):
+        bench.answers(*[check(name) for name in ("ada", "bob", "carol")])
+        assert bench.limiter.scopes == 1
+
+    def test_costs_and_endpoints_are_part_of_it(self, bench):
+        bench.answers(check(), check(tokens_requested=1), check(endpoint="/carts"))
+        assert bench.limiter.scopes == 3
+
+    def test_a_long_ending_is_not_kept(self, bench):
+        assert bench.takes(check(endpoint="/" + "e" * (MAX_KNOWN_BYTES - 10)))
+        assert not bench.takes(check(endpoint="/" + "e" * (MAX_KNOWN_BYTES - 9)))
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"limit": 1},
+            {"window_seconds": 30},
+            {"algorithm": Algorithm.TOKEN_BUCKET},
+            {"enabled": False},
+        ],
+    )
+    def test_a_rule_that_changes_holds_from_the_next_check_on(self, bench, changed):
+        bench.answers(check(), check())
+        rule = replace(ORDERS, **changed)
+        bench.put(rule, EVERYWHERE)
+        [answer] = bench.answers(check())
+        expected = rule if rule.enabled else EVERYWHERE
+        assert (answer.rule_id, answer.limit, answer.window_seconds) == (
+            expected.id, expected.limit, expected.window_seconds,
+        )  # fmt: skip
+        bench.put(EVERYWHERE)
+        assert bench.answers(check())[0].rule_id == EVERYWHERE.id
+        bench.put()
+        assert not bench.takes(check())
+
+    def test_there_is_a_bound_on_them(self, bench, monkeypatch):
+        assert MAX_KNOWN >= 4_096
+        monkeypatch.setattr(bulk_checks, "MAX_KNOWN", 3)
+        for number in range(4):
+            assert bench.takes(check(endpoint=f"/{number}"))
+        assert len(bench.checks._known) == 1
+        assert bench.takes(check(endpoint="/0"))
+
+    def test_so_many_unknown_ones_are_looked_at_in_one_go_and_others_the_next_time(self, bench):
+        messages = [check(endpoint=f"/{number}") for number in range(MAX_LEARNED + 2)]
+        answers = bench.answers(*messages, messages[0])
+        assert [answer is None for answer in answers] == [False] * MAX_LEARNED + [True] * 2 + [
+            False
+        ]
+        assert None not in bench.answers(*messages)
+
+    def test_reset_times_are_bounded_too(self, bench):
+        for _ in range(MAX_RESET_TIMES + 2):
+            [answer] = bench.answers(check())
+            assert answer.reset_time == bench.clock.now_us() // 1_000_000 + 60
+            bench.clock.advance(seconds=60)
+        assert len(bench.checks._reset_times) == 2
