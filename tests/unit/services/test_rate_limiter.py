@@ -1,10 +1,14 @@
 import asyncio
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from ratelimitd.buckets.table import BucketTable
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
-from ratelimitd.model import Decision, IdentifierType, Reason
+from ratelimitd.limiter import Limiter
+from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
+from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.rate_limiter import (
     COUNT_ABOVE_BYTES,
     MAX_BATCH_ITEMS,
@@ -12,6 +16,7 @@ from ratelimitd.services.rate_limiter import (
     RateLimiterService,
 )
 from ratelimitd.stats import LATENCY_BOUNDS_S, CheckStats
+from ratelimitd.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.unit.services.fake_call import FakeCall
 
@@ -184,3 +189,68 @@ def test_a_long_batch_is_refused_without_being_parsed(service, monkeypatch):
     data = b"\x0a\x00" * COUNT_ABOVE_BYTES
     with pytest.raises(InvalidInputError, match=r"^requests: "):
         service.check_rate_limit_batch(data, CALL)
+
+
+class TestBatchesOfCanonicalChecks:
+    """A real limiter with rules: its batches are answered from their octets."""
+
+    RULE = Rule("1", "/a", IdentifierType.USER, 2_000, 60, Algorithm.FIXED_WINDOW)
+
+    class Faulty(Limiter):
+        """Fails whenever it is to charge ``broken``."""
+
+        def charge(self, identifier, scope, now_us, cost):
+            if identifier == b"broken":
+                raise KeyError(identifier)
+            return super().charge(identifier, scope, now_us, cost)
+
+    @pytest.fixture
+    def limiter(self, stats):
+        limiter = self.Faulty(
+            buckets=BucketTable(100, stats),
+            clock=ManualClock(),
+            stats=stats,
+            timestamps="bounded",
+            key_secret=b"k" * 32,
+        )
+        limiter.replace_book(RuleBook.of([self.RULE], 1))
+        return limiter
+
+    @pytest.fixture(autouse=True)
+    def only_in_bulk(self, service, monkeypatch):
+        monkeypatch.setattr("ratelimitd.services.rate_limiter.parse_batch", pytest.fail)
+
+    def test_they_are_answered_in_order_counted_and_timed(self, service, stats):
+        answers = batch(service, *[A_CHECK] * 50)
+        assert [answer.remaining_tokens for answer in answers] == [*range(1_999, 1_949, -1)]
+        assert {answer.rule_id for answer in answers} == {"1"}
+        assert (stats.allowed_total, sum(stats.latency_counts)) == (50, 50)
+
+    async def test_a_thousand_are_answered_in_slices(self, service, stats):
+        answering = answer_to(service, [A_CHECK] * MAX_BATCH_ITEMS)
+        assert stats.allowed_total == 0
+        turns = [0]
+        turns += [stats.allowed_total for _turn in answering.__await__()]
+        turns.append(stats.allowed_total)
+        assert max(later - before for before, later in itertools.pairwise(turns)) == SLICE_ITEMS
+        assert stats.allowed_total == sum(stats.latency_counts) == MAX_BATCH_ITEMS
+
+    async def test_rules_that_change_hold_for_the_rest_of_a_batch(self, service, limiter):
+        answering = asyncio.ensure_future(answer_to(service, [A_CHECK] * 4 * SLICE_ITEMS))
+        await asyncio.sleep(0)  # it has begun
+        await asyncio.sleep(0)  # the first slice
+        limiter.replace_book(RuleBook.of([replace(self.RULE, limit=150)], 2))
+        await asyncio.sleep(0)  # the second
+        limiter.replace_book(RuleBook.of([], 3))
+        answers = responses(await answering)
+        limits = [2_000] * SLICE_ITEMS + [150] * SLICE_ITEMS + [0] * 2 * SLICE_ITEMS
+        assert [answer.limit for answer in answers] == limits
+        assert sum(answer.reason == pb.LIMIT_EXCEEDED for answer in answers) == 50
+        assert {answer.reason for answer in answers[200:]} == {pb.NO_RULE}
+
+    def test_a_check_that_fails_is_answered_fail_open_in_its_place(self, service, stats):
+        broken = pb.RateLimitRequest(identifier="broken", identifier_type="user", endpoint="/a")
+        first, open_, second = batch(service, A_CHECK, broken, A_CHECK)
+        assert (first.remaining_tokens, second.remaining_tokens) == (1_999, 1_998)
+        assert (open_.allowed, open_.reason) == (True, pb.FAIL_OPEN_ERROR)
+        assert (stats.allowed_total, stats.fail_open_error_total, stats.invalid_total) == (3, 1, 0)

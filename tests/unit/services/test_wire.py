@@ -82,6 +82,62 @@ def test_counting_ends_on_any_bytes(data):
     assert 0 <= wire.count_top_level(data, 1, 1000) <= 100
 
 
+items = st.builds(
+    lambda name, more: pb.RateLimitRequest(identifier=name).SerializeToString() + more,
+    st.text(max_size=150),
+    st.sampled_from([b"", b"\x20\x01", b"\x78\x01"]),
+)
+near_items = st.one_of(
+    items.map(lambda item: b"\x0a" + varint(len(item)) + item),
+    items.map(lambda item: b"\x0a" + varint(len(item) | 128)[:1] + b"\x80\x00" + item[:127]),
+    FIELDS,
+    st.binary(max_size=4),
+)
+
+
+@given(st.lists(items, max_size=8))
+def test_a_batch_is_split_into_its_items(messages):
+    data = b"".join(b"\x0a" + varint(len(item)) + item for item in messages)
+    assert wire.split_batch(data, 8) == messages
+
+
+@given(st.lists(near_items, max_size=4).map(b"".join))
+def test_what_is_split_is_what_a_parser_finds(data):
+    split = wire.split_batch(data, 100)
+    try:
+        parsed = wire.parse_batch(data).requests
+    except InvalidInputError:
+        return  # one of the items is no message, which who reads them will see
+    if split is not None:
+        assert list(map(wire.parse_check, split)) == list(parsed)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x0a",
+        b"\x0a\x01",
+        b"\x0a\x00\x0a",
+        b"\x0a\x81",
+        b"\x0a\x81\x00",
+        b"\x10\x00",
+        b"\x0a\x00\x10\x00",
+        b"\x8a\x00\x00",
+        b"\x0a\x80\x01" + bytes(127),
+        b"\x0a" + b"\x80" * 10 + b"\x01",
+    ],
+)
+def test_what_is_anything_but_items_is_not_split(data):
+    split = wire.split_batch(data, 100)
+    # An item without octets is no canonical check, and is for the parser, too.
+    assert split is None or b"" in split
+
+
+def test_a_batch_of_more_items_than_may_be_is_not_split():
+    assert wire.split_batch(b"\x0a\x01x" * 7, 7) == [b"x"] * 7
+    assert wire.split_batch(b"\x0a\x01x" * 8, 7) is None
+
+
 def test_counting_stops_one_beyond_the_bound():
     assert wire.count_top_level(b"\x0a\x00" * 50, 1, 7) == 8
 
