@@ -65,3 +65,13 @@ def test_transport_errors_are_counted_by_cause():
     for cause in ("malformed", "too_large", "malformed"):
         stats.transport_error(cause)
     assert stats.errors_by_transport == {"malformed": 2, "too_large": 1}
+
+
+def test_checks_that_no_rule_judged_have_looked_for_no_bucket():
+    stats = CheckStats()
+    stats.allowed_total, stats.blocked_total = 20, 10
+    assert (stats.bucket_looked_total, stats.bucket_known_total) == (30, 30)
+    stats.no_rule_total, stats.fail_open_breaker_total, stats.fail_open_error_total = 1, 2, 4
+    assert stats.bucket_looked_total == 23
+    stats.bucket_missed_total = 5
+    assert (stats.bucket_looked_total, stats.bucket_known_total) == (23, 18)

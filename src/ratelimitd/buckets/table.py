@@ -120,9 +120,9 @@ class BucketTable:
             shard[key] = pack(outcome[5], rule, self._tick)  # type: ignore[arg-type]  # None comes of None only
             return outcome
         value = self._cold.take(key) if self._cold else None
-        if value is None:
-            self._stats.bucket_missed_total += 1
         outcome = decide(None if value is None else unpack(value), rule, now_us, cost)
+        # Only now: a check that failed is not one of those that were judged.
+        self._stats.bucket_missed_total += value is None
         if outcome[5] is not None:
             self._add(shard, key, pack(outcome[5], rule, self._tick))
         return outcome
@@ -135,8 +135,9 @@ class BucketTable:
         if value is None and self._cold:
             value = self._cold.get(key)
         if value is None:
+            outcome = decide(None, rule, now_us, cost)
             self._stats.bucket_missed_total += 1
-            return decide(None, rule, now_us, cost)
+            return outcome
         return decide(unpack(value), rule, now_us, cost)
 
     def remove(self, key: bytes) -> Value | None:

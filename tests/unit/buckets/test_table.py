@@ -90,6 +90,42 @@ class TestChecks:
         assert [look(table, b"ada", cost=4).remaining for _ in range(2)] == [2, 2]
         assert table.value(b"ada") == before
 
+    @pytest.mark.parametrize("algorithm", Algorithm)
+    @pytest.mark.parametrize("cost", [1, 4, 10, 11])
+    def test_a_bucket_holds_the_algorithms_state_packed_with_window_and_tick(self, algorithm, cost):
+        table, rule = table_of(10), replace(RULE, algorithm=algorithm, window_seconds=77)
+        state = None
+        for number in range(4):
+            table.tick = 5 + number
+            outcome = use(table, b"ada", cost=cost, now_us=T + number, rule=rule)
+            assert outcome == DECIDE[algorithm](state, rule, T + number, cost)
+            state = outcome.state
+            packed = None if state is None else pack(state, rule, table.tick)
+            assert table.value(b"ada") == packed
+
+    def test_another_window_of_the_rule_is_noted_with_the_bucket(self):
+        table, longer = table_of(10), replace(RULE, window_seconds=90)
+        use(table, b"ada", cost=4)
+        use(table, b"ada", rule=longer)
+        assert window_seconds(table.value(b"ada")) == 90
+        assert unpack(table.value(b"ada"))[0] == 5
+
+    def test_a_check_that_fails_keeps_and_counts_nothing(self):
+        stats = CheckStats()
+        table = BucketTable(10, stats)
+        use(table, b"ada", cost=4)
+        before = table.value(b"ada")
+        table.tick = 9
+
+        def fail(*_):
+            raise ZeroDivisionError
+
+        for judge in (table.apply, table.peek):
+            for name in (b"ada", b"bob"):
+                with pytest.raises(ZeroDivisionError):
+                    judge(name, RULE, fail, T, 1)
+        assert (len(table), table.value(b"ada"), stats.bucket_missed_total) == (1, before, 1)
+
     def test_buckets_that_were_not_there_are_counted(self):
         stats = CheckStats()
         table = BucketTable(10, stats)

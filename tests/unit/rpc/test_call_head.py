@@ -18,7 +18,7 @@ async def stream(_data, _call):
     yield b""
 
 
-METHODS = Methods(unary={"/s/m": echo}, server_stream={"/s/w": stream}, bidi_stream={"/s/b": stream})  # fmt: skip
+METHODS = Methods({"/s/m": echo, "/s/n": echo}, {"/s/w": stream}, {"/s/b": stream}, {"/s/m": list})
 
 
 @pytest.fixture
@@ -44,6 +44,39 @@ def test_each_method_is_found_with_the_one_handler_it_has(reader):
     assert (watch.unary, watch.server_stream, watch.bidi_stream) == (None, stream, None)
     bidi, _ = reader.read(head(__path="/s/b"))
     assert (bidi.unary, bidi.server_stream, bidi.bidi_stream) == (None, None, stream)
+
+
+def test_a_shortcut_stands_beside_the_handler_of_its_method(reader):
+    assert reader.read(head())[0].bulk is list
+    for path in ("/s/n", "/s/w", "/s/b", "/s/x"):
+        assert reader.read(head(__path=path))[0].bulk is None
+
+
+@pytest.mark.parametrize("timeout", ["0S", "0n", "00000000H"])
+def test_a_call_that_is_late_on_arrival_has_no_shortcut(reader, timeout):
+    plan, timeout_s = reader.read(head(grpc_timeout=timeout))
+    assert (plan.bulk, plan.unary, plan.timeout_s, timeout_s) == (None, echo, 0.0, 0.0)
+
+
+def test_where_deadlines_vary_only_those_that_are_late_have_no_shortcut(reader):
+    model = head(grpc_timeout="1S")
+    plan, _ = reader.read(model)
+    assert plan.bulk is list
+    for timeout, shortcut in (("2S", list), ("0S", None), ("1n", list), ("0m", None)):
+        varying = ((b"grpc-timeout", timeout.encode()),)
+        found, timeout_s = reader.read(head(model, varying, grpc_timeout=timeout))
+        assert (found.bulk, found.unary) == (shortcut, echo)
+        assert (timeout_s == 0) is (shortcut is None)
+    assert reader.read(model) == (plan, 1.0)
+    bad = head(model, ((b"grpc-timeout", b"soon"),), grpc_timeout="soon")
+    assert reader.read(bad)[0].bulk is None
+
+
+def test_a_head_that_varies_in_its_compression_keeps_the_shortcut(reader):
+    model = head(grpc_encoding="gzip")
+    reader.read(model)
+    other = head(model, ((b"grpc-encoding", b"identity"),), grpc_encoding="identity")
+    assert reader.read(other)[0].bulk is list
 
 
 def test_an_unknown_method_is_unimplemented(reader):

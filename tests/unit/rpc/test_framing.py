@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratelimitd.rpc.framing import (
+    PREFIXES,
     Encoding,
     MessageReader,
     Part,
@@ -48,6 +49,13 @@ def test_a_message_over_the_bound_is_refused_as_soon_as_its_prefix_tells():
         list(reader.feed(framed(bytes(LIMIT + 1))[:5]))
     assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
     assert caught.value.message == "SERVER: Received message larger than max (5001 vs. 5000)"
+
+
+def test_the_kept_prefixes_are_those_of_bodies_of_one_uncompressed_message():
+    assert [*PREFIXES] == [*range(5, 5 + 1024)]
+    for length, prefix in PREFIXES.items():
+        body = framed(bytes(length - 5))
+        assert (len(body), body[:5]) == (length, prefix)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 70_000])

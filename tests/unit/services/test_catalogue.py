@@ -109,3 +109,29 @@ async def test_a_guarded_stream_does_not_begin(monkeypatch):
         await anext(handler(b"", FakeCall()))
     assert caught.value.code is StatusCode.UNAUTHENTICATED
     assert [answer async for answer in handler(b"x", bearer("admin-secret"))] == [b"x"]
+
+
+@pytest.mark.parametrize("path", [CHECK, "/RateLimiter/CheckRateLimit"])
+@pytest.mark.parametrize(
+    ("credentials", "is_offered"),
+    [
+        (Credentials(), True),
+        (Credentials(check_token="secret"), False),
+        (Credentials(admin_token="secret"), True),
+        (CLOSED, False),
+    ],
+)
+def test_a_shortcut_is_offered_only_where_nothing_is_asked_of_callers(
+    path, credentials, is_offered
+):
+    def shortcut(messages):
+        return messages
+
+    methods = served(credentials, unary={CHECK: echo}, bulk={CHECK: shortcut})
+    assert path in methods.unary
+    assert (methods.bulk.get(path) is shortcut) is is_offered
+
+
+def test_a_shortcut_of_a_method_without_a_role_is_an_error_at_start():
+    with pytest.raises(StartupError, match=r"/x\.Y/Z has no role"):
+        served(bulk={"/x.Y/Z": list})
