@@ -339,6 +339,59 @@ class TestCounters:
         assert (node.stats.allowed_total, node.stats.blocked_total) == (allowed, 500 - allowed)
 
 
+class TestBulk:
+    """What those use who ask for the scope themselves."""
+
+    def test_checks_of_a_scope_are_answered_charged_and_counted_like_others(self, node):
+        scope = node.limiter.scope("/orders", USER)
+        assert (scope.rule, node.limiter.now_us()) == (ORDERS, node.clock.now_us())
+        costs = (4, 6, 1, 11)
+        charged = [node.limiter.charge(b"ada", scope, node.limiter.now_us(), n) for n in costs]
+        other = Node(ORDERS, EVERYWHERE)
+        expected = [other.check(cost=n) for n in costs]
+        assert [(*outcome[:5], scope.rule) for outcome in charged] == expected
+        assert node.remaining() == other.remaining() == 0
+        for name in ("allowed_total", "blocked_total", "by_rule", "bucket_missed_total"):
+            assert getattr(node.stats, name) == getattr(other.stats, name)
+
+    def test_a_scope_shares_buckets_and_counters_with_checks(self, node):
+        node.check(cost=4)
+        scope = node.limiter.scope("/orders", USER)
+        assert node.limiter.charge(b"ada", scope, node.clock.now_us(), 1)[:2] == (True, 5)
+        assert node.check().remaining == 4
+        assert node.stats.by_rule == {"orders": [3, 0]}
+
+    def test_the_global_rules_scope_differs_by_endpoint(self, node):
+        first, second = (node.limiter.scope(name, USER) for name in ("/carts", "/pages"))
+        assert first.rule is second.rule is EVERYWHERE
+        assert first.key_suffix != second.key_suffix
+
+    def test_there_is_no_scope_without_a_rule_or_a_book(self, node):
+        assert node.limiter.scope("/orders", IP) is None
+        assert Node(book=False).limiter.scope("/orders", USER) is None
+
+    def test_the_book_tells_when_scopes_are_out_of_date(self, node):
+        before = node.limiter.book
+        node.put(replace(ORDERS, limit=5))
+        assert node.limiter.book is not before
+        assert node.limiter.scope("/orders", USER).rule.limit == 5
+        assert Node(book=False).limiter.book is None
+
+    def test_a_charge_that_raises_has_charged_and_counted_nothing(self, node):
+        scope = node.limiter.scope("/orders", USER)
+
+        def fail(*_):
+            raise ZeroDivisionError
+
+        broken = replace(scope, decide=fail)
+        with pytest.raises(ZeroDivisionError):
+            node.limiter.charge(b"ada", broken, node.clock.now_us(), 1)
+        stats = node.stats
+        assert (stats.allowed_total, stats.fail_open_error_total, len(node.table)) == (0, 0, 0)
+        assert node.errors == []
+        assert node.remaining() == 10
+
+
 class TestBatch:
     def test_no_checks_have_no_answers(self, node):
         assert node.limiter.check_batch([]) == []
