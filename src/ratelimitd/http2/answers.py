@@ -6,7 +6,7 @@ Never knows a connection: a prepared answer touches no dynamic table, so that it
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from ratelimitd.http2.frames import (
@@ -38,9 +38,14 @@ class UnaryAnswer:
     depend on the stream. So an answer is four parts, joined by the four octets of the identifier: 100 ns, where three
     frames built one by one take 500.
 
+    ``prefix_of`` makes what stands in front of a message of so many octets, always equally long: framing of the owner's
+    protocol, prepared like the rest.
+
     Attributes:
         head_block: of the HEADERS.
         trailer_block: of the trailers.
+        prefix_bytes: of every prefix.
+        prefix_of: see above.
     """
 
     __slots__ = (
@@ -48,11 +53,19 @@ class UnaryAnswer:
         "_behind_message",
         "_first",
         "_middles",
+        "_prefixes",
         "head_block",
+        "prefix_bytes",
+        "prefix_of",
         "trailer_block",
     )
 
-    def __init__(self, head_block: bytes, trailer_block: bytes) -> None:
+    def __init__(
+        self,
+        head_block: bytes,
+        trailer_block: bytes,
+        prefix_of: Callable[[int], bytes] = lambda _size: b"",
+    ) -> None:
         self.head_block = head_block
         self.trailer_block = trailer_block
         head = frame(FrameType.HEADERS, END_HEADERS, 0, head_block)
@@ -60,16 +73,23 @@ class UnaryAnswer:
         self._first = head[:5]
         self._before_message = head_block
         self._behind_message = trailers[:5]
-        self._middles = [head_block + _data_header(size) for size in range(_KEPT_SIZES)]
+        self.prefix_of = prefix_of
+        self._prefixes = [prefix_of(size) for size in range(_KEPT_SIZES)]
+        self.prefix_bytes = len(prefix_of(0))
+        self._middles = [
+            head_block + _data_header(self.prefix_bytes + size) for size in range(_KEPT_SIZES)
+        ]
 
     def octets(self, stream_id: int, message: bytes) -> bytes:
-        """The whole answer; the message fits into one frame."""
+        """The whole answer; prefix and message fit into one frame."""
         size = len(message)
-        middle = (
-            self._middles[size] if size < _KEPT_SIZES else self._before_message + _data_header(size)
-        )
+        if size < _KEPT_SIZES:
+            middle, prefix = self._middles[size], self._prefixes[size]
+        else:
+            middle = self._before_message + _data_header(self.prefix_bytes + size)
+            prefix = self.prefix_of(size)
         return _pack_stream_id(stream_id).join(
-            (self._first, middle, message + self._behind_message, self.trailer_block)
+            (self._first, middle, prefix + message + self._behind_message, self.trailer_block)
         )
 
 

@@ -266,7 +266,7 @@ class Connection:
         """Count what came by the short way. Complete requests are bounded by their number, so they are credited."""
         if complete:
             self._streams.opened_total += complete
-            self._receiver.window.take(taken)
+            self._receiver.window.left -= taken  # there was room: the loop has looked
             self._sender.credit(taken)
 
     def _whole_frame_at(self, at: int) -> bool:

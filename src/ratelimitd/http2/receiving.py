@@ -52,6 +52,7 @@ class Receiver:
         reader: of its header blocks.
         window: what the peer may send on all streams together.
         events: where what happens is told; the owner of this object replaces it.
+        block_open: CONTINUATION has to follow.
         data_frames: frames of DATA that carried something, but for those of the check path.
         draining: the first GOAWAY was sent.
         settings_received: the peer's first frame, which has to be SETTINGS, is there.
@@ -63,6 +64,7 @@ class Receiver:
         "_limits",
         "_meter",
         "_sender",
+        "block_open",
         "data_frames",
         "draining",
         "events",
@@ -82,6 +84,7 @@ class Receiver:
         meter: AbuseMeter,
         limits: Limits,
     ) -> None:
+        self.block_open = False
         self._block: _OpenBlock | None = None
         self._limits = limits
         self._meter = meter
@@ -94,11 +97,6 @@ class Receiver:
         self.settings_received = False
         self.streams = streams
         self.window = window
-
-    @property
-    def block_open(self) -> bool:
-        """Whether CONTINUATION has to follow."""
-        return self._block is not None
 
     @property
     def work(self) -> int:
@@ -280,6 +278,7 @@ class Receiver:
         else:
             self.announce_all()  # what is kept back could not be told from what came within the block
             self._block = _OpenBlock(stream_id, ended, [fragment])
+            self.block_open = True
 
     def _continuation(self, flags: int, _stream_id: int, payload: bytes) -> None:
         block = self._block
@@ -296,6 +295,7 @@ class Receiver:
             )
         if flags & frames.END_HEADERS:
             self._block = None
+            self.block_open = False
             self._block_ended(block.stream_id, b"".join(block.fragments), ended=block.ended)
 
     def _block_ended(self, stream_id: int, block: bytes, *, ended: bool) -> None:

@@ -89,7 +89,7 @@ class Sender:
         The short way is the common one: nothing was sent on the stream yet, and everything fits into the windows and
         one frame. It does what the general way below does, in one piece.
         """
-        size = len(message)
+        size = answer.prefix_bytes + len(message)
         live = self._streams.live
         stream = live.pop(stream_id, None)
         if stream is UNTOUCHED and size <= self._unary_bytes and size <= self._window:
@@ -98,7 +98,7 @@ class Sender:
         elif stream is not None:
             live[stream_id] = stream
             self.send_headers(stream_id, answer.head_block)
-            self.send_data(stream_id, message)
+            self.send_data(stream_id, answer.prefix_of(len(message)) + message)
             self.send_trailers(stream_id, answer.trailer_block)
 
     def send_unaries(
@@ -106,15 +106,12 @@ class Sender:
     ) -> None:
         """Answer each request with its message, as :meth:`send_unary` would; those with ``None`` are answered later."""
         live, add, octets = self._streams.live, self._out.append, answer.octets
+        prefix_bytes, most_bytes = answer.prefix_bytes, self._unary_bytes
         for stream_id, message in zip(stream_ids, messages, strict=True):
             if message is None:
                 continue
-            size = len(message)
-            if (
-                live.get(stream_id) is UNTOUCHED
-                and size <= self._unary_bytes
-                and size <= self._window
-            ):
+            size = prefix_bytes + len(message)
+            if live.get(stream_id) is UNTOUCHED and size <= most_bytes and size <= self._window:
                 del live[stream_id]
                 self._window -= size
                 add(octets(stream_id, message))

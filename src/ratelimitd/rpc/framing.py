@@ -38,12 +38,14 @@ PREFIXES: Final = {size + PREFIX_BYTES: _KEPT_PREFIXES[size] for size in range(_
 """By the length of a body that is one uncompressed message: its first octets."""
 
 
+def prefix_of(size: int) -> bytes:
+    """What stands in front of a message of ``size`` octets: answers are small, and are never compressed."""
+    return _KEPT_PREFIXES[size] if size < _KEPT_SIZES else size.to_bytes(PREFIX_BYTES, "big")
+
+
 def framed(message: bytes) -> bytes:
-    """A message as it goes out: answers are small, and are never compressed."""
-    size = len(message)
-    if size < _KEPT_SIZES:
-        return _KEPT_PREFIXES[size] + message
-    return size.to_bytes(PREFIX_BYTES, "big") + message
+    """A message as it goes out."""
+    return prefix_of(len(message)) + message
 
 
 def only_message(body: bytes) -> bytes | None:

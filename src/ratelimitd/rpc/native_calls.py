@@ -74,6 +74,10 @@ class _Run:
         self.messages: list[bytes] = []
 
 
+_NOBODY: Final = _Run(None)
+"""The run before the first."""
+
+
 class ConnectionCalls:
     """The calls of one connection.
 
@@ -120,7 +124,7 @@ class ConnectionCalls:
     def handle(self, events: Iterator[Event], now_s: float) -> bool:
         """Act on events; ``now_s`` is when they came. False: the time of a turn is used up, and some are left."""
         self._now_s = now_s
-        run = _Run(None)
+        run = _NOBODY
         for event in events:
             if type(event) is tuple:
                 request: CompleteRequest = event  # type: ignore[assignment]  # mypy cannot tell; cast() costs 40 ns
@@ -154,16 +158,14 @@ class ConnectionCalls:
         """Answer the calls that came together, and keep those that are for the method's own handler."""
         if run.handler is None:
             return
-        shared, requests = self.shared, run.requests
-        answers: Sequence[bytes | None] = [None] * len(requests)
-        if shared.unary_in_progress < self._limits.max_concurrent_rpcs:
+        requests = run.requests
+        answers: Sequence[bytes | None]
+        if self.shared.unary_in_progress < self._limits.max_concurrent_rpcs:
             answers = run.handler(run.messages)
+        else:
+            answers = [None] * len(requests)
         stream_ids = [request[0] for request in requests]
-        self._connection.send_unaries(
-            stream_ids,
-            UNARY_ANSWER,
-            [None if answer is None else framed(answer) for answer in answers],
-        )
+        self._connection.send_unaries(stream_ids, UNARY_ANSWER, answers)
         if None in answers:
             pairs = zip(requests, answers, strict=True)
             self._unusual.extend(request for request, answer in pairs if answer is None)
@@ -375,7 +377,7 @@ class ConnectionCalls:
             text = f"SERVER: Sent message larger than max ({len(message)} vs. {limit})"
             self.fail(stream_id, RpcError(StatusCode.RESOURCE_EXHAUSTED, text))
             return
-        self._connection.send_unary(stream_id, UNARY_ANSWER, framed(message))
+        self._connection.send_unary(stream_id, UNARY_ANSWER, message)
 
     def send(self, stream_id: int, open_call: OpenCall, message: bytes) -> bool:
         """Send one message of a stream; false: ``open_call.room`` says when it is on its way."""

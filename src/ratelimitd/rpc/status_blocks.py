@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from ratelimitd.http2.answers import UnaryAnswer, static_block
 from ratelimitd.http2.hpack import Field
-from ratelimitd.rpc.framing import ENCODINGS
+from ratelimitd.rpc.framing import ENCODINGS, prefix_of
 from ratelimitd.rpc.interface import RpcError, StatusCode
 
 Fields = tuple[Field, ...]
@@ -55,7 +55,7 @@ HEADERS: Final = static_block((_HTTP_OK, _CONTENT_TYPE))
 OK_TRAILERS: Final = static_block(((b"grpc-status", b"0"),))
 """Behind the last one."""
 
-UNARY_ANSWER: Final = UnaryAnswer(HEADERS, OK_TRAILERS)
+UNARY_ANSWER: Final = UnaryAnswer(HEADERS, OK_TRAILERS, prefix_of)
 """A whole answer but for its message."""
 
 OK_TRAILERS_ONLY: Final = trailers_only(RpcError(StatusCode.OK, ""))
