@@ -42,6 +42,11 @@ def echo(message, _call):
     return message
 
 
+def half(messages):
+    """Answer every other message, as if the others were not for the short way."""
+    return [message if place % 2 else None for place, message in enumerate(messages)]
+
+
 async def later(message, _call):
     await asyncio.sleep(0)
     return message
@@ -88,6 +93,7 @@ class Fuzzed:
             },
             server_stream={"/c": count, "/e": endless},
             bidi_stream={"/b": ask, "/ask": ask, "/d": deaf},
+            bulk={"/u": half, "/echo": half, "/l": half, "/x": half},
         )
         self.shared = SharedCalls(methods, LIMITS, CheckStats(), lambda: self.now_s)
         self.connection = Connection(HTTP2_LIMITS)

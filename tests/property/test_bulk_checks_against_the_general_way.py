@@ -16,6 +16,7 @@ from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
+from tests.one_by_one import OneByOne
 from tests.property.spelled_checks import (
     ADDRESSES,
     ENDPOINTS,
@@ -33,13 +34,6 @@ CALL = FakeCall()
 USER, IP = IdentifierType.USER, IdentifierType.IP
 
 MET: Counter[str] = Counter()
-
-
-class OneByOne(Limiter):
-    """A limiter that has nothing to offer to the bulk way, so that every check goes the general one."""
-
-    def scope(self, _endpoint, _identifier_type):
-        return None
 
 
 class Node:

@@ -32,6 +32,9 @@ batch has half of them."""
 _ITEM_TAG: Final = 0x0A
 """``BatchRateLimitRequest.requests``: field 1, length-delimited."""
 
+_LONGEST_PREFIX_BYTES: Final = 3
+"""Tag and length of an item of a batch, if that is of less than 16 KiB."""
+
 _ONE_BYTE: Final = 0x80
 """Lengths below are varints of one byte."""
 
@@ -180,6 +183,8 @@ def split_batch(data: bytes, at_most: int) -> list[bytes] | None:
         size = data[position + 1]
         if size >= _ONE_BYTE:
             size, start = read_varint(data, position + 1)
+            if start > position + _LONGEST_PREFIX_BYTES:
+                return None  # parsers take a longer one only up to a point
         position = start + size
         items.append(data[start:position])
     return items if position == end else None

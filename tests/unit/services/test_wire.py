@@ -133,6 +133,16 @@ def test_what_is_anything_but_items_is_not_split(data):
     assert split is None or b"" in split
 
 
+@pytest.mark.parametrize("length_bytes", range(1, 12))
+def test_a_length_that_is_longer_than_it_has_to_be_is_read_as_parsers_do_or_not_at_all(
+    length_bytes,
+):
+    length = b"\x02" if length_bytes == 1 else b"\x82" + b"\x80" * (length_bytes - 2) + b"\x00"
+    split = wire.split_batch(b"\x0a" + length + b"\x0a\x00", 1)
+    assert split == ([b"\x0a\x00"] if length_bytes <= 2 else None)
+    assert split is None or len(wire.parse_batch(b"\x0a" + length + b"\x0a\x00").requests) == 1
+
+
 def test_a_batch_of_more_items_than_may_be_is_not_split():
     assert wire.split_batch(b"\x0a\x01x" * 7, 7) == [b"x"] * 7
     assert wire.split_batch(b"\x0a\x01x" * 8, 7) is None
