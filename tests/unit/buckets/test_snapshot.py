@@ -102,7 +102,8 @@ class TestRestart:
         assert again.spent(b"ada", b"bob") == [5, 0]
         log = unpack(again.snapshot._cold.get(b"log"))
         assert log == unpack(node.table.value(b"log"))
-        assert again.use(b"log", 1, LOG_RULE).remaining == 992
+        _, remaining, *_ = again.use(b"log", 1, LOG_RULE)
+        assert remaining == 992
         await again.snapshot.drain()
 
     async def test_a_kill_forgets_at_most_what_was_spent_since_the_last_pass(self, node_of):
