@@ -151,7 +151,7 @@ messages = st.one_of(
     common.map(lambda question: canonical(*question)),
     uncommon.map(lambda question: canonical(*question)),
     st.builds(
-        lambda question, timestamp, peek: canonical(*question, timestamp, peek=peek),
+        lambda question, timestamp, peek: canonical(*(*question, timestamp), peek=peek),
         common,
         st.sampled_from([0, *TIMESTAMPS]),
         st.booleans(),

@@ -94,12 +94,13 @@ class HeadReader:
             asks this first: 50 ns instead of 2 µs and more.
     """
 
-    __slots__ = ("_decoder", "_model", "_varies_at", "kept")
+    __slots__ = ("_decoder", "_expected", "_model", "_varies_at", "kept")
 
     def __init__(self, max_list_bytes: int) -> None:
         self._decoder = Decoder(max_list_bytes=max_list_bytes)
         self._model: RequestHead | None = None
         self._varies_at = 0
+        self._expected: list[Field] = []
         self.kept: dict[bytes, RequestHead] = {}
 
     def read(self, block: bytes) -> RequestHead:
@@ -158,20 +159,23 @@ class HeadReader:
         if model is None or len(fields) != len(model.fields):
             return None
         known, at = model.fields, self._varies_at
-        if fields[:at] == known[:at] and fields[at + 1 :] == known[at + 1 :]:
-            # One field varies, the one that did the last time: 0.3 µs instead of 0.6.
-            field = fields[at]
-            if field == known[at]:
-                return RequestHead(fields, model.content_length, model)
-            if not _may_vary(field, known[at]):
-                return None
-            return RequestHead(fields, model.content_length, model, (field,))
+        if at:
+            # One field varies, the one that did the last time: 0.3 µs instead of 0.7. Its name may vary: it did.
+            field = self._expected[at] = fields[at]
+            if [*fields] == self._expected:
+                if field == known[at]:
+                    return RequestHead(fields, model.content_length, model)
+                if field[0] != known[at][0] or not _is_sound_value(field[1]):
+                    return None
+                return RequestHead(fields, model.content_length, model, (field,))
+        self._expected = [*known]
         varying = []
         for place, (field, before) in enumerate(zip(fields, known, strict=True)):
             if field != before:
                 if not _may_vary(field, before):
                     return None
                 varying.append(field)
+                # Not 0: what a request begins with is judged together with the rest.
                 self._varies_at = place
         return RequestHead(fields, model.content_length, model, tuple(varying))
 
@@ -181,7 +185,7 @@ class HeadReader:
             head = RequestHead(fields, _judge_request(fields))
         except _MalformedError:
             return _flawed(fields, Flaw.MALFORMED)
-        self._model, self._varies_at = head, 0
+        self._model, self._varies_at, self._expected = head, 0, [*fields]
         return head
 
 

@@ -179,7 +179,7 @@ class CallReader:
         kept = model.note
         if kept is None:
             kept = model.note = self._made(model.fields)
-        plan = cast("CallPlan", kept)  # nobody else keeps notes with heads
+        plan: CallPlan = kept  # type: ignore[assignment]  # nobody else keeps notes with heads; cast() costs 40 ns
         timeout_s = plan.timeout_s
         for name, value in head.varying:
             if name == _TIMEOUT:

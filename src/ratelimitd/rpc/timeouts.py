@@ -23,9 +23,8 @@ def parse_timeout_s(value: bytes) -> float:
     Raises:
         ValueError: it is not up to eight ASCII digits and a unit.
     """
-    unit_s = _UNIT_S.get(value[-1]) if value else None
     digits = value[:-1]
-    if unit_s is None or not digits.isdigit() or len(digits) > MAX_DIGITS:
+    if not digits.isdigit() or len(digits) > MAX_DIGITS or value[-1] not in _UNIT_S:
         message = "no timeout"
         raise ValueError(message)
-    return int(digits) * unit_s
+    return int(digits) * _UNIT_S[value[-1]]

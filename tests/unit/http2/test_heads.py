@@ -262,6 +262,20 @@ def test_the_field_that_varied_last_is_judged_each_time():
             assert head.varying == (((b"grpc-timeout", value),) if value != b"1S" else ())
 
 
+def test_fields_may_vary_in_turn():
+    blocks = Blocks()
+    first = blocks.read(*PSEUDO, *REST, (b"x-a", b"1"), (b"x-b", b"1"))
+    for a, b, varying in [
+        (b"2", b"1", ((b"x-a", b"2"),)),
+        (b"1", b"2", ((b"x-b", b"2"),)),
+        (b"2", b"2", ((b"x-a", b"2"), (b"x-b", b"2"))),
+        (b"3", b"1", ((b"x-a", b"3"),)),
+        (b"1", b"1", ()),
+    ]:
+        head = blocks.read(*PSEUDO, *REST, (b"x-a", a), (b"x-b", b))
+        assert (head.model, head.varying) == (first, varying)
+
+
 def test_a_shorter_model_does_not_inherit_the_place_that_varied():
     blocks = Blocks()
     for value in (b"1S", b"2S"):
