@@ -26,7 +26,7 @@ from ratelimitd.observe.rules_log import RulesLog
 from ratelimitd.rpc.interface import Methods, Server
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.tls import TlsFiles
-from ratelimitd.rpc.transports import TRANSPORTS
+from ratelimitd.rpc.transports import server_of
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.bucket_key import BucketKey
 from ratelimitd.rules.feed import RuleFeed
@@ -276,8 +276,7 @@ class Node:
         tls = None
         if settings.tls_cert is not None and settings.tls_key is not None:
             tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        transport = TRANSPORTS[settings.transport]
-        server = transport(
+        server = server_of(settings.transport)(
             methods,
             listen=str(settings.listen),
             stats=self.stats,

@@ -14,7 +14,7 @@ from ratelimitd.limiter import Limiter
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.samples import MetricSample
 from ratelimitd.rpc.interface import Server
-from ratelimitd.rpc.transports import TRANSPORTS
+from ratelimitd.rpc.transports import server_of
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.services.auth import Access, Credentials
@@ -91,7 +91,7 @@ async def running_node(
     credentials: Credentials | None = None,
     listen="127.0.0.1:0",
     busy_timeout_s: float = 2.0,
-    transport: str = "grpcio",
+    transport: str = "native",
     perf_counter_s: Callable[[], float] = time.perf_counter,
     store_options: Mapping[str, Any] | None = None,
     **options,
@@ -131,7 +131,7 @@ async def running_node(
             ReflectionService((*OUR_SERVICES, GRPC_HEALTH, V1, V1ALPHA)),
         )
         methods = guarded((offer.methods() for offer in offers), access, edge)
-        server: Server = TRANSPORTS[transport](methods, listen=listen, stats=stats, **options)
+        server: Server = server_of(transport)(methods, listen=listen, stats=stats, **options)
         address = await server.start()
         grpc_health.set_serving()
         try:

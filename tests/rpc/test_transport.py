@@ -13,7 +13,7 @@ import pytest
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.interface import Methods, RpcError, Server, StatusCode
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.transports import TRANSPORTS
+from ratelimitd.rpc.transports import server_of
 from ratelimitd.stats import CheckStats
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -25,7 +25,7 @@ class Serving:
 
     def __init__(self, transport, listen="127.0.0.1:0", limits=None, **methods):
         self.stats = CheckStats()
-        self.server: Server = TRANSPORTS[transport](
+        self.server: Server = server_of(transport)(
             Methods(**methods), listen=listen, stats=self.stats, limits=limits
         )
         self.address = ""
@@ -323,6 +323,26 @@ async def test_a_draining_server_finishes_what_is_in_flight_and_takes_nothing_ne
         release.set()
         await serving.server.stop(10)
         assert await in_flight == b"done"
+
+
+async def test_a_stream_that_was_told_of_the_stop_has_its_last_word(serve):
+    going = asyncio.Event()
+
+    async def watch(_data, _call):
+        yield b"here"
+        await going.wait()
+        yield b"going"
+        await asyncio.Event().wait()
+
+    async with serve(server_stream={"/s/m": watch}) as serving:
+        call = serving.channel.unary_stream("/s/m")(b"")
+        assert await call.read() == b"here"
+        going.set()
+        await serving.server.stop(10)
+        assert await call.read() == b"going"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_stop_cancels_what_outlasts_the_grace(serve):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES, TransportLimits
-from ratelimitd.rpc.transports import TRANSPORTS
+from ratelimitd.rpc.transports import TRANSPORTS, server_of
 from ratelimitd.stats import CheckStats
 
 CODES = [code for code in StatusCode if code is not StatusCode.OK]
@@ -122,7 +122,7 @@ async def both():
     options = [("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES)]
     async with AsyncExitStack() as stack:
         channels = []
-        for make in TRANSPORTS.values():
+        for make in map(server_of, TRANSPORTS):
             server = make(
                 METHODS, listen="127.0.0.1:0", stats=CheckStats(), limits=TransportLimits()
             )

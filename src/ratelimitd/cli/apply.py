@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import grpc
 import typer
 
 from ratelimitd.cli.failures import CliError, UsageError
@@ -22,8 +21,10 @@ from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, dump_rules, dump_rules_json, parse_rules
 from ratelimitd.rules.store import EDITABLE, RuleDraft
-from ratelimitd_client import RateLimiterClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+if TYPE_CHECKING:
+    from ratelimitd_client import RateLimiterClient
 
 STDIN: Final = Path("-")
 
@@ -110,11 +111,11 @@ def _carry_out(plan: Sequence[Step], client: RateLimiterClient, target: Target) 
     """Carry out the steps up to the first that fails; then say how far it came."""
     for done, step in enumerate(plan):
         try:
-            _execute(client, step)
-        except grpc.RpcError as error:
+            with target.explained():
+                _execute(client, step)
+        except CliError as failure:
             if target.output.as_json:
                 target.output.json_list(map(_as_json, plan[:done]))
-            failure = target.failure(error)
             message = f"{failure}; {done} of {len(plan)} changes were made: look, and apply again"
             raise CliError(message, failure.exit_code) from None
 

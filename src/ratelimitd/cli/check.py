@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -18,8 +18,10 @@ from ratelimitd.cli.failures import EXIT_NO, CliError
 from ratelimitd.cli.output import Output, as_dict, enum_name
 from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.model import INT32_MAX, IdentifierType
-from ratelimitd_client.client import MAX_BATCH, RateLimiterClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+if TYPE_CHECKING:
+    from ratelimitd_client import RateLimiterClient
 
 MAX_COUNT: Final = 1_000_000
 
@@ -180,6 +182,8 @@ def _ask_often(
 def _answers(
     client: RateLimiterClient, request: pb.RateLimitRequest, count: int
 ) -> Iterator[pb.RateLimitResponse]:
+    from ratelimitd_client.client import MAX_BATCH  # noqa: PLC0415 - see target.py
+
     for start in range(0, count, MAX_BATCH):
         for answer in client.check_batch([request] * min(MAX_BATCH, count - start)):
             if answer.reason == pb.INVALID_REQUEST:

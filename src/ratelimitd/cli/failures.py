@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from ratelimitd.cli.output import printable
 from ratelimitd.errors import RateLimitdError
+
+if TYPE_CHECKING:
+    import grpc  # `serve` goes without it, see target.py
 
 EXIT_ERROR: Final = 1
 """Any error that is not one of the others; for ``rules``: the node refused."""
@@ -33,13 +35,11 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 _PREAMBLE: Final = re.compile(r"^.*last error: (?:UNKNOWN: )?", re.DOTALL)
 """What gRPC says before it comes to the point."""
 
-_HINTS: Final[Mapping[grpc.StatusCode, str]] = {
-    grpc.StatusCode.UNAUTHENTICATED: (
-        "give a token with --token-file, or a certificate with --cert and --key"
-    ),
-    grpc.StatusCode.UNAVAILABLE: "try again in a moment; if it lasts, the node's log says more",
-    grpc.StatusCode.ABORTED: "somebody changed the rule meanwhile; look again and repeat",
-    grpc.StatusCode.UNIMPLEMENTED: "is it a ratelimitd of this version?",
+_HINTS: Final[Mapping[str, str]] = {
+    "UNAUTHENTICATED": "give a token with --token-file, or a certificate with --cert and --key",
+    "UNAVAILABLE": "try again in a moment; if it lasts, the node's log says more",
+    "ABORTED": "somebody changed the rule meanwhile; look again and repeat",
+    "UNIMPLEMENTED": "is it a ratelimitd of this version?",
 }
 
 
@@ -72,18 +72,18 @@ def rpc_failure(
     ``tls`` and ``certificate`` say whether the call was encrypted and whether it showed a client certificate. A node
     explains each of its errors in the trailers. So UNAVAILABLE without an explanation never came from a node.
     """
-    code: grpc.StatusCode = error.code()
+    code: str = error.code().name
     text: str = error.details() or ""
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if code == "DEADLINE_EXCEEDED":
         message = f"no answer from {target} within {timeout_s:g} s; --timeout gives it longer"
         return CliError(message, EXIT_USAGE)
     status = _status(error)
-    if code is grpc.StatusCode.UNAVAILABLE and not status.details:
+    if code == "UNAVAILABLE" and not status.details:
         reason = _PREAMBLE.sub("", text)
         question = f"is `ratelimitd serve` running there? {_tls_hint(tls, certificate)}"
         message = f"cannot reach a node at {target}: {reason} ({question})"
         return CliError(message, EXIT_USAGE)
-    name = code.name.lower().replace("_", " ")
+    name = code.lower().replace("_", " ")
     hint = f" ({_HINTS[code]})" if code in _HINTS else ""
     reason = _violations(status) or text
     return CliError(f"{name}{': ' if reason else ''}{reason}{hint}")

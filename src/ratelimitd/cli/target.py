@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import grpc
 import typer
 
 from ratelimitd.cli.failures import CliError, UsageError, rpc_failure
 from ratelimitd.cli.output import Output
 from ratelimitd.settings_values import address
-from ratelimitd_client import RateLimiterClient, Tls
+
+if TYPE_CHECKING:
+    # Left out of `serve`, which needs neither: 8 MiB and 12 ms. What asks a node imports them when it does.
+    import grpc
+
+    from ratelimitd_client import RateLimiterClient, Tls
 
 MAX_FILE_BYTES: Final = 1024 * 1024
 """More than a token or a chain of certificates needs; a path to something endless must not fill the memory."""
@@ -47,19 +51,28 @@ class Target:
     @contextmanager
     def client(self) -> Iterator[RateLimiterClient]:
         """A client for the time of a ``with`` block; errors of its calls leave the block as a ``CliError``."""
+        from ratelimitd_client import RateLimiterClient  # noqa: PLC0415
+
         try:
             client = RateLimiterClient(
                 self.address, tls=self.tls, token=self.token, timeout_s=self.timeout_s
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
-        with client:
-            try:
-                yield client
-            except grpc.RpcError as error:
-                raise self.failure(error) from None
+        with client, self.explained():
+            yield client
 
-    def failure(self, error: grpc.RpcError) -> CliError:
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Let errors of calls leave a ``with`` block as a ``CliError``."""
+        import grpc  # noqa: PLC0415
+
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: grpc.RpcError) -> CliError:
         """What the error of one call means."""
         return rpc_failure(
             error,
@@ -149,6 +162,8 @@ def connection_options(
             raise UsageError(message)
     tls = None
     if ca is not None or cert is not None:
+        from ratelimitd_client import Tls  # noqa: PLC0415
+
         tls = Tls(_read_pem("--ca", ca), _read_pem("--cert", cert), _read_pem("--key", key))
     return Target(target, timeout, tls, token, Output(as_json=json))
 

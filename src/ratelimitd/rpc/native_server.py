@@ -111,6 +111,8 @@ class NativeServer:
         """End streams at once, wait at most ``grace_s`` seconds for other calls in flight, then close everything."""
         if not self._closed:
             await self.stop_accepting()
+        # Handlers that have been woken answer first: a health watch says that the node goes.
+        await asyncio.sleep(0)
         for connection in list(self._connections):
             connection.calls.end_streams(_STOPPING)
             connection.go_away()  # once more: nobody is waited for to have read the first one

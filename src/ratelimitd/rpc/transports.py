@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ratelimitd.rpc.grpcio_server import GrpcioServer
-from ratelimitd.rpc.native_server import NativeServer
+if TYPE_CHECKING:
+    from ratelimitd.rpc.grpcio_server import GrpcioServer
+    from ratelimitd.rpc.native_server import NativeServer
 
-TRANSPORTS: Final[Mapping[str, type[GrpcioServer | NativeServer]]] = MappingProxyType(
-    {"native": NativeServer, "grpcio": GrpcioServer}
-)
-"""Each is a :class:`ratelimitd.rpc.interface.Server`, made in the same way."""
+TRANSPORTS: Final = ("native", "grpcio")
+"""The default first."""
+
+
+def server_of(name: str) -> type[GrpcioServer | NativeServer]:
+    """Return the class of a transport's server: a :class:`ratelimitd.rpc.interface.Server`, each made in the same way.
+
+    ``name`` is one of :data:`TRANSPORTS`. Only what is asked for is imported: a node that speaks gRPC itself starts
+    without Google's library.
+    """
+    if name == "grpcio":
+        from ratelimitd.rpc.grpcio_server import GrpcioServer  # noqa: PLC0415
+
+        return GrpcioServer
+    from ratelimitd.rpc.native_server import NativeServer  # noqa: PLC0415
+
+    return NativeServer
