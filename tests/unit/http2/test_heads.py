@@ -214,6 +214,33 @@ def test_what_is_kept_is_bounded():
         assert 1 <= len(reader.kept) <= 64
 
 
+def cost_of(kept):
+    """As RFC 7541 §4.1 counts: 32 octets for each field beside its own."""
+    return sum(len(block) + 32 * len(head.fields) for block, head in kept.items())
+
+
+def test_many_small_fields_or_long_blocks_leave_room_for_fewer_heads():
+    for rest in (b"\x00\x01x\x00" * 300, b"\x00\x01x\x7f\xc9\x0e" + b"v" * 1_992):
+        reader, costs = HeadReader(16_384), []
+        for number in range(100):
+            head = reader.read(b"\x83\x86\x84\x00\x01y\x04%04d" % number + rest)
+            assert head.flaw is None
+            costs.append(cost_of(reader.kept))
+        assert 16_384 < max(costs) <= 32_768
+        assert min(costs) > 0
+
+
+def test_the_room_is_all_there_again_after_what_was_kept_is_forgotten():
+    reader, full = HeadReader(16_384), [b"\x83\x86\x84\x00\x01x\x04%04d" % n for n in range(64)]
+    long = b"\x83\x86\x84" + b"\x00\x01x\x00" * 300
+    for number in range(4):
+        reader.read(long + b"\x00\x01y\x01%d" % number)
+        reader.trailers(b"\x00\x01x\x00")
+    for block in full:
+        reader.read(block)
+    assert list(reader.kept) == full
+
+
 # Models
 
 
