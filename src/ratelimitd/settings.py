@@ -127,7 +127,8 @@ class Settings:
     tls_client_ca: Annotated[Path | None, _Setting("", optional(path),
         "CA of client certificates, PEM: turns on mTLS")]
     workers: Annotated[int, _Setting("1", whole_number(1, 64), "processes on one port; more than 1 needs REDIS_URL")]
-    transport: Annotated[str, _Setting("grpcio", one_of("native", "grpcio"), "gRPC implementation")]
+    transport: Annotated[str, _Setting("native", one_of("native", "grpcio"),
+        "who speaks gRPC: this project's own server, or Google's library")]
     max_concurrent_rpcs: Annotated[int, _Setting("1000", whole_number(1, 100_000),
         "calls in progress; more are answered RESOURCE_EXHAUSTED")]
     sync_interval_ms: Annotated[int, _Setting("100", later(whole_number(1, 60_000), "100"),

@@ -129,3 +129,14 @@ def test_architecture_names_every_module_and_package_of_the_server():
     found |= {path.parent.name for path in source.glob("*/__init__.py")}
     found = {"settings*.py" if name.startswith("settings") else name for name in found}
     assert found - {"__init__.py"} <= named
+
+
+def test_architecture_names_every_module_from_octets_to_a_check():
+    page = (ROOT / "docs/ARCHITECTURE.md").read_text(encoding="utf-8")
+    section = page.split("\n## From octets to a check\n", 1)[1].split("\n## ", 1)[0]
+    found = {
+        path.name
+        for package in ("rpc", "http2")
+        for path in (ROOT / "src/ratelimitd" / package).glob("*.py")
+    }
+    assert found - {"__init__.py"} <= set(re.findall(r"`(\w+\.py)`", section))

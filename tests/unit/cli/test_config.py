@@ -12,7 +12,7 @@ def test_every_setting_is_shown_with_its_source(run, monkeypatch):
     assert [row[0] for row in rows[1:]] == [setting.name for setting in SETTINGS]
     assert ["DRAIN_S", "7", "environment"] in rows
     assert ["LOG_LEVEL", "error", "flag"] in rows
-    assert ["TRANSPORT", "grpcio", "default"] in rows
+    assert ["TRANSPORT", "native", "default"] in rows
 
 
 def test_json_is_a_list_of_the_same(run, tmp_path):
