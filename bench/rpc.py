@@ -1,5 +1,6 @@
-"""Checks per second and latency of a real node over gRPC; beside a bare grpc.aio echo and an idle process.
+"""Checks per second and latency of a node on the grpcio transport; beside a bare grpc.aio echo and an idle process.
 
+What grpcio costs is the same on both sides here, so the difference is ours; the native transport is :mod:`bench.native`.
 The server has one core, the load the other. Latency under load is measured from the moment a call was due, not from the
 moment it was sent, so that a stall counts for every call it delayed.
 """
@@ -29,7 +30,7 @@ PERCENTILES = (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999))
 def measure() -> list[Row]:
     """Both servers, one after the other, the same load."""
     with servers.load_core():
-        with servers.node() as server:
+        with servers.node("--transport", "grpcio") as server:
             node = uvloop.run(_load(server.port))
         with servers.echo() as server:
             echo = uvloop.run(_load(server.port))

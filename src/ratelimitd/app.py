@@ -18,11 +18,11 @@ from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock, SystemClock
 from ratelimitd.limiter import Limiter
-from ratelimitd.model import US_PER_S
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.logs import LogContext
-from ratelimitd.observe.metrics import Metrics, Readings, Runtime, SnapshotStatus
+from ratelimitd.observe.metrics import Metrics, Runtime
 from ratelimitd.observe.rules_log import RulesLog
+from ratelimitd.readings import metrics_of
 from ratelimitd.rpc.interface import Methods, Server
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.tls import TlsFiles
@@ -162,7 +162,18 @@ class Node:
         if feed.book is not None:
             self._take_book(feed.book)
             self._rules_log.write()
-        metrics = self._metrics(snapshot, feed)
+        metrics = metrics_of(
+            stats=self.stats,
+            health=self._health,
+            runtime=self._runtime,
+            clock=self._clock,
+            table=self._table,
+            snapshot=snapshot,
+            feed=feed,
+            edge=self._edge,
+            transport=lambda: self._server.in_progress if self._server else None,
+            task_restarts=self._task_restarts,
+        )
         await self._start_background(snapshot, feed)
         await self._start_http(metrics)
         await self._start_grpc(self._methods(self._limiter, store, feed, metrics))
@@ -186,35 +197,6 @@ class Node:
         self._context.rules_revision = book.revision
         self._grpc_health.set_serving()
         self._rules_log.take(book.revision, len(book))
-
-    def _metrics(self, snapshot: SnapshotLog, feed: RuleFeed) -> Metrics:
-        clock, table = self._clock, self._table
-
-        def snapshot_status() -> SnapshotStatus:
-            age_us = clock.monotonic_us() - snapshot.last_pass_us
-            return SnapshotStatus(
-                age_us / US_PER_S, snapshot.written_bytes_total, snapshot.errors_total
-            )
-
-        return Metrics(
-            Readings(
-                stats=self.stats,
-                health=self._health,
-                runtime=self._runtime,
-                active_buckets=lambda: len(table),
-                evicted_total=lambda: table.evicted_total,
-                expired_total=lambda: table.expired_total,
-                rules=lambda: len(feed.book or ()),
-                rules_revision=lambda: self._context.rules_revision,
-                rules_skipped_total=lambda: feed.skipped_total,
-                rules_connected=lambda: feed.connected,
-                snapshot=snapshot_status,
-                transport=lambda: self._server.in_progress if self._server else None,
-                tasks=lambda: len(asyncio.all_tasks()),
-                unexpected_total=lambda: self._edge.unexpected_total,
-                task_restarts=lambda: self._task_restarts,
-            )
-        )
 
     def _methods(
         self, limiter: Limiter, store: RuleStore, feed: RuleFeed, metrics: Metrics

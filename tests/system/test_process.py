@@ -58,9 +58,12 @@ def test_an_http_side_that_is_off_is_called_off(files):
         assert node.http_address == "off"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_under_load_answers_what_is_in_flight_and_forgets_no_spend(files, number):
-    with files.serving("--drain-s", "5") as node:
+@pytest.mark.parametrize(
+    ("transport", "number"),
+    [("native", signal.SIGTERM), ("native", signal.SIGINT), ("grpcio", signal.SIGTERM)],
+)
+def test_a_stop_under_load_answers_what_is_in_flight_and_forgets_no_spend(files, transport, number):
+    with files.serving("--drain-s", "5", "--transport", transport) as node:
         node.create_rule("/a", limit=1_000_000)
         load = Load(node, "/a")
         load.start()
