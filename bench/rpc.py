@@ -1,6 +1,6 @@
 """Checks per second and latency of a node on the grpcio transport; beside a bare grpc.aio echo and an idle process.
 
-What grpcio costs is the same on both sides here, so the difference is ours; the native transport is :mod:`bench.native`.
+What grpcio costs is on both sides here, so the difference is ours; the native transport is :mod:`bench.native`.
 The server has one core, the load the other. Latency under load is measured from the moment a call was due, not from the
 moment it was sent, so that a stall counts for every call it delayed.
 """
