@@ -146,7 +146,10 @@ class BulkChecks:
     def answer(self, questions: Sequence[Question | None]) -> list[bytes | None]:
         """Decide questions in their order, all at the same instant; ``None`` where the general way has to."""
         charge, reset_times = self._limiter.charge, self._reset_times
-        now_us = self._limiter.now_us()
+        try:
+            now_us = self._limiter.now_us()
+        except Exception:  # noqa: BLE001 -- as below
+            return [None] * len(questions)
         answers: list[bytes | None] = []
         tell = answers.append
         for question in questions:
@@ -165,6 +168,7 @@ class BulkChecks:
             if reset is None:
                 reset = self._reset(reset_time)
             if remaining and allowed:
+                # Within the limit then, and no need to wait: every algorithm says so.
                 left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
                 tell(_ALLOWED_AND_REMAINING + left + reset + within_part)
             else:
@@ -233,6 +237,6 @@ def _start(allowed: bool, remaining: int) -> bytes:  # noqa: FBT001 -- as it sta
 
 
 def _end(retry_after: int, reason: Reason) -> bytes:
-    """Retry delay and reason; this is never zero."""
+    """Retry delay and reason; the reason is never zero."""
     end = _REASON + varint(reason)
     return _RETRY_AFTER + varint(retry_after) + end if retry_after else end

@@ -163,7 +163,7 @@ class RateLimiterService:
             asked = self._bulk.read(items[start:stop])
         for index, answer in enumerate(self._bulk.answer(asked), start):
             if answer is None:
-                parts.append(self._answer_parsed([parse_check(items[index])], 0, 1))
+                parts.append(self._answer([parse_check(items[index])], index))
             else:
                 parts += (_RESPONSE_PREFIXES[len(answer)], answer)
         return b"".join(parts)

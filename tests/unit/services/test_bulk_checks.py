@@ -233,6 +233,13 @@ class TestWhatIsLeftToTheGeneralWay:
         assert bench.takes(check())
         assert bench.stats.allowed_total == 2
 
+    def test_everything_when_the_clock_fails(self, bench, monkeypatch):
+        assert bench.takes(check())
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.limiter, "now_us", None)
+            assert bench.answers(check(), b"", check()) == [None] * 3
+        assert bench.answers(check())[0].remaining_tokens == 1
+
 
 class TestRememberedEndings:
     def test_an_ending_is_looked_at_once(self, bench):
