@@ -176,9 +176,12 @@ class Limiter:
 
     def scope(self, endpoint: str, identifier_type: IdentifierType) -> Scope | None:
         """What all checks of an endpoint have in common until :attr:`book` changes; ``None`` without rule or book."""
-        if self._book is None:
-            return None
-        return self._remember_scope(self._book, endpoint, identifier_type)
+        try:
+            return self._scopes[endpoint, identifier_type]
+        except KeyError:
+            if self._book is None:
+                return None
+            return self._remember_scope(self._book, endpoint, identifier_type)
 
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome:
         """Answer one check of ``scope`` at ``now_us``, and charge it if it is allowed.

@@ -361,6 +361,11 @@ class TestBulk:
         assert node.check().remaining == 4
         assert node.stats.by_rule == {"orders": [3, 0]}
 
+    def test_a_scope_is_made_once_for_all_who_ask(self, node):
+        scope = node.limiter.scope("/orders", USER)
+        assert node.limiter.scope("/orders", USER) is scope
+        assert node.limiter.scope("/orders", IP) is node.limiter.scope("/orders", IP) is None
+
     def test_the_global_rules_scope_differs_by_endpoint(self, node):
         first, second = (node.limiter.scope(name, USER) for name in ("/carts", "/pages"))
         assert first.rule is second.rule is EVERYWHERE
