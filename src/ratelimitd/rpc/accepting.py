@@ -131,7 +131,10 @@ class Acceptor(Generic[Connection]):
     def _came(self, sock: socket.socket, connection: Connection, task: asyncio.Task[bool]) -> None:
         """A connection is made, or never will be. Not in the task: one may be cancelled before its first step."""
         self._coming.pop(task, None)
-        if task.cancelled() or task.exception() is not None or not task.result():
+        failed = not task.cancelled() and task.exception() is not None
+        if failed:
+            self._count(TransportError.UNEXPECTED)
+        if failed or task.cancelled() or not task.result():
             self.places.discard(connection)
             sock.close()
 

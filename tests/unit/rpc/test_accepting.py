@@ -257,6 +257,19 @@ def test_a_system_without_room_is_asked_again_later(running, monkeypatch):
     running(scenario)
 
 
+def test_a_defect_costs_its_connection_alone_and_is_counted(running, monkeypatch):
+    async def scenario():
+        async with Bench() as bench:
+            with monkeypatch.context() as patched:
+                patched.setattr(bench.acceptor, "_connect", None)
+                assert await read_all(bench.peer()) == b""
+            assert (bench.places, bench.counted) == (0, ["unexpected"])
+            bench.peer()
+            await until(lambda: bench.made)
+
+    running(scenario)
+
+
 def test_what_is_not_made_when_the_acceptor_closes_is_given_up(running, ca):
     async def scenario():
         async with Bench(server_context(ca)) as bench:
