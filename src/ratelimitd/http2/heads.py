@@ -173,7 +173,8 @@ class HeadReader:
             return None
         known, at = model.fields, self._varies_at
         if at:
-            # One field varies, the one that did the last time: 0.3 µs instead of 0.7. Its name may vary: it did.
+            # One field varies, the one that did the last time: 0.3 µs instead of 0.7. A field of
+            # that name may vary, as it did; so only the value has to be judged.
             field = self._expected[at] = fields[at]
             if [*fields] == self._expected:
                 if field == known[at]:

@@ -1,4 +1,4 @@
-"""A turnstile: whoever wants through waits in line, and each turn of the event loop lets one through.
+"""A turnstile: whoever wants through waits in line, and no turn of the event loop lets more than one through.
 
 What is dear, and can be asked for many times in one read, passes here first, so that a turn never holds more than one
 piece of it. Never measures anything: what one piece may cost is bounded where it is made.
@@ -10,7 +10,7 @@ import asyncio
 
 
 class Turnstile:
-    """First come, first through; one in a turn of the loop."""
+    """First come, first through; one in two turns of the loop, since the next in line is woken in a turn of its own."""
 
     __slots__ = ("_lock",)
 
