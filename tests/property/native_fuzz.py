@@ -133,12 +133,12 @@ class Fuzzed:
         self._demand_http2()
         calls, shared = self.calls, self.shared
         assert shared.stats.errors_by_transport.get("unexpected", 0) == self.broken
-        assert shared.open_requests == len(calls.open) + len(calls._plain)
+        assert shared.open_requests == len(calls.open) + len(calls._table.plain)
         assert shared.open_requests <= LIMITS.max_open_requests + LIMITS.max_concurrent_rpcs
         assert self.connection.ended or shared.open_requests <= self.connection.open_streams
         assert shared.unary_in_progress <= LIMITS.max_concurrent_rpcs
         assert shared.streams_in_progress <= LIMITS.max_streams
-        assert calls._request_bytes == shared.request_bytes <= LIMITS.max_request_bytes
+        assert calls._table.request_bytes == shared.request_bytes <= LIMITS.max_request_bytes
         for open_call in calls.open.values():
             if open_call.questions is not None:
                 assert len(open_call.questions._parts) <= MAX_UNREAD_QUESTIONS

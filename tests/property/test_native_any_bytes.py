@@ -121,5 +121,5 @@ async def test_whatever_comes_no_call_outlives_its_connection(parts):
     calls.lose_all()
     await shared.all_ended()
     assert (shared.unary_in_progress, shared.streams_in_progress) == (0, 0)
-    assert (shared.request_bytes, calls._request_bytes, calls.open) == (0, 0, {})
+    assert (shared.request_bytes, calls._table.request_bytes, calls.open) == (0, 0, {})
     assert "unexpected" not in map(str, shared.stats.errors_by_transport)

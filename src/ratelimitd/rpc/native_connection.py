@@ -36,7 +36,7 @@ class Registry(Protocol):
     shared: SharedCalls
 
     def joined(self, connection: NativeConnection) -> bool:
-        """A connection was made; false: there is no room for it."""
+        """A connection was made; false: the server has closed meanwhile, and it has to end."""
 
     def left(self, connection: NativeConnection) -> None:
         """A connection is gone."""
@@ -104,7 +104,7 @@ class NativeConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The peer does not read: read no more from it, and let its handlers wait."""
         self._writing_paused = True
-        self.calls.blocked = True
+        self.calls.block()
         self._pause_reading()
 
     def resume_writing(self) -> None:

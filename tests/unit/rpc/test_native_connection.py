@@ -149,10 +149,9 @@ async def test_what_is_more_than_a_slice_waits_for_the_next_turn(owner, transpor
 
 
 async def test_dear_calls_are_spread_over_turns(owner, transport, peer):
-    connection = owner.connection(transport)
     clock = iter(range(1_000))
-    owner.shared.monotonic_s = connection._monotonic_s = lambda: next(clock)
-    connection.calls.shared.monotonic_s = lambda: next(clock)
+    owner.shared.monotonic_s = lambda: next(clock)
+    connection = owner.connection(transport)
     connection.data_received(post(peer, 1, message=bytes(3_000)) + post(peer, 3))
     assert len(transport.frames()) == 3
     await turns()
@@ -166,8 +165,8 @@ async def test_an_answer_that_comes_later_is_written_when_it_comes(owner, transp
     assert transport.frames() == []
     await turns()
     error = RpcError(StatusCode.ABORTED, "")
-    connection.calls.fail(1, error)
-    connection.calls.fail(1, error)
+    connection.calls.answers.fail(1, error)
+    connection.calls.answers.fail(1, error)
     assert transport.octets == b""
     await turns()
     assert transport.frames() == [1]
@@ -176,12 +175,12 @@ async def test_an_answer_that_comes_later_is_written_when_it_comes(owner, transp
 async def test_nothing_is_read_from_a_peer_that_does_not_read(owner, transport, peer):
     connection = owner.connection(transport)
     connection.pause_writing()
-    assert connection.calls.blocked
+    assert connection.calls.answers.blocked
     connection.data_received(post(peer, 1))
     await turns()
     assert transport.octets == b""
     connection.resume_writing()
-    assert not connection.calls.blocked
+    assert not connection.calls.answers.blocked
     await turns()
     assert len(transport.frames()) == 3
     assert transport.told == ["pause_reading", "resume_reading"]

@@ -1,0 +1,23 @@
+"""How long a turn lasts, and that asking ends what made it worth asking."""
+
+import pytest
+
+from ratelimitd.rpc.turns import TURN_S, Turn
+
+
+@pytest.mark.parametrize(("passed_s", "over"), [(0.0, False), (TURN_S, False), (0.003, True)])
+def test_a_turn_is_over_when_more_than_its_time_has_passed(passed_s, over):
+    now_s = 0.0
+    turn = Turn(lambda: now_s)
+    assert not turn.dear
+    turn.dear = True
+    now_s += passed_s
+    assert turn.is_over() is over
+    assert not turn.dear
+
+
+def test_the_next_turn_has_all_its_time():
+    turn = Turn(lambda: 5.0)
+    assert turn.is_over()
+    turn.began_s = 5.0
+    assert not turn.is_over()
