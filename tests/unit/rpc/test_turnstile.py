@@ -1,32 +1,107 @@
-"""One in a turn of the loop, in the order in which they came."""
+"""One in each turn of the loop, in the order in which they came; more when turns are long."""
 
 import asyncio
 
-from ratelimitd.rpc.turnstile import Turnstile
+import pytest
+import uvloop
+
+from ratelimitd.rpc.turnstile import EVERY_S, MOST_AT_ONCE, Turnstile
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 
-async def test_each_turn_of_the_loop_lets_one_through_in_the_order_they_came():
-    turnstile, through, in_turn = Turnstile(), [], []
+@pytest.fixture(params=LOOPS, ids=["asyncio", "uvloop"])
+def running(request):
+    """Runs a scenario in each event loop in turn."""
 
-    async def wait(number):
-        await turnstile.passed()
-        through.append(number)
+    def run(scenario):
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(scenario())
 
-    tasks = [asyncio.create_task(wait(number)) for number in range(5)]
-    while len(through) < 5:
-        before = len(through)
+    return run
+
+
+class Line:
+    """Some who wait for a turnstile, each as often as it is said to, and how many went through in each turn."""
+
+    def __init__(self, turnstile, people, times=1):
+        self.turnstile = turnstile
+        self.through = []
+        self.tasks = [asyncio.create_task(self._wait(number, times)) for number in range(people)]
+
+    async def _wait(self, number, times):
+        for _ in range(times):
+            await self.turnstile.passed()
+            self.through.append(number)
+
+    async def turns(self, count, on_turn=lambda: None):
+        """Let the loop come round; returns how many went through in each turn."""
+        in_turn = []
+        for _ in range(count):
+            before = len(self.through)
+            await asyncio.sleep(0)
+            on_turn()
+            in_turn.append(len(self.through) - before)
+        return in_turn
+
+
+def test_every_turn_of_the_loop_lets_one_through_in_the_order_they_came(running):
+    async def scenario():
+        line = Line(Turnstile(), 5)
+        assert await line.turns(8) == [0, 1, 1, 1, 1, 1, 0, 0]
+        assert line.through == [0, 1, 2, 3, 4]
+
+    running(scenario)
+
+
+@pytest.mark.parametrize("people", [1, 2, 3])
+def test_those_who_come_again_and_again_share_all_the_turns(running, people):
+    async def scenario():
+        line = Line(Turnstile(), people, times=4)
+        assert await line.turns(1 + 4 * people) == [0] + [1] * 4 * people
+        assert line.through == [*range(people)] * 4
+
+    running(scenario)
+
+
+def test_one_who_leaves_the_line_costs_nobody_a_turn(running):
+    async def scenario():
+        line = Line(Turnstile(), 4)
         await asyncio.sleep(0)
-        in_turn.append(len(through) - before)
-    assert through == [0, 1, 2, 3, 4]
-    assert max(in_turn) == 1
-    await asyncio.gather(*tasks)
+        line.tasks[1].cancel()
+        line.tasks[2].cancel()
+        assert await line.turns(3) == [1, 1, 0]
+        assert line.through == [0, 3]
+
+    running(scenario)
 
 
-async def test_one_who_leaves_the_line_holds_up_nobody():
-    turnstile = Turnstile()
-    tasks = [asyncio.create_task(turnstile.passed()) for _ in range(3)]
-    await asyncio.sleep(0)
-    tasks[0].cancel()
-    tasks[1].cancel()
-    async with asyncio.timeout(10):
-        await tasks[2]
+def test_a_line_that_all_have_left_lets_the_next_one_through(running):
+    async def scenario():
+        turnstile = Turnstile()
+        left = Line(turnstile, 3)
+        await asyncio.sleep(0)
+        for task in left.tasks:
+            task.cancel()
+        assert await left.turns(2) == [0, 0]
+        assert await Line(turnstile, 2).turns(3) == [0, 1, 1]
+
+    running(scenario)
+
+
+@pytest.mark.parametrize(
+    ("turn_s", "together"),
+    [(0.0, 1), (EVERY_S, 1), (6 * EVERY_S, 6), (1_000 * EVERY_S, MOST_AT_ONCE), (-1.0, 1)],
+)
+def test_with_a_clock_as_many_go_through_together_as_a_turn_was_long(running, turn_s, together):
+    async def scenario():
+        now_s = 100.0
+
+        def on_turn():
+            nonlocal now_s
+            now_s += turn_s
+
+        line = Line(Turnstile(lambda: now_s), 1 + 3 * together)
+        assert await line.turns(6, on_turn) == [0, 1, together, together, together, 0]
+
+    running(scenario)
