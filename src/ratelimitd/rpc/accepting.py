@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import ssl
 from collections.abc import Callable
@@ -25,6 +26,9 @@ ACCEPTS_PER_TURN: Final = 32
 
 RETRY_S: Final = 1.0
 """How long nothing is accepted after the system had no room for a connection."""
+
+NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""No descriptor or no memory is left. Any other error of accept(2) is that of one connection, which is lost."""
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 """From the connection to the end of its TLS handshake. Honest ones take some round trips."""
@@ -67,7 +71,7 @@ class Acceptor(Generic[Connection]):
         self._loop = asyncio.get_running_loop()
         self._listening: list[socket.socket] = []
         self._coming: dict[asyncio.Task[bool], float] = {}
-        self._turnstile = Turnstile()
+        self._turnstile = Turnstile(monotonic_s)
 
     def listen(self, sock: socket.socket) -> None:
         """Accept from a socket that is bound; it is this object's from now on."""
@@ -103,9 +107,11 @@ class Acceptor(Generic[Connection]):
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 sock, _ = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            except BlockingIOError:
                 return
-            except OSError:  # no descriptor, or no memory, is left
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    continue
                 self._count(TransportError.TOO_MANY_CONNECTIONS)
                 self._loop.remove_reader(listening)
                 self._loop.call_later(RETRY_S, self._accept_again, listening)
@@ -170,13 +176,16 @@ class Acceptor(Generic[Connection]):
 
     async def _first_octet(self, sock: socket.socket) -> bytes:
         """What comes first, which is left for the handshake to read; empty when the peer closes before it."""
-        readable = self._loop.create_future()
-        self._loop.add_reader(sock, _set, readable)
-        try:
-            await readable
-        finally:
-            self._loop.remove_reader(sock)
-        return sock.recv(1, socket.MSG_PEEK)
+        while True:
+            readable = self._loop.create_future()
+            self._loop.add_reader(sock, _set, readable)
+            try:
+                await readable
+            finally:
+                self._loop.remove_reader(sock)
+            # Woken for nothing, as select(2) says may happen: there is nothing to read yet.
+            with contextlib.suppress(BlockingIOError):
+                return sock.recv(1, socket.MSG_PEEK)
 
     async def _turn_away(self, sock: socket.socket) -> None:
         octets = b""

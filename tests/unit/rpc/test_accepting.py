@@ -233,19 +233,26 @@ def test_a_peer_that_leaves_before_it_is_clear_what_it_wants_leaves_nothing(runn
     running(scenario)
 
 
-class Full(socket.socket):
-    """A listening socket when no descriptor is left."""
+class Failing(socket.socket):
+    """A listening socket whose next connections cannot be accepted."""
+
+    def fail(self, *numbers):
+        self.numbers = list(numbers)
 
     def accept(self):
-        raise OSError(errno.EMFILE, "Too many open files")
+        if self.numbers:
+            raise OSError(self.numbers.pop(0), "no connection")
+        return super().accept()
 
 
-def test_a_system_without_room_is_asked_again_later(running, monkeypatch):
+@pytest.mark.parametrize("number", sorted(accepting.NO_ROOM))
+def test_a_system_without_room_is_asked_again_later(running, monkeypatch, number):
     async def scenario():
         monkeypatch.setattr(accepting, "RETRY_S", 0.001)
         async with Bench() as bench:
             acceptor = bench.acceptor
-            with Full() as full:
+            with Failing() as full:
+                full.fail(number)
                 acceptor._accept(full)
                 assert bench.counted == ["too_many_connections"]
                 acceptor._accept_again(full)  # closed meanwhile: not listened to any more
@@ -253,6 +260,50 @@ def test_a_system_without_room_is_asked_again_later(running, monkeypatch):
             acceptor._accept_again(bench.listening)
             bench.peer()
             await until(lambda: bench.made)
+
+    running(scenario)
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ECONNABORTED, errno.EPROTO, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EPERM]
+)
+def test_a_connection_that_failed_in_line_holds_up_none_behind_it(running, number):
+    async def scenario():
+        async with Bench() as bench:
+            bench.peer()
+            with Failing(fileno=bench.listening.dup().detach()) as failing:
+                failing.settimeout(0)
+                failing.fail(number, number)
+                bench.acceptor._accept(failing)
+            await until(lambda: bench.made)
+            assert bench.counted == []
+
+    running(scenario)
+
+
+class WokenForNothing(socket.socket):
+    """A socket that was said to be readable when it was not."""
+
+    woken = 0
+
+    def recv(self, *how):
+        self.woken += 1
+        if self.woken < 3:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return super().recv(*how)
+
+
+def test_a_peer_is_not_taken_for_gone_when_the_loop_was_woken_for_nothing(running, ca):
+    async def scenario():
+        async with Bench(server_context(ca)) as bench:
+            ours, theirs = socket.socketpair()
+            with theirs, WokenForNothing(fileno=ours.detach()) as sock:
+                sock.settimeout(0)
+                theirs.sendall(b"\x16\x03")
+                async with asyncio.timeout(20):
+                    assert await bench.acceptor._first_octet(sock) == b"\x16"
+                assert sock.woken == 3
+                assert socket.socket.recv(sock, 2) == b"\x16\x03"
 
     running(scenario)
 
