@@ -34,7 +34,7 @@ class OpenCall:
         questions: what a bidi handler reads; ``None`` for other calls.
         task: what runs its handler, once it runs.
         headers_sent: the answer has begun.
-        room: set while the transport takes more of a stream.
+        room: set when the transport takes more of a stream again, after a message that it did not take at once.
         began_s: when its head came.
     """
 
