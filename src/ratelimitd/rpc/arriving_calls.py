@@ -83,15 +83,15 @@ class ArrivingCalls:
             answers.fail(stream_id, TOO_MANY_CALLS)
             return
         if plan.plain is not None:
-            self._table.enter_plain(stream_id, plan.plain, turn.began_s)
+            self._table.enter_plain(stream_id, plan.plain, turn.came_s)
             return
         if plan.refusal is not None:
             self._shared.count(plan.refusal.cause)
             answers.fail(stream_id, plan.refusal.error, plan.refusal.fields)
             return
-        deadline_s = None if timeout_s is None else turn.began_s + timeout_s
+        deadline_s = None if timeout_s is None else turn.came_s + timeout_s
         call = self._reader.call(plan, head, deadline_s)
-        open_call = self._table.enter(stream_id, plan, call, turn.began_s)
+        open_call = self._table.enter(stream_id, plan, call, turn.came_s)
         if plan.bidi_stream is not None:
             questions = open_call.questions = self._questions(stream_id, open_call)
             self._starter.stream(stream_id, open_call, partial(plan.bidi_stream, questions))

@@ -96,10 +96,13 @@ class ConnectionCalls:
 
     # What the peer does
 
-    def handle(self, events: Iterator[Event], now_s: float) -> bool:
-        """Act on events; ``now_s`` is when they came. False: the time of a turn is used up, and some are left."""
+    def handle(self, events: Iterator[Event], now_s: float, came_s: float | None = None) -> bool:
+        """Act on events; ``came_s`` is when they came, if not just now.
+
+        False: the time of a turn is used up, and some are left; they go with the next events.
+        """
         turn = self._turn
-        turn.began_s = now_s
+        turn.begin(now_s, now_s if came_s is None else came_s)
         run = _NOBODY
         for event in events:
             if type(event) is tuple:
@@ -129,12 +132,15 @@ class ConnectionCalls:
         """Answer the calls that came together, and keep those that are for the method's own handler."""
         if run.handler is None:
             return
-        requests = run.requests
-        answers: Sequence[bytes | None]
-        if self._shared.unary_in_progress < self._limits.max_concurrent_rpcs:
-            answers = run.handler(run.messages)
-        else:
-            answers = [None] * len(requests)
+        shared, requests = self._shared, run.requests
+        answers: Sequence[bytes | None] = [None] * len(requests)
+        # The shortcut looks neither at the bound on calls nor at deadlines.
+        has_room = shared.unary_in_progress < self._limits.max_concurrent_rpcs
+        if has_room and not self._turn.is_late:
+            try:
+                answers = run.handler(run.messages)
+            except Exception:  # noqa: BLE001 -- whatever it is, the method's own handler decides about each call
+                shared.count(TransportError.UNEXPECTED)
         stream_ids = [request[0] for request in requests]
         self._connection.send_unaries(stream_ids, UNARY_ANSWER, answers)
         if None in answers:
@@ -161,7 +167,7 @@ class ConnectionCalls:
         turn, call = self._turn, plan.call
         timeout_s = plan.timeout_s if timeout_s is None else timeout_s
         if timeout_s is not None or call is None:
-            deadline_s = None if timeout_s is None else turn.began_s + timeout_s
+            deadline_s = None if timeout_s is None else turn.came_s + timeout_s
             call = self._reader.call(plan, head, deadline_s)
         if len(body) > _DEAR_BYTES:
             turn.dear = True

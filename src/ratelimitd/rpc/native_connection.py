@@ -14,7 +14,7 @@ from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.errors import Cause, ErrorCode
 from ratelimitd.http2.events import Event
 from ratelimitd.http2.limits import Limits
-from ratelimitd.rpc.interface import RpcError
+from ratelimitd.rpc.interface import RpcError, TransportError
 from ratelimitd.rpc.lifetimes import Lifetime, Sight, Step
 from ratelimitd.rpc.native_calls import ConnectionCalls
 from ratelimitd.rpc.native_shared import SharedCalls
@@ -56,7 +56,9 @@ class NativeConnection(asyncio.Protocol):
         self._http2 = Connection(Limits(max_streams=limits.max_streams_per_connection))
         self._monotonic_s = self._shared.monotonic_s
         self._left: Iterator[Event] | None = None
+        self._came_s = 0.0
         self._backlog = b""
+        self._backlog_came_s = 0.0
         self._in_turn = False
         self._writing_paused = False
         self._reading_paused = False
@@ -94,8 +96,10 @@ class NativeConnection(asyncio.Protocol):
             return  # it reads the reason; what it says no longer matters
         if self._reading_paused:
             self._backlog += data  # read before the transport heard of the pause
+            self._backlog_came_s = self._monotonic_s()
         else:
-            self._turn(data)
+            now_s = self._came_s = self._monotonic_s()
+            self._turn(data, now_s)
 
     def eof_received(self) -> bool:
         """The peer has closed: nobody reads answers any more."""
@@ -111,6 +115,7 @@ class NativeConnection(asyncio.Protocol):
         """The peer has read."""
         self._writing_paused = False
         self._count_unread()
+        self._wake()  # that may have been the end
         self.calls.unblock()
         self._loop.call_soon(self._go_on)
 
@@ -125,18 +130,22 @@ class NativeConnection(asyncio.Protocol):
 
     # Turns
 
-    def _turn(self, data: bytes) -> None:
+    def _turn(self, data: bytes, now_s: float) -> None:
         """Act on a slice of what came, and write the answers in one go."""
-        now_s = self._monotonic_s()
-        events = self._left
-        if events is None:
-            events = iter(self._http2.receive(data))
         self._in_turn = True
-        done = self.calls.handle(events, now_s)
-        self._in_turn = False
-        self._left = None if done else events
+        try:
+            events, self._left = self._left, None
+            if events is None:
+                events = iter(self._http2.receive(data))
+            if not self.calls.handle(events, now_s, self._came_s):
+                self._left = events
+        except Exception:  # noqa: BLE001 -- a defect of ours, and nobody knows where it left this connection
+            self._shared.count(TransportError.UNEXPECTED)
+            self._http2.end(ErrorCode.INTERNAL_ERROR, Cause.OWNER, "unexpected error")
+        finally:
+            self._in_turn = False
         self._write()
-        if not done or self._http2.has_more:
+        if self._left is not None or self._http2.has_more:
             self._pause_reading()
         if self._reading_paused:
             self._loop.call_soon(self._go_on)
@@ -146,10 +155,11 @@ class NativeConnection(asyncio.Protocol):
         if self._ended_at_s is not None or self._writing_paused:
             return
         if self._left is not None or self._http2.has_more:
-            self._turn(b"")
+            self._turn(b"", self._monotonic_s())
         elif self._backlog:
             data, self._backlog = self._backlog, b""
-            self._turn(data)
+            self._came_s = self._backlog_came_s
+            self._turn(data, self._monotonic_s())
         elif self._reading_paused:
             self._reading_paused = False
             self._transport.resume_reading()

@@ -57,7 +57,7 @@ class CallStarter:
         table = self._table
         open_call = table.open.get(stream_id)
         if open_call is None:
-            open_call = table.enter(stream_id, plan, call, self._turn.began_s)
+            open_call = table.enter(stream_id, plan, call, self._turn.came_s)
         shared.unary_in_progress += 1
         open_call.task = shared.start(run_unary(self._answers, stream_id, open_call, answer))
 

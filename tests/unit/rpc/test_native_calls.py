@@ -37,6 +37,21 @@ def test_a_deadline_begins_when_the_head_comes(caller):
     assert caller.outcome(5) == (StatusCode.OK, framed(b"None"))
 
 
+def test_a_deadline_of_what_was_left_over_begins_when_it_came(caller):
+    events = iter(caller.connection.receive(caller.call(1, "/s/left", grpc_timeout="5S")))
+    caller.now_s += 3
+    assert caller.calls.handle(events, caller.now_s, caller.now_s - 3)
+    caller.collect()
+    assert caller.outcome(1) == (StatusCode.OK, framed(b"2.0"))
+
+
+def test_a_request_that_was_left_over_has_the_time_for_its_rest_since_it_came(caller):
+    events = iter(caller.connection.receive(caller.call_head(1, grpc_timeout="5S")))
+    assert caller.calls.handle(events, 103.0, 100.0)
+    assert caller.calls.open[1].began_s == 100.0
+    assert caller.calls.open[1].call.deadline_s == 105.0
+
+
 async def test_a_deadline_that_passes_ends_the_call_and_its_handler(caller):
     caller.feed(caller.call(1, "/s/wait", grpc_timeout="2S"), caller.call(3, "/s/wait"))
     await caller.settled()
@@ -225,6 +240,30 @@ def test_a_call_that_is_late_on_arrival_is_not_for_the_shortcut(bulk, bulk_calle
         assert bulk_caller.outcome(stream_id)[0] is expected
     assert bulk.asked == [(1, [b"a"])] * timeouts.count("1S")
     assert bulk.own == []
+
+
+def test_calls_that_have_waited_long_for_their_turn_are_not_for_the_shortcut(bulk, bulk_caller):
+    """It looks at no deadline, and theirs may have passed."""
+    timeouts = {1: "1S", 3: "4S"}
+    parts = [bulk_caller.call(n, "/b/one", b"3", grpc_timeout=s) for n, s in timeouts.items()]
+    bulk_caller.now_s += 2
+    events = iter(bulk_caller.connection.receive(b"".join(parts)))
+    assert bulk_caller.calls.handle(events, bulk_caller.now_s, bulk_caller.now_s - 2)
+    bulk_caller.collect()
+    assert bulk_caller.outcome(1) == (StatusCode.DEADLINE_EXCEEDED, b"")
+    assert bulk_caller.outcome(3) == (StatusCode.OK, framed(b"3"))
+    assert (bulk.asked, bulk.own) == ([], [b"3"])
+
+
+def test_a_shortcut_that_breaks_its_word_and_raises_costs_no_call():
+    def raising(_messages):
+        raise KeyError
+
+    caller = Caller(methods=Methods({"/b/one": echo, "/s/m": echo}, bulk={"/b/one": raising}))
+    caller.feed(*(caller.call(n, "/b/one", b"m%d" % n) for n in (1, 3)), caller.call(5))
+    assert told(caller, 1, 3) == [(StatusCode.OK, framed(b"m%d" % n)) for n in (1, 3)]
+    assert caller.outcome(5) == (StatusCode.OK, framed(b"hi"))
+    assert caller.errors == {"unexpected": 1}
 
 
 async def test_where_too_many_calls_wait_the_shortcut_is_not_taken_either(bulk):

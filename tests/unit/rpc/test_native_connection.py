@@ -4,11 +4,13 @@ import asyncio
 
 import pytest
 
+from ratelimitd.http2.errors import ErrorCode
 from ratelimitd.http2.limits import Limits
 from ratelimitd.rpc import native_connection
 from ratelimitd.rpc.framing import framed
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.native_calls import ConnectionCalls
 from ratelimitd.rpc.native_connection import NativeConnection
 from ratelimitd.rpc.native_shared import SharedCalls
 from ratelimitd.stats import CheckStats
@@ -74,7 +76,15 @@ class Owner:
         async def wait(_data, _call):
             await asyncio.Event().wait()
 
-        methods = Methods({"/": lambda data, _call: data, "/wait": wait})
+        def slow(_data, _call):
+            self.now_s += 3
+            return b""
+
+        def left(_data, call):
+            return str(call.time_remaining_s()).encode()
+
+        unary = {"/": lambda data, _call: data, "/wait": wait, "/slow": slow, "/left": left}
+        methods = Methods(unary)
         limits = TransportLimits(**limits)
         self.shared = SharedCalls(methods, limits, CheckStats(), lambda: self.now_s)
 
@@ -115,8 +125,9 @@ def peer():
     return Peer(greeting=b"")
 
 
-def post(peer, stream_id, path="/", message=b"hi"):
+def post(peer, stream_id, path="/", message=b"hi", **more):
     fields = [(name, path if name == ":path" else value) for name, value in POST]
+    fields += [(name.replace("_", "-"), value) for name, value in more.items()]
     return peer.head(stream_id, fields) + frame(0, 1, stream_id, framed(message))
 
 
@@ -336,3 +347,78 @@ async def test_octets_that_wait_for_windows_count_as_unread(owner, transport, pe
     assert owner.shared.unread_bytes == 505
     connection.connection_lost(None)
     assert owner.shared.unread_bytes == 0
+
+
+DEAR = bytes(3_000)
+"""A message after which the clock is asked whether the turn is over."""
+
+SLICE = Limits().frames_per_slice // 2
+"""Calls that fill one."""
+
+
+@pytest.mark.parametrize("before", [1, SLICE], ids=["a dear call", "a slice full of calls"])
+async def test_a_deadline_begins_when_its_call_came_not_when_its_turn_does(
+    owner, transport, peer, before
+):
+    connection = owner.connection(transport)
+    calls = [post(peer, 1, "/slow", DEAR)]
+    calls += [post(peer, 2 * number + 1) for number in range(1, before)]
+    connection.data_received(b"".join(calls) + post(peer, 2_001, "/left", grpc_timeout="5S"))
+    assert framed(b"2.0") not in transport.octets
+    await turns()
+    assert framed(b"2.0") in transport.octets
+
+
+async def test_a_deadline_begins_when_its_call_came_though_others_were_left_over(
+    owner, transport, peer
+):
+    connection = owner.connection(transport)
+    connection.data_received(
+        post(peer, 1, "/slow", DEAR) + post(peer, 3, "/left", grpc_timeout="9S")
+    )
+    owner.now_s += 1
+    connection.data_received(post(peer, 5, "/left", grpc_timeout="9S"))
+    owner.now_s += 1
+    await turns()
+    octets = transport.octets
+    assert framed(b"4.0") in octets  # it came 3 + 1 + 1 s ago
+    assert framed(b"8.0") in octets
+
+
+@pytest.fixture
+def defect(monkeypatch):
+    """Puts one into what acts on events."""
+    return lambda: monkeypatch.setattr(ConnectionCalls, "handle", None)
+
+
+async def test_a_defect_ends_its_connection_and_is_counted(owner, transport, peer, defect):
+    connection = owner.connection(transport)
+    defect()
+    connection.data_received(post(peer, 1))
+    [sent] = frames_of(transport.octets)
+    assert (sent.type, sent.code) == (GOAWAY, ErrorCode.INTERNAL_ERROR)
+    connection.data_received(post(peer, 3))
+    connection._wake()
+    await turns()
+    assert (transport.told, owner.errors) == (["close"], {"unexpected": 1})
+
+
+async def test_a_defect_in_a_later_turn_ends_its_connection_too(owner, transport, peer, defect):
+    connection = owner.connection(transport)
+    connection.data_received(post(peer, 1, "/slow", DEAR) + post(peer, 3))
+    defect()
+    await turns()
+    assert transport.frames()[-1] == GOAWAY
+    assert (transport.told, owner.errors) == (["pause_reading", "close"], {"unexpected": 1})
+
+
+async def test_who_holds_most_answers_ends_as_soon_as_that_is_seen(transport):
+    owner = Owner(max_unread_bytes=1_000)
+    owner.shared.connections = 1
+    connection = owner.connection(transport)
+    connection.pause_writing()
+    transport.unread = 1_001
+    connection.resume_writing()
+    await turns()
+    assert transport.told[:2] == ["pause_reading", "abort"]
+    assert owner.errors == {"unread_answers": 1}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ratelimitd.rpc.turns import TURN_S, Turn
+from ratelimitd.rpc.turns import LATE_S, TURN_S, Turn
 
 
 @pytest.mark.parametrize(("passed_s", "over"), [(0.0, False), (TURN_S, False), (0.003, True)])
@@ -19,5 +19,13 @@ def test_a_turn_is_over_when_more_than_its_time_has_passed(passed_s, over):
 def test_the_next_turn_has_all_its_time():
     turn = Turn(lambda: 5.0)
     assert turn.is_over()
-    turn.began_s = 5.0
+    turn.begin(5.0, 4.0)
     assert not turn.is_over()
+
+
+@pytest.mark.parametrize(("waited_s", "late"), [(0.0, False), (LATE_S, False), (0.2, True)])
+def test_what_has_waited_long_for_its_turn_is_late(waited_s, late):
+    turn = Turn(lambda: 0.0)
+    turn.begin(waited_s, 0.0)
+    assert turn.is_late is late
+    assert (turn.began_s, turn.came_s) == (waited_s, 0.0)
