@@ -124,7 +124,7 @@ class BucketTable:
         # Only now: a check that failed is not one of those that were judged.
         self._stats.bucket_missed_total += value is None
         if outcome[5] is not None:
-            self._add(shard, key, pack(outcome[5], rule, self._tick))
+            self._add(key, pack(outcome[5], rule, self._tick))
         return outcome
 
     def peek(  # noqa: PLR0917 - the same signature as apply
@@ -157,7 +157,7 @@ class BucketTable:
         if key in shard:
             shard[key] = with_tick(value, self._tick)
         else:
-            self._add(shard, key, with_tick(value, self._tick))
+            self._add(key, with_tick(value, self._tick))
 
     def value(self, key: bytes) -> Value | None:
         """What the bucket of ``key`` holds, if it was used by this process."""
@@ -182,11 +182,12 @@ class BucketTable:
                     lambda value: self._is_expired(value, now_us)
                 )
 
-    def _add(self, shard: dict[bytes, Value], key: bytes, value: Value) -> None:
-        shard[key] = value
-        self._entries += 1
-        if len(self) > self.max_entries:
+    def _add(self, key: bytes, value: Value) -> None:
+        # Room first: it may give the key's shard another dict.
+        if len(self) >= self.max_entries:
             self._evict()
+        self._shards[hash(key) % self._shard_count][key] = value
+        self._entries += 1
 
     def _is_expired(self, value: Value, now_us: int) -> bool:
         if self._callers_time:

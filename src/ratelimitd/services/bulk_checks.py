@@ -16,10 +16,10 @@ from typing import Final, Protocol, TypeAlias
 
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter import Scope
-from ratelimitd.model import IdentifierType, Outcome, Reason, Rule
+from ratelimitd.model import Check, IdentifierType, Outcome, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.convert import check_of, is_canonical_address
-from ratelimitd.services.varints import KEPT, varint
+from ratelimitd.services.varints import KEPT, ONE_BYTE, varint
 from ratelimitd.services.wire import WireCheck, parse_check
 from ratelimitd.stats import CheckStats
 
@@ -39,9 +39,6 @@ MAX_ANSWER_BYTES: Final = 127
 
 _MOST_NUMBERS_BYTES: Final = 2 + 6 + 11 + 6 + 2
 """Of an answer in front of what it says of the rule: fields 1 to 5."""
-
-_ONE_BYTE: Final = 0x80
-"""Lengths below are varints of one byte."""
 
 _KEPT_VARINTS: Final = len(KEPT)
 
@@ -82,7 +79,8 @@ _Known: TypeAlias = tuple[Scope, int, bool, bytes, bytes]
 """What the requests with one ending have in common: scope, cost, whether identifiers are addresses; and of the answer
 what is behind the reason, and the same with the reason of an allowed check.
 
-A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`.
+A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is kept for endings to which no rule
+applies: those are for the general way, and need not be learned again.
 """
 
 Question: TypeAlias = tuple[bytes, _Known]
@@ -98,7 +96,7 @@ class BulkChecks:
         self._limiter = limiter
         self._stats = stats
         self._perf_counter_s = perf_counter_s
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[bytes, _Known | None] = {}
         self._book: RuleBook | None = None
         self._reset_times: dict[int, bytes] = {}
 
@@ -124,15 +122,16 @@ class BulkChecks:
         for message in messages:
             try:
                 size = message[1]
-                common = known.get(message[size + 2 :])
-                if common is None and to_learn:
+                ending = message[size + 2 :]
+                common = known.get(ending)
+                if common is None and to_learn and ending not in known:
                     to_learn -= 1
                     common = self._learn(message)
                 identifier = message[2 : size + 2]
                 if (
                     common is None
                     or message[0] != _IDENTIFIER
-                    or not 0 < size < _ONE_BYTE
+                    or not 0 < size < ONE_BYTE
                     or not identifier.isascii()
                     or (common[2] and not is_canonical_address(identifier))
                 ):
@@ -186,19 +185,14 @@ class BulkChecks:
         except InvalidInputError:
             return None
         ending, size = _ending(wire), len(wire.identifier)
-        if size >= _ONE_BYTE or message != bytes((_IDENTIFIER, size)) + wire.identifier + ending:
+        if size >= ONE_BYTE or message != bytes((_IDENTIFIER, size)) + wire.identifier + ending:
             return None
-        scope = self._limiter.scope(check.endpoint, check.identifier_type)
-        if scope is None or len(ending) > MAX_KNOWN_BYTES:
+        if len(ending) > MAX_KNOWN_BYTES:
             return None
-        rule_part = _rule_part(scope.rule)
-        if _MOST_NUMBERS_BYTES + len(rule_part) > MAX_ANSWER_BYTES:
-            return None  # its id is not one of ours
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        within_part = _REASON + varint(Reason.WITHIN_LIMIT) + rule_part
-        is_address = check.identifier_type is IdentifierType.IP
-        known = self._known[ending] = (scope, check.cost, is_address, rule_part, within_part)
+        scope = self._limiter.scope(check.endpoint, check.identifier_type)
+        known = self._known[ending] = None if scope is None else _known(check, scope)
         return known
 
     def _reset(self, reset_time: int) -> bytes:
@@ -208,6 +202,15 @@ class BulkChecks:
         octets = _RESET_TIME + varint(reset_time) if reset_time else b""
         self._reset_times[reset_time] = octets
         return octets
+
+
+def _known(check: Check, scope: Scope) -> _Known | None:
+    rule_part = _rule_part(scope.rule)
+    if _MOST_NUMBERS_BYTES + len(rule_part) > MAX_ANSWER_BYTES:
+        return None  # its id is not one of ours
+    within_part = _REASON + varint(Reason.WITHIN_LIMIT) + rule_part
+    is_address = check.identifier_type is IdentifierType.IP
+    return scope, check.cost, is_address, rule_part, within_part
 
 
 def _ending(wire: WireCheck) -> bytes:

@@ -24,6 +24,7 @@ from ratelimitd.services.bulk_checks import (
 from ratelimitd.services.convert import answer_of, check_of, invalid_answer_of
 from ratelimitd.services.varints import varint
 from ratelimitd.services.wire import (
+    ITEM_TAG,
     WireBatch,
     WireCheck,
     count_top_level,
@@ -48,8 +49,8 @@ memory only to be refused; 64 KiB of them take 5 MB, and an honest batch is seld
 
 _REQUESTS_FIELD: Final = 1
 
-_RESPONSE_PREFIXES: Final = tuple(b"\x0a" + varint(size) for size in range(MAX_ANSWER_BYTES + 1))
-"""``BatchRateLimitResponse.responses``, field 1, by length."""
+_RESPONSE_PREFIXES: Final = tuple(ITEM_TAG + varint(size) for size in range(MAX_ANSWER_BYTES + 1))
+"""``BatchRateLimitResponse.responses`` by length; it has the number of ``BatchRateLimitRequest.requests``."""
 
 AnswerItems = Callable[[int, int], bytes]
 """(start, stop) → the answers to these items of a batch, as a ``BatchRateLimitResponse``."""
@@ -112,36 +113,52 @@ class RateLimiterService:
             InvalidInputError: the bytes are no batch, or there are too many items; nothing was charged.
         """
         started_s = self._perf_counter_s()
-        try:
-            answer, count = self._reader_of(data)
-        except InvalidInputError:
-            self._stats.invalid_total += 1
-            raise
-        if count > SLICE_ITEMS:
-            return self._answer_in_slices(answer, count, started_s)
-        answers = answer(0, count)
-        self._observe(started_s, count)
+        items = split_batch(data, MAX_BATCH_ITEMS)
+        if items is not None and len(items) > SLICE_ITEMS:
+            return self._answer_long(data, items, started_s)
+        questions = self._bulk.read(items or ())
+        if items is not None and None not in questions:
+            answers = self._answer_in_bulk(items, questions, self._limiter.book, 0, len(items))
+            self._observe(started_s, len(items))
+            return answers
+        requests = self._parsed(data)
+        if len(requests) > SLICE_ITEMS:
+            return self._answer_in_slices(partial(self._answer, requests), len(requests), started_s)
+        answers = self._answer(requests, 0, len(requests))
+        self._observe(started_s, len(requests))
         return answers
 
-    def _reader_of(self, data: bytes) -> tuple[AnswerItems, int]:
-        """What answers the items of a batch, and how many these are; all have been read, and none charged.
+    def _parsed(self, data: bytes) -> Sequence[WireCheck]:
+        """The items of a batch, for the general way.
 
         Raises:
             InvalidInputError: the bytes are no batch, or there are too many items.
         """
-        items = split_batch(data, MAX_BATCH_ITEMS)
-        if items is not None:
-            questions = self._bulk.read(items)
-            if None not in questions:
-                book = self._limiter.book
-                return partial(self._answer_in_bulk, items, questions, book), len(items)
-        requests = _parse_bounded(data).requests
-        return partial(self._answer_parsed, requests), len(requests)
+        try:
+            return _parse_bounded(data).requests
+        except InvalidInputError:
+            self._stats.invalid_total += 1
+            raise
+
+    async def _answer_long(self, data: bytes, items: Sequence[bytes], started_s: float) -> bytes:
+        """Read all items, then answer all: of a batch that is none, nothing is charged."""
+        book = self._limiter.book
+        questions: list[Question | None] = []
+        for start in range(0, len(items), SLICE_ITEMS):
+            # Also before the first one: splitting a long batch was a turn of its own.
+            await asyncio.sleep(0)
+            read = self._bulk.read(items[start : start + SLICE_ITEMS])
+            if None in read:
+                requests = self._parsed(data)
+                parsed = partial(self._answer, requests)
+                return await self._answer_in_slices(parsed, len(requests), started_s)
+            questions += read
+        answer = partial(self._answer_in_bulk, items, questions, book)
+        return await self._answer_in_slices(answer, len(items), started_s)
 
     async def _answer_in_slices(self, answer: AnswerItems, count: int, started_s: float) -> bytes:
         slices = []
         for start in range(0, count, SLICE_ITEMS):
-            # Also before the first one: reading a long batch was a turn of its own.
             await asyncio.sleep(0)
             slices.append(answer(start, start + SLICE_ITEMS))
         self._observe(started_s, count)
@@ -163,15 +180,15 @@ class RateLimiterService:
             asked = self._bulk.read(items[start:stop])
         for index, answer in enumerate(self._bulk.answer(asked), start):
             if answer is None:
-                parts.append(self._answer([parse_check(items[index])], index))
+                parts.append(self._answer_each([parse_check(items[index])], index))
             else:
                 parts += (_RESPONSE_PREFIXES[len(answer)], answer)
         return b"".join(parts)
 
-    def _answer_parsed(self, requests: Sequence[WireCheck], start: int, stop: int) -> bytes:
-        return self._answer(requests[start:stop], start)
+    def _answer(self, requests: Sequence[WireCheck], start: int, stop: int) -> bytes:
+        return self._answer_each(requests[start:stop], start)
 
-    def _answer(self, requests: Sequence[WireCheck], start: int) -> bytes:
+    def _answer_each(self, requests: Sequence[WireCheck], start: int) -> bytes:
         """The answers to ``requests``, of which the first is item ``start`` of its batch."""
         answers = []
         for index, verdict in enumerate(self._decide([*map(_check_or_error, requests)]), start):

@@ -10,6 +10,9 @@ from typing import Final
 _MORE: Final = 0x80
 """The bit of a varint's byte that says another one follows."""
 
+ONE_BYTE: Final = _MORE
+"""Numbers below are one byte."""
+
 _MAX_BYTES: Final = 10
 
 _KEPT_BITS: Final = 14

@@ -19,7 +19,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.services.varints import read_varint
+from ratelimitd.services.varints import ONE_BYTE, read_varint
 from ratelimiter.v1 import ratelimiter_pb2
 
 WHOLE_MESSAGE: Final = "request"
@@ -29,14 +29,11 @@ MAX_TOP_LEVEL_FIELDS: Final = 2_000
 """Fields of one large message that are looked at, one by one, in about 1 ms, before it is refused unread. The longest
 batch has half of them."""
 
-_ITEM_TAG: Final = 0x0A
+ITEM_TAG: Final = b"\x0a"
 """``BatchRateLimitRequest.requests``: field 1, length-delimited."""
 
 _LONGEST_PREFIX_BYTES: Final = 3
 """Tag and length of an item of a batch, if that is of less than 16 KiB."""
-
-_ONE_BYTE: Final = 0x80
-"""Lengths below are varints of one byte."""
 
 _Field = descriptor_pb2.FieldDescriptorProto
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -178,13 +175,13 @@ def split_batch(data: bytes, at_most: int) -> list[bytes] | None:
     position, end = 0, len(data)
     while position < end and len(items) < at_most:
         start = position + 2
-        if data[position] != _ITEM_TAG or start > end:
+        if data[position] != ITEM_TAG[0] or start > end:
             return None
         size = data[position + 1]
-        if size >= _ONE_BYTE:
+        if size >= ONE_BYTE:
             size, start = read_varint(data, position + 1)
-            if start > position + _LONGEST_PREFIX_BYTES:
-                return None  # parsers take a longer one only up to a point
+            if start > position + _LONGEST_PREFIX_BYTES or data[start - 1] >= ONE_BYTE:
+                return None  # parsers take a longer one only up to a point; or it is cut off
         position = start + size
         items.append(data[start:position])
     return items if position == end else None

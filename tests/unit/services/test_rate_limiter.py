@@ -161,6 +161,7 @@ async def test_a_long_batch_is_answered_in_order_whoever_checks_between_its_slic
     items[SLICE_ITEMS + 1] = pb.RateLimitRequest()
     answering = asyncio.ensure_future(answer_to(service, items))
     await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)  # and is for the general way
     await asyncio.sleep(0)  # the first slice
     assert len(limiter.asked) == SLICE_ITEMS
     service.check_rate_limit(A_CHECK.SerializeToString(), CALL)
@@ -235,12 +236,29 @@ class TestBatchesOfCanonicalChecks:
         assert max(later - before for before, later in itertools.pairwise(turns)) == SLICE_ITEMS
         assert stats.allowed_total == sum(stats.latency_counts) == MAX_BATCH_ITEMS
 
+    async def test_no_turn_of_the_loop_reads_more_than_a_slice(self, service, monkeypatch):
+        read, sizes = service._bulk.read, []
+        monkeypatch.setattr(
+            service._bulk, "read", lambda items: sizes.append(len(items)) or read(items)
+        )
+        await answer_to(service, [A_CHECK] * (2 * SLICE_ITEMS + 1))
+        assert sizes == [SLICE_ITEMS, SLICE_ITEMS, 1]
+
+    async def test_a_long_batch_that_is_none_charges_nothing(self, service, stats, monkeypatch):
+        monkeypatch.undo()  # the last item is for the general way
+        items = [A_CHECK.SerializeToString()] * (2 * SLICE_ITEMS) + [b"\xff"]
+        data = b"".join(b"\x0a" + bytes([len(item)]) + item for item in items)
+        with pytest.raises(InvalidInputError):
+            await service.check_rate_limit_batch(data, CALL)
+        assert (stats.allowed_total, stats.invalid_total) == (0, 1)
+
     async def test_rules_that_change_hold_for_the_rest_of_a_batch(self, service, limiter):
         answering = asyncio.ensure_future(answer_to(service, [A_CHECK] * 4 * SLICE_ITEMS))
-        await asyncio.sleep(0)  # it has begun
-        await asyncio.sleep(0)  # the first slice
+        for _ in range(1 + 4):
+            await asyncio.sleep(0)  # it has begun, and reads slice by slice
+        await asyncio.sleep(0)  # the first answers
         limiter.replace_book(RuleBook.of([replace(self.RULE, limit=150)], 2))
-        await asyncio.sleep(0)  # the second
+        await asyncio.sleep(0)  # the second ones
         limiter.replace_book(RuleBook.of([], 3))
         answers = responses(await answering)
         limits = [2_000] * SLICE_ITEMS + [150] * SLICE_ITEMS + [0] * 2 * SLICE_ITEMS
