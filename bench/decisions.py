@@ -37,7 +37,7 @@ def measure() -> list[Row]:
 def _decision(algorithm: Algorithm) -> Callable[[], None]:
     rule, decide, state = _rule(algorithm), DECIDE[algorithm], None
     for number in range(45):
-        state = decide(state, rule, NOW_US + number * 1_000, 1).state
+        state = decide(state, rule, NOW_US + number * 1_000, 1)[5]
     now_us = itertools.count(NOW_US + 45_000)
     return lambda: decide(state, rule, next(now_us), 1) and None
 
