@@ -258,9 +258,9 @@ async def test_a_gzip_bomb_is_inflated_no_further_than_the_bound(plain, path):
 async def test_a_peer_that_calls_without_pause_takes_turns_with_the_others(plain, monkeypatch):
     turns, take_turn = [], NativeConnection._turn
 
-    def turn(connection, octets):
+    def turn(connection, *arguments):
         before = plain.answered
-        take_turn(connection, octets)
+        take_turn(connection, *arguments)
         turns.append((connection, plain.answered - before))
 
     monkeypatch.setattr(NativeConnection, "_turn", turn)
