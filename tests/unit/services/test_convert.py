@@ -9,6 +9,7 @@ from ratelimitd.services.convert import (
     answer_of,
     check_of,
     invalid_answer_of,
+    is_canonical_address,
     target_of,
 )
 from ratelimitd.services.wire import parse_check, parse_reset
@@ -165,3 +166,22 @@ def test_a_malformed_item_is_not_allowed_and_says_where_and_why():
     assert invalid_answer_of(error, "requests[0].") == pb.RateLimitResponse(
         reason=pb.INVALID_REQUEST, error="requests[0].endpoint: must be; requests[0].x: no"
     )
+
+
+@pytest.mark.parametrize(
+    ("raw", "canonical"),
+    [
+        (b"192.0.2.7", True),
+        (b"2001:db8::1", True),
+        (b"2001:DB8::1", False),
+        (b"2001:db8:0::1", False),
+        (b"::ffff:192.0.2.7", False),
+    ],
+)
+def test_an_address_has_one_canonical_spelling(raw, canonical):
+    assert is_canonical_address(raw) is canonical
+
+
+def test_what_is_no_address_is_not_canonical_either():
+    with pytest.raises(ValueError, match="must be an IPv4 or IPv6 address"):
+        is_canonical_address(b"192.0.2.007")
