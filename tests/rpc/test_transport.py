@@ -161,7 +161,7 @@ async def test_a_handler_sees_how_long_its_caller_waits(serve):
         return str(call.time_remaining_s()).encode()
 
     async with serve(unary={"/s/m": left}) as serving:
-        assert 0 < float(await serving.call()) <= 30
+        assert 0 < float(await serving.call()) <= 31  # grpcio rounds what it sends up
         assert await serving.channel.unary_unary("/s/m")(b"") == b"None"
 
 
