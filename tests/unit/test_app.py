@@ -335,7 +335,7 @@ def impatient(monkeypatch):
 
 @contextmanager
 def locked(path):
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         yield
         connection.execute("ROLLBACK")
@@ -351,7 +351,7 @@ def damaged(path):
 
 @contextmanager
 def without_a_table(path):
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as connection:
         connection.execute("ALTER TABLE secrets RENAME TO secrets_away")
         yield
         connection.execute("ALTER TABLE secrets_away RENAME TO secrets")
