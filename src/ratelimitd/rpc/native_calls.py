@@ -187,6 +187,7 @@ class ConnectionCalls:
             self._shared.count(TransportError.CANCELLED)
             open_call.cancel()
         self._unusual.clear()
+        self.answers.lose()
 
     # What the clock and the server do
 

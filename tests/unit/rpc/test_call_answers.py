@@ -118,6 +118,16 @@ def test_nothing_to_acknowledge_is_nothing_to_send(caller):
     assert caller.woken == 0
 
 
+def test_nobody_is_woken_for_a_connection_that_is_gone(caller):
+    caller.feed(caller.call_head(1), data(1, b"\0\0"))
+    woken = caller.woken
+    caller.calls.answers.acknowledge(1, 1)
+    assert caller.woken == woken + 1
+    caller.calls.lose_all()
+    caller.calls.answers.acknowledge(1, 1)
+    assert caller.woken == woken + 1
+
+
 def test_a_request_that_is_refused_is_counted_as_a_bad_one(caller):
     caller.feed(caller.call_head(1))
     caller.calls.answers.refuse(1, RpcError(StatusCode.INTERNAL, "not a message"))

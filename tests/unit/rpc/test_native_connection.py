@@ -1,6 +1,8 @@
 """What moves octets between a transport of asyncio and a connection; the transport here writes down what it is told."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -217,6 +219,25 @@ async def test_a_lost_connection_cancels_what_runs_for_it(owner, transport, peer
     connection.go_away()
     await turns()
     assert transport.octets == b""
+
+
+@pytest.fixture
+def no_collector():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_lost_connection_is_freed_without_the_garbage_collector(owner, transport, peer):
+    connection = owner.connection(transport)
+    connection.data_received(post(peer, 1) + post(peer, 3, "/wait"))
+    connection.connection_lost(None)
+    await owner.shared.all_ended()
+    kept = weakref.ref(connection)
+    owner.gone.clear()
+    del connection
+    assert kept() is None
 
 
 @pytest.mark.parametrize(("eof", "told"), [(True, "write_eof"), (False, "close")])
