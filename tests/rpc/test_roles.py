@@ -64,6 +64,20 @@ async def test_with_tokens_no_or_a_wrong_one_is_unauthenticated_even_here(
     assert await verdict(guarded_node, path, metadata) is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_each_call_on_one_connection_has_its_own_credentials(guarded_node):
+    method = guarded_node.channel.unary_unary("/ratelimiter.v1.RateLimiterConfig/CreateRateLimit")
+    codes = []
+    for token in ("the-admin-token", "wrong", "the-check-token", "the-admin-token"):
+        with pytest.raises(
+            grpc.aio.AioRpcError
+        ) as caught:  # without a deadline: alike but for the token
+            await method(b"\xff", metadata=bearer(token))
+        codes.append(caught.value.code())
+    past_the_guard = grpc.StatusCode.INVALID_ARGUMENT
+    refused = [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED]
+    assert codes == [past_the_guard, *refused, past_the_guard]
+
+
 async def test_health_and_reflection_are_open_to_everybody(guarded_node):
     code, _ = await guarded_node.outcome("/grpc.health.v1.Health/Check", b"", metadata=FORWARDED)
     assert code is grpc.StatusCode.OK

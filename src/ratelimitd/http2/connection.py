@@ -39,7 +39,7 @@ class Connection:
     Attributes:
         ended: why nothing more happens, None while it does.
         has_more: ``receive`` has stopped at the bound of a slice; ``receive(b"")`` goes on.
-        send_unary, send_unaries, send_headers, send_data, send_trailers: see :class:`ratelimitd.http2.sending.Sender`.
+        send_unary, send_headers, send_data, send_trailers: see :class:`ratelimitd.http2.sending.Sender`.
     """
 
     __slots__ = (
@@ -56,7 +56,6 @@ class Connection:
         "send_data",
         "send_headers",
         "send_trailers",
-        "send_unaries",
         "send_unary",
     )
 
@@ -77,7 +76,6 @@ class Connection:
         self.has_more = False
         # The sender's own methods: a call in between would cost each answer 50 ns.
         self.send_unary = sender.send_unary
-        self.send_unaries = sender.send_unaries
         self.send_headers = sender.send_headers
         self.send_data = sender.send_data
         self.send_trailers = sender.send_trailers

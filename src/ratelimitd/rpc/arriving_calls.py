@@ -77,7 +77,7 @@ class ArrivingCalls:
     def _begin(self, stream_id: int, head: RequestHead) -> None:
         turn, answers = self._turn, self._answers
         turn.dear = True
-        plan, timeout_s = self._reader.read(head)
+        plan = self._reader.read(head)
         if not self._table.has_room:
             self._shared.count(TransportError.TOO_MANY_CALLS)
             answers.fail(stream_id, TOO_MANY_CALLS)
@@ -89,8 +89,7 @@ class ArrivingCalls:
             self._shared.count(plan.refusal.cause)
             answers.fail(stream_id, plan.refusal.error, plan.refusal.fields)
             return
-        deadline_s = None if timeout_s is None else turn.came_s + timeout_s
-        call = self._reader.call(plan, head, deadline_s)
+        call = self._reader.call(plan, head, turn.came_s)
         open_call = self._table.enter(stream_id, plan, call, turn.came_s)
         if plan.bidi_stream is not None:
             questions = open_call.questions = self._questions(stream_id, open_call)

@@ -21,7 +21,7 @@ from ratelimitd.rpc.interface import (
 )
 from ratelimitd.rpc.plain_answers import PlainAnswer, plain_answer
 from ratelimitd.rpc.status_blocks import ACCEPTED_ENCODINGS, Fields
-from ratelimitd.rpc.timeouts import parse_timeout_s
+from ratelimitd.rpc.timeouts import is_positive_timeout, parse_timeout_s
 
 StreamHandler = Callable[[Any, "NativeCall"], AsyncIterator[bytes]]
 
@@ -77,10 +77,10 @@ class CallPlan:
         refusal: what is wrong with the call.
         plain: the answer to a request that is not of gRPC at all.
         encoding: of compressed messages.
-        timeout_s: how long the caller waits; ``None`` without a deadline.
+        timeout_s: how long the callers wait that do not say anything else; ``None`` without a deadline.
         unary, server_stream, bidi_stream: the handler of the route; one of them is there.
         bulk: the shortcut of the unary handler, if it has one.
-        call: what the handler is given when there is no deadline: one object for all calls of the plan.
+        call: what the handler is given when nothing varies and there is no deadline: one object for all such calls.
     """
 
     __slots__ = (
@@ -170,8 +170,8 @@ class CallReader:
         self._peer = peer
         self._monotonic_s = monotonic_s
 
-    def read(self, head: RequestHead) -> tuple[CallPlan, float | None]:
-        """How to answer a request, and how long its caller waits.
+    def read(self, head: RequestHead) -> CallPlan:
+        """How to answer a request.
 
         What a plan was made of is looked at once for all heads that differ in nothing but metadata and the deadline.
         """
@@ -180,25 +180,23 @@ class CallReader:
         if kept is None:
             kept = model.note = self._made(model.fields)
         plan: CallPlan = kept  # type: ignore[assignment]  # nobody else keeps notes with heads; cast() costs 40 ns
+        for name, value in head.varying:
+            if name in _MEANINGFUL and not (name == _TIMEOUT and is_positive_timeout(value)):
+                return self._made(head.fields)
+        if not head.varying:
+            head.note = plan
+        return plan
+
+    def call(self, plan: CallPlan, head: RequestHead, came_s: float) -> NativeCall:
+        """What the handler of one call is given that came at ``came_s``."""
         timeout_s = plan.timeout_s
         for name, value in head.varying:
             if name == _TIMEOUT:
-                try:
-                    timeout_s = parse_timeout_s(value)
-                except ValueError:
-                    return self._made(head.fields), None
-                if not timeout_s:
-                    return self._made(head.fields), timeout_s
-            elif name in _MEANINGFUL:
-                plan = self._made(head.fields)
-                return plan, plan.timeout_s
-        if not head.varying:
-            head.note = plan
-        return plan, timeout_s
-
-    def call(self, plan: CallPlan, head: RequestHead, deadline_s: float | None) -> NativeCall:
-        """What the handler of one call is given."""
+                timeout_s = parse_timeout_s(value)
+        if timeout_s is None and plan.call is not None and not head.varying:
+            return plan.call
         route = cast("Route", plan.route)  # who asks has looked: no call without a method
+        deadline_s = None if timeout_s is None else came_s + timeout_s
         return NativeCall(route.path, head.fields, self._peer, self._monotonic_s, deadline_s)
 
     def _made(self, fields: Fields) -> CallPlan:

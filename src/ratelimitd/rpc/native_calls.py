@@ -109,9 +109,8 @@ class ConnectionCalls:
                 request: CompleteRequest = event  # type: ignore[assignment]  # mypy cannot tell; cast() costs 40 ns
                 head, body = request[1], request[2]
                 plan: CallPlan | None = head.note  # type: ignore[assignment]  # nobody else keeps notes with heads
-                timeout_s = None
                 if plan is None:
-                    plan, timeout_s = self._reader.read(head)
+                    plan = self._reader.read(head)
                 if plan.bulk is not None and body[:PREFIX_BYTES] == PREFIXES.get(len(body)):
                     if plan.bulk is not run.handler:
                         self._answer_run(run)
@@ -119,7 +118,7 @@ class ConnectionCalls:
                     run.requests.append(request)
                     run.messages.append(body[PREFIX_BYTES:])
                     continue
-                self._whole(request, plan, timeout_s)
+                self._whole(request, plan)
             else:
                 self._arriving.handle(event)
             if turn.dear and turn.is_over():
@@ -141,36 +140,34 @@ class ConnectionCalls:
                 answers = run.handler(run.messages)
             except Exception:  # noqa: BLE001 -- whatever it is, the method's own handler decides about each call
                 shared.count(TransportError.UNEXPECTED)
-        stream_ids = [request[0] for request in requests]
-        self._connection.send_unaries(stream_ids, UNARY_ANSWER, answers)
-        if None in answers:
-            pairs = zip(requests, answers, strict=True)
-            self._unusual.extend(request for request, answer in pairs if answer is None)
+        send = self._connection.send_unary
+        for request, answer in zip(requests, answers, strict=True):
+            if answer is None:
+                self._unusual.append(request)
+            else:
+                send(request[0], UNARY_ANSWER, answer)
 
     def _answer_unusual(self) -> bool:
         """Answer the calls that no bulk handler has; false: the time of a turn is used up, and some are left."""
         turn, unusual = self._turn, self._unusual
         while unusual:
             request = unusual.popleft()
-            self._whole(request, *self._reader.read(request[1]))
+            self._whole(request, self._reader.read(request[1]))
             if turn.dear and turn.is_over():
                 return not unusual
         return True
 
-    def _whole(self, request: CompleteRequest, plan: CallPlan, timeout_s: float | None) -> None:
+    def _whole(self, request: CompleteRequest, plan: CallPlan) -> None:
         """A request that came in one piece."""
         stream_id, head, body = request
         message = only_message(body)
         if message is None or plan.unary is None:
             self._arriving.take(request)
             return
-        turn, call = self._turn, plan.call
-        timeout_s = plan.timeout_s if timeout_s is None else timeout_s
-        if timeout_s is not None or call is None:
-            deadline_s = None if timeout_s is None else turn.came_s + timeout_s
-            call = self._reader.call(plan, head, deadline_s)
+        turn = self._turn
         if len(body) > _DEAR_BYTES:
             turn.dear = True
+        call = self._reader.call(plan, head, turn.came_s)
         self._starter.unary(stream_id, plan, call, message)
 
     def block(self) -> None:

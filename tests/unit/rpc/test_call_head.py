@@ -26,6 +26,11 @@ def reader():
     return CallReader(routes_of(METHODS), PEER, lambda: 100.0)
 
 
+def timeout_s(reader, head):
+    """What is left of the time of a call that came just now."""
+    return reader.call(reader.read(head), head, 100.0).time_remaining_s()
+
+
 def head(model=None, varying=(), **fields):
     """A head of a good call, with fields changed, added or (None) left out; ``__`` stands for a colon."""
     named = {
@@ -37,50 +42,58 @@ def head(model=None, varying=(), **fields):
 
 
 def test_each_method_is_found_with_the_one_handler_it_has(reader):
-    unary, _ = reader.read(head())
+    unary = reader.read(head())
     assert (unary.unary, unary.server_stream, unary.bidi_stream) == (echo, None, None)
     assert unary.call.method == "/s/m"
-    watch, _ = reader.read(head(__path="/s/w"))
+    watch = reader.read(head(__path="/s/w"))
     assert (watch.unary, watch.server_stream, watch.bidi_stream) == (None, stream, None)
-    bidi, _ = reader.read(head(__path="/s/b"))
+    bidi = reader.read(head(__path="/s/b"))
     assert (bidi.unary, bidi.server_stream, bidi.bidi_stream) == (None, None, stream)
 
 
 def test_a_shortcut_stands_beside_the_handler_of_its_method(reader):
-    assert reader.read(head())[0].bulk is list
+    assert reader.read(head()).bulk is list
     for path in ("/s/n", "/s/w", "/s/b", "/s/x"):
-        assert reader.read(head(__path=path))[0].bulk is None
+        assert reader.read(head(__path=path)).bulk is None
 
 
 @pytest.mark.parametrize("timeout", ["0S", "0n", "00000000H"])
 def test_a_call_that_is_late_on_arrival_has_no_shortcut(reader, timeout):
-    plan, timeout_s = reader.read(head(grpc_timeout=timeout))
-    assert (plan.bulk, plan.unary, plan.timeout_s, timeout_s) == (None, echo, 0.0, 0.0)
+    plan = reader.read(head(grpc_timeout=timeout))
+    assert (plan.bulk, plan.unary, plan.timeout_s) == (None, echo, 0.0)
+    assert timeout_s(reader, head(grpc_timeout=timeout)) == 0.0
 
 
 def test_where_deadlines_vary_only_those_that_are_late_have_no_shortcut(reader):
     model = head(grpc_timeout="1S")
-    plan, _ = reader.read(model)
+    plan = reader.read(model)
     assert plan.bulk is list
-    for timeout, shortcut in (("2S", list), ("0S", None), ("1n", list), ("0m", None)):
-        varying = ((b"grpc-timeout", timeout.encode()),)
-        found, timeout_s = reader.read(head(model, varying, grpc_timeout=timeout))
+    for timeout, shortcut in (
+        ("2S", list),
+        ("0S", None),
+        ("1n", list),
+        ("0m", None),
+        ("01S", list),
+    ):
+        other = head(model, ((b"grpc-timeout", timeout.encode()),), grpc_timeout=timeout)
+        found = reader.read(other)
         assert (found.bulk, found.unary) == (shortcut, echo)
-        assert (timeout_s == 0) is (shortcut is None)
-    assert reader.read(model) == (plan, 1.0)
+        assert (timeout_s(reader, other) == 0) is (shortcut is None)
+    assert reader.read(model) is plan
+    assert timeout_s(reader, model) == 1.0
     bad = head(model, ((b"grpc-timeout", b"soon"),), grpc_timeout="soon")
-    assert reader.read(bad)[0].bulk is None
+    assert reader.read(bad).bulk is None
 
 
 def test_a_head_that_varies_in_its_compression_keeps_the_shortcut(reader):
     model = head(grpc_encoding="gzip")
     reader.read(model)
     other = head(model, ((b"grpc-encoding", b"identity"),), grpc_encoding="identity")
-    assert reader.read(other)[0].bulk is list
+    assert reader.read(other).bulk is list
 
 
 def test_an_unknown_method_is_unimplemented(reader):
-    plan, _ = reader.read(head(__path="/s/x"))
+    plan = reader.read(head(__path="/s/x"))
     assert plan.refusal.error.code is StatusCode.UNIMPLEMENTED
     assert plan.refusal.cause is TransportError.UNKNOWN_METHOD
     assert plan.route is None
@@ -96,11 +109,11 @@ def test_an_unknown_method_is_unimplemented(reader):
     ],
 )
 def test_known_compressions_are_taken(reader, name, encoding):
-    assert reader.read(head(grpc_encoding=name))[0].encoding is encoding
+    assert reader.read(head(grpc_encoding=name)).encoding is encoding
 
 
 def test_an_unknown_compression_is_refused_with_those_that_are_known(reader):
-    refusal = reader.read(head(grpc_encoding="snappy"))[0].refusal
+    refusal = reader.read(head(grpc_encoding="snappy")).refusal
     assert refusal.error.code is StatusCode.UNIMPLEMENTED
     assert refusal.fields == ((b"grpc-accept-encoding", b"identity, deflate, gzip"),)
 
@@ -110,7 +123,7 @@ def test_an_unknown_compression_is_refused_with_those_that_are_known(reader):
     ["application/grpc", "application/grpc+proto", "application/grpc;charset=utf-8"],
 )
 def test_a_content_type_of_grpc_is_a_call(reader, content_type):
-    assert reader.read(head(content_type=content_type))[0].plain is None
+    assert reader.read(head(content_type=content_type)).plain is None
 
 
 @pytest.mark.parametrize(
@@ -124,51 +137,65 @@ def test_a_content_type_of_grpc_is_a_call(reader, content_type):
     ],
 )
 def test_a_request_that_is_not_of_grpc_is_answered_as_one_of_http(reader, name, value):
-    plan, _ = reader.read(head(**{name: value}))
+    plan = reader.read(head(**{name: value}))
     assert plan.plain is not None
     assert plan.route is None
 
 
 def test_a_deadline_is_read_from_the_head(reader):
-    assert reader.read(head(grpc_timeout="250m"))[1] == 0.25
-    assert reader.read(head())[1] is None
-    refusal = reader.read(head(grpc_timeout="soon"))[0].refusal
+    assert timeout_s(reader, head(grpc_timeout="250m")) == 0.25
+    assert timeout_s(reader, head()) is None
+    refusal = reader.read(head(grpc_timeout="soon")).refusal
     assert refusal.error.message == "Error parsing 'grpc-timeout' metadata"
 
 
 def test_of_a_repeated_field_the_first_counts(reader):
     twice = RequestHead((*head(grpc_timeout="1S").fields, (b"grpc-timeout", b"2S")))
-    assert reader.read(twice)[1] == 1.0
+    assert timeout_s(reader, twice) == 1.0
 
 
 def test_a_head_is_judged_once_and_those_like_it_never(reader):
     model = head(grpc_timeout="1S", user_agent="a")
-    plan, _ = reader.read(model)
-    assert reader.read(model)[0] is plan
+    plan = reader.read(model)
+    assert reader.read(model) is plan
     like = head(model, ((b"grpc-timeout", b"3S"), (b"user-agent", b"b")), grpc_timeout="3S")
-    assert reader.read(like) == (plan, 3.0)
+    assert reader.read(like) is plan
+    assert timeout_s(reader, like) == 3.0
     assert like.note is None
     same = head(model, grpc_timeout="1S", user_agent="a")
-    assert reader.read(same) == (plan, 1.0)
+    assert reader.read(same) is plan
+    assert timeout_s(reader, same) == 1.0
     assert same.note is plan
 
 
 def test_a_head_that_varies_in_what_decides_is_judged_anew(reader):
     model = head(grpc_encoding="gzip", grpc_timeout="1S")
-    plan, _ = reader.read(model)
+    plan = reader.read(model)
     other = head(model, ((b"grpc-encoding", b"deflate"),), grpc_encoding="deflate")
-    assert reader.read(other)[0].encoding is Encoding.DEFLATE
+    assert reader.read(other).encoding is Encoding.DEFLATE
     late = head(model, ((b"grpc-timeout", b"soon"),), grpc_timeout="soon")
-    assert reader.read(late)[0].refusal is not None
-    assert reader.read(model)[0] is plan
+    assert reader.read(late).refusal is not None
+    assert reader.read(model) is plan
 
 
 def test_the_call_of_a_head_has_its_metadata_and_its_deadline(reader):
     model = head(grpc_timeout="1S", x_a="1")
-    plan, _ = reader.read(model)
-    call = reader.call(plan, head(x_a="2"), 101.5)
+    plan = reader.read(model)
+    call = reader.call(plan, head(x_a="2"), 100.5)
     assert (call.method, call.metadata("x-a")) == ("/s/m", "2")
     assert call.time_remaining_s() == 1.5
+
+
+def test_calls_that_differ_in_their_metadata_are_different_calls(reader):
+    model = head(authorization="Bearer a")
+    other = head(model, ((b"authorization", b"Bearer b"),), authorization="Bearer b")
+    plan = reader.read(model)
+    assert reader.read(other) is plan
+    tokens = [
+        reader.call(plan, one, 100.0).metadata("authorization") for one in (model, other, model)
+    ]
+    assert tokens == ["Bearer a", "Bearer b", "Bearer a"]
+    assert reader.call(plan, model, 100.0) is reader.call(plan, model, 101.0)
 
 
 def call_with(*fields, deadline_s=None, now_s=0.0):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ratelimitd.rpc.timeouts import parse_timeout_s
+from ratelimitd.rpc.timeouts import is_positive_timeout, parse_timeout_s
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,7 @@ from ratelimitd.rpc.timeouts import parse_timeout_s
 )
 def test_a_timeout_is_up_to_eight_digits_and_a_unit(value, seconds):
     assert parse_timeout_s(value) == pytest.approx(seconds)
+    assert is_positive_timeout(value) is not value.startswith(b"0")
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,4 @@ def test_a_timeout_is_up_to_eight_digits_and_a_unit(value, seconds):
 def test_anything_else_is_none(value):
     with pytest.raises(ValueError, match="no timeout"):
         parse_timeout_s(value)
+    assert not is_positive_timeout(value)
