@@ -56,6 +56,13 @@ def ours(decoder, block):
         return HeaderListTooLargeError
 
 
+def ours_or_none(decoder, block):
+    try:
+        return ours(decoder, block)
+    except HpackError:
+        return HpackError
+
+
 def assert_same_table(our_table, their_table):
     assert dynamic(our_table) == [tuple(map(bytes, entry)) for entry in their_table.dynamic_entries]
     assert our_table.max_bytes == their_table.maxsize
@@ -121,6 +128,47 @@ def test_what_they_encode_we_decode(their_lists, resizes, with_huffman):
             encoder.header_table_size = resizes[number]
         assert decoder.decode(encoder.encode(some, huffman=with_huffman)) == tuple(some)
         assert_same_table(decoder._table, encoder.header_table)
+
+
+def octets_changed(block, change):
+    """A block with one octet replaced, or cut there."""
+    at, octet = change
+    at %= len(block) + 1
+    return block[:at] if octet is None else block[:at] + bytes((octet,)) + block[at + 1 :]
+
+
+changes = st.none() | st.tuples(st.integers(0, 60), st.none() | st.integers(0, 255))
+turns = st.lists(
+    st.tuples(st.sampled_from([b"k", b"grpc-timeout"]), values, st.booleans(), changes),
+    max_size=40,
+)
+
+
+@given(st.lists(fields, max_size=4), turns, sizes, st.integers(0, 70))
+def test_a_block_that_follows_another_is_what_it_would_be_by_itself(
+    constant, several, table_bytes, before
+):
+    encoder, quick, plain = hpack.Encoder(), Decoder(), Decoder()
+    encoder.header_table_size = table_bytes
+    for number in range(before):  # so that some indexes need two octets
+        block = encoder.encode([(b"n", b"%d" % number)])
+        assert quick.decode(block) == plain.decode(block)
+    for name, value, with_huffman, change in several:
+        block = encoder.encode([*constant, (name, value)], huffman=with_huffman)
+        if change is not None:
+            block = octets_changed(block, change)
+        expected = ours_or_none(plain, block)
+        field = quick.follow(block)
+        if field is None:
+            assert ours_or_none(quick, block) == expected
+            if isinstance(expected, tuple) and expected:
+                quick.expect_another(block, expected)
+        else:
+            assert expected[-1] == field
+        assert dynamic(quick._table) == dynamic(plain._table)
+        assert quick.generation == plain.generation
+        if not isinstance(expected, tuple):
+            return
 
 
 @given(lists, st.lists(sizes, max_size=12), st.sets(few_names))

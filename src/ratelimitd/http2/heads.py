@@ -66,16 +66,15 @@ class RequestHead:
     that has a ``model`` it looks at that note and at the ``varying`` fields.
 
     Attributes:
-        fields: names and values in the order in which they came.
         content_length: what it says, None when it says nothing.
         flaw: why this is no request, None when it is one.
         model: None, or a head with the same names at the same places, and the same values but for ``varying``. None of
             these means anything to HTTP: method, path and authority are those of the model.
-        varying: the fields which are not those of the model.
+        varying: the fields of which nothing is said by that.
         note: whatever the owner of the connection keeps with a head.
     """
 
-    __slots__ = ("content_length", "fields", "flaw", "model", "note", "varying")
+    __slots__ = ("_fields", "content_length", "flaw", "model", "note", "varying")
 
     def __init__(
         self,
@@ -84,12 +83,19 @@ class RequestHead:
         model: RequestHead | None = None,
         varying: tuple[Field, ...] = (),
     ) -> None:
-        self.fields = fields
+        self._fields = fields
         self.content_length = content_length
         self.model = model
         self.varying = varying
         self.flaw: Flaw | None = None
         self.note: object = None
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Names and values in the order in which they came."""
+        if self.model is not None and not self._fields:
+            self._fields = self.model.fields[:-1] + self.varying
+        return self._fields
 
 
 class HeadReader:
@@ -116,11 +122,19 @@ class HeadReader:
         Raises:
             ConnectionFailureError: the block cannot be decoded; nothing can be after it.
         """
-        generation = self._decoder.generation
+        decoder, model = self._decoder, self._model
+        if model is not None:
+            field = decoder.follow(block)
+            if field is not None:
+                self.kept.clear()
+                if field[1].isalnum() or _is_sound_value(field[1]):
+                    return RequestHead((), model.content_length, model, (field,))
+                return _flawed((*model.fields[:-1], field), Flaw.MALFORMED)
+        generation = decoder.generation
         fields = self._decode(block)
         # What was kept is what blocks mean while the dynamic table stands. A block that changed the table itself would
         # not mean the same a second time.
-        stands = generation == self._decoder.generation
+        stands = generation == decoder.generation
         if not stands:
             self.kept.clear()
         if fields is None:
@@ -128,6 +142,8 @@ class HeadReader:
         head = self._like_model(fields) or self._judge(fields)
         if stands and head.flaw is None and len(block) <= _MAX_KEPT_BLOCK_BYTES:
             self._keep(block, head)
+        if not stands and head.model is not None and self._only_last_varies(head):
+            decoder.expect_another(block, fields)
         return head
 
     def trailers(self, block: bytes) -> tuple[Field, ...] | None:
@@ -139,6 +155,9 @@ class HeadReader:
         fields = self._decode(block)
         self.kept.clear()  # the table may have changed, and trailers are too rare to look
         return fields if fields is not None and all(map(_is_sound, fields)) else None
+
+    def _only_last_varies(self, head: RequestHead) -> bool:
+        return len(head.varying) < 2 and self._varies_at == len(head.fields) - 1
 
     def _keep(self, block: bytes, head: RequestHead) -> None:
         """Keep a head, and forget the others when they are too many."""

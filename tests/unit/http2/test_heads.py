@@ -289,6 +289,30 @@ def test_the_field_that_varied_last_is_judged_each_time():
             assert head.varying == (((b"grpc-timeout", value),) if value != b"1S" else ())
 
 
+def test_heads_that_follow_one_another_are_what_they_would_be_one_by_one():
+    blocks = Blocks()
+    model = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"1S"))
+    assert not blocks.reader.kept
+    for number in range(300):
+        value = b"%du" % number if number % 50 else b"3 \t"
+        head = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", value))
+        assert head.fields == (*PSEUDO, *REST, (b"grpc-timeout", value))
+        assert (head.flaw, head.model) == ((None, model) if number % 50 else (Flaw.MALFORMED, None))
+        assert head.content_length is None
+
+
+def test_what_follows_makes_what_was_kept_be_forgotten():
+    blocks = Blocks()
+    for value in (b"1S", b"2S"):
+        blocks.read(*PSEUDO, *REST, (b"grpc-timeout", value))
+    again = blocks.encoder.encode([*PSEUDO, *REST, (b"grpc-timeout", b"2S")])
+    assert blocks.reader.read(again).varying == ((b"grpc-timeout", b"2S"),)
+    assert again in blocks.reader.kept
+    for value in (b"3S", b"4S", b"5S"):
+        blocks.read(*PSEUDO, *REST, (b"grpc-timeout", value))
+        assert not blocks.reader.kept
+
+
 def test_fields_may_vary_in_turn():
     blocks = Blocks()
     first = blocks.read(*PSEUDO, *REST, (b"x-a", b"1"), (b"x-b", b"1"))

@@ -8,14 +8,20 @@ soon after its list has grown beyond what an honest peer sends by mistake.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from operator import length_hint
 from typing import Final
 
 from ratelimitd.http2.hpack import errors, huffman
 from ratelimitd.http2.hpack.errors import HeaderBombError, HeaderListTooLargeError, HpackError
 from ratelimitd.http2.hpack.integers import decode_continuation
-from ratelimitd.http2.hpack.static_table import ENTRY_OVERHEAD_BYTES, Field
-from ratelimitd.http2.hpack.table import DEFAULT_MAX_BYTES, HeaderTable
+from ratelimitd.http2.hpack.static_table import (
+    ENTRY_OVERHEAD_BYTES,
+    FIRST_DYNAMIC_INDEX,
+    Field,
+)
+from ratelimitd.http2.hpack.table import DEFAULT_MAX_BYTES, HeaderTable, field_bytes
 
 DEFAULT_MAX_LIST_BYTES: Final = 16_384
 """As gRPC's own servers allow: metadata is small, and a limiter's is smaller."""
@@ -30,6 +36,22 @@ MAX_UPDATES: Final = 2
 RUN_OCTETS: Final = 64
 """How much of a block is looked at in one go: more than a call has, and little enough to copy before each literal."""
 
+_MOST_INDEX: Final = 0x7F + 0x7E
+"""Of those that `Decoder.follow` reads: up to two octets, and one more stays so."""
+
+_ONE_MORE_ENTRY: Final = bytes(
+    octet + (octet < 0x7F or 0x80 + FIRST_DYNAMIC_INDEX <= octet < 0xFE) for octet in range(256)
+).replace(b"\xfe\xff", b"\x80\xff")
+"""What an index becomes when an entry is inserted before it; a table for ``bytes.translate``. An octet above 0x80 is an
+index, 0xFF with the octet behind it. 0xFE needs a second one: it becomes 0x80, which is no index."""
+
+_MAX_SHORT_BYTES: Final = 0x7E
+_MAX_SHORT_VALUE_BYTES: Final = _MAX_SHORT_BYTES * 8 // 5
+"""Of a string whose length is written in one octet; the shortest code has 5 bits."""
+
+_NEVER: Final = sys.maxsize
+"""An index that no table reaches."""
+
 
 class Decoder:
     """Decodes the header blocks of one peer, in the order in which they came.
@@ -43,10 +65,16 @@ class Decoder:
     """
 
     __slots__ = (
+        "_behind_run",
         "_bomb_bytes",
+        "_deepest",
         "_due_bytes",
+        "_lead",
         "_max_list_bytes",
         "_max_table_bytes",
+        "_name",
+        "_name_bytes",
+        "_run",
         "_table",
         "generation",
     )
@@ -63,6 +91,12 @@ class Decoder:
         self._due_bytes: int | None = None
         self._max_list_bytes = max_list_bytes
         self._bomb_bytes = max_list_bytes * BOMB_FACTOR
+        # What `follow` goes by: the indexes that a block begins with, the highest of them, what is between them and the
+        # last value, all octets in front of it; and its name.
+        self._run = self._behind_run = self._lead = b""
+        self._deepest = _NEVER
+        self._name = b""
+        self._name_bytes = 0
 
     def set_max_table_bytes(self, max_table_bytes: int) -> None:
         """Follow our SETTINGS_HEADER_TABLE_SIZE; to be called when the peer has acknowledged it.
@@ -70,6 +104,7 @@ class Decoder:
         Was it lowered, the next block has to begin with an update that goes as low (RFC 9113 §4.3.1).
         """
         self._max_table_bytes = max_table_bytes
+        self._deepest = _NEVER
         due = self._table.max_bytes if self._due_bytes is None else self._due_bytes
         if max_table_bytes < due:
             self._due_bytes = max_table_bytes
@@ -82,6 +117,7 @@ class Decoder:
             HeaderBombError: an HpackError, too: the list is more than `BOMB_FACTOR` times over the limit.
             HeaderListTooLargeError: the list is over the limit; the table is in step, the connection may go on.
         """
+        self._deepest = _NEVER
         fields: list[Field] = []
         try:
             list_bytes = self._read(block, fields)
@@ -94,6 +130,68 @@ class Decoder:
                 raise HeaderBombError(errors.LIST_TOO_LARGE)
             raise HeaderListTooLargeError(errors.LIST_TOO_LARGE)
         return tuple(fields)
+
+    def expect_another(self, block: bytes, fields: Sequence[Field]) -> None:
+        """Say that the block which was read last, as ``fields``, may be followed by one with another last value.
+
+        If it was a run of indexes and then a literal for the table, :meth:`follow` can read that one.
+        """
+        at = deepest = 0
+        for _ in fields[1:]:
+            index, at = block[at] - 0x80, at + 1
+            if index == 0x7F:
+                index, at = index + block[at], at + 1
+            if not 0 < index < _MOST_INDEX:
+                return
+            deepest = max(deepest, index + 1)
+        name, kind, behind = fields[-1][0], block[at], at + 1
+        if kind == 0x40 and block[behind] == len(name) <= _MAX_SHORT_BYTES:
+            behind += 1 + len(name)
+        elif not 0x40 < kind < 0x7F:
+            return
+        list_bytes = sum(map(field_bytes, fields)) + _MAX_SHORT_VALUE_BYTES
+        if list_bytes <= self._max_list_bytes:
+            self._expect(block[:at], block[at:behind], max(deepest, kind & 0x3F))
+            self._name, self._name_bytes = name, field_bytes((name, b""))
+
+    def follow(self, block: bytes) -> Field | None:
+        """Read a block that differs from the one before it in the last value alone; return the last field.
+
+        None: it is no such block, or :meth:`expect_another` did not know what to expect. Then nothing was read, and
+        :meth:`decode` is to be called, which takes three times as long.
+        """
+        lead, table, deepest = self._lead, self._table, self._deepest
+        if deepest >= len(table.entries) or not block.startswith(lead):
+            return None
+        string = block[len(lead) :]
+        size = len(string) - 1
+        if not 0 <= size <= _MAX_SHORT_BYTES:
+            return None
+        value = string[1:]
+        if string[0] == 0x80 | size:
+            try:
+                value = huffman.decode(value)
+            except HpackError:
+                return None
+        elif string[0] != size:
+            return None
+        field = (self._name, value)
+        table.insert(field, self._name_bytes + len(value))
+        self.generation += 1
+        self._expect(self._run, self._behind_run, deepest + 1)
+        return field
+
+    def _expect(self, run: bytes, behind_run: bytes, deepest: int) -> None:
+        """Keep what the next block begins with, now that an entry was inserted before those that ``run`` points to."""
+        run = run.translate(_ONE_MORE_ENTRY)
+        if deepest >= 0x7F:
+            run = run.replace(b"\x80", b"\xff\x00")
+            if deepest > _MOST_INDEX:
+                deepest = _NEVER
+        self._run = run
+        self._behind_run = behind_run
+        self._lead = run + behind_run
+        self._deepest = deepest
 
     def _read(self, block: bytes, fields: list[Field]) -> int:
         """Append the fields of a block, up to the one that makes it a bomb; return the size of the list.

@@ -1,3 +1,4 @@
+import hpack
 import pytest
 
 from ratelimitd.http2.hpack import errors
@@ -418,3 +419,159 @@ def test_no_text_of_an_error_holds_what_the_peer_sent():
         Decoder().decode(literal(b"authorization", b"secret") + b"\x80")
     assert "secret" not in str(caught.value)
     assert caught.value.__suppress_context__
+
+
+# Blocks that differ from the one before in the last value
+
+
+TIMEOUT = literal(b"grpc-timeout", b"5S")
+CONSTANT = ((b":path", b"/a.B/C"), (b"te", b"trailers"), (b"user-agent", b"test/1"))
+
+
+def another(decoder, block):
+    """Read a block as :class:`ratelimitd.http2.heads.HeadReader` does; return (fields, whether it was followed)."""
+    field = decoder.follow(block)
+    if field is not None:
+        return field, True
+    fields = decoder.decode(block)
+    if fields:
+        decoder.expect_another(block, fields)
+    return fields[-1] if fields else None, False
+
+
+def after(*blocks, decoder=None):
+    """A decoder that has read these, the last of them to be followed."""
+    decoder = decoder or Decoder()
+    for block in blocks:
+        another(decoder, block)
+    return decoder
+
+
+def state(decoder):
+    return dynamic(decoder), decoder._table.used_bytes, decoder.generation
+
+
+@pytest.mark.parametrize("huffman", [True, False])
+@pytest.mark.parametrize("constant", [CONSTANT, CONSTANT[:1], (), CONSTANT * 9])
+def test_most_blocks_with_a_new_timeout_are_followed_and_all_are_read_right(constant, huffman):
+    encoder, quick, plain, followed = hpack.Encoder(), Decoder(), Decoder(), 0
+    for number in range(2_000):
+        timeout = (b"grpc-timeout", b"%du" % (4_900_000 + number))
+        block = encoder.encode([*constant, timeout], huffman=huffman)
+        field, was_followed = another(quick, block)
+        followed += was_followed
+        assert plain.decode(block) == (*constant, timeout)
+        assert field == timeout
+        assert state(quick) == state(plain)
+    assert followed > 1_800
+
+
+@pytest.mark.parametrize(
+    "lead", [b"\x83", b"\x83\xbe", b"\xbe\xbf\x83", b"\xfe", b"\xff\x00", b"\xfd\xff\x30", b""]
+)
+@pytest.mark.parametrize("kind", [b"\x40\x0cgrpc-timeout", b"\x41", b"\x7e"])
+def test_indexes_move_on_by_one(lead, kind):
+    decoder, plain = with_entries(126), with_entries(126)
+    first = lead + kind + b"\x02aa"
+    assert (plain.decode(first)[-1], False) == another(decoder, first)
+    moved = {b"\xbe": b"\xbf", b"\xbf": b"\xc0", b"\xfe": b"\xff\x00", b"\xfd": b"\xfe"}
+    if b"\xff" not in lead:
+        lead = b"".join(moved.get(bytes((octet,)), bytes((octet,))) for octet in lead)
+    else:
+        lead = {b"\xff\x00": b"\xff\x01", b"\xfd\xff\x30": b"\xfe\xff\x31"}[lead]
+    second = lead + kind + b"\x82\x64\x02"
+    assert (plain.decode(second)[-1], True) == another(decoder, second)
+    assert plain.decode(second)[-1][1] == b"302"
+
+
+def test_a_field_that_was_evicted_is_not_followed():
+    decoder = after(literal(b"old", b"o"), b"\xbe" + TIMEOUT, decoder=Decoder(max_table_bytes=127))
+    assert dynamic(decoder) == ((b"grpc-timeout", b"5S"), (b"old", b"o"))
+    assert decoder.follow(b"\xbf" + TIMEOUT) == (b"grpc-timeout", b"5S")
+    assert len(dynamic(decoder)) == 2
+    assert decoder.follow(b"\xc0" + TIMEOUT) is None
+    refused(decoder, b"\xc0" + TIMEOUT, errors.INDEX_INVALID)
+
+
+def test_a_name_that_was_evicted_is_not_followed():
+    decoder = after(POST + b"\x40\x01k\x02vv", POST + b"\x7e\x02vv", decoder=Decoder(40))
+    block = POST + b"\x7e\x7e" + b"x" * 126  # more than the table holds
+    assert decoder.follow(block) == (b"k", b"x" * 126)
+    assert dynamic(decoder) == ()
+    assert decoder.follow(block) is None
+    refused(decoder, block, errors.INDEX_INVALID)
+
+
+def test_indexes_of_more_than_two_octets_are_not_followed():
+    decoder = Decoder(65_536)
+    decoder.decode(b"\x3f\xe1\xff\x03")
+    for number in range(250):
+        decoder.decode(literal(b"", b"%d" % number))
+    after(b"\xff\x7d" + TIMEOUT, decoder=decoder)  # 252
+    assert decoder.follow(b"\xff\x7e" + TIMEOUT) == (b"grpc-timeout", b"5S")
+    assert decoder.follow(b"\xff\x7f" + TIMEOUT) is None
+    for lead in (b"\xff\x7e", b"\xff\x7f", b"\xff\x80\x01"):
+        assert after(lead + TIMEOUT, decoder=decoder).follow(lead + TIMEOUT) is None
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        b"",
+        b"\x83",
+        POST + TIMEOUT[:-3],
+        POST + TIMEOUT[:-2],
+        POST + TIMEOUT[:-1],
+        POST + TIMEOUT + POST,
+        POST + literal(b"grpc-timeout", b"")[:-1] + b"\x81\x00",  # bad padding
+        POST + literal(b"grpc-timeous", b"5S"),
+        POST + TIMEOUT[:-3] + b"\x7f\x00" + b"x" * 127,
+        b"\x84" + TIMEOUT,
+        b"\x20" + POST + TIMEOUT,
+    ],
+    ids=bytes.hex,
+)
+def test_what_does_not_follow_is_left_unread(block):
+    decoder = after(POST + TIMEOUT)
+    before = state(decoder)
+    assert decoder.follow(block) is None
+    assert state(decoder) == before
+    assert decoder.follow(POST + TIMEOUT) == (b"grpc-timeout", b"5S")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        POST,
+        TIMEOUT + POST,
+        POST + literal(b"k", b"v", b"\x00"),
+        POST + literal(b"k", b"v", b"\x10"),
+        POST + b"\x40\x81\x07\x01v",  # a name in Huffman code
+        literal(b"k", b"v") + literal(b"k", b"v"),
+        b"\x20" + POST + TIMEOUT,
+        POST + b"\x7f\x00\x01v",
+        POST + literal(b"k", b"v") + b"\x00\x01k\x01v",
+    ],
+    ids=bytes.hex,
+)
+def test_only_a_run_of_indexes_and_a_literal_for_the_table_is_followed(block):
+    decoder = with_entries(3)
+    after(block, decoder=decoder)
+    assert decoder.follow(block) is None
+
+
+def test_nothing_follows_another_block_or_a_new_setting():
+    decoder = after(POST + TIMEOUT)
+    decoder.decode(POST)
+    assert decoder.follow(POST + TIMEOUT) is None
+    after(POST + TIMEOUT, decoder=decoder)
+    decoder.set_max_table_bytes(100)
+    assert decoder.follow(POST + TIMEOUT) is None
+    refused(decoder, POST + TIMEOUT, errors.UPDATE_MISSING)
+
+
+def test_a_list_that_might_become_too_large_is_not_followed():
+    fields_bytes = 43 + 46  # POST, and the timeout
+    for most, followed in ((fields_bytes + 201, True), (fields_bytes + 200, False)):
+        decoder = after(POST + TIMEOUT, decoder=Decoder(max_list_bytes=most))
+        assert (decoder.follow(POST + TIMEOUT) is not None) is followed
