@@ -13,20 +13,12 @@ from typing import Any
 import hpack
 
 from bench.report import Row
+from bench.scripts import CHECK, go_fields
 from ratelimitd.http2.hpack import Decoder, huffman
 
 ROUNDS = 7
 BLOCKS = 20_000
-HEAD = [
-    (b":method", b"POST"),
-    (b":scheme", b"http"),
-    (b":path", b"/ratelimiter.v1.RateLimiter/CheckRateLimit"),
-    (b":authority", b"ratelimitd.internal:50051"),
-    (b"content-type", b"application/grpc"),
-    (b"user-agent", b"grpc-go/1.75.0"),
-    (b"te", b"trailers"),
-    (b"x-request-source", b"checkout"),
-]
+HEAD = [*go_fields(CHECK), (b"x-request-source", b"checkout")]
 CONSTANT = [*HEAD, (b"grpc-timeout", b"5S")]
 
 

@@ -14,6 +14,7 @@ import hpack
 
 from bench import report
 from bench.report import Row
+from bench.scripts import CHECK, go_fields
 from ratelimitd.http2 import frames
 from ratelimitd.http2.answers import UnaryAnswer, static_block
 from ratelimitd.http2.connection import Connection
@@ -26,15 +27,7 @@ ANSWER = UnaryAnswer(
     static_block([(b":status", b"200"), (b"content-type", b"application/grpc")]),
     static_block([(b"grpc-status", b"0")]),
 )
-HEAD = [
-    (b":method", b"POST"),
-    (b":scheme", b"http"),
-    (b":path", b"/ratelimiter.v1.RateLimiter/CheckRateLimit"),
-    (b":authority", b"ratelimitd.internal:50051"),
-    (b"content-type", b"application/grpc"),
-    (b"user-agent", b"grpc-go/1.75.0"),
-    (b"te", b"trailers"),
-]
+HEAD = go_fields(CHECK)
 REQUEST = b"\0\0\0\0\x2a" + bytes(42)
 MESSAGE = b"\0\0\0\0\x3c" + bytes(60)
 

@@ -106,7 +106,8 @@ def _field_bytes(field: Field) -> int:
     return len(field[0]) + len(field[1]) + 32
 
 
-def _go_fields(path: bytes) -> list[Field]:
+def go_fields(path: bytes) -> list[Field]:
+    """What grpc-go sends with a call, but for its deadline."""
     return [
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -144,16 +145,16 @@ def _constant_blocks(fields: list[Field]) -> Iterator[bytes]:
 
 
 def _checks() -> Iterator[bytes]:
-    return _constant_blocks([*_go_fields(CHECK), (b"grpc-timeout", b"5S")])
+    return _constant_blocks([*go_fields(CHECK), (b"grpc-timeout", b"5S")])
 
 
 def _batches() -> Iterator[bytes]:
-    return _constant_blocks([*_go_fields(BATCH), (b"grpc-timeout", b"5S")])
+    return _constant_blocks([*go_fields(BATCH), (b"grpc-timeout", b"5S")])
 
 
 def _go_timeouts() -> Iterator[bytes]:
     """What is left of 5 s, in µs."""
-    source, heads = random.Random(7541), Heads(_go_fields(CHECK))
+    source, heads = random.Random(7541), Heads(go_fields(CHECK))
     while True:
         yield heads.block(b"%du" % source.randint(4_900_000, 4_999_999))
 

@@ -3,8 +3,21 @@
 from ratelimitd.limiter import Limiter
 
 
-class OneByOne(Limiter):
+class OneByOne:
     """A limiter that has nothing to offer to the bulk way, so that every check goes the general one."""
+
+    def __init__(self, **options) -> None:
+        self._limiter = Limiter(**options)
+        self.replace_book = self._limiter.replace_book
+        self.check = self._limiter.check
+        self.check_batch = self._limiter.check_batch
+        self.reset = self._limiter.reset
+        self.now_us = self._limiter.now_us
+        self.charge = self._limiter.charge
+
+    @property
+    def book(self):
+        return self._limiter.book
 
     def scope(self, _endpoint, _identifier_type):
         return None

@@ -200,12 +200,9 @@ class Limiter:
         return outcome
 
     def _decide(self, check: Check, now_us: int) -> Decision:
-        try:
-            scope = self._scopes[check.endpoint, check.identifier_type]
-        except KeyError:
-            if self._book is None:
-                return self._fail_open(Reason.FAIL_OPEN_ERROR, None)
-            scope = self._remember_scope(self._book, check.endpoint, check.identifier_type)
+        scope = self.scope(check.endpoint, check.identifier_type)
+        if scope is None and self._book is None:
+            return self._fail_open(Reason.FAIL_OPEN_ERROR, None)
         if check.timestamp:
             rule = None if scope is None else scope.rule
             now_us = self._check_time_us(check.timestamp, now_us, rule)
@@ -224,9 +221,10 @@ class Limiter:
         outcome = self._buckets.peek(key, scope.rule, scope.decide, now_us, check.cost)
         if outcome[0]:
             self._stats.allowed_total += 1
+            scope.counters[0] += 1
         else:
             self._stats.blocked_total += 1
-        scope.counters[0 if outcome[0] else 1] += 1
+            scope.counters[1] += 1
         return outcome
 
     def _check_time_us(self, timestamp: int, now_us: int, rule: Rule | None) -> int:

@@ -28,6 +28,8 @@ from tests.http2_peer import (
 PATIENCE_S = 30.0
 """For what must happen on a busy machine; nothing here is measured in time."""
 
+LINES = ["tcp", "unix", "tls"]
+
 AMPLIFICATION = 20
 """What a batch of empty checks is answered by, in its own size."""
 

@@ -1,6 +1,7 @@
 import pytest
 
 from ratelimitd.rpc.transports import TRANSPORTS
+from tests.rpc.abuse import LINES, Serving
 from tests.rpc.node import running_node
 
 
@@ -15,3 +16,17 @@ async def node(tmp_path, transport):
     """A node with no rule yet, on an ephemeral port."""
     async with running_node(tmp_path, transport=transport) as running:
         yield running
+
+
+@pytest.fixture
+async def plain(tmp_path):
+    """A native server on TCP whose clock the test moves."""
+    async with Serving(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(params=LINES)
+async def serving(request, tmp_path):
+    """The same on each kind of line."""
+    async with Serving(tmp_path, request.param) as found:
+        yield found

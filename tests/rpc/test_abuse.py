@@ -33,21 +33,6 @@ from tests.http2_peer import (
 )
 from tests.rpc.abuse import Serving, until
 
-LINES = ["tcp", "unix", "tls"]
-
-
-@pytest.fixture(params=LINES)
-async def serving(request, tmp_path):
-    async with Serving(tmp_path, request.param) as found:
-        yield found
-
-
-@pytest.fixture
-async def plain(tmp_path):
-    async with Serving(tmp_path) as found:
-        yield found
-
-
 # Floods. Each yields frames for ever; a limit has to end it.
 
 

@@ -24,22 +24,7 @@ from tests.http2_peer import (
     settings,
     window_update,
 )
-from tests.rpc.abuse import Serving, bomb, until
-
-LINES = ["tcp", "unix", "tls"]
-
-
-@pytest.fixture(params=LINES)
-async def serving(request, tmp_path):
-    async with Serving(tmp_path, request.param) as found:
-        yield found
-
-
-@pytest.fixture
-async def plain(tmp_path):
-    async with Serving(tmp_path) as found:
-        yield found
-
+from tests.rpc.abuse import LINES, Serving, bomb, until
 
 # Slow peers, under a clock that the test moves
 
