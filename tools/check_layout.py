@@ -51,6 +51,7 @@ CORE = (
     "errors.py",
     "http2/*.py",
     "http2/hpack/*.py",
+    "ledger/*.py",
     "limiter.py",
     "model.py",
     "rules/book.py",

@@ -17,6 +17,8 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
 from struct import Struct
 from typing import Final
 
@@ -90,6 +92,22 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     leaving = bisect_left(cells, gone + used + cost - limit, runs + first + 1) - runs - 1
     retry_after = -(-(cells[leaving] + window_us - now_us) // US_PER_S)
     return (DENIED, remaining, reset_time, min(retry_after, INT32_MAX), LIMIT_EXCEEDED, state)
+
+
+def runs_of(state: State) -> list[tuple[int, int]]:
+    """The runs of a log: (time in µs, tokens), ascending."""
+    cells = memoryview(state).cast("q")
+    runs = len(cells) >> 1
+    return [(cells[run], cells[runs + run + 1] - cells[runs + run]) for run in range(runs)]
+
+
+def state_of(runs: Iterable[tuple[int, int]]) -> State:
+    """The log of runs, which ascend and are at least one; of more than ``MAX_RUNS`` neighbours merge."""
+    times, tokens = zip(*runs, strict=True)
+    state = array("q", (*times, 0, *accumulate(tokens))).tobytes()
+    while len(state) > (2 * MAX_RUNS + 1) * _CELL:
+        state = _compacted(state)
+    return state
 
 
 def _accepted(  # noqa: PLR0917 - what both ways of accepting know

@@ -260,3 +260,21 @@ def test_a_log_of_real_size_takes_256_kib_at_most():
         largest = max(largest, len(state))
     assert largest == (2 * MAX_RUNS + 1) * 8
     assert sum(count for _, count in runs_of(state)) == MAX_RUNS + 50
+
+
+# Logs as runs
+
+NOW = T_S * 1_000_000
+
+
+def test_a_log_is_its_runs():
+    runs = [(NOW, 2), (NOW + 1, 1), (NOW + 5, 7)]
+    assert sliding_window.runs_of(sliding_window.state_of(runs)) == runs
+
+
+def test_a_log_of_very_many_runs_is_merged_to_the_later_times():
+    runs = [(NOW + number, 1) for number in range(2 * sliding_window.MAX_RUNS + 1)]
+    merged = sliding_window.runs_of(sliding_window.state_of(runs))
+    assert len(merged) <= sliding_window.MAX_RUNS
+    assert sum(tokens for _, tokens in merged) == len(runs)
+    assert merged[-1][0] == runs[-1][0]

@@ -1,0 +1,201 @@
+"""What spends do to a bucket, for each algorithm: the arithmetic of the ledger. Pure.
+
+An algorithm judges one check and charges it. The ledger also has to charge what another node has long allowed, so here
+a bucket may be overdrawn, and what is owed is kept until it is paid off. A spend is charged at the time at which it was
+decided, wherever it is charged and however late it comes, so that nodes whose clocks differ charge the same window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, Protocol, TypeAlias
+
+from ratelimitd.algorithms import fixed_window, sliding_window, token_bucket
+from ratelimitd.model import DENIED, INT32_MAX, LIMIT_EXCEEDED, US_PER_S, Algorithm, Outcome, Rule
+
+Run: TypeAlias = tuple[int, int]
+"""(time in µs, tokens): so many were allowed then."""
+
+BucketState: TypeAlias = tuple[int, int] | bytes | None
+"""What an algorithm keeps of a bucket; ``None`` is a full one."""
+
+
+class Account(Protocol):
+    """What the ledger needs to know of an algorithm. States are its own: ``None`` is a full bucket."""
+
+    def judge(self, state: Any, rule: Rule, now_us: int, cost: int) -> Outcome:
+        """Judge one check as the algorithm does, of a bucket that may be overdrawn."""
+
+    def used(self, state: Any, rule: Rule, now_us: int) -> int:
+        """The tokens that are missing at ``now_us``, rounded up; more than the limit where the bucket is overdrawn."""
+
+    def charged(self, state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
+        """The state after ``runs``, in ascending order, whatever it allows."""
+
+    def capped(self, state: Any, rule: Rule) -> Any:
+        """The state under a limit that may have been lowered: no more is owed than one whole capacity."""
+
+    def standing(self, state: Any) -> tuple[int, int]:
+        """(time of the latest spend, how much is spent): never sinks in the life of a bucket."""
+
+    def merged(self, runs: Sequence[Run], rule: Rule) -> Sequence[Run]:
+        """Fewer runs to the same effect: what a batch has to carry."""
+
+
+class TokenBucketAccount:
+    """Of :mod:`ratelimitd.algorithms.token_bucket`: (spent, latest_us), one token being ``window_us`` units."""
+
+    @staticmethod
+    def judge(state: Any, rule: Rule, now_us: int, cost: int) -> Outcome:
+        """Judge one check; what is owed is refilled first, for the algorithm remembers one capacity at most."""
+        capacity = rule.limit * rule.window_us
+        if state is None or state[0] <= capacity:
+            return token_bucket.decide(state, rule, now_us, cost)
+        refilled = _refilled(state, rule, now_us)
+        outcome = token_bucket.decide(refilled, rule, now_us, cost)
+        if outcome[0] or refilled[0] <= capacity:
+            return outcome if outcome[0] else (*outcome[:5], state)
+        spent, at_us = refilled
+        reset_time = -(-(at_us * rule.limit + spent) // (rule.limit * US_PER_S))
+        retry_after, reason = outcome[3:5]
+        if reason is LIMIT_EXCEEDED:
+            due = at_us * rule.limit + spent + cost * rule.window_us - capacity
+            retry_after = -(-(due - now_us * rule.limit) // (rule.limit * US_PER_S))
+        return DENIED, 0, reset_time, min(retry_after, INT32_MAX), reason, state
+
+    @staticmethod
+    def used(state: Any, rule: Rule, now_us: int) -> int:
+        """Tokens that have not been refilled."""
+        return 0 if state is None else -(-_refilled(state, rule, now_us)[0] // rule.window_us)
+
+    @staticmethod
+    def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
+        """All at the time of the last one."""
+        at_us = runs[-1][0]
+        spent, latest_us = (0, at_us) if state is None else _refilled(state, rule, at_us)
+        return spent + sum(tokens for _, tokens in runs) * rule.window_us, latest_us
+
+    @staticmethod
+    def capped(state: Any, rule: Rule) -> Any:
+        """Spent is a capacity at most."""
+        return None if state is None else (min(state[0], rule.limit * rule.window_us), state[1])
+
+    @staticmethod
+    def standing(state: Any) -> tuple[int, int]:
+        """Latest, then spent."""
+        return (-1, 0) if state is None else (state[1], state[0])
+
+    @staticmethod
+    def merged(runs: Sequence[Run], _rule: Rule) -> Sequence[Run]:
+        """One, at the latest time."""
+        return ((runs[-1][0], sum(tokens for _, tokens in runs)),) if runs else ()
+
+
+def _refilled(state: tuple[int, int], rule: Rule, now_us: int) -> tuple[int, int]:
+    spent, latest_us = state
+    if now_us <= latest_us:
+        return state
+    return max(0, spent - (now_us - latest_us) * rule.limit), now_us
+
+
+class FixedWindowAccount:
+    """Of :mod:`ratelimitd.algorithms.fixed_window`: (count, latest_us)."""
+
+    judge = staticmethod(fixed_window.decide)
+
+    @staticmethod
+    def used(state: Any, rule: Rule, now_us: int) -> int:
+        """Tokens of the window that holds ``now_us``, or of a later one that has been spent in."""
+        return state[0] if state is not None and now_us < _end_us(state[1], rule) else 0
+
+    @staticmethod
+    def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
+        """Each in its own window; what belongs to one that is over changes nothing."""
+        for at_us, tokens in runs:
+            if state is None or at_us >= _end_us(state[1], rule):
+                state = (tokens, at_us)
+            elif _end_us(at_us, rule) == _end_us(state[1], rule):
+                state = (state[0] + tokens, max(state[1], at_us))
+        return state
+
+    @staticmethod
+    def capped(state: Any, rule: Rule) -> Any:
+        """The count is the limit at most."""
+        return None if state is None else (min(state[0], rule.limit), state[1])
+
+    @staticmethod
+    def standing(state: Any) -> tuple[int, int]:
+        """Latest, then count."""
+        return (-1, 0) if state is None else (state[1], state[0])
+
+    @staticmethod
+    def merged(runs: Sequence[Run], rule: Rule) -> Sequence[Run]:
+        """One for each window, at its latest time."""
+        windows: dict[int, Run] = {}
+        for at_us, tokens in runs:
+            end_us = _end_us(at_us, rule)
+            windows[end_us] = at_us, tokens + windows.get(end_us, (0, 0))[1]
+        return tuple(windows.values())
+
+
+def _end_us(at_us: int, rule: Rule) -> int:
+    return at_us - at_us % rule.window_us + rule.window_us
+
+
+class SlidingWindowAccount:
+    """Of :mod:`ratelimitd.algorithms.sliding_window`: a log."""
+
+    judge = staticmethod(sliding_window.decide)
+
+    @staticmethod
+    def used(state: Any, rule: Rule, now_us: int) -> int:
+        """Tokens of the window that ends at ``now_us``."""
+        if state is None:
+            return 0
+        return sum(
+            tokens
+            for at_us, tokens in sliding_window.runs_of(state)
+            if at_us > now_us - rule.window_us
+        )
+
+    @staticmethod
+    def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
+        """Each at its own time, between what is there."""
+        before = () if state is None else sliding_window.runs_of(state)
+        latest_us = max(at_us for at_us, _ in (*before, *runs))
+        tokens_at: dict[int, int] = {}
+        for at_us, tokens in sorted((*before, *runs)):
+            if at_us > latest_us - rule.window_us:
+                tokens_at[at_us] = tokens_at.get(at_us, 0) + tokens
+        return sliding_window.state_of(tokens_at.items())
+
+    @staticmethod
+    def capped(state: Any, _rule: Rule) -> Any:
+        """As it is: what is over a lower limit leaves with its window."""
+        return state
+
+    @staticmethod
+    def standing(state: Any) -> tuple[int, int]:
+        """Time of the last entry, then tokens."""
+        if state is None:
+            return -1, 0
+        runs = sliding_window.runs_of(state)
+        return runs[-1][0], sum(tokens for _, tokens in runs)
+
+    @staticmethod
+    def merged(runs: Sequence[Run], _rule: Rule) -> Sequence[Run]:
+        """One for each time."""
+        tokens_at: dict[int, int] = {}
+        for at_us, tokens in runs:
+            tokens_at[at_us] = tokens_at.get(at_us, 0) + tokens
+        return tuple(tokens_at.items())
+
+
+ACCOUNTS: Final[Mapping[Algorithm, Account]] = MappingProxyType(
+    {
+        Algorithm.TOKEN_BUCKET: TokenBucketAccount(),
+        Algorithm.FIXED_WINDOW: FixedWindowAccount(),
+        Algorithm.SLIDING_WINDOW: SlidingWindowAccount(),
+    }
+)

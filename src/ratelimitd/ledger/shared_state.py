@@ -1,0 +1,103 @@
+"""A bucket as the shared state holds it, and what a node's update does to it. Pure.
+
+The script that runs in the store does the same; this is what it is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Run
+from ratelimitd.model import Rule
+
+
+class SharedState(NamedTuple):
+    """A bucket in the store.
+
+    ``generation`` is 0 until the first reset and grows with each. ``revision`` is that of the rule under which the
+    bucket was last charged, ``limit`` that rule's. ``state`` is the algorithm's; ``None`` is a full bucket.
+    """
+
+    generation: int
+    revision: int
+    limit: int
+    state: BucketState = None
+
+
+class Ask(NamedTuple):
+    """A check that the store is to decide: when it came, on the node's clock, and its cost."""
+
+    at_us: int
+    cost: int
+
+
+class Update(NamedTuple):
+    """What one node says of one bucket: what it has allowed, and what it asks.
+
+    Attributes:
+        rule: what was charged under; its ``revision`` counts.
+        generation: of the bucket that was charged.
+        runs: what was allowed and is to be charged.
+        asks: what is to be decided, in order, after that.
+    """
+
+    rule: Rule
+    generation: int
+    runs: Sequence[Run] = ()
+    asks: Sequence[Ask] = ()
+
+
+class Settled(NamedTuple):
+    """What an update made of a bucket, and which of its asks were granted. Those are charged."""
+
+    shared: SharedState
+    grants: tuple[bool, ...]
+
+
+def standing(shared: SharedState, rule: Rule) -> tuple[int, ...]:
+    """By what states of one bucket are ordered: the higher one is the later one in the life of the bucket."""
+    latest = ACCOUNTS[rule.algorithm].standing(shared.state)
+    return (shared.generation, shared.revision, *latest)
+
+
+def settle(stored: SharedState | None, update: Update) -> Settled:
+    """Charge what a node has allowed, then decide what it asks.
+
+    Spends of an older generation were forgotten by a reset, so they are dropped. Those of a newer one have met a store
+    that has lost the reset, or everything: they begin the bucket anew.
+    """
+    rule, account = update.rule, ACCOUNTS[update.rule.algorithm]
+    if stored is None or update.generation > stored.generation:
+        stored = SharedState(update.generation, rule.revision, rule.limit)
+    runs = update.runs if update.generation == stored.generation else ()
+    state = stored.state
+    if rule.revision > stored.revision:
+        stored = stored._replace(revision=rule.revision, limit=rule.limit)
+        state = account.capped(state, rule)
+    ruling = rule if rule.limit == stored.limit else replace(rule, limit=stored.limit)
+    if runs:
+        charged = account.charged(state, ruling, runs)
+        # Who spent under an older rule could not know the new one: that takes what there is, and owes nothing.
+        older = rule.revision < stored.revision
+        state = _raised(state, charged, ruling) if older else charged
+    grants = []
+    for at_us, cost in update.asks:
+        outcome = account.judge(state, ruling, at_us, cost)
+        grants.append(outcome[0])
+        state = outcome[5]
+    return Settled(stored._replace(state=state), tuple(grants))
+
+
+def _raised(state: BucketState, charged: BucketState, rule: Rule) -> BucketState:
+    """The state after a charge that fills the bucket's capacity at most, and adds nothing to what is owed beyond."""
+    account = ACCOUNTS[rule.algorithm]
+    full = account.used(state, rule, account.standing(charged)[0]) >= rule.limit
+    return state if full else account.capped(charged, rule)
+
+
+def reset(stored: SharedState | None, rule: Rule) -> SharedState:
+    """A full bucket of the next generation."""
+    generation = 0 if stored is None else stored.generation
+    return SharedState(generation + 1, rule.revision, rule.limit)

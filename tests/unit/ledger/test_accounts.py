@@ -1,0 +1,155 @@
+"""What spends do to buckets that may be overdrawn."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratelimitd.algorithms import DECIDE, sliding_window
+from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.model import (
+    COST_EXCEEDS_LIMIT,
+    LIMIT_EXCEEDED,
+    Algorithm,
+    IdentifierType,
+    Rule,
+)
+
+NOW = 1_700_000_000_000_000
+S = 1_000_000
+
+
+def rule(algorithm, limit=10, window_seconds=10):
+    return Rule("r", "/a", IdentifierType.USER, limit, window_seconds, algorithm)
+
+
+BUCKET = rule(Algorithm.TOKEN_BUCKET)
+WINDOW = rule(Algorithm.FIXED_WINDOW)
+LOG = rule(Algorithm.SLIDING_WINDOW)
+TOKEN = BUCKET.window_us
+
+
+def account(of):
+    return ACCOUNTS[of.algorithm]
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@given(checks=st.lists(st.tuples(st.integers(0, 3 * S), st.integers(1, 4)), max_size=30))
+def test_what_an_algorithm_allowed_is_charged_to_the_same_state(algorithm, checks):
+    of, state, charged, now_us = rule(algorithm), None, None, NOW
+    for step_us, cost in checks:
+        now_us += step_us
+        outcome = account(of).judge(state, of, now_us, cost)
+        assert outcome == DECIDE[algorithm](state, of, now_us, cost)
+        if outcome[0]:
+            charged = account(of).charged(charged, of, [(now_us, cost)])
+        state = outcome[5]
+        assert charged == state
+        assert account(of).used(state, of, now_us) == of.limit - outcome[1]
+
+
+# Token bucket
+
+
+def test_a_token_bucket_that_is_overdrawn_owes_all_of_it():
+    state = account(BUCKET).charged(None, BUCKET, [(NOW, 15), (NOW + 1, 5)])
+    assert state == (20 * TOKEN, NOW + 1)
+    assert account(BUCKET).used(state, BUCKET, NOW + 1) == 20
+    assert account(BUCKET).used(state, BUCKET, NOW + 5 * S + 1) == 15
+    assert account(BUCKET).used(None, BUCKET, NOW) == 0
+
+
+def test_what_is_owed_is_refilled_before_anything_is_allowed():
+    state = (20 * TOKEN, NOW)
+    allowed, remaining, reset_time, retry_after, reason, after = account(BUCKET).judge(
+        state, BUCKET, NOW + S, 1
+    )
+    assert (allowed, remaining, reason) == (False, 0, LIMIT_EXCEEDED)
+    assert reset_time * S == NOW + 20 * S
+    assert retry_after == 10
+    assert after is state
+    assert account(BUCKET).judge(state, BUCKET, NOW + 11 * S, 1)[0]
+    later = account(BUCKET).judge(state, BUCKET, NOW + 11 * S, 2)
+    assert (later[0], later[5]) == (False, state)
+
+
+def test_a_cost_above_the_limit_is_told_of_an_overdrawn_bucket_too():
+    outcome = account(BUCKET).judge((20 * TOKEN, NOW), BUCKET, NOW, 11)
+    assert outcome[3:5] == (BUCKET.window_seconds, COST_EXCEEDS_LIMIT)
+
+
+def test_a_late_spend_is_charged_without_refilling():
+    assert account(BUCKET).charged((TOKEN, NOW), BUCKET, [(NOW - S, 2)]) == (3 * TOKEN, NOW)
+
+
+def test_spends_of_a_token_bucket_travel_as_one():
+    merged = account(BUCKET).merged([(NOW, 1), (NOW + 1, 2)], BUCKET)
+    assert merged == ((NOW + 1, 3),)
+    assert account(BUCKET).merged([], BUCKET) == ()
+
+
+# Fixed window
+
+
+def test_spends_of_a_fixed_window_travel_by_window():
+    runs = [(NOW, 1), (NOW + S, 2), (NOW + 10 * S, 3)]
+    merged = account(WINDOW).merged(runs, WINDOW)
+    assert merged == ((NOW + S, 3), (NOW + 10 * S, 3))
+
+
+def test_a_spend_counts_in_its_own_window_only():
+    state = account(WINDOW).charged(None, WINDOW, [(NOW + 11 * S, 4)])
+    assert account(WINDOW).charged(state, WINDOW, [(NOW, 5)]) == state
+    assert account(WINDOW).charged(state, WINDOW, [(NOW + 10 * S, 20)]) == (24, NOW + 11 * S)
+    assert account(WINDOW).charged(state, WINDOW, [(NOW + 20 * S, 5)]) == (5, NOW + 20 * S)
+
+
+def test_a_window_that_is_over_is_not_used():
+    state = (24, NOW + S)
+    assert account(WINDOW).used(state, WINDOW, NOW) == 24
+    assert account(WINDOW).used(state, WINDOW, NOW + 10 * S) == 0
+    assert account(WINDOW).used(None, WINDOW, NOW) == 0
+
+
+# Log
+
+
+def test_spends_of_a_log_are_entered_at_their_times():
+    state = account(LOG).charged(None, LOG, [(NOW, 2), (NOW + 4 * S, 1)])
+    state = account(LOG).charged(state, LOG, [(NOW + 2 * S, 9), (NOW + 4 * S, 1)])
+    assert sliding_window.runs_of(state) == [(NOW, 2), (NOW + 2 * S, 9), (NOW + 4 * S, 2)]
+    assert account(LOG).used(state, LOG, NOW + 4 * S) == 13
+    assert account(LOG).used(state, LOG, NOW + 10 * S) == 11
+    assert account(LOG).used(None, LOG, NOW) == 0
+
+
+def test_entries_that_have_left_the_window_are_dropped():
+    state = account(LOG).charged(None, LOG, [(NOW, 2), (NOW + 10 * S, 1)])
+    assert sliding_window.runs_of(state) == [(NOW + 10 * S, 1)]
+
+
+def test_spends_of_a_log_travel_by_time():
+    assert account(LOG).merged([(NOW, 1), (NOW, 2), (NOW + 1, 1)], LOG) == ((NOW, 3), (NOW + 1, 1))
+
+
+# All of them
+
+
+@pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG], ids=lambda of: of.algorithm)
+def test_later_states_stand_higher(of):
+    states = [None]
+    for at_us, tokens in ((NOW, 2), (NOW, 1), (NOW + S, 1)):
+        states.append(account(of).charged(states[-1], of, [(at_us, tokens)]))
+    standings = [account(of).standing(state) for state in states]
+    assert standings == sorted(set(standings))
+
+
+def test_no_more_is_owed_than_a_capacity_once_a_limit_was_lowered():
+    lower = rule(Algorithm.TOKEN_BUCKET, 3)
+    assert account(lower).capped((9 * TOKEN, NOW), lower) == (3 * TOKEN, NOW)
+    assert account(lower).capped((2 * TOKEN, NOW), lower) == (2 * TOKEN, NOW)
+    lower = rule(Algorithm.FIXED_WINDOW, 3)
+    assert account(lower).capped((9, NOW), lower) == (3, NOW)
+    log = account(LOG).charged(None, LOG, [(NOW, 9)])
+    assert account(LOG).capped(log, rule(Algorithm.SLIDING_WINDOW, 3)) == log
+    for of in (BUCKET, WINDOW, LOG):
+        assert account(of).capped(None, of) is None

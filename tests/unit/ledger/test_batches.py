@@ -1,0 +1,62 @@
+"""Batches are sent until they are acknowledged, and applied once."""
+
+from ratelimitd.ledger.batches import Batch, Ledger, Reply, Sender
+from ratelimitd.ledger.shared_state import Update
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+
+NOW = 1_700_000_000_000_000
+RULE = Rule("r", "/a", IdentifierType.USER, 10, 10, Algorithm.FIXED_WINDOW)
+
+
+def updates(tokens=1):
+    return [(b"key", Update(RULE, 0, ((NOW, tokens),)))]
+
+
+def count(ledger):
+    return ledger.buckets[b"key"].state[0]
+
+
+def test_a_batch_is_outstanding_until_its_own_reply_comes():
+    sender = Sender("a/0")
+    batch = sender.freeze(updates(), NOW)
+    assert batch == Batch("a/0", 1, NOW, dict(updates()))
+    assert sender.outstanding is batch
+    assert sender.acknowledged(Reply(0, {})) is None
+    assert sender.outstanding is batch
+    assert sender.acknowledged(Reply(1, {})) is batch
+    assert sender.outstanding is None
+    assert sender.acknowledged(Reply(1, {})) is None
+    assert sender.freeze(updates(), NOW).number == 2
+
+
+def test_a_repeated_batch_is_answered_again_and_not_applied_again():
+    ledger, sender = Ledger(), Sender("a/0")
+    batch = sender.freeze(updates(3), NOW)
+    reply = ledger.apply(batch)
+    assert ledger.apply(batch) is reply
+    assert count(ledger) == 3
+    assert reply.number == 1
+    assert reply.settled[b"key"].shared == ledger.buckets[b"key"]
+
+
+def test_a_batch_that_comes_late_is_refused():
+    ledger, sender = Ledger(), Sender("a/0")
+    first = sender.freeze(updates(), NOW)
+    ledger.apply(first)
+    ledger.apply(sender.freeze(updates(), NOW))
+    assert ledger.apply(first) is None
+    assert count(ledger) == 2
+
+
+def test_what_the_store_has_lost_is_no_reason_to_refuse_what_follows():
+    ledger, sender = Ledger(), Sender("a/0")
+    ledger.apply(sender.freeze(updates(), NOW))
+    sender.freeze(updates(), NOW)
+    assert ledger.apply(sender.freeze(updates(), NOW)).number == 3
+
+
+def test_senders_are_told_apart():
+    ledger = Ledger()
+    for name in ("a/0", "a/1", "b/0"):
+        ledger.apply(Sender(name).freeze(updates(), NOW))
+    assert count(ledger) == 3

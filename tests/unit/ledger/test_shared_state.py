@@ -1,0 +1,74 @@
+"""What an update does to a bucket in the store."""
+
+from dataclasses import replace
+
+from ratelimitd.ledger.shared_state import Ask, SharedState, Update, reset, settle, standing
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+
+NOW = 1_700_000_000_000_000
+RULE = Rule("r", "/a", IdentifierType.USER, 10, 10, Algorithm.FIXED_WINDOW, revision=3)
+LOWER = replace(RULE, limit=4, revision=4)
+
+
+def stored(count=0, *, generation=0, rule=RULE):
+    return SharedState(generation, rule.revision, rule.limit, (count, NOW) if count else None)
+
+
+def after(before, *runs, generation=0, rule=RULE, asks=()):
+    return settle(before, Update(rule, generation, runs, asks))
+
+
+def test_the_first_update_makes_the_bucket():
+    assert after(None, (NOW, 3)).shared == stored(3)
+    assert after(None, generation=2).shared == stored(generation=2)
+
+
+def test_spends_are_charged_beyond_the_limit():
+    assert after(stored(8), (NOW, 7)).shared == stored(15)
+
+
+def test_asks_are_decided_after_the_spends_and_never_beyond_the_limit():
+    asks = (Ask(NOW, 1), Ask(NOW, 2), Ask(NOW, 1))
+    settled = after(stored(5), (NOW, 3), asks=asks)
+    assert settled.grants == (True, False, True)
+    assert settled.shared == stored(10)
+    assert after(stored(12), asks=asks).shared == stored(12)
+
+
+def test_spends_before_a_reset_are_dropped_and_asks_are_decided():
+    settled = after(stored(generation=1), (NOW, 9), generation=0, asks=(Ask(NOW, 1),))
+    assert settled.shared == stored(1, generation=1)
+    assert settled.grants == (True,)
+
+
+def test_spends_after_a_reset_that_the_store_has_lost_begin_anew():
+    assert after(stored(9), (NOW, 2), generation=1).shared == stored(2, generation=1)
+
+
+def test_a_newer_rule_is_applied_once_and_owes_no_more_than_a_capacity():
+    assert after(stored(9), rule=LOWER).shared == stored(4, rule=LOWER)
+    assert after(stored(9), (NOW, 2), rule=LOWER).shared == stored(6, rule=LOWER)
+
+
+def test_spends_under_an_older_rule_fill_the_new_limit_at_most():
+    assert after(stored(1, rule=LOWER), (NOW, 2)).shared == stored(3, rule=LOWER)
+    assert after(stored(1, rule=LOWER), (NOW, 9)).shared == stored(4, rule=LOWER)
+    assert after(stored(6, rule=LOWER), (NOW, 9)).shared == stored(6, rule=LOWER)
+
+
+def test_a_reset_is_a_full_bucket_of_the_next_generation():
+    assert reset(None, RULE) == stored(generation=1)
+    assert reset(stored(9, generation=4), LOWER) == stored(generation=5, rule=LOWER)
+
+
+def test_states_are_ordered_by_generation_rule_time_and_what_is_spent():
+    states = [
+        stored(),
+        stored(1),
+        stored(2),
+        SharedState(0, 3, 10, (1, NOW + 1)),
+        stored(1, rule=LOWER),
+        stored(generation=1),
+    ]
+    standings = [standing(state, RULE) for state in states]
+    assert standings == sorted(set(standings))

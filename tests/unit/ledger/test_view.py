@@ -1,0 +1,167 @@
+"""One node's side of a bucket."""
+
+from dataclasses import replace
+
+import pytest
+
+from ratelimitd.ledger.shared_state import Ask, SharedState
+from ratelimitd.ledger.view import Terms, View
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+
+NOW = 1_700_000_000_000_000
+S = 1_000_000
+RULE = Rule("r", "/a", IdentifierType.USER, 100, 10, Algorithm.FIXED_WINDOW, revision=1)
+FIVE = Terms(NOW, 5)
+
+
+def shared(count=0, *, generation=0, rule=RULE, at_us=NOW):
+    state = (count, at_us) if count else None
+    return SharedState(generation, rule.revision, rule.limit, state)
+
+
+def view(count=0, **options):
+    return View(RULE, shared(count, **options))
+
+
+def spend(view, times, terms=FIVE):
+    """How many of so many checks were allowed on the spot; the others are neither asked nor decided."""
+    return sum(
+        outcome is not None and outcome[0]
+        for outcome in (view.check(terms, 1) for _ in range(times))
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "members", "share"),
+    [(0, 5, 10), (50, 5, 5), (91, 5, 0), (0, 1, 50), (0, 100, 0), (98, 1, 1)],
+)
+def test_a_share_of_what_is_left_is_decided_on_the_spot(count, members, share):
+    assert spend(view(count), 100, Terms(NOW, members)) == share
+
+
+def test_a_share_of_the_limit_is_decided_on_the_spot_whatever_is_left():
+    rule = replace(RULE, limit=1_000)
+    assert spend(View(rule, shared(998, rule=rule)), 100) == 2
+
+
+def test_a_bucket_that_the_store_does_not_have_is_full():
+    assert spend(View(RULE, None), 100) == 10
+
+
+def test_what_the_view_denies_is_denied_at_once():
+    outcome = view(100).check(FIVE, 1)
+    assert outcome is not None
+    assert not outcome[0]
+
+
+def test_without_an_answer_the_view_decides_to_the_limit():
+    alone = view(90)
+    assert sum(alone.check_alone(NOW, 1)[0] for _ in range(20)) == 10
+    assert alone.unsent.tokens == 10
+
+
+def test_asks_go_with_the_next_batch_and_count_for_the_share():
+    asking = view()
+    assert asking.ask(NOW, 3) == Ask(NOW, 3)
+    assert spend(asking, 100) == 7
+    update = asking.freeze()
+    assert (update.runs, update.asks) == (((NOW, 7),), (Ask(NOW, 3),))
+    assert spend(asking, 100) == 0
+    asking.acknowledge(shared(10))
+    assert spend(asking, 100) == 9
+
+
+def test_an_ask_is_not_before_what_was_spent():
+    asking = view(at_us=NOW + S, count=1)
+    assert asking.ask(NOW, 1) == Ask(NOW + S, 1)
+
+
+def test_an_ask_can_be_withdrawn_until_a_batch_has_taken_it():
+    asking = view()
+    first, second = asking.ask(NOW, 1), asking.ask(NOW, 1)
+    assert asking.withdraw(first)
+    assert not asking.withdraw(first)
+    assert asking.freeze().asks == (second,)
+    assert not asking.withdraw(second)
+
+
+def test_a_batch_is_due_when_the_share_is_used_up_or_somebody_waits():
+    due = view()
+    assert not due.is_due(FIVE)
+    for number in range(10):
+        assert not due.is_due(FIVE), number
+        spend(due, 1)
+    assert due.is_due(FIVE)
+    asking = view()
+    asking.ask(NOW, 1)
+    assert asking.is_due(FIVE)
+
+
+def test_what_is_in_flight_stays_spent_until_it_is_acknowledged():
+    own = view()
+    spend(own, 10)
+    own.freeze()
+    assert own.check_alone(NOW, 91)[0] is False
+    own.acknowledge(shared(10))
+    assert own.in_flight.tokens == 0
+    assert own.check_alone(NOW, 91)[0] is False
+    assert own.check_alone(NOW, 90)[0] is True
+
+
+def test_of_two_states_the_later_one_is_the_base():
+    own = view(10)
+    own.hear(shared(30))
+    own.hear(shared(20))
+    assert own.base == shared(30)
+    own.hear(shared(5, at_us=NOW + 10 * S))
+    assert own.base == shared(5, at_us=NOW + 10 * S)
+
+
+def test_a_reset_forgets_what_was_spent_before():
+    own = view(50)
+    spend(own, 4)
+    own.freeze()
+    own.check_alone(NOW, 2)
+    own.hear(shared(generation=1))
+    assert (own.generation, own.unsent.tokens, own.in_flight.tokens) == (1, 0, 0)
+    assert own.forgiven == 6
+    assert own.check_alone(NOW, 100)[0]
+    assert own.freeze().generation == 1
+
+
+def test_after_an_outage_no_more_is_settled_than_the_view_lacks():
+    bucket = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, limit=10)
+    own = View(bucket, None)
+    own.check_alone(NOW, 4)
+    own.freeze()
+    for second in range(30):
+        assert own.check_alone(NOW + second * S, 1)[0]
+    assert own.unsent.tokens == 30
+    own.forgive_outage(NOW + 29 * S)
+    assert own.in_flight.tokens == 4
+    assert own.unsent.tokens + own.forgiven == 30
+    assert own.unsent.tokens <= 1
+
+
+def test_a_late_grant_pays_for_what_the_view_charged():
+    own = view()
+    own.check_alone(NOW, 5)
+    own.pay(3)
+    assert (own.unsent.tokens, own.forgiven) == (2, 0)
+    own.pay(3)
+    assert (own.unsent.tokens, own.forgiven) == (0, -1)
+
+
+def test_a_lower_limit_trims_what_is_settled():
+    own = view()
+    own.check_alone(NOW, 50)
+    own.edit(replace(RULE, limit=20, revision=2))
+    assert (own.unsent.tokens, own.forgiven) == (20, 30)
+    assert own.check(FIVE, 1)[0] is False
+
+
+def test_a_base_of_an_older_rule_owes_no_more_than_the_new_limit():
+    own = view(90)
+    own.edit(replace(RULE, limit=20, revision=2))
+    assert own.check(FIVE, 1)[0] is False
+    assert own._state == (20, NOW)
