@@ -319,7 +319,9 @@ async def test_a_draining_server_finishes_what_is_in_flight_and_takes_nothing_ne
         async with grpc.aio.insecure_channel(serving.address) as newcomer:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await newcomer.unary_unary("/s/e")(b"", timeout=10)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        # On a busy machine grpcio may have taken the connection before it closed the port; it cancels the call then.
+        late = {grpc.StatusCode.CANCELLED} if serve.args == ("grpcio",) else set()
+        assert caught.value.code() in {grpc.StatusCode.UNAVAILABLE} | late
         release.set()
         await serving.server.stop(10)
         assert await in_flight == b"done"
