@@ -161,6 +161,7 @@ class Node:
     incarnation: int = 0
     alive: bool = True
     asked_total: int = 0
+    flush_due: bool = False
     forgiven_tokens: int = 0
     """By views that are gone."""
     crashed_tokens: int = 0
@@ -294,7 +295,11 @@ class Node:
                 self._read(key, self.incarnation)
 
     def flush(self) -> None:
-        if self.sender.outstanding is not None:
+        wait_us = self.sender.wait_us(self.now_us)
+        if wait_us is None:
+            return
+        if wait_us:
+            self._flush_after(wait_us)
             return
         dirty = [key for key, view in self.views.items() if view.unsent.tokens or view.asks]
         if not dirty:
@@ -302,6 +307,18 @@ class Node:
         updates = [(key, self.views[key].freeze()) for key in dirty[:MAX_UPDATES]]
         self.asked, self.asking = self.asking, {}
         self._transmit(self.sender.freeze(updates, self.now_us), self.incarnation)
+
+    def _flush_after(self, wait_us: int) -> None:
+        incarnation = self.incarnation
+
+        def due() -> None:
+            if self.incarnation == incarnation:
+                self.flush_due = False
+                self.flush()
+
+        if not self.flush_due:
+            self.flush_due = True
+            self.simulation.after(wait_us, due)
 
     def _transmit(self, batch: Batch, incarnation: int) -> None:
         def back(reply: Reply) -> None:
@@ -364,6 +381,7 @@ class Node:
             self.crashed_tokens += view.unsent.tokens + view.in_flight.tokens
             self.forgiven_tokens += view.forgiven
         self.views, self.reading, self.asking, self.asked, self.denied = {}, {}, {}, {}, {}
+        self.flush_due = False
 
     def restart(self) -> None:
         """Under the same name."""

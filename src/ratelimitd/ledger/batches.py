@@ -15,6 +15,10 @@ MAX_UPDATES: Final = 100
 """Of one batch, as the specification has it."""
 
 
+LEAST_INTERVAL_US: Final = 10_000
+"""Between two batches of a sender: an attacked bucket costs the store 100 calls a second for each node, no more."""
+
+
 class Batch(NamedTuple):
     """What one sender says of up to ``MAX_UPDATES`` buckets; ``sender`` is a node and its incarnation."""
 
@@ -38,16 +42,26 @@ class Sender:
         outstanding: the batch that is not acknowledged yet, if there is one.
     """
 
-    __slots__ = ("_name", "_number", "outstanding")
+    __slots__ = ("_frozen_at_us", "_name", "_number", "outstanding")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._number = 0
+        self._frozen_at_us: int | None = None
         self.outstanding: Batch | None = None
+
+    def wait_us(self, now_us: int) -> int | None:
+        """How long the next batch has to wait for its turn; ``None`` while one is outstanding."""
+        if self.outstanding is not None:
+            return None
+        if self._frozen_at_us is None:
+            return 0
+        return max(0, self._frozen_at_us + LEAST_INTERVAL_US - now_us)
 
     def freeze(self, updates: Iterable[tuple[bytes, Update]], now_us: int) -> Batch:
         """Make the next batch. There must be none outstanding, nor more updates than one may have."""
         self._number += 1
+        self._frozen_at_us = now_us
         self.outstanding = Batch(self._name, self._number, now_us, dict(updates))
         return self.outstanding
 

@@ -75,11 +75,18 @@ class View:
     def check(self, terms: Terms, cost: int) -> Outcome | None:
         """Decide one check on the spot; ``None`` if the store is to decide it, which :meth:`ask` brings about."""
         outcome = self._judged(terms.now_us, cost)
-        if outcome[0]:
-            if not self._within_share(terms, cost):
-                return None
+        if not outcome[0]:
+            return outcome
+        if self._within_share(terms, cost):
             self._spend(outcome, cost)
-        return outcome
+            return outcome
+        if not self.asked_tokens:
+            return None
+        # Those that wait will take what is left, or others have: no more are to wait than there is left for.
+        asked = ((terms.now_us, self.asked_tokens),)
+        crowded = self._account.charged(self._state, self.rule, asked)
+        outcome = self._account.judge(crowded, self.rule, terms.now_us, cost)
+        return None if outcome[0] else (*outcome[:5], self._state)
 
     def check_alone(self, now_us: int, cost: int) -> Outcome:
         """Decide one check by the view, for the store has not answered in time."""

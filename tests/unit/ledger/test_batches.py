@@ -29,6 +29,16 @@ def test_a_batch_is_outstanding_until_its_own_reply_comes():
     assert sender.freeze(updates(), NOW).number == 2
 
 
+def test_batches_of_one_sender_keep_their_distance():
+    sender = Sender("a/0")
+    assert sender.wait_us(NOW) == 0
+    sender.freeze(updates(), NOW)
+    assert sender.wait_us(NOW + 60_000) is None
+    sender.acknowledged(Reply(1, {}))
+    waits = [sender.wait_us(NOW + after_us) for after_us in (0, 9_999, 10_000, 60_000)]
+    assert waits == [10_000, 1, 0, 0]
+
+
 def test_a_repeated_batch_is_answered_again_and_not_applied_again():
     ledger, sender = Ledger(), Sender("a/0")
     batch = sender.freeze(updates(3), NOW)

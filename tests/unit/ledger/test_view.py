@@ -71,6 +71,18 @@ def test_asks_go_with_the_next_batch_and_count_for_the_share():
     assert spend(asking, 100) == 9
 
 
+def test_no_more_wait_than_there_is_left_for():
+    asking = view(90)
+    for _ in range(6):
+        asking.ask(NOW, 1)
+    assert asking.check(FIVE, 4) is None
+    asking.ask(NOW, 4)
+    state = asking._state
+    outcome = asking.check(FIVE, 1)
+    assert outcome is not None
+    assert (outcome[0], outcome[5]) == (False, state)
+
+
 def test_an_ask_is_not_before_what_was_spent():
     asking = view(at_us=NOW + S, count=1)
     assert asking.ask(NOW, 1) == Ask(NOW + S, 1)
