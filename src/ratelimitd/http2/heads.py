@@ -69,8 +69,8 @@ class RequestHead:
         content_length: what it says, None when it says nothing.
         flaw: why this is no request, None when it is one.
         model: None, or a head with the same names at the same places, and the same values but for ``varying``. None of
-            these means anything to HTTP: method, path and authority are those of the model.
-        varying: the fields of which nothing is said by that.
+            those means anything to HTTP: method, path and authority are those of the model.
+        varying: the fields that may differ from the model's; all others are its own.
         note: whatever the owner of the connection keeps with a head.
     """
 

@@ -78,12 +78,15 @@ class CallPlan:
         plain: the answer to a request that is not of gRPC at all.
         encoding: of compressed messages.
         timeout_s: how long the callers wait that do not say anything else; ``None`` without a deadline.
+        any_deadline: the one ``grpc-timeout`` that there is leaves time, so that heads with another one that does go by
+            this plan, too.
         unary, server_stream, bidi_stream: the handler of the route; one of them is there.
         bulk: the shortcut of the unary handler, if it has one.
         call: what the handler is given when nothing varies and there is no deadline: one object for all such calls.
     """
 
     __slots__ = (
+        "any_deadline",
         "bidi_stream",
         "bulk",
         "call",
@@ -102,6 +105,7 @@ class CallPlan:
         self.plain: PlainAnswer | None = None
         self.encoding = Encoding.IDENTITY
         self.timeout_s: float | None = None
+        self.any_deadline = False
         self.unary: UnaryHandler | None = None
         self.bulk: BulkHandler | None = None
         self.server_stream: StreamHandler | None = None
@@ -181,7 +185,9 @@ class CallReader:
             kept = model.note = self._made(model.fields)
         plan: CallPlan = kept  # type: ignore[assignment]  # nobody else keeps notes with heads; cast() costs 40 ns
         for name, value in head.varying:
-            if name in _MEANINGFUL and not (name == _TIMEOUT and is_positive_timeout(value)):
+            if name not in _MEANINGFUL:
+                continue
+            if name != _TIMEOUT or not plan.any_deadline or not is_positive_timeout(value):
                 return self._made(head.fields)
         if not head.varying:
             head.note = plan
@@ -190,9 +196,10 @@ class CallReader:
     def call(self, plan: CallPlan, head: RequestHead, came_s: float) -> NativeCall:
         """What the handler of one call is given that came at ``came_s``."""
         timeout_s = plan.timeout_s
-        for name, value in head.varying:
-            if name == _TIMEOUT:
-                timeout_s = parse_timeout_s(value)
+        if plan.any_deadline:
+            for name, value in head.varying:
+                if name == _TIMEOUT:
+                    timeout_s = parse_timeout_s(value)
         if timeout_s is None and plan.call is not None and not head.varying:
             return plan.call
         route = cast("Route", plan.route)  # who asks has looked: no call without a method
@@ -222,6 +229,9 @@ class CallReader:
             plan.unary = route.unary
             # A call that was late on arrival is not for a handler that does not look at deadlines.
             plan.bulk = None if plan.timeout_s == 0 else route.bulk
+            plan.any_deadline = (
+                bool(plan.timeout_s) and [name for name, _ in fields].count(_TIMEOUT) == 1
+            )
             plan.server_stream = route.server_stream
             plan.bidi_stream = route.bidi_stream
             plan.encoding = encoding

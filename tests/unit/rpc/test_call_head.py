@@ -1,8 +1,9 @@
 """What heads mean to gRPC, and that they are judged once."""
 
+import hpack
 import pytest
 
-from ratelimitd.http2.heads import RequestHead
+from ratelimitd.http2.heads import HeadReader, RequestHead
 from ratelimitd.rpc.call_head import CallReader, NativeCall, Peer, routes_of
 from ratelimitd.rpc.framing import Encoding
 from ratelimitd.rpc.interface import Methods, StatusCode, TransportError
@@ -176,6 +177,36 @@ def test_a_head_that_varies_in_what_decides_is_judged_anew(reader):
     late = head(model, ((b"grpc-timeout", b"soon"),), grpc_timeout="soon")
     assert reader.read(late).refusal is not None
     assert reader.read(model) is plan
+
+
+def told(*timeouts):
+    """What becomes of calls on one connection, each with these deadlines: seconds, or how it was refused."""
+    blocks, reader = hpack.Encoder(), CallReader(routes_of(METHODS), PEER, lambda: 100.0)
+    heads, ends = HeadReader(16_384), []
+    for several in timeouts:
+        fields = [(b":scheme", b"http"), *head().fields[:2], (b"content-type", b"application/grpc")]
+        fields += [(b"grpc-timeout", value) for value in several]
+        one = heads.read(blocks.encode(fields))
+        plan = reader.read(one)
+        if plan.refusal is not None:
+            ends.append(plan.refusal.error.code)
+        else:
+            ends.append(reader.call(plan, one, 100.0).time_remaining_s())
+            assert (plan.bulk is None) is (ends[-1] == 0)
+    return ends
+
+
+def test_a_bad_deadline_is_that_of_its_own_call():
+    timeouts = [[b"x"], [b"5S"], [b"6S"], [b"0S"], [b"05S"], [b"x"], [b"7S"]]
+    bad = StatusCode.INTERNAL
+    assert told(*timeouts) == [bad, 5.0, 6.0, 0.0, 5.0, bad, 7.0]
+    assert told([b"0S"], [b"5S"], [b"0S"], [b"6S"]) == [0.0, 5.0, 0.0, 6.0]
+
+
+def test_of_deadlines_that_are_repeated_the_first_one_counts_in_every_call():
+    assert told([b"1S", b"1S"], [b"1S", b"x"], [b"1S", b"5S"], [b"2S", b"9S"], [b"0S", b"5S"]) == [
+        1.0, 1.0, 1.0, 2.0, 0.0,
+    ]  # fmt: skip
 
 
 def test_the_call_of_a_head_has_its_metadata_and_its_deadline(reader):
