@@ -35,10 +35,9 @@ class Network:
 
 @dataclass(frozen=True)
 class Admission:
-    """One check that was allowed: when in truth, and at which time on the node's clock it was charged."""
+    """One check that was allowed, and when in truth."""
 
     at_us: int
-    charged_at_us: int
     cost: int
     key: bytes
     node: str
@@ -68,7 +67,6 @@ class Simulation:
         self.ledger = ledger
         self.now_us = START_US
         self.admissions: list[Admission] = []
-        self.denials = 0
         self.settled_tokens = 0
         self.wasted_tokens = 0
         """Granted by the store to checks that were answered before."""
@@ -116,7 +114,7 @@ class Simulation:
             self._applied.add(name)
             for key, settled in reply.settled.items():
                 update = batch.updates[key]
-                if update.generation == settled.shared.generation:
+                if update.generation in {None, settled.shared.generation}:
                     self.settled_tokens += sum(tokens for _, tokens in update.runs)
                 granted = zip(update.asks, settled.grants, strict=True)
                 self.settled_tokens += sum(ask.cost for ask, grant in granted if grant)
@@ -160,7 +158,6 @@ class Node:
     """Of a denied bucket: how often it was read again, and when that is due."""
     incarnation: int = 0
     alive: bool = True
-    asked_total: int = 0
     flush_due: bool = False
     forgiven_tokens: int = 0
     """By views that are gone."""
@@ -251,7 +248,6 @@ class Node:
             if outcome[0] and view.is_due(self.terms):
                 self.flush()
             return
-        self.asked_total += 1
         waiting.ask = view.ask(self.now_us, waiting.cost)
         self.asking.setdefault(waiting.key, []).append(waiting)
         self._wait(waiting)
@@ -261,11 +257,9 @@ class Node:
         waiting.answered = True
         simulation = self.simulation
         if allowed:
-            charged_at_us = view._account.standing(view._state)[0]
             simulation.admissions.append(
                 Admission(
                     simulation.now_us,
-                    charged_at_us,
                     waiting.cost,
                     waiting.key,
                     self._sender_name(),
@@ -273,7 +267,6 @@ class Node:
                 )
             )
         else:
-            simulation.denials += 1
             self.denied.setdefault(waiting.key, (0, self.now_us + REREAD_US[0]))
 
     # The sync job
@@ -304,8 +297,9 @@ class Node:
         dirty = [key for key, view in self.views.items() if view.unsent.tokens or view.asks]
         if not dirty:
             return
-        updates = [(key, self.views[key].freeze()) for key in dirty[:MAX_UPDATES]]
-        self.asked, self.asking = self.asking, {}
+        taken = dirty[:MAX_UPDATES]
+        updates = [(key, self.views[key].freeze()) for key in taken]
+        self.asked = {key: self.asking.pop(key, []) for key in taken}
         self._transmit(self.sender.freeze(updates, self.now_us), self.incarnation)
 
     def _flush_after(self, wait_us: int) -> None:

@@ -27,7 +27,7 @@ class OwnViewTakesPart(View):
     """The specification's rule for conflicts, with the node's own view on one side: its clock is always later."""
 
     def hear(self, shared):
-        own = SharedState(self.generation, self.rule.revision, self.rule.limit, self._state)
+        own = SharedState(self.generation or 0, self.rule.revision, self.rule.limit, self._state)
         if standing(shared, self.rule) > standing(own, self.rule):
             super().hear(shared)
 

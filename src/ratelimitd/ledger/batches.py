@@ -1,7 +1,7 @@
 """Numbered batches of updates: sent until they are acknowledged, applied exactly once. Pure.
 
-A sender has one batch on its way at a time and repeats it unchanged. The store applies the next number of each sender,
-and answers one that it has applied already from what it kept, so that a lost reply costs nothing but time.
+A sender has one batch on its way at a time and repeats it unchanged. The store applies each number of a sender once
+and in order, and answers the last one again from what it kept, so that a lost reply costs nothing but time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Sender:
             return None
         if self._frozen_at_us is None:
             return 0
-        return max(0, self._frozen_at_us + LEAST_INTERVAL_US - now_us)
+        # A clock that was set back must not silence the node.
+        return min(LEAST_INTERVAL_US, max(0, self._frozen_at_us + LEAST_INTERVAL_US - now_us))
 
     def freeze(self, updates: Iterable[tuple[bytes, Update]], now_us: int) -> Batch:
         """Make the next batch. There must be none outstanding, nor more updates than one may have."""

@@ -38,13 +38,13 @@ class Update(NamedTuple):
 
     Attributes:
         rule: what was charged under; its ``revision`` counts.
-        generation: of the bucket that was charged.
+        generation: of the bucket that was charged; ``None`` when the node has not heard of it yet.
         runs: what was allowed and is to be charged.
         asks: what is to be decided, in order, after that.
     """
 
     rule: Rule
-    generation: int
+    generation: int | None
     runs: Sequence[Run] = ()
     asks: Sequence[Ask] = ()
 
@@ -69,19 +69,20 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
     that has lost the reset, or everything: they begin the bucket anew.
     """
     rule, account = update.rule, ACCOUNTS[update.rule.algorithm]
-    if stored is None or update.generation > stored.generation:
-        stored = SharedState(update.generation, rule.revision, rule.limit)
-    runs = update.runs if update.generation == stored.generation else ()
+    generation = update.generation
+    if stored is None or (generation is not None and generation > stored.generation):
+        stored = SharedState(generation or 0, rule.revision, rule.limit)
+    runs = update.runs if generation in {None, stored.generation} else ()
     state = stored.state
     if rule.revision > stored.revision:
         stored = stored._replace(revision=rule.revision, limit=rule.limit)
         state = account.capped(state, rule)
     ruling = rule if rule.limit == stored.limit else replace(rule, limit=stored.limit)
     if runs:
-        charged = account.charged(state, ruling, runs)
-        # Who spent under an older rule could not know the new one: that takes what there is, and owes nothing.
-        older = rule.revision < stored.revision
-        state = _raised(state, charged, ruling) if older else charged
+        if rule.revision < stored.revision:
+            # Who spent under an older rule could not know the new one: that takes what there is, and owes nothing.
+            runs = _fitting(state, ruling, runs)
+        state = account.charged(state, ruling, runs) if runs else state
     grants = []
     for at_us, cost in update.asks:
         outcome = account.judge(state, ruling, at_us, cost)
@@ -90,11 +91,15 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
     return Settled(stored._replace(state=state), tuple(grants))
 
 
-def _raised(state: BucketState, charged: BucketState, rule: Rule) -> BucketState:
-    """The state after a charge that fills the bucket's capacity at most, and adds nothing to what is owed beyond."""
-    account = ACCOUNTS[rule.algorithm]
-    full = account.used(state, rule, account.standing(charged)[0]) >= rule.limit
-    return state if full else account.capped(charged, rule)
+def _fitting(state: BucketState, rule: Rule, runs: Sequence[Run]) -> Sequence[Run]:
+    """The first of ``runs``, as far as they fit into the bucket."""
+    room = rule.limit - ACCOUNTS[rule.algorithm].used(state, rule, runs[-1][0])
+    fitting = []
+    for at_us, tokens in runs:
+        if room > 0:
+            fitting.append((at_us, min(tokens, room)))
+            room -= tokens
+    return fitting
 
 
 def reset(stored: SharedState | None, rule: Rule) -> SharedState:

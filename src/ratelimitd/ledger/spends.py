@@ -13,7 +13,7 @@ class Spends:
 
     Attributes:
         tokens: how many in all.
-        oldest_us: when the first was made; 0 when there is none.
+        oldest_us: when the first was made; means nothing when there is none.
     """
 
     __slots__ = ("_runs", "oldest_us", "tokens")
@@ -31,7 +31,7 @@ class Spends:
         self.tokens += tokens
 
     def runs(self, rule: Rule) -> Sequence[Run]:
-        """What to charge for them."""
+        """What to charge for them; keeps them in no longer form."""
         self._runs = list(ACCOUNTS[rule.algorithm].merged(sorted(self._runs), rule))
         return tuple(self._runs)
 

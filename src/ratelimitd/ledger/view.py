@@ -61,7 +61,7 @@ class View:
         self.rule = rule
         self._account = ACCOUNTS[rule.algorithm]
         self.base = base
-        self.generation = 0 if base is None else base.generation
+        self.generation = None if base is None else base.generation
         self.unsent = Spends()
         self.in_flight = Spends()
         self.asks: list[Ask] = []
@@ -132,16 +132,19 @@ class View:
 
     def acknowledge(self, shared: SharedState) -> None:
         """The batch has arrived, and this is the state that it left."""
-        self.in_flight = Spends()
         self.asked_tokens -= self.asked_in_flight
         self.asked_in_flight = 0
+        if self.generation is None or shared.generation <= self.generation:
+            self.in_flight = Spends()
         self.hear(shared)
 
     def hear(self, shared: SharedState) -> None:
         """A state came from the store. Of two the later one is the base, in whatever order they come."""
         if self.base is None or standing(shared, self.rule) > standing(self.base, self.rule):
             self.base = shared
-        if shared.generation > self.generation:
+        if self.generation is None:
+            self.generation = shared.generation
+        elif shared.generation > self.generation:
             # The spends were of a bucket that is no more; the store drops what is in flight of them, too.
             self.generation = shared.generation
             self.forgiven += self.in_flight.tokens + self.unsent.tokens
@@ -157,12 +160,12 @@ class View:
         """
         lacking = self._account.used(self._state, self.rule, now_us) - self.in_flight.tokens
         self.forgiven += self.unsent.remove(self.unsent.tokens - max(0, lacking))
+        self._recompute()
 
     def pay(self, tokens: int) -> None:
         """A grant came after the view had decided and charged the check: the store has charged it, too."""
-        self.forgiven -= tokens - self.unsent.remove(
-            tokens
-        )  # it was charged after all, if not by us
+        # What is no longer to be settled was forgiven, and is charged after all.
+        self.forgiven -= tokens - self.unsent.remove(tokens)
         self._recompute()
 
     def edit(self, rule: Rule) -> None:

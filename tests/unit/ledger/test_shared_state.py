@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
+
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, reset, settle, standing
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 
@@ -54,6 +57,23 @@ def test_spends_under_an_older_rule_fill_the_new_limit_at_most():
     assert after(stored(1, rule=LOWER), (NOW, 2)).shared == stored(3, rule=LOWER)
     assert after(stored(1, rule=LOWER), (NOW, 9)).shared == stored(4, rule=LOWER)
     assert after(stored(6, rule=LOWER), (NOW, 9)).shared == stored(6, rule=LOWER)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_so_they_do_with_every_algorithm(algorithm):
+    lower = replace(LOWER, algorithm=algorithm)
+    account = ACCOUNTS[algorithm]
+    before = SharedState(0, lower.revision, lower.limit, account.charged(None, lower, [(NOW, 1)]))
+    older = replace(RULE, algorithm=algorithm)
+    shared = settle(before, Update(older, 0, ((NOW, 2), (NOW + 1, 9)))).shared
+    assert account.used(shared.state, lower, NOW + 1) == 4
+
+
+def test_spends_of_a_bucket_that_the_node_has_not_heard_of_are_charged_to_the_one_there_is():
+    assert after(stored(3, generation=2), (NOW, 4), generation=None).shared == stored(
+        7, generation=2
+    )
+    assert after(None, (NOW, 4), generation=None).shared == stored(4)
 
 
 def test_a_reset_is_a_full_bucket_of_the_next_generation():

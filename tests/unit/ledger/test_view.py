@@ -141,6 +141,22 @@ def test_a_reset_forgets_what_was_spent_before():
     assert own.freeze().generation == 1
 
 
+def test_what_was_allowed_before_the_first_word_belongs_to_whatever_bucket_there_is():
+    own = View(RULE, None)
+    own.check_alone(NOW, 5)
+    own.hear(shared(20, generation=3))
+    assert (own.generation, own.unsent.tokens, own.forgiven) == (3, 5, 0)
+    assert View(RULE, None).freeze().generation is None
+
+
+def test_what_a_reset_has_dropped_on_its_way_is_forgiven():
+    own = view()
+    own.check_alone(NOW, 5)
+    own.freeze()
+    own.acknowledge(shared(generation=1))
+    assert (own.in_flight.tokens, own.forgiven) == (0, 5)
+
+
 def test_after_an_outage_no_more_is_settled_than_the_view_lacks():
     bucket = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, limit=10)
     own = View(bucket, None)
