@@ -6,7 +6,7 @@ from tests.simulation.scenario import play, scenario, violations
 from tests.simulation.twins import TWINS
 
 SEEDS, CHUNK = 400, 50
-LONG_SEEDS = 20_000
+LONG_SEEDS = 5_000
 TWIN_SEEDS = 200
 
 

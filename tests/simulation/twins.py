@@ -59,6 +59,9 @@ class KnowsNoGenerations(View):
     def hear(self, shared):
         super().hear(shared._replace(generation=0))
 
+    def acknowledge(self, shared):
+        super().acknowledge(shared._replace(generation=0))
+
     def freeze(self):
         return super().freeze()._replace(generation=1_000)
 

@@ -7,6 +7,7 @@ bucket that is closer to its limit is decided by the store.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState
@@ -142,6 +143,9 @@ class View:
         """A state came from the store. Of two the later one is the base, in whatever order they come."""
         if self.base is None or standing(shared, self.rule) > standing(self.base, self.rule):
             self.base = shared
+        if shared.revision > self.rule.revision:
+            # Others have heard of an edit before us, and this state is what their limit made of it.
+            self.edit(replace(self.rule, limit=shared.limit, revision=shared.revision))
         if self.generation is None:
             self.generation = shared.generation
         elif shared.generation > self.generation:

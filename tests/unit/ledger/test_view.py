@@ -188,6 +188,16 @@ def test_a_lower_limit_trims_what_is_settled():
     assert own.check(FIVE, 1)[0] is False
 
 
+def test_a_state_tells_of_an_edit_that_the_node_has_not_heard_of():
+    lower = replace(RULE, limit=20, revision=2)
+    own = view()
+    own.check_alone(NOW, 50)
+    own.hear(shared(20, rule=lower))
+    assert (own.rule.limit, own.rule.revision) == (20, 2)
+    assert (own.unsent.tokens, own.forgiven) == (20, 30)
+    assert own.check(FIVE, 1)[0] is False
+
+
 def test_a_base_of_an_older_rule_owes_no_more_than_the_new_limit():
     own = view(90)
     own.edit(replace(RULE, limit=20, revision=2))
