@@ -32,6 +32,11 @@ def account(of):
     return ACCOUNTS[of.algorithm]
 
 
+def content(state):
+    """A state without what is not to be seen: where the running sums of a log begin."""
+    return sliding_window.runs_of(state) if isinstance(state, bytes) else state
+
+
 @pytest.mark.parametrize("algorithm", Algorithm)
 @given(checks=st.lists(st.tuples(st.integers(0, 3 * S), st.integers(1, 4)), max_size=30))
 def test_what_an_algorithm_allowed_is_charged_to_the_same_state(algorithm, checks):
@@ -43,7 +48,7 @@ def test_what_an_algorithm_allowed_is_charged_to_the_same_state(algorithm, check
         if outcome[0]:
             charged = account(of).charged(charged, of, [(now_us, cost)])
         state = outcome[5]
-        assert charged == state
+        assert content(charged) == content(state)
         assert account(of).used(state, of, now_us) == of.limit - outcome[1]
 
 
