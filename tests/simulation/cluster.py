@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Ledger, Reply, Sender
 from ratelimitd.ledger.shared_state import Ask, SharedState, reset
@@ -52,7 +51,6 @@ class Waiting:
 
     key: bytes
     cost: int
-    came_us: int
     ask: Ask | None = None
     answered: bool = False
     charged: bool = False
@@ -149,7 +147,6 @@ class Node:
     skew_us: int = 0
     members: int = 1
     make_view: Callable[[Rule, SharedState | None], View] = View
-    make_sender: Callable[[str], Sender] = Sender
     views: dict[bytes, View] = field(default_factory=dict)
     reading: dict[bytes, list[Waiting]] = field(default_factory=dict)
     asking: dict[bytes, list[Waiting]] = field(default_factory=dict)
@@ -165,7 +162,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.simulation.nodes.append(self)
-        self.sender = self.make_sender(self._sender_name())
+        self.sender = Sender(self._sender_name())
         self._timer(self.incarnation, self.simulation.random.randint(0, SYNC_US))
 
     @property
@@ -185,7 +182,7 @@ class Node:
     def check(self, key: bytes, cost: int = 1) -> None:
         if not self.alive:
             return
-        waiting = Waiting(key, cost, self.now_us)
+        waiting = Waiting(key, cost)
         if key in self.views:
             self._decide(waiting)
             return
@@ -236,7 +233,7 @@ class Node:
                 self.asking[waiting.key].remove(waiting)
             outcome = view.check_alone(self.now_us, waiting.cost)
             waiting.charged = outcome[0]
-            self._answer(waiting, outcome[0], view, alone=True)
+            self._answer(waiting, outcome[0], alone=True)
 
         self.simulation.after(ANSWER_US, too_late)
 
@@ -244,7 +241,7 @@ class Node:
         view = self.views[waiting.key]
         outcome = view.check(self.terms, waiting.cost)
         if outcome is not None:
-            self._answer(waiting, outcome[0], view)
+            self._answer(waiting, outcome[0])
             if outcome[0] and view.is_due(self.terms):
                 self.flush()
             return
@@ -253,7 +250,7 @@ class Node:
         self._wait(waiting)
         self.flush()
 
-    def _answer(self, waiting: Waiting, allowed: bool, view: View, *, alone: bool = False) -> None:
+    def _answer(self, waiting: Waiting, allowed: bool, *, alone: bool = False) -> None:
         waiting.answered = True
         simulation = self.simulation
         if allowed:
@@ -340,7 +337,7 @@ class Node:
             view.acknowledge(settled.shared)
             for waiting, granted in zip(asked.get(key, ()), settled.grants, strict=True):
                 if not waiting.answered:
-                    self._answer(waiting, granted, view)
+                    self._answer(waiting, granted)
                 elif granted and waiting.charged:
                     view.pay(waiting.cost)
                 elif granted:
@@ -380,7 +377,7 @@ class Node:
     def restart(self) -> None:
         """Under the same name."""
         self.alive = True
-        self.sender = self.make_sender(self._sender_name())
+        self.sender = Sender(self._sender_name())
         self._timer(self.incarnation, self.simulation.random.randint(0, SYNC_US))
 
     def _sender_name(self) -> str:
@@ -394,7 +391,7 @@ def rest(simulation: Simulation, seconds: int = 10) -> None:
     simulation.run_until(simulation.now_us + seconds * SECOND)
 
 
-def settled(simulation: Simulation) -> Any:
+def settled(simulation: Simulation) -> bool:
     """Whether nothing is left to settle."""
     return not any(
         view.unsent.tokens or view.in_flight.tokens or view.asks

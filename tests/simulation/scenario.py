@@ -6,7 +6,7 @@ from functools import partial
 from itertools import pairwise
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.ledger.batches import Ledger, Sender
+from ratelimitd.ledger.batches import Ledger
 from ratelimitd.ledger.view import View
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from tests.simulation.cluster import (
@@ -77,7 +77,6 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
     pick, chance = source.choice, source.random
     limit, window = pick([1, 10, 100, 100, 1_000]), pick([1, 1, 1, 5])
     load = pick([0.5, 0.8, 0.9, 1.5, 4, 20, 200])
-    seconds = min(20.0, MOST_CHECKS / (limit / window * load))
     made = Scenario(
         seed=seed,
         algorithm=pick(list(Algorithm)),
@@ -85,14 +84,14 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
         window_seconds=window,
         nodes=pick([1, 2, 3, 5, 8]),
         load=load,
-        seconds=max(seconds, 2.0),
+        seconds=_seconds(limit / window * load),
         bursts=chance() < 0.2,
     )
     if calm:
         return made
     if seed % 5 == 0:  # long outages of callers who stay below the limit
         low = pick([0.5, 0.8])
-        seconds = min(20.0, max(2.0, MOST_CHECKS / (limit / window * low)))
+        seconds = _seconds(limit / window * low)
         made = replace(made, load=low, seconds=seconds, window_seconds=1, bursts=False)
     at = made.seconds / 3
     return replace(
@@ -109,6 +108,11 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
     )
 
 
+def _seconds(rate: float) -> float:
+    """How long a run takes that asks so often in a second."""
+    return min(20.0, max(2.0, MOST_CHECKS / rate))
+
+
 @dataclass
 class Played:
     """What came of a scenario."""
@@ -119,13 +123,17 @@ class Played:
     """When checks of the first key came."""
     end_us: int
 
+    @property
+    def allowed_us(self) -> list[int]:
+        """When checks of the first key were allowed."""
+        return [one.at_us for one in self.simulation.admissions if one.key == KEYS[0]]
+
 
 def play(
     told: Scenario,
     *,
     ledger: type[Ledger] = Ledger,
     view: type[View] = View,
-    sender: type[Sender] = Sender,
     node: type[Node] = Node,
 ) -> Played:
     """Run a scenario, then let everything settle."""
@@ -141,7 +149,6 @@ def play(
             skew_us=source.randint(-told.skew_us, told.skew_us),
             members=members,
             make_view=view,
-            make_sender=sender,
         )
         for number in range(told.nodes)
     ]
@@ -317,7 +324,7 @@ def no_less_than_one_node_alone(played: Played) -> str:
         outcome = decide(state, told.rule, at_us, 1)
         state = outcome[5]
         ideal += outcome[0]
-    allowed = sum(one.key == KEYS[0] for one in played.simulation.admissions)
+    allowed = len(played.allowed_us)
     # What waits for the store at the ends of the run; and a burst in which the last one has not quite left its window.
     edges = 2 * told.nodes + 0.05 * told.limit
     if told.bursts and told.algorithm is Algorithm.SLIDING_WINDOW:
@@ -332,8 +339,7 @@ def nobody_is_locked_out(played: Played) -> str:
     if told.load > 0.8 or told.edit_s or told.bursts or told.limit < 10 or not told.outage_s:
         return ""
     from_us = START_US + int(sum(told.outage_s) * SECOND)
-    allowed = [one.at_us for one in played.simulation.admissions if one.key == KEYS[0]]
-    edges = [from_us, *(at_us for at_us in allowed if at_us > from_us), played.end_us]
+    edges = [from_us, *(at_us for at_us in played.allowed_us if at_us > from_us), played.end_us]
     longest_us = max((after - before for before, after in pairwise(edges)), default=0)
     most_us = told.nodes * told.window_seconds * SECOND + SECOND // 2
     longest_s = longest_us / SECOND
@@ -348,10 +354,7 @@ def a_reset_frees(played: Played) -> str:
     from_us = START_US + int(told.reset_s * SECOND)
     until_us = from_us + SECOND // 2
     offered = sum(from_us <= at_us < until_us for at_us in played.offered_us)
-    allowed = sum(
-        from_us <= one.at_us < until_us and one.key == KEYS[0]
-        for one in played.simulation.admissions
-    )
+    allowed = sum(from_us <= at_us < until_us for at_us in played.allowed_us)
     if offered < 2 * told.limit or until_us > played.end_us:
         return ""
     return "" if allowed >= told.limit / 2 else f"{allowed} of {told.limit} after a reset"

@@ -127,7 +127,7 @@ class HeadReader:
             field = decoder.follow(block)
             if field is not None:
                 self.kept.clear()
-                if field[1].isalnum() or _is_sound_value(field[1]):
+                if _is_sound_value(field[1]):
                     return RequestHead((), model.content_length, model, (field,))
                 return _flawed((*model.fields[:-1], field), Flaw.MALFORMED)
         generation = decoder.generation

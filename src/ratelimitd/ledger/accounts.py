@@ -54,8 +54,10 @@ class TokenBucketAccount:
             return token_bucket.decide(state, rule, now_us, cost)
         refilled = _refilled(state, rule, now_us)
         outcome = token_bucket.decide(refilled, rule, now_us, cost)
-        if outcome[0] or refilled[0] <= capacity:
-            return outcome if outcome[0] else (*outcome[:5], state)
+        if outcome[0]:
+            return outcome
+        if refilled[0] <= capacity:
+            return (*outcome[:5], state)
         spent, at_us = refilled
         reset_time = -(-(at_us * rule.limit + spent) // (rule.limit * US_PER_S))
         retry_after, reason = outcome[3:5]
@@ -84,12 +86,17 @@ class TokenBucketAccount:
     @staticmethod
     def standing(state: Any) -> tuple[int, int]:
         """Latest, then spent."""
-        return (-1, 0) if state is None else (state[1], state[0])
+        return _standing(state)
 
     @staticmethod
     def merged(runs: Sequence[Run], _rule: Rule) -> Sequence[Run]:
         """One, at the latest time."""
         return ((runs[-1][0], sum(tokens for _, tokens in runs)),) if runs else ()
+
+
+def _standing(state: tuple[int, int] | None) -> tuple[int, int]:
+    """Of a state that is (how much, latest_us)."""
+    return (-1, 0) if state is None else (state[1], state[0])
 
 
 def _refilled(state: tuple[int, int], rule: Rule, now_us: int) -> tuple[int, int]:
@@ -127,7 +134,7 @@ class FixedWindowAccount:
     @staticmethod
     def standing(state: Any) -> tuple[int, int]:
         """Latest, then count."""
-        return (-1, 0) if state is None else (state[1], state[0])
+        return _standing(state)
 
     @staticmethod
     def merged(runs: Sequence[Run], rule: Rule) -> Sequence[Run]:
@@ -163,12 +170,10 @@ class SlidingWindowAccount:
     def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
         """Each at its own time, between what is there."""
         before = () if state is None else sliding_window.runs_of(state)
-        latest_us = max(at_us for at_us, _ in (*before, *runs))
-        tokens_at: dict[int, int] = {}
-        for at_us, tokens in sorted((*before, *runs)):
-            if at_us > latest_us - rule.window_us:
-                tokens_at[at_us] = tokens_at.get(at_us, 0) + tokens
-        return sliding_window.state_of(tokens_at.items())
+        entries = sorted((*before, *runs))
+        gone_us = entries[-1][0] - rule.window_us
+        left = [run for run in entries if run[0] > gone_us]
+        return sliding_window.state_of(SlidingWindowAccount.merged(left, rule))
 
     @staticmethod
     def capped(state: Any, _rule: Rule) -> Any:
