@@ -71,5 +71,16 @@ class StoreUnavailableError(RateLimitdError):
     """
 
 
+class StoreMisconfiguredError(StoreUnavailableError):
+    """A store refuses us, and will until somebody mends a password, a permission or a setting."""
+
+
+class StoreOverloadedError(RateLimitdError):
+    """As many requests to a store are under way as may be.
+
+    Says nothing about the store: never counts for the circuit breaker.
+    """
+
+
 class StoreCorruptError(RateLimitdError):
     """A store answered with something that is not ours. Never counts for the circuit breaker."""

@@ -22,6 +22,7 @@ from ratelimitd.errors import (
     RuleNotFoundError,
     RulesFullError,
     StoreCorruptError,
+    StoreOverloadedError,
     StoreUnavailableError,
 )
 from ratelimitd.rpc.interface import RpcError, StatusCode
@@ -61,6 +62,7 @@ ERROR_STATUS: Final[Mapping[type, ErrorStatus]] = {
         StatusCode.ABORTED, "ETAG_MISMATCH", "the etag is not the rule's: read the rule again"
     ),
     StoreUnavailableError: ErrorStatus(StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE"),
+    StoreOverloadedError: ErrorStatus(StatusCode.UNAVAILABLE, "STORE_OVERLOADED"),
     StoreCorruptError: ErrorStatus(
         StatusCode.INTERNAL, "STORE_CORRUPT", "the store holds something unreadable"
     ),

@@ -18,6 +18,8 @@ from ratelimitd.errors import (
     RuleNotFoundError,
     RulesFullError,
     StoreCorruptError,
+    StoreMisconfiguredError,
+    StoreOverloadedError,
     StoreUnavailableError,
 )
 from ratelimitd.observe import logs
@@ -72,6 +74,8 @@ def test_every_error_that_a_caller_can_meet_has_a_row():
         (RulesFullError("full"), StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_RULES"),
         (RuleConflictError("etag"), StatusCode.ABORTED, "ETAG_MISMATCH"),
         (StoreUnavailableError("dsn"), StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE"),
+        (StoreMisconfiguredError("acl"), StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE"),
+        (StoreOverloadedError("full"), StatusCode.UNAVAILABLE, "STORE_OVERLOADED"),
         (StoreCorruptError("row"), StatusCode.INTERNAL, "STORE_CORRUPT"),
     ],
 )
