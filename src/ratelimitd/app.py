@@ -56,7 +56,10 @@ _log = logging.getLogger(__name__)
 
 
 class Node:
-    """One node: built from settings, started once, drained once. ``whole_load`` is for its rule feed."""
+    """One node: built from settings, started once, drained once. ``whole_load`` is for its rule feed.
+
+    ``reuse_port``: it is one of several processes on the gRPC port, see :mod:`ratelimitd.workers`.
+    """
 
     def __init__(
         self,
@@ -65,12 +68,15 @@ class Node:
         clock: Clock | None = None,
         context: LogContext | None = None,
         whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
+        reuse_port: bool = False,
     ) -> None:
         self.grpc_address = ""
         """``host:port`` that gRPC listens on, once started."""
         self.http_address = ""
         """``host:port`` that HTTP listens on, once started; empty when it is off."""
         self.node_id = settings.node_name
+        self.metrics: Metrics | None = None
+        """What it reports on itself, once started."""
         self.stats = CheckStats()
         self._settings = settings
         self._clock = clock or SystemClock()
@@ -93,6 +99,7 @@ class Node:
         self._server: Server | None = None
         self._limiter: Limiter | None = None
         self._whole_load = whole_load
+        self._reuse_port = reuse_port
         self._rules_log = RulesLog()
         self._draining = False
 
@@ -162,7 +169,7 @@ class Node:
         if feed.book is not None:
             self._take_book(feed.book)
             self._rules_log.write()
-        metrics = metrics_of(
+        self.metrics = metrics = metrics_of(
             stats=self.stats,
             health=self._health,
             runtime=self._runtime,
@@ -264,6 +271,7 @@ class Node:
             stats=self.stats,
             tls=tls,
             limits=TransportLimits(max_concurrent_rpcs=settings.max_concurrent_rpcs),
+            reuse_port=self._reuse_port,
         )
         closing_s = min(MAX_CLOSING_S, CLOSING_SHARE * settings.drain_s)
         self._open.push_async_callback(server.stop, settings.drain_s - closing_s)

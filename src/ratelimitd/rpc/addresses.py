@@ -42,10 +42,11 @@ async def demand_free(listen: str) -> None:
         raise _cannot(listen, error) from None
 
 
-async def listening_sockets(listen: str) -> list[socket.socket]:
+async def listening_sockets(listen: str, *, reuse_port: bool = False) -> list[socket.socket]:
     """Sockets bound to every address that ``listen`` stands for; with port 0, all to one free port.
 
-    ``[::]`` takes IPv4 too, as it does with grpcio. A socket file that is left over is replaced.
+    ``[::]`` takes IPv4 too, as it does with grpcio. A socket file that is left over is replaced. With ``reuse_port``
+    other processes of the same user that ask for it too may have the port as well.
 
     Raises:
         StartupError: an address cannot be bound; the message names the setting.
@@ -61,6 +62,8 @@ async def listening_sockets(listen: str) -> list[socket.socket]:
             sock = socket.socket(family, kind, protocol)
             sockets.append(sock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 both = address[0] == "::"
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)

@@ -51,6 +51,7 @@ class GrpcioServer:
     """A :class:`ratelimitd.rpc.interface.Server` on ``listen``: ``host:port``, ``[ipv6]:port`` or ``unix:path``.
 
     ``tls`` turns TLS on, and its client CA mTLS. Causes of broken calls are counted in ``stats``.
+    ``reuse_port`` shares the port with others that do so too: whoever owns it has seen that nobody else is there.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class GrpcioServer:
         stats: CheckStats,
         tls: TlsFiles | None = None,
         limits: TransportLimits | None = None,
+        reuse_port: bool = False,
     ) -> None:
         self._methods = methods
         self._listen = listen
         self._count = stats.transport_error
         self._tls = tls
+        self._reuse_port = reuse_port
         self._limits = limits or TransportLimits()
         self._stopping = asyncio.Event()
         self._calls = _Room(self._limits.max_concurrent_rpcs, self._count, *_TOO_MANY_CALLS)
@@ -77,7 +80,8 @@ class GrpcioServer:
 
     async def start(self) -> str:
         """Bind and listen; returns the bound address. See :class:`ratelimitd.rpc.interface.Server`."""
-        await demand_free(self._listen)
+        if not self._reuse_port:
+            await demand_free(self._listen)
         return await self._server.open(self._listen)
 
     @property
@@ -98,7 +102,7 @@ class GrpcioServer:
     def _new_server(self) -> grpc.aio.Server:
         return grpc.aio.server(
             handlers=(self._router,),
-            options=_options(self._limits),
+            options=_options(self._limits, reuse_port=self._reuse_port),
             # Of all kinds together: what comes beyond costs no task. Calls and streams have bounds of their own.
             maximum_concurrent_rpcs=_STALLED_CALLS
             + self._limits.max_concurrent_rpcs
@@ -278,7 +282,7 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
     )
 
 
-def _options(limits: TransportLimits) -> list[tuple[str, int]]:
+def _options(limits: TransportLimits, *, reuse_port: bool) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", limits.max_message_bytes),
@@ -287,7 +291,7 @@ def _options(limits: TransportLimits) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         # On by default: a second server on the port would start, and take half of the connections.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(reuse_port)),
         # The option whose name says "recv" is not this one, and is ignored without a word.
         ("grpc.http2.min_ping_interval_without_data_ms", limits.min_ping_interval_ms),
         ("grpc.keepalive_permit_without_calls", 1),

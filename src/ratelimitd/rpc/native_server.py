@@ -41,6 +41,7 @@ class NativeServer:
     """A :class:`ratelimitd.rpc.interface.Server` on ``listen``: ``host:port``, ``[ipv6]:port`` or ``unix:path``.
 
     ``tls`` turns TLS on, and its client CA mTLS. Causes of broken calls and connections are counted in ``stats``.
+    ``reuse_port`` shares the port with others that do so too: whoever owns it has seen that nobody else is there.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class NativeServer:
         stats: CheckStats,
         tls: TlsFiles | None = None,
         limits: TransportLimits | None = None,
+        reuse_port: bool = False,
         monotonic_s: Callable[[], float] | None = None,
     ) -> None:
         self._listen = listen
         self._tls = tls
+        self._reuse_port = reuse_port
         loop = asyncio.get_running_loop()
         self.shared = SharedCalls(
             methods, limits or TransportLimits(), stats, monotonic_s or loop.time
@@ -72,9 +75,10 @@ class NativeServer:
     async def start(self) -> str:
         """Bind and listen; returns the bound address. See :class:`ratelimitd.rpc.interface.Server`."""
         context = None if self._tls is None else self._contexts(self._tls).listening
-        await demand_free(self._listen)
+        if not self._reuse_port:
+            await demand_free(self._listen)
         loop = asyncio.get_running_loop()
-        sockets = await listening_sockets(self._listen)
+        sockets = await listening_sockets(self._listen, reuse_port=self._reuse_port)
         self._acceptor = Acceptor(
             partial(NativeConnection, self),
             self.shared.count,

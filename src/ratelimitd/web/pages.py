@@ -8,10 +8,11 @@ can point its own name here and read them through a visitor's browser (DNS rebin
 from __future__ import annotations
 
 import asyncio
+import inspect
 import ipaddress
 import re
-from collections.abc import AsyncIterator, Callable, Collection
-from typing import Final, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratelimitd import __version__
 from ratelimitd.observe.exposition import Page
-from ratelimitd.observe.metrics import Metrics
+from ratelimitd.observe.metrics import Definition, Point
 
 FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz"})
 
@@ -32,17 +33,30 @@ _HOST: Final = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+)
 HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
+T = TypeVar("T")
+
+Points = Iterable[tuple[Definition, Iterable[Point]]]
+"""Every metric with its readings."""
+
+
 class Readiness(NamedTuple):
-    """Whether traffic should come here, and if not, why."""
+    """Whether traffic should come here, and if not, why. With a reason all the same: which part of it is not ready."""
 
     ready: bool
     reason: str = ""
 
 
+class Metrics(Protocol):
+    """Where the numbers come from."""
+
+    def points(self) -> Points | Awaitable[Points]:
+        """The readings of this moment, or an awaitable of them."""
+
+
 def application(
     *,
     metrics: Metrics,
-    readiness: Callable[[], Readiness],
+    readiness: Callable[[], Readiness | Awaitable[Readiness]],
     grpc_address: Callable[[], str],
     hosts: Collection[str],
 ) -> ASGIApp:
@@ -52,12 +66,13 @@ def application(
         return PlainTextResponse("ok\n", headers=HEADERS)
 
     async def readyz(_: Request) -> Response:
-        ready, reason = readiness()
-        text = "ready\n" if ready else f"not ready: {reason}\n"
+        ready, reason = await _settled(readiness())
+        text = "ready" if ready else "not ready"
+        text += f": {reason}\n" if reason else "\n"
         return PlainTextResponse(text, status_code=200 if ready else 503, headers=HEADERS)
 
     async def scrape(request: Request) -> Response:
-        page = Page(request.headers.get("accept", ""), metrics.points())
+        page = Page(request.headers.get("accept", ""), await _settled(metrics.points()))
         headers = {**HEADERS, "Content-Type": page.content_type}
         return StreamingResponse(_paced(page), headers=headers)
 
@@ -107,6 +122,11 @@ class HostCheck:
         except ValueError:
             return False
         return True
+
+
+async def _settled(value: T | Awaitable[T]) -> T:
+    """What a node knows at once, or several processes have to be asked for."""
+    return await value if inspect.isawaitable(value) else value
 
 
 def _host_name(host: str) -> str:

@@ -82,6 +82,20 @@ async def test_a_socket_is_bound_for_each_address_of_a_name_and_all_to_one_port(
         assert second.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == 1
 
 
+async def test_a_port_is_shared_by_those_alone_that_all_ask_for_it():
+    [first] = await listening_sockets("127.0.0.1:0", reuse_port=True)
+    with first:
+        first.listen()
+        listen = bound_address("127.0.0.1:0", first.getsockname()[1])
+        [second] = await listening_sockets(listen, reuse_port=True)
+        with second:
+            second.listen()
+        with pytest.raises(StartupError, match="Address already in use"):
+            await listening_sockets(listen)
+        with pytest.raises(StartupError, match="Address already in use"):
+            await demand_free(listen)
+
+
 async def test_every_address_takes_ipv4_too():
     [sock] = await listening_sockets("[::]:0")
     with sock:

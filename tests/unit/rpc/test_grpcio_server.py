@@ -55,7 +55,7 @@ def test_the_time_left_is_the_deadlines():
 
 
 def test_the_shipped_limits_welcome_a_ping_every_ten_seconds():
-    options = dict(grpcio_server._options(TransportLimits()))
+    options = dict(grpcio_server._options(TransportLimits(), reuse_port=False))
     assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
     assert options["grpc.keepalive_permit_without_calls"] == 1
     assert options["grpc.so_reuseport"] == 0
@@ -91,6 +91,16 @@ async def test_a_port_that_is_lost_between_the_look_and_the_bind_is_one_clear_li
     server = GrpcioServer(Methods(), listen="192.0.2.1:9090", stats=CheckStats())
     with pytest.raises(StartupError, match=r"^LISTEN: cannot listen on 192\.0\.2\.1:9090$"):
         await server.start()
+
+
+async def test_a_port_is_shared_with_another_that_does_so_too():
+    assert dict(grpcio_server._options(TransportLimits(), reuse_port=True))["grpc.so_reuseport"]
+    first = GrpcioServer(Methods(), listen="127.0.0.1:0", stats=CheckStats(), reuse_port=True)
+    address = await first.start()
+    second = GrpcioServer(Methods(), listen=address, stats=CheckStats(), reuse_port=True)
+    assert await second.start() == address
+    for server in (first, second):
+        await server.stop(0)
 
 
 async def test_a_server_that_never_started_stops_at_once():

@@ -172,6 +172,15 @@ async def test_a_taken_port_is_one_clear_line():
             await second.start()
 
 
+async def test_a_port_is_shared_with_another_that_does_so_too():
+    first = NativeServer(Methods(), listen="127.0.0.1:0", stats=CheckStats(), reuse_port=True)
+    address = await first.start()
+    second = NativeServer(Methods(), listen=address, stats=CheckStats(), reuse_port=True)
+    assert await second.start() == address
+    for server in (first, second):
+        await server.stop(0)
+
+
 async def test_a_socket_file_is_listened_on(tmp_path):
     listen = f"unix:{tmp_path / 's'}"
     server = NativeServer(Methods(), listen=listen, stats=CheckStats())

@@ -12,11 +12,11 @@ class OneMetric:
 
 
 class Web:
-    def __init__(self):
+    def __init__(self, readiness=None, metrics=None):
         self.readiness = Readiness(ready=True)
         self.app = application(
-            metrics=OneMetric(),
-            readiness=lambda: self.readiness,
+            metrics=metrics or OneMetric(),
+            readiness=readiness or (lambda: self.readiness),
             grpc_address=lambda: "127.0.0.1:9090",
             hosts=["node.example"],
         )
@@ -51,6 +51,25 @@ async def test_readiness_is_told_with_the_reason_against_it(web):
     web.readiness = Readiness(ready=False, reason="draining")
     answer = await web.get("/readyz")
     assert (answer.status_code, answer.text) == (503, "not ready: draining\n")
+
+
+async def test_a_node_that_is_ready_may_say_which_part_of_it_is_not(web):
+    web.readiness = Readiness(ready=True, reason="all but worker 1 (starting)")
+    answer = await web.get("/readyz")
+    assert (answer.status_code, answer.text) == (200, "ready: all but worker 1 (starting)\n")
+
+
+async def test_readiness_and_metrics_may_have_to_be_waited_for():
+    async def readiness():
+        return Readiness(ready=False, reason="waited")
+
+    class Waited(OneMetric):
+        async def points(self):
+            return super().points()
+
+    web = Web(readiness=readiness, metrics=Waited())
+    assert (await web.get("/readyz")).text == "not ready: waited\n"
+    assert "a_total 3.0\n" in (await web.get("/metrics")).text
 
 
 async def test_metrics_come_in_the_format_the_reader_asks_for(web):
