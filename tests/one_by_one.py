@@ -11,6 +11,7 @@ class OneByOne:
         self.replace_book = self._limiter.replace_book
         self.check = self._limiter.check
         self.check_batch = self._limiter.check_batch
+        self.wait = self._limiter.wait
         self.reset = self._limiter.reset
         self.now_us = self._limiter.now_us
         self.charge = self._limiter.charge

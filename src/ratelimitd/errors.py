@@ -75,6 +75,14 @@ class StoreMisconfiguredError(StoreUnavailableError):
     """A store refuses us, and will until somebody mends a password, a permission or a setting."""
 
 
+class BreakerOpenError(StoreUnavailableError):
+    """The circuit breaker is open: the shared state is not asked. ``retry_after_us`` is the time until it is again."""
+
+    def __init__(self, retry_after_us: int) -> None:
+        super().__init__("the circuit breaker of the shared state is open")
+        self.retry_after_us = retry_after_us
+
+
 class StoreOverloadedError(RateLimitdError):
     """As many requests to a store are under way as may be.
 

@@ -1,23 +1,29 @@
 """The use case: decide checks, reset buckets. The only place that says "fail open".
 
 Never does I/O of its own, never imports a driver: rules come as an immutable book, buckets from a table, time from a
-clock. A decision takes no await, no lock and no task.
+clock. A decision takes no await, no lock and no task; only those that need the state which all nodes share wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Protocol
 
 from ratelimitd.algorithms import DECIDE, Decide
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock
-from ratelimitd.errors import CheckInvalidError, StoreUnavailableError
+from ratelimitd.errors import (
+    BreakerOpenError,
+    CheckInvalidError,
+    RateLimitdError,
+    StoreOverloadedError,
+    StoreUnavailableError,
+)
 from ratelimitd.model import (
     ALLOWED,
+    DENIED,
     NO_RULE_REMAINING,
     US_PER_S,
     Check,
@@ -38,6 +44,58 @@ FAIL_OPEN_RESET_S: Final = 60
 MAX_SCOPES: Final = 4_096
 """Endpoints whose rule and key scope are remembered; beyond it they are looked up again, which takes about 3 µs. Bounds
 what callers who send ever new endpoints can make a node hold (I17), and how long forgetting all of it takes."""
+
+
+ASKED_PER_TURN: Final = 100
+"""Checks of a batch put to the shared state in one turn of the event loop: about 1 ms."""
+
+
+class Buckets(Protocol):
+    """The buckets that a node decides on by itself: all of them, or those it knows of the ones that all nodes share."""
+
+    def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
+        self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
+    ) -> Outcome | None:
+        """Judge and charge a check; ``None``: the shared state is to decide.
+
+        Raises:
+            BreakerOpenError: nobody is to decide. Nothing was charged.
+        """
+
+    def peek(  # noqa: PLR0917 - the same signature as apply
+        self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
+    ) -> Outcome | None:
+        """Judge a check as :meth:`apply` would, and charge nothing."""
+
+
+class LocalBuckets(Buckets, Protocol):
+    """Buckets that are this node's own, so that it also resets them by itself."""
+
+    def remove(self, key: bytes) -> Any | None:
+        """Forget a bucket; returns what it held, ``None`` for one that is as good as new."""
+
+    def put_back(self, key: bytes, value: Any) -> None:
+        """Undo a :meth:`remove`."""
+
+
+class SharedBuckets(Buckets, Protocol):
+    """Buckets that nodes share."""
+
+    def wait(
+        self, key: bytes, rule: Rule, now_us: int, cost: int, *, peek: bool
+    ) -> Awaitable[Outcome | RateLimitdError]:
+        """Let the shared state decide a check; asked for at once, answered as soon as it has, or cannot.
+
+        ``StoreUnavailableError``: it did not answer in time, and what it has charged is not known. Otherwise nothing
+        was charged.
+        """
+
+    async def reset(self, keys: Sequence[bytes], rules: Sequence[Rule]) -> None:
+        """Let the buckets of ``keys``, each with its rule, start afresh on every node.
+
+        Raises:
+            StoreUnavailableError: not known to be done.
+        """
 
 
 class Journal(Protocol):
@@ -64,27 +122,44 @@ class Scope:
     counters: list[int]
 
 
+class _Asked(NamedTuple):
+    """A check that the shared state has been asked about."""
+
+    scope: Scope
+    outcome: Awaitable[Outcome | RateLimitdError]
+
+
 _NO_RULE: Final = Decision(ALLOWED, NO_RULE_REMAINING, 0, 0, Reason.NO_RULE, None)
 
 
 class Limiter:
-    """Decides checks by the rules of a book on the buckets of a table.
+    """Decides checks by the rules of a book on buckets: a node's own, or ``shared`` ones; exactly one is given.
 
-    ``on_error`` hears of the exception behind a fail-open answer, for the log; it must not raise.
+    ``breaker_denies``: while the shared state is given up, checks are denied instead of allowed. ``on_error`` hears of
+    the exception behind a fail-open answer, for the log; it must not raise. That the shared state is away is no such
+    exception: who talks to it tells that once, not once a check.
     """
 
     def __init__(
         self,
         *,
-        buckets: BucketTable,
         clock: Clock,
         stats: CheckStats,
         timestamps: str,
         key_secret: bytes,
+        buckets: LocalBuckets | None = None,
+        shared: SharedBuckets | None = None,
         journal: Journal | None = None,
+        breaker_denies: bool = False,
         on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        self._buckets = buckets
+        decided_on = shared if buckets is None else buckets
+        if decided_on is None or (shared is not None and buckets is not None):
+            message = "a limiter decides on its own buckets or on shared ones"
+            raise ValueError(message)
+        self._buckets: Buckets = decided_on
+        self._own, self._shared = buckets, shared
+        self._breaker_denies = breaker_denies
         self._clock = clock
         self._stats = stats
         self._timestamps = TimestampPolicy(timestamps)
@@ -105,8 +180,10 @@ class Limiter:
         self._book = book
         self._scopes = {}
 
-    def check(self, check: Check) -> Decision:
+    def check(self, check: Check) -> Decision | None:
         """Answer one check, and charge it if it is allowed and not a peek.
+
+        ``None``, only where buckets are shared: nothing was charged, and :meth:`wait` brings the answer.
 
         Raises:
             CheckInvalidError: the policy is ``caller`` and the timestamp is out of range. Nothing else: whatever goes
@@ -117,9 +194,9 @@ class Limiter:
         except CheckInvalidError:
             raise
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
-            return self._fail_open(Reason.FAIL_OPEN_ERROR, error)
+            return self._failed(error)
 
-    def check_batch(self, checks: Sequence[Check]) -> list[Decision | CheckInvalidError]:
+    def check_batch(self, checks: Sequence[Check]) -> list[Decision | CheckInvalidError | None]:
         """Answer ``checks`` as :meth:`check` would in their order; answer i is to check i.
 
         Checks of one identifier are decided together, as the specification asks. A check whose timestamp is refused
@@ -131,7 +208,19 @@ class Limiter:
                 answers[index] = self.check(checks[index])
             except CheckInvalidError as error:
                 answers[index] = error
-        return answers  # type: ignore[return-value]  # sorted() yields every index once
+        return answers
+
+    async def wait(self, checks: Sequence[Check]) -> list[Decision | CheckInvalidError]:
+        """Answer checks for which :meth:`check` or :meth:`check_batch` had ``None``; all are asked for at once."""
+        asked = []
+        for index, check in enumerate(checks):
+            if index and index % ASKED_PER_TURN == 0:
+                await asyncio.sleep(0)
+            asked.append(self._ask(check))
+        return [
+            self._answer(await one.outcome, one.scope) if isinstance(one, _Asked) else one
+            for one in asked
+        ]
 
     async def reset(
         self, identifier: bytes, identifier_type: IdentifierType, endpoint: str
@@ -158,17 +247,24 @@ class Limiter:
                 raise StoreUnavailableError(message)
             rules = self._book.candidates(endpoint, identifier_type)
             keys = [identifier + self._keys.scope(rule, endpoint) for rule in rules]
-            removed = [(key, self._buckets.remove(key)) for key in keys]
-            if self._journal is None or not keys:
-                return rules
-            try:
-                await self._journal.reset(keys)
-            except StoreUnavailableError:
-                for key, value in removed:
-                    if value is not None:
-                        self._buckets.put_back(key, value)
-                raise
+            if self._shared is not None:
+                ruling = [self._as_of_book(self._book, rule) for rule in rules]
+                await self._shared.reset(keys, ruling)
+            elif self._own is not None:
+                await self._reset_own(self._own, keys)
             return rules
+
+    async def _reset_own(self, buckets: LocalBuckets, keys: Sequence[bytes]) -> None:
+        removed = [(key, buckets.remove(key)) for key in keys]
+        if self._journal is None or not keys:
+            return
+        try:
+            await self._journal.reset(keys)
+        except StoreUnavailableError:
+            for key, value in removed:
+                if value is not None:
+                    buckets.put_back(key, value)
+            raise
 
     def now_us(self) -> int:
         """The node's time, in µs since the Unix epoch."""
@@ -183,14 +279,17 @@ class Limiter:
                 return None
             return self._remember_scope(self._book, endpoint, identifier_type)
 
-    def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome:
+    def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
         """Answer one check of ``scope`` at ``now_us``, and charge it if it is allowed.
 
-        For checks that come in bulk: whatever this raises was not charged, and :meth:`check` is to answer instead.
+        For checks that come in bulk: where there is no answer, or whatever this raises, nothing was charged, and
+        :meth:`check` is to answer instead.
         """
         outcome = self._buckets.apply(
             identifier + scope.key_suffix, scope.rule, scope.decide, now_us, cost
         )
+        if outcome is None:
+            return None
         if outcome[0]:
             self._stats.allowed_total += 1
             scope.counters[0] += 1
@@ -199,10 +298,10 @@ class Limiter:
             scope.counters[1] += 1
         return outcome
 
-    def _decide(self, check: Check, now_us: int) -> Decision:
+    def _decide(self, check: Check, now_us: int) -> Decision | None:
         scope = self.scope(check.endpoint, check.identifier_type)
         if scope is None and self._book is None:
-            return self._fail_open(Reason.FAIL_OPEN_ERROR, None)
+            return self._fail_open(Reason.FAIL_OPEN_ERROR)
         if check.timestamp:
             rule = None if scope is None else scope.rule
             now_us = self._check_time_us(check.timestamp, now_us, rule)
@@ -212,20 +311,43 @@ class Limiter:
             return _NO_RULE
         if not check.peek:
             outcome = self.charge(check.identifier, scope, now_us, check.cost)
-        else:
-            outcome = self._peek(check, scope, now_us)
-        return Decision(*outcome[:5], scope.rule)
-
-    def _peek(self, check: Check, scope: Scope, now_us: int) -> Outcome:
+            return None if outcome is None else Decision(*outcome[:5], scope.rule)
         key = check.identifier + scope.key_suffix
         outcome = self._buckets.peek(key, scope.rule, scope.decide, now_us, check.cost)
+        return None if outcome is None else self._counted(outcome, scope)
+
+    def _ask(self, check: Check) -> _Asked | Decision | CheckInvalidError:
+        """Put a check to the shared state; an answer, where nobody need be asked."""
+        try:
+            now_us = self._clock.now_us()
+            scope = self.scope(check.endpoint, check.identifier_type)
+            if scope is None or self._shared is None:
+                # The rules have changed since it was found that the shared state has to be asked.
+                return self._decide(check, now_us) or self._fail_open(Reason.FAIL_OPEN_ERROR)
+            if check.timestamp:
+                now_us = self._check_time_us(check.timestamp, now_us, scope.rule)
+            key = check.identifier + scope.key_suffix
+            return _Asked(
+                scope, self._shared.wait(key, scope.rule, now_us, check.cost, peek=check.peek)
+            )
+        except CheckInvalidError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
+            return self._failed(error)
+
+    def _answer(self, outcome: Outcome | RateLimitdError, scope: Scope) -> Decision:
+        if isinstance(outcome, RateLimitdError):
+            return self._failed(outcome)
+        return self._counted(outcome, scope)
+
+    def _counted(self, outcome: Outcome, scope: Scope) -> Decision:
         if outcome[0]:
             self._stats.allowed_total += 1
             scope.counters[0] += 1
         else:
             self._stats.blocked_total += 1
             scope.counters[1] += 1
-        return outcome
+        return Decision(*outcome[:5], scope.rule)
 
     def _check_time_us(self, timestamp: int, now_us: int, rule: Rule | None) -> int:
         if self._timestamps is TimestampPolicy.CALLER:
@@ -244,6 +366,7 @@ class Limiter:
         rule = book.match(endpoint, identifier_type)
         scope = None
         if rule is not None:
+            rule = self._as_of_book(book, rule)
             suffix = self._keys.scope(rule, endpoint)
             scope = Scope(rule, suffix, DECIDE[rule.algorithm], self._stats.rule_counters(rule.id))
         if len(self._scopes) >= MAX_SCOPES:
@@ -251,7 +374,30 @@ class Limiter:
         self._scopes[endpoint, identifier_type] = scope
         return scope
 
-    def _fail_open(self, reason: Reason, error: Exception | None) -> Decision:
+    def _as_of_book(self, book: RuleBook, rule: Rule) -> Rule:
+        """The rule as nodes compare it: under the revision of the whole book, which alone tells what holds when.
+
+        By its own revision, the global rule would seem older than a rule for one endpoint that has been deleted.
+        """
+        return rule if self._shared is None else replace(rule, revision=book.revision)
+
+    def _failed(self, error: Exception) -> Decision:
+        if isinstance(error, BreakerOpenError):
+            return self._without_shared_state(error.retry_after_us)
+        if not isinstance(error, StoreUnavailableError | StoreOverloadedError):
+            self._on_error(error)
+        return self._fail_open(Reason.FAIL_OPEN_ERROR)
+
+    def _without_shared_state(self, retry_after_us: int) -> Decision:
+        if not self._breaker_denies:
+            return self._fail_open(Reason.FAIL_OPEN_BREAKER)
+        self._stats.blocked_total += 1
+        self._stats.breaker_denied_total += 1
+        retry_after_s = max(1, -(-retry_after_us // US_PER_S))
+        reset_time = -(-self._clock.now_us() // US_PER_S) + retry_after_s
+        return Decision(DENIED, 0, reset_time, retry_after_s, Reason.FAIL_OPEN_BREAKER, None)
+
+    def _fail_open(self, reason: Reason) -> Decision:
         """Allow without a check, as the specification answers a failure; nothing is charged."""
         stats = self._stats
         stats.allowed_total += 1
@@ -260,6 +406,4 @@ class Limiter:
             reset_time = -(-self._clock.now_us() // US_PER_S) + FAIL_OPEN_RESET_S
             return Decision(ALLOWED, FAIL_OPEN_REMAINING, reset_time, 0, reason, None)
         stats.fail_open_error_total += 1
-        if error is not None:
-            self._on_error(error)
         return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason, None)

@@ -31,6 +31,7 @@ class CheckStats:
     __slots__ = (
         "allowed_total",
         "blocked_total",
+        "breaker_denied_total",
         "bucket_missed_total",
         "by_rule",
         "clock_rejected_total",
@@ -49,6 +50,8 @@ class CheckStats:
         self.allowed_total = 0
         self.blocked_total = 0
         self.no_rule_total = 0
+        self.breaker_denied_total = 0
+        """Checks denied because the circuit breaker was open and the node is told not to allow then."""
         self.fail_open_breaker_total = 0
         self.fail_open_error_total = 0
         self.false_positives_total = 0
@@ -70,6 +73,7 @@ class CheckStats:
     def bucket_looked_total(self) -> int:
         """Checks that were judged by a rule, so that a bucket was looked for."""
         others = self.no_rule_total + self.fail_open_breaker_total + self.fail_open_error_total
+        others += self.breaker_denied_total
         return self.allowed_total + self.blocked_total - others
 
     @property

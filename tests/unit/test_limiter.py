@@ -276,7 +276,7 @@ class TestFailingOpen:
 
     def test_an_open_breaker_is_answered_with_the_reset_of_the_specification(self, node):
         node.clock.advance(us=1)
-        assert node.limiter._fail_open(Reason.FAIL_OPEN_BREAKER, None) == Decision(
+        assert node.limiter._fail_open(Reason.FAIL_OPEN_BREAKER) == Decision(
             allowed=True,
             remaining=1,
             reset_time=NOW_S + 1 + FAIL_OPEN_RESET_S,

@@ -71,8 +71,8 @@ class BulkChecker(Protocol):
     def scope(self, endpoint: str, identifier_type: IdentifierType) -> Scope | None:
         """What all checks of an endpoint have in common until the next book; ``None`` without rule or book."""
 
-    def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome:
-        """Answer one check, and charge it if it is allowed. What it raises was not charged."""
+    def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
+        """Answer one check, and charge it if it is allowed. Without an answer, or what it raises, was not charged."""
 
 
 _Known: TypeAlias = tuple[Scope, int, bool, bytes, bytes]
@@ -157,12 +157,14 @@ class BulkChecks:
                 continue
             identifier, (scope, cost, _, rule_part, within_part) = question
             try:
-                allowed, remaining, reset_time, retry_after, reason, _ = charge(
-                    identifier, scope, now_us, cost
-                )
+                outcome = charge(identifier, scope, now_us, cost)
             except Exception:  # noqa: BLE001 -- whatever it is, the general way meets it too, and knows what to do
                 tell(None)
                 continue
+            if outcome is None:
+                tell(None)
+                continue
+            allowed, remaining, reset_time, retry_after, reason, _ = outcome
             reset = reset_times.get(reset_time)
             if reset is None:
                 reset = self._reset(reset_time)

@@ -1,7 +1,8 @@
 """The RateLimiter service: check one, check many.
 
 A check, and a batch of few, is answered at once, with bytes: no task, no await. A long batch is answered in slices, so
-that it never holds up the event loop for long. Never decides anything itself; see ADR 0009 for batches.
+that it never holds up the event loop for long; and what only the state shared by all nodes can decide is waited for,
+together for a whole batch. Never decides anything itself; see ADR 0009 for batches.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol, cast
 
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.model import Check, Decision
@@ -52,18 +53,32 @@ _REQUESTS_FIELD: Final = 1
 _RESPONSE_PREFIXES: Final = tuple(ITEM_TAG + varint(size) for size in range(MAX_ANSWER_BYTES + 1))
 """``BatchRateLimitResponse.responses`` by length; it has the number of ``BatchRateLimitRequest.requests``."""
 
-AnswerItems = Callable[[int, int], bytes]
-"""(start, stop) → the answers to these items of a batch, as a ``BatchRateLimitResponse``."""
+
+class Waiting(NamedTuple):
+    """The answer to an item of a batch that is still to come."""
+
+    item: int
+    check: Check
+
+
+Parts = Sequence[bytes | Waiting]
+"""Answers to items of a batch: pieces of a ``BatchRateLimitResponse``, in order."""
+
+AnswerItems = Callable[[int, int], Parts]
+"""(start, stop) → the answers to these items of a batch."""
 
 
 class Checker(BulkChecker, Protocol):
     """What this service needs of a :class:`ratelimitd.limiter.Limiter`."""
 
-    def check(self, check: Check) -> Decision:
-        """Answer one check; raises ``CheckInvalidError`` for a timestamp it refuses, and nothing else."""
+    def check(self, check: Check) -> Decision | None:
+        """Answer one check, ``None``: by :meth:`wait`; raises ``CheckInvalidError`` for a timestamp it refuses."""
 
-    def check_batch(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError]:
+    def check_batch(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError | None]:
         """Answer checks as one by one in their order; answer i is to check i."""
+
+    async def wait(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError]:
+        """Answer checks for which the others had ``None``."""
 
 
 class RateLimiterService:
@@ -87,7 +102,7 @@ class RateLimiterService:
             bulk={f"/{SERVICE}/CheckRateLimit": self._bulk.answer_calls},
         )
 
-    def check_rate_limit(self, data: bytes, _call: Call) -> bytes:
+    def check_rate_limit(self, data: bytes, _call: Call) -> bytes | Awaitable[bytes]:
         """Answer one check.
 
         Raises:
@@ -95,13 +110,24 @@ class RateLimiterService:
         """
         started_s = self._perf_counter_s()
         try:
-            decision = self._limiter.check(check_of(parse_check(data)))
+            check = check_of(parse_check(data))
+            decision = self._limiter.check(check)
         except InvalidInputError:
             self._stats.invalid_total += 1
             raise
+        if decision is None:
+            return self._wait_for_one(check, started_s)
         answer = answer_of(decision).SerializeToString()
         self._stats.observe_latency(self._perf_counter_s() - started_s)
         return answer
+
+    async def _wait_for_one(self, check: Check, started_s: float) -> bytes:
+        [verdict] = await self._limiter.wait([check])
+        if isinstance(verdict, CheckInvalidError):
+            self._stats.invalid_total += 1
+            raise verdict
+        self._observe(started_s, 1)
+        return answer_of(verdict).SerializeToString()
 
     def check_rate_limit_batch(self, data: bytes, _call: Call) -> bytes | Awaitable[bytes]:
         """Answer up to ``MAX_BATCH_ITEMS`` checks; a malformed one is told so in its own answer.
@@ -118,15 +144,12 @@ class RateLimiterService:
             return self._answer_long(data, items, started_s)
         questions = self._bulk.read(items or ())
         if items is not None and None not in questions:
-            answers = self._answer_in_bulk(items, questions, self._limiter.book, 0, len(items))
-            self._observe(started_s, len(items))
-            return answers
+            parts = self._answer_in_bulk(items, questions, self._limiter.book, 0, len(items))
+            return self._joined(parts, len(items), started_s)
         requests = self._parsed(data)
         if len(requests) > SLICE_ITEMS:
             return self._answer_in_slices(partial(self._answer, requests), len(requests), started_s)
-        answers = self._answer(requests, 0, len(requests))
-        self._observe(started_s, len(requests))
-        return answers
+        return self._joined(self._answer(requests, 0, len(requests)), len(requests), started_s)
 
     def _parsed(self, data: bytes) -> Sequence[WireCheck]:
         """The items of a batch, for the general way.
@@ -157,13 +180,31 @@ class RateLimiterService:
         return await self._answer_in_slices(answer, len(items), started_s)
 
     async def _answer_in_slices(self, answer: AnswerItems, count: int, started_s: float) -> bytes:
-        slices = []
+        parts: list[bytes | Waiting] = []
         for start in range(0, count, SLICE_ITEMS):
             await asyncio.sleep(0)
-            slices.append(answer(start, start + SLICE_ITEMS))
-        self._observe(started_s, count)
+            parts += answer(start, start + SLICE_ITEMS)
+        joined = self._joined(parts, count, started_s)
+        return joined if isinstance(joined, bytes) else await joined
+
+    def _joined(self, parts: Parts, count: int, started_s: float) -> bytes | Awaitable[bytes]:
+        """The answer to a batch of ``count`` items, at once if none is still to come."""
         # Messages one behind the other are one message with the repeated fields of all of them.
-        return b"".join(slices)
+        answers = [part for part in parts if isinstance(part, bytes)]
+        if len(answers) < len(parts):
+            return self._wait_for_many(parts, count, started_s)
+        self._observe(started_s, count)
+        return b"".join(answers)
+
+    async def _wait_for_many(self, parts: Parts, count: int, started_s: float) -> bytes:
+        waiting = [part for part in parts if isinstance(part, Waiting)]
+        verdicts = iter(await self._limiter.wait([part.check for part in waiting]))
+        answers = [
+            part if isinstance(part, bytes) else self._item(part.item, next(verdicts))
+            for part in parts
+        ]
+        self._observe(started_s, count)
+        return b"".join(answers)
 
     def _answer_in_bulk(  # noqa: PLR0917 - the first three are bound
         self,
@@ -172,41 +213,45 @@ class RateLimiterService:
         book: RuleBook | None,
         start: int,
         stop: int,
-    ) -> bytes:
-        parts = []
+    ) -> Parts:
+        parts: list[bytes | Waiting] = []
         asked = questions[start:stop]
         if self._limiter.book is not book:
             # It has changed between two slices, and new rules hold from the next check on.
             asked = self._bulk.read(items[start:stop])
         for index, answer in enumerate(self._bulk.answer(asked), start):
             if answer is None:
-                parts.append(self._answer_each([parse_check(items[index])], index))
+                parts += self._answer_each([parse_check(items[index])], index)
             else:
                 parts += (_RESPONSE_PREFIXES[len(answer)], answer)
-        return b"".join(parts)
+        return parts
 
-    def _answer(self, requests: Sequence[WireCheck], start: int, stop: int) -> bytes:
+    def _answer(self, requests: Sequence[WireCheck], start: int, stop: int) -> Parts:
         return self._answer_each(requests[start:stop], start)
 
-    def _answer_each(self, requests: Sequence[WireCheck], start: int) -> bytes:
+    def _answer_each(self, requests: Sequence[WireCheck], start: int) -> Parts:
         """The answers to ``requests``, of which the first is item ``start`` of its batch."""
-        answers = []
-        for index, verdict in enumerate(self._decide([*map(_check_or_error, requests)]), start):
-            if isinstance(verdict, CheckInvalidError):
-                self._stats.invalid_total += 1
-                answers.append(invalid_answer_of(verdict, f"requests[{index}]."))
-            else:
-                answers.append(answer_of(verdict))
-        return ratelimiter_pb2.BatchRateLimitResponse(responses=answers).SerializeToString()
-
-    def _decide(
-        self, items: Sequence[Check | CheckInvalidError]
-    ) -> Sequence[Decision | CheckInvalidError]:
-        """A verdict for each item: the limiter's, or the reason why it was not asked."""
+        checks = [*map(_check_or_error, requests)]
         decided = iter(
-            self._limiter.check_batch([item for item in items if isinstance(item, Check)])
+            self._limiter.check_batch([check for check in checks if isinstance(check, Check)])
         )
-        return [next(decided) if isinstance(item, Check) else item for item in items]
+        parts: list[bytes | Waiting] = []
+        for index, check in enumerate(checks, start):
+            verdict = next(decided) if isinstance(check, Check) else check
+            if verdict is None:
+                parts.append(Waiting(index, cast("Check", check)))
+            else:
+                parts.append(self._item(index, verdict))
+        return parts
+
+    def _item(self, index: int, verdict: Decision | CheckInvalidError) -> bytes:
+        """What item ``index`` of a batch is answered."""
+        if isinstance(verdict, CheckInvalidError):
+            self._stats.invalid_total += 1
+            answer = invalid_answer_of(verdict, f"requests[{index}].")
+        else:
+            answer = answer_of(verdict)
+        return ratelimiter_pb2.BatchRateLimitResponse(responses=[answer]).SerializeToString()
 
     def _observe(self, started_s: float, checks: int) -> None:
         if checks:
