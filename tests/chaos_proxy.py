@@ -16,6 +16,7 @@ import threading
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from tests.servers import free_port
@@ -68,7 +69,7 @@ class ChaosProxy:
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="chaos proxy")
-        self._listening: asyncio.Server | None = None
+        self._listening: asyncio.Task[None] | None = None
         self._connections: dict[asyncio.Task[None], list[StreamWriter]] = {}
 
     @property
@@ -131,13 +132,27 @@ class ChaosProxy:
 
     async def _accept(self) -> None:
         if self._listening is None:
-            self._listening = await asyncio.start_server(
-                self._serve, "127.0.0.1", self.port, ssl=self._tls, backlog=1_024
-            )
+            listener = socket.create_server(("127.0.0.1", self.port), backlog=1_024)
+            listener.setblocking(False)
+            self._listening = asyncio.create_task(self._listen(listener))
+
+    async def _listen(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                caller, _ = await loop.sock_accept(listener)
+                self.accepted += 1
+                task = asyncio.create_task(self._serve(caller))
+                self._connections[task] = []
+                task.add_done_callback(partial(self._forget, caller))
+
+    def _forget(self, caller: socket.socket, task: asyncio.Task[None]) -> None:
+        if not self._connections.pop(task):  # it was cancelled before it began
+            caller.close()
 
     async def _refuse(self) -> None:
         if self._listening is not None:
-            self._listening.close()
+            await _end(self._listening)
             self._listening = None
 
     async def _reset(self) -> None:
@@ -146,33 +161,30 @@ class ChaosProxy:
 
     async def _close(self) -> None:
         await self._refuse()
-        tasks = list(self._connections)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(*self._connections)
 
-    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+    async def _serve(self, caller: socket.socket) -> None:
         """One connection, until both ways have ended, or a fault ends them."""
         task = asyncio.current_task()
         assert task is not None
-        self.accepted += 1
-        both = self._connections[task] = [writer]
+        both = self._connections[task]
         try:
-            server = await asyncio.open_connection("127.0.0.1", self.target_port)
-            both.append(server[1])
+            reader, writer = await _streams(caller, self._tls)
+            both.append(writer)
+            server_reader, server = await asyncio.open_connection("127.0.0.1", self.target_port)
+            both.append(server)
             ways = (
-                _Carrier(self.up, reader, server[1], self._random),
-                _Carrier(self.down, server[0], writer, self._random),
+                _Carrier(self.up, reader, server, self._random),
+                _Carrier(self.down, server_reader, writer, self._random),
             )
             await _all_or_none(step for way in ways for step in (way.take(), way.bring()))
-            for end in both:
-                end.close()
+            for one in both:
+                one.close()
         except OSError:
             pass  # refused by the server, or reset: the other side is to notice, and nobody else
         finally:
-            del self._connections[task]
-            for end in both:
-                _reset(end)
+            for one in both:
+                _reset(one)
 
 
 class _Carrier:
@@ -235,15 +247,29 @@ class _Carrier:
             await self._writer.drain()
 
 
+async def _streams(
+    caller: socket.socket, tls: ssl.SSLContext | None
+) -> tuple[StreamReader, StreamWriter]:
+    """What asyncio makes of a connection that was made, for one that was accepted."""
+    loop, reader = asyncio.get_running_loop(), StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, caller, ssl=tls)
+    return reader, StreamWriter(transport, protocol, reader, loop)
+
+
 async def _all_or_none(steps: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run them side by side; the first that fails ends the others."""
     tasks = [asyncio.ensure_future(step) for step in steps]
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await _end(*tasks)
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _reset(writer: StreamWriter) -> None:
