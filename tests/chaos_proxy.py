@@ -8,6 +8,7 @@ network swallows needs ``hold`` or ``drop``, one that is turned away ``refuse``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 import ssl
@@ -69,7 +70,7 @@ class ChaosProxy:
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="chaos proxy")
-        self._listening: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None
         self._connections: dict[asyncio.Task[None], list[StreamWriter]] = {}
 
     @property
@@ -131,29 +132,28 @@ class ChaosProxy:
     # In the thread of the proxy
 
     async def _accept(self) -> None:
-        if self._listening is None:
-            listener = socket.create_server(("127.0.0.1", self.port), backlog=1_024)
-            listener.setblocking(False)
-            self._listening = asyncio.create_task(self._listen(listener))
+        if self._listener is None:
+            self._listener = socket.create_server(("127.0.0.1", self.port), backlog=1_024)
+            self._listener.setblocking(False)
+            self._loop.add_reader(self._listener, self._take, self._listener)
 
-    async def _listen(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with listener:
-            while True:
-                caller, _ = await loop.sock_accept(listener)
-                self.accepted += 1
-                task = asyncio.create_task(self._serve(caller))
-                self._connections[task] = []
-                task.add_done_callback(partial(self._forget, caller))
+    def _take(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the caller has gone again
+            caller, _ = listener.accept()
+            self.accepted += 1
+            task = self._loop.create_task(self._serve(caller))
+            self._connections[task] = []
+            task.add_done_callback(partial(self._forget, caller))
 
     def _forget(self, caller: socket.socket, task: asyncio.Task[None]) -> None:
         if not self._connections.pop(task):  # it was cancelled before it began
             caller.close()
 
     async def _refuse(self) -> None:
-        if self._listening is not None:
-            await _end(self._listening)
-            self._listening = None
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
 
     async def _reset(self) -> None:
         for writer in [writer for both in self._connections.values() for writer in both]:
