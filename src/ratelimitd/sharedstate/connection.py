@@ -1,0 +1,229 @@
+"""One connection to one server, from its first octet to its last: requests out in order, replies matched in order.
+
+All requests of one turn of the event loop leave in one write. Never connects, logs in or reconnects, and never sends
+anything a second time: :mod:`ratelimitd.sharedstate.link` does.
+
+How time is kept: one timer for all requests. A request that is not answered in time is told so at once and keeps its
+place, so that its late reply finds nobody and harms nobody. A connection whose oldest request has waited for
+``SILENCE_S`` is presumed dead. When the timer itself comes late, it was this process that slept, and the replies may
+lie in the socket: it is looked at once more after the socket had its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Final, cast
+
+from hiredis import HiredisError, Reader, ReplyError
+
+from ratelimitd.errors import RateLimitdError, StoreOverloadedError, StoreUnavailableError
+from ratelimitd.sharedstate.replies import error_of
+from ratelimitd.sharedstate.request import Request
+
+MAX_REQUESTS: Final = 8_192
+"""Requests in flight: eight batches of 1,000 checks decided one by one (CONSISTENCY=strict) pass at once. A server
+answers as many in about 50 ms, so that a longer queue would only hold requests that nobody waits for any more."""
+
+MAX_BYTES: Final = 16 * 1024 * 1024
+"""Octets of requests in flight: what a hanging server may cost this process in memory, whatever a request carries."""
+
+SILENCE_S: Final = 1.0
+"""A server that has not answered for so long is either gone, with nobody left to say so, or of no use. Many times the
+longest timeout that makes sense, so that slow is not mistaken for dead."""
+
+LATE_S: Final = 0.002
+"""A timer that comes later than this was held up by this process."""
+
+TURN_S: Final = 0.001
+"""How long the socket is given then. Any pause would do: the event loop reads sockets before it calls timers."""
+
+_NOTHING: Final = object()
+
+
+class Connection(asyncio.Protocol):
+    """An open connection. Each request's ``done`` is called exactly once, and never inside :meth:`submit`.
+
+    ``on_error`` takes a request whose caller still waits, and the error reply to it; it has to see to its ``done``.
+    ``on_lost`` is called once, before the requests in flight are told. ``timeout_s`` may be changed at any time.
+    """
+
+    def __init__(
+        self,
+        on_error: Callable[[Request, str], None],
+        on_lost: Callable[[RateLimitdError], None],
+        *,
+        timeout_s: float,
+        max_requests: int = MAX_REQUESTS,
+        max_bytes: int = MAX_BYTES,
+        time_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.lost: RateLimitdError | None = None
+        self._on_error = on_error
+        self._on_lost = on_lost
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._time_s = time_s
+        self._loop = asyncio.get_running_loop()
+        self._reader = Reader(notEnoughData=_NOTHING)
+        self._transport: asyncio.Transport
+        self._outgoing: list[bytes] = []
+        self._waiting: deque[Request] = deque()
+        self._bytes = 0
+        # Requests are numbered by their place: `_answered` before the oldest that waits, `_expired` before the oldest
+        # whose caller still waits. A write is (when, the number of the first request after it).
+        self._answered = 0
+        self._expired = 0
+        self._writes: deque[tuple[float, int]] = deque()
+        self._late_writes: deque[tuple[float, int]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = 0.0
+        self._looks_again = False
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the server has not answered."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Send ``request`` with all others of this turn, unless as much is in flight as may be, or the end has come."""
+        size = len(request.packed)
+        waiting = self._waiting
+        if len(waiting) >= self._max_requests or self._bytes + size > self._max_bytes:
+            self._refuse(request, StoreOverloadedError("too much waits for the shared state"))
+            return
+        if self.lost is not None:
+            self._refuse(request, again(self.lost))
+            return
+        self._bytes += size
+        waiting.append(request)
+        outgoing = self._outgoing
+        if not outgoing:
+            self._loop.call_soon(self._flush)
+        outgoing.append(request.packed)
+
+    def drop(self, error: RateLimitdError) -> None:
+        """End the connection; what is in flight gets ``error``."""
+        if self.lost is None:
+            self._transport.abort()
+            self._lose(error)
+
+    # What the transport says
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand each reply that is complete to the request whose turn it is."""
+        reader, waiting = self._reader, self._waiting
+        reader.feed(data)
+        try:
+            while (reply := reader.gets()) is not _NOTHING:
+                if not waiting:
+                    self._unasked(reply)
+                    return
+                request = waiting.popleft()
+                self._answered += 1
+                self._bytes -= len(request.packed)
+                if request.done is not None:
+                    if reply.__class__ is ReplyError:
+                        self._on_error(request, str(reply))
+                    else:
+                        request.tell(reply)
+        except HiredisError:
+            self.drop(StoreUnavailableError("the shared state does not speak its protocol"))
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """The connection is gone, for whatever reason."""
+        if self.lost is None:
+            self._lose(StoreUnavailableError("the connection to the shared state was lost"))
+
+    # Time
+
+    def look(self) -> None:
+        """Judge what is unanswered: the timer calls it."""
+        self._timer = None
+        now_s = self._time_s()
+        answered = self._answered
+        for writes in (self._late_writes, self._writes):
+            while writes and writes[0][1] <= answered:
+                writes.popleft()
+        if self.lost is not None or not (self._writes or self._late_writes):
+            return
+        if now_s - self._timer_due_s > LATE_S and not self._looks_again:
+            self._looks_again = True
+            self._look_in(TURN_S, now_s)
+            return
+        self._looks_again = False
+        oldest_s = (self._late_writes or self._writes)[0][0]
+        if now_s - oldest_s >= SILENCE_S:
+            self.drop(StoreUnavailableError(f"the shared state was silent for {SILENCE_S:g} s"))
+            return
+        next_s = oldest_s + SILENCE_S
+        if self._expire(now_s):
+            next_s = min(next_s, self._writes[0][0] + self.timeout_s)
+        self._look_in(max(TURN_S, next_s - now_s), now_s)
+
+    def _expire(self, now_s: float) -> bool:
+        """Tell those whose time is over; whether any others are left."""
+        writes = self._writes
+        while writes and writes[0][0] + self.timeout_s <= now_s:
+            write = writes.popleft()
+            self._late_writes.append(write)
+            late = islice(
+                self._waiting, max(0, self._expired - self._answered), write[1] - self._answered
+            )
+            self._expired = write[1]
+            for request in list(late):
+                request.tell(StoreUnavailableError("the shared state was too slow"))
+        return bool(writes)
+
+    def _look_in(self, seconds: float, now_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due_s = now_s + seconds
+        self._timer = self._loop.call_later(seconds, self.look)
+
+    # Private
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if self.lost is not None:
+            return
+        self._transport.write(b"".join(outgoing))
+        now_s = self._time_s()
+        self._writes.append((now_s, self._answered + len(self._waiting)))
+        # A timer that is there may be for a silence, or a greeting, and too late for these.
+        if self._timer is None or self._timer_due_s > now_s + self.timeout_s:
+            self._look_in(self.timeout_s, now_s)
+
+    def _refuse(self, request: Request, error: RateLimitdError) -> None:
+        self._loop.call_soon(request.tell, error)
+
+    def _unasked(self, reply: object) -> None:
+        """A reply to nothing: the server says why it hangs up, or we have lost count."""
+        if isinstance(reply, ReplyError):
+            self.drop(error_of(str(reply)))
+        else:
+            self.drop(StoreUnavailableError("the shared state answered what was not asked"))
+
+    def _lose(self, error: RateLimitdError) -> None:
+        self.lost = error
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        self._on_lost(error)
+        for request in waiting:
+            request.tell(again(error))
+
+
+def again(error: RateLimitdError) -> RateLimitdError:
+    """A copy: whoever raises an error hangs a traceback on it, and one that many raise would grow without end."""
+    return type(error)(*error.args)

@@ -1,0 +1,42 @@
+"""From a URL to the shards that it names."""
+
+from __future__ import annotations
+
+import random as random_source
+from collections.abc import Callable
+
+from ratelimitd.sharedstate.connection import MAX_REQUESTS
+from ratelimitd.sharedstate.link import LinkOptions
+from ratelimitd.sharedstate.login import Greeting
+from ratelimitd.sharedstate.shards import Shards, standalone
+from ratelimitd.sharedstate.tls import client_context
+from ratelimitd.sharedstate.url import RedisUrl
+
+
+def open_shards(
+    url: RedisUrl,
+    *,
+    timeout_ms: float,
+    client_name: str = "ratelimitd",
+    report: Callable[[str], None] = lambda _line: None,
+    on_change: Callable[[], None] = lambda: None,
+    max_requests: int = MAX_REQUESTS,
+    random: Callable[[], float] = random_source.random,
+) -> Shards:
+    """The shards of ``url``, to be started.
+
+    ``report`` takes a line for an operator when something starts to fail or recovers, never at each attempt.
+    ``on_change`` is called when hash tags have moved to other servers. Needs a running event loop.
+
+    Raises:
+        StartupError: a TLS file cannot be used.
+    """
+    options = LinkOptions(
+        timeout_ms / 1000,
+        Greeting(url.login, url.database, client_name),
+        client_context(url.tls) if url.tls is not None else None,
+        max_requests,
+        report,
+        random,
+    )
+    return standalone(url, options)

@@ -1,0 +1,77 @@
+"""Which server holds which hash tag, and a link to each.
+
+A hash tag is one of 256: the first octet of a bucket's name. All keys of a tag are on one server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from ratelimitd.sharedstate.connecting import CONNECT_S
+from ratelimitd.sharedstate.link import Link, LinkOptions, Locate
+from ratelimitd.sharedstate.url import RedisUrl, Server
+
+TAGS: Final = 256
+
+START_S: Final = CONNECT_S
+"""How long a node waits at its start for servers to answer; it serves without them afterwards."""
+
+
+class Shards(Protocol):
+    """The links of a node to its shared state."""
+
+    async def start(self) -> None:
+        """Connect, or have tried: returns within about ``START_S`` and goes on in the background. Never raises."""
+
+    async def close(self) -> None:
+        """End all connections; what is in flight gets an error."""
+
+    def of_tag(self, tag: int) -> Link:
+        """The link to the server of a hash tag. Ask again for each request: in Cluster, tags move."""
+
+    def all(self) -> Sequence[Link]:
+        """One link for each server."""
+
+
+class OneServer:
+    """The shards where one server at a time holds everything; ``locate`` says which."""
+
+    def __init__(self, locate: Locate, options: LinkOptions) -> None:
+        self._link = Link(locate, options)
+
+    async def start(self) -> None:
+        """Connect, or have tried."""
+        self._link.start()
+        await settled([self._link])
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._link.close()
+
+    def of_tag(self, _tag: int) -> Link:
+        """The one link."""
+        return self._link
+
+    def all(self) -> Sequence[Link]:
+        """The one link."""
+        return (self._link,)
+
+
+def standalone(url: RedisUrl, options: LinkOptions) -> OneServer:
+    """The shards of a URL that names a server, or its socket."""
+
+    async def locate() -> Server:
+        return url.servers[0]
+
+    return OneServer(locate, options)
+
+
+async def settled(links: Sequence[Link]) -> None:
+    """Wait until each link is connected or has failed once, for at most ``START_S``."""
+    waits = [asyncio.create_task(link.settled()) for link in links]
+    _, pending = await asyncio.wait(waits, timeout=START_S)
+    for wait in pending:
+        wait.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
