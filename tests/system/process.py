@@ -142,13 +142,10 @@ class Files:
 
     def popen(self, *more: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str]:
         """Start the command."""
-        environ = {
-            name: text for name, text in os.environ.items() if not name.startswith("RATELIMITD_")
-        }
         return subprocess.Popen(
             [*command, *self.arguments(*more)],
             cwd=self.directory,
-            env=environ,
+            env=clean_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -176,6 +173,11 @@ class Files:
         out, err = process.communicate(timeout=START_S)
         assert out == ""
         return process.returncode, err
+
+
+def clean_environment() -> dict[str, str]:
+    """That of this process, without what a node would read."""
+    return {name: text for name, text in os.environ.items() if not name.startswith("RATELIMITD_")}
 
 
 def until(condition: object, what: str) -> None:

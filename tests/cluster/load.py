@@ -1,0 +1,204 @@
+"""Load from many callers on several nodes: a schedule made beforehand, and a log of what each check was answered.
+
+Checks are sent when the schedule says so, whatever became of those before; only a connection that has too many of them
+open, or none at all, makes the caller pass over what it has to send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.cluster.admissions import Asked, Log
+from tests.system.callers import CHECK, Caller, Kind, block, connected, framed
+
+MOST_OPEN = 250
+"""Calls at a time on a connection; a node allows 256."""
+SENT_BETWEEN_READS = 16
+"""However much is overdue, answers are read."""
+RECONNECT_S = 0.05
+LAST_ANSWERS_S = 5.0
+"""How long answers are waited for that are still missing when everything was sent."""
+
+
+class Due(NamedTuple):
+    """One check to be sent, so long after the beginning."""
+
+    at_s: float
+    node: int
+    key: str
+    cost: int
+
+
+def steady(
+    rate_per_s: float,
+    seconds: float,
+    *,
+    nodes: int,
+    keys: Sequence[str] = ("u",),
+    cost: int = 1,
+    seed: int = 1,
+) -> list[Due]:
+    """Checks that come by chance, so many in a second altogether, each to any node and about any key."""
+    source = random.Random(seed)
+    schedule, at_s = [], 0.0
+    while (at_s := at_s + source.expovariate(rate_per_s)) < seconds:
+        schedule.append(Due(at_s, source.randrange(nodes), source.choice(keys), cost))
+    return schedule
+
+
+def bursts(
+    size: int, every_s: float, seconds: float, *, nodes: int, key: str = "u", cost: int = 1
+) -> list[Due]:
+    """As many checks at once, to all nodes in turn, again and again."""
+    times = int(seconds / every_s)
+    return [
+        Due(number * every_s, one % nodes, key, cost)
+        for number in range(times)
+        for one in range(size)
+    ]
+
+
+def together(*schedules: Sequence[Due]) -> list[Due]:
+    """All of them at the same time."""
+    return list(heapq.merge(*schedules))
+
+
+class Event(NamedTuple):
+    """Something to do meanwhile, so long after the beginning; it may block, and does so elsewhere."""
+
+    at_s: float
+    act: Callable[[], object]
+
+
+@dataclass
+class Counts:
+    """What ``Caller`` counts beside answers."""
+
+    lost: int = 0
+    refused: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    goaways: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass
+class Offered:
+    """What came of a load."""
+
+    log: Log
+    counts: Counts
+    passed_over: int
+    """Checks that were never sent: the connection was gone, or full."""
+
+
+def offer(
+    addresses: Sequence[str],
+    schedule: Sequence[Due],
+    *,
+    endpoint: str = "/a",
+    events: Sequence[Event] = (),
+) -> Offered:
+    """Send a schedule to nodes, and wait for the answers. It blocks: asyncio's debug mode would cost half the rate."""
+    with asyncio.Runner(debug=False) as runner:
+        return runner.run(_Load(addresses, endpoint).run(schedule, events))
+
+
+class _Load:
+    def __init__(self, addresses: Sequence[str], endpoint: str) -> None:
+        self._addresses = addresses
+        self._endpoint = endpoint
+        self._counts = Counts()
+        self._callers: dict[int, Caller] = {}
+        self._all_connected = asyncio.Event()
+        self._log: list[Asked] = []
+        self._passed_over = 0
+
+    async def run(self, schedule: Sequence[Due], events: Sequence[Event]) -> Offered:
+        wall_s = time.time() - time.monotonic()
+        keepers = [asyncio.create_task(self._keep(node)) for node in range(len(self._addresses))]
+        async with asyncio.timeout(LAST_ANSWERS_S):
+            await self._all_connected.wait()
+        began_s = time.monotonic()
+        happening = [asyncio.create_task(_happen(began_s, event)) for event in events]
+        try:
+            await self._send_all(began_s, schedule)
+            await asyncio.gather(*happening)
+            await self._last_answers()
+        finally:
+            for task in (*keepers, *happening):
+                task.cancel()
+            await asyncio.gather(*keepers, *happening, return_exceptions=True)
+            for caller in self._callers.values():
+                caller.transport.abort()
+                await caller.gone()
+        return Offered(Log(self._log, wall_s), self._counts, self._passed_over)
+
+    async def _send_all(self, began_s: float, schedule: Sequence[Due]) -> None:
+        for number, due in enumerate(schedule):
+            wait_s = began_s + due.at_s - time.monotonic()
+            if wait_s > 0 or number % SENT_BETWEEN_READS == 0:
+                await asyncio.sleep(max(0.0, wait_s))
+            caller = self._callers.get(due.node)
+            if caller is None or len(caller.pending) >= MOST_OPEN:
+                self._passed_over += 1
+                continue
+            entry = Asked(due.key, due.cost, due.node, time.monotonic())
+            self._log.append(entry)
+            caller.open(_kind(entry), _message(self._endpoint, due.key, due.cost))
+
+    async def _last_answers(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_ANSWERS_S):
+                for caller in list(self._callers.values()):
+                    await caller.answered()
+
+    async def _keep(self, node: int) -> None:
+        """Keep one connection to a node; while there is none, what is meant for it is passed over."""
+        while True:
+            with contextlib.suppress(OSError):
+                caller = await connected(self._addresses[node], self._counts)  # type: ignore[arg-type]
+                self._callers[node] = caller
+                if len(self._callers) == len(self._addresses):
+                    self._all_connected.set()
+                await asyncio.shield(caller.ended)
+                del self._callers[node]
+            await asyncio.sleep(RECONNECT_S)
+
+
+async def _happen(began_s: float, event: Event) -> None:
+    await asyncio.sleep(began_s + event.at_s - time.monotonic())
+    await asyncio.to_thread(event.act)
+
+
+_HEAD = block(CHECK)
+
+
+def _kind(entry: Asked) -> Kind:
+    def take(_counts: object, message: bytes) -> None:
+        entry.received_s = time.monotonic()
+        answer = pb.RateLimitResponse.FromString(message[5:])
+        entry.allowed, entry.reason = answer.allowed, answer.reason
+
+    return Kind("check", _HEAD, 1, take)
+
+
+@lru_cache(maxsize=100_000)
+def _message(endpoint: str, key: str, cost: int) -> bytes:
+    request = pb.RateLimitRequest(
+        identifier=key, identifier_type="user", endpoint=endpoint, tokens_requested=cost
+    )
+    return framed(request.SerializeToString())
+
+
+def keys(count: int) -> list[str]:
+    """So many identifiers."""
+    return [f"u{number}" for number in range(count)]
