@@ -1,8 +1,13 @@
 """What holds for every test."""
 
 import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.postgres_server import PostgresServer
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -12,3 +17,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _is_no_remark_on_speed(record: logging.LogRecord) -> bool:
     return not (record.levelno == logging.WARNING and str(record.msg).startswith("Executing"))
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator["PostgresServer"]:
+    """One PostgreSQL for the whole run of a worker."""
+    from tests.postgres_server import PostgresServer  # noqa: PLC0415 -- most runs of a few tests need none
+
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture
+def postgresql(postgres_server: "PostgresServer") -> Iterator["PostgresServer"]:
+    """The server, which a test may stop, crash and pause; for the next one it runs again."""
+    yield postgres_server
+    postgres_server.restore()
+
+
+@pytest.fixture
+def postgresql_url(postgresql: "PostgresServer") -> str:
+    """A database of the test's own, with the schema and nothing else."""
+    return postgresql.new_database()

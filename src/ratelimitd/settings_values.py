@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
+from ratelimitd.rules.database_url import parse as parse_database_url
+
 T = TypeVar("T")
 
 MASK: Final = "********"
@@ -129,14 +131,8 @@ def node_id(text: str) -> str:
 
 
 def database_url(text: str) -> str:
-    """``sqlite:///PATH``."""
-    if text.startswith(("postgresql://", "postgresql+", "postgres://")):
-        message = "names PostgreSQL, which is not supported by this release; use sqlite:///PATH"
-        raise ValueError(message)
-    file = text.removeprefix("sqlite:///")
-    if file in {text, "", ":memory:"}:
-        message = "must be sqlite:///PATH, with a fourth slash for an absolute path"
-        raise ValueError(message)
+    """``sqlite:///PATH`` or ``postgresql://…``, as :mod:`ratelimitd.rules.database_url` has it."""
+    parse_database_url(text)
     return text
 
 

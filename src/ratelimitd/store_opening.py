@@ -1,6 +1,6 @@
 """How a node's rule store comes into service: schema, seed and bucket key, tried until it works.
 
-Never serves rules itself; the feed asks for the next attempt, and says what does not work. See ADR 0013.
+Never serves rules itself; the feed asks for the next attempt, and says what does not work. See ADR 0013 and ADR 0024.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ratelimitd.errors import StartupError, StoreUnavailableError
+from ratelimitd.rules import database_url as urls
 from ratelimitd.rules import migrations
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.bucket_key import BucketKey
-from ratelimitd.rules.database import BUSY_TIMEOUT_S
+from ratelimitd.rules.bucket_key import BucketKey, require_same_key
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.sqlite import BUSY_TIMEOUT_S
 from ratelimitd.rules.store import RuleStore
 from ratelimitd.seed import seed_new_book
 from ratelimitd.settings import Settings
@@ -27,8 +28,9 @@ _log = logging.getLogger(__name__)
 class StoreOpening:
     """Opens the store of one node.
 
-    ``may_create`` says at each attempt whether a missing database is made. ``rules_file`` fills a new book.
-    ``bucket_key`` is settled with the store; ``None`` when the settings give the key.
+    ``may_create`` says at each attempt whether a missing file is made. ``rules_file`` fills a new book.
+    ``bucket_key`` is settled with the store; ``None`` when the settings give the key. ``shared_key`` is the KEY_SECRET
+    of a node that shares its buckets, empty = not set; ``None`` for a node that does not share them.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class StoreOpening:
         may_create: Callable[[], bool],
         rules_file: Path | None,
         bucket_key: BucketKey | None,
+        shared_key: bytes | None = None,
     ) -> None:
         self._store = store
         self._database_url = database_url
         self._may_create = may_create
         self._rules_file = rules_file
         self._bucket_key = bucket_key
+        self._shared_key = shared_key
         self._was_tried = False
         self._is_open = False
 
@@ -67,15 +71,21 @@ class StoreOpening:
         self._is_open = True
 
     async def _prepare(self) -> None:
-        await migrations.upgrade(
-            self._database_url, create=self._may_create(), busy_timeout_s=BUSY_TIMEOUT_S
-        )
+        if isinstance(urls.parse(self._database_url), urls.SqliteFile):
+            await migrations.upgrade(
+                self._database_url, create=self._may_create(), busy_timeout_s=BUSY_TIMEOUT_S
+            )
+        else:
+            # Other nodes may be of an older release, and their operator decides when that is no longer so.
+            await migrations.require_current(self._database_url)
         if self._rules_file is not None:
             written = await seed_new_book(self._store, self._rules_file)
             if written:
                 _log.info("seeded the new rule book with %d rules", written)
         if self._bucket_key is not None:
             await self._bucket_key.settle(self._store)
+        if self._shared_key is not None:
+            await require_same_key(self._store, self._shared_key)
 
 
 def feed_of(
@@ -95,6 +105,7 @@ def feed_of(
         may_create=lambda: feed.book is None,
         rules_file=settings.rules_file,
         bucket_key=bucket_key,
+        shared_key=settings.key_secret if settings.redis_url else None,
     )
     feed = RuleFeed(
         store,

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from functools import partial
 
 import pytest
 import pytest_asyncio
@@ -15,7 +16,7 @@ from ratelimitd.errors import (
 )
 from ratelimitd.model import Algorithm, IdentifierType
 from ratelimitd.rules.store import RuleChanges, RuleDraft
-from tests.rule_stores import STORES
+from tests.rule_stores import sqlite_store, store_at
 
 ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
 CARTS = RuleDraft("/carts", "user", 20, 60, "fixed_window")
@@ -23,9 +24,11 @@ UNKNOWN_ID = "0b1f2c3d-0000-4000-8000-00000000000a"
 ME = "admin@test"
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=["sqlite", "postgresql"])
 def open_store(request, tmp_path):
-    return lambda **options: STORES[request.param](tmp_path, **options)
+    if request.param == "sqlite":
+        return partial(sqlite_store, tmp_path)
+    return partial(store_at, request.getfixturevalue("postgresql_url"))
 
 
 @pytest_asyncio.fixture
@@ -290,7 +293,7 @@ async def test_of_concurrent_updates_with_one_etag_exactly_one_wins(open_store):
         assert await one.revision() == 2
 
 
-@pytest.mark.parametrize("turns", range(12))
+@pytest.mark.parametrize("turns", [*range(12), 20, 30, 50, 80])
 async def test_a_write_that_is_cancelled_is_whole_or_nothing(store, turns):
     write = asyncio.create_task(store.create(ORDERS, ME))
     for _ in range(turns):

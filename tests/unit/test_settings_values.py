@@ -32,6 +32,7 @@ from ratelimitd.settings_values import MASK, Address
         (values.node_id, "host:1", "host:1"),
         (values.node_id, "x" * 128, "x" * 128),
         (values.database_url, "sqlite:////var/lib/r.db", "sqlite:////var/lib/r.db"),
+        (values.database_url, "postgresql://u:p@h:5/d", "postgresql://u:p@h:5/d"),
         (values.redis_url, "", ""),
         (values.later(values.whole_number(1, 9), "5"), "5", 5),
     ],
@@ -78,6 +79,7 @@ def test_good_text_becomes_a_value(parse, text, expected):
         (values.database_url, "sqlite:///"),
         (values.database_url, "sqlite:///:memory:"),
         (values.database_url, "mysql://h/d"),
+        (values.database_url, "postgresql://u:pass@word@h/d"),
         (values.redis_url, "redis://h"),
         (values.later(values.whole_number(1, 9), "5"), "6"),
         (values.later(values.whole_number(1, 9), "5"), "10"),
@@ -89,12 +91,6 @@ def test_bad_text_is_refused_without_repeating_it(parse, text):
     message = str(caught.value)
     assert message.startswith(("must ", "names ", "is "))
     assert len(text) < 15 or text not in message
-
-
-@pytest.mark.parametrize("url", ["postgresql://h/d", "postgresql+asyncpg://h/d", "postgres://h/d"])
-def test_postgresql_is_refused_as_not_yet_there(url):
-    with pytest.raises(ValueError, match="PostgreSQL, which is not supported by this release"):
-        values.database_url(url)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ app = typer.Typer(help="Look after the rule database.", no_args_is_help=True, ri
 def upgrade(settings: Settings) -> None:
     """Bring the rule database to the schema of this release; a current one is left as it is.
 
-    `serve` does this itself on SQLite.
+    `serve` does this itself on SQLite. On PostgreSQL a new or older database waits for this command.
 
     Example:
-      ratelimitd db upgrade --database-url sqlite:////var/lib/ratelimitd/rules.db
+      ratelimitd db upgrade --database-url postgresql://ratelimitd@db.internal/ratelimitd
     """
     # SQLAlchemy and Alembic take some 300 ms to import: the other commands start without.
     from ratelimitd.rules import migrations  # noqa: PLC0415

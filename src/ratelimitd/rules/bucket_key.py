@@ -1,10 +1,11 @@
 """The key of the buckets' names: the rule database's, and a copy beside the buckets for while the database is away.
 
-Never hashes anything and never fatal: a copy that cannot be used counts as none. See ADR 0013.
+Never names a bucket. A copy that cannot be used counts as none. See ADR 0013, and ADR 0024 for nodes that share them.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 from collections.abc import Callable
@@ -12,12 +13,38 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from ratelimitd.errors import StartupError
 from ratelimitd.rules.store import SECRET_BYTES, RuleStore
 
 STORED_NAME: Final = "key"
 """The store's secret that stands in for an empty KEY_SECRET."""
 
 FILE_NAME: Final = "bucket-key"
+
+FINGERPRINT_NAME: Final = "key fingerprint"
+"""Where the store keeps what tells whether nodes have the same key."""
+
+_FINGERPRINT_OF: Final = b"ratelimitd: which key names the buckets"
+
+
+async def require_same_key(store: RuleStore, key_secret: bytes) -> None:
+    """See that this node's key is that of the first node that asked; of nodes that share buckets, all must ask.
+
+    ``key_secret`` is the setting; empty = the node uses the store's key. What is kept is a keyed hash of a fixed text:
+    it tells nothing of a random key, though it lets a reader of the database test guesses of a weak one.
+
+    Raises:
+        StartupError: it is another one: such a node would count in buckets of its own.
+        StoreUnavailableError: the store cannot be read now.
+    """
+    key = key_secret or await store.secret(STORED_NAME)
+    fingerprint = hmac.digest(key, _FINGERPRINT_OF, "sha256")
+    if not hmac.compare_digest(await store.secret(FINGERPRINT_NAME, fingerprint), fingerprint):
+        message = (
+            "KEY_SECRET is not that of the other nodes on this rule database: it must be the same on all of them, or"
+            " set on none"
+        )
+        raise StartupError(message)
 
 
 class BucketKey:

@@ -1,209 +1,91 @@
-"""The connection to the rule database: how SQLite is opened, and what its errors mean.
+"""What the SQL rule store needs of a database, and which of the two kinds a URL names.
 
-The one place that knows the driver. Never holds a statement about rules. See ADR 0013.
+Never holds a statement about rules, and knows no driver: those are :mod:`ratelimitd.rules.sqlite` and
+:mod:`ratelimitd.rules.postgresql`. See ADR 0024.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from threading import Thread
-from typing import Any, Final
-from urllib.parse import quote
-from weakref import WeakKeyDictionary
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final, Protocol
 
-import aiosqlite
-import sqlalchemy as sa
-from sqlalchemy import event
-from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
+from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ratelimitd.errors import SettingsError, StoreUnavailableError
+from ratelimitd.errors import SettingsError
+from ratelimitd.rules import database_url as urls
+from ratelimitd.rules.sqlite import BUSY_TIMEOUT_S, SqliteDatabase
 
-BUSY_TIMEOUT_S: Final = 2.0
-"""Longest wait for another process's write; writes here take milliseconds, so beyond it something hangs."""
+COMMAND_TIMEOUT_S: Final = 3.0
+"""Longest wait for a server's answer to one command: they take milliseconds."""
 
-POOL_SIZE: Final = 4
-"""Connections, each with a thread of its own: one writes (SQLite allows one), the others read."""
-
-POOL_TIMEOUT_S: Final = 5.0
-"""Longest wait for a connection of the pool."""
-
-CLOSE_TIMEOUT_S: Final = 2.0
-"""Longest wait for the thread of a closed connection: as long as a statement may wait for a lock."""
-
-_threads: Final[WeakKeyDictionary[sa.Engine, set[Thread]]] = WeakKeyDictionary()
-
-_BEGIN: Final = "ratelimitd_begin"
-
-# The driver logs every call with its arguments at debug level, and an argument may be a secret.
-logging.getLogger("aiosqlite").setLevel(logging.WARNING)
-
-_MEANINGS: Final = {
-    sqlite3.SQLITE_BUSY: "is locked by another process",
-    sqlite3.SQLITE_LOCKED: "is locked by another process",
-    sqlite3.SQLITE_READONLY: "is read-only",
-    sqlite3.SQLITE_PERM: "is read-only",
-    sqlite3.SQLITE_FULL: "cannot grow: the disk is full",
-    sqlite3.SQLITE_IOERR: "cannot be read or written: disk error",
-    sqlite3.SQLITE_CANTOPEN: "cannot be opened",
-    sqlite3.SQLITE_CORRUPT: "is damaged",
-    sqlite3.SQLITE_NOTADB: "is not a SQLite database",
-}
+Changed = Callable[[], Awaitable[None]]
+"""What is called when the rules may have changed."""
 
 
-def sqlite_path(database_url: str) -> Path:
-    """The file that ``sqlite:///PATH`` names; PATH is taken as it stands, absolute with a fourth slash.
+class RuleDatabase(Protocol):
+    """A database and the connections to it; it connects when it is first used.
+
+    What a driver raises inside a transaction leaves it as ``StoreUnavailableError``, without SQL or values in its
+    message. A transaction is rolled back by any exception, also by a cancelled call.
+    """
+
+    place: str
+    """Where it is, for a message: no user, no password."""
+
+    def reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
+        """One transaction that only reads: all its statements see one state."""
+
+    def writing(self) -> AbstractAsyncContextManager[AsyncConnection]:
+        """One transaction that writes, committed at the end.
+
+        The lock on the revision is the first thing it must take: on SQLite it has the database's own already.
+        """
+
+    def upgrading(self) -> AbstractAsyncContextManager[AsyncConnection]:
+        """One transaction that changes the schema: others, of any process, wait for each other.
+
+        Raises ``StartupError`` at what waiting does not mend, where that can be told.
+        """
+
+    async def announce(self, connection: AsyncConnection) -> None:
+        """Tell those who listen that the rules changed, once the transaction of ``connection`` is committed."""
+
+    async def listen(self, changed: Changed) -> None:
+        """Call ``changed`` at each announcement, until cancelled; return at once where nobody can announce.
+
+        An announcement may be lost, and then nobody is told; ``changed`` is also called without one.
+        """
+
+    async def close(self) -> None:
+        """Let go of every connection; idempotent."""
+
+
+def open_database(
+    database_url: str,
+    *,
+    create: bool = False,
+    busy_timeout_s: float = BUSY_TIMEOUT_S,
+    command_timeout_s: float = COMMAND_TIMEOUT_S,
+) -> RuleDatabase:
+    """The database of a URL. Close it, or its connections live on.
+
+    ``create`` makes a missing SQLite file. ``busy_timeout_s`` is the longest wait for another writer,
+    ``command_timeout_s`` for a server's answer to one command.
 
     Raises:
-        SettingsError: the URL is of another kind.
+        SettingsError: the URL names no database.
     """
-    path = database_url.removeprefix("sqlite:///")
-    if path in {database_url, "", ":memory:"}:
-        message = "DATABASE_URL must be sqlite:///PATH"
-        raise SettingsError(message)
-    return Path(path)
+    try:
+        url = urls.parse(database_url)
+    except ValueError as error:
+        message = f"DATABASE_URL {error}"
+        raise SettingsError(message) from None
+    if isinstance(url, urls.SqliteFile):
+        return SqliteDatabase(url.path, create=create, busy_timeout_s=busy_timeout_s)
+    # Its driver takes 100 ms to import, which a node on SQLite need not wait for.
+    from ratelimitd.rules.postgresql import PostgresqlDatabase  # noqa: PLC0415
 
-
-def open_engine(
-    path: Path, *, create: bool = False, busy_timeout_s: float = BUSY_TIMEOUT_S
-) -> AsyncEngine:
-    """An engine on the file. It connects when it is first used; dispose of it, or its threads live on.
-
-    Only with ``create`` is a missing file made: elsewhere that would turn a lost database into an empty one. It holds
-    the secret that keys the buckets, so it is for its owner alone.
-    """
-    if create:
-        _make_private(path)
-    uri = f"file:{quote(str(path))}?mode={'rwc' if create else 'rw'}"
-    threads: set[Thread] = set()
-
-    async def connect() -> aiosqlite.Connection:
-        connection = aiosqlite.connect(
-            uri, uri=True, timeout=busy_timeout_s, check_same_thread=False
-        )
-        threads.difference_update([thread for thread in threads if not thread.is_alive()])
-        threads.add(connection._thread)  # noqa: SLF001 - nothing else tells when it has ended
-        return await connection
-
-    engine = create_async_engine(
-        "sqlite+aiosqlite://",
-        async_creator=connect,
-        poolclass=AsyncAdaptedQueuePool,
-        pool_size=POOL_SIZE,
-        max_overflow=0,
-        pool_timeout=POOL_TIMEOUT_S,
-        hide_parameters=True,
+    return PostgresqlDatabase(
+        url, busy_timeout_s=busy_timeout_s, command_timeout_s=command_timeout_s
     )
-    _threads[engine.sync_engine] = threads
-    _prepare_connections(engine, path)
-    return engine
-
-
-async def close_engine(engine: AsyncEngine) -> None:
-    """Close every connection and wait until its thread has ended; idempotent.
-
-    A connection whose caller was cancelled is closed by its thread alone, in its own time. A thread that outlives the
-    event loop ends with a traceback on stderr.
-    """
-    await engine.dispose()
-    for thread in _threads.get(engine.sync_engine, ()):
-        if thread.ident is not None:
-            await asyncio.to_thread(thread.join, CLOSE_TIMEOUT_S)
-
-
-def writing(engine: AsyncEngine) -> AsyncEngine:
-    """The same engine for transactions that write: each takes the write lock when it begins.
-
-    A transaction that reads first and locks later fails at once if another process wrote in between, however long
-    the busy timeout is.
-    """
-    return engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
-
-
-@contextmanager
-def store_errors() -> Iterator[None]:
-    """Turn what the driver raises inside into ``StoreUnavailableError``, without SQL or values in its message."""
-    try:
-        yield
-    except PoolTimeoutError as error:
-        message = "every connection to the rule database is busy"
-        raise StoreUnavailableError(message) from error
-    except SQLAlchemyError as error:
-        raise StoreUnavailableError(meaning_of(error)) from error
-
-
-def meaning_of(error: SQLAlchemyError) -> str:
-    """What a database error means, in one line without SQL or values."""
-    orig = error.orig if isinstance(error, DBAPIError) else error
-    code = getattr(orig, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-    # The low byte is the error, the rest its finer kind (sqlite.org/rescode.html).
-    meaning = _MEANINGS.get(code & 0xFF)
-    if meaning is None:
-        meaning = f"failed ({getattr(orig, 'sqlite_errorname', type(orig).__name__)})"
-    return f"the rule database {meaning}"
-
-
-def needs_mending(error: SQLAlchemyError, path: Path) -> bool:
-    """Whether to wait is in vain: ``path`` may not be written, is no place for a database, or the disk is full."""
-    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    if code != sqlite3.SQLITE_CANTOPEN:
-        return code in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL}
-    if path.exists():
-        return not path.is_file() or not os.access(path, os.R_OK | os.W_OK)
-    return path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK)
-
-
-def _make_private(path: Path) -> None:
-    with suppress(
-        OSError
-    ):  # SQLite will meet the same obstacle, and its error is the one that is mapped
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-
-
-def _prepare_connections(engine: AsyncEngine, path: Path) -> None:
-    @event.listens_for(engine.sync_engine, "connect")
-    def set_up(connection: Any, entry: ConnectionPoolEntry) -> None:
-        entry.info["file"] = _identity(path)
-        # The driver's own handling starts a transaction at the first write only; ours begins where it says.
-        connection.isolation_level = None
-        # One row of broken text would fail a whole load. As lone surrogates, its own validation finds it.
-        connection.driver_connection.text_factory = _lenient_text
-        cursor = connection.cursor()
-        cursor.execute(
-            "PRAGMA journal_mode=WAL"
-        )  # readers and the writer do not wait for each other
-        # FULL, where WAL is often used with NORMAL: an edit that was answered survives a power failure. Edits
-        # are rare, so the sync it costs (milliseconds) is cheap.
-        cursor.execute("PRAGMA synchronous=FULL")
-        cursor.close()
-
-    @event.listens_for(engine.sync_engine, "checkout")
-    def follow_file(_connection: DBAPIConnection, entry: ConnectionPoolEntry, _proxy: Any) -> None:
-        # A database that was replaced (a restored backup) or deleted stays open as a ghost: writes to it are lost.
-        if entry.info["file"] != _identity(path):
-            raise DisconnectionError
-
-    @event.listens_for(engine.sync_engine, "begin")
-    def begin(connection: sa.Connection) -> None:
-        connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
-
-
-def _lenient_text(text: bytes) -> str:
-    return text.decode("utf-8", "surrogateescape")
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino

@@ -94,14 +94,13 @@ class RuleFeed:
                 await self._take_last_good(self._last_good)
 
     async def run(self) -> None:
-        """Follow the store until cancelled. Whatever is raised is counted as a failed attempt; run it again then."""
-        while True:
-            await self._sleep(self._pause_s())
-            try:
-                await self.notify()
-            except Exception:
-                self._failures += 1
-                raise
+        """Follow the store until cancelled: by its notices where it has any, and by asking.
+
+        Whatever is raised while asking is counted as a failed attempt; run it again then.
+        """
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._store.listen(self.notify), name="rule notices")
+            both.create_task(self._poll(), name="rule poll")
 
     async def notify(self) -> None:
         """Take over what changed now, instead of at the next poll; returns when it is in force.
@@ -123,6 +122,15 @@ class RuleFeed:
         """Let the last good book reach the disk; idempotent. The task of :meth:`run` must have ended."""
         if self._last_good is not None:
             await self._last_good.close()
+
+    async def _poll(self) -> None:
+        while True:
+            await self._sleep(self._pause_s())
+            try:
+                await self.notify()
+            except Exception:
+                self._failures += 1
+                raise
 
     def _pause_s(self) -> float:
         if not self._failures:

@@ -1,7 +1,7 @@
 """The tables of the rule database as the code uses them; how they come to be is the business of ``migrations/``.
 
 Portable between SQLite and PostgreSQL. The constraints repeat what :mod:`ratelimitd.rules.validation` asks, because
-not everybody who writes to a database asks the service first. SQLite orders text by its bytes (BINARY collation).
+not everybody who writes to a database asks the service first.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ import sqlalchemy as sa
 
 metadata = sa.MetaData()
 
+
+def _by_bytes(length: int) -> sa.String:
+    """Text that is ordered by its bytes: SQLite does so anyway, PostgreSQL by a language's rules unless told."""
+    return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
+
+
 rules = sa.Table(
     "rules",
     metadata,
     sa.Column("id", sa.String(36), primary_key=True),
-    sa.Column("endpoint", sa.String(255), nullable=False),
-    sa.Column("identifier_type", sa.String(50), nullable=False),
+    sa.Column("endpoint", _by_bytes(255), nullable=False),
+    sa.Column("identifier_type", _by_bytes(50), nullable=False),
     sa.Column("limit", sa.Integer, nullable=False),
     sa.Column("window_seconds", sa.Integer, nullable=False),
     sa.Column("algorithm", sa.String(50), nullable=False),

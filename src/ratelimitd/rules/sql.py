@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import secrets as random_source
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ratelimitd.clock import Clock
 from ratelimitd.errors import (
@@ -23,7 +23,7 @@ from ratelimitd.errors import (
     RulesFullError,
 )
 from ratelimitd.model import Rule
-from ratelimitd.rules import database
+from ratelimitd.rules.database import COMMAND_TIMEOUT_S, Changed, open_database
 from ratelimitd.rules.schema import rule_audit, rule_revision, rules, secrets
 from ratelimitd.rules.sql_reads import (
     COLUMNS,
@@ -34,6 +34,7 @@ from ratelimitd.rules.sql_reads import (
     removed_since,
     stored_row,
 )
+from ratelimitd.rules.sqlite import BUSY_TIMEOUT_S
 from ratelimitd.rules.store import (
     MAX_RULES,
     SECRET_BYTES,
@@ -49,10 +50,10 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class SqlRuleStore:
-    """A :class:`~ratelimitd.rules.store.RuleStore` in a SQLite file whose schema is current (``migrations.upgrade``).
+    """A :class:`~ratelimitd.rules.store.RuleStore` in a database whose schema is current (``migrations.upgrade``).
 
-    Several processes may use one file. ``max_rules``, ``busy_timeout_s``, ``new_id`` and ``random_bytes`` are there
-    for tests.
+    Several processes may use one database. ``max_rules``, ``busy_timeout_s``, ``command_timeout_s``, ``new_id`` and
+    ``random_bytes`` are there for tests.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class SqlRuleStore:
         *,
         clock: Clock,
         max_rules: int = MAX_RULES,
-        busy_timeout_s: float = database.BUSY_TIMEOUT_S,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+        command_timeout_s: float = COMMAND_TIMEOUT_S,
         new_id: Callable[[], uuid.UUID] = uuid.uuid4,
         random_bytes: Callable[[int], bytes] = random_source.token_bytes,
     ) -> None:
-        path = database.sqlite_path(database_url)
-        self._reading = database.open_engine(path, busy_timeout_s=busy_timeout_s)
-        self._writing = database.writing(self._reading)
+        self._database = open_database(
+            database_url, busy_timeout_s=busy_timeout_s, command_timeout_s=command_timeout_s
+        )
         self._clock = clock
         self._max_rules = max_rules
         self._new_id = new_id
@@ -77,14 +79,15 @@ class SqlRuleStore:
         """Add a rule. See :meth:`RuleStore.create <ratelimitd.rules.store.RuleStore.create>`."""
         rule_id = draft.id.lower() or str(self._new_id())
         validated(draft, rule_id=rule_id, revision=0)  # what is malformed never waits for the lock
-        async with _transaction(self._writing) as connection:
+        async with self._database.writing() as connection:
             revision = await _next_revision(connection)
             await _refuse_taken_id(connection, rule_id)
             await _refuse_taken_pair(connection, draft.endpoint, draft.identifier_type)
             await self._refuse_beyond_maximum(connection)
             rule = validated(draft, rule_id=rule_id, revision=revision)
             after = RuleRow.of(rule)
-            await connection.execute(rules.insert().values(self._new_row(after)))
+            with _exists_if_taken():
+                await connection.execute(rules.insert().values(self._new_row(after)))
             await self._record(connection, _Change(revision, "create", rule_id, actor), after=after)
         return rule
 
@@ -93,21 +96,23 @@ class SqlRuleStore:
         if len(drafts) > self._max_rules:
             message = f"{len(drafts)} rules are more than the {self._max_rules} a store takes"
             raise RulesFullError(message)
-        async with _transaction(self._writing) as connection:
+        async with self._database.writing() as connection:
+            revision = await _next_revision(connection)
             # Rows that were put in behind the service's back have moved no revision.
             some_id = await connection.scalar(sa.select(rules.c.id).limit(1))
-            if await _next_revision(connection) > 1 or some_id is not None:
+            if revision > 1 or some_id is not None:
                 return 0
             for start in range(0, len(drafts), ROWS_PER_TURN):
                 batch = drafts[start : start + ROWS_PER_TURN]
                 await self._insert_batch(connection, batch, start + 1, actor)
             await connection.execute(rule_revision.update().values(revision=len(drafts)))
+            await self._database.announce(connection)
         return len(drafts)
 
     async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
         """Change a rule. See :meth:`RuleStore.update <ratelimitd.rules.store.RuleStore.update>`."""
         rule_id = canonical_id(rule_id, "rate_limit.id")
-        async with _transaction(self._writing) as connection:
+        async with self._database.writing() as connection:
             revision = await _next_revision(connection)
             before = await stored_row(connection, rule_id, etag)
             draft = changes.apply(before.draft())
@@ -119,7 +124,8 @@ class SqlRuleStore:
             rule = validated(draft, rule_id=rule_id, revision=revision)
             after = RuleRow.of(rule)
             values = {**after._asdict(), "updated_at": self._now()}
-            await connection.execute(rules.update().where(rules.c.id == rule_id).values(values))
+            with _exists_if_taken():
+                await connection.execute(rules.update().where(rules.c.id == rule_id).values(values))
             await self._record(
                 connection, _Change(revision, "update", rule_id, actor), before=before, after=after
             )
@@ -128,7 +134,7 @@ class SqlRuleStore:
     async def delete(self, rule_id: str, etag: str, actor: str) -> None:
         """Take a rule out. See :meth:`RuleStore.delete <ratelimitd.rules.store.RuleStore.delete>`."""
         rule_id = canonical_id(rule_id, "id")
-        async with _transaction(self._writing) as connection:
+        async with self._database.writing() as connection:
             revision = await _next_revision(connection)
             before = await stored_row(connection, rule_id, etag)
             await connection.execute(rules.delete().where(rules.c.id == rule_id))
@@ -151,7 +157,7 @@ class SqlRuleStore:
         found: list[Rule] = []
         # No LIMIT: a bad row takes no place on the page, and what lies behind the page is never fetched.
         async with (
-            _transaction(self._reading) as connection,
+            self._database.reading() as connection,
             aclosing(read(connection, statement)) as batches,
         ):
             while len(found) < size and (batch := await anext(batches, None)) is not None:
@@ -161,7 +167,7 @@ class SqlRuleStore:
     async def changes_since(self, revision: int | None) -> BookChanges:
         """What changed. See :meth:`RuleStore.changes_since <ratelimitd.rules.store.RuleStore.changes_since>`."""
         statement = sa.select(*COLUMNS)
-        async with _transaction(self._reading) as connection:  # one snapshot for all statements
+        async with self._database.reading() as connection:  # one snapshot for all statements
             current = await current_revision(connection)
             if revision is None or revision > current:
                 every = await read_all(connection, statement)
@@ -172,12 +178,15 @@ class SqlRuleStore:
 
     async def revision(self) -> int:
         """The revision of the last change, 0 before the first."""
-        async with _transaction(self._reading) as connection:
+        async with self._database.reading() as connection:
             return await current_revision(connection)
 
     async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
         """The secret of this name. See :meth:`RuleStore.secret <ratelimitd.rules.store.RuleStore.secret>`."""
-        async with _transaction(self._writing) as connection:
+        async with self._database.writing() as connection:
+            await _next_revision(
+                connection
+            )  # one after the other: who comes second finds the secret
             value = await connection.scalar(
                 sa.select(secrets.c.value).where(secrets.c.name == name)
             )
@@ -187,9 +196,13 @@ class SqlRuleStore:
                 await connection.execute(secrets.insert().values(row))
         return bytes(value)
 
+    async def listen(self, changed: Changed) -> None:
+        """Tell of changes. See :meth:`RuleStore.listen <ratelimitd.rules.store.RuleStore.listen>`."""
+        await self._database.listen(changed)
+
     async def close(self) -> None:
-        """Close every connection and end its thread; idempotent."""
-        await database.close_engine(self._reading)
+        """Let go of every connection; idempotent."""
+        await self._database.close()
 
     async def _record(
         self,
@@ -199,10 +212,11 @@ class SqlRuleStore:
         before: RuleRow | None = None,
         after: RuleRow | None = None,
     ) -> None:
-        """Move the revision and write down who did what; part of the change's transaction."""
+        """Move the revision, write down who did what and announce it; part of the change's transaction."""
         await connection.execute(rule_revision.update().values(revision=change.revision))
         row = self._audit_row(change, before=before, after=after)
         await connection.execute(rule_audit.insert().values(row))
+        await self._database.announce(connection)
 
     async def _insert_batch(
         self, connection: AsyncConnection, drafts: Sequence[RuleDraft], revision: int, actor: str
@@ -231,7 +245,7 @@ class SqlRuleStore:
     ) -> dict[str, object]:
         return {
             **change._asdict(),
-            "actor": change.actor[:MAX_ACTOR_CHARS],
+            "actor": _storable(change.actor)[:MAX_ACTOR_CHARS],
             "at": self._now(),
             "before": _json(before),
             "after": _json(after),
@@ -254,17 +268,20 @@ class _Change(NamedTuple):
     actor: str
 
 
-@asynccontextmanager
-async def _transaction(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
-    """One transaction: committed at the end, rolled back by any exception, also by a cancelled call."""
-    with database.store_errors():
-        async with engine.begin() as connection:
-            yield connection
+@contextmanager
+def _exists_if_taken() -> Iterator[None]:
+    """Turn the database's own refusal into ours: somebody wrote behind the service's back, and without the lock."""
+    try:
+        yield
+    except IntegrityError as error:
+        message = "a rule with this id, or this endpoint and identifier type, was made meanwhile"
+        raise RuleExistsError(message) from error
 
 
 async def _next_revision(connection: AsyncConnection) -> int:
     """The number of the change to come; holds other writers off until the transaction ends."""
-    # SQLite ignores FOR UPDATE: there the transaction began with the write lock.
+    # SQLite ignores FOR UPDATE: there the transaction began with the write lock. Elsewhere whoever reads a revision
+    # has every change up to it, since the next writer waits for this lock until the last one is committed.
     locked = sa.select(rule_revision.c.revision).with_for_update()
     return (await connection.scalar(locked) or 0) + 1
 
@@ -283,6 +300,11 @@ async def _refuse_taken_pair(
     if holder is not None:
         message = f"a rule with this endpoint and identifier type exists; its id is {holder}"
         raise RuleExistsError(message)
+
+
+def _storable(text: str) -> str:
+    """``text`` in characters that every database takes; a certificate may hold others."""
+    return text.encode(errors="replace").decode().replace("\0", "?")
 
 
 def _json(row: RuleRow | None) -> str | None:

@@ -6,7 +6,7 @@ Never imports a driver. Adapters: :mod:`ratelimitd.rules.sql`. See ADR 0008 (edi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -138,6 +138,13 @@ class RuleStore(Protocol):
 
     async def revision(self) -> int:
         """The revision of the last change, 0 before the first."""
+
+    async def listen(self, changed: Callable[[], Awaitable[None]]) -> None:
+        """Call ``changed`` soon after each change, whoever made it, until cancelled.
+
+        Returns at once where the database cannot tell. A change may be missed, and ``changed`` called without one.
+        Does not raise when the database is away.
+        """
 
     async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
         """The secret of this name, made once and kept: ``proposed`` if given, else ``SECRET_BYTES`` random bytes."""

@@ -3,7 +3,7 @@ import pytest_asyncio
 import sqlalchemy as sa
 
 from ratelimitd.errors import RuleConflictError, RuleNotFoundError
-from ratelimitd.rules import database, sql_reads
+from ratelimitd.rules import sql_reads, sqlite
 from ratelimitd.rules.schema import rules
 from ratelimitd.rules.sql_reads import COLUMNS, ROWS_PER_TURN
 from ratelimitd.rules.store import RuleDraft
@@ -28,10 +28,10 @@ async def store(tmp_path):
 @pytest_asyncio.fixture
 async def connection(store, tmp_path):
     """One transaction that reads what the store wrote."""
-    engine = database.open_engine(tmp_path / "rules.db")
+    engine = sqlite.open_engine(tmp_path / "rules.db")
     async with engine.connect() as opened:
         yield opened
-    await database.close_engine(engine)
+    await sqlite.close_engine(engine)
 
 
 async def test_rules_come_in_batches_with_turns_of_the_loop_between(store, connection, drafts):

@@ -7,6 +7,6 @@ from ratelimitd.rules.migrations import VERSION_TABLE
 context.configure(
     connection=context.config.attributes["connection"],
     version_table=VERSION_TABLE,
-    transactional_ddl=True,  # SQLite can, and our engine begins transactions itself
+    transactional_ddl=True,  # both databases can, and our engines begin transactions themselves
 )
 context.run_migrations()

@@ -160,4 +160,4 @@ async def test_alembic_prints_and_logs_nothing(path, capfd, caplog):
 
 async def test_another_kind_of_url_is_refused():
     with pytest.raises(SettingsError):
-        await upgrade("postgresql://h/d")
+        await upgrade("mysql://h/d")

@@ -12,12 +12,17 @@ branch_labels = None
 depends_on = None
 
 
+def by_bytes(length: int) -> sa.String:
+    # SQLite orders text by its bytes anyway, PostgreSQL by the rules of a language unless told.
+    return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
+
+
 def upgrade() -> None:
     op.create_table(
         "rules",
         sa.Column("id", sa.String(36), primary_key=True),
-        sa.Column("endpoint", sa.String(255), nullable=False),
-        sa.Column("identifier_type", sa.String(50), nullable=False),
+        sa.Column("endpoint", by_bytes(255), nullable=False),
+        sa.Column("identifier_type", by_bytes(50), nullable=False),
         sa.Column("limit", sa.Integer, nullable=False),
         sa.Column("window_seconds", sa.Integer, nullable=False),
         sa.Column("algorithm", sa.String(50), nullable=False),
