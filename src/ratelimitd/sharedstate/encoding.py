@@ -1,0 +1,173 @@
+"""What goes to the scripts of the store and what comes back: values to bytes, bytes to values. Pure.
+
+``scripts/*.lua`` describe the same bytes from their side. A store is not trusted: whatever comes from it is looked at,
+and what is not ours is a :class:`StoreCorruptError`, never another exception. See :mod:`ratelimitd.ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct, error
+from typing import Any, Final
+
+from ratelimitd.errors import StoreCorruptError
+from ratelimitd.ledger.batches import Batch, Reply
+from ratelimitd.ledger.shared_state import Settled, SharedState, Update
+from ratelimitd.model import Outcome, Reason, Rule
+from ratelimitd.sharedstate.bucket_value import NUMBERS, bucket_of
+from ratelimitd.sharedstate.script import load
+
+SETTLE: Final = load("settle")
+"""Applies one batch of one sender, exactly once."""
+
+DECIDE: Final = load("decide")
+"""Decides one check."""
+
+RESET: Final = load("reset")
+"""Makes buckets full."""
+
+Request = tuple[list[bytes], list[bytes]]
+"""The keys and the arguments of a script."""
+
+_NO_GENERATION: Final = -1
+_STORE_TIME: Final = -1
+
+_NUMBER: Final = Struct("<Q")
+_UPDATE: Final = Struct("<BiQIIII")
+_UPDATE_OF_ONE_RUN: Final = Struct("<BiQIIIIQQ")
+_PAIR: Final = Struct("<QQ")
+_CHECK: Final = Struct("<BBQIIIq")
+_OUTCOME: Final = Struct("<BBIIQQ")
+_RULE: Final = Struct("<BQII")
+
+_GRANTED: Final = 1
+
+
+def bucket_key(key: bytes) -> bytes:
+    """The key in the store of the bucket whose stored name is ``key`` (:meth:`BucketKeys.stored`)."""
+    return _prefix(key[0]) + key
+
+
+def _prefix(tag: int) -> bytes:
+    """What all keys of one hash tag begin with: they are in one slot, so that one script may touch them."""
+    return b"rl1:{%02x}:" % tag
+
+
+# One batch
+
+
+def settle_request(tag: int, batch: Batch) -> Request:
+    """What ``SETTLE`` takes for a batch whose keys all belong to the hash tag ``tag``."""
+    prefix = _prefix(tag)
+    keys = [prefix + b"s:" + batch.sender.encode()]
+    keys += [prefix + key for key in batch.updates]
+    parts = [_NUMBER.pack(batch.number)]
+    parts += [_packed(update) for update in batch.updates.values()]
+    return keys, [b"".join(parts)]
+
+
+def _packed(update: Update) -> bytes:
+    rule, generation, runs, asks = update
+    if generation is None:
+        generation = _NO_GENERATION
+    kind = NUMBERS[rule.algorithm]
+    if len(runs) == 1 and not asks:
+        # By far the most frequent, and packed at once in half the time.
+        return _UPDATE_OF_ONE_RUN.pack(
+            kind, generation, rule.revision, rule.limit, rule.window_seconds, 1, 0, *runs[0]
+        )
+    head = _UPDATE.pack(
+        kind, generation, rule.revision, rule.limit, rule.window_seconds, len(runs), len(asks)
+    )
+    return head + b"".join([_PAIR.pack(*pair) for pair in (*runs, *asks)])
+
+
+def settle_reply(batch: Batch, reply: Any) -> Reply | None:
+    """What the store made of a batch; ``None``: it had a later one of the same sender before.
+
+    Raises:
+        StoreCorruptError: no reply to this batch.
+    """
+    if reply == 0:
+        return None
+    grants, values = _settled(batch, reply)
+    settled = {}
+    first = 0
+    for (key, update), value in zip(batch.updates.items(), values, strict=True):
+        shared = bucket_of(value, update.rule)
+        if update.asks:
+            after = first + len(update.asks)
+            granted = tuple([grant == _GRANTED for grant in grants[first:after]])
+            settled[key] = Settled(shared, granted)
+            first = after
+        else:
+            settled[key] = Settled(shared, ())
+    return Reply(batch.number, settled)
+
+
+def replaced(reply: Any) -> int:
+    """How many values the store has replaced since they were no buckets, as the reply to a batch tells."""
+    match reply:
+        case [bytes(), int() as count, *_]:
+            return count
+    return 0
+
+
+def _settled(batch: Batch, reply: Any) -> tuple[bytes, Sequence[Any]]:
+    """The grants, and the value of each bucket."""
+    match reply:
+        case [bytes() as grants, int(), *values]:
+            asks = sum([len(update.asks) for update in batch.updates.values()])
+            if len(grants) == asks and len(values) == len(batch.updates):
+                return grants, values
+    message = "the shared state answered a batch with something else"
+    raise StoreCorruptError(message)
+
+
+# One check
+
+
+def decide_request(key: bytes, rule: Rule, now_us: int | None, *, cost: int, peek: bool) -> Request:
+    """What ``DECIDE`` takes for a check; without ``now_us`` it is judged at the store's time."""
+    argument = _CHECK.pack(
+        NUMBERS[rule.algorithm],
+        peek,
+        rule.revision,
+        rule.limit,
+        rule.window_seconds,
+        cost,
+        _STORE_TIME if now_us is None else now_us,
+    )
+    return [bucket_key(key)], [argument]
+
+
+def outcome_of(reply: Any) -> tuple[Outcome, int]:
+    """The outcome of a check, without the state, which stays in the store; and the time it was judged at, in µs."""
+    try:
+        allowed, reason, remaining, retry_after, reset_time, now_us = _OUTCOME.unpack(reply)
+        return (allowed == 1, remaining, reset_time, retry_after, Reason(reason), None), now_us
+    except (TypeError, ValueError, error):
+        message = "the shared state answered a check with something else"
+        raise StoreCorruptError(message) from None
+
+
+# Resets
+
+
+def reset_request(keys: Sequence[bytes], rules: Sequence[Rule]) -> Request:
+    """What ``RESET`` takes for buckets of one hash tag, each with its rule."""
+    argument = b"".join(
+        [
+            _RULE.pack(NUMBERS[rule.algorithm], rule.revision, rule.limit, rule.window_seconds)
+            for rule in rules
+        ]
+    )
+    return [bucket_key(key) for key in keys], [argument]
+
+
+def reset_reply(rules: Sequence[Rule], reply: Any) -> list[SharedState]:
+    """What the buckets are now."""
+    if isinstance(reply, list) and len(reply) == len(rules):
+        return [bucket_of(value, rule) for rule, value in zip(rules, reply, strict=True)]
+    message = "the shared state answered a reset with something else"
+    raise StoreCorruptError(message)

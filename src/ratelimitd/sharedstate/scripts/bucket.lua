@@ -1,0 +1,65 @@
+-- What the scripts have in common: how a bucket lies in the store, and exact arithmetic. The three algorithms follow,
+-- one file each; then the script itself. Python joins the files (../script.py), for the server knows no `require`.
+--
+-- A value is this head, and after it what the algorithm keeps; of a full bucket it is the head alone:
+--
+--     format (1 byte) · algorithm (1) · generation (4) · revision (8) · limit (4)          little-endian, unsigned
+--
+-- An algorithm is a table of functions. The state of a bucket is three values `x, y, at_us` that only its algorithm
+-- knows; `at_us` is the latest time and nil of a full bucket. No table is made for a state: that would cost more than
+-- to charge it. Every number is an integer below 2^53, where doubles are exact.
+--
+-- Globals are forbidden, so what stands outside a function is made anew in every call of a script: an algorithm is
+-- made by a function, when it is first needed.
+
+local call, pcall = redis.call, redis.pcall
+local pack, unpack = struct.pack, struct.unpack
+local floor, ceil = math.floor, math.ceil
+local sub = string.sub
+
+local FORMAT = 1
+local HEAD = '<BBI4I8I4'
+local HEAD_BYTES = 18
+
+local US_PER_S = 1000000
+local INT32_MAX = 2147483647
+local EXACT = 9007199254740992 -- 2^53: below it every integer is a double
+local LARGEST = EXACT - 1
+local LEAST_TTL_S = 3600
+
+local WITHIN_LIMIT, LIMIT_EXCEEDED, COST_EXCEEDS_LIMIT = 1, 2, 3
+
+-- A sum of tokens that stays exact: a bucket that is that far overdrawn is so to a token more or less.
+local function saturated(sum)
+  if sum > LARGEST then
+    return LARGEST
+  end
+  return sum
+end
+
+-- The seconds of a + b µs, rounded up; the sum may pass 2^53.
+local function seconds(a_us, b_us)
+  local sum_us = a_us + b_us
+  if sum_us < EXACT then
+    return ceil(sum_us / US_PER_S)
+  end
+  local a_rest, b_rest = a_us % US_PER_S, b_us % US_PER_S
+  return (a_us - a_rest) / US_PER_S + (b_us - b_rest) / US_PER_S + ceil((a_rest + b_rest) / US_PER_S)
+end
+
+-- A delay in seconds as answers hold it.
+local function delay(seconds_left)
+  if seconds_left > INT32_MAX then
+    return INT32_MAX
+  end
+  return seconds_left
+end
+
+-- How long the server keeps a bucket: well after it is full again.
+local function ttl_of(window_us)
+  local ttl_s = 2 * window_us / US_PER_S
+  if ttl_s < LEAST_TTL_S then
+    return LEAST_TTL_S
+  end
+  return ttl_s
+end

@@ -1,0 +1,58 @@
+-- A bucket as the store holds it: the twin of ledger/shared_state.py.
+
+local function make_algorithm(kind)
+  if kind == TOKEN_BUCKET then
+    return make_token_bucket()
+  elseif kind == FIXED_WINDOW then
+    return make_fixed_window()
+  end
+  return make_sliding_window()
+end
+
+-- What a value says: generation, revision, limit, x, y, at_us; nil when it is no bucket of this algorithm.
+local function stored(algorithm, value, window_us)
+  if type(value) ~= 'string' or #value < HEAD_BYTES then
+    return nil
+  end
+  local format, kind, generation, revision, limit, x, y, at_us
+  if #value == HEAD_BYTES then
+    format, kind, generation, revision, limit = unpack(HEAD, value)
+  else
+    format, kind, generation, revision, limit, x, y, at_us = algorithm.read(value, window_us)
+  end
+  if format ~= FORMAT or kind ~= algorithm.kind or limit < 1 or limit > INT32_MAX or revision > LARGEST then
+    return nil
+  end
+  return generation, revision, limit, x, y, at_us
+end
+
+local function written(algorithm, generation, revision, limit, x, y, at_us)
+  if at_us then
+    return algorithm.write(generation, revision, limit, x, y, at_us)
+  end
+  return pack(HEAD, FORMAT, algorithm.kind, generation, revision, limit)
+end
+
+-- A bucket as a node finds it that is at `revision` with `limit`, and charged `generation`, or -1. A bucket that is not
+-- there, or no bucket, or of an older generation begins anew; an edit of the limit caps what is owed. The last value tells whether
+-- there was something that is no bucket.
+local function opened(algorithm, value, generation, revision, limit, window_us)
+  local its_generation, its_revision, its_limit, x, y, at_us
+  if value then
+    its_generation, its_revision, its_limit, x, y, at_us = stored(algorithm, value, window_us)
+  end
+  local corrupt = value and not its_generation
+  if not its_generation or generation > its_generation then
+    if generation < 0 then
+      generation = 0
+    end
+    return generation, revision, limit, nil, nil, nil, corrupt
+  end
+  if revision > its_revision then
+    if limit ~= its_limit then
+      x, y, at_us = algorithm.capped(x, y, at_us, limit)
+    end
+    return its_generation, revision, limit, x, y, at_us, corrupt
+  end
+  return its_generation, its_revision, its_limit, x, y, at_us, corrupt
+end

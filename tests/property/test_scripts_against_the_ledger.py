@@ -1,0 +1,217 @@
+"""The scripts, in a real server, against the pure ledger: the same traces end in the same states and answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ratelimitd.ledger import shared_state
+from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.ledger.batches import Batch, Reply
+from ratelimitd.ledger.shared_state import Ask, Settled, SharedState, Update
+from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
+from ratelimitd.sharedstate import encoding
+from ratelimitd.sharedstate.bucket_value import state_of
+from tests.servers import Valkey
+from tests.store_scripts import TAG, key_of, plain, rule_of, run
+
+KEYS = tuple(key_of(number) for number in range(3))
+REVISIONS = 3
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
+        client = redis.Redis(unix_socket_path=str(server.unix_path))
+        yield client
+        client.close()
+
+
+# The ledger, told what a store does differently: it forgets a full bucket, and repeats grants beside present states.
+
+
+@dataclass
+class Model:
+    buckets: dict[bytes, SharedState] = field(default_factory=dict)
+    last: tuple[int, dict[bytes, tuple[bool, ...]]] = (0, {})
+
+    def keep(self, key, shared):
+        if key in self.buckets or shared.state is not None or shared.generation:
+            self.buckets[key] = shared
+
+    def apply(self, batch):
+        number, grants = self.last
+        if batch.number < number:
+            return None
+        settled = {}
+        for key, update in batch.updates.items():
+            if batch.number == number:
+                now = (
+                    self.buckets.get(key)
+                    or shared_state.settle(None, update._replace(runs=(), asks=())).shared
+                )
+                settled[key] = Settled(now, grants[key])
+            else:
+                settled[key] = one = shared_state.settle(self.buckets.get(key), update)
+                self.keep(key, one.shared)
+        self.last = batch.number, {key: one.grants for key, one in settled.items()}
+        return Reply(batch.number, settled)
+
+    def reset(self, key, rule):
+        self.buckets[key] = shared_state.reset(self.buckets.get(key), rule)
+        return self.buckets[key]
+
+    def decide(self, key, rule, now_us, *, cost, peek):
+        shared = shared_state.settle(self.buckets.get(key), Update(rule, None)).shared
+        ruling = rule_of(rule.algorithm, shared.limit, rule.window_seconds, 0)
+        *outcome, state = ACCOUNTS[rule.algorithm].judge(shared.state, ruling, now_us, cost)
+        if outcome[0] and not peek:
+            self.buckets[key] = shared._replace(state=state)
+        outcome[2] = min(outcome[2], MAX_TIME_US)
+        return (*outcome, None)
+
+
+def plain_reply(reply):
+    if reply is None:
+        return None
+    return {key: (plain(one.shared), one.grants) for key, one in reply.settled.items()}
+
+
+def same_buckets(client, model, rules):
+    for key, (rule, *_) in zip(KEYS, rules, strict=True):
+        value = client.get(encoding.bucket_key(key))
+        assert plain(state_of(value, rule)) == plain(model.buckets.get(key))
+
+
+# What a trace is made of
+
+sizes = st.one_of(
+    st.integers(1, 5), st.integers(1, 1000), st.integers(1, INT32_MAX), st.just(INT32_MAX)
+)
+
+
+@st.composite
+def rule_books(draw):
+    """For each key the rule at each revision: only its limit is edited, for all else has a key of its own."""
+    book = []
+    for _ in KEYS:
+        algorithm, window_s = draw(st.sampled_from(Algorithm)), draw(sizes)
+        limits = draw(st.lists(sizes, min_size=REVISIONS, max_size=REVISIONS))
+        if draw(st.booleans()):
+            limits[1] = limits[0]
+        book.append(
+            [
+                rule_of(algorithm, limit, window_s, revision)
+                for revision, limit in enumerate(limits, start=1)
+            ]
+        )
+    return book
+
+
+@st.composite
+def times(draw, rule, around_us):
+    window_us = rule.window_us
+    step_us = draw(
+        st.one_of(
+            st.integers(-3, 3),
+            st.integers(-window_us // rule.limit - 2, window_us // rule.limit + 2),
+            st.integers(-window_us, 2 * window_us),
+            st.sampled_from(
+                (-window_us, window_us, window_us - 1, 10 * window_us, -(2**53), 2**53)
+            ),
+        )
+    )
+    return max(0, min(MAX_TIME_US, around_us + step_us))
+
+
+def costs(rule):
+    return st.one_of(
+        st.integers(1, 3),
+        st.integers(1, rule.limit),
+        st.integers(max(1, rule.limit - 2), min(INT32_MAX, rule.limit + 2)),
+        st.integers(1, INT32_MAX),
+    )
+
+
+@st.composite
+def updates(draw, rules, around_us):
+    rule = draw(st.sampled_from(rules))
+    run = st.tuples(times(rule, around_us), costs(rule))
+    runs = sorted(draw(st.lists(run, max_size=4)))
+    asks = [Ask(*ask) for ask in draw(st.lists(run, max_size=3))]
+    return Update(rule, draw(st.sampled_from((None, 0, 0, 1, 2))), runs, asks)
+
+
+starts = st.one_of(
+    st.just(1_700_000_000 * US_PER_S),
+    st.integers(0, MAX_TIME_US),
+    st.sampled_from((0, MAX_TIME_US)),
+)
+
+every_trace = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@every_trace
+@given(data=st.data(), rules=rule_books(), around_us=starts)
+def test_a_trace_ends_as_in_the_ledger(store, data, rules, around_us):
+    store.flushall()
+    model = Model()
+    number = 0
+    batch = None
+    for _ in range(data.draw(st.integers(1, 12), label="steps")):
+        step = data.draw(
+            st.sampled_from(
+                (
+                    "batch",
+                    "batch",
+                    "batch",
+                    "again",
+                    "older",
+                    "gap",
+                    "reset",
+                    "decide",
+                    "decide",
+                    "lost",
+                )
+            )
+        )
+        which = data.draw(st.integers(0, len(KEYS) - 1))
+        key, versions = KEYS[which], rules[which]
+        if step in {"batch", "gap"}:
+            number += 1 if step == "batch" else 5
+            told = data.draw(st.lists(st.sampled_from(range(len(KEYS))), unique=True))
+            batch = Batch(
+                "node",
+                number,
+                0,
+                {KEYS[one]: data.draw(updates(rules[one], around_us)) for one in told},
+            )
+        if step in {"batch", "gap", "again", "older"} and batch is not None:
+            sent = batch._replace(number=number - 1) if step == "older" else batch
+            reply = run(store, encoding.SETTLE, encoding.settle_request(TAG, sent))
+            assert encoding.replaced(reply) == 0
+            expected = model.apply(sent)
+            assert plain_reply(encoding.settle_reply(sent, reply)) == plain_reply(expected)
+        elif step == "reset":
+            rule = data.draw(st.sampled_from(versions))
+            reply = run(store, encoding.RESET, encoding.reset_request([key], [rule]))
+            assert encoding.reset_reply([rule], reply) == [model.reset(key, rule)]
+        elif step == "decide":
+            rule = data.draw(st.sampled_from(versions))
+            now_us = data.draw(times(rule, around_us))
+            cost, peek = data.draw(costs(rule)), data.draw(st.booleans())
+            request = encoding.decide_request(key, rule, now_us, cost=cost, peek=peek)
+            outcome = encoding.outcome_of(run(store, encoding.DECIDE, request))
+            assert outcome == (model.decide(key, rule, now_us, cost=cost, peek=peek), now_us)
+        elif step == "lost":
+            store.delete(encoding.bucket_key(key))
+            model.buckets.pop(key, None)
+        same_buckets(store, model, rules)

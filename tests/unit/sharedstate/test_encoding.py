@@ -1,0 +1,134 @@
+from struct import pack
+
+import pytest
+
+from ratelimitd.errors import StoreCorruptError
+from ratelimitd.ledger.batches import Batch, Reply
+from ratelimitd.ledger.shared_state import Ask, Settled, SharedState, Update
+from ratelimitd.model import Algorithm, Reason
+from ratelimitd.sharedstate.encoding import (
+    bucket_key,
+    decide_request,
+    outcome_of,
+    replaced,
+    reset_reply,
+    reset_request,
+    settle_reply,
+    settle_request,
+)
+from tests.store_scripts import TAG, key_of, rule_of
+
+ONE, OTHER = key_of(1), key_of(2)
+RULE = rule_of(Algorithm.TOKEN_BUCKET, 10, 60, revision=3)
+WINDOW = rule_of(Algorithm.FIXED_WINDOW, 11, 61, revision=4)
+FULL = pack("<BBIQI", 1, 1, 0, 3, 10)
+COUNTED = pack("<BBIQIQQ", 1, 2, 0, 4, 11, 5, 6)
+
+
+def batch_of(**updates):
+    keys = {"one": ONE, "other": OTHER}
+    return Batch("node", 7, 0, {keys[name]: update for name, update in updates.items()})
+
+
+def test_keys_of_a_tag_are_in_one_slot():
+    assert bucket_key(ONE) == b"rl1:{a7}:" + ONE
+    keys, _ = settle_request(TAG, batch_of(one=Update(RULE, 0), other=Update(RULE, 0)))
+    assert keys == [b"rl1:{a7}:s:node", b"rl1:{a7}:" + ONE, b"rl1:{a7}:" + OTHER]
+
+
+def test_a_batch_without_updates_is_its_number():
+    assert settle_request(TAG, batch_of()) == ([b"rl1:{a7}:s:node"], [pack("<Q", 7)])
+
+
+def test_an_update_of_one_run_is_written_like_any_other():
+    _, [one] = settle_request(TAG, batch_of(one=Update(RULE, 5, ((100, 2),))))
+    assert one == pack("<QBiQIIIIQQ", 7, 1, 5, 3, 10, 60, 1, 0, 100, 2)
+
+
+def test_an_update_carries_its_runs_and_then_its_asks():
+    update = Update(WINDOW, None, ((100, 2), (101, 1)), (Ask(102, 9),))
+    _, [argument] = settle_request(TAG, batch_of(one=update))
+    head = pack("<QBiQIIII", 7, 2, -1, 4, 11, 61, 2, 1)
+    assert argument == head + pack("<6Q", 100, 2, 101, 1, 102, 9)
+
+
+def test_a_reply_holds_states_and_grants_by_key():
+    asks = (Ask(1, 1), Ask(2, 1))
+    batch = batch_of(one=Update(RULE, 0, (), asks), other=Update(WINDOW, 0, ((1, 1),)))
+    reply = settle_reply(batch, [b"\1\0", 0, FULL, COUNTED])
+    assert reply == Reply(
+        7,
+        {
+            ONE: Settled(SharedState(0, 3, 10, None), (True, False)),
+            OTHER: Settled(SharedState(0, 4, 11, (5, 6)), ()),
+        },
+    )
+
+
+def test_a_batch_that_is_older_than_the_last_has_no_reply():
+    assert settle_reply(batch_of(), 0) is None
+
+
+def test_a_reply_tells_how_many_values_were_replaced():
+    assert replaced([b"", 2, FULL]) == 2
+    assert replaced(0) == replaced([]) == replaced(None) == 0
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        None,
+        1,
+        b"OK",
+        [],
+        [b"\1"],
+        [b"", 0, FULL],
+        [b"\1\1", 0, FULL],
+        [b"\1", 0],
+        [b"\1", 0, FULL, FULL],
+        [b"\1", 0, None],
+        [b"\1", 0, COUNTED],
+        [7, 0, FULL],
+        [b"\1", b"0", FULL],
+    ],
+)
+def test_what_is_no_reply_to_a_batch_is_an_error(reply):
+    with pytest.raises(StoreCorruptError):
+        settle_reply(batch_of(one=Update(RULE, 0, (), (Ask(1, 1),))), reply)
+
+
+def test_a_check_goes_with_its_time_or_is_judged_at_that_of_the_store():
+    keys, [argument] = decide_request(ONE, RULE, 1000, cost=2, peek=True)
+    assert keys == [bucket_key(ONE)]
+    assert argument == pack("<BBQIIIq", 1, 1, 3, 10, 60, 2, 1000)
+    _, [argument] = decide_request(ONE, RULE, None, cost=2, peek=False)
+    assert argument == pack("<BBQIIIq", 1, 0, 3, 10, 60, 2, -1)
+
+
+def test_an_outcome_comes_with_the_time_of_the_check():
+    allowed = outcome_of(pack("<BBIIQQ", 1, 1, 9, 0, 50, 1000))
+    assert allowed == ((True, 9, 50, 0, Reason.WITHIN_LIMIT, None), 1000)
+    denied = outcome_of(pack("<BBIIQQ", 0, 2, 0, 3, 50, 1000))
+    assert denied == ((False, 0, 50, 3, Reason.LIMIT_EXCEEDED, None), 1000)
+
+
+@pytest.mark.parametrize("reply", [None, 7, b"", [], pack("<BBIIQQ", 1, 99, 9, 0, 50, 1000)])
+def test_what_is_no_outcome_is_an_error(reply):
+    with pytest.raises(StoreCorruptError):
+        outcome_of(reply)
+
+
+def test_a_reset_names_each_bucket_with_its_rule():
+    keys, [argument] = reset_request([ONE, OTHER], [RULE, WINDOW])
+    assert keys == [bucket_key(ONE), bucket_key(OTHER)]
+    assert argument == pack("<BQIIBQII", 1, 3, 10, 60, 2, 4, 11, 61)
+    assert reset_reply([RULE, WINDOW], [FULL, COUNTED]) == [
+        SharedState(0, 3, 10, None),
+        SharedState(0, 4, 11, (5, 6)),
+    ]
+
+
+@pytest.mark.parametrize("reply", [None, 0, [], [FULL, FULL], [None]])
+def test_what_is_no_reply_to_a_reset_is_an_error(reply):
+    with pytest.raises(StoreCorruptError):
+        reset_reply([RULE], reply)
