@@ -9,7 +9,7 @@ from functools import partial
 
 from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Ledger, Reply, Sender
 from ratelimitd.ledger.shared_state import Ask, SharedState, reset
-from ratelimitd.ledger.view import STALE_US, Terms, View
+from ratelimitd.ledger.view import STALE_US, View
 from ratelimitd.model import Rule
 
 MS = 1_000
@@ -170,10 +170,6 @@ class Node:
         return self.simulation.now_us + self.skew_us
 
     @property
-    def terms(self) -> Terms:
-        return Terms(self.now_us, self.members)
-
-    @property
     def forgiven(self) -> int:
         return self.forgiven_tokens + sum(view.forgiven for view in self.views.values())
 
@@ -239,10 +235,10 @@ class Node:
 
     def _decide(self, waiting: Waiting) -> None:
         view = self.views[waiting.key]
-        outcome = view.check(self.terms, waiting.cost)
+        outcome = view.check(self.now_us, self.members, waiting.cost)
         if outcome is not None:
             self._answer(waiting, outcome[0])
-            if outcome[0] and view.is_due(self.terms):
+            if outcome[0] and view.is_due(self.now_us, self.members):
                 self.flush()
             return
         waiting.ask = view.ask(self.now_us, waiting.cost)
@@ -342,7 +338,7 @@ class Node:
                     view.pay(waiting.cost)
                 elif granted:
                     simulation.wasted_tokens += waiting.cost
-        if any(view.is_due(self.terms) for view in self.views.values()):
+        if any(view.is_due(self.now_us, self.members) for view in self.views.values()):
             self.flush()
 
     def _first_word(self) -> None:

@@ -1,5 +1,7 @@
 """Wrong variants of the ledger, each of which the oracle has to catch: what would go unnoticed is not demanded."""
 
+import sys
+
 from ratelimitd.ledger.batches import Batch, Ledger, Reply
 from ratelimitd.ledger.shared_state import SharedState, settle, standing
 from ratelimitd.ledger.view import View
@@ -9,8 +11,8 @@ from tests.simulation.cluster import Node
 class NoShare(View):
     """Decides everything on its view."""
 
-    def _within_share(self, _terms, _cost):
-        return True
+    def _work_out_share(self, _now_us):
+        return sys.maxsize
 
 
 class ForgetsWhatIsInFlight(View):
@@ -18,7 +20,7 @@ class ForgetsWhatIsInFlight(View):
 
     def freeze(self):
         update = super().freeze()
-        self.in_flight.remove(self.in_flight.tokens)
+        self.in_flight.remove_latest(self.in_flight.tokens)
         self._recompute()
         return update
 

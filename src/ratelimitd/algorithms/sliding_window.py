@@ -18,7 +18,6 @@ import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from itertools import accumulate
 from struct import Struct
 from typing import Final
 
@@ -101,13 +100,44 @@ def runs_of(state: State) -> list[tuple[int, int]]:
     return [(cells[run], cells[runs + run + 1] - cells[runs + run]) for run in range(runs)]
 
 
-def state_of(runs: Iterable[tuple[int, int]]) -> State:
-    """The log of runs, which ascend and are at least one; of more than ``MAX_RUNS`` neighbours merge."""
-    times, tokens = zip(*runs, strict=True)
-    state = array("q", (*times, 0, *accumulate(tokens))).tobytes()
+def entered(state: State | None, rule: Rule, runs: Iterable[tuple[int, int]]) -> State:
+    """The log with ``runs``, at least one and whatever the limit, each at its own time between what is there.
+
+    What has left the window at the latest time is dropped; of more than ``MAX_RUNS`` neighbours merge.
+    """
+    cells = array("q", state or ())
+    length = len(cells) >> 1
+    times, sums = cells[:length], cells[length:] or array("q", [0])
+    for at_us, tokens in runs:
+        place = bisect_right(times, at_us)
+        if place and times[place - 1] == at_us:
+            place -= 1
+        else:
+            times.insert(place, at_us)
+            sums.insert(place, sums[place])
+        for later in range(place + 1, len(sums)):
+            sums[later] += tokens
+    first = bisect_right(times, times[-1] - rule.window_us)
+    state = times[first:].tobytes() + sums[first:].tobytes()
+    if sums[-1] > MAX_SUM:
+        state = _compacted(state)
     while len(state) > (2 * MAX_RUNS + 1) * _CELL:
         state = _compacted(state)
     return state
+
+
+def used(state: State, rule: Rule, now_us: int) -> int:
+    """Tokens of the window that ends at ``now_us``, and of later times."""
+    cells = memoryview(state).cast("q")
+    runs = len(cells) >> 1
+    return cells[-1] - cells[runs + bisect_right(cells, now_us - rule.window_us, 0, runs)]
+
+
+def latest(state: State) -> tuple[int, int]:
+    """(time of the last entry, tokens in all)."""
+    cells = memoryview(state).cast("q")
+    runs = len(cells) >> 1
+    return cells[runs - 1], cells[-1] - cells[runs]
 
 
 def _accepted(  # noqa: PLR0917 - what both ways of accepting know

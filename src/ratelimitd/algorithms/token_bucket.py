@@ -75,11 +75,22 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
             (wanted, at_us),
         )
 
-    remaining = (capacity - spent) // token
+    return denied(state, rule, now_us, cost, (spent, at_us))
+
+
+def denied(  # noqa: PLR0917 - what both callers know
+    state: State | None, rule: Rule, now_us: int, cost: int, refilled: State
+) -> Outcome:
+    """The outcome of a check that is denied: ``refilled`` is the bucket at its time, and may be overdrawn."""
+    limit = rule.limit
+    token = rule.window_us
+    capacity = limit * token
+    spent, at_us = refilled
+    remaining = (capacity - spent) // token if spent < capacity else 0
     reset_time = (at_us - -spent // limit + _ROUND_UP) // US_PER_S
     if cost > limit:
         return (DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
     # More is wanted than there is, so it is due later than now, and this is at least 1.
-    due = at_us * limit + wanted - capacity
+    due = at_us * limit + spent + cost * token - capacity
     retry_after = min(-(-(due - now_us * limit) // (limit * US_PER_S)), INT32_MAX)
     return (DENIED, remaining, reset_time, retry_after, LIMIT_EXCEEDED, state)

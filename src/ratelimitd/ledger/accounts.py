@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias
 
-from ratelimitd.algorithms import fixed_window, sliding_window, token_bucket
-from ratelimitd.model import DENIED, INT32_MAX, LIMIT_EXCEEDED, US_PER_S, Algorithm, Outcome, Rule
+from ratelimitd.algorithms import Decide, fixed_window, sliding_window, token_bucket
+from ratelimitd.model import Algorithm, Outcome, Rule
 
 Run: TypeAlias = tuple[int, int]
 """(time in µs, tokens): so many were allowed then."""
@@ -27,6 +27,9 @@ class Account(Protocol):
     def judge(self, state: Any, rule: Rule, now_us: int, cost: int) -> Outcome:
         """Judge one check as the algorithm does, of a bucket that may be overdrawn."""
 
+    def judge_of(self, state: Any, rule: Rule) -> Decide:
+        """The quickest that judges as :meth:`judge` does, of this state and all that checks make of it."""
+
     def used(self, state: Any, rule: Rule, now_us: int) -> int:
         """The tokens that are missing at ``now_us``, rounded up; more than the limit where the bucket is overdrawn."""
 
@@ -39,8 +42,8 @@ class Account(Protocol):
     def standing(self, state: Any) -> tuple[int, int]:
         """(time of the latest spend, how much is spent): never sinks in the life of a bucket."""
 
-    def merged(self, runs: Sequence[Run], rule: Rule) -> Sequence[Run]:
-        """Fewer runs to the same effect: what a batch has to carry."""
+    def freed(self, rule: Rule, from_us: int, until_us: int) -> int:
+        """About how many tokens come free between two times, at most."""
 
 
 class TokenBucketAccount:
@@ -53,18 +56,17 @@ class TokenBucketAccount:
         if state is None or state[0] <= capacity:
             return token_bucket.decide(state, rule, now_us, cost)
         refilled = _refilled(state, rule, now_us)
+        if refilled[0] > capacity:
+            return token_bucket.denied(state, rule, now_us, cost, refilled)
         outcome = token_bucket.decide(refilled, rule, now_us, cost)
-        if outcome[0]:
-            return outcome
-        if refilled[0] <= capacity:
-            return (*outcome[:5], state)
-        spent, at_us = refilled
-        reset_time = -(-(at_us * rule.limit + spent) // (rule.limit * US_PER_S))
-        retry_after, reason = outcome[3:5]
-        if reason is LIMIT_EXCEEDED:
-            due = at_us * rule.limit + spent + cost * rule.window_us - capacity
-            retry_after = -(-(due - now_us * rule.limit) // (rule.limit * US_PER_S))
-        return DENIED, 0, reset_time, min(retry_after, INT32_MAX), reason, state
+        return outcome if outcome[0] else (*outcome[:5], state)
+
+    @staticmethod
+    def judge_of(state: Any, rule: Rule) -> Decide:
+        """The algorithm itself, unless the bucket is overdrawn."""
+        if state is None or state[0] <= rule.limit * rule.window_us:
+            return token_bucket.decide
+        return TokenBucketAccount.judge
 
     @staticmethod
     def used(state: Any, rule: Rule, now_us: int) -> int:
@@ -89,14 +91,18 @@ class TokenBucketAccount:
         return _standing(state)
 
     @staticmethod
-    def merged(runs: Sequence[Run], _rule: Rule) -> Sequence[Run]:
-        """One, at the latest time."""
-        return ((runs[-1][0], sum(tokens for _, tokens in runs)),) if runs else ()
+    def freed(rule: Rule, from_us: int, until_us: int) -> int:
+        """What is refilled."""
+        return _refilled_tokens(rule, from_us, until_us)
 
 
 def _standing(state: tuple[int, int] | None) -> tuple[int, int]:
     """Of a state that is (how much, latest_us)."""
     return (-1, 0) if state is None else (state[1], state[0])
+
+
+def _refilled_tokens(rule: Rule, from_us: int, until_us: int) -> int:
+    return -(-max(0, until_us - from_us) * rule.limit // rule.window_us)
 
 
 def _refilled(state: tuple[int, int], rule: Rule, now_us: int) -> tuple[int, int]:
@@ -110,6 +116,11 @@ class FixedWindowAccount:
     """Of :mod:`ratelimitd.algorithms.fixed_window`: (count, latest_us)."""
 
     judge = staticmethod(fixed_window.decide)
+
+    @staticmethod
+    def judge_of(_state: Any, _rule: Rule) -> Decide:
+        """The algorithm itself."""
+        return fixed_window.decide
 
     @staticmethod
     def used(state: Any, rule: Rule, now_us: int) -> int:
@@ -137,13 +148,9 @@ class FixedWindowAccount:
         return _standing(state)
 
     @staticmethod
-    def merged(runs: Sequence[Run], rule: Rule) -> Sequence[Run]:
-        """One for each window, at its latest time."""
-        windows: dict[int, Run] = {}
-        for at_us, tokens in runs:
-            end_us = _end_us(at_us, rule)
-            windows[end_us] = at_us, tokens + windows.get(end_us, (0, 0))[1]
-        return tuple(windows.values())
+    def freed(rule: Rule, from_us: int, until_us: int) -> int:
+        """All of it, in the next window."""
+        return rule.limit if until_us >= _end_us(from_us, rule) else 0
 
 
 def _end_us(at_us: int, rule: Rule) -> int:
@@ -156,24 +163,19 @@ class SlidingWindowAccount:
     judge = staticmethod(sliding_window.decide)
 
     @staticmethod
+    def judge_of(_state: Any, _rule: Rule) -> Decide:
+        """The algorithm itself."""
+        return sliding_window.decide
+
+    @staticmethod
     def used(state: Any, rule: Rule, now_us: int) -> int:
         """Tokens of the window that ends at ``now_us``."""
-        if state is None:
-            return 0
-        return sum(
-            tokens
-            for at_us, tokens in sliding_window.runs_of(state)
-            if at_us > now_us - rule.window_us
-        )
+        return 0 if state is None else sliding_window.used(state, rule, now_us)
 
     @staticmethod
     def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
         """Each at its own time, between what is there."""
-        before = () if state is None else sliding_window.runs_of(state)
-        entries = sorted((*before, *runs))
-        gone_us = entries[-1][0] - rule.window_us
-        left = [run for run in entries if run[0] > gone_us]
-        return sliding_window.state_of(SlidingWindowAccount.merged(left, rule))
+        return sliding_window.entered(state, rule, runs)
 
     @staticmethod
     def capped(state: Any, _rule: Rule) -> Any:
@@ -183,18 +185,12 @@ class SlidingWindowAccount:
     @staticmethod
     def standing(state: Any) -> tuple[int, int]:
         """Time of the last entry, then tokens."""
-        if state is None:
-            return -1, 0
-        runs = sliding_window.runs_of(state)
-        return runs[-1][0], sum(tokens for _, tokens in runs)
+        return (-1, 0) if state is None else sliding_window.latest(state)
 
     @staticmethod
-    def merged(runs: Sequence[Run], _rule: Rule) -> Sequence[Run]:
-        """One for each time."""
-        tokens_at: dict[int, int] = {}
-        for at_us, tokens in runs:
-            tokens_at[at_us] = tokens_at.get(at_us, 0) + tokens
-        return tuple(tokens_at.items())
+    def freed(rule: Rule, from_us: int, until_us: int) -> int:
+        """What leaves, if what is there is spread evenly."""
+        return _refilled_tokens(rule, from_us, until_us)
 
 
 ACCOUNTS: Final[Mapping[Algorithm, Account]] = MappingProxyType(

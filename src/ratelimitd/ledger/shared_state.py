@@ -16,8 +16,9 @@ from ratelimitd.model import Rule
 class SharedState(NamedTuple):
     """A bucket in the store.
 
-    ``generation`` is 0 until the first reset and grows with each. ``revision`` is that of the rule under which the
-    bucket was last charged, ``limit`` that rule's. ``state`` is the algorithm's; ``None`` is a full bucket.
+    ``generation`` is 0 until the first reset and grows with each. ``revision`` is that of the newest rule book under
+    which the bucket was charged, ``limit`` what its rule says there. ``state`` is the algorithm's; ``None`` is a full
+    bucket.
     """
 
     generation: int
@@ -37,7 +38,7 @@ class Update(NamedTuple):
     """What one node says of one bucket: what it has allowed, and what it asks.
 
     Attributes:
-        rule: what was charged under; its ``revision`` counts.
+        rule: what was charged under; its ``revision`` is that of the whole rule book, whatever was edited there.
         generation: of the bucket that was charged; ``None`` when the node has not heard of it yet.
         runs: what was allowed and is to be charged.
         asks: what is to be decided, in order, after that.
@@ -75,11 +76,12 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
     runs = update.runs if generation in {None, stored.generation} else ()
     state = stored.state
     if rule.revision > stored.revision:
+        # Most edits are of other rules; only a new limit forgives anything.
+        state = state if rule.limit == stored.limit else account.capped(state, rule)
         stored = stored._replace(revision=rule.revision, limit=rule.limit)
-        state = account.capped(state, rule)
     ruling = rule if rule.limit == stored.limit else replace(rule, limit=stored.limit)
     if runs:
-        if rule.revision < stored.revision:
+        if rule.revision < stored.revision and rule.limit != stored.limit:
             # Who spent under an older rule could not know the new one: that takes what there is, and owes nothing.
             runs = _fitting(state, ruling, runs)
         state = account.charged(state, ruling, runs) if runs else state
@@ -106,3 +108,10 @@ def reset(stored: SharedState | None, rule: Rule) -> SharedState:
     """A full bucket of the next generation."""
     generation = 0 if stored is None else stored.generation
     return SharedState(generation + 1, rule.revision, rule.limit)
+
+
+def overdrawn(shared: SharedState, rule: Rule) -> int:
+    """Tokens by which a bucket was overdrawn at its latest spend: what the nodes have allowed too much between them."""
+    account = ACCOUNTS[rule.algorithm]
+    latest_us = account.standing(shared.state)[0]
+    return max(0, account.used(shared.state, rule, latest_us) - shared.limit)

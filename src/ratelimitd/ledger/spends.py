@@ -2,57 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
-from ratelimitd.ledger.accounts import ACCOUNTS, Run
+from ratelimitd.algorithms.sliding_window import MAX_RUNS
+from ratelimitd.ledger.accounts import Run
 from ratelimitd.model import Algorithm, Rule
+
+_EVER_US: Final = 2**62
+
+_GRAINS_US: Final[Mapping[Algorithm, int]] = MappingProxyType(
+    {Algorithm.TOKEN_BUCKET: _EVER_US, Algorithm.FIXED_WINDOW: 0, Algorithm.SLIDING_WINDOW: 1}
+)
+"""How far apart spends have to be for the algorithm to tell them apart; 0 is the window."""
 
 
 class Spends:
-    """Spends of one bucket under one rule, in the order in which they were made.
+    """Spends of one bucket under one rule, as runs: those that the algorithm does not tell apart are one.
+
+    So a token bucket has one run, at its latest time; a fixed window one for each window; a log one for each time.
 
     Attributes:
         tokens: how many in all.
-        oldest_us: when the first was made; means nothing when there is none.
+        oldest_us: when the first was made, ``latest_us`` the last; they mean nothing when there is none.
     """
 
-    __slots__ = ("_runs", "oldest_us", "tokens")
+    __slots__ = (
+        "_earlier",
+        "_earlier_tokens",
+        "_grain_us",
+        "_until_us",
+        "latest_us",
+        "oldest_us",
+        "tokens",
+    )
 
-    def __init__(self) -> None:
-        self._runs: list[Run] = []
+    def __init__(self, rule: Rule) -> None:
+        self._grain_us = _GRAINS_US[rule.algorithm] or rule.window_us
+        self._earlier: list[Run] = []
+        self._earlier_tokens = 0
+        self._until_us = 0  # until then a spend belongs to the last run
         self.tokens = 0
-        self.oldest_us = 0
+        self.oldest_us = self.latest_us = 0
+
+    def __len__(self) -> int:
+        """Number of runs."""
+        return len(self._earlier) + (self.tokens > 0)
 
     def add(self, at_us: int, tokens: int) -> None:
-        """Add a spend, at the time it was charged at."""
-        if not self._runs:
-            self.oldest_us = at_us
-        self._runs.append((at_us, tokens))
+        """Add a spend, at the time it was charged at; one that comes late is taken for one of the latest time."""
+        if at_us >= self._until_us:
+            self._begin_run(at_us)
+        elif at_us > self.latest_us:
+            self.latest_us = at_us
         self.tokens += tokens
 
-    def runs(self, rule: Rule) -> Sequence[Run]:
-        """What to charge for them; keeps them in no longer form."""
-        self._runs = list(ACCOUNTS[rule.algorithm].merged(sorted(self._runs), rule))
-        return tuple(self._runs)
+    def runs(self) -> Sequence[Run]:
+        """What to charge for them, in ascending order."""
+        if not self.tokens:
+            return ()
+        return (*self._earlier, (self.latest_us, self.tokens - self._earlier_tokens))
 
-    def runs_for_view(self, rule: Rule) -> Sequence[Run]:
+    def runs_for_view(self) -> Sequence[Run]:
         """The same for the node's own view: a token bucket's count from the first of them, and refill since then.
 
         Charged at the last one, a bucket that was full would be refilled first, for nothing: 14 % wrong denials after
         ten seconds without the store.
         """
-        runs = self.runs(rule)
-        if runs and rule.algorithm is Algorithm.TOKEN_BUCKET:
+        if self.tokens and self._grain_us == _EVER_US:
             return ((self.oldest_us, self.tokens),)
-        return runs
+        return self.runs()
 
-    def remove(self, tokens: int) -> int:
+    def remove_latest(self, tokens: int) -> int:
         """Take back the latest spends, up to so many tokens; return how many that were."""
-        left = taken = max(0, min(tokens, self.tokens))
-        while left:
-            at_us, there = self._runs.pop()
-            if there > left:
-                self._runs.append((at_us, there - left))
-            left -= min(there, left)
+        taken = max(0, min(tokens, self.tokens))
         self.tokens -= taken
+        while self._earlier and self.tokens <= self._earlier_tokens:
+            at_us, there = self._earlier.pop()
+            self._earlier_tokens -= there
+            self._end_with(at_us)
+        if not self.tokens:
+            self._until_us = 0
         return taken
+
+    def remove_oldest(self, tokens: int) -> int:
+        """Take back the oldest spends, up to so many tokens; return how many that were."""
+        taken = left = max(0, min(tokens, self.tokens))
+        self.tokens -= taken
+        gone = 0
+        for gone, (at_us, there) in enumerate(self._earlier):
+            if there > left:
+                self._earlier[gone] = at_us, there - left
+                self._earlier_tokens -= left
+                break
+            left -= there
+            self._earlier_tokens -= there
+        else:
+            gone = len(self._earlier)
+        del self._earlier[:gone]
+        if not self.tokens:
+            self._until_us = 0
+        return taken
+
+    def _begin_run(self, at_us: int) -> None:
+        if self.tokens:
+            self._earlier.append((self.latest_us, self.tokens - self._earlier_tokens))
+            self._earlier_tokens = self.tokens
+            if len(self._earlier) >= MAX_RUNS:
+                self._merge_neighbours()
+        else:
+            self.oldest_us = at_us
+        self._end_with(at_us)
+
+    def _end_with(self, at_us: int) -> None:
+        self.latest_us = at_us
+        self._until_us = at_us - at_us % self._grain_us + self._grain_us
+
+    def _merge_neighbours(self) -> None:
+        """Every two runs become one at the later time, as in a log that is too long: it never admits more."""
+        runs = self._earlier
+        self._earlier = [
+            (at_us, before + tokens)
+            for (_, before), (at_us, tokens) in zip(runs[::2], runs[1::2], strict=True)
+        ]

@@ -3,17 +3,21 @@
 Never does I/O and never reads a clock. The view is the base, the last state that came from the store, less what the
 node has spent since. The node decides on it while what it has not settled stays within its share of what is left; a
 bucket that is closer to its limit is decided by the store.
+
+A check on the spot has to cost no more than one in a node's own table, so what it is compared with is remembered: what
+is left of the base only grows until a newer one comes, and is worked out anew only when the old figure is too small.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Any, Final
 
+from ratelimitd.algorithms import Decide
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, standing
 from ratelimitd.ledger.spends import Spends
-from ratelimitd.model import Outcome, Rule
+from ratelimitd.model import COST_EXCEEDS_LIMIT, Outcome, Rule
 
 SHARES_OF_REMAINING: Final = 2
 """A node may hold back 1/2N of what is left: all nodes together half of it."""
@@ -24,33 +28,41 @@ SHARES_OF_LIMIT: Final = 100
 STALE_US: Final = 1_000_000
 """A batch that was frozen longer ago has met an outage."""
 
+LEAST_PENDING_RUNS: Final = 1_000
+"""Of unsent spends before it is worth looking which of them the view does not lack any more."""
 
-class Terms(NamedTuple):
-    """What a node knows when it is asked: the time on its clock in µs, and how many nodes are alive, with itself."""
-
-    now_us: int
-    members: int
+_UNKNOWN: Final = -1
 
 
 class View:
     """A bucket as one node sees it.
 
     Attributes:
-        rule: in force on this node.
+        rule: in force on this node; its ``revision`` is that of the whole rule book, or of a state that knew better.
         base: the latest state that came from the store, ``None`` while it has none of this bucket.
         unsent: what was allowed since the last batch was frozen.
         in_flight: what that batch carries.
         asks: checks that wait for the next batch.
-        forgiven: tokens that were allowed and are charged nowhere, since the view began.
+        forgiven: tokens that were allowed and are charged nowhere. Who counts them may set it back to 0.
+        false_positives: checks that were denied, and that the state which came from the store next would have allowed.
+            Who counts them may set it back to 0.
     """
 
     __slots__ = (
         "_account",
+        "_decide",
+        "_denials",
+        "_denied_at_us",
+        "_denied_cost",
+        "_latest_us",
+        "_shared_out",
         "_state",
+        "_trim_at",
         "asked_in_flight",
         "asked_tokens",
         "asks",
         "base",
+        "false_positives",
         "forgiven",
         "generation",
         "in_flight",
@@ -63,97 +75,126 @@ class View:
         self._account = ACCOUNTS[rule.algorithm]
         self.base = base
         self.generation = None if base is None else base.generation
-        self.unsent = Spends()
-        self.in_flight = Spends()
+        self.unsent = Spends(rule)
+        self.in_flight = Spends(rule)
         self.asks: list[Ask] = []
-        self.forgiven = 0
+        self.forgiven = self.false_positives = 0
         self.asked_tokens = self.asked_in_flight = 0
-        self._state: BucketState = None
+        self._trim_at = LEAST_PENDING_RUNS
+        self._denials = self._denied_at_us = self._denied_cost = 0
+        self._state: BucketState
+        self._latest_us: int
+        self._shared_out: int
+        self._decide: Decide
+        if base is not None:
+            self._learn(base)
         self._recompute()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there is nothing to settle: then a view of the same rule and base is as good as this one."""
+        return not (self.unsent.tokens or self.in_flight.tokens or self.asked_tokens)
 
     # Deciding
 
-    def check(self, terms: Terms, cost: int) -> Outcome | None:
-        """Decide one check on the spot; ``None`` if the store is to decide it, which :meth:`ask` brings about."""
-        outcome = self._judged(terms.now_us, cost)
+    def check(self, now_us: int, members: int, cost: int) -> Outcome | None:
+        """Decide one check on the spot; ``None`` if the store is to decide it, which :meth:`ask` brings about.
+
+        ``now_us`` is the node's clock, or the caller's time; ``members`` how many nodes are alive, with this one.
+        """
+        # Attributes are called through a name: a slot that holds a function is slow to call as a method.
+        decide = self._decide
+        outcome = decide(self._state, self.rule, now_us, cost)
         if not outcome[0]:
-            return outcome
-        if self._within_share(terms, cost):
-            self._spend(outcome, cost)
-            return outcome
-        if not self.asked_tokens:
-            return None
-        # Those that wait will take what is left, or others have: no more are to wait than there is left for.
-        asked = ((terms.now_us, self.asked_tokens),)
-        crowded = self._account.charged(self._state, self.rule, asked)
-        outcome = self._account.judge(crowded, self.rule, terms.now_us, cost)
-        return None if outcome[0] else (*outcome[:5], self._state)
+            return self._denied(outcome, now_us, cost)
+        unsent = self.unsent
+        planned = (self.in_flight.tokens + unsent.tokens + self.asked_tokens + cost) * members
+        if planned > self._shared_out and planned > self._work_out_share(now_us):
+            return self._unless_crowded(now_us, cost)
+        self._state = outcome[5]
+        if now_us > self._latest_us:  # noqa: PLR1730 - a call costs 60 ns, a comparison 15
+            self._latest_us = now_us
+        unsent.add(self._latest_us, cost)
+        return outcome
 
     def check_alone(self, now_us: int, cost: int) -> Outcome:
         """Decide one check by the view, for the store has not answered in time."""
-        outcome = self._judged(now_us, cost)
-        if outcome[0]:
-            self._spend(outcome, cost)
+        outcome = self.peek(now_us, cost)
+        if not outcome[0]:
+            return self._denied(outcome, now_us, cost)
+        self._state = outcome[5]
+        self._latest_us = max(self._latest_us, now_us)
+        self.unsent.add(self._latest_us, cost)
+        if len(self.unsent) > self._trim_at:
+            self._trim(now_us)
         return outcome
+
+    def peek(self, now_us: int, cost: int) -> Outcome:
+        """Judge one check by the view, and charge nothing."""
+        decide = self._decide
+        return decide(self._state, self.rule, now_us, cost)
 
     def ask(self, now_us: int, cost: int) -> Ask:
         """Let the next batch take a check to the store, to be decided as of ``now_us``."""
-        ask = Ask(max(now_us, self._account.standing(self._state)[0]), cost)
+        ask = Ask(max(now_us, self._latest_us), cost)
         self.asks.append(ask)
         self.asked_tokens += cost
         return ask
 
     def withdraw(self, ask: Ask) -> bool:
         """Take back what no batch has taken yet, for it was decided otherwise; false: one has."""
-        if not any(one is ask for one in self.asks):
-            return False
-        self.asks = [one for one in self.asks if one is not ask]
-        self.asked_tokens -= ask.cost
-        return True
+        for index, one in enumerate(self.asks):
+            if one is ask:
+                del self.asks[index]
+                self.asked_tokens -= ask.cost
+                return True
+        return False
 
-    def is_due(self, terms: Terms) -> bool:
+    def is_due(self, now_us: int, members: int) -> bool:
         """Whether the next batch should not wait for its time: the share is used up, or somebody waits."""
         if self.asks:
             return True
-        unsent = self.unsent.tokens
+        unsent = self.unsent.tokens * members
+        if unsent < self._shared_out or not unsent:
+            return False
         return (
-            unsent >= 1
-            and unsent * SHARES_OF_REMAINING * terms.members >= self._remaining(terms.now_us)
-            and unsent * SHARES_OF_LIMIT * terms.members >= self.rule.limit
+            unsent * SHARES_OF_REMAINING >= self._remaining(now_us)
+            and unsent * SHARES_OF_LIMIT >= self.rule.limit
         )
 
     # Settling
 
     def freeze(self) -> Update:
         """What the next batch says of this bucket; from now on it is in flight. Nothing else may be."""
-        self.in_flight, self.unsent = self.unsent, Spends()
+        self.in_flight, self.unsent = self.unsent, Spends(self.rule)
+        self._trim_at = LEAST_PENDING_RUNS
         asks, self.asks = tuple(self.asks), []
-        self.asked_in_flight = sum(ask.cost for ask in asks)
-        return Update(self.rule, self.generation, self.in_flight.runs(self.rule), asks)
+        self.asked_in_flight = self.asked_tokens
+        return Update(self.rule, self.generation, self.in_flight.runs(), asks)
 
     def acknowledge(self, shared: SharedState) -> None:
         """The batch has arrived, and this is the state that it left."""
         self.asked_tokens -= self.asked_in_flight
         self.asked_in_flight = 0
         if self.generation is None or shared.generation <= self.generation:
-            self.in_flight = Spends()
+            self.in_flight = Spends(self.rule)
         self.hear(shared)
 
     def hear(self, shared: SharedState) -> None:
         """A state came from the store. Of two the later one is the base, in whatever order they come."""
         if self.base is None or standing(shared, self.rule) > standing(self.base, self.rule):
             self.base = shared
-        if shared.revision > self.rule.revision:
-            # Others have heard of an edit before us, and this state is what their limit made of it.
-            self.edit(replace(self.rule, limit=shared.limit, revision=shared.revision))
+        self._learn(shared)
         if self.generation is None:
             self.generation = shared.generation
         elif shared.generation > self.generation:
             # The spends were of a bucket that is no more; the store drops what is in flight of them, too.
             self.generation = shared.generation
             self.forgiven += self.in_flight.tokens + self.unsent.tokens
-            self.in_flight, self.unsent = Spends(), Spends()
+            self.in_flight, self.unsent = Spends(self.rule), Spends(self.rule)
         self._recompute()
+        if self._denials:
+            self._judge_denials()
 
     def forgive_outage(self, now_us: int) -> None:
         """The store is back after an outage: settle no more than the view still lacks.
@@ -163,29 +204,45 @@ class View:
         the caller out for as many windows as there are nodes.
         """
         lacking = self._account.used(self._state, self.rule, now_us) - self.in_flight.tokens
-        self.forgiven += self.unsent.remove(self.unsent.tokens - max(0, lacking))
+        # The oldest first: of a window or a log they are what the view does not lack any more.
+        self.forgiven += self.unsent.remove_oldest(self.unsent.tokens - max(0, lacking))
         self._recompute()
 
     def pay(self, tokens: int) -> None:
         """A grant came after the view had decided and charged the check: the store has charged it, too."""
         # What is no longer to be settled was forgiven, and is charged after all.
-        self.forgiven -= tokens - self.unsent.remove(tokens)
+        self.forgiven -= tokens - self.unsent.remove_latest(tokens)
         self._recompute()
 
     def edit(self, rule: Rule) -> None:
-        """A newer rule is in force: no more is settled than it allows."""
-        self.rule = rule
-        self.forgiven += self.unsent.remove(self.unsent.tokens - rule.limit)
-        self._recompute()
+        """The node's rule book has changed, and this is the rule now: no more is settled than it allows.
+
+        Most edits are of other rules. Then nothing changes here but the revision; and of a book that is older than what
+        a state has told of this rule, nothing at all.
+        """
+        if rule.revision < self.rule.revision:
+            return
+        before, self.rule = self.rule, rule
+        if rule.limit != before.limit:
+            self.forgiven += self.unsent.remove_latest(self.unsent.tokens - rule.limit)
+            self._recompute()
 
     # Inside
 
-    def _judged(self, now_us: int, cost: int) -> Outcome:
-        return self._account.judge(self._state, self.rule, now_us, cost)
+    def _learn(self, shared: SharedState) -> None:
+        """Go by the limit of a state that others have charged under a newer rule book than this node has."""
+        if shared.revision > self.rule.revision:
+            rule = replace(self.rule, limit=shared.limit, revision=shared.revision)
+            if rule.limit < self.rule.limit:
+                self.forgiven += self.unsent.remove_latest(self.unsent.tokens - rule.limit)
+            self.rule = rule
 
-    def _spend(self, outcome: Outcome, cost: int) -> None:
-        self._state = outcome[5]
-        self.unsent.add(self._account.standing(self._state)[0], cost)
+    def _work_out_share(self, now_us: int) -> int:
+        """What all nodes together may have unsettled; holds until what is left of the base has grown."""
+        self._shared_out = max(
+            self._remaining(now_us) // SHARES_OF_REMAINING, self.rule.limit // SHARES_OF_LIMIT
+        )
+        return self._shared_out
 
     def _remaining(self, now_us: int) -> int:
         """Tokens that the base has left at ``now_us``."""
@@ -193,20 +250,56 @@ class View:
             return self.rule.limit
         return max(0, self.rule.limit - self._account.used(self.base.state, self.rule, now_us))
 
-    def _within_share(self, terms: Terms, cost: int) -> bool:
-        planned = self.in_flight.tokens + self.unsent.tokens + self.asked_tokens + cost
-        planned *= terms.members
-        return (
-            planned * SHARES_OF_REMAINING <= self._remaining(terms.now_us)
-            or planned * SHARES_OF_LIMIT <= self.rule.limit
-        )
+    def _unless_crowded(self, now_us: int, cost: int) -> Outcome | None:
+        """``None``, if what those that wait will take leaves room for one more; else a denial.
+
+        They take what is left, or others have: no more are to wait than there is left for.
+        """
+        if not self.asked_tokens:
+            return None
+        asked = ((now_us, self.asked_tokens),)
+        crowded = self._account.charged(self._state, self.rule, asked)
+        outcome = self._account.judge(crowded, self.rule, now_us, cost)
+        return None if outcome[0] else self._denied((*outcome[:5], self._state), now_us, cost)
+
+    def _denied(self, outcome: Outcome, now_us: int, cost: int) -> Outcome:
+        """Remember a denial until the store has its say, and hand it on."""
+        if outcome[4] is not COST_EXCEEDS_LIMIT:
+            if not self._denials:
+                self._denied_at_us, self._denied_cost = now_us, cost
+            elif cost < self._denied_cost:
+                self._denied_cost = cost
+            self._denials += 1
+        return outcome
+
+    def _judge_denials(self) -> None:
+        """Count those denials that what is known now would have allowed: as many as fit, at the time of the first.
+
+        What has come free since then was not there, and may have been spent since then; that it was is not assumed.
+        """
+        at_us, rule, account = self._denied_at_us, self.rule, self._account
+        room = rule.limit - account.used(self._state, rule, at_us)
+        if room >= self._denied_cost and at_us < self._latest_us:
+            room -= account.freed(rule, at_us, self._latest_us)
+        self.false_positives += max(0, min(self._denials, room // self._denied_cost))
+        self._denials = 0
+
+    def _trim(self, now_us: int) -> None:
+        """Keep what waits through a long outage within bounds: what its end would forgive is forgiven already."""
+        self.forgive_outage(now_us)
+        self._trim_at = max(LEAST_PENDING_RUNS, 2 * len(self.unsent))
 
     def _recompute(self) -> None:
-        state = None if self.base is None else self.base.state
-        if self.base is not None and self.base.revision < self.rule.revision:
-            state = self._account.capped(state, self.rule)
-        for spends in (self.in_flight, self.unsent):
-            runs = spends.runs_for_view(self.rule)
-            if runs:
-                state = self._account.charged(state, self.rule, runs)
+        rule, account, base = self.rule, self._account, self.base
+        state: Any = None
+        if base is not None:
+            state = base.state if base.limit == rule.limit else account.capped(base.state, rule)
+        if self.in_flight.tokens:
+            state = account.charged(state, rule, self.in_flight.runs_for_view())
+        if self.unsent.tokens:
+            state = account.charged(state, rule, self.unsent.runs_for_view())
         self._state = state
+        self._latest_us = account.standing(state)[0]
+        self._shared_out = _UNKNOWN
+        # An overdrawn bucket is judged as such; it is overdrawn here, or not until the next time.
+        self._decide = account.judge_of(state, rule)

@@ -4,7 +4,7 @@ from array import array
 import pytest
 
 from ratelimitd.algorithms import sliding_window
-from ratelimitd.algorithms.sliding_window import MAX_RUNS
+from ratelimitd.algorithms.sliding_window import MAX_RUNS, MAX_SUM
 from ratelimitd.model import (
     INT32_MAX,
     MAX_TIME_US,
@@ -262,19 +262,42 @@ def test_a_log_of_real_size_takes_256_kib_at_most():
     assert sum(count for _, count in runs_of(state)) == MAX_RUNS + 50
 
 
-# Logs as runs
-
-NOW = T_S * 1_000_000
+# What is entered whatever the limit
 
 
 def test_a_log_is_its_runs():
-    runs = [(NOW, 2), (NOW + 1, 1), (NOW + 5, 7)]
-    assert sliding_window.runs_of(sliding_window.state_of(runs)) == runs
+    runs = [(T, 2), (T + 1, 1), (T + 5, 7)]
+    assert sliding_window.runs_of(log(*runs, base=5)) == runs
+    assert sliding_window.latest(log(*runs, base=5)) == (T + 5, 10)
 
 
-def test_a_log_of_very_many_runs_is_merged_to_the_later_times():
-    runs = [(NOW + number, 1) for number in range(2 * sliding_window.MAX_RUNS + 1)]
-    merged = sliding_window.runs_of(sliding_window.state_of(runs))
-    assert len(merged) <= sliding_window.MAX_RUNS
+@pytest.mark.parametrize("seed", range(50))
+def test_runs_are_entered_at_their_own_times(seed):
+    source, a_rule = random.Random(seed), rule(1, 1)
+    state, entries = None, {}
+    for _ in range(20):
+        runs = [
+            (T + source.randrange(30) * SECOND // 10, source.randint(1, 3))
+            for _ in range(source.randint(1, 3))
+        ]
+        state = sliding_window.entered(state, a_rule, runs)
+        for at_us, tokens in runs:
+            entries[at_us] = entries.get(at_us, 0) + tokens
+        entries = {at_us: entries[at_us] for at_us in entries if at_us > max(entries) - SECOND}
+        assert runs_of(state) == sorted(entries.items())
+        for at_us in (T, max(entries), max(entries) + SECOND // 2, max(entries) + SECOND):
+            later = sum(entries[entry_us] for entry_us in entries if entry_us > at_us - SECOND)
+            assert sliding_window.used(state, a_rule, at_us) == later
+
+
+def test_very_many_runs_that_are_entered_merge_to_the_later_times():
+    runs = [(T + number, 1) for number in range(2 * MAX_RUNS + 1)]
+    merged = runs_of(sliding_window.entered(None, rule(1, 60), runs))
+    assert len(merged) <= MAX_RUNS
     assert sum(tokens for _, tokens in merged) == len(runs)
     assert merged[-1][0] == runs[-1][0]
+
+
+def test_sums_of_what_is_entered_start_anew_before_they_could_leave_their_cells():
+    state = log((T, 1), base=MAX_SUM - 1)
+    assert sliding_window.entered(state, rule(1, 60), [(T + 1, 2)]) == log((T, 1), (T + 1, 2))

@@ -86,19 +86,7 @@ def test_a_late_spend_is_charged_without_refilling():
     assert account(BUCKET).charged((TOKEN, NOW), BUCKET, [(NOW - S, 2)]) == (3 * TOKEN, NOW)
 
 
-def test_spends_of_a_token_bucket_travel_as_one():
-    merged = account(BUCKET).merged([(NOW, 1), (NOW + 1, 2)], BUCKET)
-    assert merged == ((NOW + 1, 3),)
-    assert account(BUCKET).merged([], BUCKET) == ()
-
-
 # Fixed window
-
-
-def test_spends_of_a_fixed_window_travel_by_window():
-    runs = [(NOW, 1), (NOW + S, 2), (NOW + 10 * S, 3)]
-    merged = account(WINDOW).merged(runs, WINDOW)
-    assert merged == ((NOW + S, 3), (NOW + 10 * S, 3))
 
 
 def test_a_spend_counts_in_its_own_window_only():
@@ -132,11 +120,25 @@ def test_entries_that_have_left_the_window_are_dropped():
     assert sliding_window.runs_of(state) == [(NOW + 10 * S, 1)]
 
 
-def test_spends_of_a_log_travel_by_time():
-    assert account(LOG).merged([(NOW, 1), (NOW, 2), (NOW + 1, 1)], LOG) == ((NOW, 3), (NOW + 1, 1))
-
-
 # All of them
+
+
+@pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG], ids=lambda of: of.algorithm)
+def test_the_quickest_judge_judges_alike(of):
+    for tokens in (4, 10, 15):
+        state = account(of).charged(None, of, [(NOW, tokens)])
+        judge = account(of).judge_of(state, of)
+        for after_us in (0, 7 * S, 20 * S):
+            outcome = account(of).judge(state, of, NOW + after_us, 3)
+            assert judge(state, of, NOW + after_us, 3) == outcome
+    assert account(of).judge_of(None, of) is DECIDE[of.algorithm]
+
+
+def test_what_comes_free_between_two_times():
+    assert [account(BUCKET).freed(BUCKET, NOW, NOW + us) for us in (-S, 0, 1, S)] == [0, 0, 1, 1]
+    assert [account(LOG).freed(LOG, NOW, NOW + us) for us in (-S, 0, 1, S)] == [0, 0, 1, 1]
+    frees = [account(WINDOW).freed(WINDOW, NOW, NOW + us) for us in (-S, 10 * S - 1, 10 * S)]
+    assert frees == [0, 0, 10]
 
 
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG], ids=lambda of: of.algorithm)

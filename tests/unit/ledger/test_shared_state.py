@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.ledger.shared_state import Ask, SharedState, Update, reset, settle, standing
+from ratelimitd.ledger.shared_state import (
+    Ask,
+    SharedState,
+    Update,
+    overdrawn,
+    reset,
+    settle,
+    standing,
+)
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 
 NOW = 1_700_000_000_000_000
@@ -53,6 +61,12 @@ def test_a_newer_rule_is_applied_once_and_owes_no_more_than_a_capacity():
     assert after(stored(9), (NOW, 2), rule=LOWER).shared == stored(6, rule=LOWER)
 
 
+def test_an_edit_of_another_rule_forgives_nothing_and_cuts_nothing():
+    newer = replace(RULE, revision=9)
+    assert after(stored(15), rule=newer).shared == stored(15, rule=newer)
+    assert after(stored(8, rule=newer), (NOW, 7)).shared == stored(15, rule=newer)
+
+
 def test_spends_under_an_older_rule_fill_the_new_limit_at_most():
     assert after(stored(1, rule=LOWER), (NOW, 2)).shared == stored(3, rule=LOWER)
     assert after(stored(1, rule=LOWER), (NOW, 9)).shared == stored(4, rule=LOWER)
@@ -79,6 +93,19 @@ def test_spends_of_a_bucket_that_the_node_has_not_heard_of_are_charged_to_the_on
 def test_a_reset_is_a_full_bucket_of_the_next_generation():
     assert reset(None, RULE) == stored(generation=1)
     assert reset(stored(9, generation=4), LOWER) == stored(generation=5, rule=LOWER)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_a_bucket_is_overdrawn_by_what_is_charged_beyond_its_limit(algorithm):
+    rule = replace(RULE, algorithm=algorithm)
+    assert [
+        overdrawn(settle(None, Update(rule, 0, ((NOW, n),) if n else ())).shared, rule)
+        for n in (0, 10, 13)
+    ] == [
+        0,
+        0,
+        3,
+    ]
 
 
 def test_states_are_ordered_by_generation_rule_time_and_what_is_spent():

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.ledger.shared_state import Ask, SharedState
-from ratelimitd.ledger.view import Terms, View
+from ratelimitd.ledger.shared_state import Ask, SharedState, Update, settle
+from ratelimitd.ledger.view import LEAST_PENDING_RUNS, View
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
 RULE = Rule("r", "/a", IdentifierType.USER, 100, 10, Algorithm.FIXED_WINDOW, revision=1)
-FIVE = Terms(NOW, 5)
+FIVE = (NOW, 5)
 
 
 def shared(count=0, *, generation=0, rule=RULE, at_us=NOW):
@@ -27,7 +27,7 @@ def spend(view, times, terms=FIVE):
     """How many of so many checks were allowed on the spot; the others are neither asked nor decided."""
     return sum(
         outcome is not None and outcome[0]
-        for outcome in (view.check(terms, 1) for _ in range(times))
+        for outcome in (view.check(*terms, 1) for _ in range(times))
     )
 
 
@@ -36,7 +36,7 @@ def spend(view, times, terms=FIVE):
     [(0, 5, 10), (50, 5, 5), (91, 5, 0), (0, 1, 50), (0, 100, 0), (98, 1, 1)],
 )
 def test_a_share_of_what_is_left_is_decided_on_the_spot(count, members, share):
-    assert spend(view(count), 100, Terms(NOW, members)) == share
+    assert spend(view(count), 100, (NOW, members)) == share
 
 
 def test_a_share_of_the_limit_is_decided_on_the_spot_whatever_is_left():
@@ -49,7 +49,7 @@ def test_a_bucket_that_the_store_does_not_have_is_full():
 
 
 def test_what_the_view_denies_is_denied_at_once():
-    outcome = view(100).check(FIVE, 1)
+    outcome = view(100).check(*FIVE, 1)
     assert outcome is not None
     assert not outcome[0]
 
@@ -75,10 +75,10 @@ def test_no_more_wait_than_there_is_left_for():
     asking = view(90)
     for _ in range(6):
         asking.ask(NOW, 1)
-    assert asking.check(FIVE, 4) is None
+    assert asking.check(*FIVE, 4) is None
     asking.ask(NOW, 4)
     state = asking._state
-    outcome = asking.check(FIVE, 1)
+    outcome = asking.check(*FIVE, 1)
     assert outcome is not None
     assert (outcome[0], outcome[5]) == (False, state)
 
@@ -99,14 +99,14 @@ def test_an_ask_can_be_withdrawn_until_a_batch_has_taken_it():
 
 def test_a_batch_is_due_when_the_share_is_used_up_or_somebody_waits():
     due = view()
-    assert not due.is_due(FIVE)
+    assert not due.is_due(*FIVE)
     for number in range(10):
-        assert not due.is_due(FIVE), number
+        assert not due.is_due(*FIVE), number
         spend(due, 1)
-    assert due.is_due(FIVE)
+    assert due.is_due(*FIVE)
     asking = view()
     asking.ask(NOW, 1)
-    assert asking.is_due(FIVE)
+    assert asking.is_due(*FIVE)
 
 
 def test_what_is_in_flight_stays_spent_until_it_is_acknowledged():
@@ -180,12 +180,32 @@ def test_a_late_grant_pays_for_what_the_view_charged():
     assert (own.unsent.tokens, own.forgiven) == (0, -1)
 
 
+def test_of_an_outage_the_last_window_is_what_is_settled():
+    own = View(RULE, None)
+    for at_us, cost in ((NOW, 30), (NOW + 10 * S, 40), (NOW + 20 * S, 50)):
+        assert own.check_alone(at_us, cost)[0]
+    own.forgive_outage(NOW + 21 * S)
+    assert own.forgiven == 70
+    assert own.freeze().runs == ((NOW + 20 * S, 50),)
+
+
+def test_what_waits_in_an_outage_is_bounded():
+    log = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, limit=10, window_seconds=1)
+    own = View(log, None)
+    for tenth in range(3 * LEAST_PENDING_RUNS):
+        assert own.check_alone(NOW + tenth * S // 10, 1)[0]
+        assert len(own.unsent) <= LEAST_PENDING_RUNS
+    assert own.unsent.tokens + own.forgiven == 3 * LEAST_PENDING_RUNS
+    own.forgive_outage(NOW + 300 * S)
+    assert own.unsent.tokens <= 10
+
+
 def test_a_lower_limit_trims_what_is_settled():
     own = view()
     own.check_alone(NOW, 50)
     own.edit(replace(RULE, limit=20, revision=2))
     assert (own.unsent.tokens, own.forgiven) == (20, 30)
-    assert own.check(FIVE, 1)[0] is False
+    assert own.check(*FIVE, 1)[0] is False
 
 
 def test_a_state_tells_of_an_edit_that_the_node_has_not_heard_of():
@@ -195,11 +215,123 @@ def test_a_state_tells_of_an_edit_that_the_node_has_not_heard_of():
     own.hear(shared(20, rule=lower))
     assert (own.rule.limit, own.rule.revision) == (20, 2)
     assert (own.unsent.tokens, own.forgiven) == (20, 30)
-    assert own.check(FIVE, 1)[0] is False
+    assert own.check(*FIVE, 1)[0] is False
+
+
+@pytest.mark.parametrize("revision", [1, 2])
+def test_an_edit_of_another_rule_changes_nothing_but_the_revision(revision):
+    own = view(110)
+    own.check_alone(NOW + 10 * S, 50)
+    state, rule = own._state, replace(RULE, revision=revision)
+    own.edit(rule)
+    assert own.rule is rule
+    assert (own._state, own.unsent.tokens, own.forgiven) == (state, 50, 0)
+
+
+def test_a_rule_book_that_is_older_than_what_a_state_has_told_changes_nothing():
+    told = replace(RULE, limit=20, revision=4)
+    own = View(RULE, shared(5, rule=told))
+    assert (own.rule.limit, own.rule.revision) == (20, 4)
+    own.edit(replace(RULE, limit=50, revision=3))
+    assert (own.rule.limit, own.rule.revision) == (20, 4)
+    own.edit(replace(RULE, limit=50, revision=4))
+    assert own.rule.limit == 50
+
+
+def test_a_higher_limit_that_a_state_tells_of_trims_nothing():
+    own = view()
+    own.check_alone(NOW, 100)
+    own.hear(shared(rule=replace(RULE, limit=120, revision=2)))
+    assert (own.unsent.tokens, own.forgiven) == (100, 0)
+    assert own.check_alone(NOW, 20)[0]
 
 
 def test_a_base_of_an_older_rule_owes_no_more_than_the_new_limit():
     own = view(90)
     own.edit(replace(RULE, limit=20, revision=2))
-    assert own.check(FIVE, 1)[0] is False
+    assert own.check(*FIVE, 1)[0] is False
     assert own._state == (20, NOW)
+
+
+def test_a_peek_is_judged_and_charges_nothing():
+    own = view(95)
+    assert own.peek(NOW, 5)[:2] == (True, 0)
+    assert own.peek(NOW, 6)[:2] == (False, 5)
+    assert own.is_clean
+
+
+def test_a_view_is_clean_while_there_is_nothing_to_settle():
+    own = view()
+    assert own.is_clean
+    spend(own, 1)
+    assert not own.is_clean
+    own.freeze()
+    assert not own.is_clean
+    own.acknowledge(shared(1))
+    assert own.is_clean
+    own.ask(NOW, 1)
+    assert not own.is_clean
+    own.freeze()
+    assert not own.is_clean
+    own.acknowledge(shared(2))
+    assert own.is_clean
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_what_is_left_of_the_base_is_worked_out_anew_when_it_has_grown(algorithm):
+    rule = replace(RULE, algorithm=algorithm)
+    base = View(rule, None)
+    base.check_alone(NOW, 100)
+    (run,) = base.freeze().runs
+    own = View(rule, settle(None, Update(rule, 0, (run,))).shared)
+    assert spend(own, 1) == 0
+    assert spend(own, 100, (NOW + 10 * S, 5)) == 10
+    assert own.is_due(NOW + 10 * S, 5)
+    assert not own.is_due(NOW + 10 * S, 4)
+
+
+# Denials that the store would not have made
+
+
+def denied(own, *checks):
+    for at_us, cost in checks:
+        assert not own.check_alone(at_us, cost)[0]
+    return own
+
+
+@pytest.mark.parametrize(("left", "false"), [(0, 0), (1, 0), (2, 1), (5, 2), (7, 3), (100, 3)])
+def test_a_denial_was_wrong_if_what_comes_next_from_the_store_has_room_for_it(left, false):
+    newer = replace(RULE, revision=2)
+    own = denied(view(100), (NOW, 3), (NOW, 2), (NOW, 4))
+    own.hear(shared(100 - left, rule=newer))
+    assert own.false_positives == false
+    own.hear(shared(0, rule=newer, generation=1))
+    assert own.false_positives == false
+
+
+def test_a_denial_was_right_if_the_node_itself_has_spent_what_the_store_still_has():
+    own = view()
+    own.check_alone(NOW, 100)
+    denied(own, (NOW, 1)).hear(shared(at_us=NOW))
+    assert own.false_positives == 0
+
+
+def test_a_cost_above_the_limit_is_denied_rightly():
+    own = denied(view(), (NOW, 101))
+    own.hear(shared(generation=1))
+    assert own.false_positives == 0
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_what_has_come_free_since_a_denial_was_not_there_and_what_was_left_was(algorithm):
+    rule = replace(RULE, algorithm=algorithm)
+
+    def state(*runs):
+        return settle(None, Update(rule, 0, runs)).shared
+
+    own = denied(View(rule, state((NOW, 100))), (NOW + 1, 1))
+    own.hear(state((NOW, 100), (NOW + 10 * S, 1)))
+    assert own.false_positives == 0
+    own = denied(View(rule, state((NOW, 100))), (NOW + 1, 1))
+    own.hear(state((NOW, 1), (NOW + S, 1)))
+    assert own.false_positives == 1
