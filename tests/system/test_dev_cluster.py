@@ -1,0 +1,87 @@
+"""`dev cluster` as somebody would try it out: real nodes that share a real Valkey, and the database of their choice."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+from tests.servers import free_port, until
+from tests.system.process import COMMAND, START_S, clean_environment
+
+pytestmark = pytest.mark.system
+
+ROW = re.compile(r"(n\d) +(\S+) +http://(\S+)/ +(\d+)\n")
+
+
+class Shown:
+    """The command while it runs, and what it has shown so far."""
+
+    def __init__(self, process):
+        self.process = process
+        self.lines = []
+
+    def until(self, text):
+        while not any(text in line for line in self.lines):
+            line = self.process.stdout.readline()
+            assert line, f"it ended: {self.process.communicate(timeout=START_S)}"
+            self.lines.append(line)
+
+    @property
+    def nodes(self):
+        matches = [ROW.fullmatch(line) for line in self.lines]
+        return {match[1]: (match[2], int(match[4])) for match in matches if match}
+
+
+@pytest.fixture(params=[["--sqlite"], []], ids=["sqlite", "postgresql"])
+def cluster(request):
+    ports = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
+    with subprocess.Popen(
+        [*COMMAND, "dev", "cluster", *ports, *request.param],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        shown = Shown(process)
+        shown.until("stops everything")
+        yield shown
+        process.send_signal(signal.SIGINT)  # the second of two is nothing new
+
+
+def left(address):
+    with grpc.insecure_channel(address) as channel:
+        return ask(channel, peek=True).remaining_tokens + 1  # it counts itself in
+
+
+def ask(channel, **fields):
+    request = pb.RateLimitRequest(
+        identifier="alice", identifier_type="user", endpoint="/orders", **fields
+    )
+    return stubs.RateLimiterStub(channel).CheckRateLimit(request, timeout=START_S)
+
+
+def test_nodes_share_a_limit_and_are_gone_afterwards(cluster):
+    assert cluster.nodes.keys() == {"n1", "n2", "n3"}
+    (first, _), (last, last_pid) = cluster.nodes["n1"], cluster.nodes["n3"]
+    with grpc.insecure_channel(first) as channel:
+        assert [ask(channel).allowed for _ in range(6)] == [True] * 6
+    until(lambda: left(last) == 4, "the last node has heard of it")
+
+    os.kill(last_pid, signal.SIGKILL)
+    cluster.until("n3 ended with SIGKILL")
+    assert left(first) == 4
+
+    [logs] = [line.split()[-1] for line in cluster.lines if line.strip().startswith("logs")]
+    cluster.process.send_signal(signal.SIGINT)
+    out, err = cluster.process.communicate(timeout=START_S)
+    assert (cluster.process.returncode, out, err) == (0, "stopping\n", "")
+    assert not Path(logs).parent.exists()
+    for _, pid in cluster.nodes.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
