@@ -29,13 +29,13 @@ def postgres_server() -> Iterator["PostgresServer"]:
 
 
 @pytest.fixture
-def postgresql(postgres_server: "PostgresServer") -> Iterator["PostgresServer"]:
+def postgres(postgres_server: "PostgresServer") -> Iterator["PostgresServer"]:
     """The server, which a test may stop, crash and pause; for the next one it runs again."""
     yield postgres_server
     postgres_server.restore()
 
 
 @pytest.fixture
-def postgresql_url(postgresql: "PostgresServer") -> str:
+def postgresql_url(postgres: "PostgresServer") -> str:
     """A database of the test's own, with the schema and nothing else."""
-    return postgresql.new_database()
+    return postgres.new_database()

@@ -8,11 +8,13 @@ import pytest_asyncio
 
 from ratelimitd import store_opening
 from ratelimitd.clock import SystemClock
-from ratelimitd.errors import StartupError, StoreUnavailableError
+from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavailableError
+from ratelimitd.rules import migrations
 from ratelimitd.rules.bucket_key import STORED_NAME, BucketKey
 from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.settings import Settings
 from ratelimitd.store_opening import StoreOpening, feed_of
+from tests.rule_stores import store_at
 
 RULES = """
 rules:
@@ -121,3 +123,64 @@ async def test_the_feed_of_a_node_opens_the_store_and_makes_no_new_one_beside_th
     await feed.notify()
     assert not (tmp_path / "rules.db").exists()
     assert "serving the last good rule book" in caplog.text
+
+
+async def test_a_server_without_the_schema_is_waited_for_and_named_with_the_command(postgres):
+    url = postgres.new_database("template0")
+    async with store_at(url) as store:
+        opening = StoreOpening(
+            store, url, may_create=lambda: True, rules_file=None, bucket_key=None
+        )
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError, match="run `ratelimitd db upgrade`"):
+                await opening.open()
+        await migrations.upgrade(url)
+        await opening.open()
+        assert await store.revision() == 0
+
+
+async def test_a_server_that_is_down_is_waited_for_and_then_gets_rules_and_key(
+    postgres, postgresql_url, rules_file, tmp_path
+):
+    key = BucketKey(tmp_path, report=lambda _line: None)
+    async with store_at(postgresql_url) as store:
+        opening = StoreOpening(
+            store, postgresql_url, may_create=lambda: True, rules_file=rules_file, bucket_key=key
+        )
+        postgres.stop()
+        with pytest.raises(StoreUnavailableError, match="cannot be reached"):
+            await opening.open()
+        postgres.start()
+        await opening.open()
+        assert [rule.endpoint for rule in await store.page("", "", None, 10)] == ["/a"]
+        assert await store.secret(STORED_NAME) == key.use()
+
+
+async def test_a_wrong_password_is_waited_for_since_somebody_may_mend_it(postgres):
+    url = postgres.url("migrated", user="guarded:wrong")
+    async with store_at(url) as store:
+        opening = StoreOpening(
+            store, url, may_create=lambda: True, rules_file=None, bucket_key=None
+        )
+        with pytest.raises(StoreMisconfiguredError, match="refuses the user or the password"):
+            await opening.open()
+
+
+async def test_nodes_that_share_buckets_must_have_one_key_and_others_need_not(store, url):
+    def opening(shared_key):
+        return StoreOpening(
+            store,
+            url,
+            may_create=lambda: True,
+            rules_file=None,
+            bucket_key=None,
+            shared_key=shared_key,
+        )
+
+    await opening(b"sixteen bytes or").open()
+    await opening(b"sixteen bytes or").open()
+    with pytest.raises(StartupError, match="KEY_SECRET"):
+        await opening(b"sixteen others..").open()
+    with pytest.raises(StartupError, match="KEY_SECRET"):
+        await opening(b"").open()
+    await opening(None).open()

@@ -6,22 +6,22 @@ not everybody who writes to a database asks the service first.
 
 from __future__ import annotations
 
+from typing import Final
+
 import sqlalchemy as sa
 
 metadata = sa.MetaData()
 
-
-def _by_bytes(length: int) -> sa.String:
-    """Text that is ordered by its bytes: SQLite does so anyway, PostgreSQL by a language's rules unless told."""
-    return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
-
+# Rules are ordered by the bytes of these: SQLite does so anyway, PostgreSQL by a language's rules unless told.
+_ENDPOINT: Final = sa.String(255).with_variant(sa.String(255, collation="C"), "postgresql")
+_TYPE: Final = sa.String(50).with_variant(sa.String(50, collation="C"), "postgresql")
 
 rules = sa.Table(
     "rules",
     metadata,
     sa.Column("id", sa.String(36), primary_key=True),
-    sa.Column("endpoint", _by_bytes(255), nullable=False),
-    sa.Column("identifier_type", _by_bytes(50), nullable=False),
+    sa.Column("endpoint", _ENDPOINT, nullable=False),
+    sa.Column("identifier_type", _TYPE, nullable=False),
     sa.Column("limit", sa.Integer, nullable=False),
     sa.Column("window_seconds", sa.Integer, nullable=False),
     sa.Column("algorithm", sa.String(50), nullable=False),

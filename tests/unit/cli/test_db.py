@@ -26,3 +26,17 @@ def test_a_file_of_somebody_else_is_status_1_and_left_alone(run, tmp_path):
     ended = run("db", "upgrade", "--database-url", f"sqlite:///{file}")
     assert (ended.status, ended.out, ended.err.count("\n")) == (1, "", 1)
     assert file.read_bytes().startswith(b"not a database")
+
+
+def test_a_database_on_a_server_is_made_ready_too(run, postgres):
+    url = postgres.new_database("template0")
+    for _ in range(2):
+        ended = run("db", "upgrade", "--database-url", url)
+        assert ended == (0, "the rule database is up to date\n", "")
+
+
+def test_a_server_that_refuses_is_one_line_without_the_password(run, postgres):
+    ended = run("db", "upgrade", "--database-url", postgres.url("migrated", user="guarded:s3cret"))
+    place = f"127.0.0.1:{postgres.port}/migrated"
+    line = f"Error: the rule database refuses the user or the password of DATABASE_URL: {place}\n"
+    assert ended == (1, "", line)

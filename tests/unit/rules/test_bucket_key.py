@@ -1,9 +1,18 @@
+import asyncio
+from contextlib import AsyncExitStack
+
 import pytest
 import pytest_asyncio
 
-from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.rules.bucket_key import FILE_NAME, STORED_NAME, BucketKey
-from tests.rule_stores import sqlite_store
+from ratelimitd.errors import StartupError, StoreUnavailableError
+from ratelimitd.rules.bucket_key import (
+    FILE_NAME,
+    FINGERPRINT_NAME,
+    STORED_NAME,
+    BucketKey,
+    require_same_key,
+)
+from tests.rule_stores import sqlite_store, store_at
 
 
 @pytest_asyncio.fixture
@@ -103,3 +112,38 @@ def test_what_a_kill_left_over_is_replaced(key, tmp_path):
     used = key().use()
     assert (tmp_path / FILE_NAME).read_bytes() == used
     assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o600
+
+
+GIVEN = b"a secret of sixteen bytes and more"
+
+
+async def test_nodes_with_the_same_key_go_together_whether_it_is_given_or_the_stores(store):
+    await require_same_key(store, GIVEN)
+    await require_same_key(store, GIVEN)
+    fingerprint = await store.secret(FINGERPRINT_NAME)
+    assert len(fingerprint) == 32
+    assert GIVEN not in fingerprint
+
+
+async def test_nodes_without_a_key_of_their_own_go_together(store):
+    await require_same_key(store, b"")
+    await require_same_key(store, b"")
+    await require_same_key(store, await store.secret(STORED_NAME))
+
+
+@pytest.mark.parametrize(("first", "second"), [(GIVEN, GIVEN + b"2"), (GIVEN, b""), (b"", GIVEN)])
+async def test_a_node_with_another_key_is_refused_by_the_name_of_the_setting(store, first, second):
+    await require_same_key(store, first)
+    with pytest.raises(StartupError, match=r"^KEY_SECRET is not that of the other nodes"):
+        await require_same_key(store, second)
+    await require_same_key(store, first)
+
+
+async def test_of_nodes_that_race_with_different_keys_one_goes_on(postgresql_url):
+    async with AsyncExitStack() as stack:
+        stores = [await stack.enter_async_context(store_at(postgresql_url)) for _ in range(4)]
+        results = await asyncio.gather(
+            *(require_same_key(store, GIVEN + bytes([n])) for n, store in enumerate(stores)),
+            return_exceptions=True,
+        )
+    assert sorted(map(type, results), key=str) == [type(None), *[StartupError] * 3]

@@ -1,5 +1,6 @@
 """What the SQL adapter does beyond the protocol; the protocol itself: tests/conformance/test_rule_store.py."""
 
+import asyncio
 import json
 import sqlite3
 import uuid
@@ -8,13 +9,18 @@ from contextlib import closing
 import pytest
 import pytest_asyncio
 
-from ratelimitd.errors import RuleInvalidError, RuleNotFoundError, StoreUnavailableError
+from ratelimitd.errors import (
+    RuleExistsError,
+    RuleInvalidError,
+    RuleNotFoundError,
+    StoreUnavailableError,
+)
 from ratelimitd.model import Rule
 from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.rules.sql_reads import ROWS_PER_TURN
 from ratelimitd.rules.store import RuleChanges, RuleDraft, SkippedRow
 from ratelimitd.testing import ManualClock
-from tests.rule_stores import sqlite_store
+from tests.rule_stores import sqlite_store, store_at
 
 ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
 ID = "0b1f2c3d-0000-4000-8000-00000000000a"
@@ -198,3 +204,122 @@ async def test_a_secret_is_of_the_given_randomness_and_dated(tmp_path, behind, c
     assert behind("SELECT name, value, created_at FROM secrets") == [
         ("key", b"r" * 32, "2023-11-15 00:00:00.123456")
     ]
+
+
+async def test_a_change_is_told_to_those_who_listen_and_a_refused_one_is_not(postgresql_url):
+    async with store_at(postgresql_url) as store, store_at(postgresql_url) as other:
+        told = asyncio.Queue()
+
+        async def changed():
+            told.put_nowait(await other.revision())
+
+        listening = asyncio.create_task(other.listen(changed))
+        assert await told.get() == 0
+        rule = await store.create(ORDERS, "me")
+        assert await told.get() == 1
+        with pytest.raises(RuleNotFoundError):
+            await store.delete(NEVER, "", "me")
+        await store.update(rule.id, RuleChanges(limit=10), "", "me")  # changes nothing
+        await store.delete(rule.id, "", "me")
+        assert await told.get() == 2
+        listening.cancel()
+        await asyncio.wait([listening])
+
+
+async def test_a_new_store_that_is_filled_is_told_once(postgresql_url):
+    async with store_at(postgresql_url) as store:
+        told = asyncio.Queue()
+
+        async def changed():
+            told.put_nowait(await store.revision())
+
+        listening = asyncio.create_task(store.listen(changed))
+        assert await told.get() == 0
+        await store.create_all([ORDERS, RuleDraft("/b", "ip", 1, 1, "fixed_window")], "me")
+        assert await told.get() == 2
+        listening.cancel()
+        await asyncio.wait([listening])
+
+
+@pytest.fixture
+def raced(postgres, postgresql_url):
+    """A database in which somebody who does not take the lock is always quicker by a hair."""
+    postgres.sql(
+        "CREATE FUNCTION race() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$ BEGIN RAISE unique_violation; END $$",
+        "CREATE TRIGGER race BEFORE INSERT OR UPDATE ON rules FOR EACH ROW"
+        " WHEN (NEW.endpoint = '/raced') EXECUTE FUNCTION race()",
+        database=postgresql_url.rpartition("/")[2],
+    )
+    return postgresql_url
+
+
+async def test_who_loses_to_a_writer_that_takes_no_lock_is_told_that_the_rule_exists(raced):
+    async with store_at(raced) as store:
+        rule = await store.create(ORDERS, "me")
+        with pytest.raises(RuleExistsError, match="was made meanwhile"):
+            await store.create(RuleDraft("/raced", "user", 1, 1, "fixed_window"), "me")
+        with pytest.raises(RuleExistsError, match="was made meanwhile"):
+            await store.update(rule.id, RuleChanges(endpoint="/raced"), "", "me")
+        assert list(await store.page("", "", None, 10)) == [rule]
+        assert await store.revision() == 1
+
+
+async def test_of_nodes_that_create_one_pair_at_once_one_wins_and_the_others_are_told(
+    postgresql_url,
+):
+    async with store_at(postgresql_url) as one, store_at(postgresql_url) as two:
+        results = await asyncio.gather(
+            *(store.create(ORDERS, "me") for store in (one, two, one, two)), return_exceptions=True
+        )
+        kinds = sorted(type(result).__name__ for result in results)
+        assert kinds == ["Rule", *["RuleExistsError"] * 3]
+        assert await two.revision() == 1
+
+
+async def test_who_sees_a_revision_sees_everything_up_to_it(postgresql_url):
+    async with store_at(postgresql_url) as one, store_at(postgresql_url) as two:
+        drafts = [RuleDraft(f"/{n}", "user", 1, 1, "fixed_window") for n in range(40)]
+        writing = asyncio.gather(
+            *((one, two)[n % 2].create(draft, "me") for n, draft in enumerate(drafts))
+        )
+        seen = 0
+        while seen < 40:
+            changes = await two.changes_since(None)
+            assert sorted(rule.revision for rule in changes.changed) == list(
+                range(1, changes.revision + 1)
+            )
+            assert changes.revision >= seen
+            seen = changes.revision
+        await writing
+
+
+async def test_rows_made_bad_behind_the_api_are_skipped_on_postgresql_too(postgres, postgresql_url):
+    async with store_at(postgresql_url) as store:
+        bad = await store.create(ORDERS, "me")
+        good = await store.create(RuleDraft("/carts", "user", 1, 1, "fixed_window"), "me")
+        postgres.sql(
+            "ALTER TABLE rules DROP CONSTRAINT rules_limit, ALTER COLUMN algorithm DROP NOT NULL",
+            'UPDATE rules SET "limit" = 0, algorithm = NULL',
+            f"UPDATE rules SET \"limit\" = 1, algorithm = 'fixed_window' WHERE id = '{good.id}'",  # noqa: S608
+            database=postgresql_url.rpartition("/")[2],
+        )
+        changes = await store.changes_since(None)
+        assert list(changes.changed) == [good]
+        assert [row.rule_id for row in changes.skipped] == [bad.id]
+        mended = await store.update(
+            bad.id, RuleChanges(limit=5, algorithm="fixed_window"), "", "me"
+        )
+        assert set(await store.page("", "", None, 10)) == {good, mended}
+
+
+@pytest.mark.parametrize("actor", ["spiffe://a\0b", "caf\udce9"])
+async def test_an_actor_in_characters_that_no_database_takes_is_noted_without_them(
+    postgres, postgresql_url, actor
+):
+    async with store_at(postgresql_url) as store:
+        await store.create(ORDERS, actor)
+    (noted,) = postgres.sql(
+        "SELECT actor FROM rule_audit", database=postgresql_url.rpartition("/")[2]
+    )
+    assert noted in {"spiffe://a?b", "caf?"}

@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
-from ratelimitd.errors import RuleNotFoundError, StoreUnavailableError
+from ratelimitd.errors import RuleNotFoundError, StartupError, StoreUnavailableError
 from ratelimitd.rules import sqlite
 from ratelimitd.rules.sqlite import SqliteDatabase
 
@@ -260,6 +260,32 @@ async def test_an_announcement_reaches_nobody_and_a_listener_is_let_go_at_once(p
     async with database.writing() as connection:
         await database.announce(connection)
     await database.listen(pytest.fail)
+    await database.close()
+
+
+async def test_a_database_is_read_and_written_in_transactions_of_its_own(path):
+    database = SqliteDatabase(path)
+    async with database.writing() as connection:
+        await insert("a")(connection)
+    with pytest.raises(StoreUnavailableError, match="SQLITE_CONSTRAINT_UNIQUE"):
+        await insert_into(database, "a")
+    async with database.reading() as connection:
+        assert await sql("SELECT name FROM things")(connection) == [("a",)]
+    await database.close()
+
+
+async def insert_into(database, name):
+    async with database.writing() as connection:
+        await insert(name)(connection)
+
+
+async def test_an_upgrade_of_what_may_not_be_written_is_given_up(path):
+    database = SqliteDatabase(path)
+    async with database.upgrading() as connection:
+        await connection.exec_driver_sql("PRAGMA query_only = 1")
+    with pytest.raises(StartupError, match="is read-only: "):
+        async with database.upgrading() as connection:
+            await insert("a")(connection)
     await database.close()
 
 

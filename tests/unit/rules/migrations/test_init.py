@@ -2,15 +2,18 @@ import asyncio
 import logging
 import sqlite3
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from ratelimitd.errors import SettingsError, StartupError, StoreUnavailableError
-from ratelimitd.rules.migrations import VERSION_TABLE, upgrade
+from ratelimitd.rules import migrations
+from ratelimitd.rules.migrations import VERSION_TABLE, require_current, upgrade
 from ratelimitd.rules.schema import metadata
 
 
@@ -161,3 +164,114 @@ async def test_alembic_prints_and_logs_nothing(path, capfd, caplog):
 async def test_another_kind_of_url_is_refused():
     with pytest.raises(SettingsError):
         await upgrade("mysql://h/d")
+
+
+@pytest.fixture
+def empty_url(postgres):
+    """A PostgreSQL database without a table."""
+    return postgres.new_database("template0")
+
+
+@pytest.fixture
+def ask(postgres):
+    """Runs a statement on the database of a URL."""
+    return lambda url, statement: postgres.sql(statement, database=url.rpartition("/")[2])
+
+
+async def test_an_empty_postgresql_gets_the_newest_schema_and_a_current_one_is_left_alone(
+    empty_url, ask
+):
+    for _ in range(2):
+        await upgrade(empty_url)
+        assert ask(empty_url, f"SELECT version_num FROM {VERSION_TABLE}") == ["0001"]  # noqa: S608
+        assert ask(empty_url, "SELECT revision FROM rule_revision") == ["0"]
+
+
+async def test_the_schema_on_postgresql_is_the_one_the_code_uses(postgresql_url):
+    def compare(connection):
+        context = MigrationContext.configure(
+            connection, opts={"version_table": VERSION_TABLE, "compare_type": True}
+        )
+        assert compare_metadata(context, metadata) == []
+        for table in metadata.tables.values():
+            migrated = sa.Table(table.name, sa.MetaData(), autoload_with=connection)
+            assert checks(migrated).keys() == checks(table).keys()
+            for column in table.columns:
+                kind = column.type.dialect_impl(connection.dialect)
+                found = getattr(migrated.columns[column.name].type, "collation", None)
+                assert found == getattr(kind, "collation", None)
+
+    engine = create_async_engine(postgresql_url.replace(":", "+asyncpg:", 1))
+    async with engine.connect() as connection:
+        await connection.run_sync(compare)
+    await engine.dispose()
+
+
+async def test_rules_are_ordered_by_bytes_whatever_the_language_of_the_database(
+    postgresql_url, ask
+):
+    collations = ask(
+        postgresql_url,
+        "SELECT column_name, collation_name FROM information_schema.columns"
+        " WHERE table_name = 'rules' AND column_name IN ('endpoint', 'identifier_type')",
+    )
+    assert sorted(collations) == ["endpoint|C", "identifier_type|C"]
+
+
+async def test_several_upgrades_of_one_postgresql_at_once_are_one(empty_url, ask):
+    await asyncio.gather(*(upgrade(empty_url) for _ in range(4)))
+    assert ask(empty_url, "SELECT count(*) FROM rule_revision") == ["1"]
+
+
+async def test_a_foreign_postgresql_is_refused_and_left_alone(empty_url, ask):
+    ask(empty_url, "CREATE TABLE customers (name TEXT)")
+    for attempt in (upgrade, require_current):
+        with pytest.raises(StartupError, match="holds tables that are not ratelimitd's"):
+            await attempt(empty_url)
+    assert ask(empty_url, "SELECT relname FROM pg_stat_user_tables") == ["customers"]
+
+
+async def test_a_postgresql_of_a_newer_release_is_refused_and_left_alone(postgresql_url, ask):
+    ask(postgresql_url, f"UPDATE {VERSION_TABLE} SET version_num = '0999'")  # noqa: S608
+    for attempt in (upgrade, require_current):
+        with pytest.raises(StartupError, match=r"newer ratelimitd \(schema 0999, .* up to 0001\)"):
+            await attempt(postgresql_url)
+
+
+async def test_a_migration_that_fails_half_way_leaves_postgresql_as_it_was(
+    empty_url, ask, monkeypatch
+):
+    real = command.upgrade
+
+    def upgrade_and_fail(*args):
+        real(*args)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(command, "upgrade", upgrade_and_fail)
+    with pytest.raises(ZeroDivisionError):
+        await upgrade(empty_url)
+    assert ask(empty_url, "SELECT relname FROM pg_stat_user_tables") == []
+
+
+async def test_a_current_schema_is_enough_to_begin_and_a_missing_one_names_the_command(
+    postgresql_url, empty_url
+):
+    await require_current(postgresql_url)
+    with pytest.raises(
+        StoreUnavailableError,
+        match=r"has no tables yet: run `ratelimitd db upgrade`: 127\.0\.0\.1:.*",
+    ):
+        await require_current(empty_url)
+
+
+async def test_an_older_schema_names_itself_and_the_command(postgresql_url, monkeypatch):
+    class Later:
+        def get_current_head(self):
+            return "0002"
+
+        def walk_revisions(self):
+            return [SimpleNamespace(revision=name) for name in ("0002", "0001")]
+
+    monkeypatch.setattr(migrations.ScriptDirectory, "from_config", lambda _config: Later())
+    with pytest.raises(StoreUnavailableError, match=r"older release \(schema 0001\): run `rate"):
+        await require_current(postgresql_url)
