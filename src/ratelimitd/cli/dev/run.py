@@ -59,6 +59,8 @@ class Cluster:
 
     async def _live(self, children: Children, directory: Path) -> None:
         """Start everything and watch it; returns when the quit key is pressed."""
+        servers_too = "Valkey" if self._sqlite else "Valkey, PostgreSQL"
+        self._output.line(f"starting {servers_too} and {len(self._nodes)} nodes")
         valkey, redis_url = await servers.start_valkey(children, directory)
         database_url = await self._start_database(children, directory)
         rules_file = self._rules_file or _write_rules(directory)
