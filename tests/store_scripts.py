@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from struct import pack
 from typing import Any
 
 from ratelimitd.algorithms.sliding_window import runs_of
 from ratelimitd.ledger.batches import Batch, Reply
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.sharedstate.bucket_value import FORMAT, NUMBERS
 from ratelimitd.sharedstate.encoding import SETTLE, Request, settle_reply, settle_request
 from ratelimitd.sharedstate.script import Script
 
@@ -40,3 +45,28 @@ def plain(shared: SharedState | None) -> SharedState | tuple[Any, ...] | None:
     if shared is not None and isinstance(shared.state, bytes):
         return (*shared[:3], runs_of(shared.state))
     return shared
+
+
+def log_of(runs: Sequence[tuple[int, int]]) -> bytes:
+    """The log of (time in µs, tokens), ascending: all times, then all running sums."""
+    times, tokens = zip(*runs, strict=True)
+    return array("q", (*times, 0, *accumulate(tokens))).tobytes()
+
+
+def value_of(shared: SharedState, rule: Rule) -> bytes:
+    """The bytes by which a bucket of ``rule`` lies in the store."""
+    generation, revision, limit, state = shared
+    head = pack("<BBIQI", FORMAT, NUMBERS[rule.algorithm], generation, revision, limit)
+    if state is None:
+        return head
+    if isinstance(state, bytes):
+        cells = array("q", state)
+        runs = len(cells) // 2
+        entries = [
+            number for pair in zip(cells, cells[runs + 1 :], strict=False) for number in pair
+        ]
+        return head + pack(f"<{2 * runs + 1}Q", cells[runs], *entries)
+    amount, latest_us = state
+    if rule.algorithm is Algorithm.TOKEN_BUCKET:
+        return head + pack("<3Q", *divmod(amount, rule.window_us), latest_us)
+    return head + pack("<2Q", amount, latest_us)

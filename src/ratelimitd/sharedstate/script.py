@@ -19,8 +19,7 @@ LIBRARY: Final = (
 """What every script begins with; the server has no way to load one text from another."""
 
 SHEBANG: Final = "#!lua\n"
-"""Without it a server that is out of memory would stop a script at its first write; so it refuses it as a whole, and
-what is no key of the script's slot is an error on every server, not only in a cluster."""
+"""With it a server that is out of memory, or no primary, refuses a script as a whole and not at its first write."""
 
 
 class Script:
