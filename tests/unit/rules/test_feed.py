@@ -1,7 +1,7 @@
 import asyncio
 import sqlite3
 import uuid
-from contextlib import closing, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
 
 import pytest
 import pytest_asyncio
@@ -19,7 +19,7 @@ from ratelimitd.rules.feed import (
 )
 from ratelimitd.rules.last_good import LastGoodBook
 from ratelimitd.rules.store import RuleChanges, RuleDraft
-from tests.rule_stores import sqlite_store
+from tests.rule_stores import sqlite_store, store_at
 
 ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
 CARTS = RuleDraft("/carts", "user", 20, 60, "fixed_window")
@@ -52,6 +52,7 @@ class Node:
         self.books: list[RuleBook] = []
         self.reports: list[str] = []
         self.pauses = Turnstile()
+        self._changed = asyncio.Event()
         self.random = 0.5
         self.restarts: dict[str, int] = {}
         self.background = Background(self.restarts, sleep=lambda _seconds: asyncio.sleep(0))
@@ -59,13 +60,24 @@ class Node:
         self.last_good = LastGoodBook(directory, report=self.reports.append)
         self.feed = RuleFeed(
             store,
-            on_book=self.books.append,
+            on_book=self.take,
             last_good=self.last_good,
             report=self.reports.append,
             whole_load=self.whole_load,
             sleep=self.pauses,
             random=lambda: self.random,
         )
+
+    def take(self, book):
+        self.books.append(book)
+        self._changed.set()
+
+    async def book_at(self, revision):
+        """The book, once it is at the revision or beyond."""
+        while self.feed.book.revision < revision:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.feed.book
 
     @contextmanager
     def whole_load(self):
@@ -426,3 +438,97 @@ async def test_a_mistake_that_shows_when_the_store_is_opened_ends_the_start(stor
 
     with pytest.raises(StartupError):
         await RuleFeed(store, on_book=lambda _book: None, open_store=open_store).start()
+
+
+async def test_a_change_by_another_process_on_the_same_file_is_there_after_one_poll(
+    start, tmp_path
+):
+    node = await start()
+    async with sqlite_store(tmp_path) as another:
+        rule = await another.create(ORDERS, "me")
+        assert len(node.feed.book) == 0
+        await node.pauses.turn()
+        assert list(node.feed.book.rules()) == [rule]
+        await another.delete(rule.id, "", "me")
+        await node.pauses.turn()
+        assert len(node.feed.book) == 0
+
+
+@pytest_asyncio.fixture
+async def cluster(postgresql_url, tmp_path):
+    """Starts nodes on one server, each with a store and a state directory of its own, and closes them."""
+    async with AsyncExitStack() as stack:
+
+        async def start(name):
+            store = await stack.enter_async_context(store_at(postgresql_url))
+            (tmp_path / name).mkdir(exist_ok=True)
+            node = Node(store, tmp_path / name)
+            stack.push_async_callback(node.close)
+            await node.feed.start()
+            node.background.start("rules", node.feed.run)
+            return node, store
+
+        yield start
+
+
+async def test_a_change_on_one_node_reaches_the_others_without_a_poll(cluster):
+    (one, store), (two, _), (three, _) = [await cluster(name) for name in "abc"]
+    rule = await store.create(ORDERS, "me")
+    for node in (one, two, three):
+        assert list((await node.book_at(1)).rules()) == [rule]
+        assert len(node.pauses.asked_s) == 1  # still in the first pause between two polls
+
+
+async def test_a_change_of_which_no_notice_tells_is_there_after_one_poll(
+    cluster, postgres, postgresql_url
+):
+    node, store = await cluster("a")
+    await store.create(ORDERS, "me")
+    await node.book_at(1)
+    postgres.sql(
+        "UPDATE rules SET endpoint = '/carts', revision = 2",
+        "UPDATE rule_revision SET revision = 2",
+        database=postgresql_url.rpartition("/")[2],
+    )
+    await node.pauses.turn()
+    assert [rule.endpoint for rule in node.feed.book.rules()] == ["/carts"]
+
+
+async def test_a_server_that_goes_and_comes_back_costs_no_rule_and_two_lines(cluster, postgres):
+    node, store = await cluster("a")
+    rule = await store.create(ORDERS, "me")
+    await node.book_at(1)
+    postgres.stop()
+    await node.pauses.turn()
+    await node.pauses.turn()
+    assert list(node.feed.book.rules()) == [rule]
+    assert not node.feed.connected
+    postgres.start()
+    await node.pauses.turn()
+    assert node.feed.connected
+    carts = await store.create(CARTS, "me")
+    await node.pauses.turn()
+    assert set(node.feed.book.rules()) == {rule, carts}
+    assert [line.partition(":")[0] for line in node.reports] == [
+        "rules cannot be read",
+        "rules can be read again",
+    ]
+
+
+async def test_a_node_that_starts_while_the_server_is_down_serves_its_last_good_book(
+    cluster, postgres
+):
+    node, store = await cluster("a")
+    rule = await store.create(ORDERS, "me")
+    await node.feed.notify()
+    await node.close()
+    postgres.crash()
+    again, _ = await cluster("a")
+    assert list(again.feed.book.rules()) == [rule]
+    new, _ = await cluster("b")
+    assert new.feed.book is None
+    postgres.start()
+    for node in (again, new):
+        await node.pauses.turn()
+        assert list(node.feed.book.rules()) == [rule]
+        assert node.feed.connected
