@@ -1,4 +1,4 @@
-"""``ratelimitd serve``: run a node in this process."""
+"""``ratelimitd serve``: run a node in this process, or in as many as WORKERS says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ def serve(settings: Settings) -> None:
       ratelimitd serve
       ratelimitd serve --listen 0.0.0.0:9090 --admin-token-file admin.token --rules-file rules.yaml
     """
-    # The whole node hangs on this import, some 300 ms of it: the other commands start without.
+    # The whole node hangs on these imports, some 300 ms of them: the other commands start without, and so does the
+    # parent of several workers.
+    if settings.workers > 1:
+        from ratelimitd.workers import parent  # noqa: PLC0415
+
+        raise typer.Exit(parent.run(settings))
     from ratelimitd import supervisor  # noqa: PLC0415
 
     raise typer.Exit(supervisor.run(settings))

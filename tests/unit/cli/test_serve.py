@@ -1,9 +1,14 @@
 """`serve`: settings in, exit status of the supervisor out."""
 
+import dataclasses
+
 import pytest
+import typer
 
 from ratelimitd import supervisor
-from ratelimitd.settings import SETTINGS
+from ratelimitd.cli.serve import serve
+from ratelimitd.settings import SETTINGS, Settings
+from ratelimitd.workers import parent
 
 
 @pytest.fixture
@@ -25,6 +30,16 @@ def test_the_node_runs_with_the_settings_and_its_status_is_that_of_the_command(
     monkeypatch.setenv("RATELIMITD_DRAIN_S", "7")
     assert run("serve", "--http-listen", "", "--log-level", "error").status == 4
     assert (started[0].drain_s, started[0].http_listen, started[0].log_level) == (7, None, "error")
+
+
+def test_several_workers_have_a_parent_and_its_status_is_that_of_the_command(started, monkeypatch):
+    parents = []
+    monkeypatch.setattr(parent, "run", lambda settings: parents.append(settings) or 5)
+    settings = dataclasses.replace(Settings.load({}, {}), workers=2)
+    with pytest.raises(typer.Exit) as ended:
+        serve(settings)
+    assert ended.value.exit_code == 5
+    assert (parents, started) == ([settings], [])
 
 
 def test_a_wrong_setting_is_one_line_and_no_node_is_started(run, started):

@@ -1,0 +1,112 @@
+"""Keeps one worker running: a process that ends without being told to is followed by another, after a pause.
+
+Owns the pauses, and what the worker has counted in all its processes. Never knows of the other workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from ratelimitd.errors import StartupError
+from ratelimitd.web.pages import Readiness
+from ratelimitd.workers.messages import Report
+from ratelimitd.workers.process import WorkerProcess
+from ratelimitd.workers.tally import Tally
+
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 5.0
+"""Pause before another process: doubled each time, up to this."""
+
+LONG_LIFE_S: Final = 60.0
+"""After a process that lived that long the pauses begin anew."""
+
+_log = logging.getLogger(__name__)
+
+Start = Callable[[Callable[[Report], None]], Awaitable[WorkerProcess]]
+"""Starts a process that hands its reports to the function."""
+
+
+class Keeper:
+    """One worker. ``sleep`` and ``time_s`` (monotonic seconds) are there for tests."""
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        time_s: Callable[[], float] | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self.restarts_total = 0
+        self._start = start
+        self._sleep = sleep
+        self._time_s = time_s or asyncio.get_running_loop().time
+        self._process: WorkerProcess | None = None
+        self._is_up = False
+
+    async def start(self) -> None:
+        """Start a process, and return when it answers calls.
+
+        Raises:
+            StartupError: it cannot be started, or ended before; one line says why.
+        """
+        await self._begin()
+
+    async def keep(self, name: str) -> None:
+        """Replace each process that ends, for ever; ``name`` is the worker's in the log."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            since_s = self._time_s()
+            reason = await self._one_life()
+            if self._time_s() - since_s >= LONG_LIFE_S:
+                pause_s = FIRST_PAUSE_S
+            self.restarts_total += 1
+            _log.error("%s: %s; it is started again in %.1f s", name, reason, pause_s)
+            await self._sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def readiness(self) -> Readiness:
+        """Whether checks should come to this worker."""
+        if self._process is None or not self._is_up:
+            return Readiness(ready=False, reason="starting")
+        return await self._process.readiness() or Readiness(ready=False, reason="no answer")
+
+    async def report(self) -> Report | None:
+        """What its process says of this moment; ``None`` when there is no answer in time."""
+        return await self._process.report() if self._process is not None and self._is_up else None
+
+    async def stop(self) -> str:
+        """Let the process drain, once nothing keeps it; returns why it did not end well, empty when it did."""
+        if self._process is None:
+            return ""
+        self._process.terminate()
+        status = await self._process.ended()
+        # A signal before it was up finds nothing to drain, and may end it as it ends any process.
+        return self._process.reason if status and self._is_up else ""
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def _begin(self) -> WorkerProcess:
+        self._process = process = await self._start(self.tally.take)
+        await process.ready()
+        self._is_up = True
+        return process
+
+    async def _one_life(self) -> str:
+        """Wait for the end of the process, of a new one if there is none; returns why it ended."""
+        try:
+            process = self._process or await self._begin()
+            await process.ended()
+            reason = process.reason
+        except StartupError as error:
+            reason = str(error)
+        self._process = None
+        self._is_up = False
+        self.tally.process_ended()
+        return reason

@@ -1,0 +1,136 @@
+"""The parent of several workers: owns the port, the HTTP side, the ready line and the exit status; serves no check.
+
+A composition root like :mod:`ratelimitd.app`, and as small a process as it can be: it knows nothing of rules, buckets
+and calls, so that nothing but its workers can fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import socket
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Final
+
+from ratelimitd import mainloop
+from ratelimitd.buckets.state_dir import StateDir
+from ratelimitd.errors import StartupError
+from ratelimitd.mainloop import EXIT_OK, StopSignals
+from ratelimitd.observe import logs
+from ratelimitd.rpc.addresses import demand_free, listening_sockets
+from ratelimitd.settings import Settings
+from ratelimitd.settings_values import MAX_NODE_ID_CHARACTERS, Address
+from ratelimitd.web.pages import application
+from ratelimitd.web.server import HttpServer
+from ratelimitd.workers.crew import Crew
+from ratelimitd.workers.keeper import Keeper
+from ratelimitd.workers.process import WorkerProcess
+
+OVERDUE_S: Final = 4.0
+"""How much longer than DRAIN_S the workers may take to end: longer than each of them gives itself."""
+
+_log = logging.getLogger(__name__)
+
+
+def run(settings: Settings) -> int:
+    """Run as many workers as the settings say until a signal ends them; returns the exit status.
+
+    0 when all drained, 1 when one could not start or did not end well; the reason is one line on stderr.
+    """
+    # Told to the workers as it is: the name of a node does not change with its processes.
+    settings = dataclasses.replace(settings, node_id=settings.node_name)
+    logs.configure(
+        level=settings.log_level,
+        log_format=settings.log_format,
+        context=logs.LogContext(settings.node_id),
+    )
+    return mainloop.run(lambda: _serve(settings))
+
+
+def settings_of(settings: Settings, number: int, port: int) -> Settings:
+    """The settings of one worker: a node with a name and a state directory of its own, and no HTTP side.
+
+    Raises:
+        StartupError: the node's name leaves no room for the worker's number.
+    """
+    node_id = f"{settings.node_id}/{number}"
+    if len(node_id) > MAX_NODE_ID_CHARACTERS:
+        room = MAX_NODE_ID_CHARACTERS - len(f"/{settings.workers - 1}")
+        message = f"NODE_ID must be at most {room} characters with {settings.workers} WORKERS"
+        raise StartupError(message)
+    return dataclasses.replace(
+        settings,
+        node_id=node_id,
+        state_dir=settings.state_dir / f"worker-{number}",
+        listen=Address(settings.listen.host, port),
+        http_listen=None,
+    )
+
+
+async def _serve(settings: Settings) -> int:
+    async with AsyncExitStack() as opened:
+        opened.callback(StateDir.lock(settings.state_dir).close)
+        port = await _own_port(settings.listen, opened)
+        crew = Crew(
+            [
+                Keeper(partial(WorkerProcess.start, settings_of(settings, number, port)))
+                for number in range(settings.workers)
+            ]
+        )
+        stop = StopSignals(partial(_leave, crew))
+        grpc_address = str(Address(settings.listen.host, port))
+        http_address = await _start_http(settings, crew, grpc_address, opened)
+        starting = asyncio.create_task(crew.start())
+        try:
+            if not await stop.comes_before(starting):
+                starting.result()
+                mainloop.announce(grpc_address, http_address, settings.node_id)
+                await stop.wait()
+        finally:
+            _log.info("draining %d workers", settings.workers)
+            failures = await crew.stop(settings.drain_s + OVERDUE_S)
+        _log.info("drained")
+    return mainloop.failed(failures) if failures else EXIT_OK
+
+
+async def _own_port(listen: Address, opened: AsyncExitStack) -> int:
+    """Take the port for the workers, none of which could see whether it is a stranger that listens there already.
+
+    The sockets never listen. While they are open, a worker that starts again finds the port free for it alone, and
+    port 0 is the same port for all.
+
+    Raises:
+        StartupError: the address cannot be listened on.
+    """
+    await demand_free(str(listen))
+    sockets = await listening_sockets(str(listen), reuse_port=True)
+    for sock in sockets:
+        opened.callback(sock.close)
+        # Asked for to get the port from connections that wait for their end. As long as it is set, any server that
+        # asks for it, too, as most do, could have the port in the moment in which no worker listens.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return int(sockets[0].getsockname()[1])
+
+
+async def _start_http(
+    settings: Settings, crew: Crew, grpc_address: str, opened: AsyncExitStack
+) -> str:
+    """Open the HTTP side, which outlives the workers; returns its address, empty when it is off."""
+    if settings.http_listen is None:
+        return ""
+    app = application(
+        metrics=crew,
+        readiness=crew.readiness,
+        grpc_address=lambda: grpc_address,
+        hosts={settings.http_listen.host, *settings.http_hosts},
+    )
+    server = HttpServer(app, *settings.http_listen)
+    opened.push_async_callback(server.stop)
+    return await server.start()
+
+
+def _leave(crew: Crew, status: int) -> None:
+    crew.kill()
+    mainloop.leave(status)

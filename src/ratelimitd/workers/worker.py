@@ -1,0 +1,104 @@
+"""A worker: a node in a process of its own, whose overseer is the parent at the other end of standard input.
+
+Takes nothing from its environment and its arguments: what it is comes over the socket. When the parent is gone, for
+whatever reason, the worker drains and ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+from ratelimitd import supervisor
+from ratelimitd.app import Node
+from ratelimitd.mainloop import EXIT_FAILED
+from ratelimitd.workers import messages
+
+LAST_WORD_S: Final = 1.0
+"""Longest wait for a parent that does not read why its worker ends."""
+
+STANDARD_INPUT: Final = 0
+
+_log = logging.getLogger(__name__)
+
+
+def main(descriptor: int = STANDARD_INPUT) -> int:
+    """Run the worker that this process was started for; ``descriptor`` is the socket to its parent.
+
+    Returns the exit status.
+    """
+    with socket.socket(fileno=descriptor) as sock:
+        try:
+            settings = messages.receive_settings(sock)
+        except (EOFError, OSError):
+            return EXIT_FAILED  # the parent is gone already
+        return supervisor.run(settings, Parent(sock))
+
+
+class Parent:
+    """The process that started this one, as its :class:`ratelimitd.supervisor.Overseer`."""
+
+    reuse_port = True
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._writer: asyncio.StreamWriter | None = None
+
+    @asynccontextmanager
+    async def attending(self, node: Node, stop: Callable[[], None]) -> AsyncIterator[None]:
+        """Answer the parent's questions until the end; ask for the end when the parent is gone."""
+        # A copy, so that the socket outlives the loop and can take the last word.
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket.dup())
+        answering = asyncio.create_task(self._answer(reader, self._writer, node, stop))
+        try:
+            yield
+        finally:
+            answering.cancel()
+            await asyncio.wait([answering])
+            self._writer.close()
+
+    def ready(self, node: Node) -> None:
+        """Say that the node answers calls."""
+        assert self._writer is not None  # noqa: S101 -- it attends to the node by now
+        self._writer.write(messages.message("ready", node.grpc_address))
+
+    def failed(self, line: str) -> int:
+        """Say why the process ends; the parent tells a person, once for all workers."""
+        with contextlib.suppress(OSError):
+            self._socket.settimeout(LAST_WORD_S)
+            # On a line of its own, whatever was being said.
+            self._socket.sendall(b"\n" + messages.message("failed", line))
+        return EXIT_FAILED
+
+    def insist(self, _status: int) -> None:
+        """Go on draining: a service manager may signal all processes, and the parent the worker once more."""
+
+    async def _answer(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        node: Node,
+        stop: Callable[[], None],
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while question := await reader.readline():
+                if question == messages.READINESS:
+                    writer.write(messages.message("readiness", *node.readiness))
+                elif question == messages.REPORT:
+                    await _report(node, writer)
+        _log.warning("the parent process is gone: draining")
+        stop()
+
+
+async def _report(node: Node, writer: asyncio.StreamWriter) -> None:
+    """Write every metric, in pieces; between two of them the loop answers checks."""
+    points = node.metrics.points() if node.metrics is not None else ()
+    for line in messages.report_messages(points):
+        writer.write(line)
+        await writer.drain()
+        await asyncio.sleep(0)

@@ -1,0 +1,173 @@
+"""All workers together; those of these tests are real processes that only say what they are told to."""
+
+import asyncio
+import logging
+from functools import partial
+
+import pytest
+
+from ratelimitd.errors import StartupError
+from ratelimitd.observe.metrics import DEFINITIONS
+from ratelimitd.settings import Settings
+from ratelimitd.web.pages import Readiness
+from ratelimitd.workers import crew as crew_module
+from ratelimitd.workers import process
+from ratelimitd.workers.crew import Crew
+from ratelimitd.workers.keeper import Keeper
+from ratelimitd.workers.process import WorkerProcess
+from tests.fake_worker import ANSWERING, command
+
+SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
+ALLOWED = "rate_limiter_requests_allowed_total"
+NOT_READY = """
+until_told()
+ready()
+for question in questions:
+    say("readiness", False, "no rules are loaded yet")
+"""
+SILENT = "until_told()\nready()\ntime.sleep(60)"
+
+
+class Started(Crew):
+    """A crew that remembers its processes."""
+
+    def __init__(self, *programs):
+        self.processes = [[] for _ in programs]
+
+        async def start(number, program, on_report):
+            found = await WorkerProcess.start(SETTINGS, on_report, command(program))
+            self.processes[number].append(found)
+            return found
+
+        super().__init__([Keeper(partial(start, *each)) for each in enumerate(programs)])
+
+
+@pytest.fixture
+async def crew():
+    """Makes crews, which are stopped at the end."""
+    crews = []
+
+    def make(*programs):
+        crews.append(Started(*programs))
+        return crews[-1]
+
+    yield make
+    for each in crews:
+        each.kill()
+        await each.stop(10)
+
+
+async def values(crew):
+    """Every reading: name → label → value."""
+    return {
+        definition.name: {point.label: point.value for point in points}
+        for definition, points in await crew.points()
+    }
+
+
+async def test_the_metrics_of_two_workers_are_those_of_one_node(crew):
+    both = crew(ANSWERING, ANSWERING)
+    await both.start()
+    first, second = await values(both), await values(both)
+    assert (first[ALLOWED], second[ALLOWED]) == ({"": 2}, {"": 4})
+    assert first["rate_limiter_tasks"] == {"": 2}
+    assert first["rate_limiter_workers"] == {"": 2}
+    assert first["rate_limiter_worker_restarts_total"] == {"0": 0, "1": 0}
+
+
+async def test_a_parent_shows_its_own_metrics_after_all_others_and_counts_its_memory(crew):
+    none = crew(ANSWERING)  # which is not started
+    points = await none.points()
+    assert [definition for definition, _ in points] == [*DEFINITIONS, *crew_module.DEFINITIONS]
+    found = await values(none)
+    assert found["rate_limiter_memory_usage_bytes"][""] > 1_000_000
+    assert found["process_start_time_seconds"][""] > 1_600_000_000
+    assert found["rate_limiter_workers"] == {"": 0}
+    assert found["rate_limiter_healthy"] == {}
+
+
+async def test_a_worker_that_does_not_answer_is_left_out_and_its_counters_stay(crew, monkeypatch):
+    both = crew(
+        ANSWERING,
+        "until_told()\nready()\nquestions.readline()\nmetrics("
+        "rate_limiter_requests_allowed_total=40, rate_limiter_tasks=1)\ntime.sleep(60)",
+    )
+    await both.start()
+    assert (await values(both))[ALLOWED] == {"": 41}
+    monkeypatch.setattr(process, "REPORT_TIMEOUT_S", 0.2)
+    found = await values(both)
+    assert found[ALLOWED] == {"": 42}
+    assert found["rate_limiter_tasks"] == {"": 1}
+    assert found["rate_limiter_workers"] == {"": 1}
+
+
+async def test_counters_never_sink_when_a_worker_is_killed(crew, caplog):
+    both = crew(ANSWERING, ANSWERING)
+    await both.start()
+    seen = [(await values(both))[ALLOWED][""]]
+    with caplog.at_level(logging.CRITICAL):
+        both.processes[0][0].kill()
+        while (found := await values(both))["rate_limiter_workers"][""] < 2 or len(
+            both.processes[0]
+        ) < 2:
+            seen.append(found[ALLOWED][""])
+    seen.append(found[ALLOWED][""])
+    assert seen == sorted(seen)
+    assert seen[-1] > seen[0]
+    assert found["rate_limiter_worker_restarts_total"] == {"0": 1, "1": 0}
+
+
+async def test_a_crew_is_ready_while_one_worker_is_and_says_which_are_not(crew, monkeypatch):
+    monkeypatch.setattr(process, "READINESS_TIMEOUT_S", 5.0)
+    all_ready = crew(ANSWERING, ANSWERING)
+    assert await all_ready.readiness() == Readiness(
+        False, "worker 0 (starting), worker 1 (starting)"
+    )
+    await all_ready.start()
+    assert await all_ready.readiness() == Readiness(ready=True)
+    some = crew(ANSWERING, NOT_READY)
+    await some.start()
+    assert await some.readiness() == Readiness(True, "all but worker 1 (no rules are loaded yet)")
+
+
+async def test_a_crew_whose_workers_do_not_answer_is_not_ready(crew, monkeypatch):
+    monkeypatch.setattr(process, "READINESS_TIMEOUT_S", 0.0)
+    silent = crew(SILENT)
+    await silent.start()
+    assert await silent.readiness() == Readiness(False, "worker 0 (no answer)")
+
+
+async def test_one_worker_that_cannot_start_is_the_failure_of_all(crew):
+    some = crew(SILENT, 'say("failed", "LISTEN: taken")')
+    with pytest.raises(StartupError, match=r"^LISTEN: taken$"):
+        await some.start()
+    assert await some.stop(10) == ""
+    assert await some.processes[0][0].ended() in {0, -15}
+
+
+async def test_all_drain_at_once_and_say_so_meanwhile(crew):
+    both = crew(ANSWERING, ANSWERING)
+    await both.start()
+    stopping = asyncio.create_task(both.stop(10))
+    await asyncio.sleep(0)
+    assert await both.readiness() == Readiness(ready=False, reason="draining")
+    assert await stopping == ""
+
+
+async def test_a_worker_that_does_not_end_well_is_told_by_its_number(crew):
+    some = crew(
+        ANSWERING,
+        """
+        signal.signal(signal.SIGTERM, lambda *_: (say("failed", "it hung"), os._exit(1)))
+        ready()
+        questions.readline()
+        """,
+    )
+    await some.start()
+    assert await some.stop(10) == "worker 1: it hung"
+
+
+async def test_a_worker_that_takes_too_long_is_killed(crew):
+    some = crew("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)")
+    await some.start()
+    assert await some.stop(0) == "worker 0: ended by signal 9"

@@ -1,0 +1,187 @@
+"""One worker over its processes, which are stand-ins; time passes when the keeper sleeps."""
+
+import asyncio
+import logging
+
+import pytest
+
+from ratelimitd.errors import StartupError
+from ratelimitd.web.pages import Readiness
+from ratelimitd.workers.keeper import LONG_LIFE_S, LONGEST_PAUSE_S, Keeper
+
+ALLOWED = "rate_limiter_requests_allowed_total"
+
+
+class Process:
+    """Ready at once unless ``failure`` says why not; ends when the test or the keeper says so."""
+
+    def __init__(self, on_report, failure=""):
+        self.on_report = on_report
+        self.failure = failure
+        self.reason = ""
+        self.told = []
+        self._end = asyncio.get_running_loop().create_future()
+        if failure:
+            self.end(1, failure)
+
+    def end(self, status=-9, reason="ended by signal 9"):
+        self.reason = reason
+        self._end.set_result(status)
+
+    async def ready(self):
+        if self.failure:
+            raise StartupError(self.failure)
+        self.came.set()
+
+    async def ended(self):
+        return await asyncio.shield(self._end)
+
+    async def readiness(self):
+        return None if self._end.done() else Readiness(ready=True)
+
+    async def report(self):
+        report = {ALLOWED: {"": 5}}
+        self.on_report(report)
+        return report
+
+    def terminate(self):
+        self.told.append("terminate")
+        if not self._end.done():
+            self.end(0, "")
+
+    def kill(self):
+        self.told.append("kill")
+
+
+class Kept:
+    """A keeper whose processes the test sees."""
+
+    def __init__(self):
+        self.processes = []
+        self.failures = []
+        self.pauses = []
+        self.now_s = 0.0
+        self._came = asyncio.Event()
+        self.keeper = Keeper(self._start, sleep=self._sleep, time_s=lambda: self.now_s)
+
+    async def _start(self, on_report):
+        failure = self.failures.pop(0) if self.failures else ""
+        if failure == "none at all":
+            raise StartupError(failure)
+        self.processes.append(Process(on_report, failure))
+        self.processes[-1].came = self._came
+        return self.processes[-1]
+
+    async def _sleep(self, pause_s):
+        self.pauses.append(pause_s)
+        await asyncio.sleep(0)
+
+    async def next_process(self):
+        """Wait until one more process is up."""
+        self._came.clear()
+        await self._came.wait()
+
+
+@pytest.fixture
+async def kept():
+    found = Kept()
+    await found.keeper.start()
+    found.keeping = asyncio.create_task(found.keeper.keep("worker 0"))
+    yield found
+    found.keeping.cancel()
+
+
+async def test_a_process_that_ends_is_followed_by_another_and_that_is_counted_and_told(
+    kept, caplog
+):
+    assert kept.keeper.restarts_total == 0
+    kept.processes[0].end()
+    with caplog.at_level(logging.ERROR):
+        await kept.next_process()
+    assert kept.keeper.restarts_total == 1
+    assert caplog.messages == ["worker 0: ended by signal 9; it is started again in 0.1 s"]
+
+
+async def test_pauses_grow_up_to_a_bound(kept):
+    for _ in range(8):
+        kept.processes[-1].end()
+        await kept.next_process()
+    assert kept.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+
+
+async def test_after_a_long_life_pauses_begin_anew(kept):
+    for life_s in (0, LONG_LIFE_S - 1, LONG_LIFE_S, 0):
+        kept.now_s += life_s
+        kept.processes[-1].end()
+        await kept.next_process()
+    assert kept.pauses == [0.1, 0.2, 0.1, 0.2]
+
+
+async def test_a_restart_that_fails_is_tried_again(kept, caplog):
+    kept.failures = ["LISTEN: taken", "none at all"]
+    kept.processes[0].end()
+    with caplog.at_level(logging.ERROR):
+        await kept.next_process()
+    assert kept.keeper.restarts_total == 3
+    assert [line.split(";")[0] for line in caplog.messages] == [
+        "worker 0: ended by signal 9",
+        "worker 0: LISTEN: taken",
+        "worker 0: none at all",
+    ]
+    assert (await kept.keeper.readiness()).ready
+
+
+async def test_the_first_start_that_fails_is_told_to_whoever_asked_for_it():
+    kept = Kept()
+    kept.failures = ["LISTEN: taken"]
+    with pytest.raises(StartupError, match="LISTEN: taken"):
+        await kept.keeper.start()
+    assert await kept.keeper.stop() == ""
+
+
+async def test_what_the_dead_process_counted_stays_counted(kept):
+    await kept.keeper.report()
+    kept.processes[0].end()
+    await kept.next_process()
+    assert kept.keeper.tally.report() == {ALLOWED: {"": 5}}
+    assert await kept.keeper.report() == {ALLOWED: {"": 5}}
+    assert kept.keeper.tally.report() == {ALLOWED: {"": 10}}
+
+
+async def test_a_worker_is_as_ready_as_its_process(kept):
+    assert await kept.keeper.readiness() == Readiness(ready=True)
+    kept.processes[0].end()  # nobody has noticed yet
+    assert await kept.keeper.readiness() == Readiness(ready=False, reason="no answer")
+
+
+async def test_before_there_is_a_process_nobody_is_asked():
+    keeper = Kept().keeper
+    assert await keeper.readiness() == Readiness(ready=False, reason="starting")
+    assert await keeper.report() is None
+    keeper.kill()
+    assert await keeper.stop() == ""
+
+
+async def test_stopping_lets_the_process_drain(kept):
+    kept.keeping.cancel()
+    assert await kept.keeper.stop() == ""
+    assert kept.processes[0].told == ["terminate"]
+
+
+async def test_stopping_tells_why_a_process_did_not_end_well(kept):
+    kept.keeping.cancel()
+    kept.processes[0].end(1, "the node did not drain in time")
+    assert await kept.keeper.stop() == "the node did not drain in time"
+
+
+async def test_a_process_that_is_not_up_yet_may_end_as_it_likes():
+    kept = Kept()
+    kept.failures = ["ended by signal 15"]
+    with pytest.raises(StartupError):
+        await kept.keeper.start()
+    assert await kept.keeper.stop() == ""
+
+
+async def test_killing_does_not_wait(kept):
+    kept.keeper.kill()
+    assert kept.processes[0].told == ["kill"]

@@ -1,0 +1,76 @@
+import pytest
+
+from ratelimitd.observe.metrics import DEFINITIONS
+from ratelimitd.observe.samples import HistogramSample
+from ratelimitd.workers.merging import GAUGES, added, merged, number
+
+
+def values(name, counted=(), now=()):
+    """The merged readings of one metric, by label."""
+    [points] = [points for found, points in merged(counted, now) if found.name == name]
+    return {point.label: point.histogram or point.value for point in points}
+
+
+def test_every_gauge_has_a_rule():
+    gauges = {definition.name for definition in DEFINITIONS if definition.kind == "gauge"}
+    assert gauges <= GAUGES.keys()
+
+
+def test_all_metrics_come_in_their_order_also_those_that_nobody_reports():
+    found = merged([], [])
+    assert [definition for definition, _ in found] == list(DEFINITIONS)
+    assert all(points == [] for _, points in found)
+
+
+def test_counters_are_summed_label_by_label():
+    name = "rate_limiter_rule_allowed_total"
+    assert values(name, counted=[{name: {"a": 1, "b": 2}}, {}, {name: {"b": 40}}]) == {
+        "a": 1,
+        "b": 42,
+    }
+
+
+def test_histograms_are_summed_bucket_by_bucket():
+    name = "rate_limiter_check_latency_seconds"
+    first = {name: {"": HistogramSample((0.5, 1.0), (1, 2, 3), 0.25)}}
+    second = {name: {"": HistogramSample((0.5, 1.0), (0, 10, 10), 0.5)}}
+    assert values(name, counted=[first, second]) == {
+        "": HistogramSample((0.5, 1.0), (1, 12, 13), 0.75)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("rate_limiter_active_buckets", 0.9),
+        ("rate_limiter_loop_lag_seconds", 0.7),
+        ("rate_limiter_rules_revision", -1.0),
+        ("rate_limiter_clock_error_seconds", -1.0),
+    ],
+)
+def test_a_gauge_goes_by_its_own_rule(name, expected):
+    now = [{name: {"": value}} for value in (0.7, 0.2, 1.0, -1.0)]
+    now = now[:2] + now[3:] if name != "rate_limiter_active_buckets" else now
+    assert values(name, now=now) == {"": pytest.approx(expected)}
+
+
+def test_the_breaker_shows_each_state_that_some_worker_is_in():
+    name = "rate_limiter_breaker_state"
+    now = [{name: {"closed": 1.0, "open": 0.0}}, {name: {"closed": 0.0, "open": 1.0}}]
+    assert values(name, now=now) == {"closed": 1.0, "open": 1.0}
+
+
+def test_counters_come_from_what_was_counted_and_gauges_from_those_that_answer():
+    report = {"rate_limiter_requests_allowed_total": {"": 3}, "rate_limiter_tasks": {"": 5}}
+    assert values("rate_limiter_requests_allowed_total", now=[report]) == {}
+    assert values("rate_limiter_tasks", counted=[report]) == {}
+
+
+def test_what_a_worker_of_another_release_reports_beside_is_left_out():
+    assert values("rate_limiter_tasks", now=[{"of_tomorrow": {"": 1}}]) == {}
+
+
+def test_a_histogram_as_a_number_is_how_much_it_has_seen():
+    assert number(HistogramSample((1.0,), (2, 5), 3.0)) == 5
+    assert number(7) == 7
+    assert added(3, 4) == 7

@@ -1,0 +1,233 @@
+"""The parent in this process. Its workers are real processes that only say what they are told to, but for one test."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+from typing import ClassVar
+
+import grpc.aio
+import httpx
+import pytest
+from google.protobuf.empty_pb2 import Empty
+
+from ratelimitd import mainloop
+from ratelimitd.buckets.state_dir import StateDir
+from ratelimitd.errors import StartupError
+from ratelimitd.observe import logs
+from ratelimitd.settings import Settings
+from ratelimitd.workers import parent
+from ratelimitd.workers.process import WorkerProcess
+from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+from tests.fake_worker import ANSWERING, command
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Those of two workers. Set afterwards, because a check of the whole asks for a shared state."""
+    flags = {
+        "NODE_ID": "n",
+        "LISTEN": "127.0.0.1:0",
+        "HTTP_LISTEN": "127.0.0.1:0",
+        "STATE_DIR": str(tmp_path / "state"),
+        "DATABASE_URL": f"sqlite:///{tmp_path / 'rules.db'}",
+    }
+    return dataclasses.replace(Settings.load({}, flags), workers=2)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Every process that was started, with its settings; ``program`` is what they run."""
+
+    class Started(WorkerProcess):
+        command = command(ANSWERING)
+        all: ClassVar = []
+
+        @classmethod
+        async def start(cls, settings, on_report):
+            found = await super().start(settings, on_report, cls.command)
+            found.settings = settings
+            cls.all.append(found)
+            return found
+
+    Started.all = []
+    monkeypatch.setattr(parent, "WorkerProcess", Started)
+    return Started
+
+
+@pytest.fixture
+async def announced(monkeypatch):
+    """The ready line, once it is there."""
+    found = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(mainloop, "leave", None)  # it would be the end of the test run
+    monkeypatch.setattr(mainloop, "announce", lambda *line: found.set_result(line))
+    return found
+
+
+async def ended(serving):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return await serving
+
+
+async def test_each_worker_is_a_node_of_its_own_on_one_port(settings, started, announced, tmp_path):
+    serving = asyncio.create_task(parent._serve(settings))
+    grpc_address, _, node_id = await announced
+    assert node_id == "n"
+    assert await ended(serving) == 0
+    first, second = (process.settings for process in started.all)
+    assert (first.node_id, second.node_id) == ("n/0", "n/1")
+    assert first.state_dir == tmp_path / "state" / "worker-0"
+    assert str(first.listen) == str(second.listen) == grpc_address
+    assert first.http_listen is None
+    assert first.database_url == settings.database_url
+
+
+async def test_the_http_side_is_the_parents(settings, started, announced):
+    serving = asyncio.create_task(parent._serve(settings))
+    grpc_address, http_address, _ = await announced
+    async with httpx.AsyncClient(base_url=f"http://{http_address}") as http:
+        assert (await http.get("/healthz")).text == "ok\n"
+        assert (await http.get("/readyz")).text == "ready\n"
+        assert grpc_address in (await http.get("/")).text
+        assert "\nrate_limiter_workers 2.0\n" in (await http.get("/metrics")).text
+    assert await ended(serving) == 0
+
+
+async def test_the_http_side_can_be_off(settings, started, announced):
+    serving = asyncio.create_task(parent._serve(dataclasses.replace(settings, http_listen=None)))
+    assert (await announced)[1] == ""
+    assert await ended(serving) == 0
+
+
+async def test_the_port_is_the_parents_as_long_as_it_lives(settings, started, announced):
+    serving = asyncio.create_task(parent._serve(settings))
+    host, _, port = (await announced)[0].rpartition(":")
+    with socket.socket() as stranger:
+        # No worker listens at the moment: those of this test never do.
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="Address already in use"):
+            stranger.bind((host, int(port)))
+    assert await ended(serving) == 0
+
+
+async def test_a_port_that_somebody_has_is_one_line(settings, started):
+    with socket.socket() as stranger:
+        # Somebody who would share it, and get half of the connections.
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        taken = settings.listen._replace(port=stranger.getsockname()[1])
+        with pytest.raises(StartupError, match=r"LISTEN: cannot listen on .*: Address already in"):
+            await parent._serve(dataclasses.replace(settings, listen=taken))
+    assert started.all == []
+
+
+async def test_a_state_directory_in_use_is_one_line(settings, started):
+    lock = StateDir.lock(settings.state_dir)
+    with pytest.raises(StartupError, match="in use by another node"):
+        await parent._serve(settings)
+    lock.close()
+    assert started.all == []
+
+
+async def test_a_worker_that_cannot_start_ends_the_others_and_is_one_line(settings, started):
+    started.command = command(
+        """
+        until_told()
+        if b"n/1" in settings:
+            say("failed", "TLS_CERT: no such file")
+            sys.exit(1)
+        ready()
+        time.sleep(60)
+        """
+    )
+    with pytest.raises(StartupError, match=r"^TLS_CERT: no such file$"):
+        await parent._serve(settings)
+    assert [await process.ended() for process in started.all] == [0, 1]
+
+
+async def test_a_worker_that_does_not_drain_is_one_line_and_status_1(
+    settings, started, announced, capsys
+):
+    started.command = command(
+        'signal.signal(signal.SIGTERM, lambda *_: (say("failed", "it hung"), os._exit(1)))\n'
+        "ready()\ntime.sleep(60)"
+    )
+    serving = asyncio.create_task(parent._serve(settings))
+    await announced
+    assert await ended(serving) == 1
+    assert capsys.readouterr().err == "Error: worker 0: it hung; worker 1: it hung\n"
+
+
+async def test_a_signal_before_all_are_ready_ends_those_that_are(settings, started, announced):
+    started.command = command(
+        'if b"n/0" in settings: os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)'
+    )
+    assert await parent._serve(settings) == 0
+    assert [await process.ended() for process in started.all] == [-signal.SIGTERM] * 2
+    assert not announced.done()
+
+
+async def test_a_second_signal_kills_all_at_once(settings, started, announced, monkeypatch):
+    left = []
+    monkeypatch.setattr(mainloop, "leave", left.append)
+    started.command = command(
+        "signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))\n"
+        "ready()\nwhile True: time.sleep(60)"
+    )
+    serving = asyncio.create_task(parent._serve(settings))
+    await announced
+    assert await ended(serving) == 1
+    assert left[0] == 128 + signal.SIGINT
+    assert [await process.ended() for process in started.all] == [-signal.SIGKILL] * 2
+
+
+async def test_not_ready_is_said_while_the_workers_drain(settings, started, announced):
+    started.command = command(
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})\nready()\n"
+        "signal.sigwait({signal.SIGTERM})\nsignal.sigwait({signal.SIGUSR1})"
+    )
+    serving = asyncio.create_task(parent._serve(settings))
+    http_address = (await announced)[1]
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with httpx.AsyncClient(base_url=f"http://{http_address}") as http:
+        while (answer := await http.get("/readyz")).status_code == 200:
+            pass
+    assert answer.text == "not ready: draining\n"
+    for process in started.all:
+        process._process.send_signal(signal.SIGUSR1)
+    assert await serving == 0
+
+
+def test_a_name_without_room_for_a_number_is_refused(settings):
+    longest = dataclasses.replace(settings, workers=64, node_id="n" * 125)
+    assert len(parent.settings_of(longest, 63, 1).node_id) == 128
+    too_long = dataclasses.replace(settings, workers=64, node_id="n" * 126)
+    with pytest.raises(StartupError, match="NODE_ID must be at most 125 characters with 64"):
+        parent.settings_of(too_long, 63, 1)
+
+
+def test_a_failed_start_is_one_line_and_status_1(settings, monkeypatch, capsys, tmp_path):
+    configured = {}
+    monkeypatch.setattr(logs, "configure", lambda **given: configured.update(given))
+    (tmp_path / "state").write_text("no directory")
+    unnamed = dataclasses.replace(settings, node_id="")
+    assert parent.run(unnamed) == 1
+    assert capsys.readouterr().err.startswith("Error: the state directory")
+    assert configured["context"].node_id == unnamed.node_name
+
+
+async def test_two_real_workers_answer_on_one_port(settings, announced):
+    serving = asyncio.create_task(parent._serve(settings))
+    grpc_address, http_address, _ = await announced
+    names = set()
+    while len(names) < 2:  # the kernel chooses
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(grpc_address, options) as channel:
+            health = stubs.RateLimiterHealthStub(channel)
+            names.add((await health.GetHealthStatus(Empty())).node_id)
+    assert names == {"n/0", "n/1"}
+    async with httpx.AsyncClient(base_url=f"http://{http_address}") as http:
+        assert "\nrate_limiter_connections 0.0\n" in (await http.get("/metrics")).text
+    assert await ended(serving) == 0

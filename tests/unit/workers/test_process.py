@@ -1,0 +1,190 @@
+"""The parent's side of one process: the processes are real, and say what the test tells them to."""
+
+import asyncio
+import signal
+import socket
+
+import pytest
+
+from ratelimitd.errors import StartupError
+from ratelimitd.settings import Settings
+from ratelimitd.web.pages import Readiness
+from ratelimitd.workers import messages, process
+from ratelimitd.workers.process import WorkerProcess
+from tests.fake_worker import ANSWERING, command
+
+SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
+ALLOWED = "rate_limiter_requests_allowed_total"
+
+
+@pytest.fixture
+async def start():
+    """Start a process that runs a program; whatever it is, it ends with the test."""
+    started = []
+
+    async def start(program=ANSWERING, on_report=lambda _: None):
+        worker = await WorkerProcess.start(SETTINGS, on_report, command(program))
+        started.append(worker)
+        return worker
+
+    yield start
+    for worker in started:
+        worker.kill()
+        await worker.ended()
+
+
+async def test_a_worker_is_ready_when_it_says_so_and_ends_when_it_is_told_to(start):
+    worker = await start()
+    await worker.ready()
+    worker.terminate()
+    assert await worker.ended() == 0
+    for late in (worker.terminate, worker.kill):
+        late()
+
+
+async def test_a_worker_is_told_its_settings(start):
+    reports = []
+    worker = await start(
+        """
+        ready()
+        say("points", "length", [["", len(settings)]])
+        for _ in questions:
+            say("reported")
+        """,
+        reports.append,
+    )
+    await worker.report()
+    assert reports == [{"length": {"": len(messages.settings_message(SETTINGS)) - 4}}]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ('say("failed", "LISTEN: taken"); sys.exit(1)', "LISTEN: taken"),
+        ("sys.exit(3)", "ended with status 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "ended by signal 9"),
+        (r'sock.sendall(b"[\n[]\n[\"failed\",\"torn before\"]\n")', "torn before"),
+    ],
+)
+async def test_a_worker_that_ends_before_it_is_ready_says_why_or_the_system_does(
+    start, program, reason
+):
+    worker = await start(program)
+    with pytest.raises(StartupError) as caught:
+        await worker.ready()
+    assert str(caught.value) == reason
+
+
+async def test_a_worker_may_end_before_it_takes_its_settings():
+    worker = await WorkerProcess.start(SETTINGS, lambda _: None, ["false"])
+    with pytest.raises(StartupError, match="ended with status 1"):
+        await worker.ready()
+
+
+async def test_its_answers_are_those_to_the_questions(start):
+    reports = []
+    worker = await start(on_report=reports.append)
+    await worker.ready()
+    assert await worker.readiness() == Readiness(ready=True)
+    report = await worker.report()
+    assert report == {ALLOWED: {"": 2}, "rate_limiter_tasks": {"": 1}}
+    assert reports == [report]
+
+
+async def test_those_who_ask_at_once_share_the_answer(start):
+    worker = await start()
+    await worker.ready()
+    first, second = await asyncio.gather(worker.report(), worker.report())
+    assert first is second
+    assert (await worker.report())[ALLOWED] == {"": 2}
+
+
+HELD_UP = """
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+ready()
+for question in questions:
+    signal.sigwait({signal.SIGUSR1})
+    say("readiness", True, "") if question == b"readiness\\n" else metrics(asked=1)
+"""
+"""It answers when it gets a signal."""
+
+
+async def test_an_answer_that_comes_late_is_not_waited_for_and_is_taken_when_it_comes(
+    start, monkeypatch
+):
+    monkeypatch.setattr(process, "REPORT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(process, "READINESS_TIMEOUT_S", 0.0)
+    came = asyncio.Queue()
+    worker = await start(HELD_UP, came.put_nowait)
+    await worker.ready()
+    # However often somebody asks, it is asked once.
+    assert [await worker.readiness() for _ in range(3)] == [None] * 3
+    assert [await worker.report() for _ in range(3)] == [None] * 3
+    readiness = worker._readiness
+    worker._process.send_signal(signal.SIGUSR1)
+    assert await readiness == Readiness(ready=True)
+    worker._process.send_signal(signal.SIGUSR1)
+    assert await came.get() == {"asked": {"": 1}}
+    assert await worker.report() is None
+    worker._process.send_signal(signal.SIGUSR1)
+    assert await came.get() == {"asked": {"": 1}}
+    assert came.empty()
+
+
+async def test_a_worker_that_has_ended_gives_no_answer(start):
+    worker = await start()
+    await worker.ready()
+    worker.kill()
+    assert await worker.ended() == -signal.SIGKILL
+    assert await worker.report() is None
+    assert await worker.readiness() is None
+
+
+async def test_questions_that_are_open_at_the_end_are_not_answered(start):
+    worker = await start("ready()\nfor _ in range(2): questions.readline()")
+    await worker.ready()
+    assert await asyncio.gather(worker.report(), worker.readiness()) == [None, None]
+
+
+async def test_half_a_report_is_none(start):
+    reports = []
+    worker = await start(
+        'ready()\nquestions.readline()\nsay("points", "a", [["", 1]])', reports.append
+    )
+    await worker.ready()
+    assert await worker.report() is None
+    assert reports == []
+
+
+async def test_answers_that_nobody_asked_for_are_passed_over(start):
+    worker = await start(
+        'say("readiness", True, "")\nsay("reported")\nready()\nuntil_told()\ntime.sleep(60)'
+    )
+    await worker.ready()
+
+
+async def test_a_line_without_an_end_is_the_end_of_the_process(start, monkeypatch):
+    monkeypatch.setattr(messages, "MAX_LINE_BYTES", 100)
+    worker = await start('sock.sendall(b"x" * 1000)\ntime.sleep(60)')
+    assert await worker.ended() == -signal.SIGKILL
+
+
+async def test_a_parent_that_goes_is_seen_by_the_worker(start):
+    worker = await start("ready()\nquestions.read()\nsys.exit(5)")
+    await worker.ready()
+    worker._writer.close()
+    assert await worker.ended() == 5
+
+
+async def test_a_command_that_is_not_there_is_a_failed_start():
+    with pytest.raises(StartupError, match=r"^a worker cannot be started: No such file"):
+        await WorkerProcess.start(SETTINGS, lambda _: None, ["/no/such/command"])
+
+
+async def test_a_system_without_descriptors_is_a_failed_start(monkeypatch):
+    def none_left():
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket, "socketpair", none_left)
+    with pytest.raises(StartupError, match=r"^a worker cannot be started: Too many open files$"):
+        await WorkerProcess.start(SETTINGS, lambda _: None, command())

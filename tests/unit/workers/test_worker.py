@@ -1,0 +1,141 @@
+"""A worker's talk with its parent, whose end of the socket is the test; the node is a stand-in."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+
+from ratelimitd import supervisor
+from ratelimitd.observe.metrics import Definition, Point
+from ratelimitd.settings import Settings
+from ratelimitd.web.pages import Readiness
+from ratelimitd.workers import messages, worker
+from ratelimitd.workers.worker import Parent
+
+SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
+
+
+class OneMetric:
+    def points(self):
+        yield Definition("a", "gauge", "", lambda _: ()), [Point(7)]
+
+
+class Node:
+    grpc_address = "127.0.0.1:1"
+    readiness = Readiness(ready=False, reason="draining")
+    metrics = None
+
+
+class Talk:
+    """A parent and what its worker says."""
+
+    def __init__(self):
+        ours, self.theirs = socket.socketpair()
+        self.node = Node()
+        self.overseer = Parent(self.theirs)
+        self.stopped = asyncio.Event()
+        self._ours = ours
+
+    @asynccontextmanager
+    async def attending(self):
+        self.reader, self.writer = await asyncio.open_unix_connection(sock=self._ours)
+        with self.theirs:
+            async with self.overseer.attending(self.node, self.stopped.set):
+                yield self
+        self.writer.close()
+
+    async def said(self):
+        return json.loads(await self.reader.readline())
+
+
+@pytest.fixture
+async def talk():
+    async with Talk().attending() as found:
+        yield found
+
+
+async def test_ready_is_said_with_the_address(talk):
+    talk.overseer.ready(talk.node)
+    assert await talk.said() == ["ready", "127.0.0.1:1"]
+
+
+async def test_questions_are_answered_in_turn(talk):
+    talk.node.metrics = OneMetric()
+    talk.writer.write(messages.READINESS + messages.REPORT + b"of tomorrow\n" + messages.READINESS)
+    assert await talk.said() == ["readiness", False, "draining"]
+    assert await talk.said() == ["points", "a", [["", 7]]]
+    assert await talk.said() == ["reported"]
+    assert await talk.said() == ["readiness", False, "draining"]
+
+
+async def test_a_node_that_has_no_metrics_yet_reports_none(talk):
+    talk.writer.write(messages.REPORT)
+    assert await talk.said() == ["reported"]
+
+
+async def test_a_parent_that_is_gone_is_the_end_of_the_worker(talk, caplog):
+    with caplog.at_level(logging.WARNING):
+        talk.writer.close()
+        await talk.stopped.wait()
+    assert caplog.messages == ["the parent process is gone: draining"]
+
+
+async def test_a_parent_that_is_gone_with_an_answer_unread_is_the_end_as_well(talk):
+    talk.overseer.ready(talk.node)
+    talk.writer.transport.abort()
+    await talk.stopped.wait()
+
+
+async def test_the_last_word_comes_on_a_line_of_its_own_also_after_the_loop(capsys):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        assert Parent(theirs).failed("LISTEN: taken") == 1
+        assert ours.recv(100) == b'\n["failed","LISTEN: taken"]\n'
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_parent_that_does_not_hear_the_last_word_is_not_waited_for(monkeypatch, gone):
+    monkeypatch.setattr(worker, "LAST_WORD_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        if gone:
+            ours.close()
+        else:
+            with contextlib.suppress(BlockingIOError):
+                while theirs.send(b"x" * 65_536):
+                    pass
+        assert Parent(theirs).failed("LISTEN: taken") == 1
+
+
+def test_a_second_signal_is_the_parents_business():
+    Parent(None).insist(143)
+
+
+def run_main(*octets):
+    ours, theirs = socket.socketpair()
+    with ours:
+        for each in octets:
+            ours.sendall(each)
+        ours.shutdown(socket.SHUT_WR)
+        return worker.main(theirs.detach())
+
+
+def test_the_process_runs_a_node_with_the_settings_of_its_parent(monkeypatch):
+    ran = []
+    monkeypatch.setattr(supervisor, "run", lambda *given: ran.append(given) or 4)
+    assert run_main(messages.settings_message(SETTINGS)) == 4
+    [(settings, overseer)] = ran
+    assert settings == SETTINGS
+    assert overseer.reuse_port
+
+
+def test_without_a_parent_there_is_nothing_to_run(monkeypatch):
+    monkeypatch.setattr(supervisor, "run", None)
+    assert run_main() == 1
