@@ -1,0 +1,145 @@
+"""Whole nodes with their rules on one PostgreSQL, which is stopped, crashed and made to hang under them."""
+
+from contextlib import asynccontextmanager
+from functools import partial
+
+import grpc
+import pytest
+
+from ratelimitd import app
+from ratelimitd.errors import StartupError
+from ratelimitd.rules.sql import SqlRuleStore
+from ratelimitd.testing import running_node
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from ratelimiter.v1 import ratelimiter_pb2_grpc as pb_grpc
+
+CHECK = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
+
+
+class Caller:
+    """A node as its callers and its operator meet it."""
+
+    def __init__(self, channel):
+        self._checks = pb_grpc.RateLimiterStub(channel)
+        self.config = pb_grpc.RateLimiterConfigStub(channel)
+
+    async def check(self):
+        answer = await self._checks.CheckRateLimit(CHECK)
+        return pb.Reason.Name(answer.reason)
+
+    async def checked_until(self, reason):
+        """Check until this is the answer; the limit on every test bounds it."""
+        while (found := await self.check()) != reason:
+            assert found in {"NO_RULE", "FAIL_OPEN_ERROR", "WITHIN_LIMIT"}
+
+    async def create(self, endpoint="/a"):
+        rule = pb.RateLimit(
+            endpoint=endpoint,
+            identifier_type="user",
+            limit=1_000_000,
+            window_seconds=60,
+            algorithm="fixed_window",
+        )
+        return await self.config.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule))
+
+    async def status_of_create(self, endpoint):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.create(endpoint)
+        return caught.value.code()
+
+    async def endpoints(self):
+        listed = await self.config.ListRateLimits(pb.ListRateLimitsRequest())
+        return [rule.endpoint for rule in listed.rate_limits]
+
+
+@pytest.fixture
+def serve(postgresql_url, tmp_path, monkeypatch):
+    """Runs a node, with a state directory of its name."""
+    impatient = partial(SqlRuleStore, command_timeout_s=0.3)
+    monkeypatch.setattr(app, "SqlRuleStore", impatient)
+
+    @asynccontextmanager
+    async def serve(name="a", **settings):
+        options = {"database_url": postgresql_url, "state_dir": tmp_path / name, **settings}
+        async with (
+            running_node(**options) as node,
+            grpc.aio.insecure_channel(node.grpc_address) as channel,
+        ):
+            yield Caller(channel)
+
+    return serve
+
+
+async def test_a_rule_made_on_one_node_is_in_force_on_another(serve):
+    async with serve("a") as one, serve("b") as two:
+        assert await two.check() == "NO_RULE"
+        created = await one.create()
+        await two.checked_until("WITHIN_LIMIT")
+        await two.config.DeleteRateLimit(pb.DeleteRateLimitRequest(id=created.id))
+        await one.checked_until("NO_RULE")
+
+
+async def test_the_same_rule_made_on_two_nodes_exists_once(serve):
+    async with serve("a") as one, serve("b") as two:
+        await one.create()
+        assert await two.status_of_create("/a") is grpc.StatusCode.ALREADY_EXISTS
+        assert await two.endpoints() == ["/a"]
+
+
+async def test_an_edit_on_a_server_that_hangs_is_unavailable_and_checks_go_on(serve, postgres):
+    async with serve() as node:
+        await node.create()
+        postgres.pause()
+        assert await node.status_of_create("/b") is grpc.StatusCode.UNAVAILABLE
+        assert await node.check() == "WITHIN_LIMIT"
+        postgres.resume()
+        assert await node.endpoints() == ["/a"]
+        await node.create("/b")
+
+
+async def test_a_server_that_crashed_keeps_what_was_answered_and_edits_go_on_when_it_is_back(
+    serve, postgres
+):
+    async with serve() as node:
+        await node.create()
+        postgres.crash()
+        assert await node.status_of_create("/b") is grpc.StatusCode.UNAVAILABLE
+        assert await node.check() == "WITHIN_LIMIT"
+        postgres.start()
+        assert await node.endpoints() == ["/a"]
+        await node.create("/b")
+
+
+async def test_a_node_starts_without_the_server_and_fails_open_until_it_is_there(serve, postgres):
+    postgres.stop()
+    async with serve() as node:
+        assert await node.check() == "FAIL_OPEN_ERROR"
+        assert await node.status_of_create("/a") is grpc.StatusCode.UNAVAILABLE
+        postgres.start()
+        await node.checked_until("NO_RULE")
+        await node.create()
+        assert await node.check() == "WITHIN_LIMIT"
+
+
+async def test_a_node_that_starts_without_the_server_serves_its_last_good_book(serve, postgres):
+    async with serve() as node:
+        await node.create()
+    postgres.stop()
+    async with serve() as node:
+        assert await node.check() == "WITHIN_LIMIT"
+
+
+async def test_a_node_without_the_schema_says_what_to_run_and_goes_on_trying(
+    serve, postgres, caplog
+):
+    async with serve(database_url=postgres.new_database("template0")) as node:
+        assert await node.check() == "FAIL_OPEN_ERROR"
+    assert "run `ratelimitd db upgrade`" in caplog.text
+
+
+async def test_a_database_of_somebody_else_ends_the_start(serve, postgres):
+    url = postgres.new_database("template0")
+    postgres.sql("CREATE TABLE customers (name TEXT)", database=url.rpartition("/")[2])
+    with pytest.raises(StartupError, match="holds tables that are not ratelimitd's"):
+        async with serve(database_url=url):
+            pytest.fail("it started")
