@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from bench.report import Row
 from ratelimitd.algorithms import DECIDE
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
 from ratelimitd.limiter import Limiter
@@ -46,7 +47,11 @@ def _check(algorithm: Algorithm) -> Callable[[], None]:
     stats = CheckStats()
     table = BucketTable(1_000_000, stats)
     limiter = Limiter(
-        buckets=table, clock=SystemClock(), stats=stats, timestamps="bounded", key_secret=bytes(32)
+        buckets=table,
+        clock=SystemClock(),
+        stats=stats,
+        timestamps="bounded",
+        keys=BucketKeys(bytes(32)),
     )
     limiter.replace_book(RuleBook.of([_rule(algorithm)], 1))
     check = Check(b"user-1", IdentifierType.USER, "/api/orders")

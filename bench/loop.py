@@ -16,6 +16,7 @@ from bench.report import Row
 from bench.turns import Turns, idle_control
 from ratelimitd.background import Background
 from ratelimitd.buckets.snapshot import SnapshotLog
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
 from ratelimitd.limiter import Limiter
@@ -85,7 +86,7 @@ class _Node:
         self.restored = len(table)
         self.pass_s: list[float] = []
         self.limiter = Limiter(
-            buckets=table, clock=clock, stats=stats, timestamps="bounded", key_secret=SECRET
+            buckets=table, clock=clock, stats=stats, timestamps="bounded", keys=BucketKeys(SECRET)
         )
         self.limiter.replace_book(RuleBook.of([RULE], 1))
         upkeep = Upkeep(

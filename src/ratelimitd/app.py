@@ -13,12 +13,16 @@ from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Final
 
 from ratelimitd.background import Background
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock, SystemClock
-from ratelimitd.limiter import Limiter
-from ratelimitd.observe.health import Health
+from ratelimitd.cluster.cache import BucketCache
+from ratelimitd.cluster.shared_time import SharedTime
+from ratelimitd.clustering import Clustering
+from ratelimitd.limiter import Limiter, SharedBuckets
+from ratelimitd.observe.health import Health, SharedStateStatus, embedded
 from ratelimitd.observe.logs import LogContext
 from ratelimitd.observe.metrics import Metrics, Runtime
 from ratelimitd.observe.rules_log import RulesLog
@@ -79,19 +83,21 @@ class Node:
         """What it reports on itself, once started."""
         self.stats = CheckStats()
         self._settings = settings
-        self._clock = clock or SystemClock()
+        self._shared_time = SharedTime()
+        self._clock = clock or SystemClock(self._shared_time.wall_ns)
         self._context = context or LogContext(self.node_id)
         self._runtime = Runtime()
         self._task_restarts: dict[str, int] = {}
         self._callers_time = settings.timestamps == "caller"
-        self._table = BucketTable(
-            settings.cache_entries, self.stats, callers_time=self._callers_time
-        )
+        self._clustering: Clustering | None = None
+        self._keys = BucketKeys(settings.key_secret)
+        self._late_key: BucketKey | None = None
         self._health = Health(
             node_id=self.node_id,
             stats=self.stats,
             clock=self._clock,
             rules_revision=lambda: self._context.rules_revision,
+            shared_state=self._shared_state,
         )
         self._grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
         self._edge = ErrorEdge()
@@ -135,6 +141,10 @@ class Node:
             return Readiness(ready=False, reason="no rules are loaded yet")
         return Readiness(ready=True)
 
+    @property
+    def _closing_s(self) -> float:
+        return min(MAX_CLOSING_S, CLOSING_SHARE * self._settings.drain_s)
+
     async def _start(self) -> None:
         settings = self._settings
         state_dir = StateDir.lock(settings.state_dir)
@@ -153,11 +163,25 @@ class Node:
         # Before the buckets, so that a drain closes it after them: a rule book can be had again, spends cannot.
         self._open.push_async_callback(feed.close)
         await feed.start()
-        key_secret = bucket_key.use() if bucket_key else settings.key_secret
+        if bucket_key is not None and (feed.book is not None or not settings.redis_url):
+            self._keys.rekey(bucket_key.use())
+        else:
+            # Without rules no bucket is named; and nodes that share buckets wait for the key that all of them have.
+            self._late_key = bucket_key
+        if settings.redis_url:
+            await self._start_in_cluster(store, feed)
+        else:
+            await self._start_alone(store, feed)
+
+    async def _start_alone(self, store: RuleStore, feed: RuleFeed) -> None:
+        """With buckets of its own, which survive a restart on its disk."""
+        table = BucketTable(
+            self._settings.cache_entries, self.stats, callers_time=self._callers_time
+        )
         snapshot = SnapshotLog.open(
-            state_dir.path,
-            self._table,
-            key_secret,
+            self._settings.state_dir,
+            table,
+            self._keys.secret,
             self._clock,
             callers_time=self._callers_time,
             report=_warn,
@@ -165,40 +189,91 @@ class Node:
         self._open.push_async_callback(snapshot.drain)
         for report in snapshot.reports:
             _warn(report)
-        self._limiter = self._new_limiter(key_secret, snapshot)
+        background = self._new_background(feed)
+        self._start_upkeep(background, table)
+        background.start("snapshot", snapshot.run)
+        limiter = self._new_limiter(buckets=table, journal=snapshot)
+        metrics = self._new_metrics(feed, table, snapshot)
+        await self._serve(limiter, store, feed, metrics)
+
+    async def _start_in_cluster(self, store: RuleStore, feed: RuleFeed) -> None:
+        """With the buckets that all nodes share."""
+        clustering = Clustering(
+            self._settings,
+            keys=self._keys,
+            fingerprint=lambda: "" if self._late_key else self._keys.fingerprint(),
+            clock=self._clock,
+            shared_time=self._shared_time,
+            stats=self.stats,
+            feed=feed,
+        )
+        self._open.push_async_callback(clustering.drain, self._closing_s)
+        self._clustering = clustering
+        await clustering.start()
+        if self._shared_time.is_known and isinstance(self._clock, SystemClock):
+            self._clock.anchor()  # nobody has been answered by it yet
+        background = self._new_background(feed)
+        self._start_upkeep(background, None)
+        clustering.start_jobs(background)
+        limiter = self._new_limiter(shared=clustering.buckets)
+        metrics = self._new_metrics(feed, clustering.cache, None)
+        await self._serve(limiter, store, feed, metrics)
+
+    async def _serve(
+        self, limiter: Limiter, store: RuleStore, feed: RuleFeed, metrics: Metrics
+    ) -> None:
+        self._limiter, self.metrics = limiter, metrics
         if feed.book is not None:
             self._take_book(feed.book)
             self._rules_log.write()
-        self.metrics = metrics = metrics_of(
+        await self._start_http(metrics)
+        await self._start_grpc(self._methods(limiter, store, feed, metrics))
+
+    def _new_limiter(
+        self,
+        *,
+        buckets: BucketTable | None = None,
+        shared: SharedBuckets | None = None,
+        journal: SnapshotLog | None = None,
+    ) -> Limiter:
+        return Limiter(
+            buckets=buckets,
+            shared=shared,
+            clock=self._clock,
+            stats=self.stats,
+            timestamps=self._settings.timestamps,
+            keys=self._keys,
+            journal=journal,
+            breaker_denies=self._settings.on_breaker_open == "deny",
+            on_error=_report_fail_open,
+        )
+
+    def _new_metrics(
+        self, feed: RuleFeed, buckets: BucketTable | BucketCache, snapshot: SnapshotLog | None
+    ) -> Metrics:
+        return metrics_of(
             stats=self.stats,
             health=self._health,
             runtime=self._runtime,
             clock=self._clock,
-            table=self._table,
+            buckets=buckets,
             snapshot=snapshot,
+            cluster=self._clustering,
             feed=feed,
             edge=self._edge,
             transport=lambda: self._server.in_progress if self._server else None,
             task_restarts=self._task_restarts,
         )
-        await self._start_background(snapshot, feed)
-        await self._start_http(metrics)
-        await self._start_grpc(self._methods(self._limiter, store, feed, metrics))
 
-    def _new_limiter(self, key_secret: bytes, snapshot: SnapshotLog) -> Limiter:
-        return Limiter(
-            buckets=self._table,
-            clock=self._clock,
-            stats=self.stats,
-            timestamps=self._settings.timestamps,
-            key_secret=key_secret,
-            journal=snapshot,
-            on_error=_report_fail_open,
-        )
+    def _shared_state(self) -> SharedStateStatus:
+        return self._clustering.shared_state if self._clustering else embedded()
 
     def _take_book(self, book: RuleBook) -> None:
         if self._limiter is None:
             return  # it is given the first book when it is made
+        if self._late_key is not None:
+            self._keys.rekey(self._late_key.use())
+            self._late_key = None
         self._limiter.replace_book(book)
         self.stats.forget_rules(lambda rule_id: book.get(rule_id) is not None)
         self._context.rules_revision = book.revision
@@ -219,7 +294,7 @@ class Node:
         )
         offers = [
             RateLimiterService(limiter, self.stats, time.perf_counter).methods(),
-            ConfigService(store, feed, access.actor).methods(),
+            ConfigService(store, self._clustering or feed, access.actor).methods(),
             HealthService(
                 limiter, report=self._health.report, samples=metrics.samples, actor=access.actor
             ).methods(),
@@ -230,21 +305,23 @@ class Node:
             offers.append(ReflectionService(shown).methods())
         return guarded(offers, access, self._edge)
 
-    async def _start_background(self, snapshot: SnapshotLog, feed: RuleFeed) -> None:
+    def _new_background(self, feed: RuleFeed) -> Background:
         background = Background(self._task_restarts)
         self._open.push_async_callback(background.stop)
+        background.every(SAMPLE_S, "rules log", self._rules_log.write)
+        background.start("rules", feed.run)
+        return background
+
+    def _start_upkeep(self, background: Background, table: BucketTable | None) -> None:
         upkeep = Upkeep(
             clock=self._clock,
-            table=self._table,
+            table=table,
             health=self._health,
             runtime=self._runtime,
             loop_time_s=asyncio.get_running_loop().time,
         )
         background.every(TICK_S, "upkeep", upkeep.tick)
         background.every(SAMPLE_S, "sampling", upkeep.sample)
-        background.every(SAMPLE_S, "rules log", self._rules_log.write)
-        background.start("snapshot", snapshot.run)
-        background.start("rules", feed.run)
 
     async def _start_http(self, metrics: Metrics) -> None:
         listen = self._settings.http_listen
@@ -273,8 +350,7 @@ class Node:
             limits=TransportLimits(max_concurrent_rpcs=settings.max_concurrent_rpcs),
             reuse_port=self._reuse_port,
         )
-        closing_s = min(MAX_CLOSING_S, CLOSING_SHARE * settings.drain_s)
-        self._open.push_async_callback(server.stop, settings.drain_s - closing_s)
+        self._open.push_async_callback(server.stop, settings.drain_s - self._closing_s)
         self.grpc_address = await server.start()
         self._server = server
 

@@ -45,8 +45,12 @@ class SystemClock:
     ) -> None:
         self._wall_ns = wall_ns
         self._monotonic_ns = monotonic_ns
-        self._anchor_us = wall_ns() // 1000
-        self._anchor_mono_us = monotonic_ns() // 1000
+        self.anchor()
+
+    def anchor(self) -> None:
+        """Take over the wall's time at once, also backwards: for a node that has not answered anybody yet."""
+        self._anchor_us = self._wall_ns() // 1000
+        self._anchor_mono_us = self._monotonic_ns() // 1000
         self._error_us = 0
 
     def monotonic_us(self) -> int:

@@ -146,7 +146,7 @@ class Limiter:
         clock: Clock,
         stats: CheckStats,
         timestamps: str,
-        key_secret: bytes,
+        keys: BucketKeys,
         buckets: LocalBuckets | None = None,
         shared: SharedBuckets | None = None,
         journal: Journal | None = None,
@@ -163,7 +163,7 @@ class Limiter:
         self._clock = clock
         self._stats = stats
         self._timestamps = TimestampPolicy(timestamps)
-        self._keys = BucketKeys(key_secret)
+        self._keys = keys
         self._journal = journal
         self._on_error = on_error
         self._one_reset = asyncio.Lock()

@@ -6,15 +6,37 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock
 from ratelimitd.model import US_PER_S
 from ratelimitd.observe.health import Health
-from ratelimitd.observe.metrics import Metrics, Readings, Runtime, SnapshotStatus
+from ratelimitd.observe.metrics import (
+    ClusterStatus,
+    Metrics,
+    Readings,
+    Runtime,
+    SnapshotStatus,
+)
 from ratelimitd.observe.samples import TransportStatus
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.services.status import ErrorEdge
 from ratelimitd.stats import CheckStats
+
+
+class Buckets(Protocol):
+    """The buckets that a node holds."""
+
+    evicted_total: int
+    expired_total: int
+
+    def __len__(self) -> int: ...
+
+
+class Cluster(Protocol):
+    """A node's part in a cluster."""
+
+    @property
+    def status(self) -> ClusterStatus:
+        """How it is doing."""
 
 
 class Snapshot(Protocol):
@@ -31,8 +53,9 @@ def metrics_of(
     health: Health,
     runtime: Runtime,
     clock: Clock,
-    table: BucketTable,
-    snapshot: Snapshot,
+    buckets: Buckets,
+    snapshot: Snapshot | None,
+    cluster: Cluster | None,
     feed: RuleFeed,
     edge: ErrorEdge,
     transport: Callable[[], TransportStatus | None],
@@ -40,7 +63,9 @@ def metrics_of(
 ) -> Metrics:
     """The metrics of a node with these parts; ``transport`` answers ``None`` before it listens."""
 
-    def snapshot_status() -> SnapshotStatus:
+    def snapshot_status() -> SnapshotStatus | None:
+        if snapshot is None:
+            return None
         age_us = clock.monotonic_us() - snapshot.last_pass_us
         return SnapshotStatus(
             age_us / US_PER_S, snapshot.written_bytes_total, snapshot.errors_total
@@ -51,14 +76,15 @@ def metrics_of(
             stats=stats,
             health=health,
             runtime=runtime,
-            active_buckets=lambda: len(table),
-            evicted_total=lambda: table.evicted_total,
-            expired_total=lambda: table.expired_total,
+            active_buckets=lambda: len(buckets),
+            evicted_total=lambda: buckets.evicted_total,
+            expired_total=lambda: buckets.expired_total,
             rules=lambda: len(feed.book or ()),
             rules_revision=lambda: feed.book.revision if feed.book else 0,
             rules_skipped_total=lambda: feed.skipped_total,
             rules_connected=lambda: feed.connected,
             snapshot=snapshot_status,
+            cluster=lambda: cluster.status if cluster else None,
             transport=transport,
             tasks=lambda: len(asyncio.all_tasks()),
             unexpected_total=lambda: edge.unexpected_total,

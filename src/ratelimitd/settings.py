@@ -21,7 +21,6 @@ from ratelimitd.settings_values import (
     address,
     database_url,
     key_secret,
-    later,
     masked,
     masked_url,
     names,
@@ -102,16 +101,18 @@ class Settings:
     http_hosts: Annotated[tuple[str, ...], _Setting("", names,
         "further Host names, comma-separated, under which the HTTP page may be asked for")]
     database_url: Annotated[str, _Setting("sqlite:///ratelimitd.db", database_url,
-        "rule database, sqlite:///PATH", masked_url)]
+        "rule database, sqlite:///PATH or postgresql://…", masked_url)]
     redis_url: Annotated[str, _Setting("", redis_url,
         "shared state of a cluster; empty = this node's memory", masked_url)]
+    redis_timeout_ms: Annotated[int, _Setting("20", whole_number(1, 1000),
+        "longest time a check waits for the shared state, ms")]
     state_dir: Annotated[Path, _Setting("./ratelimitd-state", path,
         "directory of the bucket snapshot and the last good rule book")]
     consistency: Annotated[str, _Setting("eventual", one_of("eventual", "strict"),
         "strict: every check is decided in the shared state")]
     timestamps: Annotated[str, _Setting("bounded", one_of("bounded", "server", "caller"),
         "how far a caller's timestamp is believed")]
-    on_breaker_open: Annotated[str, _Setting("fail_open", later(one_of("fail_open", "local", "deny"), "fail_open"),
+    on_breaker_open: Annotated[str, _Setting("fail_open", one_of("fail_open", "local", "deny"),
         "what to answer while the circuit breaker is open")]
     rules_file: Annotated[Path | None, _Setting("", optional(path), "YAML rules that seed a new rule book")]
     admin_token: Annotated[str, _Setting("", token, "bearer token of the admin role; empty = loopback only", masked)]
@@ -131,15 +132,15 @@ class Settings:
         "who speaks gRPC: this project's own server, or Google's library")]
     max_concurrent_rpcs: Annotated[int, _Setting("1000", whole_number(1, 100_000),
         "calls in progress; more are answered RESOURCE_EXHAUSTED")]
-    sync_interval_ms: Annotated[int, _Setting("100", later(whole_number(1, 60_000), "100"),
+    sync_interval_ms: Annotated[int, _Setting("100", whole_number(1, 60_000),
         "how often spends go to the shared state, ms")]
     cache_entries: Annotated[int, _Setting("1000000", whole_number(1, 100_000_000),
         "buckets held, least recently used go first")]
-    cache_ttl_s: Annotated[int, _Setting("300", later(whole_number(1, 86_400), "300"),
+    cache_ttl_s: Annotated[int, _Setting("300", whole_number(1, 86_400),
         "how long an unused bucket stays in the cache, s")]
-    breaker_failures: Annotated[int, _Setting("5", later(whole_number(1, 1000), "5"),
+    breaker_failures: Annotated[int, _Setting("5", whole_number(1, 1000),
         "failed round trips that open the circuit breaker")]
-    breaker_recovery_s: Annotated[int, _Setting("30", later(whole_number(1, 3600), "30"),
+    breaker_recovery_s: Annotated[int, _Setting("30", whole_number(1, 3600),
         "pause before an open breaker probes, s")]
     drain_s: Annotated[int, _Setting("10", whole_number(0, 3600),
         "longest time a stopping node waits for calls in flight, s")]

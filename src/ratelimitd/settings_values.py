@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from ratelimitd.rules.database_url import parse as parse_database_url
+from ratelimitd.sharedstate.url import parse_redis_url
 
 T = TypeVar("T")
 
@@ -137,24 +138,10 @@ def database_url(text: str) -> str:
 
 
 def redis_url(text: str) -> str:
-    """Empty: the shared state of a cluster is still to come."""
+    """What :func:`ratelimitd.sharedstate.url.parse_redis_url` takes; empty = none."""
     if text:
-        message = "is not supported by this release; leave it empty, and this node limits on its own memory"
-        raise ValueError(message)
+        parse_redis_url(text)
     return text
-
-
-def later(parse: Callable[[str], T], default: str) -> Callable[[str], T]:
-    """``parse``, of which only ``default`` works before there is a shared state; others are refused, not ignored."""
-
-    def parse_default(text: str) -> T:
-        value = parse(text)
-        if value != parse(default):
-            message = f"must be {default}: it is about the shared state of a cluster, which this release does not have"
-            raise ValueError(message)
-        return value
-
-    return parse_default
 
 
 def shown(value: object) -> str:

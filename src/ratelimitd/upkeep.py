@@ -29,13 +29,16 @@ _log = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """The duties of one node. ``loop_time_s`` is the event loop's own time in seconds."""
+    """The duties of one node; ``table`` is where its own buckets are, if they are its own.
+
+    ``loop_time_s`` is the event loop's own time in seconds.
+    """
 
     def __init__(
         self,
         *,
         clock: Clock,
-        table: BucketTable,
+        table: BucketTable | None,
         health: Health,
         runtime: Runtime,
         loop_time_s: Callable[[], float],
@@ -56,8 +59,9 @@ class Upkeep:
         lag_s = max(0.0, now_s - self._due_s)
         self._due_s = now_s + TICK_S
         self._runtime.loop_lag_s = self._lag.note(round(now_s * US_PER_S), lag_s)
-        self._table.tick = 1 + (self._clock.monotonic_us() - self._started_us) // US_PER_S
-        self._table.sweep(self._clock.now_us(), SWEEP_SHARDS)
+        if self._table is not None:
+            self._table.tick = 1 + (self._clock.monotonic_us() - self._started_us) // US_PER_S
+            self._table.sweep(self._clock.now_us(), SWEEP_SHARDS)
 
     def sample(self) -> None:
         """What is due every :data:`SAMPLE_S` seconds."""

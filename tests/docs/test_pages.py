@@ -75,14 +75,10 @@ def test_operations_lists_every_setting_with_its_default():
     table = {}
     for names, default, _ in rows_of(OPERATIONS, "Settings"):
         table |= dict.fromkeys(names.replace("*", "").split(", "), default)
-    without_effect = OPERATIONS.split("For a shared state, which", 1)[1].split("\n\n", 1)[0]
     for setting in SETTINGS:
-        if setting.name in table:
-            # Not a constant, and said so in the help: made from the host and the process.
-            expected = "host:pid" if setting.name == "NODE_ID" else setting.default
-            assert table.pop(setting.name) == expected, setting.name
-        else:
-            assert setting.name in without_effect
+        # Not a constant, and said so in the help: made from the host and the process.
+        expected = "host:pid" if setting.name == "NODE_ID" else setting.default
+        assert table.pop(setting.name) == expected, setting.name
     assert not table
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter import Limiter
@@ -47,7 +48,7 @@ class Node:
             clock=self.clock,
             stats=self.stats,
             timestamps=timestamps,
-            key_secret=b"k" * 32,
+            keys=BucketKeys(b"k" * 32),
         )
         self.service = RateLimiterService(self.limiter, self.stats, lambda: 0.0)
         [self.bulk] = self.service.methods().bulk.values()

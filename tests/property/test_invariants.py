@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ratelimitd.algorithms.merge import StoredState, merge
 from ratelimitd.buckets.codec import latest_us, unpack
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Reason, Rule
@@ -30,7 +31,7 @@ class Node:
             clock=self.clock,
             stats=self.stats,
             timestamps=timestamps,
-            key_secret=b"k" * 32,
+            keys=BucketKeys(b"k" * 32),
         )
         self.put(*rules)
 

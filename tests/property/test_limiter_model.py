@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import LATE_US, BucketTable
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import NO_RULE_REMAINING, Algorithm, Check, IdentifierType, Rule
@@ -51,7 +52,7 @@ class LimiterMachine(RuleBasedStateMachine):
             clock=self.clock,
             stats=self.stats,
             timestamps="server",
-            key_secret=b"k" * 32,
+            keys=BucketKeys(b"k" * 32),
         )
         self.models: dict[tuple, Model] = {}
         self.rules = {

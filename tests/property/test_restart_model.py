@@ -103,7 +103,7 @@ class World:
             clock=self.clock,
             stats=CheckStats(),
             timestamps="server",
-            key_secret=SECRET,
+            keys=BucketKeys(SECRET),
             journal=self.snapshot,
         )
         self.limiter.replace_book(RuleBook.of(RULES, 1))

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.limiter import Limiter
 from ratelimitd.observe.health import Health
@@ -103,7 +104,7 @@ async def running_node(
         clock=clock,
         stats=stats,
         timestamps="bounded",
-        key_secret=b"k" * 32,
+        keys=BucketKeys(b"k" * 32),
     )
     async with sqlite_store(
         directory, clock=clock, busy_timeout_s=busy_timeout_s, **(store_options or {})

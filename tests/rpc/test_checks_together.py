@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.rpc.framing import framed
@@ -112,7 +113,7 @@ def expected_of(node):
         clock=node.clock,
         stats=stats,
         timestamps="bounded",
-        key_secret=b"k" * 32,
+        keys=BucketKeys(b"k" * 32),
     )
     limiter.replace_book(node.limiter.book)
     service = RateLimiterService(limiter, stats, lambda: 0.0)

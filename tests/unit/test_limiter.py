@@ -6,6 +6,7 @@ import pytest
 
 from ratelimitd import limiter as limiter_module
 from ratelimitd.buckets.codec import unpack
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.errors import CheckInvalidError, StoreUnavailableError
 from ratelimitd.limiter import FAIL_OPEN_RESET_S, MAX_SCOPES, Limiter
@@ -72,7 +73,7 @@ class Node:
             clock=self.clock,
             stats=self.stats,
             timestamps=timestamps,
-            key_secret=b"k" * 32,
+            keys=BucketKeys(b"k" * 32),
             journal=self.journal,
             on_error=self.errors.append,
         )
@@ -292,7 +293,7 @@ class TestFailingOpen:
             clock=object(),  # has no time to tell
             stats=CheckStats(),
             timestamps="bounded",
-            key_secret=b"k" * 32,
+            keys=BucketKeys(b"k" * 32),
         )
         assert limiter.check(Check(b"ada", USER, "/e")) == FAIL_OPEN
 
@@ -491,7 +492,7 @@ class TestReset:
             clock=ManualClock(),
             stats=stats,
             timestamps="bounded",
-            key_secret=b"k" * 32,
+            keys=BucketKeys(b"k" * 32),
         )
         limiter.replace_book(RuleBook.of([ORDERS], 1))
         limiter.check(Check(b"ada", USER, "/orders"))

@@ -19,6 +19,9 @@ SCOPE_BYTES: Final = 9
 STORED_KEY_BYTES: Final = 16
 """128 bits, as for the keys of a shared store."""
 
+FINGERPRINT_BYTES: Final = 8
+
+_FINGERPRINT_PERSON: Final = b"rl-nodes"
 _SCOPE_PERSON: Final = b"rl-scope"
 _STORED_PERSON: Final = b"rl-stored"
 
@@ -30,6 +33,22 @@ class BucketKeys:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+
+    @property
+    def secret(self) -> bytes:
+        """The secret, for what is written to this node's own disk."""
+        return self._secret
+
+    def rekey(self, secret: bytes) -> None:
+        """Use another secret: for a node that hears of it after its start, and before it has made any key."""
+        self._secret = secret
+
+    def fingerprint(self) -> str:
+        """What tells whether two nodes have one secret, and nothing of the secret itself."""
+        digest = blake2b(
+            digest_size=FINGERPRINT_BYTES, key=self._secret, person=_FINGERPRINT_PERSON
+        )
+        return digest.hexdigest()
 
     def scope(self, rule: Rule, endpoint: str) -> bytes:
         """What is common to the keys of all identifiers on ``endpoint`` while ``rule`` decides there.

@@ -37,6 +37,22 @@ class SnapshotStatus(NamedTuple):
     errors_total: int
 
 
+class ClusterStatus(NamedTuple):
+    """How a node of a cluster is doing.
+
+    ``sync_lag_s`` is the age of the oldest spends that were sent and not acknowledged. Totals are in checks, but for
+    ``forgiven_tokens_total``.
+    """
+
+    members: int
+    sync_lag_s: float
+    unsettled_buckets: int
+    asked_total: int
+    late_total: int
+    forgiven_tokens_total: int
+    corrupt_total: int
+
+
 @dataclass(slots=True)
 class Runtime:
     """What the background jobs find out about the process; written by them, read here."""
@@ -61,7 +77,10 @@ class Readings:
     rules_revision: Callable[[], int]
     rules_skipped_total: Callable[[], int]
     rules_connected: Callable[[], bool]
-    snapshot: Callable[[], SnapshotStatus]
+    snapshot: Callable[[], SnapshotStatus | None]
+    """``None`` where buckets are shared: nothing of them is on this node's disk."""
+    cluster: Callable[[], ClusterStatus | None]
+    """``None`` where they are the node's own."""
     transport: Callable[[], TransportStatus | None]
     """``None`` before it listens: HTTP does so first."""
     tasks: Callable[[], int]
@@ -148,6 +167,24 @@ def _counter(
 
 def _gauge(name: str, text: str, read: Callable[[Readings], float]) -> Definition:
     return Definition(name, "gauge", text, _one(read))
+
+
+def _of_cluster(read: Callable[[ClusterStatus], float]) -> Callable[[Readings], Iterable[Point]]:
+    def points(readings: Readings) -> Iterable[Point]:
+        status = readings.cluster()
+        return () if status is None else (Point(read(status)),)
+
+    return points
+
+
+def _of_snapshot(
+    read: Callable[[SnapshotStatus], float],
+) -> Callable[[Readings], Iterable[Point]]:
+    def points(readings: Readings) -> Iterable[Point]:
+        status = readings.snapshot()
+        return () if status is None else (Point(read(status)),)
+
+    return points
 
 
 def _latency(readings: Readings) -> Iterable[Point]:
@@ -259,12 +296,35 @@ DEFINITIONS: Final = (
         lambda r: r.evicted_total()),
     _counter("rate_limiter_buckets_expired_total", "Buckets dropped because they were full again.",
         lambda r: r.expired_total()),
-    _gauge("rate_limiter_snapshot_age_seconds", "Time since the buckets were last written to the state directory.",
-        lambda r: r.snapshot().age_s),
-    _counter("rate_limiter_snapshot_written_bytes_total", "Bytes of buckets written to the state directory.",
-        lambda r: r.snapshot().written_bytes_total),
-    _counter("rate_limiter_snapshot_errors_total", "Passes of the bucket snapshot that failed.",
-        lambda r: r.snapshot().errors_total),
+    Definition("rate_limiter_snapshot_age_seconds", "gauge",
+        "Time since the buckets were last written to the state directory; not where they are shared.",
+        _of_snapshot(lambda s: s.age_s)),
+    Definition("rate_limiter_snapshot_written_bytes_total", "counter",
+        "Bytes of buckets written to the state directory; not where they are shared.",
+        _of_snapshot(lambda s: s.written_bytes_total)),
+    Definition("rate_limiter_snapshot_errors_total", "counter",
+        "Passes of the bucket snapshot that failed; not where buckets are shared.",
+        _of_snapshot(lambda s: s.errors_total)),
+
+    # The cluster. A node whose buckets are its own has none of these.
+    Definition("rate_limiter_cluster_nodes", "gauge", "Nodes alive, as this node sees it.",
+        _of_cluster(lambda c: c.members)),
+    Definition("rate_limiter_sync_lag_seconds", "gauge",
+        "Age of the oldest spends that were sent to the shared state and not acknowledged.",
+        _of_cluster(lambda c: c.sync_lag_s)),
+    Definition("rate_limiter_unsettled_buckets", "gauge", "Buckets with spends that the shared state may not know of.",
+        _of_cluster(lambda c: c.unsettled_buckets)),
+    Definition("rate_limiter_shared_state_checks_total", "counter", "Checks that the shared state was asked to decide.",
+        _of_cluster(lambda c: c.asked_total)),
+    Definition("rate_limiter_shared_state_late_total", "counter",
+        "Of those: decided by the node alone, for the answer was late.", _of_cluster(lambda c: c.late_total)),
+    Definition("rate_limiter_forgiven_tokens_total", "counter",
+        "Tokens that were allowed and are charged nowhere: after outages, resets and lowered limits.",
+        _of_cluster(lambda c: c.forgiven_tokens_total)),
+    Definition("rate_limiter_shared_state_corrupt_total", "counter",
+        "Values in the shared state that were no buckets, and were replaced.", _of_cluster(lambda c: c.corrupt_total)),
+    _counter("rate_limiter_breaker_denied_total", "Checks denied because the circuit breaker was open.",
+        lambda r: r.stats.breaker_denied_total),
 
     # The process.
     _gauge("rate_limiter_loop_lag_seconds", "How late the event loop ran a timer, at worst in the last 10 to 20 s.",

@@ -3,7 +3,14 @@ import pytest
 from ratelimitd import __version__
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.observe.health import Health
-from ratelimitd.observe.metrics import DEFINITIONS, Metrics, Readings, Runtime, SnapshotStatus
+from ratelimitd.observe.metrics import (
+    DEFINITIONS,
+    ClusterStatus,
+    Metrics,
+    Readings,
+    Runtime,
+    SnapshotStatus,
+)
 from ratelimitd.stats import LATENCY_BOUNDS_S, MAX_RULE_LABELS, CheckStats
 from ratelimitd.testing import ManualClock
 
@@ -56,6 +63,7 @@ def metrics(stats, runtime, transport):
             rules_skipped_total=lambda: 15,
             rules_connected=lambda: True,
             snapshot=lambda: SnapshotStatus(1.5, 16, 17),
+            cluster=lambda: ClusterStatus(3, 0.5, 24, 25, 26, 27, 28),
             task_restarts=lambda: {"snapshot": 2},
             unexpected_total=lambda: 18,
             transport=lambda: transport,

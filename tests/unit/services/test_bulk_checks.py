@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, IdentifierType, Rule
@@ -59,7 +60,7 @@ class Bench:
             clock=self.clock,
             stats=self.stats,
             timestamps="bounded",
-            key_secret=b"k" * 32,
+            keys=BucketKeys(b"k" * 32),
         )
         seconds = itertools.count(0.0, 0.003)
         self.checks = BulkChecks(self.limiter, self.stats, lambda: next(seconds))

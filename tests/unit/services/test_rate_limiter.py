@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.limiter import Limiter
@@ -212,7 +213,7 @@ class TestBatchesOfCanonicalChecks:
             clock=ManualClock(),
             stats=stats,
             timestamps="bounded",
-            key_secret=b"k" * 32,
+            keys=BucketKeys(b"k" * 32),
         )
         limiter.replace_book(RuleBook.of([self.RULE], 1))
         return limiter

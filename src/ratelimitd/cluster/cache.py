@@ -1,0 +1,151 @@
+"""The shared buckets that a node knows: those in use as views, the others packed; the least recently used leave first.
+
+A view is an object of several, which the garbage collector looks at; a packed bucket is one tuple of numbers, which it
+does not. So a bucket that nobody has asked for since a moment is packed: its base is all that is worth keeping of it,
+for a bucket with something to settle is never packed. See ADR 0026.
+
+Two generations stand for an order of use: what is used moves to the young one; when a generation has lived its time,
+what is left in the old one leaves. Every step is small: buckets are moved a few at a time, packed ones leave by hash
+tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.cluster.packing import Packed, pack, unpack
+from ratelimitd.cluster.tag import Tag
+from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.model import US_PER_S
+
+IDLE_US: Final = 2 * US_PER_S
+"""A view that was not used for this long, twice at most, is packed."""
+
+MOVED_PER_STEP: Final = 64
+"""Views that are packed or kept in one step, about 0.1 ms; more while more are added."""
+
+
+class BucketCache:
+    """At most ``max_entries`` buckets, for at most ``ttl_us`` after their last use. ``now_us`` is monotonic."""
+
+    def __init__(self, tags: Sequence[Tag], *, max_entries: int, ttl_us: int, now_us: int) -> None:
+        self._tags = tags
+        self._max_entries = max_entries
+        self._generation_us = ttl_us // 2
+        self._young: dict[bytes, Bucket] = {}
+        self._old: dict[bytes, Bucket] = {}
+        self._turned_us = now_us
+        self._added = 0
+        self._packed_young: list[dict[bytes, Packed]] = [{} for _ in tags]
+        self._packed_old: list[dict[bytes, Packed]] = [{} for _ in tags]
+        self._packed_count = 0
+        self._next_tag = 0
+        self._tag_turned_us = now_us
+        self.evicted_total = 0
+        """Buckets that left because there was no room."""
+        self.expired_total = 0
+        """Buckets that left because nobody asked for them."""
+
+    def __len__(self) -> int:
+        """Buckets known."""
+        return len(self._young) + len(self._old) + self._packed_count
+
+    def get(self, key: bytes) -> Bucket | None:
+        """The bucket of ``key``, if it is in use."""
+        bucket = self._young.get(key)
+        if bucket is not None:
+            return bucket
+        if key not in self._old:
+            return None
+        bucket = self._young[key] = self._old.pop(key)
+        return bucket
+
+    def take_packed(self, tag: Tag, name: bytes) -> SharedState | None:
+        """The last known state of a bucket that is not in use; it has to be put back by :meth:`add`."""
+        number = tag.number
+        packed = self._packed_young[number].pop(name, None)
+        if packed is None:
+            packed = self._packed_old[number].pop(name, None)
+        if packed is None:
+            return None
+        self._packed_count -= 1
+        return unpack(packed)
+
+    def forget_packed(self, tag: Tag, name: bytes) -> None:
+        """Somebody says that a bucket is another now: it is read again when it is asked for."""
+        self.take_packed(tag, name)
+
+    def forget_all_packed(self) -> None:
+        """Any of them may be another now."""
+        for number in range(len(self._tags)):
+            self._drop_old(number)
+            self._drop_old(number)
+
+    def add(self, bucket: Bucket) -> None:
+        """A bucket is in use from now on."""
+        self._young[bucket.key] = bucket
+        bucket.tag.buckets[bucket.name] = bucket
+        bucket.is_cached = True
+        self._added += 1
+
+    def step(self, now_us: int) -> None:
+        """Move on by a small step; to be called often."""
+        moves = MOVED_PER_STEP + 2 * self._added
+        self._added = 0
+        while self._old and moves:
+            moves -= 1
+            self._retire(self._old.popitem()[1])
+        if not self._old and now_us - self._turned_us >= IDLE_US:
+            self._turned_us, self._old, self._young = now_us, self._young, {}
+        self._expire(now_us)
+        while len(self) > self._max_entries and self._evict_some():
+            pass
+
+    def _retire(self, bucket: Bucket) -> None:
+        view = bucket.view
+        if not view.is_clean:
+            self._young[bucket.key] = bucket
+            return
+        self._forget(bucket)
+        if view.base is not None:
+            self._packed_young[bucket.tag.number][bucket.name] = pack(view.base)
+            self._packed_count += 1
+
+    @staticmethod
+    def _forget(bucket: Bucket) -> None:
+        """Let a bucket go. One with something to settle stays known to its tag until that is done."""
+        bucket.is_cached = False
+        if bucket.view.is_clean:
+            bucket.tag.buckets.pop(bucket.name, None)
+
+    def _expire(self, now_us: int) -> None:
+        """Turn the packed generations of the tags, one tag after the other, each once in half of the time to live."""
+        pause_us = self._generation_us // len(self._tags)
+        if now_us - self._tag_turned_us < pause_us:
+            return
+        self._tag_turned_us = max(self._tag_turned_us + pause_us, now_us - self._generation_us)
+        self.expired_total += self._drop_old(self._next_tag)
+        self._next_tag = (self._next_tag + 1) % len(self._tags)
+
+    def _drop_old(self, number: int) -> int:
+        dropped = len(self._packed_old[number])
+        self._packed_old[number], self._packed_young[number] = self._packed_young[number], {}
+        self._packed_count -= dropped
+        return dropped
+
+    def _evict_some(self) -> bool:
+        """Make room by the older packed buckets of the next tag, or else by some in use; false: all are dirty."""
+        for _ in range(2 * len(self._tags) if self._packed_count else 0):
+            evicted = self._drop_old(self._next_tag)
+            self._next_tag = (self._next_tag + 1) % len(self._tags)
+            if evicted:
+                self.evicted_total += evicted
+                return True
+        source = self._old or self._young
+        if not source:
+            return False
+        self._forget(source.popitem()[1])
+        self.evicted_total += 1
+        return True

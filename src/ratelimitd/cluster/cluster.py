@@ -1,0 +1,239 @@
+"""A node's part in a cluster, put together: buckets, breakers, the sync job, who is alive, what others tell.
+
+Knows no driver: the store and the bus are given. Every step of its jobs is small, so that checks are never held up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random as random_source
+from collections.abc import Callable
+from typing import Final, NamedTuple, Protocol
+
+from ratelimitd.breaker import Breaker, State
+from ratelimitd.clock import Clock
+from ratelimitd.cluster.cache import BucketCache
+from ratelimitd.cluster.membership import Membership, Pulse
+from ratelimitd.cluster.news import Bus, News, take
+from ratelimitd.cluster.shard import Shard
+from ratelimitd.cluster.shared_buckets import SharedBuckets
+from ratelimitd.cluster.shared_time import SharedTime
+from ratelimitd.cluster.store import HASH_TAGS, SharedStore
+from ratelimitd.cluster.strict_buckets import StrictBuckets
+from ratelimitd.cluster.tag import Surroundings, Tag
+from ratelimitd.errors import RateLimitdError
+from ratelimitd.model import US_PER_S
+from ratelimitd.stats import CheckStats
+
+STEPS: Final = 16
+"""An interval of the sync is walked through in so many steps, each with a part of the hash tags."""
+
+WATCH_S: Final = 0.1
+"""How often it is looked whether a breaker wants a probe, and whether hash tags have moved."""
+
+JITTER_US: Final = US_PER_S
+"""Nodes whose breakers opened together probe apart, by up to so much."""
+
+JOIN_S: Final = 1.0
+"""How long a node waits at its start to hear of the others; it serves without them afterwards."""
+
+
+class Store(SharedStore, Pulse, Protocol):
+    """All that a node asks of the shared state."""
+
+
+class Options(NamedTuple):
+    """What an operator has chosen."""
+
+    sync_interval_ms: int
+    cache_entries: int
+    cache_ttl_s: int
+    breaker_failures: int
+    breaker_recovery_s: int
+    strict: bool
+    decides_alone: bool
+    """While a breaker is open, checks are decided by what the node itself knows."""
+    callers_time: bool
+
+
+class Cluster:
+    """One node's part. Needs a running event loop.
+
+    ``incarnation`` is the node's name and something that tells it from an earlier one of that name. ``stored_name``
+    makes the name in the store of a bucket's key; ``fingerprint``: of the secret behind it. ``report`` takes one line
+    for an operator. ``rules_changed`` is called when another node says so.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        bus: Bus,
+        options: Options,
+        *,
+        incarnation: str,
+        stored_name: Callable[[bytes], bytes],
+        fingerprint: Callable[[], str],
+        clock: Clock,
+        shared_time: SharedTime,
+        stats: CheckStats,
+        report: Callable[[str], None],
+        rules_changed: Callable[[], None],
+        random: Callable[[], float] = random_source.random,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._store = store
+        self._options = options
+        self._clock = clock
+        self._stats = stats
+        self._timers = loop
+        self._report = report
+        self._rules_changed = rules_changed
+        self._random = random
+        self._shards: dict[str, Shard] = {}
+        self.news = News(bus, clock, stats)
+        self.membership = Membership(
+            store,
+            incarnation,
+            fingerprint=fingerprint,
+            clock=clock,
+            shared_time=shared_time,
+            report=report,
+        )
+        around = Surroundings(store, clock, loop, self.news)
+        self._tags = [
+            Tag(number, self._shard_of(number), incarnation, around) for number in range(HASH_TAGS)
+        ]
+        self.cache = BucketCache(
+            self._tags,
+            max_entries=options.cache_entries,
+            ttl_us=options.cache_ttl_s * US_PER_S,
+            now_us=clock.monotonic_us(),
+        )
+        self.buckets: SharedBuckets | StrictBuckets
+        self._eventual: SharedBuckets | None = None
+        if options.strict:
+            self.buckets = StrictBuckets(
+                store=store,
+                tags=self._tags,
+                stored_name=stored_name,
+                callers_time=options.callers_time,
+            )
+        else:
+            self.buckets = self._eventual = SharedBuckets(
+                store=store,
+                tags=self._tags,
+                cache=self.cache,
+                stored_name=stored_name,
+                clock=clock,
+                timers=loop,
+                stats=stats,
+                membership=self.membership,
+                news=self.news,
+                decides_alone=options.decides_alone,
+            )
+        self._step = 0
+
+    # What the node's jobs call
+
+    @property
+    def step_s(self) -> float:
+        """How often :meth:`sync_step` is to be called."""
+        return self._options.sync_interval_ms / 1000 / STEPS
+
+    def sync_step(self) -> None:
+        """Send what a part of the hash tags has to settle; a whole interval has :data:`STEPS` of them."""
+        for tag in self._tags[self._step :: STEPS]:
+            tag.sync()
+        self._step = (self._step + 1) % STEPS
+        if self._eventual is not None:
+            self._eventual.step()
+        if not self._step:
+            self.news.tell()
+
+    def watch(self) -> None:
+        """Probe the servers whose breakers want it, and follow hash tags that have moved."""
+        for tag in self._tags:
+            if tag.shard.name != self._store.shard_of(tag.number):
+                tag.shard = self._shard_of(tag.number)
+        self._shards = {tag.shard.name: tag.shard for tag in self._tags}
+        for shard in self._shards.values():
+            if shard.begins_probe():
+                self._store.probe(shard.tag, _verdict_of(shard))
+
+    def take(self, payload: bytes) -> None:
+        """Go by a message of another node."""
+        if self._eventual is not None:
+            take(payload, self._eventual, rules_changed=self._rules_changed)
+        elif payload[:1] == b"R":
+            self._rules_changed()
+
+    def resync(self) -> None:
+        """Messages of others may have been lost."""
+        self._rules_changed()
+        if self._eventual is not None:
+            self._eventual.resync()
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Send all that there is to settle, for a node that leaves; false: not all has arrived in time."""
+        deadline_us = self._clock.monotonic_us() + round(timeout_s * US_PER_S)
+        while not all(tag.is_settled for tag in self._tags):
+            if self._clock.monotonic_us() >= deadline_us:
+                return False
+            for tag in self._tags:
+                tag.sync()
+            await asyncio.sleep(WATCH_S / STEPS)
+        return True
+
+    # What others read
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether no breaker is open."""
+        return all(shard.state is State.CLOSED for shard in self._shards.values())
+
+    @property
+    def breaker_state(self) -> State:
+        """Of the worst shard."""
+        states = {shard.state for shard in self._shards.values()}
+        for state in (State.OPEN, State.HALF_OPEN):
+            if state in states:
+                return state
+        return State.CLOSED
+
+    @property
+    def sync_lag_s(self) -> float:
+        """Age of the oldest batch that was not acknowledged yet."""
+        now_us = self._clock.now_us()
+        oldest = [tag.oldest_us for tag in self._tags if tag.oldest_us is not None]
+        return max(0, now_us - min(oldest)) / US_PER_S if oldest else 0.0
+
+    @property
+    def unsettled_buckets(self) -> int:
+        """Buckets with spends that the store may not know of."""
+        return sum(tag.unsettled_buckets for tag in self._tags)
+
+    # Inside
+
+    def _shard_of(self, tag: int) -> Shard:
+        name = self._store.shard_of(tag)
+        shard = self._shards.get(name)
+        if shard is None:
+            breaker = Breaker(
+                self._clock,
+                failure_threshold=self._options.breaker_failures,
+                recovery_us=self._options.breaker_recovery_s * US_PER_S,
+                jitter_us=lambda: int(self._random() * JITTER_US),
+            )
+            shard = Shard(name, tag, breaker, self._clock, self._stats, self._timers)
+            self._shards[name] = shard
+        return shard
+
+
+def _verdict_of(shard: Shard) -> Callable[[RateLimitdError | None], None]:
+    def done(error: RateLimitdError | None) -> None:
+        if error is None:
+            shard.answered()
+        else:
+            shard.failed(error)
+
+    return done

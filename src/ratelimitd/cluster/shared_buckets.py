@@ -1,0 +1,341 @@
+"""Checks on buckets that nodes share: by the node's own view where that may be, else by the shared state.
+
+Never fails open: it says that it cannot decide, and the limiter knows what that means. See ADR 0026.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Final, Protocol
+
+from ratelimitd.algorithms import Decide
+from ratelimitd.clock import Clock
+from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.cluster.cache import BucketCache
+from ratelimitd.cluster.question import Question
+from ratelimitd.cluster.rereading import Rereading
+from ratelimitd.cluster.store import SharedStore, Timers
+from ratelimitd.cluster.tag import Tag
+from ratelimitd.errors import RateLimitdError, StoreUnavailableError
+from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.model import US_PER_S, Outcome, Rule
+from ratelimitd.stats import CheckStats
+
+ANSWER_S: Final = 0.02
+"""How long a check waits for the shared state before the node's own view decides it."""
+
+REREADS_PER_STEP: Final = 32
+
+
+class Membership(Protocol):
+    """Who is alive."""
+
+    count: int
+    """Nodes, with this one."""
+
+
+class News(Protocol):
+    """Who tells the other nodes."""
+
+    def was_reset(self, name: bytes) -> None:
+        """A bucket begins afresh."""
+
+
+class SharedBuckets:
+    """The shared buckets of one node.
+
+    ``stored_name`` makes the name in the store of a key. ``decides_alone``: while a breaker is open, checks are decided
+    by what the node itself knows, and answered with ``BreakerOpenError`` otherwise.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: SharedStore,
+        tags: Sequence[Tag],
+        cache: BucketCache,
+        stored_name: Callable[[bytes], bytes],
+        clock: Clock,
+        timers: Timers,
+        stats: CheckStats,
+        membership: Membership,
+        news: News,
+        decides_alone: bool = False,
+        new_future: Callable[[], asyncio.Future[Outcome | RateLimitdError]] | None = None,
+    ) -> None:
+        self._store = store
+        self._tags = tags
+        self._cache = cache
+        self._stored_name = stored_name
+        self._clock = clock
+        self._timers = timers
+        self._stats = stats
+        self._membership = membership
+        self._news = news
+        self._decides_alone = decides_alone
+        self._new_future = new_future or asyncio.get_running_loop().create_future
+        self._reading: dict[bytes, list[Question]] = {}
+        self._rereading = Rereading()
+        self._doubted: set[bytes] = set()
+        self._patience: deque[tuple[int, Bucket, Question]] = deque()
+        self.asked_total = 0
+        """Checks that the shared state has been asked to decide."""
+        self.late_total = 0
+        """Of those: decided by the node's view, for the answer was late."""
+
+    # The limiter's questions
+
+    def apply(
+        self, key: bytes, rule: Rule, _decide: Decide, now_us: int, cost: int
+    ) -> Outcome | None:
+        """Judge and charge a check by the node's view; ``None``: the shared state is to decide.
+
+        Raises:
+            BreakerOpenError: it is to decide, and is not asked now.
+        """
+        bucket = self._cache.get(key)
+        if bucket is None:
+            bucket = self._known(key, rule)
+            if bucket is None:
+                return None
+        if bucket.view.rule is not rule:
+            self._note_rule(bucket, rule)
+        if bucket.tag.shard.is_open:
+            if self._decides_alone:
+                return self._alone(bucket, now_us, cost)
+            raise bucket.tag.shard.open_error()
+        return self._by_view(bucket, now_us, cost)
+
+    def peek(
+        self, key: bytes, rule: Rule, _decide: Decide, now_us: int, cost: int
+    ) -> Outcome | None:
+        """Judge a check by the node's view, and charge nothing."""
+        bucket = self._cache.get(key) or self._known(key, rule)
+        if bucket is None:
+            return None
+        if bucket.view.rule is not rule:
+            self._note_rule(bucket, rule)
+        if bucket.tag.shard.is_open and not self._decides_alone:
+            raise bucket.tag.shard.open_error()
+        return bucket.view.peek(now_us, cost)
+
+    def wait(
+        self, key: bytes, rule: Rule, now_us: int, cost: int, *, peek: bool
+    ) -> Awaitable[Outcome | RateLimitdError]:
+        """Let the shared state decide a check."""
+        question = Question(rule, now_us, cost, peek=peek, answer=self._new_future())
+        bucket = self._cache.get(key) or self._known(key, rule)
+        if bucket is not None:
+            self._decide(bucket, question)
+        else:
+            self._read_for(key, question)
+        return question.answer
+
+    async def reset(self, keys: Sequence[bytes], rules: Sequence[Rule]) -> None:
+        """Let buckets start afresh, on every node.
+
+        Raises:
+            StoreUnavailableError: not known to be done.
+        """
+        names = [*map(self._stored_name, keys)]
+        for name, shared in zip(names, await reset_buckets(self._store, names, rules), strict=True):
+            self.heard(name, shared)
+            self._news.was_reset(name)
+
+    # What comes from the store
+
+    def heard(self, name: bytes, shared: SharedState) -> None:
+        """A state came from the store, by whatever way."""
+        tag = self._tags[name[0]]
+        bucket = tag.buckets.get(name)
+        if bucket is None:
+            self._cache.forget_packed(tag, name)
+            return
+        tag.first_word()
+        bucket.view.hear(shared)
+
+    def doubt(self, name: bytes) -> None:
+        """Somebody says that a bucket is another now, but not which: read it again, if this node knows it."""
+        tag = self._tags[name[0]]
+        bucket = tag.buckets.get(name)
+        if bucket is None:
+            self._cache.forget_packed(tag, name)
+        else:
+            self._store.read(name, bucket.view.rule, partial(self._reread, bucket))
+
+    def resync(self) -> None:
+        """News of others may have been lost: read again what is in use, and whatever is not when it is asked for."""
+        self._cache.forget_all_packed()
+        self._doubted = {name for tag in self._tags for name in tag.buckets}
+
+    def step(self) -> None:
+        """What is to be done now and then, in small steps: pack what is not used, read again what was denied."""
+        for _ in range(min(REREADS_PER_STEP, len(self._doubted))):
+            self.doubt(self._doubted.pop())
+        now_us = self._clock.monotonic_us()
+        self._cache.step(now_us)
+        for bucket, times in self._rereading.due(now_us, REREADS_PER_STEP):
+            done = partial(self._looked, bucket, times)
+            self._store.read(bucket.name, bucket.view.rule, done)
+
+    def _looked(
+        self, bucket: Bucket, times: int, shared: SharedState | RateLimitdError | None
+    ) -> None:
+        before = bucket.view.base
+        self._reread(bucket, shared)
+        is_news = bucket.view.base is not before
+        self._rereading.looked(bucket, times, self._clock.monotonic_us(), is_news=is_news)
+
+    def _reread(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
+        if isinstance(shared, SharedState):
+            bucket.tag.first_word()
+            bucket.view.hear(shared)
+
+    # Deciding
+
+    def _known(self, key: bytes, rule: Rule) -> Bucket | None:
+        """A bucket that is not in use, but known: packed, or evicted before everything was settled."""
+        name = self._stored_name(key)
+        tag = self._tags[name[0]]
+        bucket = tag.buckets.get(name)
+        if bucket is None:
+            if tag.shard.is_open:
+                if not self._decides_alone:
+                    raise tag.shard.open_error()
+                bucket = Bucket(key, name, tag, rule, self._cache.take_packed(tag, name))
+            else:
+                shared = self._cache.take_packed(tag, name)
+                if shared is None:
+                    return None
+                bucket = Bucket(key, name, tag, rule, shared)
+        self._cache.add(bucket)
+        return bucket
+
+    def _read_for(self, key: bytes, question: Question) -> None:
+        questions = self._reading.get(key)
+        if questions is not None:
+            questions.append(question)
+            return
+        self._stats.bucket_missed_total += 1
+        self._reading[key] = [question]
+        self._store.read(self._stored_name(key), question.rule, partial(self._read, key))
+
+    def _read(self, key: bytes, shared: SharedState | RateLimitdError | None) -> None:
+        questions = self._reading.pop(key)
+        name = self._stored_name(key)
+        tag = self._tags[name[0]]
+        if isinstance(shared, RateLimitdError):
+            tag.shard.failed(shared)
+            for question in questions:
+                question.tell(shared)
+            return
+        tag.shard.answered()
+        bucket = self._cache.get(key)
+        if bucket is None:
+            bucket = Bucket(key, name, tag, questions[0].rule, shared)
+            self._cache.add(bucket)
+        elif shared is not None:
+            bucket.view.hear(shared)
+        for question in questions:
+            self._decide(bucket, question)
+
+    def _decide(self, bucket: Bucket, question: Question) -> None:
+        if question.answer.done():
+            return
+        rule, now_us, cost = question.rule, question.now_us, question.cost
+        if rule is not bucket.view.rule:
+            self._note_rule(bucket, rule)
+        outcome: Outcome | RateLimitdError | None
+        if question.peek:
+            outcome = bucket.view.peek(now_us, cost)
+        elif not bucket.tag.shard.is_open:
+            outcome = self._by_view(bucket, now_us, cost)
+        elif self._decides_alone:
+            outcome = self._alone(bucket, now_us, cost)
+        else:
+            outcome = bucket.tag.shard.open_error()
+        if outcome is None:
+            self._ask(bucket, question)
+        else:
+            question.tell(outcome)
+
+    def _ask(self, bucket: Bucket, question: Question) -> None:
+        self.asked_total += 1
+        bucket.tag.ask(bucket, question)
+        due_us = self._clock.monotonic_us() + round(ANSWER_S * US_PER_S)
+        if not self._patience:
+            self._timers.call_later(ANSWER_S, self._lose_patience)
+        self._patience.append((due_us, bucket, question))
+
+    def _lose_patience(self) -> None:
+        now_us = self._clock.monotonic_us()
+        while self._patience:
+            due_us, bucket, question = self._patience[0]
+            if due_us > now_us and not question.answer.done():
+                self._timers.call_later((due_us - now_us) / US_PER_S, self._lose_patience)
+                return
+            self._patience.popleft()
+            if not question.answer.done():
+                self.late_total += 1
+                bucket.tag.give_up(bucket, question)
+
+    def _by_view(self, bucket: Bucket, now_us: int, cost: int) -> Outcome | None:
+        view, members = bucket.view, self._membership.count
+        outcome = view.check(now_us, members, cost)
+        if outcome is None:
+            return None
+        if outcome[0]:
+            if not bucket.is_dirty:
+                bucket.tag.touch(bucket)
+            if view.is_due(now_us, members):
+                bucket.tag.flush()
+        elif not bucket.is_denied:
+            self._rereading.denied(bucket, self._clock.monotonic_us())
+        return outcome
+
+    @staticmethod
+    def _alone(bucket: Bucket, now_us: int, cost: int) -> Outcome:
+        outcome = bucket.view.check_alone(now_us, cost)
+        if outcome[0] and not bucket.is_dirty:
+            bucket.tag.touch(bucket)
+        return outcome
+
+    @staticmethod
+    def _note_rule(bucket: Bucket, rule: Rule) -> None:
+        """Checks come under another rule than the view knows: a newer one, or the view has heard of it before us."""
+        view = bucket.view
+        if rule.revision >= view.rule.revision:
+            view.edit(rule)
+
+
+async def reset_buckets(
+    store: SharedStore, names: Sequence[bytes], rules: Sequence[Rule]
+) -> Sequence[SharedState]:
+    """Make buckets full, each with its rule; returns what they are now.
+
+    Raises:
+        StoreUnavailableError: not known to be done.
+    """
+    loop = asyncio.get_running_loop()
+    answers: list[asyncio.Future[SharedState | RateLimitdError]] = []
+    for name, rule in zip(names, rules, strict=True):
+        answers.append(loop.create_future())
+        store.reset(name, rule, partial(_fulfil, answers[-1]))
+    states = []
+    for answer in answers:
+        shared = await answer
+        if isinstance(shared, RateLimitdError):
+            message = "the shared state did not answer: the bucket may be as it was"
+            raise StoreUnavailableError(message) from shared
+        states.append(shared)
+    return states
+
+
+def _fulfil(
+    answer: asyncio.Future[SharedState | RateLimitdError], shared: SharedState | RateLimitdError
+) -> None:
+    if not answer.done():
+        answer.set_result(shared)

@@ -1,0 +1,68 @@
+"""What a node needs of the state that nodes share, whoever keeps it: a Valkey or Redis, or a test.
+
+Every request is sent in the turn of the event loop in which it is made, together with the others of that turn, and its
+``done`` is called exactly once, in a later turn, with the answer or with the error that stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from ratelimitd.errors import RateLimitdError
+from ratelimitd.ledger.batches import Batch, Reply
+from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.model import Outcome, Rule
+
+HASH_TAGS: Final = 256
+"""Buckets are spread over so many parts by the first byte of their name; a batch is of one part. Never changes."""
+
+
+class SharedStore(Protocol):
+    """The shared buckets. A bucket's ``name`` is :meth:`ratelimitd.buckets.keys.BucketKeys.stored` of its key."""
+
+    def shard_of(self, tag: int) -> str:
+        """The server that holds a hash tag, by a name for people."""
+
+    def read(
+        self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
+    ) -> None:
+        """Read a bucket; ``None``: it is full."""
+
+    def settle(
+        self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
+    ) -> None:
+        """Apply a batch, once however often it is sent; ``None``: it is older than the last of its sender."""
+
+    def decide(
+        self,
+        name: bytes,
+        rule: Rule,
+        now_us: int | None,
+        cost: int,
+        *,
+        peek: bool,
+        done: Callable[[Outcome | RateLimitdError], None],
+    ) -> None:
+        """Decide one check by the buckets themselves, at ``now_us`` or else at the store's own time."""
+
+    def reset(
+        self,
+        name: bytes,
+        rule: Rule,
+        done: Callable[[SharedState | RateLimitdError], None],
+    ) -> None:
+        """Make a bucket full, in a new generation."""
+
+    def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
+        """Find out whether the server that holds a hash tag reads and writes."""
+
+
+class Timers(Protocol):
+    """What is needed of an event loop."""
+
+    def call_soon(self, callback: Callable[..., object], *arguments: Any) -> object:
+        """Call back in the next turn."""
+
+    def call_later(self, delay: float, callback: Callable[..., object], *arguments: Any) -> object:
+        """Call back after ``delay`` seconds."""

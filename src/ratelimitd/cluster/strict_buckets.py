@@ -1,0 +1,87 @@
+"""Checks on buckets that nodes share, each decided by the shared state itself: ``CONSISTENCY=strict``.
+
+Never decides anything: one script call does, and those of one turn of the event loop travel together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from ratelimitd.algorithms import Decide
+from ratelimitd.cluster.shared_buckets import reset_buckets
+from ratelimitd.cluster.store import SharedStore
+from ratelimitd.cluster.tag import Tag
+from ratelimitd.errors import RateLimitdError
+from ratelimitd.model import Outcome, Rule
+
+
+class StrictBuckets:
+    """The shared buckets, decided where they are.
+
+    ``stored_name`` makes the name in the store of a key. ``callers_time``: checks are judged at the time that the
+    caller says, not at the store's.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: SharedStore,
+        tags: Sequence[Tag],
+        stored_name: Callable[[bytes], bytes],
+        callers_time: bool,
+    ) -> None:
+        self._store = store
+        self._tags = tags
+        self._stored_name = stored_name
+        self._callers_time = callers_time
+        self._new_future = asyncio.get_running_loop().create_future
+        self.asked_total = 0
+        """Checks that the shared state has been asked to decide."""
+        self.late_total = 0
+        """None: nobody else decides."""
+
+    def apply(self, _key: bytes, _rule: Rule, _decide: Decide, _now_us: int, _cost: int) -> None:
+        """``None``: the shared state is to decide."""
+        return
+
+    peek = apply
+
+    def wait(
+        self, key: bytes, rule: Rule, now_us: int, cost: int, *, peek: bool
+    ) -> Awaitable[Outcome | RateLimitdError]:
+        """Let the shared state decide a check."""
+        answer: asyncio.Future[Outcome | RateLimitdError] = self._new_future()
+        name = self._stored_name(key)
+        shard = self._tags[name[0]].shard
+        if shard.is_open:
+            answer.set_result(shard.open_error())
+            return answer
+        self.asked_total += 1
+        at_us = now_us if self._callers_time else None
+        done = partial(self._decided, answer, name)
+        self._store.decide(name, rule, at_us, cost, peek=peek, done=done)
+        return answer
+
+    def _decided(
+        self,
+        answer: asyncio.Future[Outcome | RateLimitdError],
+        name: bytes,
+        outcome: Outcome | RateLimitdError,
+    ) -> None:
+        shard = self._tags[name[0]].shard
+        if isinstance(outcome, RateLimitdError):
+            shard.failed(outcome)
+        else:
+            shard.answered()
+        if not answer.done():
+            answer.set_result(outcome)
+
+    async def reset(self, keys: Sequence[bytes], rules: Sequence[Rule]) -> None:
+        """Let buckets start afresh.
+
+        Raises:
+            StoreUnavailableError: not known to be done.
+        """
+        await reset_buckets(self._store, [*map(self._stored_name, keys)], rules)

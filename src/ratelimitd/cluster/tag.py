@@ -1,0 +1,277 @@
+"""One hash tag of the shared state on one node: what it has still to settle, in numbered batches, one at a time.
+
+Decides nothing about checks. The rules are those of the ledger (ADR 0023): a batch is frozen, repeated until it is
+acknowledged, and then the views of its buckets go on from the state that it left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Final, Protocol
+
+from ratelimitd.clock import Clock
+from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.cluster.question import Question, granted, refused
+from ratelimitd.cluster.shard import Shard
+from ratelimitd.cluster.store import SharedStore, Timers
+from ratelimitd.errors import RateLimitdError
+from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Reply, Sender
+from ratelimitd.ledger.shared_state import Ask, SharedState
+from ratelimitd.ledger.view import STALE_US
+from ratelimitd.model import US_PER_S
+
+FIRST_RESEND_S: Final = 0.06
+LONGEST_RESEND_S: Final = 1.0
+"""A batch that was not acknowledged is sent again after so long, twice as long from time to time."""
+
+MAX_KEPT_US: Final = 3_000 * US_PER_S
+"""How long a batch is repeated. The store remembers the numbers of a sender for an hour after its last batch; after
+that it would apply a repeated one again."""
+
+
+class Listener(Protocol):
+    """Who hears what became of the buckets of a node."""
+
+    def settled(self, bucket: Bucket, before: SharedState | None) -> None:
+        """A batch was acknowledged, and the bucket's view has a new base; ``before`` is the old one."""
+
+    def lost(self, tokens: int) -> None:
+        """So many tokens were allowed and will not be charged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the tags of a node have in common."""
+
+    store: SharedStore
+    clock: Clock
+    timers: Timers
+    listener: Listener
+
+
+class Tag:
+    """One hash tag.
+
+    Attributes:
+        number: which one.
+        shard: the server that holds it.
+        buckets: those of its buckets that this node has a view of, by name.
+    """
+
+    __slots__ = (
+        "_around",
+        "_asked",
+        "_dirty",
+        "_flush_is_due",
+        "_flush_next",
+        "_resends",
+        "_sender",
+        "_sent",
+        "_waiting",
+        "buckets",
+        "number",
+        "shard",
+    )
+
+    def __init__(self, number: int, shard: Shard, sender: str, around: Surroundings) -> None:
+        self.number = number
+        self.shard = shard
+        self.buckets: dict[bytes, Bucket] = {}
+        self._around = around
+        self._sender = Sender(sender)
+        self._dirty: dict[bytes, Bucket] = {}
+        self._sent: Sequence[Bucket] = ()
+        self._waiting: dict[bytes, list[Question]] = {}
+        self._asked: dict[bytes, list[Question]] = {}
+        self._flush_is_due = self._flush_next = False
+        self._resends = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to settle."""
+        return not self._dirty and self._sender.outstanding is None
+
+    @property
+    def unsettled_buckets(self) -> int:
+        """Buckets with something to settle."""
+        return len(self._dirty) + len(self._sent)
+
+    @property
+    def oldest_us(self) -> int | None:
+        """When the batch that is not acknowledged yet was frozen, on the node's clock."""
+        batch = self._sender.outstanding
+        return None if batch is None else batch.frozen_at_us
+
+    def unsettled_tokens(self) -> int:
+        """Tokens that were allowed here and that the store may not know of."""
+        return sum(
+            bucket.view.unsent.tokens + bucket.view.in_flight.tokens
+            for bucket in {*self._dirty.values(), *self._sent}
+        )
+
+    def touch(self, bucket: Bucket) -> None:
+        """There is something to settle of a bucket that is not dirty yet."""
+        bucket.is_dirty = True
+        self._dirty[bucket.name] = bucket
+
+    def ask(self, bucket: Bucket, question: Question) -> None:
+        """Let the next batch take a check to the store, at once if the last one was long enough ago."""
+        question.ask = bucket.view.ask(question.now_us, question.cost)
+        self._waiting.setdefault(bucket.name, []).append(question)
+        if not bucket.is_dirty:
+            self.touch(bucket)
+        # All checks of this turn ride in one batch.
+        self._flush_in(0)
+
+    def give_up(self, bucket: Bucket, question: Question) -> None:
+        """The store has not answered a check in time: the view decides, and pays when the store has charged it too."""
+        ask = question.ask
+        if question.answer.done() or ask is None:
+            return
+        if self._withdraw(bucket, question, ask):
+            question.ask = None
+        outcome = bucket.view.check_alone(question.now_us, question.cost)
+        question.charged = outcome[0]
+        if outcome[0] and not bucket.is_dirty:
+            self.touch(bucket)
+        question.tell(outcome)
+
+    def _withdraw(self, bucket: Bucket, question: Question, ask: Ask) -> bool:
+        if not bucket.view.withdraw(ask):
+            return False
+        waiting = self._waiting[bucket.name]
+        waiting.remove(question)
+        if not waiting:
+            del self._waiting[bucket.name]
+        return True
+
+    # Batches
+
+    def sync(self) -> None:
+        """Send what there is, unless a batch is under way: what the sync job does at its time."""
+        if self._sender.outstanding is None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what there is as soon as no batch is under way and the last one was long enough ago."""
+        if not self._dirty:
+            return
+        wait_us = self._sender.wait_us(self._around.clock.now_us())
+        if wait_us is None:
+            self._flush_next = True  # as soon as that one is acknowledged
+            return
+        if wait_us:
+            self._flush_in(wait_us)
+            return
+        self._send_next()
+
+    def _flush_in(self, wait_us: int) -> None:
+        if self._flush_is_due:
+            return
+        self._flush_is_due = True
+        timers = self._around.timers
+        if wait_us:
+            timers.call_later(wait_us / US_PER_S, self._flush_now)
+        else:
+            timers.call_soon(self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._flush_is_due = False
+        self.flush()
+
+    def _send_next(self) -> None:
+        taken = [*islice(self._dirty.values(), MAX_UPDATES)]
+        updates = []
+        for bucket in taken:
+            del self._dirty[bucket.name]
+            bucket.is_dirty = False
+            updates.append((bucket.name, bucket.view.freeze()))
+            if bucket.name in self._waiting:
+                self._asked[bucket.name] = self._waiting.pop(bucket.name)
+        self._sent = taken
+        self._resends = 0
+        self._send(self._sender.freeze(updates, self._around.clock.now_us()))
+
+    def _send(self, batch: Batch) -> None:
+        self._around.store.settle(self.number, batch, partial(self._answered, batch))
+
+    def _answered(self, batch: Batch, reply: Reply | RateLimitdError | None) -> None:
+        if batch is not self._sender.outstanding:
+            return
+        if isinstance(reply, Reply):
+            if self._asked:
+                self.shard.answered()
+            self._acknowledged(reply)
+            return
+        if isinstance(reply, RateLimitdError):
+            # A batch that takes checks along is a round trip of theirs the first time only: then they wait no more.
+            if self._asked and not self._resends:
+                self.shard.failed(reply)
+            else:
+                self.shard.sync_failed(reply)
+        elif reply is None:
+            # The store has gone on without us: whoever speaks under our name, this batch is not to be applied.
+            self._drop(batch)
+            return
+        if self._around.clock.now_us() - batch.frozen_at_us > MAX_KEPT_US:
+            self._drop(batch)
+            return
+        pause_s = min(LONGEST_RESEND_S, FIRST_RESEND_S * 2.0 ** min(self._resends, 10))
+        self._resends += 1
+        self._around.timers.call_later(pause_s, self._resend, batch)
+
+    def _resend(self, batch: Batch) -> None:
+        if batch is self._sender.outstanding:
+            self._send(batch)
+
+    def _acknowledged(self, reply: Reply) -> None:
+        self.first_word()
+        self._sender.acknowledged(reply)
+        sent, self._sent = self._sent, ()
+        asked, self._asked = self._asked, {}
+        listener = self._around.listener
+        for bucket in sent:
+            settled = reply.settled.get(bucket.name)
+            if settled is None:
+                continue
+            before = bucket.view.base
+            bucket.view.acknowledge(settled.shared)
+            questions = asked.get(bucket.name, ())
+            for question, is_granted in zip(questions, settled.grants, strict=False):
+                self._decided(bucket, question, is_granted=is_granted)
+            listener.settled(bucket, before)
+            self._let_go(bucket)
+        if self._flush_next or self._waiting:
+            self._flush_next = False
+            self.flush()
+
+    def _decided(self, bucket: Bucket, question: Question, *, is_granted: bool) -> None:
+        view, now_us = bucket.view, question.now_us
+        if not question.answer.done():
+            outcome = granted(view, now_us) if is_granted else refused(view, now_us, question.cost)
+            question.tell(outcome)
+        elif is_granted and question.charged:
+            view.pay(question.cost)
+
+    def _drop(self, batch: Batch) -> None:
+        """Give a batch up: nobody can tell any more whether it was applied."""
+        self._around.listener.lost(sum(bucket.view.in_flight.tokens for bucket in self._sent))
+        for bucket in self._sent:
+            rule, base = bucket.view.rule, bucket.view.base
+            bucket.view.acknowledge(base or SharedState(0, rule.revision, rule.limit))
+        self._sender.acknowledged(Reply(batch.number, {}))
+        self._sent, self._asked = (), {}
+
+    def first_word(self) -> None:
+        """The store has spoken, and nothing of it is adopted yet: after an outage, settle no more than is lacking."""
+        batch, now_us = self._sender.outstanding, self._around.clock.now_us()
+        if batch is not None and now_us - batch.frozen_at_us > STALE_US:
+            for bucket in self.buckets.values():
+                bucket.view.forgive_outage(now_us)
+
+    def _let_go(self, bucket: Bucket) -> None:
+        if not bucket.is_cached and not bucket.is_dirty:
+            self.buckets.pop(bucket.name, None)

@@ -1,0 +1,173 @@
+"""The shared state of :mod:`ratelimitd.cluster.store`, in Valkey or Redis: what is asked, as commands, over the links.
+
+Nothing is sent twice here. A bucket whose value is no bucket counts as a full one, so that the next batch replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from ratelimitd.errors import RateLimitdError, StoreCorruptError
+from ratelimitd.ledger.batches import Batch, Reply
+from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.model import Outcome, Rule
+from ratelimitd.sharedstate.bucket_value import state_of
+from ratelimitd.sharedstate.encoding import (
+    DECIDE,
+    RESET,
+    SETTLE,
+    bucket_key,
+    decide_request,
+    outcome_of,
+    replaced,
+    reset_reply,
+    reset_request,
+    settle_reply,
+    settle_request,
+)
+from ratelimitd.sharedstate.script import load
+from ratelimitd.sharedstate.shards import Shards
+
+BEAT: Final = load("beat")
+"""A sign of life."""
+
+MEMBERS_TAG: Final = 0
+_MEMBERS_KEYS: Final = (b"rl1:{00}:members", b"rl1:{00}:secret")
+
+_PROBE_KEY: Final = b"rl1:{%02x}:probe"
+_PROBE_TTL_S: Final = 60
+
+Beat = tuple[int, str, tuple[str, ...]]
+"""The store's time in µs, the fingerprint that holds in the cluster, and the names of the incarnations alive."""
+
+
+class RedisStore:
+    """A :class:`ratelimitd.cluster.store.SharedStore` over ``shards``."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self.corrupt_total = 0
+        """Values met that were no buckets."""
+
+    def shard_of(self, tag: int) -> str:
+        """The name of the server that holds a hash tag."""
+        return self._shards.of_tag(tag).name
+
+    def read(
+        self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
+    ) -> None:
+        """Read a bucket; ``None``: it is full."""
+        link = self._shards.of_tag(name[0])
+        link.send((b"GET", bucket_key(name)), partial(self._was_read, rule, done))
+
+    def _was_read(
+        self,
+        rule: Rule,
+        done: Callable[[SharedState | RateLimitdError | None], None],
+        reply: Any,
+    ) -> None:
+        if isinstance(reply, RateLimitdError) and not isinstance(reply, StoreCorruptError):
+            done(reply)
+            return
+        try:
+            shared = state_of(reply, rule)
+        except StoreCorruptError:
+            self.corrupt_total += 1
+            shared = None
+        done(shared)
+
+    def settle(
+        self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
+    ) -> None:
+        """Apply a batch, once however often it is sent; ``None``: it is older than the last of its sender."""
+        keys, arguments = settle_request(tag, batch)
+        self._shards.of_tag(tag).run(SETTLE, keys, arguments, partial(self._settled, batch, done))
+
+    def _settled(
+        self, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None], reply: Any
+    ) -> None:
+        if isinstance(reply, RateLimitdError):
+            done(reply)
+            return
+        self.corrupt_total += replaced(reply)
+        done(_read_or_error(lambda: settle_reply(batch, reply)))
+
+    def decide(
+        self,
+        name: bytes,
+        rule: Rule,
+        now_us: int | None,
+        cost: int,
+        *,
+        peek: bool,
+        done: Callable[[Outcome | RateLimitdError], None],
+    ) -> None:
+        """Decide one check by the bucket itself, at ``now_us`` or else at the store's own time."""
+        keys, arguments = decide_request(name, rule, now_us, cost=cost, peek=peek)
+        self._shards.of_tag(name[0]).run(DECIDE, keys, arguments, partial(_decided, done))
+
+    def reset(
+        self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError], None]
+    ) -> None:
+        """Make a bucket full, in a new generation."""
+        keys, arguments = reset_request([name], [rule])
+
+        def was_reset(reply: Any) -> None:
+            if isinstance(reply, RateLimitdError):
+                done(reply)
+            else:
+                done(_read_or_error(lambda: reset_reply([rule], reply)[0]))
+
+        self._shards.of_tag(name[0]).run(RESET, keys, arguments, was_reset)
+
+    def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
+        """Find out whether the server that holds a hash tag reads and writes."""
+
+        def was_written(reply: Any) -> None:
+            done(reply if isinstance(reply, RateLimitdError) else None)
+
+        command = (b"SET", _PROBE_KEY % tag, b"1", b"EX", _PROBE_TTL_S)
+        self._shards.of_tag(tag).send(command, was_written)
+
+    def beat(
+        self,
+        incarnation: str,
+        ttl_us: int,
+        fingerprint: str,
+        done: Callable[[Beat | RateLimitdError], None],
+    ) -> None:
+        """Give a sign of life, which is good for ``ttl_us``; 0: the node leaves."""
+
+        def was_heard(reply: Any) -> None:
+            done(
+                reply
+                if isinstance(reply, RateLimitdError)
+                else _read_or_error(lambda: _beat(reply))
+            )
+
+        arguments = (incarnation.encode(), ttl_us, fingerprint.encode())
+        self._shards.of_tag(MEMBERS_TAG).run(BEAT, _MEMBERS_KEYS, arguments, was_heard)
+
+
+def _decided(done: Callable[[Outcome | RateLimitdError], None], reply: Any) -> None:
+    if isinstance(reply, RateLimitdError):
+        done(reply)
+    else:
+        done(_read_or_error(lambda: outcome_of(reply)[0]))
+
+
+def _read_or_error(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except StoreCorruptError as error:
+        return error
+
+
+def _beat(reply: Any) -> Beat:
+    match reply:
+        case [bytes() as now_us, bytes() as fingerprint, list() as names] if now_us.isdigit():
+            return int(now_us), fingerprint.decode(), tuple([name.decode() for name in names])
+    message = "the reply to a sign of life is none"
+    raise StoreCorruptError(message)
