@@ -15,7 +15,6 @@ SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verif
 
 PARAMETERS: Final = frozenset(
     {
-        "application_name",
         "host",  # the directory of a socket
         "passfile",
         "port",

@@ -23,6 +23,14 @@ RETRY_FIRST_S: Final = 0.5
 RETRY_LONGEST_S: Final = 10.0
 """The pause after a failure doubles from the first to the longest, and is cut by up to half at random."""
 
+LOST: Final = (
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # also: no server is of the kind that target_session_attrs asks for
+    OSError,  # also: the time is up
+)
+"""What the driver raises when there is no connection, or none any more."""
+
 Changed = Callable[[], Awaitable[None]]
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 Sleep = Callable[[float], Awaitable[None]]
@@ -48,7 +56,7 @@ async def follow(
             heard = await _listening(driver)
             failures = 0
             await _hear(driver, heard, changed, sleep)
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+        except LOST:
             failures += 1
         finally:
             if driver is not None:

@@ -49,8 +49,8 @@ CLOSE_TIMEOUT_S: Final = 1.0
 UPGRADE_LOCK: Final = 0x72_61_74_65_6C_69_6D_64
 """Number of the advisory lock of upgrades: "ratelimd" in ASCII, since others may lock numbers in the same database."""
 
-_DRIVER_ERRORS: Final = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
-"""Of a transaction. The time that is up is an ``OSError``, too."""
+_DRIVER_ERRORS: Final = (SQLAlchemyError, *notices.LOST)
+"""Of a transaction."""
 
 _MISCONFIGURED: Final = {
     "28": "refuses the user or the password of DATABASE_URL",
@@ -218,7 +218,7 @@ def _error_without_state(origin: BaseException | None, state: str) -> StoreUnava
     if isinstance(cause, asyncpg.exceptions.ClientConfigurationError):
         # Its text may quote the URL.
         return StoreMisconfiguredError("the rule database cannot be reached as DATABASE_URL says")
-    if isinstance(cause, asyncpg.InterfaceError):
+    if isinstance(cause, asyncpg.InterfaceError | asyncpg.InternalClientError):
         return StoreUnavailableError("the rule database cannot be reached")
     return StoreUnavailableError(f"the rule database failed ({state or type(cause).__name__})")
 
@@ -253,7 +253,7 @@ def _ask_before_use(connection: Any, entry: ConnectionPoolEntry, _proxy: Any) ->
         return
     try:
         connection.run_async(lambda driver: driver.execute("SELECT 1"))
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+    except notices.LOST as error:
         connection.driver_connection.terminate()
         raise InvalidatePoolError from error
 

@@ -62,7 +62,7 @@ def test_a_server_is_named_without_user_and_password(text, place):
         ("postgresql://h/d?sslmode=on", "names an unknown sslmode"),
         ("postgresql://h/d?sslmode", "names a parameter twice, or without a value"),
         ("postgresql://h/d?sslmode=allow&sslmode=prefer", "names a parameter twice"),
-        ("postgresql://h/d?password=s3cret", "names an unknown parameter; known are application"),
+        ("postgresql://h/d?password=s3cret", "names an unknown parameter; known are host"),
         ("postgresql:///d?host=/run&port=x", "names a port that is no number"),
     ],
 )

@@ -39,12 +39,11 @@ class Listener:
         self.drivers = asyncio.Queue()
         self.calls = asyncio.Queue()
         self.pauses = Pauses()
-        self.refusals = 0
+        self.refusals = []
 
     async def connect(self):
         if self.refusals:
-            self.refusals -= 1
-            raise ConnectionRefusedError
+            raise self.refusals.pop()
         driver = await asyncpg.connect(self.url, command_timeout=0.2)
         self.drivers.put_nowait(driver)
         return driver
@@ -132,7 +131,7 @@ async def test_a_server_that_hangs_is_found_by_the_next_question(postgres, postg
 
 async def test_retries_back_off_with_jitter_and_begin_anew_after_a_connection(postgresql_url):
     listener = Listener(postgresql_url)
-    listener.refusals = 7
+    listener.refusals = [ConnectionRefusedError] * 6 + [asyncpg.InternalClientError]
     async with following(listener):
         pauses = [await listener.pauses.next_s(end=True) for _ in range(7)]
         assert pauses == [min(RETRY_FIRST_S * 2**n, RETRY_LONGEST_S) * 0.75 for n in range(7)]

@@ -293,6 +293,20 @@ async def test_tls_is_as_the_url_asks_or_not_at_all(
             await read(database)
 
 
+async def test_without_a_server_of_the_kind_that_is_asked_for_there_is_none(postgresql_url):
+    async with opened(f"{postgresql_url}?target_session_attrs=standby") as database:
+        with pytest.raises(StoreUnavailableError, match=r"cannot be reached$"):
+            await read(database)
+    async with opened(f"{postgresql_url}?target_session_attrs=primary") as database:
+        assert await read(database) == 1
+
+
+async def test_the_first_server_that_is_up_is_used(postgres, postgresql_url):
+    several = postgresql_url.replace("127.0.0.1", "127.0.0.1:1,127.0.0.1")
+    async with opened(several) as database:
+        assert await read(database) == 1
+
+
 async def test_a_socket_on_this_host_does_as_well(postgres, postgresql_url):
     name = postgresql_url.rpartition("/")[2]
     url = f"postgresql://postgres@/{name}?host={postgres.directory}&port={postgres.port}"

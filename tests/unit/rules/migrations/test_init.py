@@ -275,3 +275,14 @@ async def test_an_older_schema_names_itself_and_the_command(postgresql_url, monk
     monkeypatch.setattr(migrations.ScriptDirectory, "from_config", lambda _config: Later())
     with pytest.raises(StoreUnavailableError, match=r"older release \(schema 0001\): run `rate"):
         await require_current(postgresql_url)
+
+
+async def test_a_schema_of_its_own_is_enough_beside_somebody_elses_tables(empty_url, ask):
+    ask(empty_url, "CREATE TABLE rules (name TEXT)")
+    ask(empty_url, "CREATE SCHEMA own")
+    own = f"{empty_url}?search_path=own"
+    await upgrade(own)
+    await upgrade(own)
+    await require_current(own)
+    tables = ask(empty_url, "SELECT relname FROM pg_stat_user_tables WHERE schemaname = 'public'")
+    assert tables == ["rules"]
