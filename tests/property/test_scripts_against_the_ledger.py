@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 import redis
@@ -17,7 +18,7 @@ from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
 from ratelimitd.sharedstate import encoding
 from ratelimitd.sharedstate.bucket_value import state_of
 from tests.servers import Valkey
-from tests.store_scripts import TAG, key_of, plain, rule_of, run
+from tests.store_scripts import TAG, key_of, plain, rule_of, run, settle, value_of
 
 KEYS = tuple(key_of(number) for number in range(3))
 REVISIONS = 3
@@ -215,3 +216,61 @@ def test_a_trace_ends_as_in_the_ledger(store, data, rules, around_us):
             store.delete(encoding.bucket_key(key))
             model.buckets.pop(key, None)
         same_buckets(store, model, rules)
+
+
+# Numbers of every size
+
+
+def any_size(chance, most):
+    """Small and large numbers alike; now and then the largest."""
+    return most if chance.random() < 0.05 else min(most, int(most ** chance.random()))
+
+
+def bucket_of_any_size(chance):
+    """A rule, a state of it that is neither full nor necessarily in bounds, and a time when part of it is left."""
+    algorithm = chance.choice((Algorithm.TOKEN_BUCKET, Algorithm.FIXED_WINDOW))
+    rule = rule_of(algorithm, any_size(chance, INT32_MAX), any_size(chance, INT32_MAX))
+    latest_us = any_size(chance, MAX_TIME_US)
+    most = rule.limit * chance.choice((1, 1, 1, 3))
+    if algorithm is Algorithm.TOKEN_BUCKET:
+        spent = chance.randint(0, most * rule.window_us)
+        refilled_us = spent // rule.limit
+    else:
+        spent, refilled_us = chance.randint(0, most), rule.window_us
+    now_us = latest_us + chance.choice((0, 1, -1, chance.randint(0, refilled_us + 2)))
+    shared = SharedState(0, rule.revision, rule.limit, (spent, latest_us))
+    return rule, shared, max(0, min(MAX_TIME_US, now_us))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_of_every_size_come_out_exactly(store, seed):
+    store.flushall()
+    chance = Random(seed)
+    cases = {key_of(number): bucket_of_any_size(chance) for number in range(100)}
+    store.mset(
+        {
+            encoding.bucket_key(key): value_of(shared, rule)
+            for key, (rule, shared, _) in cases.items()
+        }
+    )
+    model = Model({key: shared for key, (_, shared, _) in cases.items()})
+    for key, (rule, _, now_us) in cases.items():
+        for cost in (rule.limit, any_size(chance, rule.limit)):
+            request = encoding.decide_request(key, rule, now_us, cost=cost, peek=True)
+            outcome = encoding.outcome_of(run(store, encoding.DECIDE, request))
+            assert outcome == (model.decide(key, rule, now_us, cost=cost, peek=True), now_us)
+    batch = Batch(
+        "node",
+        1,
+        0,
+        {
+            key: Update(
+                rule,
+                None,
+                ((now_us, any_size(chance, rule.limit)),),
+                (Ask(now_us, any_size(chance, rule.limit)),),
+            )
+            for key, (rule, _, now_us) in cases.items()
+        },
+    )
+    assert plain_reply(settle(store, batch)) == plain_reply(model.apply(batch))

@@ -25,7 +25,7 @@ local US_PER_S = 1000000
 local INT32_MAX = 2147483647
 local EXACT = 9007199254740992 -- 2^53: below it every integer is a double
 local LARGEST = EXACT - 1
-local LEAST_TTL_S = 3600
+local LEAST_TTL_S, LEAST_TTL = 3600, '3600'
 
 local WITHIN_LIMIT, LIMIT_EXCEEDED, COST_EXCEEDS_LIMIT = 1, 2, 3
 
@@ -55,11 +55,11 @@ local function delay(seconds_left)
   return seconds_left
 end
 
--- How long the server keeps a bucket: well after it is full again.
+-- How long the server keeps a bucket, in seconds: well after it is full again.
 local function ttl_of(window_us)
   local ttl_s = 2 * window_us / US_PER_S
   if ttl_s < LEAST_TTL_S then
-    return LEAST_TTL_S
+    return LEAST_TTL -- as a text, for it takes 0.5 µs to make one of a number
   end
   return ttl_s
 end

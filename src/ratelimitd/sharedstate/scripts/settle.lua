@@ -15,7 +15,6 @@ local UPDATE = '<Bi4I8I4I4I4I4'
 local PAIR = '<I8I8'
 local RECORD = '<BI8'
 local RECORD_BYTES = 9
-local RECORD_TTL_S = 3600
 
 -- The first of the runs, as far as they fit into the bucket; as a text, with their number.
 local function fitting(room, text, place, runs)
@@ -107,7 +106,7 @@ end
 
 kept = kept or table.concat(grants)
 if not repeated then
-  call('SET', KEYS[1], pack(RECORD, FORMAT, number) .. kept, 'EX', RECORD_TTL_S)
+  call('SET', KEYS[1], pack(RECORD, FORMAT, number) .. kept, 'EX', LEAST_TTL)
 end
 reply[1], reply[2] = kept, corrupt
 return reply

@@ -1,8 +1,8 @@
 -- Token bucket: the twin of algorithms/token_bucket.py and of its account in ledger/accounts.py.
 --
 -- Spent is up to 2^82 units of which `window_us` are a token, and more when overdrawn. It is kept as x whole tokens and
--- y units, y < window_us < 2^51: so a charge is one addition, and only a product of an elapsed time or a window with a
--- limit can pass 2^53, which `times_over` takes care of.
+-- y units, y < window_us < 2^51: so a charge is one addition, and only the product of a time with a limit or with
+-- tokens can pass 2^53. What is divided by then is known to leave a small rest, which `difference` finds exactly.
 --
 --     head · x (8) · y (8) · at_us (8)
 
@@ -41,25 +41,21 @@ local function make_token_bucket()
     return tokens, rest
   end
 
-  -- How long x tokens and y units take to refill: whole windows, and µs rounded up.
-  local function refill_time(x, y, limit, window_us)
+  -- The seconds, rounded up, from `from_us` on until x tokens and y units are refilled.
+  local function refill_seconds(from_us, x, y, limit, window_us)
     local rest = x % limit
-    local windows = (x - rest) / limit
+    local windows_s = (x - rest) / limit * (window_us / US_PER_S)
     local units = rest * window_us + y
     if units < EXACT then
-      return windows, ceil(units / limit)
+      return windows_s + seconds(from_us, ceil(units / limit))
     end
-    -- The quotient is up to 2^51: what doubles make of it is off by few.
+    -- The quotient is up to 2^51: what doubles make of it is off by few, which the rest makes good.
     local quotient = floor(rest * window_us / limit)
-    return windows, quotient + ceil((difference(window_us, rest, quotient, limit) + y) / limit)
+    local beyond_us = ceil((difference(window_us, rest, quotient, limit) + y) / limit)
+    return windows_s + seconds(from_us, quotient + beyond_us)
   end
 
-  -- The seconds from `from_us` on, at which x tokens and y units are refilled.
-  local function refilled_at(from_us, x, y, limit, window_us)
-    local windows, left_us = refill_time(x, y, limit, window_us)
-    return seconds(from_us, left_us) + windows * (window_us / US_PER_S)
-  end
-
+  -- (x, y, latest time) at now_us.
   local function refilled(x, y, at_us, limit, window_us, now_us)
     if now_us <= at_us then
       return x, y, at_us
@@ -140,9 +136,9 @@ local function make_token_bucket()
       end
       local retry_after = 0
       if remaining == 0 then
-        retry_after = delay(refilled_at(time_us - now_us, wanted + 1 - limit, units, limit, window_us))
+        retry_after = delay(refill_seconds(time_us - now_us, wanted + 1 - limit, units, limit, window_us))
       end
-      local reset_time = refilled_at(time_us, wanted, units, limit, window_us)
+      local reset_time = refill_seconds(time_us, wanted, units, limit, window_us)
       return true, wanted, units, time_us, remaining, reset_time, retry_after, WITHIN_LIMIT
     end
 
@@ -153,11 +149,11 @@ local function make_token_bucket()
     if remaining < 0 then
       remaining = 0
     end
-    local reset_time = refilled_at(time_us, spent, units, limit, window_us)
+    local reset_time = refill_seconds(time_us, spent, units, limit, window_us)
     if cost > limit then
       return false, x, y, at_us, remaining, reset_time, window_us / US_PER_S, COST_EXCEEDS_LIMIT
     end
-    local retry_after = delay(refilled_at(time_us - now_us, wanted - limit, units, limit, window_us))
+    local retry_after = delay(refill_seconds(time_us - now_us, wanted - limit, units, limit, window_us))
     return false, x, y, at_us, remaining, reset_time, retry_after, LIMIT_EXCEEDED
   end
 
