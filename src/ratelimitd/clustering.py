@@ -165,7 +165,10 @@ class Clustering:
             unsettled_buckets=cluster.unsettled_buckets,
             asked_total=buckets.asked_total,
             late_total=buckets.late_total,
-            forgiven_tokens_total=cluster.news.forgiven_total,
+            forgiven_tokens_total=cluster.accuracy.forgiven_total,
+            over_admitted_tokens_total=cluster.accuracy.over_admitted_total,
+            excess_ratio=cluster.worst_excess,
+            excess_bound_ratio=cluster.promised_excess,
             corrupt_total=self._store.corrupt_total,
         )
 

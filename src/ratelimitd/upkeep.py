@@ -15,7 +15,7 @@ from ratelimitd.clock import SKEW_ALARM_US, Clock
 from ratelimitd.model import US_PER_S
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
-from ratelimitd.observe.worst import WorstRecent
+from ratelimitd.worst import WorstRecent
 
 TICK_S: Final = 0.1
 SWEEP_SHARDS: Final = 4

@@ -12,6 +12,8 @@ from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.breaker import Breaker, State
 from ratelimitd.clock import Clock
+from ratelimitd.cluster.accuracy import Accuracy, promised_excess
+from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.membership import Membership, Pulse
 from ratelimitd.cluster.news import Bus, News, take
@@ -22,6 +24,7 @@ from ratelimitd.cluster.store import HASH_TAGS, SharedStore
 from ratelimitd.cluster.strict_buckets import StrictBuckets
 from ratelimitd.cluster.tag import Surroundings, Tag
 from ratelimitd.errors import RateLimitdError
+from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import US_PER_S
 from ratelimitd.stats import CheckStats
 
@@ -88,9 +91,11 @@ class Cluster:
         self._timers = loop
         self._report = report
         self._rules_changed = rules_changed
+        self._shared_time = shared_time
         self._random = random
         self._shards: dict[str, Shard] = {}
-        self.news = News(bus, clock, stats)
+        self.news = News(bus, clock)
+        self.accuracy = Accuracy(stats)
         self.membership = Membership(
             store,
             incarnation,
@@ -99,7 +104,7 @@ class Cluster:
             shared_time=shared_time,
             report=report,
         )
-        around = Surroundings(store, clock, loop, self.news)
+        around = Surroundings(store, clock, loop, self)
         self._tags = [
             Tag(number, self._shard_of(number), incarnation, around) for number in range(HASH_TAGS)
         ]
@@ -129,6 +134,7 @@ class Cluster:
                 stats=stats,
                 membership=self.membership,
                 news=self.news,
+                accuracy=self.accuracy,
                 decides_alone=options.decides_alone,
             )
         self._step = 0
@@ -184,7 +190,30 @@ class Cluster:
             await asyncio.sleep(WATCH_S / STEPS)
         return True
 
+    # What the hash tags tell
+
+    def settled(self, bucket: Bucket, tokens: int, before: SharedState | None) -> None:
+        """A batch that charged ``tokens`` to a bucket was acknowledged; ``before`` was its view's base."""
+        self.accuracy.settled(bucket, tokens, self._clock.now_us())
+        self.news.settled(bucket, before)
+
+    def lost(self, tokens: int) -> None:
+        """So many tokens were allowed and will not be charged."""
+        self.accuracy.lost(tokens)
+
     # What others read
+
+    @property
+    def worst_excess(self) -> float:
+        """The most by which a bucket was overdrawn lately, as a part of its limit."""
+        return self.accuracy.worst_excess(self._clock.now_us())
+
+    @property
+    def promised_excess(self) -> float:
+        """The most that may be, of a window of one second, as things are."""
+        shared_time = self._shared_time
+        skew_us = abs(shared_time.wall_us() - self._clock.now_us())
+        return promised_excess(self.membership.count, shared_time.round_trip_us, skew_us)
 
     @property
     def is_connected(self) -> bool:

@@ -20,7 +20,6 @@ from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import Rule
-from ratelimitd.stats import CheckStats
 
 MAX_PER_MESSAGE: Final = 100
 """Buckets in one message: 6 KB at most."""
@@ -51,23 +50,16 @@ class Hearer(Protocol):
 
 
 class News:
-    """What one node tells the others.
+    """What one node tells the others."""
 
-    Attributes:
-        forgiven_total: tokens that were allowed and are charged nowhere.
-    """
-
-    def __init__(self, bus: Bus, clock: Clock, stats: CheckStats) -> None:
-        self.forgiven_total = 0
+    def __init__(self, bus: Bus, clock: Clock) -> None:
         self._bus = bus
         self._clock = clock
-        self._stats = stats
         self._states: dict[int, list[bytes]] = {}
         self._told: set[bytes] = set()
 
     def settled(self, bucket: Bucket, before: SharedState | None) -> None:
-        """A batch was acknowledged: take in what the view has counted, and tell when the bucket runs low."""
-        self.take_counts(bucket)
+        """A bucket has a new base, ``before`` was the old one: tell when it runs low."""
         after = bucket.view.base
         if after is None or bucket.name in self._told:
             return
@@ -80,20 +72,6 @@ class News:
             self.was_reset(bucket.name)
         else:
             self._states.setdefault(bucket.name[0], []).append(packed)
-
-    def take_counts(self, bucket: Bucket) -> None:
-        """Count what the view of a bucket has found out since the last time."""
-        view = bucket.view
-        if view.forgiven:
-            self.lost(view.forgiven)
-            view.forgiven = 0
-        if view.false_positives:
-            self._stats.false_positives_total += view.false_positives
-            view.false_positives = 0
-
-    def lost(self, tokens: int) -> None:
-        """So many tokens were allowed and will not be charged; fewer than none: some are charged after all."""
-        self.forgiven_total += tokens
 
     def was_reset(self, name: bytes) -> None:
         """Tell at once that a bucket is another now."""

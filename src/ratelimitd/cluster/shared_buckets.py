@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from ratelimitd.algorithms import Decide
 from ratelimitd.clock import Clock
+from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.question import Question
@@ -63,6 +64,7 @@ class SharedBuckets:
         stats: CheckStats,
         membership: Membership,
         news: News,
+        accuracy: Accuracy,
         decides_alone: bool = False,
         new_future: Callable[[], asyncio.Future[Outcome | RateLimitdError]] | None = None,
     ) -> None:
@@ -75,6 +77,7 @@ class SharedBuckets:
         self._stats = stats
         self._membership = membership
         self._news = news
+        self._accuracy = accuracy
         self._decides_alone = decides_alone
         self._new_future = new_future or asyncio.get_running_loop().create_future
         self._reading: dict[bytes, list[Question]] = {}
@@ -193,6 +196,7 @@ class SharedBuckets:
         if isinstance(shared, SharedState):
             bucket.tag.first_word()
             bucket.view.hear(shared)
+            self._accuracy.take_counts(bucket)
 
     # Deciding
 

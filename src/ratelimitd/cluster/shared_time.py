@@ -40,10 +40,19 @@ class SharedTime:
         """Whether the store has told its time."""
         return bool(self._samples)
 
+    @property
+    def round_trip_us(self) -> int:
+        """The slowest of the last few answers; 0 before there is one."""
+        return max((sample.round_trip_us for sample in self._samples), default=0)
+
     def note(self, store_us: int, sent_us: int, received_us: int) -> None:
         """The store's time was asked for at ``sent_us`` and came at ``received_us``, both monotonic."""
         middle_us = (sent_us + received_us) // 2
         self._samples.append(_Sample(received_us - sent_us, store_us - middle_us))
+
+    def wall_us(self) -> int:
+        """Microseconds since the Unix epoch."""
+        return self.wall_ns() // _NS_PER_US
 
     def wall_ns(self) -> int:
         """Nanoseconds since the Unix epoch."""

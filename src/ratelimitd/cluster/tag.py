@@ -35,8 +35,8 @@ that it would apply a repeated one again."""
 class Listener(Protocol):
     """Who hears what became of the buckets of a node."""
 
-    def settled(self, bucket: Bucket, before: SharedState | None) -> None:
-        """A batch was acknowledged, and the bucket's view has a new base; ``before`` is the old one."""
+    def settled(self, bucket: Bucket, tokens: int, before: SharedState | None) -> None:
+        """A batch that charged ``tokens`` was acknowledged; ``before`` was the base of the bucket's view."""
 
     def lost(self, tokens: int) -> None:
         """So many tokens were allowed and will not be charged."""
@@ -237,12 +237,12 @@ class Tag:
             settled = reply.settled.get(bucket.name)
             if settled is None:
                 continue
-            before = bucket.view.base
+            before, tokens = bucket.view.base, bucket.view.in_flight.tokens
             bucket.view.acknowledge(settled.shared)
             questions = asked.get(bucket.name, ())
             for question, is_granted in zip(questions, settled.grants, strict=False):
                 self._decided(bucket, question, is_granted=is_granted)
-            listener.settled(bucket, before)
+            listener.settled(bucket, tokens, before)
             self._let_go(bucket)
         if self._flush_next or self._waiting:
             self._flush_next = False

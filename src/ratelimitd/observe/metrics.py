@@ -41,7 +41,8 @@ class ClusterStatus(NamedTuple):
     """How a node of a cluster is doing.
 
     ``sync_lag_s`` is the age of the oldest spends that were sent and not acknowledged. Totals are in checks, but for
-    ``forgiven_tokens_total``.
+    those of tokens. ``excess_ratio`` is the most by which a bucket was overdrawn in the last minute or two, as a part
+    of its limit, and ``excess_bound_ratio`` what is promised not to be exceeded.
     """
 
     members: int
@@ -50,6 +51,9 @@ class ClusterStatus(NamedTuple):
     asked_total: int
     late_total: int
     forgiven_tokens_total: int
+    over_admitted_tokens_total: int
+    excess_ratio: float
+    excess_bound_ratio: float
     corrupt_total: int
 
 
@@ -318,6 +322,15 @@ DEFINITIONS: Final = (
         _of_cluster(lambda c: c.asked_total)),
     Definition("rate_limiter_shared_state_late_total", "counter",
         "Of those: decided by the node alone, for the answer was late.", _of_cluster(lambda c: c.late_total)),
+    Definition("rate_limiter_over_admitted_tokens_total", "counter",
+        "Tokens allowed here that the shared state charged beyond the capacity of a bucket.",
+        _of_cluster(lambda c: c.over_admitted_tokens_total)),
+    Definition("rate_limiter_over_admission_ratio", "gauge",
+        "The most by which a bucket was overdrawn in the last one to two minutes, as a part of its limit.",
+        _of_cluster(lambda c: c.excess_ratio)),
+    Definition("rate_limiter_over_admission_bound_ratio", "gauge",
+        "What the settings promise that the over-admission of a window of one second does not exceed.",
+        _of_cluster(lambda c: c.excess_bound_ratio)),
     Definition("rate_limiter_forgiven_tokens_total", "counter",
         "Tokens that were allowed and are charged nowhere: after outages, resets and lowered limits.",
         _of_cluster(lambda c: c.forgiven_tokens_total)),

@@ -63,7 +63,7 @@ def metrics(stats, runtime, transport):
             rules_skipped_total=lambda: 15,
             rules_connected=lambda: True,
             snapshot=lambda: SnapshotStatus(1.5, 16, 17),
-            cluster=lambda: ClusterStatus(3, 0.5, 24, 25, 26, 27, 28),
+            cluster=lambda: ClusterStatus(3, 0.5, 24, 25, 26, 27, 28, 0.02, 0.53, 29),
             task_restarts=lambda: {"snapshot": 2},
             unexpected_total=lambda: 18,
             transport=lambda: transport,

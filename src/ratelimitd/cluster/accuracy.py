@@ -1,0 +1,72 @@
+"""How exactly a node has limited: what it allowed too much, what it forgave, what it denied wrongly.
+
+Read off the states that the store sends back: what is charged beyond a bucket's capacity was allowed by nodes that
+could not know of each other yet. See the bound in ADR 0023.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.ledger.view import SHARES_OF_LIMIT, SHARES_OF_REMAINING
+from ratelimitd.model import US_PER_S
+from ratelimitd.stats import CheckStats
+from ratelimitd.worst import WorstRecent
+
+STRETCH_US: Final = 60 * US_PER_S
+
+
+class Accuracy:
+    """The reckoning of one node. Totals are in tokens and only grow, unless it says otherwise.
+
+    Attributes:
+        over_admitted_total: allowed here and charged beyond the capacity of a bucket.
+        forgiven_total: allowed here and charged nowhere. Sinks when a grant comes late after all.
+    """
+
+    def __init__(self, stats: CheckStats) -> None:
+        self.over_admitted_total = 0
+        self.forgiven_total = 0
+        self._stats = stats
+        self._worst = WorstRecent(STRETCH_US)
+
+    def settled(self, bucket: Bucket, tokens: int, now_us: int) -> None:
+        """A batch was acknowledged that charged so many ``tokens`` to a bucket; its view has heard of that."""
+        self.take_counts(bucket)
+        view = bucket.view
+        if view.base is None:
+            return
+        rule = view.rule
+        beyond = ACCOUNTS[rule.algorithm].used(view.base.state, rule, now_us) - rule.limit
+        if beyond > 0:
+            self.over_admitted_total += min(beyond, tokens)
+            self._worst.note(now_us, beyond / rule.limit)
+
+    def take_counts(self, bucket: Bucket) -> None:
+        """Count what the view of a bucket has found out since the last time."""
+        view = bucket.view
+        if view.forgiven:
+            self.forgiven_total += view.forgiven
+            view.forgiven = 0
+        if view.false_positives:
+            self._stats.false_positives_total += view.false_positives
+            view.false_positives = 0
+
+    def lost(self, tokens: int) -> None:
+        """So many tokens were allowed and will not be charged."""
+        self.forgiven_total += tokens
+
+    def worst_excess(self, now_us: int) -> float:
+        """The most by which a bucket was overdrawn in the last one to two minutes, as a part of its limit."""
+        return self._worst.note(now_us, 0.0)
+
+
+def promised_excess(members: int, round_trip_us: int, skew_us: int) -> float:
+    """What the ledger promises that no interval exceeds, as a part of the limit, for a window of one second.
+
+    C/2 + C/100 + N·r·(RTT + 2·skew); longer windows have a smaller rate, and so less.
+    """
+    shares = 1 / SHARES_OF_REMAINING + 1 / SHARES_OF_LIMIT
+    return shares + members * (round_trip_us + 2 * skew_us) / US_PER_S
