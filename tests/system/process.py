@@ -180,6 +180,12 @@ def clean_environment() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if not name.startswith("RATELIMITD_")}
 
 
+def one_line(text: str) -> bool:
+    """Whether stderr holds one line beside the log, whose lines are JSON."""
+    lines = [line for line in text.splitlines() if not line.startswith("{")]
+    return len(lines) == 1 and text.endswith("\n")
+
+
 def until(condition: object, what: str) -> None:
     """Wait for something a real process does in its own time; ``condition`` is called again and again."""
     deadline_s = time.monotonic() + START_S

@@ -10,7 +10,7 @@ import grpc
 import httpx
 import pytest
 
-from tests.system.process import COMMAND, START_S, Files, Load, until
+from tests.system.process import COMMAND, START_S, Files, Load, one_line, until
 
 pytestmark = pytest.mark.system
 
@@ -35,12 +35,6 @@ def hurried():
         f"snapshot.PASS_S = {FAST_PASS_S}; sys.exit(main())"
     )
     return [sys.executable, "-c", code]
-
-
-def one_line(text):
-    """Whether stderr holds one line beside the log, whose lines are JSON."""
-    lines = [line for line in text.splitlines() if not line.startswith("{")]
-    return len(lines) == 1 and text.endswith("\n")
 
 
 def test_stdout_is_one_line_that_says_ready_and_the_log_goes_to_stderr(files):

@@ -33,6 +33,8 @@ GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
     "rate_limiter_cluster_nodes": min,
     "rate_limiter_healthy": min,
     "rate_limiter_loop_lag_seconds": max,
+    "rate_limiter_over_admission_bound_ratio": max,
+    "rate_limiter_over_admission_ratio": max,
     "rate_limiter_rules_revision": min,
     "rate_limiter_rules_store_up": min,
     "rate_limiter_shared_state_up": min,

@@ -1,0 +1,242 @@
+"""`serve --workers`: real processes on one port, which share what they count in a real Valkey."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from google.protobuf.empty_pb2 import Empty
+
+from ratelimitd.rpc.transports import TRANSPORTS
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+from tests.servers import Valkey
+from tests.system.process import NEVER_ENDING_S, START_S, Files, one_line, until
+
+pytestmark = pytest.mark.system
+
+LIMIT = 20
+BOOK = f"""
+rules:
+  - endpoint: /scarce
+    identifier_type: user
+    limit: {LIMIT}
+    window_seconds: {NEVER_ENDING_S}
+    algorithm: fixed_window
+  - {{endpoint: /plenty, identifier_type: user, limit: 1000000000, window_seconds: 60, algorithm: token_bucket}}
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "rules.yaml").write_text(BOOK)
+    return Files(tmp_path)
+
+
+@pytest.fixture
+def several(tmp_path):
+    """Arguments for two workers with a shared state."""
+    with Valkey(tmp_path / "valkey") as valkey:
+        yield [
+            *("--workers", "2", "--node-id", "n", "--redis-url", valkey.url),
+            *("--rules-file", str(tmp_path / "rules.yaml")),
+        ]
+
+
+@contextlib.contextmanager
+def connection(node):
+    """A connection of its own, which one of the workers accepts."""
+    with grpc.insecure_channel(
+        node.grpc_address, [("grpc.use_local_subchannel_pool", 1)]
+    ) as channel:
+        yield channel
+
+
+def worker_of(channel):
+    return stubs.RateLimiterHealthStub(channel).GetHealthStatus(Empty(), timeout=START_S).node_id
+
+
+def check(channel, endpoint, identifier="u"):
+    request = pb.RateLimitRequest(identifier=identifier, identifier_type="user", endpoint=endpoint)
+    return stubs.RateLimiterStub(channel).CheckRateLimit(request, timeout=START_S).allowed
+
+
+def workers_of(node):
+    """The process ids of the workers, by their name."""
+    parent = node.process.pid
+    found = {}
+    for pid in map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if "ratelimitd.workers" in command:  # one that has ended has no command line any more
+                found[command[-2]] = pid
+    return found
+
+
+def runs(pid):
+    """Whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_workers_on_one_port_share_a_limit_and_are_one_node_to_a_scraper(files, several, transport):
+    # On a busy machine the shared state may take longer than is waited for in service.
+    exact = ("--consistency", "strict", "--redis-timeout-ms", "1000")
+    with files.serving(*several, *exact, "--transport", transport) as node:
+        assert node.node_id == "n"
+        assert sorted(workers_of(node)) == ["n/0", "n/1"]
+        asked, allowed = Counter(), Counter()
+        while min(asked["n/0"], asked["n/1"]) < LIMIT:  # the kernel chooses
+            with connection(node) as channel:
+                worker = worker_of(channel)
+                for _ in range(4):
+                    allowed[worker] += check(channel, "/scarce")
+                    asked[worker] += 1
+        assert allowed.total() == LIMIT
+        assert node.metric("rate_limiter_requests_allowed_total") == LIMIT
+        assert node.metric("rate_limiter_requests_blocked_total") == asked.total() - LIMIT
+        assert node.metric("rate_limiter_check_latency_seconds_count") == asked.total()
+        assert node.metric("rate_limiter_rules_revision") == 2
+        assert node.metric("rate_limiter_workers") == 2
+        node.signal(signal.SIGTERM)
+        status, rest, log = node.ended()
+    assert (status, rest) == (0, "")
+    assert all(line.startswith("{") for line in log.splitlines())
+    assert log.count('"drained"') == 3
+
+
+class Load(threading.Thread):
+    """Checks through one new connection after another until told to stop; a worker that is killed takes calls along."""
+
+    def __init__(self, node):
+        super().__init__(daemon=True)
+        self.allowed = 0
+        self.lost = Counter()
+        self._node = node
+        self._enough = threading.Event()
+
+    def run(self):
+        while not self._enough.is_set():
+            try:
+                with connection(self._node) as channel:
+                    for _ in range(20):
+                        self.allowed += check(channel, "/plenty")
+            except grpc.RpcError as error:
+                self.lost[error.code()] += 1
+
+    def stop(self):
+        self._enough.set()
+        self.join(START_S)
+
+
+def test_a_worker_that_is_killed_under_load_is_replaced_and_no_counter_sinks(files, several):
+    names = ["rate_limiter_requests_allowed_total", "rate_limiter_check_latency_seconds_count"]
+    with files.serving(*several) as node:
+        load = Load(node)
+        load.start()
+        killed = workers_of(node)["n/0"]
+        seen = []
+
+        def scrape():
+            seen.append([node.metric(name) for name in names])
+
+        until(lambda: scrape() or seen[-1][0] > 200, "both have counted")
+        os.kill(killed, signal.SIGKILL)
+        restarts = 'rate_limiter_worker_restarts_total{worker="0"}'
+        until(lambda: scrape() or node.metric(restarts) == 1, "its end is seen")
+        until(lambda: scrape() or node.metric("rate_limiter_workers") == 2, "it is back")
+        until(lambda: workers_of(node).get("n/0", killed) != killed, "it is another process")
+        back = load.allowed
+        until(lambda: scrape() or load.allowed > back + 200, "both count again")
+        load.stop()
+        scrape()
+        for column in zip(*seen, strict=True):
+            assert list(column) == sorted(column)
+        assert seen[-1][0] <= load.allowed + sum(load.lost.values())
+        assert set(load.lost) <= {grpc.StatusCode.UNAVAILABLE}
+        assert httpx.get(f"http://{node.http_address}/readyz").text == "ready\n"
+        node.signal(signal.SIGTERM)
+        status, _, log = node.ended()
+    assert status == 0
+    assert "worker 0: ended by signal 9" in log
+
+
+def test_workers_whose_parent_is_killed_drain_by_themselves(files, several):
+    with files.serving(*several) as node:
+        pids = workers_of(node).values()
+        node.signal(signal.SIGKILL)
+        until(lambda: not any(map(runs, pids)), "the workers have ended")
+        _, _, log = node.ended()
+    assert log.count("the parent process is gone") == 2
+    assert log.count('"drained"') == 2
+
+
+def test_a_worker_that_is_told_to_end_drains_and_is_started_anew(files, several):
+    with files.serving(*several) as node:
+        pid = workers_of(node)["n/1"]
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: workers_of(node).get("n/1", pid) != pid, "it is another process")
+        until(lambda: node.metric("rate_limiter_workers") == 2, "it is back")
+        node.signal(signal.SIGTERM)
+        assert node.ended()[0] == 0
+
+
+def test_a_service_manager_that_signals_every_process_gets_a_drain(files, several):
+    with files.serving(*several) as node:
+        pids = workers_of(node).values()
+        for pid in (*pids, node.process.pid, *pids):
+            os.kill(pid, signal.SIGTERM)
+        status, _, log = node.ended()
+    assert status == 0
+    assert log.count('"drained"') == 3
+
+
+def test_a_second_signal_ends_all_at_once(files, several):
+    with files.serving(*several) as node:
+        pids = workers_of(node).values()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # which cannot drain
+        node.signal(signal.SIGTERM)
+        until(
+            lambda: "draining" in httpx.get(f"http://{node.http_address}/readyz").text,
+            "it drains",
+        )
+        node.signal(signal.SIGTERM)
+        assert node.ended()[0] == 128 + signal.SIGTERM
+        until(lambda: not any(map(runs, pids)), "the workers have ended")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_port_is_refused_to_any_other_node(files, several, tmp_path, workers):
+    with files.serving(*several) as node:
+        mine = ["--listen", node.grpc_address, "--state-dir", str(tmp_path / "other")]
+        status, error = files.refused(*several, *mine, "--workers", workers)
+    assert status == 1
+    assert one_line(error)
+    assert "LISTEN: cannot listen on" in error
+
+
+def test_a_worker_that_cannot_start_is_one_line_and_status_1(files, several, tmp_path):
+    (tmp_path / "no.pem").write_text("no certificate")
+    pem = str(tmp_path / "no.pem")
+    status, error = files.refused(*several, "--tls-cert", pem, "--tls-key", pem)
+    assert status == 1
+    assert one_line(error)
+    assert "TLS_" in error
+
+
+def test_many_workers_that_start_at_once_make_one_rule_book(files, several):
+    with files.serving(*several, "--workers", "6") as node:
+        assert len(workers_of(node)) == 6
+        assert node.metric("rate_limiter_workers") == 6
+        assert node.metric("rate_limiter_rules_revision") == 2
+        node.signal(signal.SIGTERM)
+        assert node.ended()[0] == 0
