@@ -13,6 +13,8 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.servers import until
 from tests.system.process import COMMAND, START_S, Served, clean_environment
 
+REVISION = "rate_limiter_rules_revision"
+NODES = "rate_limiter_cluster_nodes"
 QUICK = ("--drain-s", "1", "--log-format", "json")
 
 
@@ -36,6 +38,7 @@ class Nodes:
         self._arguments = (*QUICK, *arguments)
         self._database_url = database_url or f"sqlite:///{directory / 'rules.db'}"
         self.served: list[Served] = []
+        self._processes: list[subprocess.Popen[str]] = []
         self._listen = [("127.0.0.1:0", "127.0.0.1:0")] * len(each)
 
     def __len__(self) -> int:
@@ -103,7 +106,20 @@ class Nodes:
 
     def agree(self) -> None:
         """Wait until all nodes that run have the same rule book."""
-        until(lambda: len({one.metric(REVISION) for one in self._running}) == 1, "nodes agree")
+        until(lambda: len(set(self.metric(REVISION))) == 1, "nodes agree")
+
+    def meet(self) -> None:
+        """Wait until all nodes that run know of each other."""
+        count = float(len(self._running))
+        until(lambda: set(self.metric(NODES)) == {count}, "nodes know of each other")
+
+    def metric(self, name: str) -> list[float]:
+        """A number of each node that runs."""
+        return [node.metric(name) for node in self._running]
+
+    def metric_sum(self, name: str) -> float:
+        """The sum of a number over the nodes that run."""
+        return sum(self.metric(name))
 
     @property
     def _running(self) -> list[Served]:
@@ -116,7 +132,7 @@ class Nodes:
         listen, http_listen = self._listen[number]
         with self._log(number).open("a") as log:
             # A node under load may log more than a pipe holds that nobody reads.
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [
                     *COMMAND, "serve", "--node-id", f"n{number}", "--listen", listen,
                     "--http-listen", http_listen, "--database-url", self._database_url,
@@ -129,6 +145,8 @@ class Nodes:
                 stderr=log,
                 text=True,
             )  # fmt: skip
+        self._processes.append(process)
+        return process
 
     def _ready(self, number: int, process: subprocess.Popen[str]) -> Served:
         assert process.stdout is not None
@@ -141,15 +159,15 @@ class Nodes:
     @staticmethod
     def _end_one(node: Served, number: signal.Signals) -> int:
         node.channel.close()
-        if node.process.poll() is None:
-            node.signal(signal.SIGCONT)
-            node.signal(number)
+        node.signal(number)
+        node.signal(signal.SIGCONT)
         node.process.communicate(timeout=START_S)
         return node.process.returncode
 
     def _end(self) -> None:
         for node in self.served:
-            self._end_one(node, signal.SIGKILL)
-
-
-REVISION = "rate_limiter_rules_revision"
+            node.channel.close()
+        for process in self._processes:
+            process.send_signal(signal.SIGKILL)
+        for process in self._processes:
+            process.communicate(timeout=START_S)

@@ -1,0 +1,178 @@
+"""What real nodes allow together, measured by their callers: the bound of the ledger (ADR 0023), and hardly less than
+one node alone would allow.
+
+A limit of 100,000 in a second would be more load than fits on a machine beside its nodes: there each check costs 100.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from tests.cluster.admissions import entitled, excess, tokens
+from tests.cluster.load import bursts, offer, steady
+from tests.cluster.nodes import Nodes
+from tests.servers import Valkey
+
+BUCKET, SLIDING, FIXED = Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW, Algorithm.FIXED_WINDOW
+
+WINDOW_S = 1
+SYNC_S = 0.1
+"""SYNC_INTERVAL_MS."""
+ROUND_TRIP_S = 0.01
+"""What a settlement takes where nobody is late, and what the clocks of the nodes may differ by."""
+MOST_CHECKS_IN_A_WINDOW = 1_000
+SHORT_S, LONG_S = 4.0, 10.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement."""
+
+    nodes: int
+    algorithm: Algorithm
+    limit: int
+    load: float
+    """Of the limit."""
+    bursts: bool = False
+    """Whether it comes ten times in a window, to all nodes at once."""
+
+    def __str__(self):
+        how = "-bursts" if self.bursts else ""
+        return f"{self.nodes}-{self.algorithm}-{self.limit}-{self.load}{how}"
+
+    @property
+    def rule(self):
+        return Rule("r", f"/{self}", IdentifierType.USER, self.limit, WINDOW_S, self.algorithm)
+
+    @property
+    def cost(self):
+        return max(1, self.limit // MOST_CHECKS_IN_A_WINDOW)
+
+    def schedule(self, seconds):
+        rate = self.limit * self.load / self.cost / WINDOW_S
+        if self.bursts:
+            every_s = WINDOW_S / 10
+            size = max(1, int(rate * every_s))
+            return bursts(size, every_s, seconds, nodes=self.nodes, cost=self.cost)
+        return steady(rate, seconds, nodes=self.nodes, cost=self.cost)
+
+
+@pytest.fixture(scope="module")
+def nodes(request, tmp_path_factory):
+    """So many nodes, of such a consistency; pytest runs those tests together that ask for the same."""
+    count, consistency = request.param
+    directory = tmp_path_factory.mktemp("nodes")
+    with (
+        Valkey(directory / "valkey") as valkey,
+        Nodes(directory, valkey.url, "--consistency", consistency, count=count) as nodes,
+    ):
+        nodes.meet()
+        yield nodes
+
+
+def on(*cells, consistency="eventual"):
+    """Parameters of a test: each cell, and the nodes that it is measured on."""
+    return pytest.mark.parametrize(
+        ("cell", "nodes"),
+        [pytest.param(cell, (cell.nodes, consistency), id=str(cell)) for cell in cells],
+        indirect=["nodes"],
+        scope="module",
+    )
+
+
+class Measured:
+    """What a cell came to. Its bounds are those of an idle machine, and what the nodes were late."""
+
+    def __init__(self, cell, nodes, seconds):
+        rule = cell.rule
+        nodes.rule(
+            endpoint=rule.endpoint,
+            limit=rule.limit,
+            window_seconds=rule.window_seconds,
+            algorithm=str(rule.algorithm),
+        )
+        late_before = nodes.metric_sum("rate_limiter_shared_state_late_total")
+        log = offer(nodes.addresses, cell.schedule(seconds), endpoint=rule.endpoint).log
+        late = nodes.metric_sum("rate_limiter_shared_state_late_total") - late_before
+        lag_s = max(nodes.metric("rate_limiter_loop_lag_seconds"))
+        self.cell = cell
+        self.rate = rule.limit / rule.window_seconds
+        self.admitted = tokens(log.admitted)
+        self.entitled = entitled(log, rule)
+        self.excess = excess(log, rule, slack_s=ROUND_TRIP_S)
+        self.strict_excess = excess(log, rule)
+        self.late_s = ROUND_TRIP_S + lag_s
+        self.late_tokens = late * cell.cost
+        self.unanswered = len(log.unknown)
+        self.reasons = log.reasons
+        print(f"\n{cell}: {self}")  # noqa: T201 - shown with `pytest -s`
+
+    def __str__(self):
+        ratio, worst = self.admitted / self.entitled, self.excess / self.cell.limit
+        return (
+            f"{self.admitted} of {self.entitled} = {ratio:.3f}, worst interval {worst:+.3f} limits, "
+            f"late {self.late_s:.3f} s and {self.late_tokens:.0f} tokens, {self.reasons}"
+        )
+
+    def holds(self):
+        cell = self.cell
+        limit, one_each = cell.limit, cell.nodes * cell.cost
+        drift = self.rate * self.late_s
+        assert not self.unanswered
+        assert self.excess <= limit / 2 + limit / 100 + cell.nodes * drift + one_each, self
+        # The first spends from a full bucket are charged together: what would have flowed in meanwhile is lost.
+        edge = self.rate * (SYNC_S + self.late_s) + self.late_tokens + one_each
+        assert self.admitted >= 0.99 * self.entitled - edge, self
+        if limit >= 1_000:
+            assert self.admitted <= 1.02 * self.entitled + drift + one_each, self
+
+
+DIAGONAL = (
+    Cell(1, BUCKET, 1_000, 1.5),
+    Cell(3, FIXED, 10, 4.0),
+    Cell(3, BUCKET, 100_000, 1.5),
+    Cell(3, SLIDING, 1_000, 4.0, bursts=True),
+    Cell(5, SLIDING, 10, 0.9),
+    Cell(5, FIXED, 1_000, 4.0),
+)
+
+ALL = [
+    Cell(nodes, algorithm, limit, load, burst)
+    for nodes, algorithm, limit, load, burst in itertools.product(
+        (1, 3, 5), Algorithm, (10, 1_000, 100_000), (0.9, 1.5, 4.0), (False, True)
+    )
+]
+
+
+@on(*DIAGONAL)
+def test_nodes_allow_together_what_one_would(cell, nodes):
+    Measured(cell, nodes, SHORT_S).holds()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@on(*ALL)
+def test_nodes_allow_together_what_one_would_everywhere(cell, nodes):
+    Measured(cell, nodes, LONG_S).holds()
+
+
+STRICT = [
+    Cell(3, algorithm, 1_000, 4.0, burst)
+    for algorithm, burst in zip(Algorithm, (False, True, False), strict=True)
+]
+
+
+@on(*STRICT, consistency="strict")
+def test_strict_nodes_never_allow_more(cell, nodes):
+    measured = Measured(cell, nodes, 2.0)
+    assert measured.strict_excess <= 0, measured
+    assert measured.admitted >= 0.9 * measured.entitled, measured
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@on(*(cell for cell in ALL if cell.limit != 100_000), consistency="strict")
+def test_strict_nodes_never_allow_more_anywhere(cell, nodes):
+    assert Measured(cell, nodes, LONG_S).strict_excess <= 0
