@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import gcd
 from random import Random
 
 import pytest
@@ -242,11 +243,24 @@ def bucket_of_any_size(chance):
     return rule, shared, max(0, min(MAX_TIME_US, now_us))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_numbers_of_every_size_come_out_exactly(store, seed):
+def bucket_with_nearly_whole_tokens_refilled(chance):
+    """The same, at a time when a few units more or less would make it another token, and doubles cannot tell."""
+    limit, window_s = 0, 0
+    while gcd(limit, window_s * US_PER_S) != 1:
+        limit, window_s = (chance.randrange(2**20, INT32_MAX) for _ in range(2))
+    rule = rule_of(Algorithm.TOKEN_BUCKET, limit, window_s)
+    # Units are coprime to those of a token, so that some time refills any rest.
+    elapsed_us = chance.randint(-3, 3) * pow(limit, -1, rule.window_us) % rule.window_us
+    shared = SharedState(0, rule.revision, limit, (limit * rule.window_us, 0))
+    return rule, shared, elapsed_us
+
+
+@pytest.mark.parametrize("bucket", [bucket_of_any_size, bucket_with_nearly_whole_tokens_refilled])
+@pytest.mark.parametrize("seed", range(15))
+def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
     store.flushall()
     chance = Random(seed)
-    cases = {key_of(number): bucket_of_any_size(chance) for number in range(100)}
+    cases = {key_of(number): bucket(chance) for number in range(100)}
     store.mset(
         {
             encoding.bucket_key(key): value_of(shared, rule)
