@@ -7,11 +7,12 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.sharedstate.connection import Connection
-from ratelimitd.sharedstate.login import Greeting, log_in
+from ratelimitd.sharedstate.login import Greeting, Refused, ask, hand_over, log_in
+from ratelimitd.sharedstate.replies import login_error_of
 from ratelimitd.sharedstate.url import Server
 
 CONNECT_S: Final = 1.0
@@ -25,6 +26,8 @@ async def connect(
     greeting: Greeting,
     tls: ssl.SSLContext | None,
     make: Callable[[], _Connection],
+    *,
+    within_s: float = CONNECT_S,
 ) -> _Connection:
     """A connection of ``make`` to ``server``, greeted.
 
@@ -33,7 +36,7 @@ async def connect(
         StoreUnavailableError: the server cannot be reached, or cannot serve now.
     """
     try:
-        async with asyncio.timeout(CONNECT_S):
+        async with asyncio.timeout(within_s):
             connection = await _open(server, tls, make)
             try:
                 await log_in(connection, greeting)
@@ -42,7 +45,7 @@ async def connect(
                 raise
             return connection
     except TimeoutError:
-        message = f"no connection within {CONNECT_S:g} s"
+        message = f"no connection within {within_s:g} s"
         raise StoreUnavailableError(message) from None
     except ssl.SSLError as error:
         message = f"TLS has failed: {error.reason or 'the server does not speak it'}"
@@ -50,6 +53,29 @@ async def connect(
     except OSError as error:
         message = f"no connection: {cause_of(error)}"
         raise StoreUnavailableError(message) from None
+
+
+async def ask_once(
+    server: Server,
+    greeting: Greeting,
+    tls: ssl.SSLContext | None,
+    *command: bytes | str,
+    within_s: float = CONNECT_S,
+) -> Any:
+    """The reply to one command, on a connection that is made for it; raises as :func:`connect`."""
+    connection = await connect(
+        server,
+        greeting,
+        tls,
+        lambda: Connection(hand_over, lambda _error: None, timeout_s=within_s),
+        within_s=within_s,
+    )
+    try:
+        return await ask(connection, *command)
+    except Refused as refused:
+        raise login_error_of(str(refused)) from None
+    finally:
+        connection.drop(StoreUnavailableError("asked"))
 
 
 def cause_of(error: OSError) -> str:

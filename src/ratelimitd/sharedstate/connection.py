@@ -125,7 +125,8 @@ class Connection(asyncio.Protocol):
         try:
             while (reply := reader.gets()) is not _NOTHING:
                 if not waiting:
-                    self._unasked(reply)
+                    if self.unasked(reply):
+                        continue
                     return
                 request = waiting.popleft()
                 self._answered += 1
@@ -137,6 +138,14 @@ class Connection(asyncio.Protocol):
                         request.tell(reply)
         except HiredisError:
             self.drop(StoreUnavailableError("the shared state does not speak its protocol"))
+
+    def unasked(self, reply: object) -> bool:
+        """Nobody waits for ``reply``; whether to go on. The server says why it hangs up, or we have lost count."""
+        if isinstance(reply, ReplyError):
+            self.drop(error_of(str(reply)))
+        else:
+            self.drop(StoreUnavailableError("the shared state answered what was not asked"))
+        return False
 
     def connection_lost(self, _error: Exception | None) -> None:
         """The connection is gone, for whatever reason."""
@@ -204,13 +213,6 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, request: Request, error: RateLimitdError) -> None:
         self._loop.call_soon(request.tell, error)
-
-    def _unasked(self, reply: object) -> None:
-        """A reply to nothing: the server says why it hangs up, or we have lost count."""
-        if isinstance(reply, ReplyError):
-            self.drop(error_of(str(reply)))
-        else:
-            self.drop(StoreUnavailableError("the shared state answered what was not asked"))
 
     def _lose(self, error: RateLimitdError) -> None:
         self.lost = error

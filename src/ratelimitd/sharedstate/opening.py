@@ -5,12 +5,14 @@ from __future__ import annotations
 import random as random_source
 from collections.abc import Callable
 
+from ratelimitd.sharedstate.cluster_shards import ClusterShards
 from ratelimitd.sharedstate.connection import MAX_REQUESTS
 from ratelimitd.sharedstate.link import LinkOptions
 from ratelimitd.sharedstate.login import Greeting
+from ratelimitd.sharedstate.sentinel import SentinelShards
 from ratelimitd.sharedstate.shards import Shards, standalone
 from ratelimitd.sharedstate.tls import client_context
-from ratelimitd.sharedstate.url import RedisUrl
+from ratelimitd.sharedstate.url import RedisUrl, Topology
 
 
 def open_shards(
@@ -31,12 +33,17 @@ def open_shards(
     Raises:
         StartupError: a TLS file cannot be used.
     """
+    wants_primary = url.topology is not Topology.CLUSTER
     options = LinkOptions(
         timeout_ms / 1000,
-        Greeting(url.login, url.database, client_name),
+        Greeting(url.login, url.database, client_name, wants_primary=wants_primary),
         client_context(url.tls) if url.tls is not None else None,
         max_requests,
         report,
         random,
     )
+    if url.topology is Topology.CLUSTER:
+        return ClusterShards(url, options, on_change)
+    if url.topology is Topology.SENTINEL:
+        return SentinelShards(url, options)
     return standalone(url, options)

@@ -65,7 +65,9 @@ def error_of(text: str) -> RateLimitdError:
 
 
 def login_error_of(text: str) -> StoreUnavailableError:
-    """The error for an answer to AUTH or SELECT: what is not "not now" is a wrong setting."""
+    """The error for an answer to what a connection begins with: what is not "not now" is a wrong setting."""
+    if code_of(text) in REDIRECTIONS:
+        return StoreUnavailableError("the map of the Cluster is about to be read")
     error = error_of(text)
     if isinstance(error, StoreUnavailableError):
         return error

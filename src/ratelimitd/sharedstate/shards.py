@@ -34,11 +34,26 @@ class Shards(Protocol):
     def all(self) -> Sequence[Link]:
         """One link for each server."""
 
+    async def server_of_tag(self, tag: int) -> Server:
+        """Where the server of a hash tag is; raises StoreUnavailableError while nobody knows."""
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether messages need channels that belong to a server, as keys do."""
+
+    @property
+    def options(self) -> LinkOptions:
+        """How to connect to the servers."""
+
 
 class OneServer:
     """The shards where one server at a time holds everything; ``locate`` says which."""
 
+    is_cluster = False
+
     def __init__(self, locate: Locate, options: LinkOptions) -> None:
+        self.options = options
+        self._locate = locate
         self._link = Link(locate, options)
 
     async def start(self) -> None:
@@ -58,6 +73,10 @@ class OneServer:
         """The one link."""
         return (self._link,)
 
+    async def server_of_tag(self, _tag: int) -> Server:
+        """Where the one server is."""
+        return await self._locate()
+
 
 def standalone(url: RedisUrl, options: LinkOptions) -> OneServer:
     """The shards of a URL that names a server, or its socket."""
@@ -70,6 +89,8 @@ def standalone(url: RedisUrl, options: LinkOptions) -> OneServer:
 
 async def settled(links: Sequence[Link]) -> None:
     """Wait until each link is connected or has failed once, for at most ``START_S``."""
+    if not links:
+        return
     waits = [asyncio.create_task(link.settled()) for link in links]
     _, pending = await asyncio.wait(waits, timeout=START_S)
     for wait in pending:

@@ -1,7 +1,7 @@
 """What tests need to ask a link and to wait for what it does in its own time."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.sharedstate.link import Link, LinkOptions
@@ -55,30 +55,47 @@ async def linked(locate, options=PATIENT, redirect=None):
 
 
 @asynccontextmanager
+async def serving(serve):
+    """The port of a server that calls ``serve(reader, writer)`` for each connection, and closes it afterwards."""
+    running = {}
+
+    async def serve_and_close(reader, writer):
+        running[asyncio.current_task()] = writer
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            await serve(reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(serve_and_close, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for _ in range(10):  # what was accepted before may be about to be served
+            await asyncio.sleep(0)
+        for task, writer in running.items():
+            task.cancel()
+            writer.close()
+        await asyncio.gather(*running, return_exceptions=True)
+        await server.wait_closed()
+
+
+@asynccontextmanager
 async def peer(*replies, greeted=True):
     """The port of a server that sends the next of ``replies`` whenever something comes; ``b""`` hangs up.
 
     A greeting is answered before, as a primary does it.
     """
     left = list(replies)
-    writers = []
 
     async def serve(reader, writer):
-        writers.append(writer)
         if greeted:
             await reader.readuntil(b"ROLE\r\n")
             writer.write(b"+PONG\r\n*3\r\n$6\r\nmaster\r\n:0\r\n*0\r\n")
-        while await reader.read(65_536) and left:
-            writer.write(reply := left.pop(0))
-            if not reply:
+        while await reader.read(65_536) and (not replies or left):
+            reply = left.pop(0) if left else b""
+            writer.write(reply)
+            if replies and not reply:
                 break
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for writer in writers:
-            writer.close()
-        await server.wait_closed()
+    async with serving(serve) as port:
+        yield port

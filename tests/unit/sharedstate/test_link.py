@@ -370,8 +370,9 @@ async def test_a_server_with_a_socket_is_reached_by_its_path(valkey):
 async def test_a_connection_that_is_lost_right_after_its_greeting_does_not_come_into_service(
     valkey,
 ):
-    async with linked(at(valkey)) as link:
-        connection = await link._connect()
-        connection.drop(StoreUnavailableError("lost"))
-        link._serve(connection)
-        assert link.connections_total == 1
+    link = Link(at(valkey), PATIENT)
+    connection = await link._connect()
+    connection.drop(StoreUnavailableError("lost"))
+    link._serve(connection)
+    assert (link.connected, link.connections_total) == (False, 0)
+    await link.close()
