@@ -1,7 +1,7 @@
 """What goes to the scripts of the store and what comes back: values to bytes, bytes to values. Pure.
 
 ``scripts/*.lua`` describe the same bytes from their side. A store is not trusted: whatever comes from it is looked at,
-and what is not ours is a :class:`StoreCorruptError`, never another exception. See :mod:`ratelimitd.ledger`.
+and what is not ours is a :class:`StoreCorruptError`, never another exception. See ADR 0027.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ def _prefix(tag: int) -> bytes:
 
 
 def settle_request(tag: int, batch: Batch) -> Request:
-    """What ``SETTLE`` takes for a batch whose keys all belong to the hash tag ``tag``."""
-    prefix = _prefix(tag)
-    keys = [prefix + b"s:" + batch.sender.encode()]
-    keys += [prefix + key for key in batch.updates]
+    """What ``SETTLE`` takes for a batch; what is known of its sender is kept under the hash tag ``tag``."""
+    keys = [_prefix(tag) + b"s:" + batch.sender.encode()]
+    keys += [*map(bucket_key, batch.updates)]
     parts = [_NUMBER.pack(batch.number)]
     parts += [_packed(update) for update in batch.updates.values()]
     return keys, [b"".join(parts)]
