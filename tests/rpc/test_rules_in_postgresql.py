@@ -55,7 +55,7 @@ class Caller:
 @pytest.fixture
 def serve(postgresql_url, tmp_path, monkeypatch):
     """Runs a node, with a state directory of its name."""
-    impatient = partial(SqlRuleStore, command_timeout_s=0.3)
+    impatient = partial(SqlRuleStore, command_timeout_s=1.0)
     monkeypatch.setattr(app, "SqlRuleStore", impatient)
 
     @asynccontextmanager

@@ -44,7 +44,7 @@ class Listener:
     async def connect(self):
         if self.refusals:
             raise self.refusals.pop()
-        driver = await asyncpg.connect(self.url, command_timeout=0.2)
+        driver = await asyncpg.connect(self.url, command_timeout=1.0)
         self.drivers.put_nowait(driver)
         return driver
 
