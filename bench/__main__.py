@@ -6,7 +6,7 @@
 import sys
 from pathlib import Path
 
-from bench import decisions, hpack, http2_core, loop, memory, native, report, rpc, rules
+from bench import decisions, hpack, http2_core, loop, memory, native, report, rpc, rules, shared
 from bench.servers import Missing
 
 PARTS = {
@@ -17,6 +17,7 @@ PARTS = {
     "http2": ("HTTP/2 alone, one core", http2_core.measure),
     "native": ("The native transport, server on one core, load on another", native.measure),
     "rpc": ("Over gRPC, server on one core, load on another", rpc.measure),
+    "shared": ("A node of a cluster, Valkey on the other core", shared.measure),
     "rules": ("100,000 rules", rules.measure),
 }
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from bench.report import Row
 from bench.turns import Turns, idle_control
 from ratelimitd.background import Background
-from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
 from ratelimitd.limiter import Limiter

@@ -21,7 +21,7 @@ class Bucket:
         tag: the part of the store that it belongs to.
         view: what this node knows of it.
         is_dirty: whether there is something to settle that no batch carries yet.
-        is_denied: whether a check of it was denied since it was last read.
+        is_denied: whether a check of it was denied since it was last read for that.
         is_watched: whether it is read again now and then.
         is_cached: whether checks find it by its key; else it lives until it is settled.
     """
@@ -35,5 +35,4 @@ class Bucket:
         self.name = name
         self.tag = tag
         self.view = View(rule, base)
-        self.is_dirty = self.is_denied = self.is_watched = False
-        self.is_cached = True
+        self.is_dirty = self.is_denied = self.is_watched = self.is_cached = False

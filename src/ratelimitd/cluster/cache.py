@@ -11,12 +11,11 @@ tag.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.packing import Packed, pack, unpack
-from ratelimitd.cluster.tag import Tag
+from ratelimitd.cluster.store import HASH_TAGS
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import US_PER_S
 
@@ -30,17 +29,17 @@ MOVED_PER_STEP: Final = 64
 class BucketCache:
     """At most ``max_entries`` buckets, for at most ``ttl_us`` after their last use. ``now_us`` is monotonic."""
 
-    def __init__(self, tags: Sequence[Tag], *, max_entries: int, ttl_us: int, now_us: int) -> None:
-        self._tags = tags
+    def __init__(self, *, max_entries: int, ttl_us: int, now_us: int) -> None:
         self._max_entries = max_entries
         self._generation_us = ttl_us // 2
         self._young: dict[bytes, Bucket] = {}
         self._old: dict[bytes, Bucket] = {}
         self._turned_us = now_us
         self._added = 0
-        self._packed_young: list[dict[bytes, Packed]] = [{} for _ in tags]
-        self._packed_old: list[dict[bytes, Packed]] = [{} for _ in tags]
+        self._packed_young: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
+        self._packed_old: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
         self._packed_count = 0
+        self._forgotten: list[dict[bytes, Packed]] = []
         self._next_tag = 0
         self._tag_turned_us = now_us
         self.evicted_total = 0
@@ -62,29 +61,31 @@ class BucketCache:
         bucket = self._young[key] = self._old.pop(key)
         return bucket
 
-    def take_packed(self, tag: Tag, name: bytes) -> SharedState | None:
+    def take_packed(self, name: bytes) -> SharedState | None:
         """The last known state of a bucket that is not in use; it has to be put back by :meth:`add`."""
-        number = tag.number
-        packed = self._packed_young[number].pop(name, None)
+        packed = self._packed_young[name[0]].pop(name, None)
         if packed is None:
-            packed = self._packed_old[number].pop(name, None)
+            packed = self._packed_old[name[0]].pop(name, None)
         if packed is None:
             return None
         self._packed_count -= 1
         return unpack(packed)
 
-    def forget_packed(self, tag: Tag, name: bytes) -> None:
+    def forget_packed(self, name: bytes) -> None:
         """Somebody says that a bucket is another now: it is read again when it is asked for."""
-        self.take_packed(tag, name)
+        self.take_packed(name)
 
     def forget_all_packed(self) -> None:
         """Any of them may be another now."""
-        for number in range(len(self._tags)):
-            self._drop_old(number)
-            self._drop_old(number)
+        # To free a million at once would take a tenth of a second.
+        self._forgotten += filter(None, (*self._packed_young, *self._packed_old))
+        self._packed_young = [{} for _ in self._tags]
+        self._packed_old = [{} for _ in self._tags]
+        self._packed_count = 0
 
     def add(self, bucket: Bucket) -> None:
         """A bucket is in use from now on."""
+        self.forget_packed(bucket.tag, bucket.name)
         self._young[bucket.key] = bucket
         bucket.tag.buckets[bucket.name] = bucket
         bucket.is_cached = True
@@ -92,16 +93,22 @@ class BucketCache:
 
     def step(self, now_us: int) -> None:
         """Move on by a small step; to be called often."""
+        if self._forgotten:
+            self._forgotten.pop()
         moves = MOVED_PER_STEP + 2 * self._added
         self._added = 0
         while self._old and moves:
             moves -= 1
             self._retire(self._old.popitem()[1])
         if not self._old and now_us - self._turned_us >= IDLE_US:
-            self._turned_us, self._old, self._young = now_us, self._young, {}
+            self._turned_us = now_us
+            self._turn()
         self._expire(now_us)
-        while len(self) > self._max_entries and self._evict_some():
-            pass
+        while len(self) > self._max_entries:
+            self._evict_some()
+
+    def _turn(self) -> None:
+        self._old, self._young = self._young, {}
 
     def _retire(self, bucket: Bucket) -> None:
         view = bucket.view
@@ -110,7 +117,7 @@ class BucketCache:
             return
         self._forget(bucket)
         if view.base is not None:
-            self._packed_young[bucket.tag.number][bucket.name] = pack(view.base)
+            self._packed_young[bucket.name[0]][bucket.name] = pack(view.base)
             self._packed_count += 1
 
     @staticmethod
@@ -123,11 +130,17 @@ class BucketCache:
     def _expire(self, now_us: int) -> None:
         """Turn the packed generations of the tags, one tag after the other, each once in half of the time to live."""
         pause_us = self._generation_us // len(self._tags)
-        if now_us - self._tag_turned_us < pause_us:
-            return
-        self._tag_turned_us = max(self._tag_turned_us + pause_us, now_us - self._generation_us)
-        self.expired_total += self._drop_old(self._next_tag)
+        # After a long pause all of them at most.
+        self._tag_turned_us = max(self._tag_turned_us, now_us - self._generation_us)
+        while now_us - self._tag_turned_us >= pause_us:
+            self._tag_turned_us += pause_us
+            self.expired_total += self._turn_next_tag()
+
+    def _turn_next_tag(self) -> int:
+        """Let the old packed buckets of one more tag go; returns how many those were."""
+        dropped = self._drop_old(self._next_tag)
         self._next_tag = (self._next_tag + 1) % len(self._tags)
+        return dropped
 
     def _drop_old(self, number: int) -> int:
         dropped = len(self._packed_old[number])
@@ -135,17 +148,15 @@ class BucketCache:
         self._packed_count -= dropped
         return dropped
 
-    def _evict_some(self) -> bool:
-        """Make room by the older packed buckets of the next tag, or else by some in use; false: all are dirty."""
-        for _ in range(2 * len(self._tags) if self._packed_count else 0):
-            evicted = self._drop_old(self._next_tag)
-            self._next_tag = (self._next_tag + 1) % len(self._tags)
-            if evicted:
-                self.evicted_total += evicted
-                return True
-        source = self._old or self._young
-        if not source:
-            return False
-        self._forget(source.popitem()[1])
+    def _evict_some(self) -> None:
+        """Make room by the older packed buckets of the next tag that has any, or else by one that is in use."""
+        if self._packed_count:
+            evicted = 0
+            while not evicted:
+                evicted = self._turn_next_tag()
+            self.evicted_total += evicted
+            return
+        if not self._old:
+            self._turn()
+        self._forget(self._old.popitem()[1])
         self.evicted_total += 1
-        return True

@@ -106,10 +106,11 @@ class Cluster:
         )
         around = Surroundings(store, clock, loop, self)
         self._tags = [
-            Tag(number, self._shard_of(number), incarnation, around) for number in range(HASH_TAGS)
+            Tag(number, self._shard_of(number), incarnation, around)
+            for number in range(0, HASH_TAGS, store.tags_per_batch)
         ]
+        by_octet = [tag for tag in self._tags for _ in range(store.tags_per_batch)]
         self.cache = BucketCache(
-            self._tags,
             max_entries=options.cache_entries,
             ttl_us=options.cache_ttl_s * US_PER_S,
             now_us=clock.monotonic_us(),
@@ -119,14 +120,14 @@ class Cluster:
         if options.strict:
             self.buckets = StrictBuckets(
                 store=store,
-                tags=self._tags,
+                tags=by_octet,
                 stored_name=stored_name,
                 callers_time=options.callers_time,
             )
         else:
             self.buckets = self._eventual = SharedBuckets(
                 store=store,
-                tags=self._tags,
+                tags=by_octet,
                 cache=self.cache,
                 stored_name=stored_name,
                 clock=clock,

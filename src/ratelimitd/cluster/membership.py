@@ -57,7 +57,6 @@ class Membership:
     ) -> None:
         self.count = 1
         """Nodes alive, with this one."""
-        self.names: tuple[str, ...] = (incarnation,)
         self._pulse = pulse
         self._incarnation = incarnation
         self._fingerprint = fingerprint
@@ -111,7 +110,6 @@ class Membership:
         if not isinstance(answer, RateLimitdError):
             now_us, fingerprint, names = answer
             self._shared_time.note(now_us, sent_us, self._clock.monotonic_us())
-            self.names = names
             self.count = max(1, len(names))
             self._compare(fingerprint)
         then()

@@ -17,7 +17,7 @@ class Question:
     """One check that waits.
 
     Attributes:
-        ask: what the next batch asks for it, once it is known that the store has to decide.
+        ask: what a batch asks for it; there is none before it is known that the store has to decide.
         answer: to the check: an outcome, or the error that stands for it.
         charged: whether the node's own view was charged when the store did not answer in time.
     """
@@ -38,7 +38,7 @@ class Question:
         self.cost = cost
         self.peek = peek
         self.answer = answer
-        self.ask: Ask | None = None
+        self.ask: Ask
         self.charged = False
 
     def tell(self, outcome: Outcome | RateLimitdError) -> None:

@@ -41,23 +41,27 @@ class Rereading:
             self._later(bucket, 0, now_us)
 
     def due(self, now_us: int, most: int) -> list[tuple[Bucket, int]]:
-        """The next buckets to be read, each with how often it was before. Each has to come back by :meth:`looked`."""
+        """The next buckets to be read, each with how often it was before. Each has to come back by :meth:`looked`.
+
+        One of which no check was denied since its last look is left alone from now on.
+        """
         looks: list[tuple[Bucket, int]] = []
         for queue in self._queues:
             # Each queue has one pause, so it is in the order of time.
-            while queue and queue[0].due_us <= now_us and len(looks) < most:
-                look = queue.popleft()
-                look.bucket.is_denied = False
-                looks.append((look.bucket, look.times))
+            while queue and queue[0].due_us <= now_us and most:
+                most -= 1
+                _, times, bucket = queue.popleft()
+                self._count -= 1
+                if bucket.is_denied:
+                    bucket.is_denied = False
+                    looks.append((bucket, times))
+                else:
+                    bucket.is_watched = False
         return looks
 
     def looked(self, bucket: Bucket, times: int, now_us: int, *, is_news: bool) -> None:
-        """It was read, or could not be: the next look comes later, sooner after news, or not at all."""
-        self._count -= 1
-        if bucket.is_denied:
-            self._later(bucket, 0 if is_news else times + 1, now_us)
-        else:
-            bucket.is_watched = False
+        """It was read, or could not be: the next look comes later, but soon after news."""
+        self._later(bucket, 0 if is_news else times + 1, now_us)
 
     def _later(self, bucket: Bucket, times: int, now_us: int) -> None:
         step = min(times, len(PAUSES_US) - 1)

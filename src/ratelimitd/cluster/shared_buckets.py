@@ -155,7 +155,7 @@ class SharedBuckets:
         tag = self._tags[name[0]]
         bucket = tag.buckets.get(name)
         if bucket is None:
-            self._cache.forget_packed(tag, name)
+            self._cache.forget_packed(name)
             return
         tag.first_word()
         bucket.view.hear(shared)
@@ -165,14 +165,14 @@ class SharedBuckets:
         tag = self._tags[name[0]]
         bucket = tag.buckets.get(name)
         if bucket is None:
-            self._cache.forget_packed(tag, name)
+            self._cache.forget_packed(name)
         else:
             self._store.read(name, bucket.view.rule, partial(self._reread, bucket))
 
     def resync(self) -> None:
         """News of others may have been lost: read again what is in use, and whatever is not when it is asked for."""
         self._cache.forget_all_packed()
-        self._doubted = {name for tag in self._tags for name in tag.buckets}
+        self._doubted = {name for tag in set(self._tags) for name in tag.buckets}
 
     def step(self) -> None:
         """What is to be done now and then, in small steps: pack what is not used, read again what was denied."""
@@ -209,9 +209,9 @@ class SharedBuckets:
             if tag.shard.is_open:
                 if not self._decides_alone:
                     raise tag.shard.open_error()
-                bucket = Bucket(key, name, tag, rule, self._cache.take_packed(tag, name))
+                bucket = Bucket(key, name, tag, rule, self._cache.take_packed(name))
             else:
-                shared = self._cache.take_packed(tag, name)
+                shared = self._cache.take_packed(name)
                 if shared is None:
                     return None
                 bucket = Bucket(key, name, tag, rule, shared)

@@ -15,11 +15,15 @@ from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import Outcome, Rule
 
 HASH_TAGS: Final = 256
-"""Buckets are spread over so many parts by the first byte of their name; a batch is of one part. Never changes."""
+"""Buckets are spread over so many parts by the first byte of their name. Never changes."""
 
 
 class SharedStore(Protocol):
     """The shared buckets. A bucket's ``name`` is :meth:`ratelimitd.buckets.keys.BucketKeys.stored` of its key."""
+
+    @property
+    def tags_per_batch(self) -> int:
+        """How many neighbouring hash tags one batch may be of; a divisor of :data:`HASH_TAGS`."""
 
     def shard_of(self, tag: int) -> str:
         """The server that holds a hash tag, by a name for people."""

@@ -1,4 +1,6 @@
-"""One hash tag of the shared state on one node: what it has still to settle, in numbered batches, one at a time.
+"""A hash tag of the shared state on one node: what it has still to settle, in numbered batches, one at a time.
+
+Where one server has all hash tags, a batch may be of several neighbours, and they are one here.
 
 Decides nothing about checks. The rules are those of the ledger (ADR 0023): a batch is frozen, repeated until it is
 acknowledged, and then the views of its buckets go on from the state that it left.
@@ -19,7 +21,7 @@ from ratelimitd.cluster.shard import Shard
 from ratelimitd.cluster.store import SharedStore, Timers
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Reply, Sender
-from ratelimitd.ledger.shared_state import Ask, SharedState
+from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.ledger.view import STALE_US
 from ratelimitd.model import US_PER_S
 
@@ -56,7 +58,7 @@ class Tag:
     """One hash tag.
 
     Attributes:
-        number: which one.
+        number: which one, or the first of several.
         shard: the server that holds it.
         buckets: those of its buckets that this node has a view of, by name.
     """
@@ -67,6 +69,7 @@ class Tag:
         "_dirty",
         "_flush_is_due",
         "_flush_next",
+        "_has_forgiven",
         "_resends",
         "_sender",
         "_sent",
@@ -86,7 +89,7 @@ class Tag:
         self._sent: Sequence[Bucket] = ()
         self._waiting: dict[bytes, list[Question]] = {}
         self._asked: dict[bytes, list[Question]] = {}
-        self._flush_is_due = self._flush_next = False
+        self._flush_is_due = self._flush_next = self._has_forgiven = False
         self._resends = 0
 
     @property
@@ -105,13 +108,6 @@ class Tag:
         batch = self._sender.outstanding
         return None if batch is None else batch.frozen_at_us
 
-    def unsettled_tokens(self) -> int:
-        """Tokens that were allowed here and that the store may not know of."""
-        return sum(
-            bucket.view.unsent.tokens + bucket.view.in_flight.tokens
-            for bucket in {*self._dirty.values(), *self._sent}
-        )
-
     def touch(self, bucket: Bucket) -> None:
         """There is something to settle of a bucket that is not dirty yet."""
         bucket.is_dirty = True
@@ -123,30 +119,28 @@ class Tag:
         self._waiting.setdefault(bucket.name, []).append(question)
         if not bucket.is_dirty:
             self.touch(bucket)
-        # All checks of this turn ride in one batch.
-        self._flush_in(0)
+        self._flush_in(0)  # not at once: all checks of this turn ride in one batch
 
     def give_up(self, bucket: Bucket, question: Question) -> None:
         """The store has not answered a check in time: the view decides, and pays when the store has charged it too."""
-        ask = question.ask
-        if question.answer.done() or ask is None:
+        if question.answer.done():
             return
-        if self._withdraw(bucket, question, ask):
-            question.ask = None
+        self._withdraw(bucket, question)
         outcome = bucket.view.check_alone(question.now_us, question.cost)
         question.charged = outcome[0]
         if outcome[0] and not bucket.is_dirty:
             self.touch(bucket)
         question.tell(outcome)
 
-    def _withdraw(self, bucket: Bucket, question: Question, ask: Ask) -> bool:
-        if not bucket.view.withdraw(ask):
-            return False
-        waiting = self._waiting[bucket.name]
+    def _withdraw(self, bucket: Bucket, question: Question) -> None:
+        """Do not take a check to the store, unless a batch has done so already."""
+        waiting = self._waiting.get(bucket.name, [])
+        if question not in waiting:
+            return
+        bucket.view.withdraw(question.ask)
         waiting.remove(question)
         if not waiting:
             del self._waiting[bucket.name]
-        return True
 
     # Batches
 
@@ -192,61 +186,48 @@ class Tag:
             if bucket.name in self._waiting:
                 self._asked[bucket.name] = self._waiting.pop(bucket.name)
         self._sent = taken
-        self._resends = 0
+        self._resends, self._has_forgiven = 0, False
+        self._flush_next = bool(self._dirty)  # one batch does not take them all
         self._send(self._sender.freeze(updates, self._around.clock.now_us()))
 
     def _send(self, batch: Batch) -> None:
         self._around.store.settle(self.number, batch, partial(self._answered, batch))
 
     def _answered(self, batch: Batch, reply: Reply | RateLimitdError | None) -> None:
-        if batch is not self._sender.outstanding:
-            return
         if isinstance(reply, Reply):
-            if self._asked:
+            if self._asked or self._waiting:
                 self.shard.answered()
             self._acknowledged(reply)
-            return
-        if isinstance(reply, RateLimitdError):
-            # A batch that takes checks along is a round trip of theirs the first time only: then they wait no more.
-            if self._asked and not self._resends:
-                self.shard.failed(reply)
-            else:
-                self.shard.sync_failed(reply)
-        elif reply is None:
-            # The store has gone on without us: whoever speaks under our name, this batch is not to be applied.
+        elif reply is None or self._around.clock.now_us() - batch.frozen_at_us > MAX_KEPT_US:
+            # The store has gone on without us, whoever speaks under our name; or it may forget our numbers by now.
             self._drop(batch)
-            return
-        if self._around.clock.now_us() - batch.frozen_at_us > MAX_KEPT_US:
-            self._drop(batch)
-            return
-        pause_s = min(LONGEST_RESEND_S, FIRST_RESEND_S * 2.0 ** min(self._resends, 10))
-        self._resends += 1
-        self._around.timers.call_later(pause_s, self._resend, batch)
+        else:
+            self._failed(reply)
+            pause_s = min(LONGEST_RESEND_S, FIRST_RESEND_S * 2.0 ** min(self._resends, 10))
+            self._resends += 1
+            self._around.timers.call_later(pause_s, self._send, batch)
 
-    def _resend(self, batch: Batch) -> None:
-        if batch is self._sender.outstanding:
-            self._send(batch)
+    def _failed(self, error: RateLimitdError) -> None:
+        # A batch that takes checks along is a round trip of theirs the first time only: then they wait no more. Of
+        # those that wait behind it each time is one.
+        if self._waiting or (self._asked and not self._resends):
+            self.shard.failed(error)
+        else:
+            self.shard.sync_failed(error)
 
     def _acknowledged(self, reply: Reply) -> None:
         self.first_word()
-        self._sender.acknowledged(reply)
-        sent, self._sent = self._sent, ()
-        asked, self._asked = self._asked, {}
-        listener = self._around.listener
-        for bucket in sent:
-            settled = reply.settled.get(bucket.name)
-            if settled is None:
-                continue
+        asked = self._asked
+        for bucket in self._end_batch(reply):
+            settled = reply.settled[bucket.name]
             before, tokens = bucket.view.base, bucket.view.in_flight.tokens
             bucket.view.acknowledge(settled.shared)
             questions = asked.get(bucket.name, ())
-            for question, is_granted in zip(questions, settled.grants, strict=False):
+            for question, is_granted in zip(questions, settled.grants, strict=True):
                 self._decided(bucket, question, is_granted=is_granted)
-            listener.settled(bucket, tokens, before)
+            self._around.listener.settled(bucket, tokens, before)
             self._let_go(bucket)
-        if self._flush_next or self._waiting:
-            self._flush_next = False
-            self.flush()
+        self._go_on()
 
     def _decided(self, bucket: Bucket, question: Question, *, is_granted: bool) -> None:
         view, now_us = bucket.view, question.now_us
@@ -258,19 +239,33 @@ class Tag:
 
     def _drop(self, batch: Batch) -> None:
         """Give a batch up: nobody can tell any more whether it was applied."""
-        self._around.listener.lost(sum(bucket.view.in_flight.tokens for bucket in self._sent))
-        for bucket in self._sent:
-            rule, base = bucket.view.rule, bucket.view.base
-            bucket.view.acknowledge(base or SharedState(0, rule.revision, rule.limit))
-        self._sender.acknowledged(Reply(batch.number, {}))
-        self._sent, self._asked = (), {}
+        for bucket in self._end_batch(Reply(batch.number, {})):
+            self._around.listener.lost(bucket.view.abandon())
+            self._let_go(bucket)
+        self._go_on()
+
+    def _end_batch(self, reply: Reply) -> Sequence[Bucket]:
+        """Nothing is under way any more; returns the buckets of which something was."""
+        self._sender.acknowledged(reply)
+        sent, self._sent, self._asked = self._sent, (), {}
+        return sent
+
+    def _go_on(self) -> None:
+        if self._flush_next or self._waiting:
+            self._flush_next = False
+            self.flush()
 
     def first_word(self) -> None:
-        """The store has spoken, and nothing of it is adopted yet: after an outage, settle no more than is lacking."""
+        """The store has spoken, and nothing of it is adopted yet: after an outage, settle no more than is lacking.
+
+        Once for each outage; and only dirty buckets have anything that is not sent.
+        """
         batch, now_us = self._sender.outstanding, self._around.clock.now_us()
-        if batch is not None and now_us - batch.frozen_at_us > STALE_US:
-            for bucket in self.buckets.values():
-                bucket.view.forgive_outage(now_us)
+        if batch is None or self._has_forgiven or now_us - batch.frozen_at_us <= STALE_US:
+            return
+        self._has_forgiven = True
+        for bucket in self._dirty.values():
+            bucket.view.forgive_outage(now_us)
 
     def _let_go(self, bucket: Bucket) -> None:
         if not bucket.is_cached and not bucket.is_dirty:

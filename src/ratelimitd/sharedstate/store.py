@@ -33,6 +33,10 @@ from ratelimitd.sharedstate.shards import Shards
 BEAT: Final = load("beat")
 """A sign of life."""
 
+TAGS_PER_BATCH: Final = 16
+"""Where one server has all hash tags. A thousand buckets in use make 16 batches an interval then, and not 256 of four
+updates, each with the cost of a script call; in a Cluster all keys of a call have to be of one slot."""
+
 MEMBERS_TAG: Final = 0
 _MEMBERS_KEYS: Final = (b"rl1:{00}:members", b"rl1:{00}:secret")
 
@@ -50,6 +54,11 @@ class RedisStore:
         self._shards = shards
         self.corrupt_total = 0
         """Values met that were no buckets."""
+
+    @property
+    def tags_per_batch(self) -> int:
+        """How many neighbouring hash tags one batch may be of."""
+        return 1 if self._shards.is_cluster else TAGS_PER_BATCH
 
     def shard_of(self, tag: int) -> str:
         """The name of the server that holds a hash tag."""
