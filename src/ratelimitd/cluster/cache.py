@@ -79,13 +79,13 @@ class BucketCache:
         """Any of them may be another now."""
         # To free a million at once would take a tenth of a second.
         self._forgotten += filter(None, (*self._packed_young, *self._packed_old))
-        self._packed_young = [{} for _ in self._tags]
-        self._packed_old = [{} for _ in self._tags]
+        self._packed_young = [{} for _ in range(HASH_TAGS)]
+        self._packed_old = [{} for _ in range(HASH_TAGS)]
         self._packed_count = 0
 
     def add(self, bucket: Bucket) -> None:
         """A bucket is in use from now on."""
-        self.forget_packed(bucket.tag, bucket.name)
+        self.forget_packed(bucket.name)
         self._young[bucket.key] = bucket
         bucket.tag.buckets[bucket.name] = bucket
         bucket.is_cached = True
@@ -129,7 +129,7 @@ class BucketCache:
 
     def _expire(self, now_us: int) -> None:
         """Turn the packed generations of the tags, one tag after the other, each once in half of the time to live."""
-        pause_us = self._generation_us // len(self._tags)
+        pause_us = self._generation_us // HASH_TAGS
         # After a long pause all of them at most.
         self._tag_turned_us = max(self._tag_turned_us, now_us - self._generation_us)
         while now_us - self._tag_turned_us >= pause_us:
@@ -139,7 +139,7 @@ class BucketCache:
     def _turn_next_tag(self) -> int:
         """Let the old packed buckets of one more tag go; returns how many those were."""
         dropped = self._drop_old(self._next_tag)
-        self._next_tag = (self._next_tag + 1) % len(self._tags)
+        self._next_tag = (self._next_tag + 1) % HASH_TAGS
         return dropped
 
     def _drop_old(self, number: int) -> int:

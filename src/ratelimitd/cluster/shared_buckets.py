@@ -6,7 +6,6 @@ Never fails open: it says that it cannot decide, and the limiter knows what that
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
@@ -16,17 +15,16 @@ from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.cache import BucketCache
+from ratelimitd.cluster.patience import Patience
 from ratelimitd.cluster.question import Question
 from ratelimitd.cluster.rereading import Rereading
+from ratelimitd.cluster.resets import reset_buckets
 from ratelimitd.cluster.store import SharedStore, Timers
 from ratelimitd.cluster.tag import Tag
-from ratelimitd.errors import RateLimitdError, StoreUnavailableError
+from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import SharedState
-from ratelimitd.model import US_PER_S, Outcome, Rule
+from ratelimitd.model import Outcome, Rule
 from ratelimitd.stats import CheckStats
-
-ANSWER_S: Final = 0.02
-"""How long a check waits for the shared state before the node's own view decides it."""
 
 REREADS_PER_STEP: Final = 32
 
@@ -66,24 +64,22 @@ class SharedBuckets:
         news: News,
         accuracy: Accuracy,
         decides_alone: bool = False,
-        new_future: Callable[[], asyncio.Future[Outcome | RateLimitdError]] | None = None,
     ) -> None:
         self._store = store
         self._tags = tags
         self._cache = cache
         self._stored_name = stored_name
         self._clock = clock
-        self._timers = timers
         self._stats = stats
         self._membership = membership
         self._news = news
         self._accuracy = accuracy
         self._decides_alone = decides_alone
-        self._new_future = new_future or asyncio.get_running_loop().create_future
+        self._new_future = asyncio.get_running_loop().create_future
         self._reading: dict[bytes, list[Question]] = {}
         self._rereading = Rereading()
         self._doubted: set[bytes] = set()
-        self._patience: deque[tuple[int, Bucket, Question]] = deque()
+        self._patience = Patience(clock, timers, self._give_up)
         self.asked_total = 0
         """Checks that the shared state has been asked to decide."""
         self.late_total = 0
@@ -157,8 +153,7 @@ class SharedBuckets:
         if bucket is None:
             self._cache.forget_packed(name)
             return
-        tag.first_word()
-        bucket.view.hear(shared)
+        self._hear(bucket, shared)
 
     def doubt(self, name: bytes) -> None:
         """Somebody says that a bucket is another now, but not which: read it again, if this node knows it."""
@@ -167,7 +162,7 @@ class SharedBuckets:
         if bucket is None:
             self._cache.forget_packed(name)
         else:
-            self._store.read(name, bucket.view.rule, partial(self._reread, bucket))
+            self._store.read(name, bucket.view.rule, partial(self._hear, bucket))
 
     def resync(self) -> None:
         """News of others may have been lost: read again what is in use, and whatever is not when it is asked for."""
@@ -181,18 +176,22 @@ class SharedBuckets:
         now_us = self._clock.monotonic_us()
         self._cache.step(now_us)
         for bucket, times in self._rereading.due(now_us, REREADS_PER_STEP):
-            done = partial(self._looked, bucket, times)
-            self._store.read(bucket.name, bucket.view.rule, done)
+            if bucket.tag.shard.is_open:
+                self._rereading.looked(bucket, times, now_us, is_news=False)
+            else:
+                done = partial(self._looked, bucket, times)
+                self._store.read(bucket.name, bucket.view.rule, done)
 
     def _looked(
         self, bucket: Bucket, times: int, shared: SharedState | RateLimitdError | None
     ) -> None:
         before = bucket.view.base
-        self._reread(bucket, shared)
+        self._hear(bucket, shared)
         is_news = bucket.view.base is not before
         self._rereading.looked(bucket, times, self._clock.monotonic_us(), is_news=is_news)
 
-    def _reread(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
+    def _hear(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
+        """What was read of a bucket that this node knows; of one that is full nothing is."""
         if isinstance(shared, SharedState):
             bucket.tag.first_word()
             bucket.view.hear(shared)
@@ -206,15 +205,12 @@ class SharedBuckets:
         tag = self._tags[name[0]]
         bucket = tag.buckets.get(name)
         if bucket is None:
-            if tag.shard.is_open:
-                if not self._decides_alone:
-                    raise tag.shard.open_error()
-                bucket = Bucket(key, name, tag, rule, self._cache.take_packed(name))
-            else:
-                shared = self._cache.take_packed(name)
-                if shared is None:
-                    return None
-                bucket = Bucket(key, name, tag, rule, shared)
+            if tag.shard.is_open and not self._decides_alone:
+                raise tag.shard.open_error()
+            shared = self._cache.take_packed(name)
+            if shared is None and not tag.shard.is_open:
+                return None
+            bucket = Bucket(key, name, tag, rule, shared)
         self._cache.add(bucket)
         return bucket
 
@@ -237,12 +233,13 @@ class SharedBuckets:
                 question.tell(shared)
             return
         tag.shard.answered()
-        bucket = self._cache.get(key)
+        bucket = tag.buckets.get(name)
         if bucket is None:
             bucket = Bucket(key, name, tag, questions[0].rule, shared)
+        else:  # made while the breaker was open
+            self._hear(bucket, shared)
+        if not bucket.is_cached:
             self._cache.add(bucket)
-        elif shared is not None:
-            bucket.view.hear(shared)
         for question in questions:
             self._decide(bucket, question)
 
@@ -269,22 +266,11 @@ class SharedBuckets:
     def _ask(self, bucket: Bucket, question: Question) -> None:
         self.asked_total += 1
         bucket.tag.ask(bucket, question)
-        due_us = self._clock.monotonic_us() + round(ANSWER_S * US_PER_S)
-        if not self._patience:
-            self._timers.call_later(ANSWER_S, self._lose_patience)
-        self._patience.append((due_us, bucket, question))
+        self._patience.wait_for(bucket, question)
 
-    def _lose_patience(self) -> None:
-        now_us = self._clock.monotonic_us()
-        while self._patience:
-            due_us, bucket, question = self._patience[0]
-            if due_us > now_us and not question.answer.done():
-                self._timers.call_later((due_us - now_us) / US_PER_S, self._lose_patience)
-                return
-            self._patience.popleft()
-            if not question.answer.done():
-                self.late_total += 1
-                bucket.tag.give_up(bucket, question)
+    def _give_up(self, bucket: Bucket, question: Question) -> None:
+        self.late_total += 1
+        bucket.tag.give_up(bucket, question)
 
     def _by_view(self, bucket: Bucket, now_us: int, cost: int) -> Outcome | None:
         view, members = bucket.view, self._membership.count
@@ -313,33 +299,3 @@ class SharedBuckets:
         view = bucket.view
         if rule.revision >= view.rule.revision:
             view.edit(rule)
-
-
-async def reset_buckets(
-    store: SharedStore, names: Sequence[bytes], rules: Sequence[Rule]
-) -> Sequence[SharedState]:
-    """Make buckets full, each with its rule; returns what they are now.
-
-    Raises:
-        StoreUnavailableError: not known to be done.
-    """
-    loop = asyncio.get_running_loop()
-    answers: list[asyncio.Future[SharedState | RateLimitdError]] = []
-    for name, rule in zip(names, rules, strict=True):
-        answers.append(loop.create_future())
-        store.reset(name, rule, partial(_fulfil, answers[-1]))
-    states = []
-    for answer in answers:
-        shared = await answer
-        if isinstance(shared, RateLimitdError):
-            message = "the shared state did not answer: the bucket may be as it was"
-            raise StoreUnavailableError(message) from shared
-        states.append(shared)
-    return states
-
-
-def _fulfil(
-    answer: asyncio.Future[SharedState | RateLimitdError], shared: SharedState | RateLimitdError
-) -> None:
-    if not answer.done():
-        answer.set_result(shared)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.cluster.shared_buckets import reset_buckets
+from ratelimitd.cluster.resets import reset_buckets
 from ratelimitd.cluster.store import SharedStore
 from ratelimitd.cluster.tag import Tag
 from ratelimitd.errors import RateLimitdError

@@ -180,6 +180,14 @@ class View:
             self.in_flight = Spends(self.rule)
         self.hear(shared)
 
+    def abandon(self) -> int:
+        """The batch will never be acknowledged: nobody can tell what became of the tokens that it carries, so many."""
+        lost, self.in_flight = self.in_flight.tokens, Spends(self.rule)
+        self.asked_tokens -= self.asked_in_flight
+        self.asked_in_flight = 0
+        self._recompute()
+        return lost
+
     def hear(self, shared: SharedState) -> None:
         """A state came from the store. Of two the later one is the base, in whatever order they come."""
         if self.base is None or standing(shared, self.rule) > standing(self.base, self.rule):
