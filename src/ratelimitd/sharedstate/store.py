@@ -5,9 +5,10 @@ Nothing is sent twice here. A bucket whose value is no bucket counts as a full o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
 from ratelimitd.ledger.batches import Batch, Reply
@@ -47,11 +48,26 @@ Beat = tuple[int, str, tuple[str, ...]]
 """The store's time in µs, the fingerprint that holds in the cluster, and the names of the incarnations alive."""
 
 
+READS_PER_COMMAND: Final = 256
+
+_NO_VALUES: Final = StoreCorruptError("the reply to a reading is none")
+
+
+class _Reading(NamedTuple):
+    """A bucket that is to be read."""
+
+    name: bytes
+    rule: Rule
+    done: Callable[[SharedState | RateLimitdError | None], None]
+
+
 class RedisStore:
     """A :class:`ratelimitd.cluster.store.SharedStore` over ``shards``."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
+        self._loop = asyncio.get_running_loop()
+        self._readings: list[_Reading] = []
         self.corrupt_total = 0
         """Values met that were no buckets."""
 
@@ -67,25 +83,43 @@ class RedisStore:
     def read(
         self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
     ) -> None:
-        """Read a bucket; ``None``: it is full."""
-        link = self._shards.of_tag(name[0])
-        link.send((b"GET", bucket_key(name)), partial(self._was_read, rule, done))
-
-    def _was_read(
-        self,
-        rule: Rule,
-        done: Callable[[SharedState | RateLimitdError | None], None],
-        reply: Any,
-    ) -> None:
-        if isinstance(reply, RateLimitdError) and not isinstance(reply, StoreCorruptError):
-            done(reply)
+        """Read a bucket; ``None``: it is full. Those of one turn, and of one server, are one command."""
+        if self._shards.is_cluster:
+            # All keys of a command have to be of one slot there.
+            self._read([_Reading(name, rule, done)])
             return
+        if not self._readings:
+            self._loop.call_soon(self._read_all)
+        self._readings.append(_Reading(name, rule, done))
+
+    def _read_all(self) -> None:
+        readings, self._readings = self._readings, []
+        for start in range(0, len(readings), READS_PER_COMMAND):
+            self._read(readings[start : start + READS_PER_COMMAND])
+
+    def _read(self, readings: Sequence[_Reading]) -> None:
+        link = self._shards.of_tag(readings[0].name[0])
+        command = (b"MGET", *[bucket_key(reading.name) for reading in readings])
+        link.send(command, partial(self._were_read, readings))
+
+    def _were_read(self, readings: Sequence[_Reading], reply: Any) -> None:
+        values: Sequence[Any]
+        if isinstance(reply, list) and len(reply) == len(readings):
+            values = reply
+        else:
+            error = reply if isinstance(reply, RateLimitdError) else _NO_VALUES
+            values = [error] * len(readings)
+        for reading, value in zip(readings, values, strict=True):
+            reading.done(
+                value if isinstance(value, RateLimitdError) else self._state(value, reading)
+            )
+
+    def _state(self, value: Any, reading: _Reading) -> SharedState | None:
         try:
-            shared = state_of(reply, rule)
+            return state_of(value, reading.rule)
         except StoreCorruptError:
             self.corrupt_total += 1
-            shared = None
-        done(shared)
+            return None
 
     def settle(
         self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
