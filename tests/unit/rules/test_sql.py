@@ -5,6 +5,7 @@ import json
 import sqlite3
 import uuid
 from contextlib import closing
+from urllib.parse import quote
 
 import pytest
 import pytest_asyncio
@@ -16,10 +17,12 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.model import Rule
+from ratelimitd.rules.migrations import require_current
 from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.rules.sql_reads import ROWS_PER_TURN
 from ratelimitd.rules.store import RuleChanges, RuleDraft, SkippedRow
 from ratelimitd.testing import ManualClock
+from tests.postgres_server import PASSWORD
 from tests.rule_stores import sqlite_store, store_at
 
 ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
@@ -323,3 +326,22 @@ async def test_an_actor_in_characters_that_no_database_takes_is_noted_without_th
         "SELECT actor FROM rule_audit", database=postgresql_url.rpartition("/")[2]
     )
     assert noted in {"spiffe://a?b", "caf?"}
+
+
+GRANTS = (
+    "GRANT SELECT ON ratelimitd_schema TO guarded",
+    "GRANT SELECT, INSERT, UPDATE, DELETE ON rules, rule_revision, rule_audit, secrets TO guarded",
+)
+"""What docs/operations.md gives to the role of the nodes."""
+
+
+async def test_a_role_that_may_not_change_the_schema_is_enough_for_a_node(postgres, postgresql_url):
+    name = postgresql_url.rpartition("/")[2]
+    postgres.sql(*GRANTS, database=name)
+    url = postgres.url(name, user=f"guarded:{quote(PASSWORD, safe='')}")
+    await require_current(url)
+    async with store_at(url) as store:
+        rule = await store.create(ORDERS, "me")
+        await store.update(rule.id, RuleChanges(limit=5), "", "me")
+        assert len(await store.secret("key")) == 32
+        await store.delete(rule.id, "", "me")
