@@ -98,9 +98,13 @@ class RuleFeed:
 
         Whatever is raised while asking is counted as a failed attempt; run it again then.
         """
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._store.listen(self.notify), name="rule notices")
-            both.create_task(self._poll(), name="rule poll")
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._store.listen(self.notify), name="rule notices")
+                both.create_task(self._poll(), name="rule poll")
+        except ExceptionGroup as group:
+            # The log says where an exception was raised; of a group only that it was one.
+            raise group.exceptions[0] from None
 
     async def notify(self) -> None:
         """Take over what changed now, instead of at the next poll; returns when it is in force.

@@ -378,6 +378,18 @@ async def test_a_crash_counts_as_a_failure_and_the_feed_goes_on_when_it_is_run_a
     assert list(node.feed.book.rules()) == [rule]
 
 
+async def test_what_is_raised_while_following_the_store_leaves_as_it_is(store, monkeypatch):
+    async def crash():
+        raise ZeroDivisionError
+
+    feed = RuleFeed(store, on_book=lambda _book: None, sleep=lambda _seconds: asyncio.sleep(0))
+    await feed.start()
+    monkeypatch.setattr(store, "revision", crash)
+    with pytest.raises(ZeroDivisionError):
+        await feed.run()
+    assert not feed.connected
+
+
 async def test_concurrent_notices_leave_the_newest_book(start, store):
     node = await start()
     for n in range(5):
