@@ -15,6 +15,10 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 QUANTILES: Final = (0.5, 0.95, 0.99)
 
+CLUSTER_NODES: Final = "rate_limiter_cluster_nodes"
+EXCESS: Final = "rate_limiter_over_admission_ratio"
+PROMISED_EXCESS: Final = "rate_limiter_over_admission_bound_ratio"
+
 
 @asks_node
 def health(target: Target) -> None:
@@ -28,10 +32,12 @@ def health(target: Target) -> None:
     """
     with target.client() as client:
         answer = client.health()
-    if target.output.as_json:
-        target.output.message(answer)
-    else:
-        _print_health(answer, target.output)
+        if target.output.as_json:
+            target.output.message(answer)
+        else:
+            _print_health(
+                answer, client.metrics((CLUSTER_NODES, EXCESS, PROMISED_EXCESS)), target.output
+            )
     if answer.status != pb.HEALTHY:
         raise typer.Exit(EXIT_NO)
 
@@ -81,7 +87,7 @@ def reset(
         target.output.line("reset")
 
 
-def _print_health(answer: pb.HealthResponse, output: Output) -> None:
+def _print_health(answer: pb.HealthResponse, metrics: pb.MetricsResponse, output: Output) -> None:
     good = answer.status == pb.HEALTHY
     output.line(
         output.styled(enum_name(pb.HealthStatus, answer.status), "good" if good else "warn")
@@ -96,8 +102,18 @@ def _print_health(answer: pb.HealthResponse, output: Output) -> None:
             ("error rate", f"{answer.error_rate:.4f} (healthy below 0.01)"),
             ("circuit breaker", answer.breaker_state or "–"),
             ("rules revision", str(answer.rules_revision)),
+            *_cluster(metrics),
         ]
     )
+
+
+def _cluster(metrics: pb.MetricsResponse) -> Iterator[tuple[str, str]]:
+    """How exactly a node limits together with others; nothing of a node that limits by itself."""
+    values = {metric.name: metric.value for metric in metrics.metrics}
+    if CLUSTER_NODES in values:
+        excess, promised = values.get(EXCESS, 0.0), values.get(PROMISED_EXCESS, 0.0)
+        yield "cluster nodes", f"{values[CLUSTER_NODES]:.0f}"
+        yield "over-admission", f"{excess:.1%} of a limit at most (promised: {promised:.1%})"
 
 
 def _series(metric: pb.Metric) -> str:

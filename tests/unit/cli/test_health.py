@@ -26,6 +26,22 @@ def test_a_status_of_a_later_release_is_shown_by_its_number_and_is_not_healthy(a
     assert ended.out.startswith("7\n")
 
 
+def test_a_node_of_a_cluster_shows_how_exactly_it_limits_beside_what_it_promises(ask, node):
+    node.metrics_answer = pb.MetricsResponse(
+        metrics=[
+            pb.Metric(name=f"rate_limiter_{name}", kind="gauge", value=value)
+            for name, value in (
+                ("cluster_nodes", 3),
+                ("over_admission_ratio", 0.0123),
+                ("over_admission_bound_ratio", 0.515),
+            )
+        ]
+    )
+    out = ask("health").out
+    assert "  cluster nodes    3\n" in out
+    assert "  over-admission   1.2% of a limit at most (promised: 51.5%)\n" in out
+
+
 def test_health_shows_what_it_was_judged_by(ask, node):
     node.health_answer = pb.HealthResponse(
         status=pb.DEGRADED,
