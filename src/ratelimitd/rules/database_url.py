@@ -23,6 +23,7 @@ PARAMETERS: Final = frozenset(
         "sslcrl",
         "sslkey",
         "sslmode",
+        "sslnegotiation",
         "sslrootcert",
         "target_session_attrs",
     }

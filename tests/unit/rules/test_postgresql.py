@@ -7,6 +7,7 @@ import asyncpg
 import pytest
 import pytest_asyncio
 import sqlalchemy as sa
+import trustme
 from asyncpg.exceptions import ClientConfigurationError
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -18,6 +19,7 @@ from ratelimitd.errors import (
 )
 from ratelimitd.rules import database_url, postgresql
 from ratelimitd.rules.postgresql import PostgresqlDatabase, error_of
+from tests.chaos_proxy import ChaosProxy
 from tests.postgres_server import PASSWORD
 
 IMPATIENT_S = 1.0
@@ -158,6 +160,25 @@ async def test_a_commit_without_an_answer_may_have_been_made(postgres, database)
     assert await revision(database) in {0, 6}
 
 
+async def test_a_change_whose_answer_is_lost_was_made_and_the_error_leaves_it_open(
+    postgres, postgresql_url, database
+):
+    def lose_answers():
+        proxy.down.drop = True
+
+    with ChaosProxy(postgres.port) as proxy:
+        url = postgresql_url.replace(str(postgres.port), str(proxy.port))
+        async with opened(url, command_timeout_s=IMPATIENT_S) as impatient:
+            with pytest.raises(
+                StoreUnavailableError,
+                match="did not answer in time; the change may have been made all the same",
+            ):
+                await write_around(impatient, lambda: None, before_commit=lose_answers)
+            proxy.heal()
+            assert await revision(impatient) == 6  # on another connection
+    assert await revision(database) == 6
+
+
 async def test_a_server_that_hangs_is_waited_for_no_longer_than_a_command_may_take(
     postgres, postgresql_url, database
 ):
@@ -277,6 +298,39 @@ async def test_a_password_may_hold_anything_and_a_role_may_be_too_weak(postgres,
         assert await read(database) == 1
         with pytest.raises(StoreMisconfiguredError, match="forbids its user"):
             await revision(database)
+
+
+@pytest.fixture
+def tls_url(postgres, postgresql_url, tmp_path):
+    """A server that speaks TLS, with the authority of its certificate in ``ca.pem``."""
+    ca, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ca.issue_cert("127.0.0.1").configure_cert(tls)
+    tls.set_alpn_protocols(["postgresql"])
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
+    with ChaosProxy(postgres.port, tls=tls) as proxy:
+        url = postgresql_url.replace(str(postgres.port), str(proxy.port))
+        yield f"{url}?sslnegotiation=direct"
+
+
+async def test_a_certificate_is_verified_against_the_authority_that_is_named(tls_url, tmp_path):
+    async with opened(f"{tls_url}&sslmode=verify-full&sslrootcert={tmp_path}/ca.pem") as database:
+        assert await read(database) == 1
+    other = f"{tls_url}&sslmode=verify-full&sslrootcert={tmp_path}/other.pem"
+    async with opened(other) as database:
+        with pytest.raises(StoreMisconfiguredError, match="not one that sslrootcert vouches for"):
+            await read(database)
+
+
+async def test_the_name_of_the_server_is_verified_with_verify_full_only(tls_url, tmp_path):
+    named = tls_url.replace("127.0.0.1", "localhost")
+    for mode in ("require", "verify-ca"):
+        url = f"{named}&sslmode={mode}&sslrootcert={tmp_path}/ca.pem"
+        async with opened(url) as database:
+            assert await read(database) == 1
+    async with opened(f"{named}&sslmode=verify-full&sslrootcert={tmp_path}/ca.pem") as database:
+        with pytest.raises(StoreMisconfiguredError, match="not one that sslrootcert vouches for"):
+            await read(database)
 
 
 @pytest.mark.parametrize(
