@@ -238,7 +238,7 @@ def bucket_of_any_size(chance):
         refilled_us = spent // rule.limit
     else:
         spent, refilled_us = chance.randint(0, most), rule.window_us
-    now_us = latest_us + chance.choice((0, 1, -1, chance.randint(0, refilled_us + 2)))
+    now_us = latest_us + chance.choice((0, 1, -1, -latest_us, chance.randint(0, refilled_us + 2)))
     shared = SharedState(0, rule.revision, rule.limit, (spent, latest_us))
     return rule, shared, max(0, min(MAX_TIME_US, now_us))
 
@@ -255,7 +255,23 @@ def bucket_with_nearly_whole_tokens_refilled(chance):
     return rule, shared, elapsed_us
 
 
-@pytest.mark.parametrize("bucket", [bucket_of_any_size, bucket_with_nearly_whole_tokens_refilled])
+def bucket_that_is_full_at_about_a_whole_second(chance):
+    """The same, at a time from which on it takes whole seconds to refill, but for a unit."""
+    limit, window_s = (chance.randrange(2**20, INT32_MAX) for _ in range(2))
+    rule = rule_of(Algorithm.TOKEN_BUCKET, limit, window_s)
+    spent = chance.randint(1, window_s) * US_PER_S * limit + chance.randint(-1, 1)
+    latest_us = chance.randrange(MAX_TIME_US // US_PER_S) * US_PER_S
+    return rule, SharedState(0, rule.revision, limit, (spent, latest_us)), latest_us
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        bucket_of_any_size,
+        bucket_with_nearly_whole_tokens_refilled,
+        bucket_that_is_full_at_about_a_whole_second,
+    ],
+)
 @pytest.mark.parametrize("seed", range(15))
 def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
     store.flushall()
@@ -288,3 +304,38 @@ def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
         },
     )
     assert plain_reply(settle(store, batch)) == plain_reply(model.apply(batch))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_small_numbers_meet_every_boundary(store, algorithm, seed):
+    store.flushall()
+    chance = Random(seed)
+    model = Model()
+    [key, *_] = KEYS
+    now_us = 1_700_000_000 * US_PER_S
+    # Of spends under an older revision only those of another limit are cut to what fits.
+    rules = [rule_of(algorithm, limit, 1, revision) for revision, limit in enumerate((5, 3, 3), 1)]
+
+    def time_us():
+        return now_us + chance.randint(-3, 1) * US_PER_S // 4 + chance.choice((0, 0, 0, -1, 1))
+
+    for number in range(1, 150):
+        now_us += chance.choice((0, 1, 2, 4, 9)) * US_PER_S // 4
+        if number % 50 == 0:
+            store.delete(encoding.bucket_key(key))
+            model.buckets.clear()
+        rule, cost = chance.choice(rules), chance.randint(1, 4)
+        if chance.random() < 0.5:
+            at_us = time_us()
+            request = encoding.decide_request(key, rule, at_us, cost=cost, peek=False)
+            outcome = encoding.outcome_of(run(store, encoding.DECIDE, request))
+            assert outcome == (model.decide(key, rule, at_us, cost=cost, peek=False), at_us)
+        else:
+            runs = sorted((time_us(), chance.randint(1, 3)) for _ in range(chance.randint(0, 3)))
+            asks = [Ask(time_us(), cost) for _ in range(chance.randint(0, 2))]
+            batch = Batch("node", number, 0, {key: Update(rule, None, runs, asks)})
+            assert plain_reply(settle(store, batch)) == plain_reply(model.apply(batch))
+        assert plain(state_of(store.get(encoding.bucket_key(key)), rule)) == plain(
+            model.buckets.get(key)
+        )
