@@ -1,10 +1,13 @@
-"""How long to wait before the next attempt: longer from failure to failure, and not in step with other nodes."""
+"""Trying again: after pauses that grow from failure to failure, not in step with other nodes, and without an end."""
 
 from __future__ import annotations
 
+import asyncio
 import random as random_source
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
+
+Sleep = Callable[[float], Awaitable[None]]
 
 FIRST_S: Final = 0.05
 LONGEST_S: Final = 1.0
@@ -29,3 +32,18 @@ class Backoff:
     def reset(self) -> None:
         """It worked: begin with the first pause again."""
         self._pause_s = FIRST_S
+
+
+async def for_ever(step: Callable[[], Awaitable[None]], sleep: Sleep = asyncio.sleep) -> None:
+    """Await ``step`` again and again. What it raises is a defect of ours: it is reported, and must not be the end."""
+    while True:
+        try:
+            await step()
+        except Exception as error:  # noqa: BLE001 -- whatever it is, there must be a connection again
+            asyncio.get_running_loop().call_exception_handler(
+                {
+                    "message": "a connection to the shared state could not be kept up",
+                    "exception": error,
+                }
+            )
+            await sleep(LONGEST_S)

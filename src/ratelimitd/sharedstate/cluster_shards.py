@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ratelimitd.errors import RateLimitdError, StoreUnavailableError
+from ratelimitd.sharedstate.backoff import for_ever
 from ratelimitd.sharedstate.cluster_map import Map, map_of
 from ratelimitd.sharedstate.connecting import ask_once
 from ratelimitd.sharedstate.link import Link, LinkOptions
@@ -59,7 +60,7 @@ class ClusterShards:
 
     async def start(self) -> None:
         """Read the map and connect, or have tried."""
-        self._following = asyncio.create_task(self._follow())
+        self._following = asyncio.create_task(for_ever(self._follow, self.options.sleep))
         with suppress(TimeoutError):
             async with asyncio.timeout(START_S):
                 await self._read_once.wait()
@@ -97,15 +98,15 @@ class ClusterShards:
     # The map
 
     async def _follow(self) -> None:
-        while True:
-            self._wanted.clear()
-            try:
-                self._take(await self._read())
-            except RateLimitdError as error:
-                self._fail(error)
-            self._read_once.set()
-            await self.options.sleep(PAUSE_S)
-            await self._until_due()
+        """Read the map, and return when it is to be read again."""
+        self._wanted.clear()
+        try:
+            self._take(await self._read())
+        except RateLimitdError as error:
+            self._fail(error)
+        self._read_once.set()
+        await self.options.sleep(PAUSE_S)
+        await self._until_due()
 
     async def _until_due(self) -> None:
         """Return when the map is to be read again."""

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple
 
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
-from ratelimitd.sharedstate.backoff import Backoff
+from ratelimitd.sharedstate.backoff import Backoff, Sleep, for_ever
 from ratelimitd.sharedstate.connecting import CONNECT_S, connect
 from ratelimitd.sharedstate.connection import MAX_REQUESTS, Connection, again
 from ratelimitd.sharedstate.login import Greeting, hand_over
@@ -43,7 +43,7 @@ class LinkOptions(NamedTuple):
     max_requests: int = MAX_REQUESTS
     report: Callable[[str], None] = lambda _line: None
     random: Callable[[], float] = random_source.random
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    sleep: Sleep = asyncio.sleep
 
 
 class Link:
@@ -120,7 +120,7 @@ class Link:
     def start(self) -> None:
         """Begin to connect."""
         self._park()
-        self._keeping = asyncio.create_task(self._keep())
+        self._keeping = asyncio.create_task(for_ever(self._keep, self._options.sleep))
 
     async def settled(self) -> None:
         """Wait until it is connected, or the first attempt has failed."""
@@ -144,20 +144,20 @@ class Link:
     # Connecting
 
     async def _keep(self) -> None:
-        while True:
-            try:
-                connection = await self._connect()
-            except StoreUnavailableError as error:
-                self._fail(error)
-                await self._options.sleep(self._backoff.next_s())
-                continue
-            began_s = time.monotonic()
-            self._serve(connection)
-            await self._lost.wait()
-            if time.monotonic() - began_s >= LONG_LIFE_S:
-                self._backoff.reset()
-            else:
-                await self._options.sleep(self._backoff.next_s())
+        """Connect, and return when the next connection is due."""
+        try:
+            connection = await self._connect()
+        except StoreUnavailableError as error:
+            self._fail(error)
+            await self._options.sleep(self._backoff.next_s())
+            return
+        began_s = time.monotonic()
+        self._serve(connection)
+        await self._lost.wait()
+        if time.monotonic() - began_s >= LONG_LIFE_S:
+            self._backoff.reset()
+        else:
+            await self._options.sleep(self._backoff.next_s())
 
     async def _connect(self) -> Connection:
         self._lost.clear()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
-from ratelimitd.sharedstate.backoff import Backoff
+from ratelimitd.sharedstate.backoff import Backoff, for_ever
 from ratelimitd.sharedstate.connecting import CONNECT_S, connect
 from ratelimitd.sharedstate.connection import TURN_S, Connection
 from ratelimitd.sharedstate.link import LONG_LIFE_S, LinkOptions, Locate
@@ -87,7 +87,7 @@ class Subscription:
 
     def start(self) -> None:
         """Begin to connect."""
-        self._keeping = asyncio.create_task(self._keep())
+        self._keeping = asyncio.create_task(for_ever(self._keep, self._options.sleep))
 
     async def close(self) -> None:
         """End."""
@@ -96,24 +96,24 @@ class Subscription:
             await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def _keep(self) -> None:
-        while True:
-            try:
-                listener = await self._subscribe()
-            except StoreUnavailableError as error:
-                self._report(error)
-                await self._options.sleep(self._backoff.next_s())
-                continue
-            began_s = self._time_s()
-            try:
-                self._begin()
-                await self._until_lost(listener)
-            finally:
-                self.connected = False
-                listener.drop(StoreUnavailableError("the subscription has ended"))
-            if self._time_s() - began_s >= LONG_LIFE_S:
-                self._backoff.reset()
-            else:
-                await self._options.sleep(self._backoff.next_s())
+        """Listen, and return when the next connection is due."""
+        try:
+            listener = await self._subscribe()
+        except StoreUnavailableError as error:
+            self._report(error)
+            await self._options.sleep(self._backoff.next_s())
+            return
+        began_s = self._time_s()
+        try:
+            self._begin()
+            await self._until_lost(listener)
+        finally:
+            self.connected = False
+            listener.drop(StoreUnavailableError("the subscription has ended"))
+        if self._time_s() - began_s >= LONG_LIFE_S:
+            self._backoff.reset()
+        else:
+            await self._options.sleep(self._backoff.next_s())
 
     async def _subscribe(self) -> Listener:
         self._lost.clear()

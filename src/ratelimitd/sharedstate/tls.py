@@ -14,14 +14,13 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     Raises:
         StartupError: a file cannot be used; the message names the option of the URL.
     """
-    context = ssl.create_default_context()
+    try:
+        # With an authority of one's own, those of the system are trusted no more.
+        context = ssl.create_default_context(cafile=files.ca_certs or None)
+    except OSError as error:
+        raise StartupError(_unusable("ssl_ca_certs", error)) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = files.check_hostname
-    if files.ca_certs:
-        try:
-            context.load_verify_locations(files.ca_certs)
-        except OSError as error:
-            raise StartupError(_unusable("ssl_ca_certs", error)) from None
     if files.certfile:
         try:
             context.load_cert_chain(files.certfile, files.keyfile)

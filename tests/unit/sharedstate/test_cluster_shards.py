@@ -3,13 +3,15 @@ import asyncio
 import pytest
 
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.sharedstate.cluster_map import SLOT_OF_TAG
+from ratelimitd.sharedstate.cluster_map import SLOT_OF_TAG, SLOTS
+from ratelimitd.sharedstate.cluster_shards import ClusterShards
+from ratelimitd.sharedstate.login import Greeting
 from ratelimitd.sharedstate.opening import open_shards
 from ratelimitd.sharedstate.script import Script
 from ratelimitd.sharedstate.shards import TAGS
 from ratelimitd.sharedstate.url import Server, parse_redis_url
 from tests.servers import ValkeyCluster, free_port
-from tests.unit.sharedstate.asking import ask, asked, soon
+from tests.unit.sharedstate.asking import PATIENT, ask, asked, serving, soon
 
 INCREMENT = Script(b"return redis.call('INCRBY', KEYS[1], ARGV[1])")
 
@@ -141,3 +143,69 @@ async def test_without_any_server_the_start_returns_and_everything_fails_until_o
         await shards.server_of_tag(3)
     assert lines == ["the map of the Cluster cannot be read: no connection: Connection refused"]
     await shards.close()
+
+
+def slots(port, last):
+    return b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$0\r\n\r\n:%d\r\n" % (last, port)
+
+
+async def test_a_map_with_holes_holds_where_it_can_and_is_read_again_soon(monkeypatch):
+    """A server that at first knows of no Cluster, then of half of one, then is busy, then knows it whole."""
+    monkeypatch.setattr("ratelimitd.sharedstate.cluster_shards.POLL_TROUBLED_S", 0.01)
+    lines, changes, asked_for = [], [], []
+
+    async def serve(reader, writer):
+        while told := await reader.read(1_000):
+            if b"PING" in told:
+                writer.write(b"+PONG\r\n")
+            if b"SLOTS" in told:
+                asked_for.append(1)
+                answers = {1: b"*0\r\n", 2: slots(port, SLOTS // 2 - 1), 3: b"-LOADING wait\r\n"}
+                writer.write(answers.get(len(asked_for), slots(port, SLOTS - 1)))
+
+    async with serving(serve) as port:
+        url = parse_redis_url(f"redis+cluster://127.0.0.1:{port}")
+        options = PATIENT._replace(
+            greeting=Greeting(wants_primary=False), report=lines.append, random=lambda: 0.0
+        )
+        shards = ClusterShards(url, options, lambda: changes.append(len(asked_for)))
+        await shards.start()
+        assert lines == ["the map of the Cluster cannot be read: the server knows of no Cluster"]
+        await soon(lambda: changes)
+        low, high = (tag_between(0, SLOTS // 2), tag_between(SLOTS // 2, SLOTS))
+        assert isinstance(await asked(shards.of_tag(high).send, (b"GET",)), StoreUnavailableError)
+        await soon(lambda: len(changes) == 2)
+        assert shards.of_tag(low) is shards.of_tag(high)
+        await shards.close()
+    assert changes[0] == 2
+    assert lines[1] == "the map of the Cluster can be read again"
+
+
+def tag_between(first, end):
+    return next(tag for tag in range(TAGS) if first <= SLOT_OF_TAG[tag] < end)
+
+
+async def test_a_server_that_left_the_cluster_may_finish_what_is_in_flight(cluster):
+    paused = asyncio.Event()
+
+    async def sleep(_seconds):
+        await paused.wait()
+
+    options = PATIENT._replace(greeting=Greeting(wants_primary=False), sleep=sleep)
+    shards = ClusterShards(parse_redis_url(cluster.url), options)
+    await shards.start()
+    first, *others = shards.all()
+    shards._take((await shards.server_of_tag(tag_of(shards, first)),) * TAGS)
+    assert shards.all() == (first,)
+    assert all([await ask(link, b"PING") == b"PONG" for link in others])
+    paused.set()
+    await soon(lambda: not any(link.connected for link in others))
+    await shards.close()
+
+
+def tag_of(shards, link):
+    return next(tag for tag in range(TAGS) if shards.of_tag(tag) is link)
+
+
+async def test_shards_that_were_never_started_can_be_closed(cluster):
+    await ClusterShards(parse_redis_url(cluster.url), PATIENT).close()

@@ -1,4 +1,4 @@
-from ratelimitd.sharedstate.shards import TAGS, standalone
+from ratelimitd.sharedstate.shards import TAGS, settled, standalone
 from ratelimitd.sharedstate.url import parse_redis_url
 from tests.servers import free_port
 from tests.unit.sharedstate.asking import PATIENT, ask, asked, peer, soon
@@ -11,6 +11,7 @@ async def test_one_server_has_all_tags(valkey):
     assert links == set(shards.all())
     (link,) = links
     assert await ask(link, b"PING") == b"PONG"
+    assert str(await shards.server_of_tag(9)) == valkey.address
     await shards.close()
     assert not link.connected
 
@@ -31,3 +32,7 @@ async def test_a_start_does_not_wait_for_ever_for_a_server_that_hangs(monkeypatc
         waiting = asked(shards.of_tag(0).send, (b"PING",))
         await shards.close()
         await soon(waiting.done)
+
+
+async def test_no_links_are_settled_at_once():
+    await settled([])
