@@ -75,10 +75,11 @@ class TokenBucketAccount:
 
     @staticmethod
     def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
-        """All at the time of the last one."""
-        at_us = runs[-1][0]
-        spent, latest_us = (0, at_us) if state is None else _refilled(state, rule, at_us)
-        return spent + sum(tokens for _, tokens in runs) * rule.window_us, latest_us
+        """Each at its time, after what has been refilled until then."""
+        for at_us, tokens in runs:
+            spent, latest_us = (0, at_us) if state is None else _refilled(state, rule, at_us)
+            state = spent + tokens * rule.window_us, latest_us
+        return state
 
     @staticmethod
     def capped(state: Any, rule: Rule) -> Any:

@@ -303,9 +303,9 @@ class View:
         if base is not None:
             state = base.state if base.limit == rule.limit else account.capped(base.state, rule)
         if self.in_flight.tokens:
-            state = account.charged(state, rule, self.in_flight.runs_for_view())
+            state = account.charged(state, rule, self.in_flight.runs())
         if self.unsent.tokens:
-            state = account.charged(state, rule, self.unsent.runs_for_view())
+            state = account.charged(state, rule, self.unsent.runs())
         self._state = state
         self._latest_us = account.standing(state)[0]
         self._shared_out = _UNKNOWN

@@ -56,7 +56,7 @@ def test_what_an_algorithm_allowed_is_charged_to_the_same_state(algorithm, check
 
 
 def test_a_token_bucket_that_is_overdrawn_owes_all_of_it():
-    state = account(BUCKET).charged(None, BUCKET, [(NOW, 15), (NOW + 1, 5)])
+    state = account(BUCKET).charged(None, BUCKET, [(NOW + 1, 15), (NOW + 1, 5)])
     assert state == (20 * TOKEN, NOW + 1)
     assert account(BUCKET).used(state, BUCKET, NOW + 1) == 20
     assert account(BUCKET).used(state, BUCKET, NOW + 5 * S + 1) == 15

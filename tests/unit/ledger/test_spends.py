@@ -1,8 +1,11 @@
 """What is allowed and not settled."""
 
+import random
+
 import pytest
 
 from ratelimitd.algorithms.sliding_window import MAX_RUNS
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.spends import Spends
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 
@@ -24,13 +27,13 @@ def spends(algorithm, *runs):
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_nothing_is_spent_at_first(algorithm):
     nothing = spends(algorithm)
-    assert (nothing.tokens, len(nothing), nothing.runs(), nothing.runs_for_view()) == (0, 0, (), ())
+    assert (nothing.tokens, len(nothing), nothing.runs()) == (0, 0, ())
 
 
 @pytest.mark.parametrize(
     ("algorithm", "runs"),
     [
-        (Algorithm.TOKEN_BUCKET, ((NOW + 10 * S, 9),)),
+        (Algorithm.TOKEN_BUCKET, ((NOW + 6 * S, 4), (NOW + 10 * S, 5))),
         (Algorithm.FIXED_WINDOW, ((NOW + S, 4), (NOW + 10 * S, 5))),
         (Algorithm.SLIDING_WINDOW, ((NOW, 1), (NOW + S, 3), (NOW + 10 * S, 5))),
     ],
@@ -38,7 +41,7 @@ def test_nothing_is_spent_at_first(algorithm):
 def test_spends_that_the_algorithm_does_not_tell_apart_are_one(algorithm, runs):
     several = spends(algorithm, (NOW, 1), (NOW + S, 2), (NOW + S, 1), (NOW + 10 * S, 5))
     assert several.runs() == runs
-    assert (len(several), several.tokens) == (len(runs), 9)
+    assert several.tokens == 9
     assert (several.oldest_us, several.latest_us) == (NOW, NOW + 10 * S)
 
 
@@ -47,10 +50,24 @@ def test_a_spend_that_comes_late_is_taken_for_one_of_the_latest_time(algorithm):
     assert spends(algorithm, (NOW + S, 1), (NOW, 2)).runs() == ((NOW + S, 3),)
 
 
-def test_the_view_of_a_token_bucket_counts_from_the_first():
-    several = ((NOW, 1), (NOW + S, 2))
-    assert spends(Algorithm.TOKEN_BUCKET, *several).runs_for_view() == ((NOW, 3),)
-    assert spends(Algorithm.FIXED_WINDOW, *several).runs_for_view() == ((NOW + S, 3),)
+@pytest.mark.parametrize("seed", range(200))
+def test_a_token_bucket_is_charged_in_two_runs_what_it_is_charged_one_by_one(seed):
+    chance, bucket = random.Random(seed), rule(Algorithm.TOKEN_BUCKET)
+    account, now_us = ACCOUNTS[Algorithm.TOKEN_BUCKET], NOW
+    made = [
+        (now_us := now_us + chance.choice((0, 1, S // 3, S, 5 * S)), chance.randint(1, 4))
+        for _ in range(9)
+    ]
+    state = chance.choice((None, (0, NOW - S), (chance.randint(0, 30 * S * 10), NOW - S)))
+    one_by_one = account.charged(state, bucket, made)
+    at_once = account.charged(state, bucket, spends(Algorithm.TOKEN_BUCKET, *made).runs())
+    # To the microsecond of refill by which the earlier run is too early or too late.
+    assert at_once[1] == one_by_one[1]
+    assert 0 <= at_once[0] - one_by_one[0] <= bucket.limit
+
+
+def test_one_run_is_enough_while_nothing_was_refilled():
+    assert spends(Algorithm.TOKEN_BUCKET, (NOW, 1), (NOW, 2)).runs() == ((NOW, 3),)
 
 
 SEVERAL = ((NOW, 2), (NOW + S, 3))

@@ -110,17 +110,16 @@ local function make_token_bucket()
   end
 
   local function charged(x, y, at_us, limit, window_us, text, place, runs)
-    local tokens, last_us = 0, 0
     for run = place, place + (runs - 1) * 16, 16 do
-      local run_us, run_tokens = unpack('<I8I8', text, run)
-      last_us, tokens = run_us, tokens + run_tokens
+      local run_us, tokens = unpack('<I8I8', text, run)
+      if at_us then
+        x, y, at_us = refilled(x, y, at_us, limit, window_us, run_us)
+      else
+        x, y, at_us = 0, 0, run_us
+      end
+      x = saturated(x + tokens)
     end
-    if at_us then
-      x, y, at_us = refilled(x, y, at_us, limit, window_us, last_us)
-    else
-      x, y, at_us = 0, 0, last_us
-    end
-    return saturated(x + tokens), y, at_us
+    return x, y, at_us
   end
 
   local function judged(x, y, at_us, limit, window_us, now_us, cost)
