@@ -66,7 +66,7 @@ class Spends:
             self._begin_run(at_us)
         elif at_us > self.latest_us:
             missing = self._missing - (at_us - self.latest_us) * self._rate
-            self._missing = missing if missing > 0 else 0  # noqa: PLR1730 -- max() takes 100 ns longer
+            self._missing = missing if missing > 0 else 0  # noqa: FURB136 -- max() takes 100 ns longer
             self.latest_us = at_us
         self._missing += tokens * self._window_us
         self.tokens += tokens
