@@ -48,6 +48,7 @@ CORE = (
     "breaker.py",
     "buckets/*.py",
     "clock.py",
+    "cluster/*.py",
     "errors.py",
     "http2/*.py",
     "http2/hpack/*.py",

@@ -10,20 +10,19 @@ import random as random_source
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
-from ratelimitd.breaker import Breaker, State
+from ratelimitd.breaker import State
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy, promised_excess
+from ratelimitd.cluster.breakers import Breakers
 from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.membership import Membership, Pulse
 from ratelimitd.cluster.news import Bus, News, take
-from ratelimitd.cluster.shard import Shard
 from ratelimitd.cluster.shared_buckets import SharedBuckets
 from ratelimitd.cluster.shared_time import SharedTime
 from ratelimitd.cluster.store import HASH_TAGS, SharedStore
 from ratelimitd.cluster.strict_buckets import StrictBuckets
 from ratelimitd.cluster.tag import Surroundings, Tag
-from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import US_PER_S
 from ratelimitd.stats import CheckStats
@@ -33,9 +32,6 @@ STEPS: Final = 16
 
 WATCH_S: Final = 0.1
 """How often it is looked whether a breaker wants a probe, and whether hash tags have moved."""
-
-JITTER_US: Final = US_PER_S
-"""Nodes whose breakers opened together probe apart, by up to so much."""
 
 JOIN_S: Final = 1.0
 """How long a node waits at its start to hear of the others; it serves without them afterwards."""
@@ -84,16 +80,10 @@ class Cluster:
         random: Callable[[], float] = random_source.random,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self._store = store
-        self._options = options
+        self._sync_interval_ms = options.sync_interval_ms
         self._clock = clock
-        self._stats = stats
-        self._timers = loop
-        self._report = report
         self._rules_changed = rules_changed
         self._shared_time = shared_time
-        self._random = random
-        self._shards: dict[str, Shard] = {}
         self.news = News(bus, clock)
         self.accuracy = Accuracy(stats)
         self.membership = Membership(
@@ -104,9 +94,18 @@ class Cluster:
             shared_time=shared_time,
             report=report,
         )
+        self._breakers = Breakers(
+            store,
+            clock,
+            loop,
+            stats=stats,
+            failures=options.breaker_failures,
+            recovery_s=options.breaker_recovery_s,
+            random=random,
+        )
         around = Surroundings(store, clock, loop, self)
         self._tags = [
-            Tag(number, self._shard_of(number), incarnation, around)
+            Tag(number, self._breakers.of_tag(number), incarnation, around)
             for number in range(0, HASH_TAGS, store.tags_per_batch)
         ]
         by_octet = [tag for tag in self._tags for _ in range(store.tags_per_batch)]
@@ -145,7 +144,7 @@ class Cluster:
     @property
     def step_s(self) -> float:
         """How often :meth:`sync_step` is to be called."""
-        return self._options.sync_interval_ms / 1000 / STEPS
+        return self._sync_interval_ms / 1000 / STEPS
 
     def sync_step(self) -> None:
         """Send what a part of the hash tags has to settle; a whole interval has :data:`STEPS` of them."""
@@ -159,13 +158,7 @@ class Cluster:
 
     def watch(self) -> None:
         """Probe the servers whose breakers want it, and follow hash tags that have moved."""
-        for tag in self._tags:
-            if tag.shard.name != self._store.shard_of(tag.number):
-                tag.shard = self._shard_of(tag.number)
-        self._shards = {tag.shard.name: tag.shard for tag in self._tags}
-        for shard in self._shards.values():
-            if shard.begins_probe():
-                self._store.probe(shard.tag, _verdict_of(shard))
+        self._breakers.watch(self._tags)
 
     def take(self, payload: bytes) -> None:
         """Go by a message of another node."""
@@ -218,17 +211,13 @@ class Cluster:
 
     @property
     def is_connected(self) -> bool:
-        """Whether no breaker is open."""
-        return all(shard.state is State.CLOSED for shard in self._shards.values())
+        """Whether all breakers are closed."""
+        return self.breaker_state is State.CLOSED
 
     @property
     def breaker_state(self) -> State:
-        """Of the worst shard."""
-        states = {shard.state for shard in self._shards.values()}
-        for state in (State.OPEN, State.HALF_OPEN):
-            if state in states:
-                return state
-        return State.CLOSED
+        """Of the worst breaker."""
+        return self._breakers.state
 
     @property
     def sync_lag_s(self) -> float:
@@ -241,29 +230,3 @@ class Cluster:
     def unsettled_buckets(self) -> int:
         """Buckets with spends that the store may not know of."""
         return sum(tag.unsettled_buckets for tag in self._tags)
-
-    # Inside
-
-    def _shard_of(self, tag: int) -> Shard:
-        name = self._store.shard_of(tag)
-        shard = self._shards.get(name)
-        if shard is None:
-            breaker = Breaker(
-                self._clock,
-                failure_threshold=self._options.breaker_failures,
-                recovery_us=self._options.breaker_recovery_s * US_PER_S,
-                jitter_us=lambda: int(self._random() * JITTER_US),
-            )
-            shard = Shard(name, tag, breaker, self._clock, self._stats, self._timers)
-            self._shards[name] = shard
-        return shard
-
-
-def _verdict_of(shard: Shard) -> Callable[[RateLimitdError | None], None]:
-    def done(error: RateLimitdError | None) -> None:
-        if error is None:
-            shard.answered()
-        else:
-            shard.failed(error)
-
-    return done

@@ -5,7 +5,7 @@ A tuple of numbers is left alone by the collector once it has been seen; a tuple
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 from ratelimitd.ledger.shared_state import SharedState
 
@@ -34,3 +34,5 @@ def unpack(packed: Packed) -> SharedState:
             return SharedState(generation, revision, limit, log)
         case generation, revision, limit, spent, latest_us:
             return SharedState(generation, revision, limit, (spent, latest_us))
+        case _:
+            assert_never(packed)

@@ -181,7 +181,7 @@ class View:
         self.hear(shared)
 
     def abandon(self) -> int:
-        """The batch will never be acknowledged: nobody can tell what became of the tokens that it carries, so many."""
+        """The batch will never be acknowledged: nobody can tell what became of it; returns its tokens."""
         lost, self.in_flight = self.in_flight.tokens, Spends(self.rule)
         self.asked_tokens -= self.asked_in_flight
         self.asked_in_flight = 0

@@ -120,6 +120,19 @@ def test_what_is_in_flight_stays_spent_until_it_is_acknowledged():
     assert own.check_alone(NOW, 90)[0] is True
 
 
+def test_of_a_batch_that_is_given_up_nothing_stays_spent_or_asked_for():
+    one = View(RULE, None)
+    one.check_alone(NOW, 4)
+    one.ask(NOW, 2)
+    one.freeze()
+    one.check_alone(NOW, 1)
+    one.ask(NOW, 3)
+    assert one.abandon() == 4
+    assert (one.in_flight.tokens, one.unsent.tokens, one.asked_tokens) == (0, 1, 3)
+    assert one.peek(NOW, 1)[1] == 100 - 1 - 1
+    assert (one.base, one.generation) == (None, None)
+
+
 def test_of_two_states_the_later_one_is_the_base():
     own = view(10)
     own.hear(shared(30))

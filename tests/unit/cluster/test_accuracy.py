@@ -1,0 +1,64 @@
+import pytest
+
+from ratelimitd.cluster.accuracy import STRETCH_US, Accuracy, promised_excess
+from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.stats import CheckStats
+from tests.unit.cluster.world import SECOND, limited, name_of, state
+
+NOW_US = 1_700_006_400 * SECOND
+RULE = limited(100)
+
+
+@pytest.fixture
+def stats():
+    return CheckStats()
+
+
+@pytest.fixture
+def accuracy(stats):
+    return Accuracy(stats)
+
+
+def a_bucket(spent=None):
+    base = None if spent is None else state(spent, NOW_US, limit=100)
+    return Bucket(b"a", name_of(b"a"), None, RULE, base)
+
+
+def test_a_bucket_that_is_not_overdrawn_is_exact(accuracy):
+    accuracy.settled(a_bucket(100), 7, NOW_US)
+    accuracy.settled(a_bucket(), 7, NOW_US)
+    assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (0, 0.0)
+
+
+def test_what_is_beyond_the_capacity_was_allowed_too_much_here_or_by_others(accuracy):
+    accuracy.settled(a_bucket(103), 7, NOW_US)
+    assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (3, 0.03)
+    accuracy.settled(a_bucket(120), 5, NOW_US)
+    assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (8, 0.2)
+
+
+def test_the_worst_excess_is_forgotten_after_two_minutes(accuracy):
+    accuracy.settled(a_bucket(103), 7, NOW_US)
+    assert accuracy.worst_excess(NOW_US + STRETCH_US) == 0.03
+    assert accuracy.worst_excess(NOW_US + 2 * STRETCH_US) == 0.0
+
+
+def test_what_a_view_has_counted_is_taken_over_once(accuracy, stats):
+    bucket = a_bucket()
+    bucket.view.forgiven, bucket.view.false_positives = 5, 2
+    accuracy.take_counts(bucket)
+    accuracy.settled(bucket, 0, NOW_US)
+    assert (accuracy.forgiven_total, stats.false_positives_total) == (5, 2)
+    bucket.view.forgiven = -3  # they were charged after all
+    accuracy.take_counts(bucket)
+    assert accuracy.forgiven_total == 2
+
+
+def test_lost_tokens_are_charged_nowhere(accuracy):
+    accuracy.lost(4)
+    assert accuracy.forgiven_total == 4
+
+
+def test_the_promise_grows_with_nodes_and_with_what_keeps_them_apart():
+    assert promised_excess(1, 0, 0) == pytest.approx(0.51)
+    assert promised_excess(4, 1_000, 2_000) == pytest.approx(0.51 + 4 * 0.005)

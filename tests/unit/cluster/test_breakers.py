@@ -1,0 +1,116 @@
+from types import SimpleNamespace
+
+import pytest
+
+from ratelimitd.breaker import State
+from ratelimitd.cluster.breakers import Breakers
+from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+from tests.unit.cluster.world import SECOND, FakeStore, ManualTimers
+
+AWAY = StoreUnavailableError("no answer")
+
+
+class Scene:
+    """Two servers, each with two of four hash tags."""
+
+    def __init__(self):
+        self.clock = ManualClock()
+        self.timers = ManualTimers(self.clock)
+        self.store = FakeStore(self.timers)
+        self.store.mode = "held"
+        self.store.server_of_tag = ["one", "two", "one", "two"]
+        self.luck = 0.5
+        self.breakers = Breakers(
+            self.store,
+            self.clock,
+            self.timers,
+            stats=CheckStats(),
+            failures=2,
+            recovery_s=30,
+            random=lambda: self.luck,
+        )
+        self.tags = [SimpleNamespace(number=n, shard=self.breakers.of_tag(n)) for n in range(4)]
+
+    def open(self, tag):
+        for _ in range(2):
+            self.tags[tag].shard.failed(AWAY)
+            self.timers.run()
+
+    def probes(self, seconds=0):
+        """The hash tags that are probed when so much time has passed."""
+        self.clock.advance(seconds=seconds)
+        known = len(self.store.asked("probe"))
+        self.breakers.watch(self.tags)
+        return self.store.asked("probe")[known:]
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+def test_each_server_has_one_breaker(scene):
+    first, second = scene.tags[0].shard, scene.tags[1].shard
+    assert [tag.shard for tag in scene.tags] == [first, second, first, second]
+    scene.open(0)
+    assert [tag.shard.is_open for tag in scene.tags] == [True, False, True, False]
+
+
+def test_the_worst_state_is_told(scene):
+    assert scene.breakers.state is State.CLOSED
+    scene.open(0)
+    assert scene.breakers.state is State.OPEN
+    scene.probes(31)
+    assert scene.breakers.state is State.HALF_OPEN
+    scene.open(1)
+    assert scene.breakers.state is State.OPEN
+
+
+def test_an_open_one_is_probed_once_after_its_time_and_some_jitter(scene):
+    scene.open(0)
+    assert scene.probes() == []
+    assert scene.probes(30.4) == []
+    assert len(scene.probes(0.1)) == 1
+    assert scene.probes() == []
+    assert len(scene.probes(1)) == 1  # nothing came of the first
+
+
+@pytest.mark.parametrize(("error", "is_open"), [(None, False), (AWAY, True)])
+def test_a_probe_decides(scene, error, is_open):
+    scene.open(0)
+    scene.probes(31)
+    scene.store.held_one().done(error)
+    assert scene.tags[0].shard.is_open == is_open
+
+
+def test_tags_that_move_are_followed_and_a_server_that_has_none_is_forgotten(scene):
+    scene.open(0)
+    scene.store.server_of_tag[0] = scene.store.server_of_tag[2] = "three"
+    scene.breakers.watch(scene.tags)
+    assert [tag.shard.name for tag in scene.tags] == ["three", "two", "three", "two"]
+    assert scene.tags[0].shard is scene.tags[2].shard
+    assert scene.breakers.state is State.CLOSED
+
+
+def test_a_probe_goes_to_the_server_whose_breaker_it_is_for_wherever_tags_have_moved(scene):
+    scene.open(0)
+    scene.store.server_of_tag[0] = "two"
+    assert scene.probes(31) == [2]
+
+
+def test_a_tag_that_moves_meets_the_breaker_of_its_new_server(scene):
+    scene.open(1)
+    scene.store.server_of_tag[0] = "two"
+    scene.breakers.watch(scene.tags)
+    assert [tag.shard.is_open for tag in scene.tags] == [True, True, False, True]
+
+
+def test_nodes_whose_breakers_opened_together_probe_apart(scene):
+    scene.luck = 0.0
+    scene.open(0)
+    scene.luck = 0.9
+    scene.open(1)
+    first, second = (scene.tags[n].shard.open_error().retry_after_us for n in range(2))
+    assert (first, second) == (30 * SECOND, 30_900_000)

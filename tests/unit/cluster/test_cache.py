@@ -1,0 +1,253 @@
+"""Which buckets are in use, which are packed, and which leave; a tag stands for what else is known of them."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.cluster.cache import IDLE_US, MOVED_PER_STEP, BucketCache
+from ratelimitd.cluster.packing import unpack
+from ratelimitd.cluster.store import HASH_TAGS
+from tests.unit.cluster.world import MS, RULE, SECOND, name_of, state
+
+STEP_US = 6_250
+TTL_US = 300 * SECOND
+
+
+class Scene:
+    def __init__(self, max_entries=1_000_000, ttl_us=TTL_US):
+        self.tag, self.now_us = SimpleNamespace(buckets={}), 0
+        self.cache = BucketCache(max_entries=max_entries, ttl_us=ttl_us, now_us=0)
+
+    def add(self, key=b"a", spent=1, *, is_dirty=False):
+        base = None if spent is None else state(spent, 5)
+        bucket = Bucket(key, name_of(key), self.tag, RULE, base)
+        if is_dirty:
+            bucket.view.check_alone(10, 1)
+        self.cache.add(bucket)
+        return bucket
+
+    def run(self, us, *used, step_us=STEP_US):
+        """Let time pass; the buckets of ``used`` are asked for all the time."""
+        until_us = self.now_us + us
+        while self.now_us < until_us:
+            self.now_us += step_us
+            for key in used:
+                self.cache.get(key)
+            self.cache.step(self.now_us)
+
+    def packed(self, key=b"a"):
+        """What is packed of a bucket, which stays so."""
+        for generation in (self.cache._packed_young, self.cache._packed_old):
+            if name_of(key) in generation[key[0]]:
+                return unpack(generation[key[0]][name_of(key)])
+        return None
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+class TestInUse:
+    def test_a_bucket_is_found_by_its_key_and_its_tag_knows_it(self, scene):
+        bucket = scene.add()
+        assert bucket.is_cached
+        assert scene.cache.get(b"a") is bucket
+        assert scene.tag.buckets == {bucket.name: bucket}
+        assert scene.cache.get(b"b") is None
+        assert len(scene.cache) == 1
+
+    def test_one_that_is_asked_for_stays_as_it_is(self, scene):
+        bucket = scene.add()
+        scene.run(10 * IDLE_US, b"a")
+        assert scene.cache.get(b"a") is bucket
+        assert len(scene.cache) == 1
+
+    def test_one_that_was_not_asked_for_for_2_s_is_packed_within_4(self, scene):
+        scene.add(spent=3)
+        scene.run(IDLE_US - 10 * MS)
+        assert scene.packed() is None
+        scene.run(IDLE_US + 20 * MS)
+        assert scene.packed() == state(3, 5)
+        assert scene.cache.get(b"a") is None
+        assert scene.tag.buckets == {}
+        assert len(scene.cache) == 1
+
+    def test_one_with_something_to_settle_is_not_packed(self, scene):
+        bucket = scene.add(is_dirty=True)
+        scene.run(10 * IDLE_US)
+        assert scene.cache.get(b"a") is bucket
+
+    def test_one_of_which_the_store_has_nothing_is_not_worth_packing(self, scene):
+        scene.add(spent=None)
+        scene.run(2 * IDLE_US + 20 * MS)
+        assert len(scene.cache) == 0
+
+    def test_few_are_moved_in_one_step_but_more_than_are_added(self, scene):
+        for number in range(10 * MOVED_PER_STEP):
+            scene.add(b"%d" % number)
+        scene.now_us = IDLE_US
+        scene.cache.step(scene.now_us)
+        scene.cache.step(scene.now_us)
+        assert len(scene.tag.buckets) == 9 * MOVED_PER_STEP
+        for number in range(MOVED_PER_STEP):
+            scene.add(b"more %d" % number)
+        scene.cache.step(scene.now_us)
+        assert len(scene.tag.buckets) == (9 + 1 - 3) * MOVED_PER_STEP
+        assert len(scene.cache) == 11 * MOVED_PER_STEP
+
+
+class TestPacked:
+    def test_a_packed_bucket_is_taken_once(self, scene):
+        scene.add()
+        scene.run(3 * IDLE_US)
+        assert scene.cache.take_packed(name_of(b"a")) == state(1, 5)
+        assert scene.cache.take_packed(name_of(b"a")) is None
+        assert len(scene.cache) == 0
+
+    def test_one_of_the_older_generation_is_found_too(self, scene):
+        scene.add()
+        scene.run(3 * IDLE_US + TTL_US // 2)
+        assert scene.cache.take_packed(name_of(b"a")) == state(1, 5)
+
+    def test_one_that_is_another_now_is_forgotten(self, scene):
+        scene.add()
+        scene.run(3 * IDLE_US)
+        scene.cache.forget_packed(name_of(b"a"))
+        assert len(scene.cache) == 0
+        assert scene.packed() is None
+
+    def test_a_bucket_is_never_packed_and_in_use_at_once(self, scene):
+        scene.add()
+        scene.run(3 * IDLE_US)
+        scene.add(spent=8)
+        assert len(scene.cache) == 1
+        scene.run(3 * IDLE_US)
+        assert (scene.packed(), len(scene.cache)) == (state(8, 5), 1)
+
+    def test_all_can_be_forgotten_and_those_in_use_stay(self, scene):
+        for number in range(5):
+            scene.add(b"%d" % number)
+        scene.run(3 * IDLE_US)
+        bucket = scene.add(b"used")
+        scene.cache.forget_all_packed()
+        assert len(scene.cache) == 1
+        assert scene.cache.get(b"used") is bucket
+        assert all(scene.packed(b"%d" % number) is None for number in range(5))
+        assert (scene.cache.evicted_total, scene.cache.expired_total) == (0, 0)
+
+    def test_what_was_forgotten_is_freed_in_small_steps(self, scene):
+        for number in range(5):
+            scene.add(b"%d" % number)
+        scene.run(3 * IDLE_US)
+        scene.cache.forget_all_packed()
+        left = [len(scene.cache._forgotten)]
+        for _ in range(6):
+            scene.cache.step(scene.now_us)
+            left.append(len(scene.cache._forgotten))
+        assert left == [5, 4, 3, 2, 1, 0, 0]
+
+
+class TestExpiry:
+    def test_a_packed_bucket_leaves_between_half_the_time_to_live_and_all_of_it(self, scene):
+        scene.add()
+        scene.run(TTL_US // 2, b"a")
+        scene.run(TTL_US // 2)
+        assert len(scene.cache) == 1
+        scene.run(TTL_US // 2 + 3 * IDLE_US)
+        assert (len(scene.cache), scene.cache.expired_total) == (0, 1)
+
+    @pytest.mark.parametrize("step_us", [STEP_US, SECOND, 60 * SECOND])
+    def test_it_leaves_in_time_however_seldom_steps_are(self, scene, step_us):
+        scene.add()
+        scene.run(TTL_US + 4 * IDLE_US + 5 * step_us, step_us=step_us)
+        assert (len(scene.cache), scene.cache.expired_total) == (0, 1)
+
+    def test_not_all_hash_tags_expire_in_one_step(self, scene):
+        for number in range(HASH_TAGS):
+            scene.add(bytes([number]))
+        scene.run(TTL_US // 2)
+        scene.run(TTL_US // 4)
+        left = []
+        for _ in range(round(TTL_US / STEP_US)):
+            scene.run(STEP_US)
+            left.append(len(scene.cache))
+        assert left[-1] == 0
+        assert max(before - after for before, after in pairwise(left)) <= 1
+
+    def test_after_a_long_pause_all_of_a_generation_leaves_and_no_more(self, scene):
+        for number in range(HASH_TAGS):
+            scene.add(bytes([number]))
+        scene.run(3 * IDLE_US)
+        scene.now_us += 10 * TTL_US
+        scene.cache.step(scene.now_us)
+        assert len(scene.cache) >= HASH_TAGS - 10
+        scene.now_us += 10 * TTL_US
+        scene.cache.step(scene.now_us)
+        assert len(scene.cache) == 0
+
+
+class TestEviction:
+    def test_there_are_never_more_than_may_be(self):
+        scene = Scene(max_entries=10)
+        for number in range(100):
+            scene.add(b"%d" % number)
+            scene.run(STEP_US)
+            assert len(scene.cache) <= 10
+        assert scene.cache.evicted_total == 100 - len(scene.cache)
+
+    def test_packed_ones_leave_first_and_of_those_the_older(self):
+        scene = Scene(max_entries=4)
+        scene.add(b"oldest")
+        scene.run(3 * IDLE_US + TTL_US // 2)
+        scene.add(b"older")
+        scene.run(3 * IDLE_US)
+        for number in range(4):
+            scene.add(b"%d" % number)
+            scene.run(STEP_US)
+            gone = [name for name in (b"oldest", b"older") if scene.packed(name) is None]
+            assert gone == [b"oldest", b"older"][: max(0, number - 1)]
+        assert len(scene.cache) == 4
+
+    def test_of_those_in_use_the_one_not_asked_for_leaves(self):
+        scene = Scene(max_entries=2)
+        used, _unused = scene.add(b"used"), scene.add(b"unused")
+        scene.run(IDLE_US)  # another generation begins
+        scene.cache.get(b"used")
+        scene.add(b"new")
+        scene.cache.step(scene.now_us)
+        assert scene.cache.get(b"used") is used
+        assert scene.cache.get(b"unused") is None
+        assert len(scene.cache) == 2
+
+    def test_what_has_come_since_the_last_eviction_does_not_leave_before_what_was_there(self):
+        scene = Scene(max_entries=10)
+        for number in range(12):
+            scene.add(b"%d" % number)
+        scene.cache.step(scene.now_us)
+        scene.add(b"new")
+        scene.cache.step(scene.now_us)
+        assert scene.cache.get(b"new") is not None
+        assert len(scene.cache) == 10
+
+    def test_one_that_leaves_before_it_is_settled_stays_known_to_its_tag(self):
+        scene = Scene(max_entries=1)
+        dirty = scene.add(b"dirty", is_dirty=True)
+        scene.run(IDLE_US)
+        clean = scene.add(b"clean")
+        scene.cache.step(scene.now_us)
+        assert scene.cache.get(b"dirty") is None
+        assert not dirty.is_cached
+        assert scene.tag.buckets == {dirty.name: dirty, clean.name: clean}
+
+    def test_one_that_comes_back_is_in_use_again(self):
+        scene = Scene(max_entries=1)
+        dirty = scene.add(b"dirty", is_dirty=True)
+        scene.run(IDLE_US)
+        scene.add(b"clean")
+        scene.cache.step(scene.now_us)
+        scene.cache.add(dirty)
+        assert dirty.is_cached
+        assert scene.cache.get(b"dirty") is dirty

@@ -1,0 +1,126 @@
+import asyncio
+
+import pytest
+
+from ratelimitd.cluster import membership as membership_module
+from ratelimitd.cluster.membership import BEAT_TTL_US, Membership
+from ratelimitd.cluster.shared_time import SharedTime
+from ratelimitd.errors import StartupError, StoreUnavailableError
+from ratelimitd.testing import ManualClock
+
+LONG_S = 60
+
+
+class Pulse:
+    """Keeps signs of life, each to be answered by the test; or answers each with ``answer``."""
+
+    def __init__(self):
+        self.beats, self.dones, self.answer = [], [], None
+
+    def beat(self, incarnation, ttl_us, fingerprint, done):
+        self.beats.append((incarnation, ttl_us, fingerprint))
+        self.dones.append(done)
+        if self.answer is not None:
+            asyncio.get_running_loop().call_soon(done, self.answer)
+
+
+class Scene:
+    def __init__(self):
+        self.pulse, self.clock, self.reports = Pulse(), ManualClock(), []
+        self.fingerprint = "ours"
+        self.shared_time = SharedTime(monotonic_ns=lambda: self.clock.monotonic_us() * 1_000)
+        self.membership = Membership(
+            self.pulse,
+            "node/1",
+            fingerprint=lambda: self.fingerprint,
+            clock=self.clock,
+            shared_time=self.shared_time,
+            report=self.reports.append,
+        )
+
+    def heard(self, fingerprint="ours", names=("node/1", "other/2")):
+        self.membership.beat()
+        self.pulse.dones[-1]((7_000_000, fingerprint, names))
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+def test_a_node_is_alone_until_it_hears_of_others(scene):
+    assert scene.membership.count == 1
+    scene.heard()
+    assert scene.membership.count == 2
+    assert scene.pulse.beats == [("node/1", BEAT_TTL_US, "ours")]
+
+
+def test_a_node_counts_itself_whatever_the_store_says(scene):
+    scene.heard(names=())
+    assert scene.membership.count == 1
+
+
+def test_while_the_store_is_away_the_others_stay(scene):
+    scene.heard()
+    scene.membership.beat()
+    scene.pulse.dones[-1](StoreUnavailableError("no answer"))
+    assert scene.membership.count == 2
+
+
+def test_each_answer_tells_the_stores_time_in_the_middle_of_the_round_trip(scene):
+    scene.membership.beat()
+    scene.clock.advance(us=400)
+    scene.pulse.dones[-1]((7_000_000, "ours", ("node/1",)))
+    assert scene.shared_time.wall_us() == 7_000_200
+    assert scene.shared_time.round_trip_us == 400
+
+
+def test_another_secret_is_reported_once_for_each_time_it_comes_up(scene):
+    for fingerprint in ("theirs", "theirs", "ours", "theirs"):
+        scene.heard(fingerprint)
+    assert len(scene.reports) == 2
+    assert "KEY_SECRET" in scene.reports[0]
+    assert "theirs" not in scene.reports[0]
+
+
+def test_a_node_that_does_not_know_its_secret_yet_is_no_stranger(scene):
+    scene.fingerprint = ""
+    scene.heard("theirs")
+    assert scene.reports == []
+    scene.fingerprint = "ours"
+    scene.heard("theirs")
+    assert len(scene.reports) == 1
+
+
+async def test_a_node_joins_when_the_store_answers(scene):
+    scene.pulse.answer = (7_000_000, "ours", ("node/1", "other/2"))
+    await scene.membership.join(LONG_S)
+    assert scene.membership.count == 2
+
+
+async def test_a_node_with_another_secret_does_not_start(scene):
+    scene.pulse.answer = (7_000_000, "theirs", ("node/1", "other/2"))
+    with pytest.raises(StartupError, match="KEY_SECRET"):
+        await scene.membership.join(LONG_S)
+
+
+async def test_a_node_starts_without_the_store(scene):
+    scene.pulse.answer = StoreUnavailableError("no answer")
+    await scene.membership.join(LONG_S)
+    scene.pulse.answer = None
+    await scene.membership.join(0)
+    assert scene.membership.count == 1
+    scene.pulse.dones[-1]((7_000_000, "ours", ("node/1", "other/2")))
+    assert scene.membership.count == 2  # late, and not too late
+
+
+async def test_a_node_that_leaves_says_so(scene):
+    scene.pulse.answer = (7_000_000, "ours", ("other/2",))
+    await scene.membership.leave()
+    assert scene.pulse.beats == [("node/1", 0, "ours")]
+
+
+async def test_a_node_that_is_not_heard_leaves_all_the_same(scene, monkeypatch):
+    monkeypatch.setattr(membership_module, "LEAVE_S", 0)
+    await scene.membership.leave()
+    assert scene.pulse.beats == [("node/1", 0, "ours")]

@@ -1,0 +1,143 @@
+import pytest
+
+from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.cluster.news import MAX_PER_MESSAGE, News, packed_state, take
+from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.model import Algorithm
+from ratelimitd.testing import ManualClock
+from tests.unit.cluster.world import FakeBus, limited, name_of, state
+
+RULE = limited(100)
+REVISION = (7).to_bytes(8, "little")
+
+
+class Scene:
+    def __init__(self):
+        self.bus, self.clock = FakeBus(), ManualClock()
+        self.news = News(self.bus, self.clock)
+
+    def settle(self, spent, before=0, key=b"a", rule=RULE):
+        """A batch has brought a bucket from one state to another."""
+        now_us = self.clock.now_us()
+        after = state(spent, now_us, limit=rule.limit) if isinstance(spent, int) else spent
+        bucket = Bucket(key, name_of(key), None, rule, after)
+        known = None if before is None else state(before, now_us, limit=rule.limit)
+        self.news.settled(bucket, known)
+        return after
+
+    def told(self):
+        self.news.tell()
+        told, self.bus.published = self.bus.published, []
+        return told
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+class Hearer:
+    def __init__(self):
+        self.states, self.doubts, self.rule_changes = {}, [], 0
+
+    def heard(self, name, shared):
+        self.states[name] = shared
+
+    def doubt(self, name):
+        self.doubts.append(name)
+
+    def rules_changed(self):
+        self.rule_changes += 1
+
+    def take(self, payload):
+        take(payload, self, rules_changed=self.rules_changed)
+
+
+@pytest.fixture
+def hearer():
+    return Hearer()
+
+
+@pytest.mark.parametrize("before", [0, 50, None])
+def test_a_bucket_that_has_less_than_half_left_since_now_is_told_to_others(scene, hearer, before):
+    after = scene.settle(51, before)
+    ((tag, payload),) = scene.told()
+    assert tag == b"a"[0]
+    hearer.take(payload)
+    assert hearer.states == {name_of(b"a"): after}
+
+
+@pytest.mark.parametrize(("before", "spent"), [(0, 50), (51, 90), (None, 10), (90, 10)])
+def test_others_are_not_told_of_one_that_has_half_or_had_less_before(scene, before, spent):
+    scene.settle(spent, before)
+    assert scene.told() == []
+
+
+def test_one_that_the_store_has_nothing_of_is_not_told(scene):
+    scene.settle(None)
+    assert scene.told() == []
+
+
+def test_a_bucket_is_told_once_in_an_interval(scene):
+    for _ in range(3):
+        scene.settle(51)
+    assert len(scene.told()) == 1
+    scene.settle(51)
+    assert len(scene.told()) == 1
+
+
+def test_one_with_a_log_is_told_by_name_at_once(scene, hearer):
+    rule = limited(100, algorithm=Algorithm.SLIDING_WINDOW)
+    now_us = scene.clock.now_us()
+    bucket = Bucket(b"a", name_of(b"a"), None, rule, None)
+    bucket.view.check_alone(now_us, 60)
+    log = bucket.view._state
+    scene.settle(SharedState(0, 1, 100, log), None, rule=rule)
+    ((_, payload),) = scene.bus.published
+    hearer.take(payload)
+    assert hearer.doubts == [name_of(b"a")]
+    scene.bus.published.clear()
+    assert scene.told() == []
+
+
+def test_buckets_are_told_by_the_hundred_and_by_the_server_that_holds_them(scene, hearer):
+    keys = [b"a%d" % number for number in range(MAX_PER_MESSAGE + 1)]
+    for key in (*keys, b"b"):
+        scene.settle(51, key=key)
+    told = scene.told()
+    assert [tag for tag, _ in told] == [97, 97, 98]
+    assert max(len(payload) for _, payload in told) <= 8_192
+    for _, payload in told:
+        hearer.take(payload)
+    assert hearer.states.keys() == {name_of(key) for key in (*keys, b"b")}
+
+
+def test_a_reset_is_told_at_once(scene, hearer):
+    scene.news.was_reset(name_of(b"a"))
+    ((tag, payload),) = scene.bus.published
+    hearer.take(payload)
+    assert (tag, hearer.doubts) == (97, [name_of(b"a")])
+
+
+def test_new_rules_are_told_at_once(scene, hearer):
+    scene.news.rules_changed(7)
+    assert scene.bus.published == [(0, b"R" + REVISION)]
+    hearer.take(b"R" + REVISION)
+    assert hearer.rule_changes == 1
+
+
+def test_the_largest_numbers_come_over(hearer):
+    shared = SharedState(2**32 - 1, 2**53, 2**31 - 1, (2**100, 2**53 - 1))
+    hearer.take(b"S" + packed_state(name_of(b"a"), shared))
+    assert hearer.states == {name_of(b"a"): shared}
+
+
+@pytest.mark.parametrize("kept", [None, b"a log"])
+def test_states_that_are_no_numbers_are_not_packed(kept):
+    assert packed_state(name_of(b"a"), SharedState(0, 1, 2, kept)) is None
+
+
+@pytest.mark.parametrize("payload", [b"", b"X", b"S12", b"D12", b"S" + b"\0" * 57])
+def test_what_is_none_of_ours_is_left_alone(hearer, payload):
+    hearer.take(payload)
+    assert (hearer.states, hearer.doubts, hearer.rule_changes) == ({}, [], 0)

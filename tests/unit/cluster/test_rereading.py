@@ -1,0 +1,89 @@
+import pytest
+
+from ratelimitd.cluster import rereading as rereading_module
+from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.cluster.rereading import MAX_BUCKETS, PAUSES_US, Rereading
+from tests.unit.cluster.world import MS, RULE, SECOND, name_of
+
+
+def a_bucket(key=b"a"):
+    return Bucket(key, name_of(key), None, RULE, None)
+
+
+@pytest.fixture
+def rereading():
+    return Rereading()
+
+
+class Denials:
+    """A bucket of which a check is denied every millisecond, and when it is looked at."""
+
+    def __init__(self, rereading):
+        self.rereading, self.bucket, self.now_us, self.looks = rereading, a_bucket(), 0, []
+
+    def run(self, us, is_news=lambda _us: False, is_denied=lambda _us: True):
+        until_us = self.now_us + us
+        while self.now_us < until_us:
+            if is_denied(self.now_us) and not self.bucket.is_denied:
+                self.rereading.denied(self.bucket, self.now_us)
+            for bucket, times in self.rereading.due(self.now_us, 10):
+                self.looks.append(self.now_us // MS)
+                self.rereading.looked(bucket, times, self.now_us, is_news=is_news(self.now_us))
+            self.now_us += MS
+
+
+def test_a_bucket_that_goes_on_being_denied_is_read_less_and_less_often(rereading):
+    denials = Denials(rereading)
+    denials.run(5 * SECOND)
+    assert PAUSES_US == (100 * MS, 300 * MS, 700 * MS, 1_000 * MS)
+    assert denials.looks == [100, 400, 1_100, 2_100, 3_100, 4_100]
+
+
+def test_after_news_it_is_read_again_soon(rereading):
+    denials = Denials(rereading)
+    denials.run(1_500 * MS, is_news=lambda now_us: now_us == 400 * MS)
+    assert denials.looks == [100, 400, 500, 800]
+
+
+def test_one_that_is_denied_no_more_is_left_alone_and_later_begins_anew(rereading):
+    denials = Denials(rereading)
+    denials.run(5 * SECOND, is_denied=lambda now_us: now_us in {0, 4 * SECOND})
+    assert denials.looks == [100, 4_100]
+    assert len(rereading) == 0
+    assert not denials.bucket.is_watched
+
+
+def test_a_bucket_is_watched_once_however_often_it_is_denied(rereading):
+    bucket = a_bucket()
+    for now_us in range(3):
+        rereading.denied(bucket, now_us)
+    assert len(rereading) == 1
+    assert rereading.due(SECOND, 10) == [(bucket, 0)]
+
+
+def test_no_more_are_read_at_a_time_than_wanted_and_none_is_forgotten(rereading):
+    buckets = [a_bucket(b"%d" % number) for number in range(5)]
+    for bucket in buckets:
+        rereading.denied(bucket, 0)
+    assert rereading.due(SECOND, 0) == []
+    looks = [rereading.due(SECOND, 2) for _ in range(4)]
+    assert [len(some) for some in looks] == [2, 2, 1, 0]
+    assert [bucket for some in looks for bucket, _ in some] == buckets
+
+
+def test_a_step_passes_over_no_more_buckets_than_it_may_read(rereading):
+    buckets = [a_bucket(b"%d" % number) for number in range(5)]
+    for bucket in buckets:
+        rereading.denied(bucket, 0)
+        bucket.is_denied = bucket is buckets[4]  # the others have been read for something else
+    assert [len(rereading.due(SECOND, 2)) for _ in range(3)] == [0, 0, 1]
+
+
+def test_not_all_denied_buckets_of_an_attack_are_watched(rereading, monkeypatch):
+    assert MAX_BUCKETS == 100_000
+    monkeypatch.setattr(rereading_module, "MAX_BUCKETS", 2)
+    buckets = [a_bucket(b"%d" % number) for number in range(3)]
+    for bucket in buckets:
+        rereading.denied(bucket, 0)
+    assert len(rereading) == 2
+    assert [bucket.is_watched for bucket in buckets] == [True, True, False]

@@ -1,0 +1,105 @@
+import pytest
+
+from ratelimitd.breaker import Breaker, State
+from ratelimitd.cluster.shard import Shard
+from ratelimitd.errors import StoreCorruptError, StoreOverloadedError, StoreUnavailableError
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+from tests.unit.cluster.world import SECOND, ManualTimers
+
+AWAY = StoreUnavailableError("no answer")
+
+
+class Scene:
+    def __init__(self):
+        self.clock, self.stats = ManualClock(), CheckStats()
+        self.timers = ManualTimers(self.clock)
+        breaker = Breaker(self.clock, failure_threshold=5, recovery_us=30 * SECOND)
+        self.shard = Shard("server:1", 7, breaker, self.clock, self.stats, self.timers)
+
+    def fail(self, turns=1, errors=1):
+        for _ in range(turns):
+            for _ in range(errors):
+                self.shard.failed(AWAY)
+            self.timers.run()
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+def test_it_is_closed_at_first(scene):
+    assert (scene.shard.name, scene.shard.tag) == ("server:1", 7)
+    assert (scene.shard.is_open, scene.shard.state) == (False, State.CLOSED)
+    assert not scene.shard.begins_probe()
+
+
+def test_failures_of_one_turn_are_one(scene):
+    scene.fail(turns=4, errors=100)
+    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (False, 4)
+    scene.fail(errors=100)
+    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (True, 5)
+    assert scene.shard.state is State.OPEN
+
+
+def test_an_answer_in_between_begins_the_count_anew(scene):
+    scene.fail(turns=4)
+    scene.shard.answered()
+    scene.fail(turns=4)
+    assert not scene.shard.is_open
+
+
+@pytest.mark.parametrize("error", [StoreCorruptError("not ours"), StoreOverloadedError("full")])
+def test_errors_that_say_nothing_about_the_server_count_for_nothing(scene, error):
+    for _ in range(10):
+        scene.shard.failed(error)
+        scene.shard.sync_failed(error)
+        scene.timers.run()
+    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (False, 0)
+
+
+def test_failures_of_the_sync_are_counted_and_open_nothing(scene):
+    for _ in range(10):
+        scene.shard.sync_failed(AWAY)
+    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (False, 10)
+
+
+def test_an_open_one_tells_until_when(scene):
+    scene.fail(turns=5)
+    scene.clock.advance(seconds=10)
+    assert scene.shard.open_error().retry_after_us == 20 * SECOND
+    scene.clock.advance(seconds=30)
+    assert scene.shard.open_error().retry_after_us == 0
+
+
+def test_one_that_is_not_open_has_no_time_to_tell(scene):
+    assert scene.shard.open_error().retry_after_us == 0
+
+
+def test_a_probe_that_is_answered_closes_it(scene):
+    scene.fail(turns=5)
+    scene.clock.advance(seconds=29)
+    assert not scene.shard.begins_probe()
+    scene.clock.advance(seconds=1)
+    assert scene.shard.begins_probe()
+    assert (scene.shard.is_open, scene.shard.state) == (True, State.HALF_OPEN)
+    assert not scene.shard.begins_probe()
+    scene.shard.answered()
+    assert (scene.shard.is_open, scene.shard.state) == (False, State.CLOSED)
+
+
+def test_a_probe_that_fails_lets_it_wait_again(scene):
+    scene.fail(turns=5)
+    scene.clock.advance(seconds=30)
+    assert scene.shard.begins_probe()
+    scene.fail()
+    assert (scene.shard.is_open, scene.shard.state) == (True, State.OPEN)
+    scene.clock.advance(seconds=29)
+    assert not scene.shard.begins_probe()
+
+
+def test_a_late_answer_while_it_is_open_closes_nothing(scene):
+    scene.fail(turns=5)
+    scene.shard.answered()
+    assert scene.shard.is_open

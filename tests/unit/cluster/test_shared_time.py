@@ -1,0 +1,68 @@
+import time
+
+from ratelimitd.cluster.shared_time import SAMPLES, SharedTime
+from tests.unit.cluster.world import SECOND
+
+STORE_US = 1_700_006_400 * SECOND
+
+
+class Scene:
+    """A machine that is an hour behind the store."""
+
+    def __init__(self):
+        self.machine_us, self.monotonic_us = STORE_US - 3_600 * SECOND, 5 * SECOND
+        self.shared_time = SharedTime(
+            lambda: self.machine_us * 1_000, lambda: self.monotonic_us * 1_000
+        )
+
+    def note(self, round_trip_us, error_us=0):
+        """The store is asked for its time, and tells it in the middle of a round trip, or that late."""
+        sent_us = self.monotonic_us
+        self.monotonic_us += round_trip_us
+        store_us = STORE_US + sent_us + round_trip_us // 2 + error_us
+        self.shared_time.note(store_us, sent_us, self.monotonic_us)
+
+    @property
+    def error_us(self):
+        return self.shared_time.wall_us() - (STORE_US + self.monotonic_us)
+
+
+def test_until_the_store_has_told_its_time_it_is_the_machines():
+    scene = Scene()
+    assert not scene.shared_time.is_known
+    assert scene.shared_time.wall_us() == scene.machine_us
+    assert scene.shared_time.round_trip_us == 0
+
+
+def test_by_itself_it_is_that_of_this_machine():
+    before_ns = time.time_ns()
+    assert before_ns <= SharedTime().wall_ns()
+
+
+def test_the_stores_time_goes_on_between_answers_whatever_the_machines_does():
+    scene = Scene()
+    scene.note(200)
+    assert scene.shared_time.is_known
+    scene.monotonic_us += 10 * SECOND
+    scene.machine_us -= SECOND
+    assert scene.error_us == 0
+    assert scene.shared_time.wall_ns() == scene.shared_time.wall_us() * 1_000
+
+
+def test_the_quickest_answer_counts():
+    scene = Scene()
+    scene.note(20_000, error_us=9_000)
+    assert scene.error_us == 9_000
+    scene.note(200, error_us=90)
+    scene.note(30_000, error_us=-14_000)
+    assert scene.error_us == 90
+    assert scene.shared_time.round_trip_us == 30_000
+
+
+def test_old_answers_are_forgotten_so_that_a_server_with_another_clock_is_followed():
+    scene = Scene()
+    scene.note(100)
+    for _ in range(SAMPLES):
+        scene.note(500, error_us=SECOND)
+    assert scene.error_us == SECOND
+    assert scene.shared_time.round_trip_us == 500

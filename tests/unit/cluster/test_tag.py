@@ -1,0 +1,468 @@
+"""What a hash tag settles, when, and how often, whatever becomes of its batches."""
+
+import asyncio
+
+import pytest
+
+from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.cluster.question import Question
+from ratelimitd.cluster.tag import MAX_KEPT_US, Surroundings, Tag
+from ratelimitd.errors import StoreCorruptError
+from ratelimitd.ledger.batches import MAX_UPDATES
+from ratelimitd.model import LIMIT_EXCEEDED
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+from tests.unit.cluster.world import (
+    MS,
+    RULE,
+    SECOND,
+    FakeStore,
+    ManualTimers,
+    limited,
+    name_of,
+    state,
+)
+
+
+class Shard:
+    """Counts what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def answered(self):
+        self.told.append("answered")
+
+    def failed(self, _error):
+        self.told.append("failed")
+
+    def sync_failed(self, _error):
+        self.told.append("sync failed")
+
+
+class Scene:
+    """One hash tag, its store, and who listens."""
+
+    def __init__(self, rule=RULE):
+        self.rule, self.clock, self.stats = rule, ManualClock(), CheckStats()
+        self.timers = ManualTimers(self.clock)
+        self.store, self.shard = FakeStore(self.timers), Shard()
+        self.settled_buckets, self.lost_tokens = [], 0
+        around = Surroundings(self.store, self.clock, self.timers, self)
+        self.tag = Tag(97, self.shard, "node/1", around)
+
+    def settled(self, bucket, tokens, before):
+        self.settled_buckets.append((bucket.key, tokens, before))
+
+    def lost(self, tokens):
+        self.lost_tokens += tokens
+
+    def bucket(self, key=b"a", base=None, *, is_cached=True):
+        bucket = Bucket(key, name_of(key), self.tag, self.rule, base)
+        bucket.is_cached = is_cached
+        self.tag.buckets[bucket.name] = bucket
+        return bucket
+
+    def spend(self, bucket, tokens=1):
+        assert bucket.view.check_alone(self.clock.now_us(), tokens)[0]
+        if not bucket.is_dirty:
+            self.tag.touch(bucket)
+
+    def ask(self, bucket, cost=1):
+        answer = asyncio.get_running_loop().create_future()
+        question = Question(self.rule, self.clock.now_us(), cost, peek=False, answer=answer)
+        self.tag.ask(bucket, question)
+        return question
+
+    def batches(self):
+        return self.store.asked("settle")
+
+    def run(self, us=0):
+        self.timers.run(us)
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+class TestSettling:
+    def test_a_sync_sends_what_was_spent_and_the_view_goes_on_from_what_comes_back(self, scene):
+        bucket = scene.bucket()
+        scene.store.spend(b"a", RULE, 5, scene.clock.now_us())
+        scene.spend(bucket, 3)
+        scene.tag.sync()
+        assert (scene.tag.is_settled, scene.tag.unsettled_buckets) == (False, 1)
+        scene.run(MS)
+        assert scene.store.spent(b"a") == 8
+        assert bucket.view.peek(scene.clock.now_us(), 1)[1] == RULE.limit - 8 - 1
+        assert (scene.tag.is_settled, scene.tag.unsettled_buckets) == (True, 0)
+        assert scene.settled_buckets == [(b"a", 3, None)]
+
+    def test_a_sync_without_spends_sends_nothing(self, scene):
+        scene.bucket()
+        scene.tag.sync()
+        scene.run(SECOND)
+        assert scene.store.requests == []
+
+    def test_all_buckets_of_a_sync_are_one_batch(self, scene):
+        for number in range(3):
+            scene.spend(scene.bucket(b"a%d" % number))
+        scene.tag.sync()
+        scene.run(SECOND)
+        assert [len(batch.updates) for batch in scene.batches()] == [3]
+
+    def test_more_than_a_batch_takes_goes_in_several_without_waiting_for_the_next_sync(self, scene):
+        keys = [b"a%d" % number for number in range(2 * MAX_UPDATES + 1)]
+        for key in keys:
+            scene.spend(scene.bucket(key))
+        scene.tag.sync()
+        scene.run(50 * MS)
+        assert [len(batch.updates) for batch in scene.batches()] == [MAX_UPDATES, MAX_UPDATES, 1]
+        assert {scene.store.spent(key) for key in keys} == {1}
+        assert scene.tag.is_settled
+
+    def test_what_is_spent_while_a_batch_is_under_way_waits_for_the_next_sync(self, scene):
+        bucket = scene.bucket()
+        scene.spend(bucket)
+        scene.tag.sync()
+        scene.spend(bucket, 2)
+        scene.tag.sync()
+        scene.run(50 * MS)
+        assert (len(scene.batches()), scene.store.spent(b"a")) == (1, 1)
+        scene.tag.sync()
+        scene.run(MS)
+        assert (len(scene.batches()), scene.store.spent(b"a")) == (2, 3)
+
+    def test_a_flush_goes_as_soon_as_the_batch_before_it_is_acknowledged_and_10_ms_old(self, scene):
+        bucket = scene.bucket()
+        scene.spend(bucket)
+        scene.tag.flush()
+        scene.spend(bucket)
+        scene.tag.flush()
+        scene.run(10 * MS - 1)
+        assert len(scene.batches()) == 1
+        scene.run(1)
+        assert len(scene.batches()) == 2
+
+    def test_batches_keep_10_ms_of_distance_however_often_they_are_due(self, scene):
+        bucket = scene.bucket()
+        for _ in range(195):
+            scene.spend(bucket)
+            scene.tag.flush()
+            scene.run(MS)
+        assert len(scene.batches()) == 20
+
+    def test_a_flush_of_nothing_sends_nothing(self, scene):
+        scene.tag.flush()
+        assert scene.store.requests == []
+
+    def test_an_evicted_bucket_is_let_go_when_it_is_settled_and_not_before(self, scene):
+        bucket = scene.bucket(is_cached=False)
+        scene.spend(bucket)
+        scene.tag.sync()
+        scene.spend(bucket)
+        scene.run(MS)
+        assert bucket.name in scene.tag.buckets
+        scene.run(10 * MS)
+        scene.tag.sync()
+        scene.run(MS)
+        assert (scene.tag.buckets, scene.store.spent(b"a")) == ({}, 2)
+
+    def test_the_age_of_what_is_not_acknowledged_is_told(self, scene):
+        assert scene.tag.oldest_us is None
+        scene.spend(scene.bucket())
+        frozen_at_us = scene.clock.now_us()
+        scene.tag.sync()
+        scene.clock.advance(us=3)
+        assert scene.tag.oldest_us == frozen_at_us
+
+
+class TestFailures:
+    @pytest.mark.parametrize("mode", ["deaf", "down"])
+    def test_a_batch_is_repeated_until_it_is_answered_and_applied_once(self, scene, mode):
+        scene.spend(scene.bucket(), 7)
+        scene.store.mode = mode
+        scene.tag.sync()
+        scene.run(5 * SECOND)
+        scene.store.mode = "up"
+        scene.run(2 * SECOND)
+        batches = scene.batches()
+        assert len(batches) > 3
+        assert {id(batch) for batch in batches} == {id(batches[0])}
+        assert scene.store.spent(b"a") == 7
+        assert (scene.tag.is_settled, scene.lost_tokens) == (True, 0)
+
+    def test_the_pauses_grow_to_a_second(self, scene):
+        scene.spend(scene.bucket())
+        scene.store.mode = "held"
+        scene.tag.sync()
+        pauses = []
+        for _ in range(7):
+            scene.store.held_one().fail()
+            before_us = scene.clock.monotonic_us()
+            while not scene.store.held:
+                scene.run(MS)
+            pauses.append((scene.clock.monotonic_us() - before_us) // MS)
+        assert pauses == [60, 120, 240, 480, 960, 1_000, 1_000]
+
+    def test_an_outage_is_forgiven_once_what_is_refilled_is_not_settled(self):
+        scene = Scene(limited(10, window_seconds=1))
+        bucket = scene.bucket()
+        scene.spend(bucket, 4)
+        scene.store.mode = "down"
+        scene.tag.sync()
+        for _ in range(3):  # in windows that are over when the store is back
+            scene.run(SECOND)
+            scene.spend(bucket, 10)
+        scene.run(SECOND)
+        scene.store.mode = "up"
+        scene.run(2 * SECOND)
+        scene.tag.sync()
+        scene.run(50 * MS)
+        assert bucket.view.forgiven == 30
+        assert scene.tag.is_settled
+
+    def test_of_an_outage_no_more_is_forgiven_after_its_first_word(self):
+        scene = Scene(limited(10, window_seconds=1))
+        bucket = scene.bucket()
+        scene.spend(bucket, 4)
+        scene.store.mode = "held"
+        scene.tag.sync()
+        scene.run(2 * SECOND)
+        scene.tag.first_word()
+        scene.spend(bucket, 10)
+        scene.run(2 * SECOND)
+        scene.tag.first_word()
+        assert bucket.view.forgiven == 0
+        scene.store.held_one().answer()
+        assert bucket.view.unsent.tokens == 10
+
+    def test_a_short_silence_is_no_outage(self):
+        scene = Scene(limited(10, window_seconds=1))
+        bucket = scene.bucket()
+        scene.spend(bucket, 4)
+        scene.store.mode = "held"
+        scene.tag.sync()
+        scene.run(SECOND)
+        scene.spend(bucket, 1)
+        scene.tag.first_word()
+        assert (bucket.view.forgiven, bucket.view.unsent.tokens) == (0, 1)
+
+    def test_a_batch_that_the_store_may_have_forgotten_is_given_up_and_its_tokens_are_lost(
+        self, scene
+    ):
+        kept, gone = scene.bucket(b"a"), scene.bucket(b"ab", is_cached=False)
+        scene.spend(kept, 4)
+        scene.spend(gone, 2)
+        scene.store.mode = "held"
+        scene.tag.sync()
+        scene.clock.advance(us=MAX_KEPT_US + 1)
+        scene.spend(kept, 1)
+        scene.store.held_one().fail()
+        assert scene.lost_tokens == 6
+        assert (kept.view.in_flight.tokens, kept.view.unsent.tokens) == (0, 1)
+        assert scene.tag.buckets == {kept.name: kept}
+        scene.store.mode = "up"
+        scene.tag.sync()
+        scene.run(MS)
+        assert (scene.store.spent(b"a"), scene.tag.is_settled) == (1, True)
+
+    def test_a_batch_that_the_store_refuses_as_old_is_given_up(self, scene):
+        bucket = scene.bucket()
+        scene.spend(bucket, 4)
+        scene.store.mode = "held"
+        scene.tag.sync()
+        scene.store.held_one().done(None)
+        assert (scene.lost_tokens, scene.tag.is_settled) == (4, True)
+        # Nothing is made up about the bucket: the next batch is of whatever generation there is.
+        assert (bucket.view.base, bucket.view.generation) == (None, None)
+
+    async def test_checks_that_wait_behind_a_batch_that_is_given_up_are_asked_next(self, scene):
+        bucket = scene.bucket()
+        scene.spend(bucket, 4)
+        scene.store.mode = "held"
+        scene.tag.sync()
+        question = scene.ask(bucket)
+        scene.run(10 * MS)
+        batch = scene.store.held_one()
+        scene.store.mode = "up"
+        batch.done(None)
+        scene.run(MS)
+        assert question.answer.result()[0]
+
+    def test_an_answer_that_is_none_is_no_acknowledgement(self, scene):
+        scene.spend(scene.bucket())
+        scene.store.mode = "held"
+        scene.tag.sync()
+        scene.store.held_one().fail(StoreCorruptError("not ours"))
+        scene.store.mode = "up"
+        scene.run(SECOND)
+        assert (scene.store.spent(b"a"), scene.tag.is_settled) == (1, True)
+
+
+class TestChecksThatWait:
+    async def test_they_are_answered_by_the_store_and_charged_there(self):
+        scene = Scene(limited(10))
+        bucket = scene.bucket()
+        scene.store.spend(b"a", scene.rule, 8, scene.clock.now_us())
+        questions = [scene.ask(bucket) for _ in range(3)]
+        assert scene.store.requests == []
+        scene.run(MS)
+        outcomes = [question.answer.result() for question in questions]
+        assert [outcome[0] for outcome in outcomes] == [True, True, False]
+        assert outcomes[2][4] is LIMIT_EXCEEDED
+        assert (scene.store.spent(b"a"), len(scene.batches())) == (10, 1)
+
+    async def test_all_of_one_turn_ride_in_one_batch_with_what_is_dirty(self, scene):
+        scene.spend(scene.bucket(b"a"))
+        questions = [scene.ask(scene.bucket(b"a%d" % number)) for number in range(3)]
+        scene.run()
+        assert [len(batch.updates) for batch in scene.batches()] == [4]
+        scene.run(MS)
+        assert all(question.answer.done() for question in questions)
+
+    async def test_behind_a_batch_that_is_under_way_they_go_when_it_is_acknowledged(self, scene):
+        bucket = scene.bucket()
+        scene.spend(bucket)
+        scene.tag.sync()
+        question = scene.ask(bucket)
+        scene.run(10 * MS)
+        assert len(scene.batches()) == 2
+        scene.run(MS)
+        assert question.answer.result()[0]
+
+    async def test_one_of_an_evicted_bucket_is_answered_too(self, scene):
+        question = scene.ask(scene.bucket(is_cached=False))
+        scene.run(MS)
+        assert question.answer.result()[0]
+        assert scene.tag.buckets == {}
+
+    async def test_one_that_no_batch_has_taken_is_withdrawn_when_it_is_given_up(self, scene):
+        bucket = scene.bucket()
+        scene.store.mode = "held"
+        scene.spend(bucket)
+        scene.tag.sync()
+        first, second = scene.ask(bucket), scene.ask(bucket)
+        scene.tag.give_up(bucket, first)
+        assert first.answer.result()[0]
+        batch = scene.store.held_one()
+        scene.store.mode = "up"
+        batch.answer()
+        scene.run(20 * MS)
+        # One that was spent, one given up and spent by the view, one granted.
+        assert second.answer.result()[0]
+        scene.tag.sync()
+        scene.run(MS)
+        assert scene.store.spent(b"a") == 3
+        updates = [update for batch in scene.batches() for update in batch.updates.values()]
+        assert [len(update.asks) for update in updates] == [0, 1]
+
+    async def test_when_the_last_one_is_withdrawn_none_waits(self, scene):
+        bucket = scene.bucket()
+        scene.store.mode = "held"
+        scene.spend(bucket)
+        scene.tag.sync()
+        scene.tag.give_up(bucket, scene.ask(bucket))
+        scene.store.held_one().answer()
+        scene.run(SECOND)
+        updates = [update for batch in scene.batches() for update in batch.updates.values()]
+        assert [len(update.asks) for update in updates] == [0, 0]
+
+    async def test_one_that_is_granted_late_pays_for_what_the_view_has_charged(self, scene):
+        bucket = scene.bucket()
+        scene.store.mode = "held"
+        question = scene.ask(bucket, 5)
+        scene.run()
+        scene.tag.give_up(bucket, question)
+        assert question.answer.result()[0]
+        assert bucket.view.unsent.tokens == 5
+        scene.store.held_one().answer()
+        assert bucket.view.unsent.tokens == 0
+        scene.store.mode = "up"
+        scene.run(10 * MS)
+        scene.tag.sync()
+        scene.run(MS)
+        assert scene.store.spent(b"a") == 5
+
+    async def test_one_that_is_refused_late_is_charged_for_what_the_view_has_allowed(self):
+        scene = Scene(limited(10))
+        bucket = scene.bucket()
+        scene.store.spend(b"a", scene.rule, 10, scene.clock.now_us())
+        scene.store.mode = "held"
+        question = scene.ask(bucket, 5)
+        scene.run()
+        scene.tag.give_up(bucket, question)
+        scene.store.held_one().answer()
+        assert bucket.view.unsent.tokens == 5
+
+    async def test_one_that_the_view_denies_is_not_charged_and_a_late_grant_stays(self):
+        scene = Scene(limited(10))
+        bucket = scene.bucket(base=state(10, scene.clock.now_us(), limit=10))
+        scene.store.mode = "held"
+        question = scene.ask(bucket, 5)
+        scene.run()
+        scene.tag.give_up(bucket, question)
+        assert not question.answer.result()[0]
+        assert not bucket.is_dirty
+        scene.store.held_one().answer()
+        assert bucket.view.unsent.tokens == 0
+
+    async def test_one_whose_caller_has_left_is_not_answered_and_not_charged_twice(self, scene):
+        bucket = scene.bucket()
+        question = scene.ask(bucket, 5)
+        question.answer.cancel()
+        scene.tag.give_up(bucket, question)
+        scene.run(MS)
+        assert question.answer.cancelled()
+        assert scene.store.spent(b"a") == 5  # it came, and was granted
+        assert scene.tag.is_settled
+
+    async def test_one_that_is_answered_is_not_decided_again(self, scene):
+        bucket = scene.bucket()
+        question = scene.ask(bucket)
+        scene.run(MS)
+        answer = question.answer.result()
+        scene.tag.give_up(bucket, question)
+        assert question.answer.result() is answer
+        assert bucket.view.is_clean
+
+
+class TestWhatTheBreakerHears:
+    async def test_of_a_batch_with_checks_that_it_was_answered(self, scene):
+        scene.ask(scene.bucket())
+        scene.run(MS)
+        assert scene.shard.told == ["answered"]
+
+    def test_of_the_sync_only_its_failures_and_apart(self, scene):
+        scene.spend(scene.bucket())
+        scene.store.mode = "down"
+        scene.tag.sync()
+        scene.run(90 * MS)
+        scene.store.mode = "up"
+        scene.run(SECOND)
+        assert scene.shard.told == ["sync failed", "sync failed"]
+
+    async def test_of_a_batch_with_checks_the_first_failure_only_for_then_they_wait_no_more(
+        self, scene
+    ):
+        bucket = scene.bucket()
+        question = scene.ask(bucket)
+        scene.store.mode = "down"
+        scene.run(21 * MS)
+        scene.tag.give_up(bucket, question)
+        scene.run(90 * MS)
+        assert scene.shard.told == ["failed", "sync failed"]
+
+    async def test_of_a_batch_that_checks_wait_behind_each_failure(self, scene):
+        bucket = scene.bucket()
+        scene.spend(bucket)
+        scene.store.mode = "held"
+        scene.tag.sync()
+        scene.ask(bucket)
+        for _ in range(2):
+            scene.store.held_one().fail()
+            scene.run(SECOND)
+        assert scene.shard.told == ["failed", "failed"]
+        scene.store.held_one().answer()
+        assert scene.shard.told[2:] == ["answered"]

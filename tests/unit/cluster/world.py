@@ -1,0 +1,285 @@
+"""A node's part in a cluster without a server: time is set by hand, and a test says what becomes of each request."""
+
+import heapq
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.breaker import Breaker
+from ratelimitd.cluster.accuracy import Accuracy
+from ratelimitd.cluster.cache import BucketCache
+from ratelimitd.cluster.news import News
+from ratelimitd.cluster.shard import Shard
+from ratelimitd.cluster.shared_buckets import SharedBuckets
+from ratelimitd.cluster.store import HASH_TAGS
+from ratelimitd.cluster.tag import Surroundings, Tag
+from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.ledger.batches import Ledger
+from ratelimitd.ledger.shared_state import Ask, SharedState, Update, reset, settle
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+
+MS = 1_000
+SECOND = 1_000_000
+ROUND_TRIP_US = MS
+TIMEOUT_US = 20 * MS
+
+RULE = Rule("1", "/a", IdentifierType.USER, 1_000, 3_600, Algorithm.FIXED_WINDOW, revision=1)
+
+
+def limited(limit, **changes):
+    """:data:`RULE` with another limit."""
+    return replace(RULE, limit=limit, **changes)
+
+
+def name_of(key):
+    """The name of a bucket in the store: its first octet, and so its hash tag, is that of the key."""
+    return key.ljust(16, b"\0")
+
+
+class ManualTimers:
+    """Timers of a clock that is set by hand."""
+
+    def __init__(self, clock):
+        self._clock, self._agenda, self._order = clock, [], 0
+
+    def call_soon(self, callback, *arguments):
+        self.call_later(0, callback, *arguments)
+
+    def call_later(self, delay, callback, *arguments):
+        self._order += 1
+        due_us = self._clock.monotonic_us() + round(delay * SECOND)
+        heapq.heappush(self._agenda, (due_us, self._order, partial(callback, *arguments)))
+
+    def run(self, us=0):
+        """Let time pass, and whatever is due in it come."""
+        until_us = self._clock.monotonic_us() + us
+        while self._agenda and self._agenda[0][0] <= until_us:
+            due_us, _, act = heapq.heappop(self._agenda)
+            self._clock.advance(us=due_us - self._clock.monotonic_us())
+            act()
+        self._clock.advance(us=until_us - self._clock.monotonic_us())
+
+
+@dataclass
+class Request:
+    """What a node has asked of the store; a test, or the store itself, says how that ends."""
+
+    kind: str
+    subject: object
+    run: object
+    done: object
+
+    def answer(self):
+        self.done(self.run())
+
+    def lose(self):
+        """It is done, and the reply is lost."""
+        self.run()
+        self.fail()
+
+    def fail(self, error=None):
+        self.done(error or StoreUnavailableError("no answer"))
+
+
+class FakeStore:
+    """A store that is a :class:`ratelimitd.ledger.batches.Ledger`.
+
+    Attributes:
+        mode: what becomes of requests: ``up`` answers after a millisecond, ``deaf`` does what it is asked and answers
+            nothing within 20, ``down`` does nothing, and of ``held`` requests the test itself takes care.
+        requests: all that came.
+        held: those that wait for the test.
+    """
+
+    tags_per_batch = 1
+
+    def __init__(self, timers):
+        self.ledger, self.mode, self.requests, self.held = Ledger(), "up", [], []
+        self.server_of_tag = ["server"] * HASH_TAGS
+        self.time_us, self.fingerprint, self.members = 1_700_006_400 * SECOND, "", ()
+        self._timers = timers
+
+    def shard_of(self, tag):
+        return self.server_of_tag[tag]
+
+    def read(self, name, rule, done):
+        self._take("read", name, lambda: self.ledger.buckets.get(name), done)
+
+    def settle(self, tag, batch, done):
+        self._take("settle", batch, partial(self.ledger.apply, batch), done)
+
+    def decide(self, name, rule, now_us, cost, *, peek, done):
+        def decided():
+            shared = self.ledger.buckets.get(name)
+            outcome = DECIDE[rule.algorithm](shared and shared.state, rule, now_us, cost)
+            if not peek:
+                update = Update(rule, None, (), [Ask(now_us, cost)])
+                self.ledger.buckets[name] = settle(shared, update).shared
+            return outcome
+
+        self._take("decide", (name, now_us, cost, peek), decided, done)
+
+    def reset(self, name, rule, done):
+        def was_reset():
+            shared = self.ledger.buckets[name] = reset(self.ledger.buckets.get(name), rule)
+            return shared
+
+        self._take("reset", name, was_reset, done)
+
+    def probe(self, tag, done):
+        self._take("probe", tag, lambda: None, done)
+
+    def beat(self, incarnation, ttl_us, fingerprint, done):
+        def beaten():
+            self.fingerprint = self.fingerprint or fingerprint
+            self.members = (*{*self.members, incarnation},) if ttl_us else ()
+            return self.time_us, self.fingerprint, self.members
+
+        self._take("beat", (incarnation, ttl_us), beaten, done)
+
+    def asked(self, kind):
+        """What was asked so far, of one kind."""
+        return [request.subject for request in self.requests if request.kind == kind]
+
+    def held_one(self):
+        """The one request that waits for the test, which has it from now on."""
+        (request,) = self.held
+        self.held = []
+        return request
+
+    def spend(self, key, rule, tokens, at_us):
+        """Another node has spent something."""
+        name = name_of(key)
+        update = Update(rule, None, [(at_us, tokens)])
+        self.ledger.buckets[name] = settle(self.ledger.buckets.get(name), update).shared
+
+    def spent(self, key):
+        """Of a fixed window."""
+        shared = self.ledger.buckets.get(name_of(key))
+        return shared.state[0] if shared is not None and shared.state else 0
+
+    def _take(self, kind, subject, run, done):
+        request = Request(kind, subject, run, done)
+        self.requests.append(request)
+        if self.mode == "up":
+            self._timers.call_later(ROUND_TRIP_US / SECOND, request.answer)
+        elif self.mode == "deaf":
+            self._timers.call_later(TIMEOUT_US / SECOND, request.lose)
+        elif self.mode == "down":
+            self._timers.call_later(TIMEOUT_US / SECOND, request.fail)
+        else:
+            self.held.append(request)
+
+
+class FakeBus:
+    def __init__(self):
+        self.published = []
+
+    def publish(self, tag, payload):
+        self.published.append((tag, payload))
+
+
+class World:
+    """The shared buckets of one node, and all that they work with. Needs a running event loop, for its futures."""
+
+    def __init__(self, rule=RULE, *, members=1, max_entries=1_000, ttl_s=300, **options):
+        self.rule, self.clock, self.stats = rule, ManualClock(), CheckStats()
+        self.timers = ManualTimers(self.clock)
+        self.store, self.bus = FakeStore(self.timers), FakeBus()
+        self.news, self.accuracy = News(self.bus, self.clock), Accuracy(self.stats)
+        self.members = SimpleNamespace(count=members)
+        breaker = Breaker(self.clock)
+        self.shard = Shard("server", 0, breaker, self.clock, self.stats, self.timers)
+        around = Surroundings(self.store, self.clock, self.timers, self)
+        self.tags = [Tag(number, self.shard, "node/1", around) for number in range(HASH_TAGS)]
+        self.cache = BucketCache(
+            max_entries=max_entries, ttl_us=ttl_s * SECOND, now_us=self.clock.monotonic_us()
+        )
+        self.buckets = SharedBuckets(
+            store=self.store,
+            tags=self.tags,
+            cache=self.cache,
+            stored_name=name_of,
+            clock=self.clock,
+            timers=self.timers,
+            stats=self.stats,
+            membership=self.members,
+            news=self.news,
+            accuracy=self.accuracy,
+            **options,
+        )
+
+    # What the hash tags tell, as to a Cluster
+
+    def settled(self, bucket, tokens, before):
+        self.accuracy.settled(bucket, tokens, self.clock.now_us())
+        self.news.settled(bucket, before)
+
+    def lost(self, tokens):
+        self.accuracy.lost(tokens)
+
+    # What a test does
+
+    def at_once(self, key=b"a", cost=1, rule=None):
+        """The answer to a check, ``None`` if it has to wait; raises what it meets."""
+        rule = rule or self.rule
+        decide = DECIDE[rule.algorithm]
+        return self.buckets.apply(key, rule, decide, self.clock.now_us(), cost)
+
+    def peek(self, key=b"a", cost=1, rule=None):
+        rule = rule or self.rule
+        decide = DECIDE[rule.algorithm]
+        return self.buckets.peek(key, rule, decide, self.clock.now_us(), cost)
+
+    def wait(self, key=b"a", cost=1, rule=None, *, peek=False):
+        """A check that has to wait, and the future answer to it."""
+        return self.buckets.wait(key, rule or self.rule, self.clock.now_us(), cost, peek=peek)
+
+    def check(self, key=b"a", cost=1, rule=None):
+        """The answer to a check, for which time passes if it has to wait."""
+        outcome = self.at_once(key, cost, rule)
+        if outcome is not None:
+            return outcome
+        answer = self.wait(key, cost, rule)
+        while not answer.done():
+            self.run(MS)
+        return answer.result()
+
+    def know(self, *keys):
+        """Let the node read buckets."""
+        for key in keys or (b"a",):
+            self.wait(key, 1, peek=True)
+        self.run(2 * MS)
+
+    def run(self, us=0):
+        self.timers.run(us)
+
+    def sync(self):
+        for tag in self.tags:
+            tag.sync()
+
+    def settle(self):
+        """Let everything arrive."""
+        for _ in range(100):
+            if all(tag.is_settled for tag in self.tags):
+                return
+            self.sync()
+            self.run(10 * MS)
+        raise AssertionError([tag.number for tag in self.tags if not tag.is_settled])
+
+    def open_breaker(self):
+        for _ in range(5):
+            self.shard.failed(StoreUnavailableError("no answer"))
+            self.run()
+
+    def view(self, key=b"a"):
+        """What the node knows of a bucket."""
+        return self.tags[key[0]].buckets[name_of(key)].view
+
+
+def state(spent, at_us, *, generation=0, revision=1, limit=RULE.limit):
+    """A shared state of a fixed window or token bucket."""
+    return SharedState(generation, revision, limit, (spent, at_us))
