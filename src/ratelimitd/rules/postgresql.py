@@ -40,7 +40,7 @@ IDLE_IN_TRANSACTION_S: Final = 10.0
 POOL_SIZE: Final = 4
 """Connections of one node; servers have a hundred for all."""
 
-POOL_TIMEOUT_S: Final = 5.0
+POOL_TIMEOUT_S: Final = 2.0
 """Longest wait for a connection of the pool."""
 
 CLOSE_TIMEOUT_S: Final = 1.0
