@@ -317,6 +317,16 @@ def test_a_time_of_reset_beyond_all_numbers_is_told_as_the_last_of_them(store):
     assert decide(store, rule) == (outcome, T)
 
 
+@algorithms
+def test_a_delay_beyond_what_an_answer_holds_is_told_as_the_longest(store, algorithm):
+    rule = rule_of(algorithm, 2)
+    decide(store, rule, MAX_TIME_US)
+    (allowed, remaining, _, retry_after, *_), _ = decide(store, rule, 0)
+    assert (allowed, remaining, retry_after) == (True, 0, INT32_MAX)
+    (allowed, _, _, retry_after, *_), _ = decide(store, rule, 0)
+    assert (allowed, retry_after) == (False, INT32_MAX)
+
+
 @pytest.mark.parametrize("count", [MAX_TIME_US, MAX_TIME_US - 1])
 def test_a_count_beyond_all_numbers_stays_where_they_end(store, count):
     rule = rule_of(Algorithm.FIXED_WINDOW)
