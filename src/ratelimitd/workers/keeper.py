@@ -23,6 +23,12 @@ LONGEST_PAUSE_S: Final = 5.0
 LONG_LIFE_S: Final = 60.0
 """After a process that lived that long the pauses begin anew."""
 
+LOOK_S: Final = 5.0
+MAX_SILENT_LOOKS: Final = 6
+"""A process that gives no answer that often in a row hangs, and is killed: nobody else could tell, since probes are
+answered by the parent, and the kernel would go on giving it connections. Looks are counted, not seconds, so that a
+machine that stood still for a while finds its workers as they were."""
+
 _log = logging.getLogger(__name__)
 
 Start = Callable[[Callable[[Report], None]], Awaitable[WorkerProcess]]
@@ -60,7 +66,7 @@ class Keeper:
         pause_s = FIRST_PAUSE_S
         while True:
             since_s = self._time_s()
-            reason = await self._one_life()
+            reason = await self._one_life(name)
             if self._time_s() - since_s >= LONG_LIFE_S:
                 pause_s = FIRST_PAUSE_S
             self.restarts_total += 1
@@ -98,11 +104,11 @@ class Keeper:
         self._is_up = True
         return process
 
-    async def _one_life(self) -> str:
+    async def _one_life(self, name: str) -> str:
         """Wait for the end of the process, of a new one if there is none; returns why it ended."""
         try:
             process = self._process or await self._begin()
-            await process.ended()
+            await self._end_of(process, name)
             reason = process.reason
         except StartupError as error:
             reason = str(error)
@@ -110,3 +116,18 @@ class Keeper:
         self._is_up = False
         self.tally.process_ended()
         return reason
+
+    async def _end_of(self, process: WorkerProcess, name: str) -> None:
+        watching = asyncio.create_task(self._watch(process, name))
+        try:
+            await process.ended()
+        finally:
+            watching.cancel()
+
+    async def _watch(self, process: WorkerProcess, name: str) -> None:
+        silent = 0
+        while silent < MAX_SILENT_LOOKS:
+            await self._sleep(LOOK_S)
+            silent = 0 if await process.readiness() else silent + 1
+        _log.error("%s does not answer, and is killed", name)
+        process.kill()

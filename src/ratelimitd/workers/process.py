@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -101,13 +103,11 @@ class WorkerProcess:
 
     def terminate(self) -> None:
         """Ask it to drain and end, as a signal does; nothing happens to one that has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it at once; nothing happens to one that has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._signal(signal.SIGKILL)
 
     async def ended(self) -> int:
         """Wait for its end; returns the exit status, −n for signal n."""
@@ -120,6 +120,13 @@ class WorkerProcess:
         status = self._process.returncode or 0
         how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
         return self._reason or how
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Not by asyncio's methods: on its own event loop they look whether the process has ended first, which takes its
+        # status away from whoever waits for it.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     def _ask(self, question: bytes) -> asyncio.Future[Any]:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -7,9 +7,19 @@ import pytest
 
 from ratelimitd.errors import StartupError
 from ratelimitd.web.pages import Readiness
-from ratelimitd.workers.keeper import LONG_LIFE_S, LONGEST_PAUSE_S, Keeper
+from ratelimitd.workers import keeper
+from ratelimitd.workers.keeper import (
+    LONG_LIFE_S,
+    LONGEST_PAUSE_S,
+    MAX_SILENT_LOOKS,
+    Keeper,
+)
 
 ALLOWED = "rate_limiter_requests_allowed_total"
+
+
+LOOK = object()
+"""Stands in for the pause between two looks, which only the test ends."""
 
 
 class Process:
@@ -20,6 +30,7 @@ class Process:
         self.failure = failure
         self.reason = ""
         self.told = []
+        self.hangs = False
         self._end = asyncio.get_running_loop().create_future()
         if failure:
             self.end(1, failure)
@@ -37,7 +48,7 @@ class Process:
         return await asyncio.shield(self._end)
 
     async def readiness(self):
-        return None if self._end.done() else Readiness(ready=True)
+        return None if self.hangs or self._end.done() else Readiness(ready=False, reason="no rules")
 
     async def report(self):
         report = {ALLOWED: {"": 5}}
@@ -51,6 +62,7 @@ class Process:
 
     def kill(self):
         self.told.append("kill")
+        self.end()
 
 
 class Kept:
@@ -60,6 +72,8 @@ class Kept:
         self.processes = []
         self.failures = []
         self.pauses = []
+        self._looks = asyncio.Queue()
+        self._looked = False
         self.now_s = 0.0
         self._came = asyncio.Event()
         self.keeper = Keeper(self._start, sleep=self._sleep, time_s=lambda: self.now_s)
@@ -73,8 +87,23 @@ class Kept:
         return self.processes[-1]
 
     async def _sleep(self, pause_s):
+        if pause_s is LOOK:
+            if self._looked:
+                self._looks.task_done()
+            await self._looks.get()
+            self._looked = True
+            return
         self.pauses.append(pause_s)
         await asyncio.sleep(0)
+
+    async def look(self, times):
+        """Let the keeper look whether its process answers, and wait until it has."""
+        self.begin_looking(times)
+        await self._looks.join()
+
+    def begin_looking(self, times=1):
+        for _ in range(times):
+            self._looks.put_nowait(None)
 
     async def next_process(self):
         """Wait until one more process is up."""
@@ -83,7 +112,8 @@ class Kept:
 
 
 @pytest.fixture
-async def kept():
+async def kept(monkeypatch):
+    monkeypatch.setattr(keeper, "LOOK_S", LOOK)
     found = Kept()
     await found.keeper.start()
     found.keeping = asyncio.create_task(found.keeper.keep("worker 0"))
@@ -128,7 +158,7 @@ async def test_a_restart_that_fails_is_tried_again(kept, caplog):
         "worker 0: LISTEN: taken",
         "worker 0: none at all",
     ]
-    assert (await kept.keeper.readiness()).ready
+    assert (await kept.keeper.readiness()).reason == "no rules"
 
 
 async def test_the_first_start_that_fails_is_told_to_whoever_asked_for_it():
@@ -149,7 +179,7 @@ async def test_what_the_dead_process_counted_stays_counted(kept):
 
 
 async def test_a_worker_is_as_ready_as_its_process(kept):
-    assert await kept.keeper.readiness() == Readiness(ready=True)
+    assert await kept.keeper.readiness() == Readiness(ready=False, reason="no rules")
     kept.processes[0].end()  # nobody has noticed yet
     assert await kept.keeper.readiness() == Readiness(ready=False, reason="no answer")
 
@@ -185,3 +215,36 @@ async def test_a_process_that_is_not_up_yet_may_end_as_it_likes():
 async def test_killing_does_not_wait(kept):
     kept.keeper.kill()
     assert kept.processes[0].told == ["kill"]
+
+
+async def test_a_process_that_answers_is_left_alone_whatever_it_says(kept):
+    await kept.look(3 * MAX_SILENT_LOOKS)
+    assert kept.processes[0].told == []
+
+
+async def test_a_process_that_hangs_is_killed_and_replaced(kept, caplog):
+    kept.processes[0].hangs = True
+    with caplog.at_level(logging.ERROR):
+        await kept.look(MAX_SILENT_LOOKS - 1)
+        assert kept.processes[0].told == []
+        kept.begin_looking()
+        await kept.next_process()
+    assert kept.processes[0].told == ["kill"]
+    assert kept.keeper.restarts_total == 1
+    assert caplog.messages[0] == "worker 0 does not answer, and is killed"
+
+
+async def test_a_process_that_answers_again_has_all_the_time_again(kept):
+    for hangs in (True, False, True):
+        kept.processes[0].hangs = hangs
+        await kept.look(MAX_SILENT_LOOKS - 1)
+    assert kept.processes[0].told == []
+
+
+async def test_nobody_looks_after_a_process_that_has_ended(kept):
+    first = kept.processes[0]
+    first.hangs = True
+    first.end()
+    await kept.next_process()
+    await kept.look(3 * MAX_SILENT_LOOKS)
+    assert [process.told for process in kept.processes] == [[], []]
