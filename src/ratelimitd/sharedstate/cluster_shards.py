@@ -55,7 +55,7 @@ class ClusterShards:
         self._wanted = asyncio.Event()
         self._read_once = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], Link] = {}
         self._reported: type[RateLimitdError] | None = None
 
     async def start(self) -> None:
@@ -68,11 +68,12 @@ class ClusterShards:
 
     async def close(self) -> None:
         """End all connections."""
-        tasks = [*self._retiring, *([self._following] if self._following else [])]
+        retiring = dict(self._retiring)
+        tasks = [*retiring, *([self._following] if self._following else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for link in self._links.values():
+        for link in (*retiring.values(), *self._links.values()):
             await link.close()
 
     def of_tag(self, tag: int) -> Link:
@@ -153,7 +154,7 @@ class ClusterShards:
             if server is not None:
                 self._link_to(server)
         for server in self._links.keys() - set(read):
-            self._retire(self._links.pop(server))
+            self._retire(server, self._links.pop(server))
         self._of_tag = tuple(
             self._nowhere if server is None else self._links[server] for server in read
         )
@@ -187,16 +188,17 @@ class ClusterShards:
         if not request.asking:
             self._wanted.set()
 
-    def _retire(self, link: Link) -> None:
+    def _retire(self, server: Server, link: Link) -> None:
+        if not link.connected:  # that was reported, and nobody would hear of its end
+            self.options.report(f"shared state at {server}: has no part of the keys any more")
+
         async def close_later() -> None:
-            try:
-                await self.options.sleep(RETIRE_S)
-            finally:
-                await link.close()
+            await self.options.sleep(RETIRE_S)
+            await link.close()
 
         task = asyncio.create_task(close_later())
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+        self._retiring[task] = link
+        task.add_done_callback(self._retiring.pop)
 
 
 async def _reply(link: Link) -> Any:

@@ -191,7 +191,10 @@ async def test_a_server_that_left_the_cluster_may_finish_what_is_in_flight(clust
     async def sleep(_seconds):
         await paused.wait()
 
-    options = PATIENT._replace(greeting=Greeting(wants_primary=False), sleep=sleep)
+    lines = []
+    options = PATIENT._replace(
+        greeting=Greeting(wants_primary=False), sleep=sleep, report=lines.append
+    )
     shards = ClusterShards(parse_redis_url(cluster.url), options)
     await shards.start()
     first, *others = shards.all()
@@ -200,7 +203,36 @@ async def test_a_server_that_left_the_cluster_may_finish_what_is_in_flight(clust
     assert all([await ask(link, b"PING") == b"PONG" for link in others])
     paused.set()
     await soon(lambda: not any(link.connected for link in others))
+    assert lines == []
     await shards.close()
+
+
+async def test_a_server_that_was_away_and_left_the_cluster_is_reported_as_such(cluster):
+    lines = []
+    options = PATIENT._replace(greeting=Greeting(wants_primary=False), report=lines.append)
+    shards = ClusterShards(parse_redis_url(cluster.url), options)
+    await shards.start()
+    away, *_ = shards.all()
+    await away.close()
+    other = Server(*_address(shards.all()[1].name))
+    shards._take((other,) * TAGS)
+    assert lines == [f"shared state at {away.name}: has no part of the keys any more"]
+    await shards.close()
+
+
+async def test_a_cluster_that_stays_away_is_reported_once(monkeypatch):
+    monkeypatch.setattr("ratelimitd.sharedstate.cluster_shards.POLL_TROUBLED_S", 0.001)
+    lines, pauses = [], []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    url = parse_redis_url(f"redis+cluster://127.0.0.1:{free_port()}")
+    shards = ClusterShards(url, PATIENT._replace(sleep=sleep, report=lines.append))
+    await shards.start()
+    await soon(lambda: len(pauses) >= 3)
+    await shards.close()
+    assert len(lines) == 1
 
 
 def tag_of(shards, link):

@@ -1,4 +1,5 @@
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -356,6 +357,34 @@ async def test_octets_that_are_no_protocol_end_the_connection():
         replies = [asked(link.send, (b"PING",)) for _ in range(3)]
         assert {type(reply) for reply in await asyncio.gather(*replies)} == {StoreUnavailableError}
         assert not link.connected
+
+
+async def test_whatever_the_network_does_each_request_is_told_once_and_runs_at_most_once(valkey):
+    """No reply is ever another's (redis-py#2624 was), and what was told to have run has run."""
+    told, sent = {}, 0
+    with ChaosProxy(valkey.port, seed=1) as proxy:
+        options = PATIENT._replace(timeout_s=0.05, sleep=no_pause)
+        async with linked(at(proxy.port), options) as link:
+            for number in range(60):
+                if number % 6 == 0:
+                    proxy.down.cut_after_bytes = 11 * number
+                if number % 10 == 9:
+                    proxy.reset()
+                proxy.down.slice_bytes = number % 3
+                proxy.down.latency_ms = 60.0 * (number % 15 == 14)
+                for _ in range(20):
+                    sent += 1
+                    script = Script(b"redis.call('INCR', KEYS[1]) return ARGV[1]")
+                    link.run(script, (b"k",), (sent,), partial(told.setdefault(sent, []).append))
+                await soon(lambda sent=sent: all(told[n] for n in range(sent - 19, sent + 1)))
+            proxy.heal()
+            await soon(lambda: link.in_flight == 0)
+    ran = {number for number, (reply,) in told.items() if reply == b"%d" % number}
+    lost = {n for n, (reply,) in told.items() if isinstance(reply, StoreUnavailableError)}
+    assert ran | lost == set(told)
+    assert ran
+    assert lost
+    assert len(ran) <= int(valkey.ask("GET", "k")) <= sent
 
 
 async def test_a_server_with_a_socket_is_reached_by_its_path(valkey):
