@@ -6,6 +6,7 @@ Nothing is sent twice here. A bucket whose value is no bucket counts as a full o
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -41,8 +42,7 @@ updates, each with the cost of a script call; in a Cluster all keys of a call ha
 MEMBERS_TAG: Final = 0
 _MEMBERS_KEYS: Final = (b"rl1:{00}:members", b"rl1:{00}:secret")
 
-_PROBE_KEY: Final = b"rl1:{%02x}:probe"
-_PROBE_TTL_S: Final = 60
+_PROBER_BYTES: Final = 6
 
 Beat = tuple[int, str, tuple[str, ...]]
 """The store's time in µs, the fingerprint that holds in the cluster, and the names of the incarnations alive."""
@@ -68,6 +68,8 @@ class RedisStore:
         self._shards = shards
         self._loop = asyncio.get_running_loop()
         self._readings: list[_Reading] = []
+        self._prober = f"probe/{secrets.token_hex(_PROBER_BYTES)}"
+        self._probes = 0
         self.corrupt_total = 0
         """Values met that were no buckets."""
 
@@ -166,13 +168,14 @@ class RedisStore:
         self._shards.of_tag(name[0]).run(RESET, keys, arguments, was_reset)
 
     def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
-        """Find out whether the server that holds a hash tag reads and writes."""
+        """Find out whether the server that holds a hash tag does what checks want of it: an empty batch, which writes."""
+        self._probes += 1
+        batch = Batch(self._prober, self._probes, 0, {})
 
-        def was_written(reply: Any) -> None:
+        def was_settled(reply: Reply | RateLimitdError | None) -> None:
             done(reply if isinstance(reply, RateLimitdError) else None)
 
-        command = (b"SET", _PROBE_KEY % tag, b"1", b"EX", _PROBE_TTL_S)
-        self._shards.of_tag(tag).send(command, was_written)
+        self.settle(tag, batch, was_settled)
 
     def beat(
         self,
