@@ -168,7 +168,7 @@ class RedisStore:
         self._shards.of_tag(name[0]).run(RESET, keys, arguments, was_reset)
 
     def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
-        """Find out whether the server that holds a hash tag does what checks want of it: an empty batch, which writes."""
+        """Find out whether the server that holds a hash tag serves checks: an empty batch, which writes."""
         self._probes += 1
         batch = Batch(self._prober, self._probes, 0, {})
 
