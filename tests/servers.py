@@ -88,6 +88,11 @@ class Valkey:
         return self._process.pid
 
     @property
+    def runs(self) -> bool:
+        """Whether it was started, and not killed."""
+        return self._process is not None
+
+    @property
     def log(self) -> str:
         """What it wrote."""
         return (self.directory / "valkey.log").read_text()
@@ -314,7 +319,7 @@ class ValkeySentinel:
     @property
     def primary(self) -> Valkey:
         """Who is the primary, as the first sentinel that runs sees it."""
-        sentinel = next(sentinel for sentinel in self.sentinels if sentinel._process)
+        sentinel = next(sentinel for sentinel in self.sentinels if sentinel.runs)
         _, port = sentinel.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
         return next(node for node in self.nodes if node.port == int(port))
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.servers import until
@@ -91,7 +91,7 @@ class Nodes:
         """What one wrote."""
         return self._log(number).read_text()
 
-    def rule(self, number: int = 0, **fields: object) -> pb.RateLimit:
+    def rule(self, number: int = 0, **fields: Any) -> pb.RateLimit:
         """Create a rule through one of the nodes, and wait until all have it."""
         fields = {
             "endpoint": "/a",
@@ -99,7 +99,7 @@ class Nodes:
             "algorithm": "token_bucket",
             **fields,
         }
-        request = pb.CreateRateLimitRequest(rate_limit=pb.RateLimit(**fields))  # type: ignore[arg-type]
+        request = pb.CreateRateLimitRequest(rate_limit=pb.RateLimit(**fields))
         made = self.served[number].rules.CreateRateLimit(request, timeout=START_S)
         self.agree()
         return made

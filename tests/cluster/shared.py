@@ -1,0 +1,142 @@
+"""Nodes that share one Valkey, each through a proxy of its own, and what it takes to make them whole again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+from google.protobuf.empty_pb2 import Empty
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.chaos_proxy import ChaosProxy
+from tests.cluster.admissions import Log
+from tests.cluster.load import Due, Event, offer, steady
+from tests.cluster.nodes import Nodes
+from tests.servers import Valkey, until
+from tests.system.process import NEVER_ENDING_S, START_S, Served
+
+RECOVERY_S = 1
+"""BREAKER_RECOVERY_S, where nobody has time for 30 s; the second of jitter comes on top."""
+
+OPTIONS = ("--breaker-recovery-s", str(RECOVERY_S))
+
+
+class Shared:
+    """A Valkey, so many nodes, and between each of them and it a proxy. ``arguments`` are of ``serve``."""
+
+    def __init__(self, directory: Path, *arguments: str, count: int = 3) -> None:
+        self.valkey = Valkey(directory / "valkey")
+        self.proxies = [ChaosProxy(self.valkey.port) for _ in range(count)]
+        urls = [proxy.url for proxy in self.proxies]
+        self.nodes = Nodes(directory / "nodes", urls, *OPTIONS, *arguments)
+        self._stack = contextlib.ExitStack()
+        self._numbers = itertools.count(1)
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.valkey)
+            for proxy in self.proxies:
+                stack.enter_context(proxy)
+            stack.enter_context(self.nodes)
+            self.nodes.meet()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __getitem__(self, number: int) -> Served:
+        return self.nodes[number]
+
+    def new_rule(self, limit: int = 1_000_000, **fields: Any) -> str:
+        """A rule for users on an endpoint of its own, which is returned; in a window that never ends, unless told."""
+        endpoint = f"/{next(self._numbers)}"
+        kind: dict[str, Any] = {"algorithm": "fixed_window", "window_seconds": NEVER_ENDING_S}
+        kind |= fields
+        self.nodes.rule(endpoint=endpoint, limit=limit, **kind)
+        return endpoint
+
+    def load(self, endpoint: str, seconds: float, *events: Event, rate_per_s: float = 300.0) -> Log:
+        """Checks by three users on all nodes, and what happens meanwhile."""
+        schedule = steady(rate_per_s, seconds, nodes=len(self.nodes), keys=("a", "b", "c"))
+        return self.offer(endpoint, schedule, *events)
+
+    def offer(self, endpoint: str, schedule: list[Due], *events: Event) -> Log:
+        """Send a schedule; everything that was sent is answered."""
+        offered = offer(self.nodes.addresses, schedule, endpoint=endpoint, events=events)
+        assert offered.log.entries
+        return offered.log
+
+    def settled(self) -> None:
+        """Wait until the shared state knows of all spends."""
+        until(
+            lambda: self.nodes.metric_sum("rate_limiter_unsettled_buckets") == 0,
+            "everything is settled",
+        )
+
+    def stored(self, endpoint: str, identifier: str) -> int:
+        """What the shared state has of a user's spends, as a node tells it once everything is settled."""
+        self.settled()
+        [spent] = {node.spent(endpoint, identifier) for node in self.nodes.served}
+        return spent
+
+    def fail_opens(self) -> tuple[int, int]:
+        """Answers while a breaker was open, and answers of errors; over all nodes."""
+        total = self.nodes.metric_sum
+        return (
+            int(total("rate_limiter_fail_open_total")),
+            int(total("rate_limiter_fail_open_errors_total")),
+        )
+
+    def heal(self) -> None:
+        """End all faults, and wait until every node is as good as new."""
+        with contextlib.suppress(AssertionError):
+            self.valkey.resume()
+        if not self.valkey.runs:
+            self.valkey.start()
+        for name, value in {"maxmemory": "0", "requirepass": ""}.items():
+            self.valkey.ask("CONFIG", "SET", name, value)
+        self.valkey.ask("REPLICAOF", "NO", "ONE")
+        self.valkey.ask("ACL", "SETUSER", "default", "on", "nopass", "+@all", "~*", "&*")
+        for proxy in self.proxies:
+            proxy.heal()
+        for number, node in enumerate(self.nodes.served):
+            if node.process.poll() is not None:
+                self.nodes.start(number)
+            self.nodes.resume(number)
+        until(self._is_whole, "the nodes are whole again")
+
+    def _is_whole(self) -> bool:
+        return set(self.nodes.metric("rate_limiter_shared_state_up")) == {1.0} and set(
+            self.nodes.metric("rate_limiter_cluster_nodes")
+        ) == {float(len(self.nodes))}
+
+
+def down(node: Served) -> bool:
+    """Whether a node says that it does not reach the shared state."""
+    return node.metric("rate_limiter_shared_state_up") == 0.0
+
+
+def health(node: Served) -> pb.HealthResponse:
+    """What a node says of itself."""
+    return node.node.GetHealthStatus(Empty(), timeout=START_S)
+
+
+def is_ready(node: Served) -> bool:
+    """Whether a load balancer would send it calls."""
+    return httpx.get(f"http://{node.http_address}/readyz").is_success
+
+
+def open_breaker(node: Served, endpoint: str, identifier: str = "opener") -> pb.RateLimitResponse:
+    """Ask a node about users that it has not heard of, until it no longer asks the shared state; its last answer."""
+    deadline_s = time.monotonic() + START_S
+    for number in itertools.count():
+        answer = node.check(endpoint, f"{identifier}-{number}")
+        if answer.reason == pb.FAIL_OPEN_BREAKER:
+            return answer
+        assert time.monotonic() < deadline_s, "the breaker does not open"
+    raise AssertionError

@@ -1,0 +1,259 @@
+"""What becomes of checks when the shared state fails: what callers see, what operators see, and that it ends."""
+
+import time
+
+import pytest
+import redis
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.cluster.admissions import tokens
+from tests.cluster.load import Event, bursts
+from tests.cluster.shared import Shared, down, health, is_ready, open_breaker
+from tests.servers import until
+
+PAUSE_MS = 4_000
+
+
+@pytest.fixture(scope="module")
+def one_cluster(tmp_path_factory):
+    with Shared(tmp_path_factory.mktemp("shared")) as shared:
+        yield shared
+
+
+@pytest.fixture
+def cluster(one_cluster):
+    yield one_cluster
+    one_cluster.heal()
+
+
+def clients_killed(cluster, kind):
+    return cluster.valkey.ask("CLIENT", "KILL", "TYPE", kind)
+
+
+def password_changed(cluster):
+    cluster.valkey.ask("CONFIG", "SET", "requirepass", "another")
+    cluster.valkey.password = "another"
+    clients_killed(cluster, "normal")
+
+
+def password_restored(cluster):
+    cluster.valkey.ask("CONFIG", "SET", "requirepass", "")
+    cluster.valkey.password = None
+
+
+def each_proxy(cluster, act):
+    for proxy in cluster.proxies:
+        act(proxy)
+
+
+FAULTS = {
+    "killed": (lambda c: c.valkey.kill(), lambda c: c.valkey.start()),
+    "hung": (lambda c: c.valkey.pause(), lambda c: c.valkey.resume()),
+    "refused": (
+        lambda c: each_proxy(c, lambda p: p.kill()),
+        lambda c: each_proxy(c, lambda p: p.heal()),
+    ),
+    "silent": (
+        lambda c: each_proxy(c, lambda p: p.partition()),
+        lambda c: each_proxy(c, lambda p: p.heal()),
+    ),
+    "replies lost": (
+        lambda c: each_proxy(c, lambda p: setattr(p.down, "drop", True)),
+        lambda c: each_proxy(c, lambda p: p.heal()),
+    ),
+    "questions lost": (
+        lambda c: each_proxy(c, lambda p: setattr(p.up, "drop", True)),
+        lambda c: each_proxy(c, lambda p: p.heal()),
+    ),
+    "late by 50 ms": (
+        lambda c: each_proxy(c, lambda p: setattr(p.down, "latency_ms", 50)),
+        lambda c: each_proxy(c, lambda p: p.heal()),
+    ),
+    "late by 2 s": (
+        lambda c: each_proxy(c, lambda p: setattr(p.down, "latency_ms", 2_000)),
+        lambda c: each_proxy(c, lambda p: p.heal()),
+    ),
+    "paused": (
+        lambda c: c.valkey.ask("CLIENT", "PAUSE", PAUSE_MS, "ALL"),
+        lambda c: c.valkey.ask("PING"),  # it ends by itself: nobody could say so
+    ),
+    "read-only": (
+        lambda c: c.valkey.ask("REPLICAOF", "127.0.0.1", 1),
+        lambda c: c.valkey.ask("REPLICAOF", "NO", "ONE"),
+    ),
+    "out of memory": (
+        lambda c: c.valkey.ask("CONFIG", "SET", "maxmemory", 1),
+        lambda c: c.valkey.ask("CONFIG", "SET", "maxmemory", 0),
+    ),
+    "password changed": (password_changed, password_restored),
+    "forbidden": (
+        lambda c: c.valkey.ask("ACL", "SETUSER", "default", "-evalsha", "-eval", "-get", "-set"),
+        lambda c: c.valkey.ask("ACL", "SETUSER", "default", "+@all"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_shared_state_that_fails_opens_the_breakers_and_closes_them_when_it_is_back(
+    cluster, fault
+):
+    begin, end = FAULTS[fault]
+    endpoint = cluster.new_rule(limit=5)
+    node = cluster[0]
+    assert node.check(endpoint, "u").reason == pb.WITHIN_LIMIT
+    errors, fail_opens = node.metric("rate_limiter_redis_errors_total"), cluster.fail_opens()
+    begin(cluster)
+    answer = open_breaker(node, endpoint)
+    assert answer.allowed
+    assert answer.remaining_tokens == 1
+    assert abs(answer.reset_time - (time.time() + 60)) < 5
+    assert node.check(endpoint, "u").reason == pb.FAIL_OPEN_BREAKER  # also those that it knows
+    assert node.metric("rate_limiter_redis_errors_total") >= errors + 5
+    opens = cluster.fail_opens()
+    assert opens[0] == fail_opens[0] + 2
+    assert opens[1] >= fail_opens[1] + 4
+    until(lambda: down(node), "the node says that it is cut off")
+    report = health(node)
+    assert report.status == pb.DEGRADED
+    assert report.breaker_state in {"open", "half_open"}
+    assert is_ready(node)  # a degraded node is better than none
+    end(cluster)
+    until(lambda: not down(node), "the node is whole again")
+    assert health(node).breaker_state == "closed"
+    until(lambda: node.check(endpoint, "u").reason == pb.LIMIT_EXCEEDED, "the limit holds again")
+
+
+def exact(cluster, endpoint, log):
+    """That the shared state was charged for what was allowed, once. The limit must be one that nobody comes near."""
+    assert not log.unknown
+    for key in log.keys:
+        of_key = log.of(key)
+        stored = cluster.stored(endpoint, key)
+        # Nobody knows whether a check was charged whose answer the node did not get.
+        errors = sum(entry.reason == pb.FAIL_OPEN_ERROR for entry in of_key.entries)
+        least = tokens(of_key.admitted)
+        assert least <= stored <= least + errors, of_key.reasons
+
+
+def test_a_load_goes_on_while_the_shared_state_is_killed_and_started_again(cluster):
+    endpoint = cluster.new_rule()
+    before = cluster.fail_opens()
+    log = cluster.load(
+        endpoint, 5.0, Event(1.0, cluster.valkey.kill), Event(2.0, cluster.valkey.start)
+    )
+    assert not log.unknown
+    assert log.reasons.keys() <= {"WITHIN_LIMIT", "FAIL_OPEN_BREAKER", "FAIL_OPEN_ERROR"}
+    counted = log.reasons.get("FAIL_OPEN_BREAKER", 0), log.reasons.get("FAIL_OPEN_ERROR", 0)
+    after = cluster.fail_opens()
+    assert (after[0] - before[0], after[1] - before[1]) == counted
+    cluster.heal()
+    assert cluster.load(endpoint, 0.5).reasons.keys() == {"WITHIN_LIMIT"}
+
+
+@pytest.mark.parametrize("fault", ["silent", "refused", "late by 2 s"])
+def test_what_cuts_off_one_node_does_not_concern_the_others(cluster, fault):
+    endpoint = cluster.new_rule()
+    proxy, others = cluster.proxies[0], cluster.proxies[1:]
+    cluster.proxies = [proxy]
+    FAULTS[fault][0](cluster)
+    cluster.proxies = [proxy, *others]
+    open_breaker(cluster[0], endpoint)
+    for node in (cluster[1], cluster[2]):
+        assert {node.check(endpoint, f"u{n}").reason for n in range(20)} == {pb.WITHIN_LIMIT}
+        assert health(node).shared_state_connected
+
+
+def test_scripts_that_are_gone_are_brought_again_and_nobody_notices(cluster):
+    endpoint = cluster.new_rule()
+    flushes = [Event(0.2 * n, lambda: cluster.valkey.ask("SCRIPT", "FLUSH")) for n in range(5)]
+    log = cluster.load(endpoint, 1.5, *flushes)
+    assert log.reasons.keys() == {"WITHIN_LIMIT"}
+    exact(cluster, endpoint, log)
+
+
+def test_what_was_charged_and_not_confirmed_is_charged_once(cluster):
+    endpoint = cluster.new_rule()
+
+    def cut():
+        for proxy in cluster.proxies:
+            proxy.down.cut_after_bytes = 0
+
+    log = cluster.load(endpoint, 3.0, *(Event(0.3 * n, cut) for n in range(9)))
+    cluster.heal()
+    assert sum(proxy.accepted for proxy in cluster.proxies) > 9
+    exact(cluster, endpoint, log)
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("fault", ["drop", "hold"])
+def test_what_travels_one_way_only_is_charged_once(cluster, way, fault):
+    endpoint = cluster.new_rule()
+
+    def begin():
+        setattr(getattr(cluster.proxies[0], way), fault, True)
+
+    log = cluster.load(endpoint, 3.0, Event(0.5, begin), Event(1.5, cluster.proxies[0].heal))
+    cluster.heal()
+    exact(cluster, endpoint, log)
+
+
+def test_replies_in_pieces_are_replies(cluster):
+    endpoint = cluster.new_rule()
+    for proxy in cluster.proxies:
+        proxy.down.slice_bytes, proxy.up.slice_bytes = 3, 5
+    log = cluster.load(endpoint, 1.0)
+    exact(cluster, endpoint, log)
+
+
+def test_a_reset_is_heard_although_messages_are_lost(cluster):
+    endpoint = cluster.new_rule(limit=20)
+    for node in cluster.nodes.served:
+        until(lambda node=node: not node.check(endpoint).allowed, "the limit is used up")
+    clients_killed(cluster, "pubsub")
+    cluster[0].reset(endpoint)
+    until(lambda: cluster[2].check(endpoint).allowed, "the other node has heard of the reset")
+
+
+def test_nodes_that_hear_nothing_of_each_other_still_share_their_limit(cluster):
+    """Spends travel by the shared state; messages are news of them, and no more."""
+    cluster.valkey.ask("ACL", "SETUSER", "default", "-publish", "-spublish")
+    endpoint = cluster.new_rule(limit=100)
+    log = cluster.offer(endpoint, bursts(60, 0.2, 2.0, nodes=3))
+    assert 100 <= tokens(log.admitted) <= 150, log.reasons
+
+
+def test_a_wrong_password_is_not_tried_over_and_over(cluster):
+    password_changed(cluster)
+    until(lambda: down(cluster[0]), "the node is cut off")
+    before, since_s = cluster.proxies[0].accepted, time.monotonic()
+    open_breaker(cluster[0], cluster.new_rule())
+    until(lambda: time.monotonic() > since_s + 2, "two seconds have passed")
+    attempts = cluster.proxies[0].accepted - before
+    # Two connections, one for messages, each at most twice a second once it has given up hope.
+    assert attempts <= 6 * (time.monotonic() - since_s) + 4
+    assert "another" not in cluster.nodes.log(0)
+
+
+def test_a_script_of_somebody_else_that_never_ends_is_an_outage(cluster):
+    endpoint = cluster.new_rule()
+    cluster.valkey.ask("CONFIG", "SET", "busy-reply-threshold", 50)
+    with redis.Redis(port=cluster.valkey.port, socket_timeout=0.05) as other:
+        with pytest.raises(redis.TimeoutError):
+            other.eval("while true do end", 0)
+        open_breaker(cluster[0], endpoint)
+        cluster.valkey.ask("SCRIPT", "KILL")
+    until(lambda: not down(cluster[0]), "the node is whole again")
+
+
+def test_a_herd_of_breakers_asks_gently(cluster):
+    """All nodes' breakers open at once; until they close, each node sends a probe now and then, and nothing else."""
+    endpoint = cluster.new_rule()
+    cluster.valkey.ask("CONFIG", "SET", "maxmemory", 1)
+    for node in cluster.nodes.served:
+        open_breaker(node, endpoint)
+    cluster.valkey.ask("CONFIG", "RESETSTAT")
+    log = cluster.load(endpoint, 2.0)
+    asked = cluster.valkey.info("commandstats")
+    assert log.reasons.keys() == {"FAIL_OPEN_BREAKER"}
+    # A probe a second of each node; and the spends that are left are tried again, one batch of each hash tag.
+    assert asked.get("cmdstat_set", {"calls": 0})["calls"] <= 3 * 3
