@@ -47,11 +47,15 @@ class Question:
             self.answer.set_result(outcome)
 
 
-def granted(view: View, now_us: int) -> Outcome:
-    """What a check is told that the store has allowed and charged; ``view`` has heard of it."""
+def granted(view: View, now_us: int, later: int = 0) -> Outcome:
+    """What a check is told that the store has allowed and charged; ``view`` has heard of it.
+
+    ``later`` tokens were granted behind it in the same batch: it is told what was left before those.
+    """
     left = view.peek(now_us, BEYOND_ANY_LIMIT)
-    retry_after = 0 if left[1] else view.peek(now_us, 1)[3]
-    return ALLOWED, left[1], left[2], retry_after, WITHIN_LIMIT, left[5]
+    remaining = left[1] + later
+    retry_after = 0 if remaining else view.peek(now_us, 1)[3]
+    return ALLOWED, remaining, left[2], retry_after, WITHIN_LIMIT, left[5]
 
 
 def refused(view: View, now_us: int, cost: int) -> Outcome:

@@ -222,20 +222,27 @@ class Tag:
             settled = reply.settled[bucket.name]
             before, tokens = bucket.view.base, bucket.view.in_flight.tokens
             bucket.view.acknowledge(settled.shared)
-            questions = asked.get(bucket.name, ())
-            for question, is_granted in zip(questions, settled.grants, strict=True):
-                self._decided(bucket, question, is_granted=is_granted)
+            verdicts = [*zip(asked.get(bucket.name, ()), settled.grants, strict=True)]
+            later = sum(question.cost for question, is_granted in verdicts if is_granted)
+            for question, is_granted in verdicts:
+                if is_granted:
+                    later -= question.cost
+                self._decided(bucket, question, later if is_granted else None)
             self._around.listener.settled(bucket, tokens, before)
             self._let_go(bucket)
         self._go_on()
 
-    def _decided(self, bucket: Bucket, question: Question, *, is_granted: bool) -> None:
-        view, now_us = bucket.view, question.now_us
-        if not question.answer.done():
-            outcome = granted(view, now_us) if is_granted else refused(view, now_us, question.cost)
-            question.tell(outcome)
-        elif is_granted and question.charged:
-            view.pay(question.cost)
+    @staticmethod
+    def _decided(bucket: Bucket, question: Question, later: int | None) -> None:
+        """The store has refused a check (``None``), or granted it and so many tokens behind it."""
+        view, now_us, cost = bucket.view, question.now_us, question.cost
+        if question.answer.done():
+            if later is not None and question.charged:
+                view.pay(cost)
+        elif later is None:
+            question.tell(refused(view, now_us, cost))
+        else:
+            question.tell(granted(view, now_us, later))
 
     def _drop(self, batch: Batch) -> None:
         """Give a batch up: nobody can tell any more whether it was applied."""

@@ -41,6 +41,11 @@ def test_a_grant_tells_what_is_left_with_it():
     assert granted(view, NOW_US)[:5] == (True, 6, END_S, 0, WITHIN_LIMIT)
 
 
+def test_a_grant_is_told_what_was_left_before_those_behind_it():
+    view = View(limited(10), state(10, NOW_US, limit=10))
+    assert granted(view, NOW_US, 3)[:5] == (True, 3, END_S, 0, WITHIN_LIMIT)
+
+
 def test_a_grant_of_the_last_token_tells_when_there_is_another():
     view = View(limited(10), state(10, NOW_US, limit=10))
     assert granted(view, NOW_US)[:5] == (True, 0, END_S, 3_600, WITHIN_LIMIT)
