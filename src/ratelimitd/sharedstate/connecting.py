@@ -18,6 +18,9 @@ from ratelimitd.sharedstate.url import Server
 CONNECT_S: Final = 1.0
 """For everything from the first packet to the end of the greeting, TLS included. No check waits for it."""
 
+KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+"""Seconds of quiet before the first question, seconds between questions, and how many remain unanswered."""
+
 _Connection = TypeVar("_Connection", bound=Connection)
 
 
@@ -91,4 +94,14 @@ async def _open(
     loop = asyncio.get_running_loop()
     if server.is_path:
         return (await loop.create_unix_connection(make, server.host))[1]
-    return (await loop.create_connection(make, server.host, server.port, ssl=tls))[1]
+    transport, connection = await loop.create_connection(make, server.host, server.port, ssl=tls)
+    keep_alive(transport.get_extra_info("socket"))
+    return connection
+
+
+def keep_alive(peer: socket.socket) -> None:
+    """Have the system notice within half a minute that the other side is gone, where nothing is sent that would."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE:
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

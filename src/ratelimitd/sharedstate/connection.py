@@ -6,7 +6,7 @@ anything a second time: :mod:`ratelimitd.sharedstate.link` does.
 How time is kept: one timer for all requests. A request that is not answered in time is told so at once and keeps its
 place, so that its late reply finds nobody and harms nobody. A connection whose oldest request has waited for
 ``SILENCE_S`` is presumed dead. When the timer itself comes late, it was this process that slept, and the replies may
-lie in the socket: it is looked at once more after the socket had its turn.
+lie in the socket: they are looked at again after it had its turn, and again as long as replies come, a few times.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ LATE_S: Final = 0.002
 
 TURN_S: Final = 0.001
 """How long the socket is given then. Any pause would do: the event loop reads sockets before it calls timers."""
+
+MAX_TURNS: Final = 8
+"""The socket gets so many at most: 2 MiB of replies. A process that is always late must judge in the end."""
 
 _NOTHING: Final = object()
 
@@ -82,7 +85,8 @@ class Connection(asyncio.Protocol):
         self._late_writes: deque[tuple[float, int]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
-        self._looks_again = False
+        self._turns = 0
+        self._answered_at_turn = 0
 
     @property
     def in_flight(self) -> int:
@@ -164,11 +168,9 @@ class Connection(asyncio.Protocol):
                 writes.popleft()
         if self.lost is not None or not (self._writes or self._late_writes):
             return
-        if now_s - self._timer_due_s > LATE_S and not self._looks_again:
-            self._looks_again = True
+        if self._gives_turn(late=now_s - self._timer_due_s > LATE_S):
             self._look_in(TURN_S, now_s)
             return
-        self._looks_again = False
         oldest_s = (self._late_writes or self._writes)[0][0]
         if now_s - oldest_s >= SILENCE_S:
             self.drop(StoreUnavailableError(f"the shared state was silent for {SILENCE_S:g} s"))
@@ -177,6 +179,16 @@ class Connection(asyncio.Protocol):
         if self._expire(now_s):
             next_s = min(next_s, self._writes[0][0] + self.timeout_s)
         self._look_in(max(TURN_S, next_s - now_s), now_s)
+
+    def _gives_turn(self, *, late: bool) -> bool:
+        """Whether the socket is to be read first, since this process slept, or has just begun to read after that."""
+        came = self._answered != self._answered_at_turn
+        if (self._turns and came and self._turns < MAX_TURNS) or (late and not self._turns):
+            self._turns += 1
+            self._answered_at_turn = self._answered
+            return True
+        self._turns = 0
+        return False
 
     def _expire(self, now_s: float) -> bool:
         """Tell those whose time is over; whether any others are left."""

@@ -61,6 +61,7 @@ class Link:
         self.connections_total = 0
         """Connections that came into service."""
         self._locate = locate
+        self._server = Server("", 0)
         self._options = options
         self._redirect = redirect
         self._loop = asyncio.get_running_loop()
@@ -161,7 +162,7 @@ class Link:
 
     async def _connect(self) -> Connection:
         self._lost.clear()
-        server = await self._locate()
+        self._server = server = await self._locate()
         self.name = str(server)
         return await connect(
             server,
@@ -284,5 +285,4 @@ class Link:
     def _named(self, text: str) -> Server:
         """The server in ``MOVED slot host:port``; without a host it is the one that answered."""
         host, _, port = text.rsplit(" ", maxsplit=1)[-1].rpartition(":")
-        own_host, _, _ = self.name.rpartition(":")
-        return Server(host or own_host, int(port))
+        return Server(host or self._server.host, int(port))

@@ -5,7 +5,7 @@ import pytest
 import trustme
 
 from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
-from ratelimitd.sharedstate.connecting import ask_once, cause_of, connect
+from ratelimitd.sharedstate.connecting import ask_once, cause_of, connect, keep_alive
 from ratelimitd.sharedstate.connection import Connection
 from ratelimitd.sharedstate.login import Greeting, hand_over
 from ratelimitd.sharedstate.tls import client_context
@@ -115,3 +115,14 @@ async def test_a_server_that_does_not_greet_is_given_up():
 def test_several_addresses_that_fail_have_no_single_cause():
     assert cause_of(OSError("Multiple exceptions")) == "several addresses were tried in vain"
     assert cause_of(socket.gaierror(-2, "x")) == "the name of the host is not known"
+
+
+def test_the_system_is_asked_to_notice_a_peer_that_is_gone(monkeypatch):
+    with socket.socket() as peer:
+        keep_alive(peer)
+        assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+    monkeypatch.delattr(socket, "TCP_KEEPIDLE")
+    with socket.socket() as peer:
+        keep_alive(peer)
+        assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

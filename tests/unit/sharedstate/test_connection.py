@@ -7,7 +7,14 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
-from ratelimitd.sharedstate.connection import LATE_S, SILENCE_S, TURN_S, Connection, again
+from ratelimitd.sharedstate.connection import (
+    LATE_S,
+    MAX_TURNS,
+    SILENCE_S,
+    TURN_S,
+    Connection,
+    again,
+)
 from ratelimitd.sharedstate.request import Request, pack
 
 TIMEOUT_S = 0.005
@@ -193,6 +200,32 @@ async def test_a_process_that_slept_longer_than_a_silence_does_not_blame_the_ser
     setup.connection.data_received(b"+in time\r\n")
     setup.timer()
     assert (told, setup.lost) == ([b"in time"], [])
+
+
+async def test_as_long_as_replies_come_after_a_sleep_the_rest_of_them_is_waited_for():
+    setup = Setup()
+    asked = [setup.ask() for _ in range(MAX_TURNS + 3)]
+    await turn()
+    setup.timer(late_s=0.2)
+    for _ in range(3):
+        setup.connection.data_received(b"+read in parts\r\n")
+        setup.timer()
+    assert not any(asked[3:])
+    setup.timer()
+    assert [len(told) for told in asked] == [1] * len(asked)
+    assert setup.connection.lost is None
+
+
+async def test_a_process_that_is_late_judges_in_the_end_although_replies_come():
+    setup = Setup()
+    asked = [setup.ask() for _ in range(MAX_TURNS + 3)]
+    await turn()
+    for _ in range(MAX_TURNS):
+        setup.timer(late_s=2 * LATE_S)
+        setup.connection.data_received(b"+slow\r\n")
+    assert asked[MAX_TURNS] == []
+    setup.timer(late_s=2 * LATE_S)
+    assert [len(told) for told in asked] == [1] * len(asked)
 
 
 async def test_a_process_that_is_always_late_judges_at_the_second_look():

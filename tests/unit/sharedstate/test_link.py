@@ -290,6 +290,55 @@ async def test_a_primary_that_became_a_replica_is_left(valkey):
         await soon(lambda: link.connected)
 
 
+@pytest.mark.parametrize(
+    ("option", "code"), [("maxmemory", "OOM"), ("min-replicas-to-write", "NOREPLICAS")]
+)
+async def test_a_server_that_cannot_write_now_is_unavailable_although_it_reads(
+    valkey, option, code
+):
+    async with linked(at(valkey)) as link:
+        valkey.ask("CONFIG", "SET", option, 1)
+        try:
+            assert await ask(link, b"GET", b"k") is None
+            with pytest.raises(StoreUnavailableError, match=f"answered {code}$"):
+                await ask(link, b"SET", b"k", 1)
+            reply = await asked(link.run, INCREMENT, (b"k",), (1,))
+            assert str(reply) == f"the shared state answered {code}"
+        finally:
+            valkey.ask("CONFIG", "SET", option, 0)
+        assert await asked(link.run, INCREMENT, (b"k",), (1,)) == 1
+        assert link.connections_total == 1
+
+
+async def test_a_server_with_as_many_clients_as_it_takes_is_unavailable(valkey):
+    lines = []
+    valkey.ask("CONFIG", "SET", "maxclients", 1)
+    try:
+        async with (
+            linked(at(valkey)) as first,
+            linked(at(valkey), PATIENT._replace(report=lines.append)) as second,
+        ):
+            assert (first.connected, second.connected) == (True, False)
+            reply = await asked(second.send, (b"PING",))
+            assert str(reply) == "the shared state has as many clients as it takes"
+            assert len(lines) == 1
+    finally:
+        async with linked(at(valkey)) as link:
+            await ask(link, b"CONFIG", b"SET", b"maxclients", 1_000)
+
+
+async def test_a_server_that_runs_an_endless_script_is_unavailable(valkey):
+    valkey.ask("CONFIG", "SET", "busy-reply-threshold", 1)
+    endless = Script(b"while true do end")
+    async with linked(at(valkey)) as first, linked(at(valkey)) as second:
+        pending = asked(first.run, endless, (), ())
+        while (reply := await asked(second.send, (b"GET", b"k"))) is None:
+            pass
+        assert str(reply) == "the shared state answered BUSY"
+        assert await ask(second, b"SCRIPT", b"KILL") == b"OK"
+        assert isinstance(await pending, StoreCorruptError)
+
+
 async def test_more_than_may_be_in_flight_is_an_overload_of_ours(valkey):
     async with linked(at(valkey), PATIENT._replace(max_requests=2)) as link:
         replies = [asked(link.send, (b"PING",)) for _ in range(3)]

@@ -1,12 +1,14 @@
 import pytest
 
-from ratelimitd.errors import StartupError
+from ratelimitd.errors import StartupError, StoreMisconfiguredError
+from ratelimitd.sharedstate.bus import Bus
 from ratelimitd.sharedstate.cluster_shards import ClusterShards
 from ratelimitd.sharedstate.opening import open_shards
+from ratelimitd.sharedstate.script import Script
 from ratelimitd.sharedstate.sentinel import SentinelShards
 from ratelimitd.sharedstate.shards import OneServer
 from ratelimitd.sharedstate.url import parse_redis_url
-from tests.unit.sharedstate.asking import ask
+from tests.unit.sharedstate.asking import ask, asked, soon
 
 
 async def test_a_url_leads_to_links_that_are_named_at_the_server(valkey):
@@ -48,3 +50,34 @@ async def test_each_topology_has_its_kind_of_shards(url, kind, wants_primary):
     options = shards.options
     assert options.greeting.wants_primary == wants_primary
     assert (options.timeout_s, options.max_requests, options.random()) == (0.005, 7, 0.5)
+
+
+PERMISSIONS = (
+    *("~rl1:*", "&rl1:*", "-@all", "+evalsha", "+script|load", "+get", "+mget", "+set", "+expire"),
+    *("+time", "+zadd", "+zrange", "+zrem", "+zremrangebyscore", "+publish", "+subscribe"),
+)
+"""What a node needs of one server: nothing that shows, changes or ends anything that is not its own."""
+
+
+async def test_a_user_with_few_permissions_is_enough_for_a_node(valkey):
+    valkey.ask("ACL", "SETUSER", "node", "on", ">p%40ss", *PERMISSIONS)
+    url = parse_redis_url(f"redis://node:p%2540ss@{valkey.address}")
+    lines, heard = [], []
+    shards = open_shards(url, timeout_ms=5_000, report=lines.append)
+    await shards.start()
+    ours, theirs = (Bus(shards, on_message=to, on_gap=lambda: None) for to in (print, heard.append))
+    for bus in (ours, theirs):
+        await bus.start()
+    await soon(lambda: theirs.connected)
+    script = Script(b"redis.call('TIME') return redis.call('SET', KEYS[1], ARGV[1])")
+    assert await asked(shards.of_tag(0).run, script, (b"rl1:{00}:k",), (7,)) == b"OK"
+    assert await ask(shards.of_tag(0), b"MGET", b"rl1:{00}:k") == [b"7"]
+    ours.publish(0, b"heard")
+    await soon(lambda: heard == [b"heard"])
+    with pytest.raises(StoreMisconfiguredError):
+        await ask(shards.of_tag(0), b"GET", b"of-somebody-else")
+    for bus in (ours, theirs):
+        await bus.close()
+    await shards.close()
+    valkey.ask("ACL", "DELUSER", "node")
+    assert lines == [f"shared state at {valkey.address}: the shared state answered NOPERM"]
