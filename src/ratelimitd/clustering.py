@@ -84,6 +84,7 @@ class Clustering:
                 strict=settings.consistency == "strict",
                 decides_alone=settings.on_breaker_open == "local",
                 callers_time=settings.timestamps == "caller",
+                timeout_ms=settings.redis_timeout_ms,
             ),
             incarnation=incarnation,
             stored_name=keys.stored,

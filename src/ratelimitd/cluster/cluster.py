@@ -53,6 +53,8 @@ class Options(NamedTuple):
     decides_alone: bool
     """While a breaker is open, checks are decided by what the node itself knows."""
     callers_time: bool
+    timeout_ms: int = 20
+    """How long a check waits for the shared state."""
 
 
 class Cluster:
@@ -135,6 +137,7 @@ class Cluster:
                 membership=self.membership,
                 news=self.news,
                 accuracy=self.accuracy,
+                answer_s=options.timeout_ms / 1000,
                 decides_alone=options.decides_alone,
             )
         self._step = 0

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.question import Question
 from ratelimitd.cluster.store import Timers
 from ratelimitd.model import US_PER_S
-
-ANSWER_S: Final = 0.02
-"""How long a check waits for the shared state before the node's own view decides it."""
 
 
 class _Wait(NamedTuple):
@@ -23,24 +20,29 @@ class _Wait(NamedTuple):
 
 
 class Patience:
-    """The checks that wait, all equally long, so in the order of time; one timer for all.
+    """The checks that wait, all for ``answer_s``, so in the order of time; one timer for all.
 
     ``give_up`` is called for each that was not answered in time.
     """
 
     def __init__(
-        self, clock: Clock, timers: Timers, give_up: Callable[[Bucket, Question], None]
+        self,
+        clock: Clock,
+        timers: Timers,
+        answer_s: float,
+        give_up: Callable[[Bucket, Question], None],
     ) -> None:
         self._clock = clock
         self._timers = timers
+        self._answer_s = answer_s
         self._give_up = give_up
         self._waits: deque[_Wait] = deque()
 
     def wait_for(self, bucket: Bucket, question: Question) -> None:
         """A check waits from now on."""
         if not self._waits:
-            self._timers.call_later(ANSWER_S, self._look)
-        until_us = self._clock.monotonic_us() + round(ANSWER_S * US_PER_S)
+            self._timers.call_later(self._answer_s, self._look)
+        until_us = self._clock.monotonic_us() + round(self._answer_s * US_PER_S)
         self._waits.append(_Wait(until_us, bucket, question))
 
     def _look(self) -> None:

@@ -46,8 +46,9 @@ class News(Protocol):
 class SharedBuckets:
     """The shared buckets of one node.
 
-    ``stored_name`` makes the name in the store of a key. ``decides_alone``: while a breaker is open, checks are decided
-    by what the node itself knows, and answered with ``BreakerOpenError`` otherwise.
+    ``stored_name`` makes the name in the store of a key. ``answer_s`` is how long a check waits for the store before
+    the node's own view decides it. ``decides_alone``: while a breaker is open, checks are decided by what the node
+    itself knows, and answered with ``BreakerOpenError`` otherwise.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class SharedBuckets:
         membership: Membership,
         news: News,
         accuracy: Accuracy,
+        answer_s: float,
         decides_alone: bool = False,
     ) -> None:
         self._store = store
@@ -79,7 +81,7 @@ class SharedBuckets:
         self._reading: dict[bytes, list[Question]] = {}
         self._rereading = Rereading()
         self._doubted: set[bytes] = set()
-        self._patience = Patience(clock, timers, self._give_up)
+        self._patience = Patience(clock, timers, answer_s, self._give_up)
         self.asked_total = 0
         """Checks that the shared state has been asked to decide."""
         self.late_total = 0
@@ -97,7 +99,7 @@ class SharedBuckets:
         """
         bucket = self._cache.get(key)
         if bucket is None:
-            bucket = self._known(key, rule)
+            bucket = self._known(key, self._stored_name(key), rule)
             if bucket is None:
                 return None
         if bucket.view.rule is not rule:
@@ -112,7 +114,7 @@ class SharedBuckets:
         self, key: bytes, rule: Rule, _decide: Decide, now_us: int, cost: int
     ) -> Outcome | None:
         """Judge a check by the node's view, and charge nothing."""
-        bucket = self._cache.get(key) or self._known(key, rule)
+        bucket = self._cache.get(key) or self._known(key, self._stored_name(key), rule)
         if bucket is None:
             return None
         if bucket.view.rule is not rule:
@@ -126,11 +128,14 @@ class SharedBuckets:
     ) -> Awaitable[Outcome | RateLimitdError]:
         """Let the shared state decide a check."""
         question = Question(rule, now_us, cost, peek=peek, answer=self._new_future())
-        bucket = self._cache.get(key) or self._known(key, rule)
-        if bucket is not None:
-            self._decide(bucket, question)
-        else:
-            self._read_for(key, question)
+        bucket = self._cache.get(key)
+        if bucket is None:
+            name = self._stored_name(key)
+            bucket = self._known(key, name, rule)
+            if bucket is None:
+                self._read_for(key, name, question)
+                return question.answer
+        self._decide(bucket, question)
         return question.answer
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Rule]) -> None:
@@ -199,9 +204,8 @@ class SharedBuckets:
 
     # Deciding
 
-    def _known(self, key: bytes, rule: Rule) -> Bucket | None:
+    def _known(self, key: bytes, name: bytes, rule: Rule) -> Bucket | None:
         """A bucket that is not in use, but known: packed, or evicted before everything was settled."""
-        name = self._stored_name(key)
         tag = self._tags[name[0]]
         bucket = tag.buckets.get(name)
         if bucket is None:
@@ -214,18 +218,17 @@ class SharedBuckets:
         self._cache.add(bucket)
         return bucket
 
-    def _read_for(self, key: bytes, question: Question) -> None:
+    def _read_for(self, key: bytes, name: bytes, question: Question) -> None:
         questions = self._reading.get(key)
         if questions is not None:
             questions.append(question)
             return
         self._stats.bucket_missed_total += 1
         self._reading[key] = [question]
-        self._store.read(self._stored_name(key), question.rule, partial(self._read, key))
+        self._store.read(name, question.rule, partial(self._read, key, name))
 
-    def _read(self, key: bytes, shared: SharedState | RateLimitdError | None) -> None:
+    def _read(self, key: bytes, name: bytes, shared: SharedState | RateLimitdError | None) -> None:
         questions = self._reading.pop(key)
-        name = self._stored_name(key)
         tag = self._tags[name[0]]
         if isinstance(shared, RateLimitdError):
             tag.shard.failed(shared)

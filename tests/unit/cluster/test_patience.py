@@ -13,7 +13,7 @@ class Scene:
         self.clock = ManualClock()
         self.timers = ManualTimers(self.clock)
         self.given_up = []
-        self.patience = Patience(self.clock, self.timers, self._give_up)
+        self.patience = Patience(self.clock, self.timers, 0.02, self._give_up)
 
     def _give_up(self, bucket, question):
         self.given_up.append((bucket, self.clock.monotonic_us() // MS))

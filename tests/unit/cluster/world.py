@@ -101,6 +101,7 @@ class FakeStore:
         self.server_of_tag = ["server"] * HASH_TAGS
         self.time_us, self.fingerprint, self.members = 1_700_006_400 * SECOND, "", ()
         self._timers = timers
+        self._ledgers = {}
 
     def shard_of(self, tag):
         return self.server_of_tag[tag]
@@ -109,7 +110,10 @@ class FakeStore:
         self._take("read", name, lambda: self.ledger.buckets.get(name), done)
 
     def settle(self, tag, batch, done):
-        self._take("settle", batch, partial(self.ledger.apply, batch), done)
+        # What a sender was answered is kept with each hash tag.
+        ledger = self._ledgers.setdefault(tag, Ledger())
+        ledger.buckets = self.ledger.buckets
+        self._take("settle", batch, partial(ledger.apply, batch), done)
 
     def decide(self, name, rule, now_us, cost, *, peek, done):
         def decided():
@@ -209,6 +213,7 @@ class World:
             membership=self.members,
             news=self.news,
             accuracy=self.accuracy,
+            answer_s=0.02,
             **options,
         )
 
