@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 from google.protobuf.empty_pb2 import Empty
 
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.sharedstate.bucket_value import state_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.chaos_proxy import ChaosProxy
 from tests.cluster.admissions import Log
@@ -22,7 +27,9 @@ from tests.system.process import NEVER_ENDING_S, START_S, Served
 RECOVERY_S = 1
 """BREAKER_RECOVERY_S, where nobody has time for 30 s; the second of jitter comes on top."""
 
-OPTIONS = ("--breaker-recovery-s", str(RECOVERY_S))
+KEY_SECRET = "known to the tests, which look for buckets"
+
+OPTIONS = ("--breaker-recovery-s", str(RECOVERY_S), "--key-secret", KEY_SECRET)
 
 
 class Shared:
@@ -33,6 +40,8 @@ class Shared:
         self.proxies = [ChaosProxy(self.valkey.port) for _ in range(count)]
         urls = [proxy.url for proxy in self.proxies]
         self.nodes = Nodes(directory / "nodes", urls, *OPTIONS, *arguments)
+        self.rules: dict[str, Rule] = {}
+        """By their endpoints."""
         self._stack = contextlib.ExitStack()
         self._numbers = itertools.count(1)
 
@@ -58,6 +67,9 @@ class Shared:
         kind: dict[str, Any] = {"algorithm": "fixed_window", "window_seconds": NEVER_ENDING_S}
         kind |= fields
         self.nodes.rule(endpoint=endpoint, limit=limit, **kind)
+        algorithm = Algorithm(kind["algorithm"])
+        window_s = kind["window_seconds"]
+        self.rules[endpoint] = Rule("", endpoint, IdentifierType.USER, limit, window_s, algorithm)
         return endpoint
 
     def load(self, endpoint: str, seconds: float, *events: Event, rate_per_s: float = 300.0) -> Log:
@@ -79,10 +91,9 @@ class Shared:
         )
 
     def stored(self, endpoint: str, identifier: str) -> int:
-        """What the shared state has of a user's spends, as a node tells it once everything is settled."""
+        """What the shared state has of a user's spends, once everything is settled."""
         self.settled()
-        [spent] = {node.spent(endpoint, identifier) for node in self.nodes.served}
-        return spent
+        return spent(self.valkey.ask, self.rules[endpoint], identifier)
 
     def fail_opens(self) -> tuple[int, int]:
         """Answers while a breaker was open, and answers of errors; over all nodes."""
@@ -114,6 +125,16 @@ class Shared:
         return set(self.nodes.metric("rate_limiter_shared_state_up")) == {1.0} and set(
             self.nodes.metric("rate_limiter_cluster_nodes")
         ) == {float(len(self.nodes))}
+
+
+def spent(ask: Callable[[str, bytes], Any], rule: Rule, identifier: str) -> int:
+    """What the shared state has of a user's spends."""
+    keys = BucketKeys(KEY_SECRET.encode())
+    name = keys.stored(identifier.encode() + keys.scope(rule, rule.endpoint))
+    shared = state_of(ask("GET", b"rl1:{%02x}:" % name[0] + name), rule)
+    if shared is None:
+        return 0
+    return ACCOUNTS[rule.algorithm].used(shared.state, rule, int(time.time() * 1_000_000))
 
 
 def down(node: Served) -> bool:
