@@ -1,27 +1,31 @@
-"""Scenarios by seed, and what must hold of any of them."""
+"""Scenarios by seed, and how they are played."""
 
 import random
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from ratelimitd.algorithms import DECIDE
 from ratelimitd.ledger.batches import Ledger
+from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.ledger.view import View
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from tests.simulation.cluster import (
-    MS,
-    SECOND,
-    START_US,
-    Network,
-    Node,
-    Simulation,
-    rest,
-    settled,
-)
+from tests.simulation.node import Node
+from tests.simulation.world import MS, SECOND, START_US, Admission, Network, World
 
-KEYS = (b"one", b"two", b"three")
-MOST_CHECKS = 2_000
+KEY = b"one"
+"""The bucket that the load is on, and most demands."""
+OTHERS = (b"two", b"three")
+FEW, MANY = 3, 250
+"""Buckets; many are more than one batch may have, and five times as many checks are for them."""
+MOST_CHECKS = 1_000
+LONGEST_S = 15.0
+CHECKS_PER_S = 400
+"""A load of more tokens asks for several at once."""
+LATEST_EDIT_S = 0.5
+"""By then every node has heard of an edit."""
+REST_S = 10
+
+Span = tuple[float, float]
+"""Beginning and length, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +40,29 @@ class Scenario:
     load: float
     """Of the limit."""
     seconds: float
+    cost: int = 1
+    """Checks ask for 1 to twice as much less one."""
     bursts: bool = False
     skew_us: int = 0
     loss: float = 0.0
     duplicates: float = 0.0
-    outage_s: tuple[float, float] | None = None
-    """Beginning and length."""
+    news_loss: float = 0.0
+    outages: tuple[Span, ...] = ()
+    mute: Span | None = None
+    """The first node is not heard."""
+    deaf: Span | None = None
+    """It does not hear."""
     crash_s: float | None = None
     reset_s: float | None = None
     edit_s: float | None = None
     edited_limit: int = 0
+    first_is_not_told: bool = False
+    """Of edits; it can learn of them from states alone."""
+    other_edits: tuple[float, ...] = ()
+    """Of other rules in the same book."""
     wrong_members: int = 0
+    buckets: int = FEW
+    max_views: int = 1_000
 
     @property
     def rule(self) -> Rule:
@@ -57,12 +73,18 @@ class Scenario:
         return self.limit / (self.window_seconds * SECOND)
 
     @property
+    def checks_per_us(self) -> float:
+        return self.rate_per_us * self.load / self.cost
+
+    @property
     def is_calm(self) -> bool:
         """Without any fault."""
         return not (
             self.loss
             or self.duplicates
-            or self.outage_s
+            or self.outages
+            or self.mute
+            or self.deaf
             or self.crash_s
             or self.reset_s
             or self.edit_s
@@ -75,7 +97,7 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
     """The scenario of a seed."""
     source = random.Random(seed)
     pick, chance = source.choice, source.random
-    limit, window = pick([1, 10, 100, 100, 1_000]), pick([1, 1, 1, 5])
+    limit, window = pick([1, 10, 100, 100, 1_000, 100_000]), pick([1, 1, 1, 5])
     load = pick([0.5, 0.8, 0.9, 1.5, 4, 20, 200])
     made = Scenario(
         seed=seed,
@@ -84,33 +106,82 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
         window_seconds=window,
         nodes=pick([1, 2, 3, 5, 8]),
         load=load,
-        seconds=_seconds(limit / window * load),
+        seconds=0,
+        cost=_cost(limit, window, load, source),
         bursts=chance() < 0.2,
+        buckets=pick([FEW] * 14 + [MANY]),
+        max_views=pick([1_000, 1_000, 1_000, 2]),
     )
-    if calm:
-        return made
-    if seed % 5 == 0:  # long outages of callers who stay below the limit
-        low = pick([0.5, 0.8])
-        seconds = _seconds(limit / window * low)
-        made = replace(made, load=low, seconds=seconds, window_seconds=1, bursts=False)
-    at = made.seconds / 3
-    return replace(
+    made = replace(made, seconds=_seconds(made))
+    if not calm:
+        made = _with_faults(made, source)
+    if made.buckets == MANY:
+        seconds, views = min(made.seconds, 4.0), pick([1_000, 200])
+        made = replace(made, nodes=pick([1, 2]), max_views=views, seconds=seconds)
+    return made
+
+
+def _cost(limit: int, window: int, load: float, source: random.Random) -> int:
+    needed = limit / window * load / CHECKS_PER_S
+    return max(1, min(limit // 20, round(needed)), source.choice([1, 1, 1, limit // 50]))
+
+
+def _seconds(made: Scenario) -> float:
+    """How long a run takes that asks so often in a second."""
+    return min(LONGEST_S, max(2.0, MOST_CHECKS / (made.checks_per_us * SECOND)))
+
+
+def _with_faults(made: Scenario, source: random.Random) -> Scenario:
+    pick, chance, at = source.choice, source.random, made.seconds / 3
+
+    def maybe(*lengths: float) -> Span | None:
+        return (at * (0.5 + chance()), pick(lengths)) if chance() < 0.1 else None
+
+    outages: tuple[Span, ...] = ()
+    if made.seed % 5 == 0:  # a long outage for callers who stay below the limit
+        outages = ((2.0, pick([0.2, 1.5, 6.0, 6.0])),)
+        limit, nodes = pick([10, 100, 1_000, 100_000]), pick([1, 2, 2, 3, 5])
+        made = replace(made, limit=limit, window_seconds=1, nodes=nodes, load=pick([0.5, 0.8, 0.8]))
+        made = replace(made, buckets=FEW)
+        seconds = sum(outages[0]) + nodes + 2.5
+        made = replace(made, cost=max(1, limit // 100), seconds=seconds, bursts=False)
+    elif chance() < 0.2:
+        outages = ((at, pick([0.2, 1.5, 6.0])),)
+    elif chance() < 0.2:
+        outages = tuple((at * (0.5 + number / 2), 0.3) for number in range(4))
+    if made.seed % 5 == 1:  # a limit becomes very much lower
+        made = replace(made, limit=20_000, window_seconds=1, load=0.8, cost=40, seconds=5.0)
+        at = made.seconds / 3
+        made = replace(made, nodes=pick([1, 2]), bursts=False, edit_s=at, edited_limit=200)
+    elif chance() < 0.2:
+        made = replace(made, edit_s=at, edited_limit=pick([1, 10, 50, 2_000]))
+    made = replace(
         made,
         skew_us=pick([0, 0, 10 * MS, 50 * MS]),
         loss=pick([0.0, 0.0, 0.02, 0.2]),
         duplicates=pick([0.0, 0.1]),
-        outage_s=(at, pick([0.2, 1.5, 6.0])) if seed % 5 == 0 or chance() < 0.2 else None,
+        news_loss=pick([0.0, 0.0, 0.3, 1.0]),
+        outages=outages,
+        mute=maybe(0.3, 3.0),
+        deaf=maybe(0.3, 3.0),
         crash_s=at if chance() < 0.2 else None,
-        reset_s=at if chance() < 0.2 else None,
-        edit_s=at if chance() < 0.2 else None,
-        edited_limit=pick([1, 10, 50, 2_000]),
-        wrong_members=pick([0, 0, -1, 2]),
+        reset_s=at * 1.2 if chance() < 0.2 else None,
+        # Others have to be able to spend, that a state tells it.
+        first_is_not_told=made.nodes > 1 and 2 * made.cost <= made.edited_limit and chance() < 0.3,
+        other_edits=tuple(made.seconds * chance() for _ in range(pick([0, 0, 1, 5, 20]))),
+        wrong_members=pick([0, 0, 0, -1, 2]),
     )
-
-
-def _seconds(rate: float) -> float:
-    """How long a run takes that asks so often in a second."""
-    return min(20.0, max(2.0, MOST_CHECKS / rate))
+    if made.seed % 10 == 0:  # that outage, and nothing that would free anybody beside
+        made = replace(made, crash_s=None, reset_s=None, edit_s=None, mute=None, deaf=None)
+        if chance() < 0.5:
+            made = replace(made, algorithm=Algorithm.TOKEN_BUCKET, load=0.8, outages=((2.0, 6.0),))
+            made = replace(made, nodes=pick([1, 2, 3]), seconds=14.0)
+    if made.seed % 5 == 2 and not (outages or made.edit_s):  # a reset in the middle of an attack
+        made = replace(
+            made, limit=100, window_seconds=5, load=20, cost=1, seconds=5.0, bursts=False
+        )
+        made = replace(made, reset_s=2.0, crash_s=None, mute=None, deaf=None, loss=0.0)
+    return made
 
 
 @dataclass
@@ -118,15 +189,26 @@ class Played:
     """What came of a scenario."""
 
     scenario: Scenario
-    simulation: Simulation
-    offered_us: list[int]
-    """When checks of the first key came."""
+    world: World
+    offered: list[tuple[int, int]]
+    """When checks of :data:`KEY` came, and what they asked for."""
     end_us: int
+    edits: list[tuple[float, int, int]] = field(default_factory=list)
 
-    @property
-    def allowed_us(self) -> list[int]:
-        """When checks of the first key were allowed."""
-        return [one.at_us for one in self.simulation.admissions if one.key == KEYS[0]]
+    @cached_property
+    def admissions(self) -> list[Admission]:
+        """Checks of :data:`KEY` that were allowed."""
+        return self.world.books.admissions[KEY]
+
+    @cached_property
+    def forgiven(self) -> int:
+        """Tokens that are charged nowhere."""
+        kept: int = sum(
+            view.forgiven
+            for node in self.world.nodes
+            for view in (*node.views.values(), *node.pending.values())
+        )
+        return self.world.books.forgiven + kept
 
 
 def play(
@@ -135,237 +217,112 @@ def play(
     ledger: type[Ledger] = Ledger,
     view: type[View] = View,
     node: type[Node] = Node,
+    world: type[World] = World,
 ) -> Played:
     """Run a scenario, then let everything settle."""
-    network = Network(loss=told.loss, duplicates=told.duplicates)
-    simulation = Simulation(told.seed, network, ledger())
-    source, rule = simulation.random, told.rule
-    members = max(1, told.nodes + told.wrong_members)
-    nodes = [
+    network = Network(loss=told.loss, duplicates=told.duplicates, news_loss=told.news_loss)
+    made = world(told.seed, network, ledger())
+    source = made.random
+
+    def make_view(rule: Rule, base: SharedState | None) -> View:
+        return view(rule, base)
+
+    for number in range(told.nodes):
+        made.start(f"n{number}/0")
         node(
-            simulation,
+            made,
             f"n{number}",
-            dict.fromkeys(KEYS, rule),
+            told.rule,
             skew_us=source.randint(-told.skew_us, told.skew_us),
-            members=members,
-            make_view=view,
+            members=max(1, told.nodes + told.wrong_members),
+            wrong_members=told.wrong_members,
+            max_views=told.max_views,
+            make_view=make_view,
         )
-        for number in range(told.nodes)
-    ]
+    made.members_changed()
     end_us = START_US + int(told.seconds * SECOND)
-    offered = _offer(told, simulation, nodes, end_us)
-    _let_things_happen(told, simulation, nodes)
-    simulation.run_until(end_us)
-    rest(simulation)
-    return Played(told, simulation, offered, min(end_us, *(offered[-1:] or [end_us])))
+    _let_things_happen(told, made)
+    offered = _offer(told, made, end_us)
+    made.run_until(end_us)
+    rest(made)
+    last_us = offered[-1][0] if offered else end_us
+    return Played(told, made, offered, min(end_us, last_us))
 
 
-def _offer(told: Scenario, simulation: Simulation, nodes: list[Node], end_us: int) -> list[int]:
-    source, at_us = simulation.random, float(START_US)
-    offered: list[int] = []
-    per_us = told.rate_per_us * told.load
-    while True:
+def _offer(told: Scenario, world: World, end_us: int) -> list[tuple[int, int]]:
+    """Let checks come, as they come."""
+    source, chance, nodes = world.random, world.chance, world.nodes
+    at_us, per_us = float(START_US), told.checks_per_us
+    offered: list[tuple[int, int]] = []
+    others = OTHERS if told.buckets == FEW else [b"%d" % number for number in range(told.buckets)]
+    beside = 0.1 if told.buckets == FEW else 5.0
+    many = 2 * told.cost - 1
+    in_burst = max(1, int(per_us * told.window_seconds * SECOND / 10))
+    while len(offered) < 2 * MOST_CHECKS:
         if told.bursts:  # what comes in a tenth of a window, at once and to all nodes
             at_us += told.window_seconds * SECOND / 10
-            count = max(1, int(per_us * told.window_seconds * SECOND / 10))
         else:
             at_us += source.expovariate(per_us)
-            count = 1
-        if at_us >= end_us or len(offered) > 2 * MOST_CHECKS:
-            return offered
-        for number in range(count):
-            node = nodes[number % len(nodes)] if told.bursts else source.choice(nodes)
-            simulation.at(int(at_us), partial(node.check, KEYS[0]))
-            offered.append(int(at_us))
-        if source.random() < 0.1:
-            node, key = source.choice(nodes), source.choice(KEYS[1:])
-            simulation.at(int(at_us), partial(node.check, key))
+        if at_us >= end_us:
+            break
+        now_us = int(at_us)
+        world.run_until(now_us)
+        for number in range(in_burst if told.bursts else 1):
+            node = nodes[number % len(nodes)] if told.bursts else nodes[int(chance() * len(nodes))]
+            cost = 1 + int(chance() * many)
+            offered.append((now_us, cost))
+            node.check(KEY, cost)
+        for _ in range(int(beside + chance())):
+            node = nodes[int(chance() * len(nodes))]
+            node.check(others[int(chance() * len(others))], 1)
+    return offered
 
 
-def _let_things_happen(told: Scenario, simulation: Simulation, nodes: list[Node]) -> None:
-    def at(seconds: float, act) -> None:
-        simulation.at(START_US + int(seconds * SECOND), act)
+def _let_things_happen(told: Scenario, world: World) -> None:
+    nodes = world.nodes
 
-    def store(*, up: bool) -> None:
-        simulation.store_up = up
+    def at(seconds: float, act, *arguments) -> None:
+        world.at(START_US + int(seconds * SECOND), act, *arguments)
 
-    if told.outage_s:
-        began, length = told.outage_s
-        at(began, lambda: store(up=False))
-        at(began + length, lambda: store(up=True))
+    def during(span: Span | None, thing: object, name: str, value: bool) -> None:
+        if span:
+            began, length = span
+            at(began, setattr, thing, name, value)
+            at(began + length, setattr, thing, name, not value)
+
+    for outage in told.outages:
+        during(outage, world, "store_up", False)
+    during(told.mute, nodes[0], "is_mute", True)
+    during(told.deaf, nodes[0], "is_deaf", True)
     if told.crash_s:
         at(told.crash_s, nodes[0].crash)
         at(told.crash_s + 0.5, nodes[0].restart)
     if told.reset_s:
-        at(told.reset_s, lambda: simulation.reset(KEYS[0], told.rule))
+        at(told.reset_s, lambda: world.reset(KEY, nodes[-1].rule))
+    edits = sorted((seconds, False) for seconds in told.other_edits)
     if told.edit_s:
-        edited = replace(told.rule, limit=told.edited_limit, revision=1)
-        for node in nodes:
-            late_s = simulation.random.uniform(0.0, 0.5)
-            at(told.edit_s + late_s, partial(node.edited, KEYS[0], edited))
+        edits = sorted([*edits, (told.edit_s, True)])
+    limit = told.limit
+    for revision, (seconds, is_ours) in enumerate(edits, 1):
+        limit = told.edited_limit if is_ours else limit
+        rule = replace(told.rule, limit=limit, revision=revision)
+        for node in nodes[1 if told.first_is_not_told else 0 :]:
+            at(seconds + world.chance() * LATEST_EDIT_S, node.edited, rule)
 
 
-# What must hold
+def rest(world: World) -> None:
+    """Let everything settle: the network is whole, and nobody asks."""
+    network = world.network
+    network.loss = network.duplicates = network.news_loss = 0.0
+    world.store_up = True
+    for node in world.nodes:
+        node.is_mute = node.is_deaf = False
+    world.run_until(world.now_us + REST_S * SECOND)
 
 
-def violations(played: Played) -> list[str]:
-    """What does not hold, if anything."""
-    found = []
-    for name, demand in DEMANDS.items():
-        problem = demand(played)
-        if problem:
-            found.append(f"{name}: {problem}")
-    return found
-
-
-def nothing_is_left(played: Played) -> str:
-    """Once all is quiet, everything is settled."""
-    return "" if settled(played.simulation) else "spends or checks wait for ever"
-
-
-def no_spend_is_lost_or_doubled(played: Played) -> str:
-    """What was allowed was charged once, or is accounted for."""
-    told, simulation = played.scenario, played.simulation
-    if told.crash_s or told.reset_s:
-        return ""  # what was in flight may have arrived or not
-    allowed = sum(one.cost for one in simulation.admissions)
-    forgiven = sum(node.forgiven for node in simulation.nodes)
-    charged = simulation.settled_tokens - simulation.wasted_tokens + forgiven
-    if any(view.forgiven < 0 for node in simulation.nodes for view in node.views.values()):
-        return "a grant was paid for twice"
-    return "" if allowed == charged else f"{allowed} allowed, {charged} accounted for"
-
-
-def slack(played: Played) -> float:
-    """What the nodes may allow together beyond the limit, in any interval."""
-    told, simulation = played.scenario, played.simulation
-    limit = max(told.limit, told.edited_limit if told.edit_s else 0)
-    rate = limit / (told.window_seconds * SECOND)
-    forgiven = sum(node.forgiven for node in simulation.nodes)
-    crashed = sum(node.crashed_tokens for node in simulation.nodes)
-    late_us = min(simulation.longest_batch_us, SECOND) + 2 * told.skew_us + 10 * MS
-    over = limit / 2 + limit / 100 + told.nodes * rate * late_us + forgiven + crashed + told.nodes
-    if told.is_calm:
-        over -= 0.41 * limit  # a tenth of the limit is left: what was measured where nothing fails
-    if told.edit_s:
-        over += told.limit + told.edited_limit
-    if told.reset_s:
-        over += limit * 2
-    if told.wrong_members < 0:
-        over += limit / 2
-    return over
-
-
-def never_more_than_the_bound(played: Played) -> str:
-    """In no interval is more allowed than the limit and the bound, but by nodes that were cut off from the store."""
-    told = played.scenario
-    limit = max(told.limit, told.edited_limit if told.edit_s else 0)
-    times = [
-        one.at_us for one in played.simulation.admissions if one.key == KEYS[0] and not one.alone
-    ]
-    excess, most = _excess(told, times, limit), slack(played)
-    return "" if excess <= most else f"{excess:.1f} over the limit, {most:.1f} is the bound"
-
-
-def no_node_allows_more_than_one_may(played: Played) -> str:
-    """Whatever became of the store: what one node allows by itself is within the limit."""
-    told = played.scenario
-    if told.edit_s or told.reset_s:
-        return ""
-    times: dict[str, list[int]] = {}
-    for one in played.simulation.admissions:
-        if one.key == KEYS[0]:
-            times.setdefault(one.node, []).append(one.at_us)
-    # What the store grants it beside, when the node had not heard yet that others have spent less.
-    most = told.nodes + told.rate_per_us * (played.simulation.longest_batch_us + 20 * MS)
-    worst = max((_excess(told, some, told.limit) for some in times.values()), default=0.0)
-    return "" if worst <= most else f"{worst:.1f} over the limit by itself, {most:.1f} is the bound"
-
-
-def _excess(told: Scenario, times: list[int], limit: int) -> float:
-    """What the worst interval has over a limit; an answer may come 10 ms after the time that was charged."""
-    length_us = told.window_seconds * SECOND
-    if told.algorithm is Algorithm.TOKEN_BUCKET:
-        return _worst_excess(times, limit / length_us) - limit
-    # A fixed window may be used up at its end and again at the beginning of the next.
-    windows = 2 if told.algorithm is Algorithm.FIXED_WINDOW else 1
-    return _most_in(times, length_us - 2 * told.skew_us - 10 * MS) - windows * limit
-
-
-def _worst_excess(times: list[int], rate: float) -> float:
-    worst = level = 0.0
-    before = None
-    for at_us in times:
-        if before is not None:
-            level = max(0.0, level - (at_us - before) * rate)
-        level += 1
-        before = at_us
-        worst = max(worst, level)
-    return worst
-
-
-def _most_in(times: list[int], length_us: int) -> int:
-    most = first = 0
-    for last, at_us in enumerate(times):
-        while times[first] <= at_us - length_us:
-            first += 1
-        most = max(most, last - first + 1)
-    return most
-
-
-def no_less_than_one_node_alone(played: Played) -> str:
-    """Where nothing went wrong the nodes together allow 99 % of what one would, once the limit is worth a share."""
-    told = played.scenario
-    if not told.is_calm or played.end_us - START_US < 5 * told.window_seconds * SECOND:
-        return ""
-    state, ideal = None, 0
-    decide = DECIDE[told.algorithm]
-    for at_us in played.offered_us:
-        outcome = decide(state, told.rule, at_us, 1)
-        state = outcome[5]
-        ideal += outcome[0]
-    allowed = len(played.allowed_us)
-    # What waits for the store at the ends of the run; and a burst in which the last one has not quite left its window.
-    edges = 2 * told.nodes + 0.05 * told.limit
-    if told.bursts and told.algorithm is Algorithm.SLIDING_WINDOW:
-        edges += ideal / 10
-    least = 0.99 * ideal - edges
-    return "" if allowed >= least else f"{allowed} allowed, one node would have allowed {ideal}"
-
-
-def nobody_is_locked_out(played: Played) -> str:
-    """After an outage, callers below the limit are denied for no more than a window for each node."""
-    told = played.scenario
-    if told.load > 0.8 or told.edit_s or told.bursts or told.limit < 10 or not told.outage_s:
-        return ""
-    from_us = START_US + int(sum(told.outage_s) * SECOND)
-    edges = [from_us, *(at_us for at_us in played.allowed_us if at_us > from_us), played.end_us]
-    longest_us = max((after - before for before, after in pairwise(edges)), default=0)
-    most_us = told.nodes * told.window_seconds * SECOND + SECOND // 2
-    longest_s = longest_us / SECOND
-    return "" if longest_us <= most_us else f"nothing was allowed for {longest_s:.1f} s"
-
-
-def a_reset_frees(played: Played) -> str:
-    """Half a second after a reset, half the limit has passed, if so much was asked for."""
-    told = played.scenario
-    if not told.reset_s or told.loss or told.outage_s or told.edit_s or told.crash_s:
-        return ""
-    from_us = START_US + int(told.reset_s * SECOND)
-    until_us = from_us + SECOND // 2
-    offered = sum(from_us <= at_us < until_us for at_us in played.offered_us)
-    allowed = sum(from_us <= at_us < until_us for at_us in played.allowed_us)
-    if offered < 2 * told.limit or until_us > played.end_us:
-        return ""
-    return "" if allowed >= told.limit / 2 else f"{allowed} of {told.limit} after a reset"
-
-
-DEMANDS = {
-    "nothing is left": nothing_is_left,
-    "no spend is lost or doubled": no_spend_is_lost_or_doubled,
-    "never more than the bound": never_more_than_the_bound,
-    "no node allows more than one may": no_node_allows_more_than_one_may,
-    "no less than one node alone": no_less_than_one_node_alone,
-    "nobody is locked out": nobody_is_locked_out,
-    "a reset frees": a_reset_frees,
-}
+def settled(world: World) -> bool:
+    """Whether nothing is left to settle."""
+    return not any(
+        node.pending or not all(view.is_clean for view in node.views.values())
+        for node in world.nodes
+    )

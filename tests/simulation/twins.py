@@ -1,11 +1,19 @@
-"""Wrong variants of the ledger, each of which the oracle has to catch: what would go unnoticed is not demanded."""
+"""Wrong variants of the ledger, each of which the demands have to catch: what would go unnoticed is not demanded."""
 
 import sys
+from dataclasses import replace
+from types import MappingProxyType
+from unittest import mock
 
+from ratelimitd.ledger import batches, shared_state
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.batches import Batch, Ledger, Reply
-from ratelimitd.ledger.shared_state import SharedState, settle, standing
+from ratelimitd.ledger.shared_state import Settled, SharedState, settle, standing
 from ratelimitd.ledger.view import View
-from tests.simulation.cluster import Node
+from tests.simulation.node import Node
+from tests.simulation.world import World
+
+# Of the view
 
 
 class NoShare(View):
@@ -13,6 +21,21 @@ class NoShare(View):
 
     def _work_out_share(self, _now_us):
         return sys.maxsize
+
+
+class AsksDoNotCount(View):
+    """Goes on spending what those that wait will be given."""
+
+    def ask(self, now_us, cost):
+        ask = super().ask(now_us, cost)
+        self.asked_tokens = 0
+        return ask
+
+    def withdraw(self, ask):
+        self.asked_tokens = ask.cost
+        withdrawn = super().withdraw(ask)
+        self.asked_tokens = 0
+        return withdrawn
 
 
 class ForgetsWhatIsInFlight(View):
@@ -25,8 +48,11 @@ class ForgetsWhatIsInFlight(View):
         return update
 
 
-class OwnViewTakesPart(View):
-    """The specification's rule for conflicts, with the node's own view on one side: its clock is always later."""
+class OwnViewTakesPart(NoShare):
+    """The specification's way: decide on what there is; of two states, be one its own, the later one wins.
+
+    Its clock is always later.
+    """
 
     def hear(self, shared):
         own = SharedState(self.generation or 0, self.rule.revision, self.rule.limit, self._state)
@@ -68,6 +94,22 @@ class KnowsNoGenerations(View):
         return super().freeze()._replace(generation=1_000)
 
 
+class EditTrimsNothing(View):
+    """Settles under a lower limit all that was spent under the higher one."""
+
+    def edit(self, rule):
+        if rule.revision >= self.rule.revision:
+            self.rule = rule
+            self._recompute()
+
+    def _learn(self, shared):
+        if shared.revision > self.rule.revision:
+            self.rule = replace(self.rule, limit=shared.limit, revision=shared.revision)
+
+
+# Of the store
+
+
 class NoNumbers(Ledger):
     """Applies whatever arrives."""
 
@@ -78,35 +120,132 @@ class NoNumbers(Ledger):
         return reply
 
 
-class LastWriterWins(Ledger):
+class OtherSettlement(Ledger):
+    """Settles otherwise."""
+
+    def settle(self, stored, update):
+        raise NotImplementedError
+
+    def apply(self, batch: Batch) -> Reply | None:
+        with mock.patch.object(batches, "settle", self.settle):
+            return super().apply(batch)
+
+
+class LastWriterWins(OtherSettlement):
     """Puts what a node says over what is there."""
 
-    def apply(self, batch: Batch) -> Reply:
-        settled = {key: settle(None, update) for key, update in batch.updates.items()}
-        self.buckets.update({key: one.shared for key, one in settled.items()})
-        return Reply(batch.number, settled)
+    def settle(self, _stored, update):
+        return settle(None, update)
+
+
+class NeverOverdrawn(OtherSettlement):
+    """Forgets what does not fit: a balance that stops at zero."""
+
+    def settle(self, stored, update):
+        settled = settle(stored, update)
+        account = ACCOUNTS[update.rule.algorithm]
+        rule = replace(update.rule, limit=settled.shared.limit)
+        return settled._replace(
+            shared=settled.shared._replace(state=account.capped(settled.shared.state, rule))
+        )
+
+
+class ChargesOnArrival(OtherSettlement):
+    """Takes the time at which the last spend came for that of all of them."""
+
+    def settle(self, stored, update):
+        tokens = sum(tokens for _, tokens in update.runs)
+        runs = ((update.runs[-1][0], tokens),) if tokens else ()
+        return settle(stored, update._replace(runs=runs))
+
+
+class EditWithoutRevision(OtherSettlement):
+    """Goes by the limit that it has heard of first."""
+
+    def settle(self, stored, update):
+        if stored is not None:
+            rule = replace(update.rule, limit=stored.limit, revision=stored.revision)
+            update = update._replace(rule=rule)
+        return settle(stored, update)
+
+
+class EveryEditForgives(OtherSettlement):
+    """Takes the edit of any rule for one of this."""
+
+    def settle(self, stored, update) -> Settled:
+        if stored is not None and update.rule.revision > stored.revision:
+            account = ACCOUNTS[update.rule.algorithm]
+            stored = stored._replace(state=account.capped(stored.state, update.rule))
+        return settle(stored, update)
+
+
+class OlderRulesFit(OtherSettlement):
+    """Cuts to what fits whatever comes from an older rule book, whether this rule was edited or not."""
+
+    def settle(self, stored, update) -> Settled:
+        if stored is not None and update.rule.revision < stored.revision and update.runs:
+            runs = shared_state._fitting(stored.state, update.rule, update.runs)
+            update = update._replace(runs=runs)
+        return settle(stored, update)
+
+
+class ResetWithoutGeneration(World):
+    """Makes a bucket full, and it is the same one as before."""
+
+    @staticmethod
+    def made_full(shared, rule):
+        return SharedState(0, rule.revision, rule.limit)
+
+
+# Of the node
 
 
 class NeverResends(Node):
     """Sends a batch once."""
 
-    def _transmit(self, batch, incarnation):
-        def back(reply: Reply) -> None:
-            if self.incarnation == incarnation:
-                self._acknowledged(reply)
-
-        self.simulation.send(batch, back)
+    def _resend(self, batch, incarnation):
+        pass
 
 
-TWINS = {
-    "no share": {"view": NoShare},
-    "forgets what is in flight": {"view": ForgetsWhatIsInFlight},
-    "own view takes part": {"view": OwnViewTakesPart},
-    "forgives nothing": {"view": ForgivesNothing},
-    "pays twice": {"view": PaysTwice},
-    "never withdraws": {"view": NeverWithdraws},
-    "knows no generations": {"view": KnowsNoGenerations},
-    "no numbers": {"ledger": NoNumbers},
-    "last writer wins": {"ledger": LastWriterWins},
-    "never resends": {"node": NeverResends},
-}
+class ForgetsWhatItEvicts(Node):
+    """Lets a bucket go with what is to be settled."""
+
+    def _evict(self):
+        super()._evict()
+        for key in self.pending:
+            self.dirty.pop(key, None)
+            view = self.pending[key]
+            view.unsent.remove_latest(view.unsent.tokens)
+
+
+class NeverReadsAgain(Node):
+    """What is denied is denied until news come by themselves."""
+
+    def _reread(self):
+        pass
+
+
+TWINS = MappingProxyType(
+    {
+        "no share": {"view": NoShare},
+        "asks do not count": {"view": AsksDoNotCount},
+        "forgets what is in flight": {"view": ForgetsWhatIsInFlight},
+        "the specification's rule on views": {"view": OwnViewTakesPart},
+        "forgives nothing": {"view": ForgivesNothing},
+        "pays twice": {"view": PaysTwice},
+        "never withdraws": {"view": NeverWithdraws},
+        "knows no generations": {"view": KnowsNoGenerations},
+        "an edit trims nothing": {"view": EditTrimsNothing},
+        "no numbers": {"ledger": NoNumbers},
+        "last writer wins": {"ledger": LastWriterWins},
+        "never overdrawn": {"ledger": NeverOverdrawn},
+        "charges on arrival": {"ledger": ChargesOnArrival},
+        "edit without revision": {"ledger": EditWithoutRevision},
+        "every edit forgives": {"ledger": EveryEditForgives},
+        "older rules fit": {"ledger": OlderRulesFit},
+        "reset without generation": {"world": ResetWithoutGeneration},
+        "never resends": {"node": NeverResends},
+        "forgets what it evicts": {"node": ForgetsWhatItEvicts},
+        "never reads again": {"node": NeverReadsAgain},
+    }
+)

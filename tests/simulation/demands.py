@@ -1,0 +1,275 @@
+"""What must hold of any run, whatever went wrong in it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from ratelimitd.algorithms import DECIDE, sliding_window
+from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.model import Algorithm
+from tests.simulation.scenario import LATEST_EDIT_S, Played, Scenario, settled
+from tests.simulation.world import MS, SECOND, START_US, level
+
+Spend = tuple[int, int]
+"""When, and how many tokens."""
+
+
+def violations(played: Played) -> list[str]:
+    """What does not hold, if anything."""
+    found = []
+    for name, demand in DEMANDS.items():
+        problem = demand(played)
+        if problem:
+            found.append(f"{name}: {problem}")
+    return found
+
+
+# Every token
+
+
+def nothing_is_left(played: Played) -> str:
+    """Once all is quiet, everything is settled."""
+    return "" if settled(played.world) else "spends or checks wait for ever"
+
+
+def no_spend_is_lost_or_doubled(played: Played) -> str:
+    """What was allowed was charged once, or is accounted for, to the last token and whatever happened."""
+    books = played.world.books
+    if books.paid_twice:
+        return "a grant was paid for twice"
+    allowed = sum(one.cost for some in books.admissions.values() for one in some)
+    accounted = books.arrived - books.wasted + books.lost + played.forgiven
+    return "" if allowed == accounted else f"{allowed} allowed, {accounted} accounted for"
+
+
+def the_store_holds_what_it_was_told(played: Played) -> str:
+    """A bucket holds what was charged since its last reset; of one whose limit was edited, no more."""
+    told, world = played.scenario, played.world
+    account, rule = ACCOUNTS[told.algorithm], told.rule
+    if told.edit_s:
+        rule = replace(rule, limit=min(told.limit, told.edited_limit))
+    for key, charges in world.books.charges.items():
+        shared = world.ledger.buckets[key]
+        at_us = account.standing(shared.state)[0]
+        # Under a new limit some was not charged at all, and that may have been the latest.
+        expected = level(charges, rule, at_us) if told.edit_s else level(charges, rule)
+        if expected is None or (shared.generation and not charges[-1].generation):
+            continue
+        held = _held(told, shared.state)
+        if held > expected[1] if told.edit_s else (at_us, held) != expected:
+            return f"{key!r} holds {held} of {at_us}, and {expected} was charged"
+    return ""
+
+
+def _held(told: Scenario, state: Any) -> int:
+    if state is None:
+        return 0
+    if told.algorithm is Algorithm.SLIDING_WINDOW:
+        return sliding_window.latest(state)[1]
+    count: int = state[0]
+    return count
+
+
+# Never too much
+
+
+def slack(played: Played, limit: int) -> float:
+    """What the nodes may allow together beyond a limit, in any interval."""
+    told, books = played.scenario, played.world.books
+    rate = limit / (told.window_seconds * SECOND)
+    late_us = min(books.longest_batch_us, SECOND) + 2 * told.skew_us + 10 * MS
+    # Each node holds its share of the members that it believes in.
+    shares = books.most_held * (limit / 2 + limit / 100) + told.nodes
+    over = shares + told.nodes * rate * late_us + played.forgiven + books.lost
+    if told.edit_s and told.first_is_not_told:
+        over += (
+            told.limit / 2 + told.limit / 100
+        )  # the share that it holds until it hears of a state
+    if told.is_calm:
+        over -= 0.41 * limit  # a tenth of the limit is left: what was measured where nothing fails
+    return over
+
+
+def never_more_than_the_bound(played: Played) -> str:
+    """In no interval is more allowed than the limit and the bound, but by nodes that were cut off from the store.
+
+    A reset gives one limit more, and so may an edit; before and after it, the bound is as ever.
+    """
+    told = played.scenario
+    for limit, spends in _stretches(played):
+        excess, most = excess_of(told, spends, limit), slack(played, limit)
+        if excess > most:
+            return f"{excess:.1f} over {limit}, {most:.1f} is the bound"
+    limit = max(told.limit, told.edited_limit if told.edit_s else 0)
+    together = [(one.at_us, one.cost) for one in played.admissions if not one.alone]
+    most = slack(played, limit) + 1.5 * limit * (bool(told.edit_s) + bool(told.reset_s))
+    excess = excess_of(told, together, limit)
+    return "" if excess <= most else f"{excess:.1f} over all, {most:.1f} is the bound"
+
+
+def _stretches(played: Played) -> Iterable[tuple[int, list[Spend]]]:
+    """The limits that held, each with what was allowed while everybody knew of it and of the same generation."""
+    told = played.scenario
+    heard_s = 1.5 if told.loss or told.news_loss or told.outages else 0.1
+    breaks = []
+    if told.reset_s:
+        breaks.append((told.reset_s, told.reset_s + heard_s + _outage_after(told, told.reset_s)))
+    if told.edit_s:
+        breaks.append((told.edit_s, told.edit_s + LATEST_EDIT_S + 0.1))
+    begin_s = 0.0
+    for end_s, next_s in [*sorted(breaks), (1e9, 1e9)]:
+        limit = told.edited_limit if told.edit_s and begin_s > told.edit_s else told.limit
+        begin_us, end_us = START_US + begin_s * SECOND, START_US + end_s * SECOND
+        spends = [
+            (one.at_us, one.cost)
+            for one in played.admissions
+            if begin_us <= one.at_us < end_us and not one.alone
+        ]
+        if spends:
+            yield limit, spends
+        begin_s = max(begin_s, next_s)
+
+
+def _outage_after(told: Scenario, at_s: float) -> float:
+    """How long nothing can be heard of what happened then."""
+    ends = [began + length for began, length in told.outages if began <= at_s + 0.1]
+    return max(0.0, *(end - at_s for end in ends), 0.0)
+
+
+def no_node_allows_more_than_one_may(played: Played) -> str:
+    """Whatever became of the store: what one node allows by itself is within the limit."""
+    told = played.scenario
+    if told.edit_s or told.reset_s:
+        return ""
+    spends: dict[str, list[Spend]] = {}
+    for one in played.admissions:
+        spends.setdefault(one.node, []).append((one.at_us, one.cost))
+    # What the store grants it beside, when the node had not heard yet that others have spent less.
+    late_us = played.world.books.longest_batch_us + 20 * MS
+    most = told.nodes * (2 * told.cost - 1) + told.rate_per_us * late_us
+    worst = max((excess_of(told, some, told.limit) for some in spends.values()), default=0.0)
+    return "" if worst <= most else f"{worst:.1f} over the limit by itself, {most:.1f} is the bound"
+
+
+def what_was_spent_beside_each_other_is_paid_back(played: Played) -> str:
+    """Outage after outage, a token bucket is overdrawn by what nodes spend in one of them, or is to be forgiven."""
+    told = played.scenario
+    if told.algorithm is not Algorithm.TOKEN_BUCKET or told.edit_s or told.reset_s or told.crash_s:
+        return ""
+    spends = [(one.at_us, one.cost) for one in played.admissions]
+    excess = excess_of(told, spends, told.limit)
+    most = slack(played, told.limit) + (told.nodes - 1) * told.limit
+    return "" if excess <= most else f"{excess:.1f} over the limit, {most:.1f} is the bound"
+
+
+def excess_of(told: Scenario, spends: Sequence[Spend], limit: int) -> float:
+    """What the worst interval has over a limit; an answer may come 10 ms after the time that was charged."""
+    length_us = told.window_seconds * SECOND
+    if told.algorithm is Algorithm.TOKEN_BUCKET:
+        return _worst_level(spends, limit / length_us) - limit
+    # A fixed window may be used up at its end and again at the beginning of the next.
+    windows = 2 if told.algorithm is Algorithm.FIXED_WINDOW else 1
+    return _most_in(spends, length_us - 2 * told.skew_us - 10 * MS) - windows * limit
+
+
+def _worst_level(spends: Sequence[Spend], rate: float) -> float:
+    worst = now = 0.0
+    before_us = 0
+    for at_us, cost in spends:
+        now = max(0.0, now - (at_us - before_us) * rate) + cost
+        before_us = at_us
+        worst = max(worst, now)
+    return worst
+
+
+def _most_in(spends: Sequence[Spend], length_us: int) -> int:
+    most = first = now = 0
+    for at_us, cost in spends:
+        now += cost
+        while spends[first][0] <= at_us - length_us:
+            now -= spends[first][1]
+            first += 1
+        most = max(most, now)
+    return most
+
+
+# Never too little
+
+
+def no_less_than_one_node_alone(played: Played) -> str:
+    """Where nothing went wrong the nodes together allow 99 % of what one would, once the limit is worth a share."""
+    told = played.scenario
+    if not told.is_calm or played.end_us - START_US < 5 * told.window_seconds * SECOND:
+        return ""
+    state, ideal = None, 0
+    decide = DECIDE[told.algorithm]
+    for at_us, cost in played.offered:
+        outcome = decide(state, told.rule, at_us, cost)
+        state = outcome[5]
+        ideal += cost if outcome[0] else 0
+    allowed = sum(one.cost for one in played.admissions)
+    # What waits for the store at the ends of the run; and a burst in which the last one has not quite left its window.
+    edges = 2 * told.nodes * told.cost + 0.05 * told.limit
+    if told.bursts and told.algorithm is Algorithm.SLIDING_WINDOW:
+        edges += ideal / 10
+    least = 0.99 * ideal - edges
+    return "" if allowed >= least else f"{allowed} allowed, one node would have allowed {ideal}"
+
+
+def nobody_is_locked_out(played: Played) -> str:
+    """After an outage, callers below the limit are denied for no more than a window for each node."""
+    told = played.scenario
+    if told.load > 0.8 or told.edit_s or told.bursts or told.limit < 10 or not told.outages:
+        return ""
+    return _locked_out(played, sum(told.outages[-1]))
+
+
+def an_edit_locks_nobody_out(played: Played) -> str:
+    """Nor are callers for longer after a limit became lower, however much was on its way."""
+    told = played.scenario
+    faults = (told.outages, told.mute, told.deaf, told.bursts)
+    if not told.edit_s or any(faults) or told.edited_limit < 4 * told.cost:
+        return ""
+    per_window = told.checks_per_us * told.window_seconds * SECOND
+    return "" if per_window < 20 else _locked_out(played, told.edit_s + LATEST_EDIT_S)
+
+
+def _locked_out(played: Played, from_s: float) -> str:
+    told = played.scenario
+    from_us = START_US + int(from_s * SECOND)
+    times = [one.at_us for one in played.admissions if one.at_us > from_us]
+    longest_us = max((b - a for a, b in pairwise([from_us, *times, played.end_us])), default=0)
+    most_us = told.nodes * told.window_seconds * SECOND + SECOND // 2
+    longest_s = longest_us / SECOND
+    return "" if longest_us <= most_us else f"nothing was allowed for {longest_s:.1f} s"
+
+
+def a_reset_frees(played: Played) -> str:
+    """Half a second after it is known of, half the limit has passed, if so much was asked for."""
+    told = played.scenario
+    others = (told.outages, told.edit_s, told.crash_s, told.mute, told.deaf)
+    if not told.reset_s or any(others) or told.loss > 0.1:
+        return ""
+    known_us = SECOND if told.news_loss or told.loss else 0
+    from_us = START_US + int(told.reset_s * SECOND)
+    until_us = from_us + known_us + SECOND // 2
+    offered = sum(cost for at_us, cost in played.offered if from_us + known_us <= at_us < until_us)
+    allowed = sum(one.cost for one in played.admissions if from_us <= one.at_us < until_us)
+    if offered < 2 * told.limit or until_us > played.end_us:
+        return ""
+    return "" if allowed >= told.limit / 2 else f"{allowed} of {told.limit} after a reset"
+
+
+DEMANDS: dict[str, Callable[[Played], str]] = {
+    "nothing is left": nothing_is_left,
+    "no spend is lost or doubled": no_spend_is_lost_or_doubled,
+    "the store holds what it was told": the_store_holds_what_it_was_told,
+    "never more than the bound": never_more_than_the_bound,
+    "no node allows more than one may": no_node_allows_more_than_one_may,
+    "what was spent beside each other is paid back": what_was_spent_beside_each_other_is_paid_back,
+    "no less than one node alone": no_less_than_one_node_alone,
+    "nobody is locked out": nobody_is_locked_out,
+    "an edit locks nobody out": an_edit_locks_nobody_out,
+    "a reset frees": a_reset_frees,
+}

@@ -1,0 +1,406 @@
+"""A node of the simulated cluster: views of buckets, one sender, and what it does about time and loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Reply, Sender
+from ratelimitd.ledger.shared_state import Ask, SharedState
+from ratelimitd.ledger.view import STALE_US, View
+from ratelimitd.model import Rule
+from tests.simulation.world import MS, SECOND, Admission, World
+
+SYNC_US = 100 * MS
+ANSWER_US = 20 * MS
+"""How long a check waits for the store before the view decides."""
+RESEND_US = 60 * MS
+REREAD_US = (100 * MS, 300 * MS, 700 * MS, 1_000 * MS)
+BEAT_US = SECOND
+MAX_PENDING = 50
+"""Evicted buckets with something to settle; beyond that none is evicted but clean ones."""
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """A check that waits for the store, or did."""
+
+    key: bytes
+    cost: int
+    ask: Ask | None = None
+    answered: bool = False
+    charged: bool = False
+
+
+@dataclass(eq=False)
+class Node:
+    """One node. Whatever happens later is told for which incarnation it was meant."""
+
+    world: World
+    name: str
+    rule: Rule
+    skew_us: int = 0
+    members: int = 1
+    wrong_members: int = 0
+    max_views: int = 1_000
+    make_view: Callable[[Rule, SharedState | None], View] = View
+    views: dict[bytes, View] = field(default_factory=dict)
+    """In the order of their last use, while some may have to leave."""
+    pending: dict[bytes, View] = field(default_factory=dict)
+    """Evicted before everything was settled."""
+    packed: dict[bytes, SharedState] = field(default_factory=dict)
+    """The last bases of some that were evicted."""
+    dirty: dict[bytes, View] = field(default_factory=dict)
+    reading: dict[bytes, list[Waiting]] = field(default_factory=dict)
+    asking: dict[bytes, list[Waiting]] = field(default_factory=dict)
+    asked: dict[bytes, list[Waiting]] = field(default_factory=dict)
+    denied: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    """Of a denied bucket: how often it was read again, and when that is due."""
+    incarnation: int = 0
+    alive: bool = True
+    is_mute: bool = False
+    """Nothing that it sends arrives."""
+    is_deaf: bool = False
+    """Nothing arrives here."""
+    asks: int = 0
+    false_positives: int = 0
+    gaps: int = 0
+    """In the news of others."""
+    evicted_unsettled: int = 0
+
+    def __post_init__(self) -> None:
+        self.world.nodes.append(self)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.sender_name = f"{self.name}/{self.incarnation}"
+        self.sender = Sender(self.sender_name)
+        self.flush_due = False
+        self.is_full = self.max_views < 1_000
+        self.published = 0
+        self.published_us: dict[bytes, int] = {}
+        self.news_numbers: dict[str, int] = {}
+        world = self.world
+        world.after(int(world.chance() * SYNC_US), self._sync, self.incarnation)
+        self._beat(self.incarnation)
+
+    @property
+    def now_us(self) -> int:
+        return self.world.now_us + self.skew_us
+
+    # Checks
+
+    def check(self, key: bytes, cost: int) -> None:
+        if not self.alive:
+            return
+        view = self.views.get(key)
+        if view is None:
+            view = self._known(key)
+        if view is not None:
+            self._decide(view, Waiting(key, cost))
+            return
+        waiting = Waiting(key, cost)
+        self.world.after(ANSWER_US, self._too_late, waiting, self.incarnation)
+        if key in self.reading:
+            self.reading[key].append(waiting)
+            return
+        self.reading[key] = [waiting]
+        self._read(key, self.incarnation)
+
+    def _known(self, key: bytes) -> View | None:
+        """The view of a bucket that is not in use."""
+        view = self.pending.pop(key, None)
+        if view is None:
+            if key not in self.packed:
+                return None
+            view = self.make_view(self.rule, self.packed.pop(key))
+        self._use(key, view)
+        return view
+
+    def _use(self, key: bytes, view: View) -> None:
+        self.views[key] = view
+        if len(self.views) > self.max_views:
+            self._evict()
+
+    def _evict(self) -> None:
+        for key in list(self.views)[:-1]:
+            if self._is_idle(key) or len(self.pending) < MAX_PENDING:
+                break
+        else:
+            return
+        is_idle, view = self._is_idle(key), self.views.pop(key)
+        self.denied.pop(key, None)
+        if not is_idle:
+            self.pending[key] = view
+            self.evicted_unsettled += 1
+            return
+        self._let_go(view)
+        if view.base is not None and self.world.chance() < 0.5:
+            self.packed[key] = view.base
+
+    def _is_idle(self, key: bytes) -> bool:
+        return self.views[key].is_clean and key not in self.dirty and key not in self.asked
+
+    def _let_go(self, view: View) -> None:
+        self.world.books.forgiven += view.forgiven
+        self.false_positives += view.false_positives
+
+    def _decide(self, view: View, waiting: Waiting) -> None:
+        key, now_us, rule = waiting.key, self.now_us, self.rule
+        if self.is_full:
+            self.views[key] = self.views.pop(key)
+        if view.rule is not rule and rule.revision >= view.rule.revision:
+            view.edit(rule)
+        outcome = view.check(now_us, self.members, waiting.cost)
+        if outcome is not None:
+            self._answer(waiting, outcome[0])
+            if outcome[0]:
+                self.dirty[key] = view
+                if view.is_due(now_us, self.members):
+                    self.flush()
+            return
+        self.asks += 1
+        waiting.ask = view.ask(now_us, waiting.cost)
+        self.dirty[key] = view
+        self.asking.setdefault(key, []).append(waiting)
+        self.world.after(ANSWER_US, self._too_late, waiting, self.incarnation)
+        self.flush()
+
+    def _too_late(self, waiting: Waiting, incarnation: int) -> None:
+        if waiting.answered or self.incarnation != incarnation:
+            return
+        key = waiting.key
+        view = self.views.get(key) or self.pending.get(key) or self._known(key)
+        if view is None:
+            self._open(key, None)  # which decides it, or asks after all
+            return
+        if waiting.ask is not None and view.withdraw(waiting.ask):
+            self.asking[key].remove(waiting)
+        outcome = view.check_alone(self.now_us, waiting.cost)
+        waiting.charged = outcome[0]
+        if outcome[0]:
+            self.dirty[key] = view
+        self._answer(waiting, outcome[0], alone=True)
+
+    def _answer(self, waiting: Waiting, allowed: bool, *, alone: bool = False) -> None:
+        waiting.answered = True
+        key, world = waiting.key, self.world
+        if allowed:
+            admission = Admission(world.now_us, waiting.cost, self.sender_name, alone)
+            world.books.admissions[key].append(admission)
+        elif key not in self.denied:
+            self.denied[key] = (0, self.now_us + REREAD_US[0])
+
+    # What is read
+
+    def _read(self, key: bytes, incarnation: int) -> None:
+        def found(shared: SharedState | None) -> None:
+            if self.incarnation != incarnation:
+                return
+            if key in self.views or key in self.pending:
+                if shared is not None:
+                    self.heard(key, shared)
+            elif key in self.reading:
+                self._open(key, shared)
+
+        self.world.read(self, key, found)
+        self.world.after(RESEND_US, self._read_again, key, incarnation)
+
+    def _read_again(self, key: bytes, incarnation: int) -> None:
+        if self.incarnation == incarnation and key in self.reading:
+            self._read(key, incarnation)
+
+    def _open(self, key: bytes, shared: SharedState | None) -> None:
+        view = self.make_view(self.rule, shared)
+        self._use(key, view)
+        for waiting in self.reading.pop(key, ()):
+            if not waiting.answered:
+                self._decide(view, waiting)
+
+    def _reread(self) -> None:
+        for key, (before, due_us) in list(self.denied.items()):
+            if self.now_us >= due_us:
+                times = min(before + 1, len(REREAD_US) - 1)
+                self.denied[key] = (times, self.now_us + REREAD_US[times])
+                self._read(key, self.incarnation)
+
+    # The sync job
+
+    def _sync(self, incarnation: int) -> None:
+        if self.incarnation == incarnation:
+            self.flush()
+            self._reread()
+            self.world.after(SYNC_US, self._sync, incarnation)
+
+    def flush(self) -> None:
+        if not self.dirty:
+            return
+        wait_us = self.sender.wait_us(self.now_us)
+        if wait_us is None:
+            return
+        if wait_us:
+            if not self.flush_due:
+                self.flush_due = True
+                self.world.after(wait_us, self._flush_now, self.incarnation)
+            return
+        taken = list(self.dirty.items())[:MAX_UPDATES]
+        updates = []
+        for key, view in taken:
+            del self.dirty[key]
+            updates.append((key, view.freeze()))
+        self.asked = {key: self.asking.pop(key, []) for key, _ in taken}
+        self._transmit(self.sender.freeze(updates, self.now_us), self.incarnation)
+
+    def _flush_now(self, incarnation: int) -> None:
+        if self.incarnation == incarnation:
+            self.flush_due = False
+            self.flush()
+
+    def _transmit(self, batch: Batch, incarnation: int) -> None:
+        def back(reply: Reply) -> None:
+            if self.incarnation == incarnation:
+                self._acknowledged(reply)
+
+        self.world.send(self, batch, back)
+        self.world.after(RESEND_US, self._resend, batch, incarnation)
+
+    def _resend(self, batch: Batch, incarnation: int) -> None:
+        if self.incarnation == incarnation and self.sender.outstanding is batch:
+            self._transmit(batch, incarnation)
+
+    def _acknowledged(self, reply: Reply) -> None:
+        self._first_word()
+        batch = self.sender.acknowledged(reply)
+        if batch is None:
+            return
+        books = self.world.books
+        books.longest_batch_us = max(books.longest_batch_us, self.now_us - batch.frozen_at_us)
+        asked, self.asked = self.asked, {}
+        for key, settled in reply.settled.items():
+            view = self.views.get(key) or self.pending[key]
+            before = view.base
+            self._note_reset(view, settled.shared)
+            view.acknowledge(settled.shared)
+            for waiting, granted in zip(asked.get(key, ()), settled.grants, strict=True):
+                if not waiting.answered:
+                    self._answer(waiting, granted)
+                elif granted and waiting.charged:
+                    view.pay(waiting.cost)
+                    # What was forgiven meanwhile may be charged after all, but never more than that.
+                    books.paid_twice |= view.forgiven < 0
+                elif granted:
+                    books.wasted += waiting.cost
+            if key in self.pending and view.is_clean and key not in self.dirty:
+                self._let_go(self.pending.pop(key))
+            self._tell(key, view, before)
+        full = len(batch.updates) == MAX_UPDATES
+        now_us, members = self.now_us, self.members
+        if full or any(view.is_due(now_us, members) for view in self.dirty.values()):
+            self.flush()
+
+    def _first_word(self) -> None:
+        batch = self.sender.outstanding
+        if batch is not None and self.now_us - batch.frozen_at_us > STALE_US:
+            for view in (*self.views.values(), *self.pending.values()):
+                view.forgive_outage(self.now_us)
+
+    def heard(self, key: bytes, shared: SharedState) -> None:
+        view = self.views.get(key) or self.pending.get(key)
+        if view is None:
+            self.packed.pop(key, None)
+            return
+        self._first_word()
+        self._note_reset(view, shared)
+        view.hear(shared)
+
+    def _note_reset(self, view: View, shared: SharedState) -> None:
+        """What is in flight when a reset is heard of is forgiven by the view, and booked by the store as well."""
+        if view.generation is not None and shared.generation > view.generation:
+            self.world.books.forgiven -= view.in_flight.tokens
+
+    # News
+
+    def _tell(self, key: bytes, view: View, before: SharedState | None) -> None:
+        """Publish a state that has crossed into its last half, or has another limit; at most once per interval."""
+        shared, account, now_us = view.base, view._account, self.now_us
+        if shared is None or shared is before:
+            return
+        half = shared.limit / 2
+        used = account.used(shared.state, view.rule, now_us)
+        used_before = 0 if before is None else account.used(before.state, view.rule, now_us)
+        crossed = used > half >= used_before
+        edited = before is not None and before.limit != shared.limit
+        if (crossed or edited) and now_us - self.published_us.get(key, 0) >= SYNC_US:
+            self.news(key, shared)
+
+    def news(self, key: bytes, shared: SharedState) -> None:
+        """Publish a state, and hear it."""
+        self.heard(key, shared)
+        self.published_us[key] = self.now_us
+        self.published += 1
+        self.world.publish(self, self.published, key, shared)
+
+    def told(self, sender: str, number: int, key: bytes, shared: SharedState) -> None:
+        """Another node has published a state; if something is missing before it, anything may have changed."""
+        if not self.alive:
+            return
+        last = self.news_numbers.get(sender, number - 1)
+        if number > last + 1:
+            self.gaps += 1
+            self.packed.clear()
+            for known in self.views:
+                self._read(known, self.incarnation)
+        self.news_numbers[sender] = max(last, number)
+        self.heard(key, shared)
+
+    # Members
+
+    def _beat(self, incarnation: int) -> None:
+        if self.incarnation == incarnation:
+            self.world.beat(self, self._beaten)
+            self.world.after(BEAT_US, self._beat, incarnation)
+
+    def _beaten(self, count: int) -> None:
+        members = max(1, count + self.wrong_members)
+        if members != self.members:
+            self.members = members
+            self.world.members_changed()
+
+    # Rules
+
+    def edited(self, rule: Rule) -> None:
+        """The rule book is another. Books are read whole: an older one never comes after a newer."""
+        if rule.revision > self.rule.revision:
+            self.rule = rule
+
+    # Life
+
+    def crash(self) -> None:
+        """What it has not settled is lost; some of what is in flight may arrive."""
+        books = self.world.books
+        views = (*self.views.values(), *self.pending.values())
+        for view in views:
+            books.lost += view.unsent.tokens
+            self._let_go(view)
+        batch = self.sender.outstanding
+        if batch is not None:
+            # When all is quiet: whether it has arrived, and whom it has granted what.
+            self.world.at(self.world.now_us + 5 * SECOND, self._bury, batch)
+        self.alive = False
+        self.incarnation += 1
+        self.views, self.pending, self.packed, self.dirty = {}, {}, {}, {}
+        self.reading, self.asking, self.asked, self.denied = {}, {}, {}, {}
+
+    def _bury(self, batch: Batch) -> None:
+        """Book the last batch of a life. Nobody is left to send it again, and none is under way for so long."""
+        world = self.world
+        reply = world.ledger.apply(batch) if (batch.sender, batch.number) in world.applied else None
+        for key, update in batch.updates.items():
+            if reply is None:
+                world.books.lost += sum(tokens for _, tokens in update.runs)
+                continue
+            grants = zip(update.asks, reply.settled[key].grants, strict=True)
+            world.books.wasted += sum(ask.cost for ask, grant in grants if grant)
+
+    def restart(self) -> None:
+        """Under the same name."""
+        self.alive = True
+        self._begin()

@@ -1,0 +1,244 @@
+"""A world in which one seed decides everything: time, order, loss, duplication, crashes. No I/O and no real clock.
+
+Here are time, the messages on their way, and the store; and the books of what became of every token.
+"""
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ratelimitd.ledger.batches import Batch, Ledger, Reply
+from ratelimitd.ledger.shared_state import SharedState, reset
+from ratelimitd.model import MAX_TIME_US, Rule
+
+MS = 1_000
+SECOND = 1_000_000
+START_US = 1_700_000_000 * SECOND
+MEMBER_TTL_US = 5 * SECOND
+RETRY_US = 100 * MS
+
+
+@dataclass
+class Network:
+    """What happens to messages, one way each."""
+
+    least_us: int = 500
+    most_us: int = 2_500
+    loss: float = 0.0
+    duplicates: float = 0.0
+    news_loss: float = 0.0
+    """Of what nodes publish, beside that."""
+
+
+class Admission(NamedTuple):
+    """One check that was allowed, and when in truth."""
+
+    at_us: int
+    cost: int
+    node: str
+    """Which node allowed it, and in which of its lives."""
+    alone: bool
+    """By the view of a node that had no answer from the store in time."""
+
+
+class Charge(NamedTuple):
+    """What the store was told to charge, at the time that it was told."""
+
+    at_us: int
+    tokens: int
+    generation: int
+    is_grant: bool = False
+    """Decided in the store, and never before what that has seen."""
+
+
+@dataclass
+class Books:
+    """What became of tokens."""
+
+    arrived: int = 0
+    """In spends that the store has taken, be it that a reset had made them void, and in what it granted."""
+    wasted: int = 0
+    """Granted to checks that were answered before, or whose node is no more."""
+    forgiven: int = 0
+    """By nodes: never sent."""
+    lost: int = 0
+    """With a node that crashed."""
+    charges: dict[bytes, list[Charge]] = field(default_factory=lambda: defaultdict(list))
+    admissions: dict[bytes, list[Admission]] = field(default_factory=lambda: defaultdict(list))
+    paid_twice: bool = False
+    longest_batch_us: int = 0
+    most_held: float = 0.0
+    """The sum of 1/N over the nodes, each by the N it believed in; 1 while all were right."""
+
+
+class World:
+    """Time, the store, and the messages on their way."""
+
+    def __init__(self, seed: int, network: Network, ledger: Ledger) -> None:
+        self.random = random.Random(seed)
+        self.chance = self.random.random
+        self.network = network
+        self.ledger = ledger
+        self.now_us = START_US
+        self.store_up = True
+        self.store_calls = 0
+        self.bytes_sent = 0
+        self.books = Books()
+        self.nodes: list[Any] = []
+        self.applied: set[tuple[str, int]] = set()
+        self._beats: dict[str, int] = {}
+        self._resets = 0
+        self._agenda: list[tuple[int, int, Callable[..., None], tuple]] = []
+        self._order = 0
+
+    # Time
+
+    def at(self, when_us: int, act: Callable[..., None], *arguments: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._agenda, (when_us, self._order, act, arguments))
+
+    def after(self, delay_us: int, act: Callable[..., None], *arguments: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._agenda, (self.now_us + delay_us, self._order, act, arguments))
+
+    def run_until(self, when_us: int) -> None:
+        agenda, pop = self._agenda, heapq.heappop
+        while agenda and agenda[0][0] <= when_us:
+            self.now_us, _, act, arguments = pop(agenda)
+            act(*arguments)
+        self.now_us = when_us
+
+    # Messages
+
+    def deliver(self, act: Callable[..., None], *arguments: Any, loss: float = 0.0) -> None:
+        """Bring a message one way: late, never, or twice."""
+        network, chance = self.network, self.chance
+        span_us = network.most_us - network.least_us
+        if not loss + network.loss or chance() >= loss + network.loss:
+            self.after(network.least_us + int(chance() * span_us), act, *arguments)
+        if network.duplicates and chance() < network.duplicates:
+            self.after(network.least_us + int(chance() * span_us), act, *arguments)
+
+    # The store
+
+    def send(self, node: Any, batch: Batch, back: Callable[[Reply], None]) -> None:
+        if not node.is_mute:
+            self.deliver(self._apply, node, batch, back)
+
+    def _apply(self, node: Any, batch: Batch, back: Callable[[Reply], None]) -> None:
+        if not self.store_up:
+            return
+        self.store_calls += 1
+        reply = self.ledger.apply(batch)
+        if reply is None:
+            return
+        name = (batch.sender, batch.number)
+        if name not in self.applied:
+            self.applied.add(name)
+            self._book(batch, reply)
+        if not node.is_deaf:
+            self.deliver(back, reply)
+
+    def _book(self, batch: Batch, reply: Reply) -> None:
+        books = self.books
+        for key, settled in reply.settled.items():
+            update, shared = batch.updates[key], settled.shared
+            charges, generation = books.charges[key], shared.generation
+            for at_us, tokens in update.runs:
+                books.arrived += tokens
+                if update.generation in {None, generation}:
+                    charges.append(Charge(at_us, tokens, generation))
+            for ask, grant in zip(update.asks, settled.grants, strict=True):
+                if grant:
+                    books.arrived += ask.cost
+                    charges.append(Charge(ask.at_us, ask.cost, generation, is_grant=True))
+
+    def read(self, node: Any, key: bytes, back: Callable[..., None]) -> None:
+        if not node.is_mute:
+            self.deliver(self._answer, node, key, back)
+
+    def _answer(self, node: Any, key: bytes, back: Callable[..., None]) -> None:
+        if self.store_up:
+            self.store_calls += 1
+            if not node.is_deaf:
+                self.deliver(back, self.ledger.buckets.get(key))
+
+    def start(self, name: str) -> None:
+        """A sender is known to be alive."""
+        self._beats[name] = self.now_us
+
+    def beat(self, node: Any, back: Callable[[int], None]) -> None:
+        """A node says that it is alive, and hears how many are."""
+        if not node.is_mute:
+            self.deliver(self._beaten, node, node.sender_name, back)
+
+    def _beaten(self, node: Any, name: str, back: Callable[[int], None]) -> None:
+        if not self.store_up:
+            return
+        self.store_calls += 1
+        self._beats[name] = self.now_us
+        alive = sum(self.now_us - at_us < MEMBER_TTL_US for at_us in self._beats.values())
+        if not node.is_deaf:
+            self.deliver(back, alive)
+
+    def publish(self, sender: Any, number: int, key: bytes, shared: SharedState) -> None:
+        """Bring news to the other nodes."""
+        if not (self.store_up and not sender.is_mute):
+            return
+        for node in self.nodes:
+            if node is not sender:
+                self._bring_news(node, sender.sender_name, number, key, shared)
+
+    def _bring_news(self, node: Any, *news: Any) -> None:
+        if not node.is_deaf:
+            self.deliver(node.told, *news, loss=self.network.news_loss)
+
+    def reset(self, key: bytes, rule: Rule) -> None:
+        """An administrator resets a bucket by way of a node that nobody asks, until it is done."""
+        if not self.store_up:
+            self.after(RETRY_US, self.reset, key, rule)
+            return
+        shared = self.ledger.buckets[key] = self.made_full(self.ledger.buckets.get(key), rule)
+        self._resets += 1
+        for node in self.nodes:
+            self._bring_news(node, "admin", self._resets, key, shared)
+
+    @staticmethod
+    def made_full(shared: SharedState | None, rule: Rule) -> SharedState:
+        return reset(shared, rule)
+
+    def members_changed(self) -> None:
+        """A node believes in another number of members."""
+        held = sum(1 / node.members for node in self.nodes if node.alive)
+        self.books.most_held = max(self.books.most_held, held)
+
+
+def level(
+    charges: Sequence[Charge], rule: Rule, until_us: int = MAX_TIME_US
+) -> tuple[int, int] | None:
+    """What a bucket has to hold after charges: (time of the latest, units or tokens); by other means than the ledger's.
+
+    Of a token bucket what is missing in units, of a window its count, of a log the tokens in its last window. What was
+    charged after ``until_us`` is taken for a charge of that time.
+    """
+    generation = max((one.generation for one in charges), default=0)
+    spends, latest_us, missing = [], 0, 0
+    for charged_us, tokens, its, is_grant in charges:
+        at_us = min(charged_us, until_us)
+        if its == generation:
+            spends.append((max(at_us, latest_us) if is_grant else at_us, tokens))
+            missing -= min(missing, max(0, at_us - latest_us) * rule.limit)
+            missing += tokens * rule.window_us
+            latest_us = max(latest_us, at_us)
+    if not spends:
+        return None
+    if rule.algorithm == "token_bucket":
+        return latest_us, missing
+    if rule.algorithm == "fixed_window":
+        begin_us = latest_us - latest_us % rule.window_us
+    else:
+        begin_us = latest_us - rule.window_us + 1
+    return latest_us, sum(tokens for at_us, tokens in spends if at_us >= begin_us)
