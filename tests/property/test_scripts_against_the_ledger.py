@@ -314,7 +314,8 @@ def test_small_numbers_meet_every_boundary(store, algorithm, seed):
     model = Model()
     [key, *_] = KEYS
     now_us = 1_700_000_000 * US_PER_S
-    # The last one contradicts its revision: what is stored holds. Of spends under an older revision only those of another limit are cut to what fits.
+    # The last one contradicts its revision: what is stored holds. Of spends under an older revision only those of
+    # another limit are cut to what fits.
     rules = [
         rule_of(algorithm, limit, 1, revision)
         for limit, revision in ((5, 1), (3, 2), (3, 3), (4, 3))
