@@ -32,7 +32,8 @@ class BucketCache:
     def __init__(self, *, max_entries: int, ttl_us: int, now_us: int) -> None:
         self._max_entries = max_entries
         self._generation_us = ttl_us // 2
-        self._young: dict[bytes, Bucket] = {}
+        self.young: dict[bytes, Bucket] = {}
+        """What was used last, by key: to look here first saves a call of :meth:`get`."""
         self._old: dict[bytes, Bucket] = {}
         self._turned_us = now_us
         self._added = 0
@@ -49,16 +50,16 @@ class BucketCache:
 
     def __len__(self) -> int:
         """Buckets known."""
-        return len(self._young) + len(self._old) + self._packed_count
+        return len(self.young) + len(self._old) + self._packed_count
 
     def get(self, key: bytes) -> Bucket | None:
         """The bucket of ``key``, if it is in use."""
-        bucket = self._young.get(key)
+        bucket = self.young.get(key)
         if bucket is not None:
             return bucket
         if key not in self._old:
             return None
-        bucket = self._young[key] = self._old.pop(key)
+        bucket = self.young[key] = self._old.pop(key)
         return bucket
 
     def take_packed(self, name: bytes) -> SharedState | None:
@@ -86,7 +87,7 @@ class BucketCache:
     def add(self, bucket: Bucket) -> None:
         """A bucket is in use from now on."""
         self.forget_packed(bucket.name)
-        self._young[bucket.key] = bucket
+        self.young[bucket.key] = bucket
         bucket.tag.buckets[bucket.name] = bucket
         bucket.is_cached = True
         self._added += 1
@@ -108,12 +109,12 @@ class BucketCache:
             self._evict_some()
 
     def _turn(self) -> None:
-        self._old, self._young = self._young, {}
+        self._old, self.young = self.young, {}
 
     def _retire(self, bucket: Bucket) -> None:
         view = bucket.view
         if not view.is_clean:
-            self._young[bucket.key] = bucket
+            self.young[bucket.key] = bucket
             return
         self._forget(bucket)
         if view.base is not None:

@@ -97,18 +97,28 @@ class SharedBuckets:
         Raises:
             BreakerOpenError: it is to decide, and is not asked now.
         """
-        bucket = self._cache.get(key)
+        # The usual case spelled out, here and in _by_view: each call less is 50 ns of a check's 1,500.
+        bucket = self._cache.young.get(key)
         if bucket is None:
-            bucket = self._known(key, self._stored_name(key), rule)
+            bucket = self._cache.get(key) or self._known(key, self._stored_name(key), rule)
             if bucket is None:
                 return None
-        if bucket.view.rule is not rule:
+        view, tag = bucket.view, bucket.tag
+        if view.rule is not rule:
             self._note_rule(bucket, rule)
-        if bucket.tag.shard.is_open:
+        if tag.shard.is_open:
             if self._decides_alone:
                 return self._alone(bucket, now_us, cost)
-            raise bucket.tag.shard.open_error()
-        return self._by_view(bucket, now_us, cost)
+            raise tag.shard.open_error()
+        members = self._membership.count
+        outcome = view.check(now_us, members, cost)
+        if outcome is None or not outcome[0]:
+            return self._not_allowed(bucket, outcome)
+        if not bucket.is_dirty:
+            tag.touch(bucket)
+        if view.unsent.tokens * members >= view.shared_out and view.is_due(now_us, members):
+            tag.flush()
+        return outcome
 
     def peek(
         self, key: bytes, rule: Rule, _decide: Decide, now_us: int, cost: int
@@ -278,14 +288,17 @@ class SharedBuckets:
     def _by_view(self, bucket: Bucket, now_us: int, cost: int) -> Outcome | None:
         view, members = bucket.view, self._membership.count
         outcome = view.check(now_us, members, cost)
-        if outcome is None:
-            return None
-        if outcome[0]:
-            if not bucket.is_dirty:
-                bucket.tag.touch(bucket)
-            if view.is_due(now_us, members):
-                bucket.tag.flush()
-        elif not bucket.is_denied:
+        if outcome is None or not outcome[0]:
+            return self._not_allowed(bucket, outcome)
+        if not bucket.is_dirty:
+            bucket.tag.touch(bucket)
+        if view.is_due(now_us, members):
+            bucket.tag.flush()
+        return outcome
+
+    def _not_allowed(self, bucket: Bucket, outcome: Outcome | None) -> Outcome | None:
+        """A check was denied, or cannot be decided here."""
+        if outcome is not None and not bucket.is_denied:
             self._rereading.denied(bucket, self._clock.monotonic_us())
         return outcome
 

@@ -44,6 +44,7 @@ class View:
         in_flight: what that batch carries.
         asks: checks that wait for the next batch.
         forgiven: tokens that were allowed and are charged nowhere. Who counts them may set it back to 0.
+        shared_out: what all nodes together may have unsettled, at least; -1 while that is not worked out.
         false_positives: checks that were denied, and that the state which came from the store next would have allowed.
             Who counts them may set it back to 0.
     """
@@ -55,7 +56,6 @@ class View:
         "_denied_at_us",
         "_denied_cost",
         "_latest_us",
-        "_shared_out",
         "_state",
         "_trim_at",
         "asked_in_flight",
@@ -67,6 +67,7 @@ class View:
         "generation",
         "in_flight",
         "rule",
+        "shared_out",
         "unsent",
     )
 
@@ -84,7 +85,7 @@ class View:
         self._denials = self._denied_at_us = self._denied_cost = 0
         self._state: BucketState
         self._latest_us: int
-        self._shared_out: int
+        self.shared_out: int
         self._decide: Decide
         if base is not None:
             self._learn(base)
@@ -109,7 +110,7 @@ class View:
             return self._denied(outcome, now_us, cost)
         unsent = self.unsent
         planned = (self.in_flight.tokens + unsent.tokens + self.asked_tokens + cost) * members
-        if planned > self._shared_out and planned > self._work_out_share(now_us):
+        if planned > self.shared_out and planned > self._work_out_share(now_us):
             return self._unless_crowded(now_us, cost)
         self._state = outcome[5]
         if now_us > self._latest_us:  # noqa: PLR1730 - a call costs 60 ns, a comparison 15
@@ -155,7 +156,7 @@ class View:
         if self.asks:
             return True
         unsent = self.unsent.tokens * members
-        if unsent < self._shared_out or not unsent:
+        if unsent < self.shared_out or not unsent:
             return False
         return (
             unsent * SHARES_OF_REMAINING >= self._remaining(now_us)
@@ -247,10 +248,10 @@ class View:
 
     def _work_out_share(self, now_us: int) -> int:
         """What all nodes together may have unsettled; holds until what is left of the base has grown."""
-        self._shared_out = max(
+        self.shared_out = max(
             self._remaining(now_us) // SHARES_OF_REMAINING, self.rule.limit // SHARES_OF_LIMIT
         )
-        return self._shared_out
+        return self.shared_out
 
     def _remaining(self, now_us: int) -> int:
         """Tokens that the base has left at ``now_us``."""
@@ -308,6 +309,6 @@ class View:
             state = account.charged(state, rule, self.unsent.runs())
         self._state = state
         self._latest_us = account.standing(state)[0]
-        self._shared_out = _UNKNOWN
+        self.shared_out = _UNKNOWN
         # An overdrawn bucket is judged as such; it is overdrawn here, or not until the next time.
         self._decide = account.judge_of(state, rule)
