@@ -4,14 +4,14 @@ import pytest
 
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.sharedstate.cluster_map import SLOT_OF_TAG, SLOTS
-from ratelimitd.sharedstate.cluster_shards import ClusterShards
+from ratelimitd.sharedstate.cluster_shards import ClusterShards, _reply
 from ratelimitd.sharedstate.login import Greeting
 from ratelimitd.sharedstate.opening import open_shards
 from ratelimitd.sharedstate.script import Script
 from ratelimitd.sharedstate.shards import TAGS
 from ratelimitd.sharedstate.url import Server, parse_redis_url
 from tests.servers import ValkeyCluster, free_port
-from tests.unit.sharedstate.asking import PATIENT, ask, asked, serving, soon
+from tests.unit.sharedstate.asking import PATIENT, ask, asked, at, linked, peer, serving, soon
 
 INCREMENT = Script(b"return redis.call('INCRBY', KEYS[1], ARGV[1])")
 
@@ -241,3 +241,9 @@ def tag_of(shards, link):
 
 async def test_shards_that_were_never_started_can_be_closed(cluster):
     await ClusterShards(parse_redis_url(cluster.url), PATIENT).close()
+
+
+async def test_a_server_that_cannot_tell_its_map_now_is_passed_over():
+    async with peer(b"-LOADING wait\r\n") as port, linked(at(port)) as link:
+        with pytest.raises(StoreUnavailableError, match="LOADING"):
+            await _reply(link)
