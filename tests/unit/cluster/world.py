@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.breaker import Breaker
 from ratelimitd.cluster.accuracy import Accuracy
-from ratelimitd.cluster.cache import BucketCache
+from ratelimitd.cluster.cache import IDLE_US, BucketCache
 from ratelimitd.cluster.news import News
 from ratelimitd.cluster.shard import Shard
 from ratelimitd.cluster.shared_buckets import SharedBuckets
@@ -24,6 +24,7 @@ from ratelimitd.testing import ManualClock
 MS = 1_000
 SECOND = 1_000_000
 ROUND_TRIP_US = MS
+STEP_US = 6_250
 TIMEOUT_US = 20 * MS
 
 RULE = Rule("1", "/a", IdentifierType.USER, 1_000, 3_600, Algorithm.FIXED_WINDOW, revision=1)
@@ -265,6 +266,14 @@ class World:
     def sync(self):
         for tag in self.tags:
             tag.sync()
+
+    def pack(self, but=None):
+        """Let time pass until everything is packed that nobody asks for, but for one bucket."""
+        for _ in range(round(2 * IDLE_US / STEP_US) + 10):
+            self.run(STEP_US)
+            if but is not None:
+                self.at_once(but)
+            self.buckets.step()
 
     def settle(self):
         """Let everything arrive."""

@@ -1,0 +1,231 @@
+"""A node's part in a cluster, put together, on a store of which the test says what becomes of requests."""
+
+import asyncio
+
+import pytest
+
+from ratelimitd.breaker import State
+from ratelimitd.cluster import cluster as cluster_module
+from ratelimitd.cluster.cluster import STEPS, Cluster, Options
+from ratelimitd.cluster.shared_time import SharedTime
+from ratelimitd.cluster.store import HASH_TAGS
+from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.ledger.shared_state import reset
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+from tests.unit.cluster.world import MS, RULE, SECOND, FakeBus, FakeStore, limited, name_of
+
+OPTIONS = Options(
+    sync_interval_ms=100,
+    cache_entries=1_000,
+    cache_ttl_s=300,
+    breaker_failures=2,
+    breaker_recovery_s=30,
+    strict=False,
+    decides_alone=False,
+    callers_time=False,
+)
+
+
+class Scene:
+    """All requests are held until the test, or :meth:`answer`, has seen to them."""
+
+    def __init__(self, *, tags_per_batch=1, **options):
+        self.clock, self.stats, self.bus = ManualClock(), CheckStats(), FakeBus()
+        self.store, self.reports, self.rule_changes = FakeStore(None), [], 0
+        self.store.mode, self.store.tags_per_batch = "held", tags_per_batch
+        self.shared_time = SharedTime(
+            lambda: self.clock.now_us() * 1_000, lambda: self.clock.monotonic_us() * 1_000
+        )
+        self.cluster = Cluster(
+            self.store,
+            self.bus,
+            OPTIONS._replace(**options),
+            incarnation="node/1",
+            stored_name=name_of,
+            fingerprint=lambda: "ours",
+            clock=self.clock,
+            shared_time=self.shared_time,
+            stats=self.stats,
+            report=self.reports.append,
+            rules_changed=self.rules_changed,
+        )
+
+    def rules_changed(self):
+        self.rule_changes += 1
+
+    def answer(self):
+        held, self.store.held = self.store.held, []
+        for request in held:
+            request.answer()
+
+    def spend(self, key=b"a", cost=1, rule=RULE):
+        buckets, now_us = self.cluster.buckets, self.clock.now_us()
+        if buckets.apply(key, rule, None, now_us, cost) is None:
+            buckets.wait(key, rule, now_us, cost, peek=False)
+            self.answer()
+
+    async def fail(self, times):
+        """So many turns in which a read of a check fails."""
+        for number in range(times):
+            answer = self.cluster.buckets.wait(b"f%d" % number, RULE, 0, 1, peek=False)
+            self.store.held.pop().fail()
+            assert isinstance(await answer, StoreUnavailableError)
+            await asyncio.sleep(0)
+
+    def interval(self):
+        for _ in range(STEPS):
+            self.cluster.sync_step()
+
+
+@pytest.fixture
+async def scene():
+    return Scene()
+
+
+class TestSync:
+    async def test_an_interval_walks_through_all_hash_tags_in_steps(self, scene):
+        assert scene.cluster.step_s == pytest.approx(0.1 / STEPS)
+        for number in range(HASH_TAGS):
+            scene.spend(bytes([number]))
+        sent = []
+        for _ in range(STEPS):
+            scene.cluster.sync_step()
+            sent.append(len(scene.store.held))
+            scene.answer()
+        assert sent == [HASH_TAGS // STEPS] * STEPS
+        assert scene.cluster.unsettled_buckets == 0
+
+    async def test_where_a_batch_may_be_of_several_hash_tags_there_are_fewer(self):
+        scene = Scene(tags_per_batch=HASH_TAGS)
+        for number in range(10):
+            scene.spend(bytes([number]))
+        scene.interval()
+        assert [len(batch.updates) for batch in scene.store.asked("settle")] == [10]
+
+    async def test_others_are_told_once_an_interval(self, scene):
+        scene.spend(cost=400)
+        scene.interval()
+        scene.answer()
+        scene.clock.advance(us=10 * MS)
+        scene.spend(cost=200)
+        for _ in range(STEPS - 1):
+            scene.cluster.sync_step()
+        scene.answer()
+        assert scene.bus.published == []
+        scene.cluster.sync_step()
+        assert [payload[:1] for _, payload in scene.bus.published] == [b"S"]
+
+    async def test_the_age_of_what_is_not_acknowledged_is_known(self, scene):
+        assert scene.cluster.sync_lag_s == 0
+        scene.spend(b"a")
+        scene.spend(b"b")
+        assert (scene.cluster.sync_lag_s, scene.cluster.unsettled_buckets) == (0, 2)
+        scene.interval()
+        scene.clock.advance(seconds=1.5)
+        assert (scene.cluster.sync_lag_s, scene.cluster.unsettled_buckets) == (1.5, 2)
+        scene.answer()
+        assert (scene.cluster.sync_lag_s, scene.cluster.unsettled_buckets) == (0, 0)
+
+    async def test_a_node_that_leaves_settles_all_it_has(self, scene):
+        for number in range(3):
+            scene.spend(bytes([number]))
+        settling = asyncio.create_task(scene.cluster.settle(60))
+        await asyncio.sleep(0)
+        assert len(scene.store.held) == 3
+        scene.answer()
+        assert await settling
+
+    async def test_it_does_not_wait_for_ever(self, scene, monkeypatch):
+        monkeypatch.setattr(cluster_module, "WATCH_S", 0)
+        scene.spend()
+        settling = asyncio.create_task(scene.cluster.settle(2))
+        await asyncio.sleep(0)
+        scene.clock.advance(seconds=2)
+        assert not await settling
+
+    async def test_a_node_that_has_nothing_to_settle_leaves_at_once(self, scene):
+        assert await scene.cluster.settle(0)
+
+
+class TestBreakers:
+    async def test_checks_that_fail_open_one_and_a_probe_closes_it(self, scene):
+        assert (scene.cluster.is_connected, scene.cluster.breaker_state) == (True, State.CLOSED)
+        await scene.fail(2)
+        assert (scene.cluster.is_connected, scene.cluster.breaker_state) == (False, State.OPEN)
+        scene.clock.advance(seconds=32)
+        scene.cluster.watch()
+        assert scene.cluster.breaker_state is State.HALF_OPEN
+        assert scene.store.asked("probe") == [HASH_TAGS - 1]
+        scene.answer()
+        assert (scene.cluster.is_connected, scene.cluster.breaker_state) == (True, State.CLOSED)
+
+
+class TestMessages:
+    async def test_a_reset_that_another_node_tells_of_is_looked_at(self, scene):
+        scene.spend(cost=900)
+        scene.interval()
+        scene.answer()
+        scene.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
+        scene.cluster.take(b"D" + name_of(b"a"))
+        scene.answer()
+        assert scene.cluster.buckets.peek(b"a", RULE, None, scene.clock.now_us(), 1)[1] == 999
+
+    @pytest.mark.parametrize("strict", [False, True])
+    async def test_new_rules_are_taken_over(self, strict):
+        scene = Scene(strict=strict)
+        scene.cluster.take(b"R" + bytes(8))
+        assert scene.rule_changes == 1
+
+    @pytest.mark.parametrize(("strict", "reads"), [(False, 1), (True, 0)])
+    async def test_after_a_gap_rules_and_buckets_are_looked_at_again(self, strict, reads):
+        scene = Scene(strict=strict)
+        if not strict:
+            scene.spend()
+        known = len(scene.store.asked("read"))
+        scene.cluster.resync()
+        scene.cluster.sync_step()
+        assert scene.rule_changes == 1
+        assert len(scene.store.asked("read")) - known == reads
+
+    async def test_what_is_told_of_buckets_is_nothing_to_a_node_that_holds_none(self):
+        scene = Scene(strict=True)
+        scene.cluster.take(b"D" + name_of(b"a"))
+        assert scene.store.requests == []
+
+
+class TestStrict:
+    async def test_each_check_is_decided_by_the_store(self):
+        scene = Scene(strict=True, callers_time=True)
+        answer = scene.cluster.buckets.wait(b"a", RULE, scene.clock.now_us(), 7, peek=False)
+        scene.answer()
+        assert (await answer)[:2] == (True, 993)
+        scene.interval()
+        assert scene.cluster.unsettled_buckets == 0
+
+
+class TestExactness:
+    async def test_what_was_allowed_too_much_is_told_beside_what_is_promised(self, scene):
+        rule = limited(100)
+        scene.spend(cost=1, rule=rule)
+        scene.store.spend(b"a", rule, 104, scene.clock.now_us())
+        scene.interval()
+        scene.answer()
+        assert scene.cluster.worst_excess == pytest.approx(0.05)
+        assert scene.cluster.accuracy.over_admitted_total == 1
+        assert scene.cluster.promised_excess == pytest.approx(0.51)
+
+    async def test_nodes_round_trips_and_clocks_that_differ_make_the_promise_larger(self, scene):
+        scene.cluster.membership.beat()
+        scene.clock.advance(us=1_000)
+        scene.store.time_us = scene.clock.now_us() - 500 + SECOND  # it is a second ahead
+        scene.store.members = ("one", "two")
+        scene.answer()
+        assert scene.cluster.membership.count == 3
+        assert scene.cluster.promised_excess == pytest.approx(0.51 + 3 * (0.001 + 2.0))
+
+    async def test_a_batch_that_is_given_up_is_counted(self, scene):
+        scene.spend(cost=5)
+        scene.interval()
+        scene.store.held_one().done(None)
+        assert scene.cluster.accuracy.forgiven_total == 5

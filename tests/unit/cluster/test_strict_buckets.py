@@ -1,0 +1,104 @@
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from ratelimitd.cluster.strict_buckets import StrictBuckets
+from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
+from ratelimitd.testing import ManualClock
+from tests.unit.cluster.world import MS, RULE, FakeStore, ManualTimers, name_of
+
+
+class Shard:
+    def __init__(self):
+        self.is_open, self.told = False, []
+
+    def open_error(self):
+        return BreakerOpenError(7)
+
+    def answered(self):
+        self.told.append("answered")
+
+    def failed(self, error):
+        self.told.append(error)
+
+
+class Scene:
+    def __init__(self, *, callers_time=False):
+        self.clock, self.shard = ManualClock(), Shard()
+        self.timers = ManualTimers(self.clock)
+        self.store = FakeStore(self.timers)
+        self.buckets = StrictBuckets(
+            store=self.store,
+            tags=[SimpleNamespace(shard=self.shard)] * 256,
+            stored_name=name_of,
+            callers_time=callers_time,
+        )
+
+    def wait(self, cost=1, *, peek=False):
+        return self.buckets.wait(b"a", RULE, self.clock.now_us(), cost, peek=peek)
+
+
+@pytest.fixture
+async def scene():
+    return Scene(callers_time=True)
+
+
+async def test_no_check_is_decided_here(scene):
+    for ask in (scene.buckets.apply, scene.buckets.peek):
+        assert ask(b"a", RULE, None, 0, 1) is None
+
+
+async def test_a_check_is_decided_and_charged_by_the_store(scene):
+    answers = [scene.wait(600), scene.wait(600)]
+    scene.timers.run(MS)
+    assert [answer.result()[:2] for answer in answers] == [(True, 400), (False, 400)]
+    assert (scene.buckets.asked_total, scene.buckets.late_total) == (2, 0)
+    assert scene.shard.told == ["answered", "answered"]
+
+
+async def test_a_peek_charges_nothing(scene):
+    answer = scene.wait(600, peek=True)
+    scene.timers.run(MS)
+    assert answer.result()[:2] == (True, 400)
+    assert scene.store.spent(b"a") == 0
+
+
+@pytest.mark.parametrize("callers_time", [True, False])
+async def test_the_stores_time_counts_unless_the_callers_does(callers_time):
+    scene = Scene(callers_time=callers_time)
+    scene.store.mode = "held"
+    scene.wait()
+    ((_, now_us, _, _),) = scene.store.asked("decide")
+    assert now_us == (scene.clock.now_us() if callers_time else None)
+
+
+async def test_an_error_is_told_to_the_check_and_to_the_breaker(scene):
+    scene.store.mode = "down"
+    answer = scene.wait()
+    scene.timers.run(20 * MS)
+    assert isinstance(answer.result(), StoreUnavailableError)
+    assert scene.shard.told == [answer.result()]
+
+
+async def test_while_the_breaker_is_open_nobody_is_asked(scene):
+    scene.shard.is_open = True
+    assert scene.wait().result().retry_after_us == 7
+    assert (scene.store.requests, scene.buckets.asked_total) == ([], 0)
+
+
+async def test_a_caller_that_has_left_does_not_meet_the_answer(scene):
+    answer = scene.wait()
+    answer.cancel()
+    scene.timers.run(MS)
+    assert scene.shard.told == ["answered"]
+
+
+async def test_a_reset_makes_the_bucket_full(scene):
+    scene.wait(600)
+    scene.timers.run(MS)
+    resetting = asyncio.create_task(scene.buckets.reset([b"a"], [RULE]))
+    await asyncio.sleep(0)
+    scene.timers.run(MS)
+    await resetting
+    assert scene.store.ledger.buckets[name_of(b"a")].generation == 1
