@@ -144,11 +144,6 @@ class Clustering:
         await self._bus.close()
         await self._shards.close()
 
-    async def close(self) -> None:
-        """Disconnect, after a start that failed."""
-        await self._bus.close()
-        await self._shards.close()
-
     @property
     def shared_state(self) -> SharedStateStatus:
         """For health."""

@@ -214,6 +214,8 @@ def _read_or_error(read: Callable[[], Any]) -> Any:
 def _beat(reply: Any) -> Beat:
     match reply:
         case [bytes() as now_us, bytes() as fingerprint, list() as names] if now_us.isdigit():
-            return int(now_us), fingerprint.decode(), tuple([name.decode() for name in names])
+            # Names are for counting and for people: one that is no text is a node, too.
+            alive = tuple([name.decode(errors="replace") for name in names])
+            return int(now_us), fingerprint.decode(errors="replace"), alive
     message = "the reply to a sign of life is none"
     raise StoreCorruptError(message)

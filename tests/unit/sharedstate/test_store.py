@@ -1,0 +1,204 @@
+"""The shared state as a node asks for it, in a real Valkey."""
+
+import asyncio
+
+import pytest
+
+from ratelimitd.errors import StoreCorruptError, StoreUnavailableError
+from ratelimitd.ledger.batches import Sender
+from ratelimitd.ledger.shared_state import Ask, SharedState, Update
+from ratelimitd.model import LIMIT_EXCEEDED, Algorithm, IdentifierType, Rule
+from ratelimitd.sharedstate.encoding import bucket_key
+from ratelimitd.sharedstate.shards import TAGS, standalone
+from ratelimitd.sharedstate.store import READS_PER_COMMAND, TAGS_PER_BATCH, RedisStore
+from ratelimitd.sharedstate.url import parse_redis_url
+from tests.servers import free_port
+from tests.unit.sharedstate.asking import PATIENT, asked
+
+RULE = Rule("1", "/a", IdentifierType.USER, 10, 3_600, Algorithm.FIXED_WINDOW, revision=3)
+NAME = b"a" * 16
+NOW_US = 1_700_006_400_000_000
+
+
+@pytest.fixture
+async def shards(valkey):
+    shards = standalone(parse_redis_url(valkey.url), PATIENT)
+    await shards.start()
+    yield shards
+    await shards.close()
+
+
+@pytest.fixture
+async def store(shards):
+    return RedisStore(shards)
+
+
+class Liar:
+    """Shards of which the one server answers everything with ``reply``."""
+
+    is_cluster = False
+    name = "liar:1"
+
+    def __init__(self, reply):
+        self.reply = reply
+
+    def of_tag(self, _tag):
+        return self
+
+    def send(self, _command, done):
+        asyncio.get_running_loop().call_soon(done, self.reply)
+
+    def run(self, _script, _keys, _arguments, done):
+        self.send((), done)
+
+
+def update(tokens=0, *asks):
+    return Update(RULE, None, [(NOW_US, tokens)] if tokens else (), [Ask(NOW_US, n) for n in asks])
+
+
+async def settle(store, sender, *updates):
+    batch = sender.freeze(list(updates), NOW_US)
+    return await asked(store.settle, NAME[0], batch)
+
+
+async def decide(store, cost, *, peek=False, now_us=NOW_US):
+    answer = asyncio.get_running_loop().create_future()
+    store.decide(NAME, RULE, now_us, cost, peek=peek, done=answer.set_result)
+    return await answer
+
+
+async def beat(store, name, ttl_us=5_000_000, fingerprint="ours"):
+    return await asked(store.beat, name, ttl_us, fingerprint)
+
+
+async def test_the_one_server_is_named_and_batches_are_of_several_tags(store, valkey):
+    assert {store.shard_of(tag) for tag in range(TAGS)} == {valkey.address}
+    assert store.tags_per_batch == TAGS_PER_BATCH
+
+
+async def test_a_batch_is_applied_once_and_read_again_as_it_was_answered(store):
+    sender = Sender("node/1")
+    first = await settle(store, sender, (NAME, update(4)))
+    again = await asked(store.settle, NAME[0], sender.outstanding)
+    assert first == again
+    assert first.settled[NAME].shared == SharedState(0, 3, 10, (4, NOW_US))
+    assert await asked(store.read, NAME, RULE) == first.settled[NAME].shared
+
+
+async def test_a_batch_that_is_older_than_the_last_of_its_sender_is_refused(store):
+    sender = Sender("node/1")
+    reply = await settle(store, sender, (NAME, update(1)))
+    old = sender.acknowledged(reply)
+    await settle(store, sender, (NAME, update(1)))
+    assert await asked(store.settle, NAME[0], old) is None
+
+
+async def test_checks_that_a_batch_takes_along_are_decided(store):
+    reply = await settle(store, Sender("node/1"), (NAME, update(8, 2, 1)))
+    assert reply.settled[NAME].grants == (True, False)
+
+
+async def test_buckets_of_one_turn_are_read_together_each_with_its_own_answer(store, valkey):
+    await settle(store, Sender("node/1"), (NAME, update(4)))
+    names = [b"a%015d" % number for number in range(READS_PER_COMMAND)]
+    states = await asyncio.gather(*(asked(store.read, name, RULE) for name in (*names, NAME)))
+    assert states == [None] * READS_PER_COMMAND + [SharedState(0, 3, 10, (4, NOW_US))]
+    assert valkey.info("commandstats")["cmdstat_mget"]["calls"] == 2
+
+
+async def test_in_a_cluster_each_bucket_is_read_by_itself(shards, valkey, monkeypatch):
+    monkeypatch.setattr(shards, "is_cluster", True, raising=False)
+    store = RedisStore(shards)
+    assert store.tags_per_batch == 1
+    names = [bytes([number]) * 16 for number in range(3)]
+    states = await asyncio.gather(*(asked(store.read, name, RULE) for name in names))
+    assert states == [None] * 3
+    assert valkey.info("commandstats")["cmdstat_mget"]["calls"] == 3
+
+
+async def test_a_value_that_is_no_bucket_counts_as_a_full_one_and_the_next_batch_replaces_it(
+    store, valkey
+):
+    valkey.ask("SET", bucket_key(NAME), b"not ours")
+    assert await asked(store.read, NAME, RULE) is None
+    assert store.corrupt_total == 1
+    reply = await settle(store, Sender("node/1"), (NAME, update(4)))
+    assert store.corrupt_total == 2
+    assert await asked(store.read, NAME, RULE) == reply.settled[NAME].shared
+
+
+async def test_one_check_is_decided_by_the_store(store):
+    allowed = await decide(store, 7)
+    assert allowed[:2] == (True, 3)
+    assert (await decide(store, 3, peek=True))[:2] == (True, 0)
+    assert (await decide(store, 4))[4] is LIMIT_EXCEEDED
+
+
+async def test_without_a_time_the_store_has_its_own(store, valkey):
+    await decide(store, 7, now_us=None)
+    state = (await asked(store.read, NAME, RULE)).state
+    seconds, _ = valkey.ask("TIME")
+    assert abs(state[1] // 1_000_000 - seconds) < 60
+
+
+async def test_a_reset_is_a_full_bucket_of_the_next_generation(store):
+    await settle(store, Sender("node/1"), (NAME, update(4)))
+    shared = await asked(store.reset, NAME, RULE)
+    assert shared == SharedState(1, 3, 10)
+    assert await asked(store.read, NAME, RULE) == shared
+
+
+async def test_a_probe_finds_that_the_server_writes(store, valkey):
+    assert await asked(store.probe, 7) is None
+    assert await asked(store.probe, 7) is None
+
+
+async def test_a_probe_finds_that_it_does_not(store, valkey):
+    valkey.ask("CONFIG", "SET", "min-replicas-to-write", 1)
+    try:
+        assert isinstance(await asked(store.probe, 7), StoreUnavailableError)
+    finally:
+        valkey.ask("CONFIG", "SET", "min-replicas-to-write", 0)
+
+
+async def test_signs_of_life_tell_who_is_alive_and_the_time_of_the_store(store, valkey):
+    now_us, fingerprint, names = await beat(store, "one/1")
+    assert (fingerprint, names) == ("ours", ("one/1",))
+    seconds, _ = valkey.ask("TIME")
+    assert abs(now_us // 1_000_000 - seconds) < 60
+    _, fingerprint, names = await beat(store, "two/2", fingerprint="theirs")
+    assert (fingerprint, {*names}) == ("ours", {"one/1", "two/2"})
+    await beat(store, "two/2", ttl_us=0)
+    _, _, names = await beat(store, "one/1")
+    assert names == ("one/1",)
+
+
+async def test_a_name_that_is_no_text_is_counted_all_the_same(store, valkey):
+    seconds, _ = valkey.ask("TIME")
+    valkey.ask("ZADD", "rl1:{00}:members", seconds * 1_000_000, b"\xff")
+    assert len((await beat(store, "one/1"))[2]) == 2
+
+
+async def ask_everything(store):
+    return [
+        await asked(store.read, NAME, RULE),
+        await settle(store, Sender("node/1"), (NAME, update(4))),
+        await decide(store, 1),
+        await asked(store.reset, NAME, RULE),
+        await asked(store.probe, 7),
+        await beat(store, "one/1"),
+    ]
+
+
+async def test_a_server_that_is_away_is_an_error_for_all_who_ask():
+    shards = standalone(parse_redis_url(f"redis://127.0.0.1:{free_port()}"), PATIENT)
+    await shards.start()
+    answers = await ask_everything(RedisStore(shards))
+    await shards.close()
+    assert all(isinstance(answer, StoreUnavailableError) for answer in answers)
+
+
+@pytest.mark.parametrize("reply", [b"not ours", [], 7, None])
+async def test_a_reply_that_is_none_of_ours_is_an_error_for_all_who_ask(reply):
+    answers = await ask_everything(RedisStore(Liar(reply)))
+    assert all(isinstance(answer, StoreCorruptError) for answer in answers)

@@ -1,0 +1,182 @@
+"""A node's part in a cluster, with a real Valkey: from the start to the end."""
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+
+import pytest
+
+from ratelimitd.background import Background
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.clock import SystemClock
+from ratelimitd.cluster.shared_time import SharedTime
+from ratelimitd.clustering import Clustering
+from ratelimitd.errors import StartupError
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.settings import Settings
+from ratelimitd.stats import CheckStats
+from tests.servers import Valkey, free_port
+from tests.unit.sharedstate.asking import soon
+
+RULE = Rule("1", "/a", IdentifierType.USER, 1_000, 3_600, Algorithm.FIXED_WINDOW, revision=1)
+KEY = b"a key of a bucket"
+SECRET = "s" * 32
+
+
+@pytest.fixture(scope="module")
+def valkey_of_module(tmp_path_factory):
+    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def valkey(valkey_of_module):
+    valkey_of_module.ask("FLUSHALL")
+    return valkey_of_module
+
+
+class Feed:
+    """Counts how often it is asked for new rules."""
+
+    def __init__(self):
+        self.book, self.asked = None, 0
+
+    async def notify(self):
+        self.asked += 1
+
+
+class Member:
+    """One node of a cluster, without what is around it."""
+
+    def __init__(self, url, *, secret=SECRET, **settings):
+        # A busy machine must not decide the tests that are not about it.
+        flags = {"REDIS_URL": url, "REDIS_TIMEOUT_MS": "1000", **settings}
+        self.clock, self.stats, self.feed = SystemClock(), CheckStats(), Feed()
+        self.shared_time, self.restarts = SharedTime(), {}
+        keys = BucketKeys(secret.encode())
+        self.clustering = Clustering(
+            Settings.load({}, flags),
+            keys=keys,
+            fingerprint=keys.fingerprint,
+            clock=self.clock,
+            shared_time=self.shared_time,
+            stats=self.stats,
+            feed=self.feed,
+        )
+
+    async def check(self, cost=1):
+        buckets, now_us = self.clustering.buckets, self.clock.now_us()
+        outcome = buckets.apply(KEY, RULE, None, now_us, cost)
+        return outcome or await buckets.wait(KEY, RULE, now_us, cost, peek=False)
+
+    @property
+    def status(self):
+        return self.clustering.status
+
+
+@asynccontextmanager
+async def running(*members):
+    """Nodes that have started, with their jobs; drained at the end."""
+    for member in members:
+        await member.clustering.start()
+    backgrounds = [Background(member.restarts) for member in members]
+    for member, background in zip(members, backgrounds, strict=True):
+        member.clustering.start_jobs(background)
+    try:
+        yield
+    finally:
+        for member, background in zip(members, backgrounds, strict=True):
+            await background.stop()
+            await member.clustering.drain(10)
+            assert not any(member.restarts.values())
+
+
+async def test_nodes_share_their_buckets_and_know_of_each_other(valkey):
+    one, two = Member(valkey.url), Member(valkey.url)
+    async with running(one, two):
+        assert (await one.check(600))[:2] == (True, 400)
+        await soon(lambda: one.status.unsettled_buckets == 0)
+        assert (await two.check())[:2] == (True, 399)
+        await soon(lambda: one.status.members == two.status.members == 2)
+        assert one.shared_time.is_known
+        assert one.clustering.shared_state == (True, "closed")
+        assert len(one.clustering.cache) == 1
+        assert (one.status.asked_total, one.status.late_total, one.status.corrupt_total) == (
+            1,
+            0,
+            0,
+        )
+
+
+async def test_a_node_that_leaves_has_settled_all_it_allowed_and_is_counted_no_more(valkey):
+    one, two = Member(valkey.url), Member(valkey.url)
+    async with running(one):
+        await two.clustering.start()
+        await two.check(7)
+        await two.clustering.drain(10)
+        await soon(lambda: one.status.members == 1)
+        assert (await one.check())[:2] == (True, 1_000 - 7 - 1)
+
+
+async def test_rules_that_change_on_one_node_are_asked_for_on_the_others(valkey):
+    one, two = Member(valkey.url), Member(valkey.url)
+    async with running(one, two):
+        await soon(lambda: two.feed.asked > 0)  # at its start it may have missed some
+        await one.clustering.notify()
+        assert one.feed.asked > 0  # it has no book to tell of
+        one.feed.book = RuleBook.of([RULE], 7)
+        known = two.feed.asked
+
+        async def tell():
+            while two.feed.asked == known:
+                await one.clustering.notify()
+                await asyncio.sleep(0.05)
+
+        await tell()
+
+
+async def test_a_reset_on_one_node_is_heard_of_on_the_others(valkey):
+    one, two = Member(valkey.url), Member(valkey.url)
+    async with running(one, two):
+        await one.check(400)
+        await soon(lambda: one.status.unsettled_buckets == 0)
+        assert (await two.check())[1] == 599
+        await two.clustering.buckets.reset([KEY], [RULE])
+        await soon(lambda: _left(one) == 1_000)
+
+
+def _left(member):
+    outcome = member.clustering.buckets.peek(KEY, RULE, None, member.clock.now_us(), 1_001)
+    return outcome and outcome[1]
+
+
+async def test_a_node_with_another_secret_does_not_start(valkey):
+    one, stranger = Member(valkey.url), Member(valkey.url, secret="x" * 32)
+    async with running(one):
+        with pytest.raises(StartupError, match="KEY_SECRET"):
+            await stranger.clustering.start()
+        await stranger.clustering.drain(0)
+
+
+async def test_without_a_server_a_node_starts_and_says_so_and_what_it_holds_is_lost(caplog):
+    url = f"redis://127.0.0.1:{free_port()}"
+    member = Member(url, ON_BREAKER_OPEN="local", BREAKER_FAILURES="1")
+    with caplog.at_level(logging.WARNING):
+        await member.clustering.start()
+        assert not member.clustering.shared_state.connected
+        await member.check()  # it opens the breaker
+        assert member.clustering.shared_state == (False, "open")
+        assert (await member.check())[0]
+        assert member.status.unsettled_buckets == 1
+        await member.clustering.drain(0)
+    assert "not all spends reached the shared state" in caplog.text
+    assert "shared state" in caplog.text
+
+
+async def test_a_strict_node_lets_the_store_decide_everything(valkey):
+    one = Member(valkey.url, CONSISTENCY="strict")
+    async with running(one):
+        assert [(await one.check(600))[0] for _ in range(2)] == [True, False]
+        assert one.status.asked_total == 2
+        assert len(one.clustering.cache) == 0
