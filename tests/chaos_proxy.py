@@ -68,8 +68,8 @@ class ChaosProxy:
         """Connections since the start."""
         self._tls = tls
         self._random = random.Random(seed)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="chaos proxy")
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread
         self._listener: socket.socket | None = None
         self._connections: dict[asyncio.Task[None], list[StreamWriter]] = {}
 
@@ -89,6 +89,8 @@ class ChaosProxy:
         return len(self._connections)
 
     def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="chaos proxy")
         self._thread.start()
         self.accept()
         return self
@@ -180,6 +182,7 @@ class ChaosProxy:
             await _all_or_none(step for way in ways for step in (way.take(), way.bring()))
             for one in both:
                 one.close()
+                await one.wait_closed()  # what was written goes out first
         except OSError:
             pass  # refused by the server, or reset: the other side is to notice, and nobody else
         finally:
@@ -277,7 +280,7 @@ def _reset(writer: StreamWriter) -> None:
     if not writer.is_closing():
         peer = writer.get_extra_info("socket")
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, SEND_RST)
-        writer.transport.abort()
+    writer.transport.abort()
 
 
 def _now_s() -> float:

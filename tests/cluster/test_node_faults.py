@@ -1,0 +1,96 @@
+"""What becomes of a limit when one of the nodes that hold it dies, hangs or leaves."""
+
+import pytest
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.cluster.admissions import tokens
+from tests.cluster.load import Event
+from tests.cluster.nodes import Nodes
+from tests.cluster.shared import Shared, health
+from tests.servers import until
+
+UNSETTLED_S = 0.5
+"""What a node allowed longer ago than this is charged, unless the machine is very slow: the sync takes 0.1 s."""
+
+
+@pytest.fixture(scope="module")
+def one_cluster(tmp_path_factory):
+    with Shared(tmp_path_factory.mktemp("shared")) as shared:
+        yield shared
+
+
+@pytest.fixture
+def cluster(one_cluster):
+    yield one_cluster
+    one_cluster.heal()
+
+
+def test_a_node_that_is_killed_takes_its_last_spends_along_and_nothing_else(cluster):
+    endpoint = cluster.new_rule()
+    log = cluster.load(endpoint, 3.0, Event(1.5, lambda: cluster.nodes.kill(1)))
+    others = [entry for entry in log.entries if entry.node != 1]
+    assert {entry.reason for entry in others} == {pb.WITHIN_LIMIT}
+    killed_s = max(entry.sent_s for entry in log.entries if entry.node == 1)
+    for key in log.keys:
+        admitted = log.of(key).admitted
+        last = [one for one in admitted if one.node == 1 and one.sent_s > killed_s - UNSETTLED_S]
+        unknown = tokens(log.of(key).unknown)
+        stored = cluster.stored(endpoint, key)
+        assert tokens(admitted) - tokens(last) <= stored <= tokens(admitted) + unknown
+
+
+def test_a_node_that_comes_back_asks_before_it_allows(cluster):
+    endpoint = cluster.new_rule(limit=5)
+    node = cluster[0]
+    until(lambda: not node.check(endpoint).allowed, "the limit is used up")
+    cluster.settled()
+    cluster.nodes.kill(0)
+    again = cluster.nodes.start(0)
+    assert again.check(endpoint).reason == pb.LIMIT_EXCEEDED
+
+
+def test_a_node_that_leaves_settles_first(cluster):
+    endpoint = cluster.new_rule()
+    ended = []
+    log = cluster.load(endpoint, 2.0, Event(1.0, lambda: ended.append(cluster.nodes.stop(2))))
+    assert ended == [0]
+    assert set(cluster.nodes.metric("rate_limiter_cluster_nodes")) == {2.0}  # it said goodbye
+    for key in log.keys:
+        of_key = log.of(key)
+        least = tokens(of_key.admitted)
+        assert least <= cluster.stored(endpoint, key) <= least + tokens(of_key.unknown)
+    assert len(log.unknown) < 0.05 * len(log.entries)
+
+
+def test_a_node_that_hangs_for_a_moment_is_charged_for_everything(cluster):
+    endpoint = cluster.new_rule()
+    events = (
+        Event(0.5, lambda: cluster.nodes.pause(1)),
+        Event(2.0, lambda: cluster.nodes.resume(1)),
+    )
+    log = cluster.load(endpoint, 3.0, *events)
+    assert log.reasons.keys() == {"WITHIN_LIMIT"}
+    for key in log.keys:
+        assert cluster.stored(endpoint, key) == tokens(log.of(key).admitted)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_a_node_that_hangs_for_long_is_no_member_until_it_goes_on(cluster):
+    cluster.nodes.pause(1)
+    others = cluster[0], cluster[2]
+    count = "rate_limiter_cluster_nodes"
+    until(lambda: {one.metric(count) for one in others} == {2.0}, "it is missed")
+    cluster.nodes.resume(1)
+    until(lambda: set(cluster.nodes.metric(count)) == {3.0}, "it is one of them again")
+    assert health(cluster[1]).status == pb.HEALTHY
+
+
+def test_nodes_of_two_secrets_do_not_share_a_store(cluster, tmp_path):
+    secret = "--key-secret", "another than that of the others"
+    with (
+        pytest.raises(AssertionError, match="KEY_SECRET"),
+        Nodes(tmp_path / "nodes", cluster.valkey.url, *secret, count=1),
+    ):
+        pass
+    assert cluster[0].process.poll() is None
