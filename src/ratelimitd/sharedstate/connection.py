@@ -31,6 +31,10 @@ answers as many in about 50 ms, so that a longer queue would only hold requests 
 MAX_BYTES: Final = 16 * 1024 * 1024
 """Octets of requests in flight: what a hanging server may cost this process in memory, whatever a request carries."""
 
+REQUEST_S: Final = 0.000_02
+"""What each request that is ahead adds to the time that one may take: twice what a script costs a server. Else the
+last of 1,000 that were sent at once would be told that the server is slow, and the breaker with them."""
+
 SILENCE_S: Final = 1.0
 """A server that has not answered for so long is either gone, with nobody left to say so, or of no use. Many times the
 longest timeout that makes sense, so that slow is not mistaken for dead."""
@@ -51,7 +55,7 @@ class Connection(asyncio.Protocol):
     """An open connection. Each request's ``done`` is called exactly once, and never inside :meth:`submit`.
 
     ``on_error`` takes a request whose caller still waits, and the error reply to it; it has to see to its ``done``.
-    ``on_lost`` is called once, before the requests in flight are told. ``timeout_s`` may be changed at any time.
+    ``on_lost`` is called once, before the requests in flight are told. ``timeout_s`` holds for what is yet to be sent.
     """
 
     def __init__(
@@ -78,11 +82,11 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[Request] = deque()
         self._bytes = 0
         # Requests are numbered by their place: `_answered` before the oldest that waits, `_expired` before the oldest
-        # whose caller still waits. A write is (when, the number of the first request after it).
+        # whose caller still waits. A write is (when, the number of the first request after it, when its time is over).
         self._answered = 0
         self._expired = 0
-        self._writes: deque[tuple[float, int]] = deque()
-        self._late_writes: deque[tuple[float, int]] = deque()
+        self._writes: deque[tuple[float, int, float]] = deque()
+        self._late_writes: deque[tuple[float, int, float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
         self._turns = 0
@@ -177,7 +181,7 @@ class Connection(asyncio.Protocol):
             return
         next_s = oldest_s + SILENCE_S
         if self._expire(now_s):
-            next_s = min(next_s, self._writes[0][0] + self.timeout_s)
+            next_s = min(next_s, self._writes[0][2])
         self._look_in(max(TURN_S, next_s - now_s), now_s)
 
     def _gives_turn(self, *, late: bool) -> bool:
@@ -193,7 +197,7 @@ class Connection(asyncio.Protocol):
     def _expire(self, now_s: float) -> bool:
         """Tell those whose time is over; whether any others are left."""
         writes = self._writes
-        while writes and writes[0][0] + self.timeout_s <= now_s:
+        while writes and writes[0][2] <= now_s:
             write = writes.popleft()
             self._late_writes.append(write)
             late = islice(
@@ -218,10 +222,13 @@ class Connection(asyncio.Protocol):
             return
         self._transport.write(b"".join(outgoing))
         now_s = self._time_s()
-        self._writes.append((now_s, self._answered + len(self._waiting)))
+        end = self._answered + len(self._waiting)
+        ahead = end - max(self._answered, self._expired)
+        due_s = now_s + self.timeout_s + ahead * REQUEST_S
+        self._writes.append((now_s, end, due_s))
         # A timer that is there may be for a silence, or a greeting, and too late for these.
-        if self._timer is None or self._timer_due_s > now_s + self.timeout_s:
-            self._look_in(self.timeout_s, now_s)
+        if self._timer is None or self._timer_due_s > due_s:
+            self._look_in(due_s - now_s, now_s)
 
     def _refuse(self, request: Request, error: RateLimitdError) -> None:
         self._loop.call_soon(request.tell, error)

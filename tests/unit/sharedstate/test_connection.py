@@ -10,6 +10,7 @@ from ratelimitd.errors import (
 from ratelimitd.sharedstate.connection import (
     LATE_S,
     MAX_TURNS,
+    REQUEST_S,
     SILENCE_S,
     TURN_S,
     Connection,
@@ -126,6 +127,22 @@ async def test_only_those_whose_time_is_over_are_told():
     assert (len(first), len(second)) == (1, 0)
     setup.timer()
     assert (len(first), len(second)) == (1, 1)
+
+
+async def test_many_requests_at_once_have_the_time_that_a_server_needs_for_them():
+    setup = Setup()
+    asked = [setup.ask() for _ in range(1_000)]
+    await turn()
+    assert setup.connection._timer_due_s == pytest.approx(100 + TIMEOUT_S + 0.02, abs=1e-9)
+    setup.timer()
+    assert {len(told) for told in asked} == {1}
+    last = await setup.asked()
+    assert setup.connection._timer_due_s == pytest.approx(
+        setup.now_s + TIMEOUT_S + REQUEST_S, abs=1e-9
+    ), "those that are told already are not waited for"
+    setup.timer()
+    assert len(last) == 1
+    setup.connection.drop(StoreUnavailableError("end"))
 
 
 async def test_those_that_were_answered_meanwhile_are_not_told():
