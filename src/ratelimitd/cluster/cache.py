@@ -19,7 +19,7 @@ from ratelimitd.cluster.store import HASH_TAGS
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import US_PER_S
 
-IDLE_US: Final = 2 * US_PER_S
+IDLE_US: Final = US_PER_S // 2
 """A view that was not used for this long, twice at most, is packed."""
 
 MOVED_PER_STEP: Final = 64

@@ -17,6 +17,9 @@ _GRAINS_US: Final[Mapping[Algorithm, int]] = MappingProxyType(
 )
 """How far apart spends have to be for the algorithm to tell them apart; 0 is the window."""
 
+_NONE: Final[list[Run]] = []
+"""Never written to: most buckets have no earlier runs, and a list less each."""
+
 
 class Spends:
     """Spends of one bucket under one rule, as runs: those that the algorithm does not tell apart are one.
@@ -46,8 +49,12 @@ class Spends:
     )
 
     def __init__(self, rule: Rule) -> None:
+        self.begin(rule)
+
+    def begin(self, rule: Rule) -> None:
+        """Forget what there is, and go on under ``rule``."""
         self._grain_us = _GRAINS_US[rule.algorithm] or rule.window_us
-        self._earlier: list[Run] = []
+        self._earlier = _NONE
         self._earlier_tokens = 0
         self._until_us = 0  # until then a spend belongs to the last run
         self._window_us = rule.window_us
@@ -123,6 +130,8 @@ class Spends:
 
     def _begin_run(self, at_us: int) -> None:
         if self.tokens:
+            if self._earlier is _NONE:
+                self._earlier = []
             self._earlier.append((self.latest_us, self.tokens - self._earlier_tokens))
             self._earlier_tokens = self.tokens
             if len(self._earlier) >= MAX_RUNS:

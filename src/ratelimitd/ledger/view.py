@@ -10,6 +10,7 @@ is left of the base only grows until a newer one comes, and is worked out anew o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -167,9 +168,12 @@ class View:
 
     def freeze(self) -> Update:
         """What the next batch says of this bucket; from now on it is in flight. Nothing else may be."""
-        self.in_flight, self.unsent = self.unsent, Spends(self.rule)
+        self.in_flight, self.unsent = self.unsent, self.in_flight  # which is empty
+        self.unsent.begin(self.rule)
         self._trim_at = LEAST_PENDING_RUNS
-        asks, self.asks = tuple(self.asks), []
+        asks: Sequence[Ask] = ()
+        if self.asks:
+            asks, self.asks = tuple(self.asks), []
         self.asked_in_flight = self.asked_tokens
         return Update(self.rule, self.generation, self.in_flight.runs(), asks)
 
@@ -178,12 +182,13 @@ class View:
         self.asked_tokens -= self.asked_in_flight
         self.asked_in_flight = 0
         if self.generation is None or shared.generation <= self.generation:
-            self.in_flight = Spends(self.rule)
+            self.in_flight.begin(self.rule)
         self.hear(shared)
 
     def abandon(self) -> int:
         """The batch will never be acknowledged: nobody can tell what became of it; returns its tokens."""
-        lost, self.in_flight = self.in_flight.tokens, Spends(self.rule)
+        lost = self.in_flight.tokens
+        self.in_flight.begin(self.rule)
         self.asked_tokens -= self.asked_in_flight
         self.asked_in_flight = 0
         self._recompute()
@@ -200,7 +205,8 @@ class View:
             # The spends were of a bucket that is no more; the store drops what is in flight of them, too.
             self.generation = shared.generation
             self.forgiven += self.in_flight.tokens + self.unsent.tokens
-            self.in_flight, self.unsent = Spends(self.rule), Spends(self.rule)
+            self.in_flight.begin(self.rule)
+            self.unsent.begin(self.rule)
         self._recompute()
         if self._denials:
             self._judge_denials()
