@@ -1,4 +1,7 @@
+import ssl
+
 import pytest
+import trustme
 
 from ratelimitd.errors import StartupError, StoreMisconfiguredError
 from ratelimitd.sharedstate.bus import Bus
@@ -8,6 +11,7 @@ from ratelimitd.sharedstate.script import Script
 from ratelimitd.sharedstate.sentinel import SentinelShards
 from ratelimitd.sharedstate.shards import OneServer
 from ratelimitd.sharedstate.url import parse_redis_url
+from tests.chaos_proxy import ChaosProxy
 from tests.unit.sharedstate.asking import ask, asked, soon
 
 
@@ -81,3 +85,15 @@ async def test_a_user_with_few_permissions_is_enough_for_a_node(valkey):
     await shards.close()
     valkey.ask("ACL", "DELUSER", "node")
     assert lines == [f"shared state at {valkey.address}: the shared state answered NOPERM"]
+
+
+async def test_a_url_with_tls_is_checked_by_the_authority_that_it_names(valkey, tmp_path):
+    ca, context = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ca.issue_cert("localhost").configure_cert(context)
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    with ChaosProxy(valkey.port, tls=context) as proxy:
+        text = f"rediss://localhost:{proxy.port}?ssl_ca_certs={tmp_path}/ca.pem"
+        shards = open_shards(parse_redis_url(text), timeout_ms=5_000)
+        await shards.start()
+        assert await ask(shards.of_tag(0), b"PING") == b"PONG"
+        await shards.close()
