@@ -1,0 +1,171 @@
+"""Nodes on a Valkey Cluster, and behind Sentinel: what one shard's end, a moved slot and a failover do to checks."""
+
+import itertools
+import time
+
+import pytest
+
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.sharedstate.cluster_map import SLOT_OF_TAG
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.cluster.admissions import tokens
+from tests.cluster.load import Event, offer, steady
+from tests.cluster.nodes import Nodes
+from tests.cluster.shared import KEY_SECRET, OPTIONS, down, health, spent
+from tests.servers import ValkeyCluster, ValkeySentinel, until
+from tests.system.process import NEVER_ENDING_S
+
+COUNT = 2
+LIMIT = 1_000_000
+PASSWORD = "not-for-the-logs"
+
+
+class Served:
+    """Nodes on a shared state of several servers; each test has a rule of its own."""
+
+    def __init__(self, nodes, servers):
+        self.nodes = nodes
+        self.servers = servers
+        self._numbers = itertools.count(1)
+
+    def rule(self, limit=LIMIT):
+        endpoint = f"/{next(self._numbers)}"
+        kind = {"window_seconds": NEVER_ENDING_S, "algorithm": "fixed_window"}
+        self.nodes.rule(endpoint=endpoint, limit=limit, **kind)
+        return Rule(
+            "", endpoint, IdentifierType.USER, limit, NEVER_ENDING_S, Algorithm.FIXED_WINDOW
+        )
+
+    def load(self, rule, seconds, *events, keys=("a",)):
+        schedule = steady(200, seconds, nodes=COUNT, keys=keys)
+        return offer(self.nodes.addresses, schedule, endpoint=rule.endpoint, events=events).log
+
+    def whole(self):
+        until(lambda: not any(map(down, self.nodes.served)), "the nodes are whole again")
+
+    def settled(self):
+        name = "rate_limiter_unsettled_buckets"
+        until(lambda: self.nodes.metric_sum(name) == 0, "everything is settled")
+
+
+def slot_of(rule, identifier):
+    keys = BucketKeys(KEY_SECRET.encode())
+    name = keys.stored(identifier.encode() + keys.scope(rule, rule.endpoint))
+    return SLOT_OF_TAG[name[0]]
+
+
+@pytest.fixture(scope="module")
+def on_cluster(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("cluster")
+    with (
+        ValkeyCluster(directory / "valkey") as servers,
+        Nodes(directory / "nodes", servers.url, *OPTIONS, count=COUNT) as nodes,
+    ):
+        nodes.meet()
+        yield Served(nodes, servers)
+
+
+@pytest.fixture(scope="module")
+def on_sentinel(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sentinel")
+    with (
+        ValkeySentinel(directory / "valkey", password=PASSWORD) as servers,
+        Nodes(directory / "nodes", servers.url, *OPTIONS, count=COUNT) as nodes,
+    ):
+        nodes.meet()
+        yield Served(nodes, servers)
+
+
+def test_nodes_share_a_limit_on_every_shard(on_cluster):
+    rule = on_cluster.rule(limit=20)
+    identifiers = [f"u{number}" for number in range(30)]
+    shards = {slot_of(rule, one) * 3 // 16_384 for one in identifiers}
+    assert shards == {0, 1, 2}
+    first, second = on_cluster.nodes.served
+    left = {}
+    for identifier in identifiers:
+        reasons = [first.check(rule.endpoint, identifier).reason for _ in range(20)]
+        assert set(reasons) <= {pb.WITHIN_LIMIT, pb.FAIL_OPEN_ERROR}
+        left[identifier] = reasons.count(pb.FAIL_OPEN_ERROR)  # on a machine that stalls
+    on_cluster.settled()
+    for identifier in identifiers:
+        reasons = [second.check(rule.endpoint, identifier).reason for _ in range(20)]
+        assert reasons.count(pb.WITHIN_LIMIT) <= left[identifier]
+    assert sum(left.values()) < 30
+
+
+def test_a_slot_that_moves_under_load_takes_its_counts_along(on_cluster):
+    rule = on_cluster.rule()
+    servers = on_cluster.servers
+    slot = slot_of(rule, "a")
+    home = next(number for number in range(3) if slot in servers.slots(number))
+    there, here = servers.nodes[(home + 1) % 3], servers.nodes[home]
+
+    def move():
+        servers.move_slot(slot, here, there)
+
+    def back():
+        servers.move_slot(slot, there, here)
+
+    log = on_cluster.load(rule, 3.0, Event(0.7, move), Event(1.9, back))
+    assert not log.unknown
+    on_cluster.settled()
+    errors = sum(entry.reason == pb.FAIL_OPEN_ERROR for entry in log.entries)
+    least = tokens(log.admitted)
+    assert least <= spent(here.ask, rule, "a") <= least + errors
+    assert errors < 0.1 * len(log.entries), log.reasons
+    on_cluster.whole()
+
+
+def test_one_shard_of_three_that_dies_takes_its_own_checks_along_and_no_others(on_cluster):
+    rule = on_cluster.rule(limit=5)
+    servers, node = on_cluster.servers, on_cluster.nodes[0]
+    names = [f"u{number}" for number in range(300)]
+    dead, alive = [], []
+    for name in names:
+        (dead if slot_of(rule, name) in servers.slots(0) else alive).append(name)
+    servers.nodes[0].kill()
+    breaker = iter(dead)
+    until(
+        lambda: node.check(rule.endpoint, next(breaker)).reason == pb.FAIL_OPEN_BREAKER,
+        "the breaker of the dead shard is open",
+    )
+    assert {node.check(rule.endpoint, name).reason for name in alive} == {pb.WITHIN_LIMIT}
+    report = health(node)
+    assert report.status == pb.DEGRADED
+    assert not report.shared_state_connected
+    servers.nodes[0].start()
+    on_cluster.whole()
+    reasons = {node.check(rule.endpoint, name).reason for name in names}
+    assert reasons == {pb.WITHIN_LIMIT}
+
+
+def test_a_failover_is_followed(on_sentinel):
+    rule = on_sentinel.rule()
+    servers = on_sentinel.servers
+    old = servers.primary
+    killed_s = []
+
+    def kill():
+        killed_s.append(time.monotonic())
+        old.kill()
+
+    log = on_sentinel.load(rule, 3.0, Event(1.0, kill), keys=("a", "b"))
+    assert not log.unknown
+    assert log.between(0, killed_s[0]).reasons.keys() == {"WITHIN_LIMIT"}
+    new = servers.wait_for_failover(old)
+    on_sentinel.whole()
+    again = on_sentinel.load(rule, 0.5, keys=("a", "b"))
+    assert again.reasons.keys() == {"WITHIN_LIMIT"}
+    on_sentinel.settled()
+    for key in ("a", "b"):
+        # What the old primary had confirmed, and its replica had not, is gone: a moment's spends at most.
+        admitted = log.of(key).admitted
+        safe = [one for one in admitted if one.received_s < killed_s[0] - 0.5]
+        most = [*log.of(key).entries, *again.of(key).entries]
+        stored = spent(new.ask, rule, key)
+        assert tokens(safe) + tokens(again.of(key).admitted) <= stored <= tokens(most)
+    for number in range(COUNT):
+        assert PASSWORD not in on_sentinel.nodes.log(number)
+    old.start()
