@@ -69,7 +69,12 @@ class Clustering:
         url = parse_redis_url(settings.redis_url)
         # The same name twice, after a restart or by mistake, must not be the same sender.
         incarnation = f"{settings.node_name}/{secrets.token_hex(INCARNATION_BYTES)}"
-        self._shards: Shards = open_shards(url, timeout_ms=settings.redis_timeout_ms, report=_warn)
+        self._shards: Shards = open_shards(
+            url,
+            timeout_ms=settings.redis_timeout_ms,
+            client_name=f"ratelimitd:{settings.node_name}",
+            report=_warn,
+        )
         self._bus = Bus(self._shards, on_message=self._take, on_gap=self._resync)
         self._store = RedisStore(self._shards)
         self._cluster = Cluster(

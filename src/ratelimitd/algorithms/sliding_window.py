@@ -17,7 +17,9 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import sub
 from struct import Struct
 from typing import Final
 
@@ -37,6 +39,9 @@ State = bytes
 
 MAX_RUNS: Final = 16_384
 """Runs of one log; beyond it neighbours merge into the later timestamp. Bounds a bucket to 256 KiB (I17)."""
+
+FEW_RUNS: Final = 16
+"""Up to so many, entering them one by one is quicker than going through the whole log."""
 
 MAX_SUM: Final = 2**62
 """Running sums start anew before they could leave 64 bits."""
@@ -100,7 +105,7 @@ def runs_of(state: State) -> list[tuple[int, int]]:
     return [(cells[run], cells[runs + run + 1] - cells[runs + run]) for run in range(runs)]
 
 
-def entered(state: State | None, rule: Rule, runs: Iterable[tuple[int, int]]) -> State:
+def entered(state: State | None, rule: Rule, runs: Sequence[tuple[int, int]]) -> State:
     """The log with ``runs``, at least one and whatever the limit, each at its own time between what is there.
 
     What has left the window at the latest time is dropped; of more than ``MAX_RUNS`` neighbours merge.
@@ -108,6 +113,21 @@ def entered(state: State | None, rule: Rule, runs: Iterable[tuple[int, int]]) ->
     cells = array("q", state or ())
     length = len(cells) >> 1
     times, sums = cells[:length], cells[length:] or array("q", [0])
+    if len(runs) <= FEW_RUNS:
+        _insert(times, sums, runs)
+    else:
+        times, sums = _merged(times, sums, runs)
+    first = bisect_right(times, times[-1] - rule.window_us)
+    state = times[first:].tobytes() + sums[first:].tobytes()
+    if sums[-1] > MAX_SUM:
+        state = _compacted(state)
+    while len(state) > (2 * MAX_RUNS + 1) * _CELL:
+        state = _compacted(state)
+    return state
+
+
+def _insert(times: array[int], sums: array[int], runs: Sequence[tuple[int, int]]) -> None:
+    """Enter few runs, most of them at the end; each costs a step for every entry behind it."""
     for at_us, tokens in runs:
         place = bisect_right(times, at_us)
         if place and times[place - 1] == at_us:
@@ -117,13 +137,17 @@ def entered(state: State | None, rule: Rule, runs: Iterable[tuple[int, int]]) ->
             sums.insert(place, sums[place])
         for later in range(place + 1, len(sums)):
             sums[later] += tokens
-    first = bisect_right(times, times[-1] - rule.window_us)
-    state = times[first:].tobytes() + sums[first:].tobytes()
-    if sums[-1] > MAX_SUM:
-        state = _compacted(state)
-    while len(state) > (2 * MAX_RUNS + 1) * _CELL:
-        state = _compacted(state)
-    return state
+
+
+def _merged(
+    times: array[int], sums: array[int], runs: Sequence[tuple[int, int]]
+) -> tuple[array[int], array[int]]:
+    """The same for many, in one pass over all."""
+    tokens_at: dict[int, int] = {}
+    there = zip(times, map(sub, sums[1:], sums), strict=True)
+    for at_us, tokens in sorted((*there, *runs)):
+        tokens_at[at_us] = tokens_at.get(at_us, 0) + tokens
+    return array("q", tokens_at), array("q", accumulate(tokens_at.values(), initial=sums[0]))
 
 
 def used(state: State, rule: Rule, now_us: int) -> int:

@@ -29,6 +29,9 @@ FIRST_RESEND_S: Final = 0.06
 LONGEST_RESEND_S: Final = 1.0
 """A batch that was not acknowledged is sent again after so long, twice as long from time to time."""
 
+MAX_RUNS: Final = 4_096
+"""In one batch: 64 KiB, some 10 ms of the store. Only logs have so many, after an outage; one alone may have more."""
+
 MAX_KEPT_US: Final = 3_000 * US_PER_S
 """How long a batch is repeated. The store remembers the numbers of a sender for an hour after its last batch; after
 that it would apply a repeated one again."""
@@ -177,7 +180,7 @@ class Tag:
         self.flush()
 
     def _send_next(self) -> None:
-        taken = [*islice(self._dirty.values(), MAX_UPDATES)]
+        taken = self._next_updates()
         updates = []
         for bucket in taken:
             del self._dirty[bucket.name]
@@ -189,6 +192,17 @@ class Tag:
         self._resends, self._has_forgiven = 0, False
         self._flush_next = bool(self._dirty)  # one batch does not take them all
         self._send(self._sender.freeze(updates, self._around.clock.now_us()))
+
+    def _next_updates(self) -> Sequence[Bucket]:
+        """The buckets of the next batch: as many as it may have, and no more runs than the store takes at a time."""
+        taken: list[Bucket] = []
+        runs = 0
+        for bucket in islice(self._dirty.values(), MAX_UPDATES):
+            runs += len(bucket.view.unsent)
+            if taken and runs > MAX_RUNS:
+                break
+            taken.append(bucket)
+        return taken
 
     def _send(self, batch: Batch) -> None:
         self._around.store.settle(self.number, batch, partial(self._answered, batch))

@@ -290,6 +290,21 @@ def test_runs_are_entered_at_their_own_times(seed):
             assert sliding_window.used(state, a_rule, at_us) == later
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_many_runs_are_entered_as_if_one_by_one(seed):
+    chance = random.Random(seed)
+    a_rule, state = rule(1, 60), None
+    for count in (chance.randint(1, 40), chance.randint(17, 200)):
+        runs = sorted(
+            (T + chance.randint(0, 80_000_000), chance.randint(1, 3)) for _ in range(count)
+        )
+        one_by_one = state
+        for run in runs:
+            one_by_one = sliding_window.entered(one_by_one, a_rule, [run])
+        state = sliding_window.entered(state, a_rule, runs)
+        assert runs_of(state) == runs_of(one_by_one)
+
+
 def test_very_many_runs_that_are_entered_merge_to_the_later_times():
     runs = [(T + number, 1) for number in range(2 * MAX_RUNS + 1)]
     merged = runs_of(sliding_window.entered(None, rule(1, 60), runs))

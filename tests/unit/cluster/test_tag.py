@@ -1,15 +1,17 @@
 """What a hash tag settles, when, and how often, whatever becomes of its batches."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from ratelimitd.cluster import tag
 from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.question import Question
 from ratelimitd.cluster.tag import MAX_KEPT_US, Surroundings, Tag
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.ledger.batches import MAX_UPDATES
-from ratelimitd.model import LIMIT_EXCEEDED
+from ratelimitd.model import LIMIT_EXCEEDED, Algorithm
 from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import (
@@ -121,6 +123,21 @@ class TestSettling:
         assert [len(batch.updates) for batch in scene.batches()] == [MAX_UPDATES, MAX_UPDATES, 1]
         assert {scene.store.spent(key) for key in keys} == {1}
         assert scene.tag.is_settled
+
+    def test_logs_with_many_entries_go_in_several(self, monkeypatch):
+        monkeypatch.setattr(tag, "MAX_RUNS", 5)
+        scene = Scene(replace(RULE, algorithm=Algorithm.SLIDING_WINDOW))
+        for number in range(4):
+            bucket = scene.bucket(b"a%d" % number)
+            for _ in range(2 if number else 9):
+                scene.spend(bucket)
+                scene.clock.advance(us=1)
+        scene.tag.sync()
+        scene.run(50 * MS)
+        runs = [
+            [len(update.runs) for update in batch.updates.values()] for batch in scene.batches()
+        ]
+        assert runs == [[9], [2, 2], [2]]
 
     def test_what_is_spent_while_a_batch_is_under_way_waits_for_the_next_sync(self, scene):
         bucket = scene.bucket()
