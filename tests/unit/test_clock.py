@@ -117,3 +117,15 @@ def test_whatever_is_done_to_the_wall_time_never_steps_back_and_is_never_more_th
         assert now_us >= last_us
         assert abs(slewed_us) <= elapsed_us // SLEW_DIVISOR + 1
         last_us = now_us
+
+
+def test_a_clock_can_take_over_the_walls_time_at_once_also_backwards():
+    machine = Machine()
+    clock = machine.clock()
+    for step_us in (3600 * SECOND_US, -7200 * SECOND_US):
+        machine.wall_us += step_us
+        clock.remeasure()
+        clock.anchor()
+        machine.advance(SECOND_US)
+        assert clock.now_us() == machine.wall_us
+        assert clock.remeasure() == 0

@@ -8,8 +8,14 @@ from ratelimitd import limiter as limiter_module
 from ratelimitd.buckets.codec import unpack
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
-from ratelimitd.errors import CheckInvalidError, StoreUnavailableError
-from ratelimitd.limiter import FAIL_OPEN_RESET_S, MAX_SCOPES, Limiter
+from ratelimitd.errors import (
+    BreakerOpenError,
+    CheckInvalidError,
+    StoreCorruptError,
+    StoreOverloadedError,
+    StoreUnavailableError,
+)
+from ratelimitd.limiter import ASKED_PER_TURN, FAIL_OPEN_RESET_S, MAX_SCOPES, Limiter
 from ratelimitd.model import (
     MAX_TIME_US,
     NO_RULE_REMAINING,
@@ -588,3 +594,222 @@ class TestReset:
             with pytest.raises(StoreUnavailableError):
                 await node.reset(b"ada %d" % number)
             assert len(node.table) <= 2
+
+
+class FakeSharedBuckets:
+    """Has nothing to answer at once: each check waits until the test, or ``answers``, has an answer."""
+
+    def __init__(self):
+        self.asked, self.resets, self.answers = [], [], []
+        self.at_once = None
+
+    def apply(self, _key, _rule, _decide, _now_us, _cost):
+        if isinstance(self.at_once, Exception):
+            raise self.at_once
+        return self.at_once
+
+    peek = apply
+
+    def wait(self, key, rule, now_us, cost, *, peek):
+        self.asked.append((key[:-9], rule, now_us, cost, peek))
+        answer = asyncio.get_running_loop().create_future()
+        if self.answers:
+            answer.set_result(self.answers.pop(0))
+        return answer
+
+    async def reset(self, keys, rules):
+        self.resets.append((keys, rules))
+
+
+class Sharing:
+    """A limiter on buckets that nodes share."""
+
+    def __init__(self, *rules, timestamps="bounded", breaker_denies=False, book=True):
+        self.clock, self.stats, self.shared = ManualClock(), CheckStats(), FakeSharedBuckets()
+        self.errors, self.keys = [], BucketKeys(b"k" * 32)
+        self.limiter = Limiter(
+            shared=self.shared,
+            clock=self.clock,
+            stats=self.stats,
+            timestamps=timestamps,
+            keys=self.keys,
+            breaker_denies=breaker_denies,
+            on_error=self.errors.append,
+        )
+        if book:
+            self.put(*rules or (ORDERS,), revision=7)
+
+    def put(self, *rules, revision=8):
+        self.limiter.replace_book(RuleBook.of(rules, revision))
+
+    async def wait(self, *answers, **fields):
+        """The answer to a check for which the shared state has one of ``answers``."""
+        self.shared.answers += answers
+        (answer,) = await self.limiter.wait([check_of(**fields)])
+        return answer
+
+
+GRANTED = (True, 4, 60, 0, Reason.WITHIN_LIMIT, None)
+REFUSED = (False, 0, 60, 9, Reason.LIMIT_EXCEEDED, None)
+AWAY = StoreUnavailableError("no answer")
+
+
+def check_of(name=b"ada", endpoint="/orders", **fields):
+    return Check(name, USER, endpoint, **fields)
+
+
+def test_a_limiter_decides_on_its_own_buckets_or_on_shared_ones():
+    for both in ({}, {"buckets": BucketTable(1, CheckStats()), "shared": FakeSharedBuckets()}):
+        with pytest.raises(ValueError, match="its own buckets or on shared ones"):
+            Limiter(
+                clock=ManualClock(),
+                stats=CheckStats(),
+                timestamps="server",
+                keys=BucketKeys(b"k" * 32),
+                **both,
+            )
+
+
+class TestSharedBuckets:
+    @pytest.fixture
+    def node(self):
+        return Sharing(ORDERS)
+
+    @pytest.mark.parametrize("peek", [False, True])
+    def test_what_the_node_knows_is_answered_at_once(self, node, peek):
+        node.shared.at_once = GRANTED
+        answer = node.limiter.check(check_of(peek=peek))
+        assert answer[:5] == GRANTED[:5]
+        assert answer.rule == replace(ORDERS, revision=7)
+        assert (node.stats.allowed_total, node.stats.by_rule) == (1, {"orders": [1, 0]})
+
+    @pytest.mark.parametrize("peek", [False, True])
+    async def test_what_it_does_not_waits_and_is_counted_when_it_is_answered(self, node, peek):
+        assert node.limiter.check(check_of(cost=3, peek=peek)) is None
+        assert node.stats.allowed_total == 0
+        answer = await node.wait(GRANTED, cost=3, peek=peek)
+        assert answer[:5] == GRANTED[:5]
+        ruling = replace(ORDERS, revision=7)
+        assert node.shared.asked == [(b"ada", ruling, node.clock.now_us(), 3, peek)]
+        assert (await node.wait(REFUSED))[:5] == REFUSED[:5]
+        assert (node.stats.allowed_total, node.stats.blocked_total) == (1, 1)
+        assert node.stats.by_rule == {"orders": [1, 1]}
+
+    def test_in_bulk_nothing_is_counted_before_it_is_answered(self, node):
+        scope = node.limiter.scope("/orders", USER)
+        assert node.limiter.charge(b"ada", scope, 0, 1) is None
+        assert (node.stats.allowed_total, node.stats.by_rule) == (0, {"orders": [0, 0]})
+
+    def test_a_batch_has_none_for_each_that_waits(self, node):
+        assert node.limiter.check_batch([check_of(), check_of(b"bob")]) == [None, None]
+
+    async def test_all_of_a_batch_are_asked_for_before_any_is_waited_for(self, node):
+        checks = [check_of(b"%d" % number) for number in range(3)]
+        waiting = asyncio.create_task(node.limiter.wait(checks))
+        await asyncio.sleep(0)
+        assert [key for key, *_ in node.shared.asked] == [b"0", b"1", b"2"]
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    async def test_a_long_batch_is_asked_for_in_several_turns(self, node):
+        node.shared.answers = [GRANTED] * (ASKED_PER_TURN + 1)
+        waiting = asyncio.create_task(node.limiter.wait([check_of()] * (ASKED_PER_TURN + 1)))
+        await asyncio.sleep(0)
+        assert len(node.shared.asked) == ASKED_PER_TURN
+        assert len(await waiting) == ASKED_PER_TURN + 1
+
+    async def test_answers_come_in_the_order_of_the_checks(self, node):
+        node.shared.answers = [GRANTED, AWAY, REFUSED]
+        answers = await node.limiter.wait([check_of() for _ in range(3)])
+        assert [answer.reason for answer in answers] == [
+            Reason.WITHIN_LIMIT,
+            Reason.FAIL_OPEN_ERROR,
+            Reason.LIMIT_EXCEEDED,
+        ]
+
+    @pytest.mark.parametrize(
+        ("error", "is_told"),
+        [
+            (AWAY, False),
+            (StoreOverloadedError("full"), False),
+            (StoreCorruptError("not ours"), True),
+        ],
+        ids=["away", "overloaded", "corrupt"],
+    )
+    async def test_without_an_answer_a_check_is_allowed(self, node, error, is_told):
+        assert await node.wait(error) == FAIL_OPEN
+        assert node.errors == ([error] if is_told else [])
+        assert (node.stats.allowed_total, node.stats.fail_open_error_total) == (1, 1)
+        assert node.stats.by_rule == {"orders": [0, 0]}
+
+    async def test_an_unexpected_error_allows_and_is_told(self, node, monkeypatch):
+        monkeypatch.setattr(node.shared, "wait", None)
+        assert await node.wait() == FAIL_OPEN
+        assert [type(error) for error in node.errors] == [TypeError]
+
+    async def test_while_the_breaker_is_open_checks_are_allowed_as_the_specification_says(
+        self, node
+    ):
+        node.shared.at_once = BreakerOpenError(5 * SECOND)
+        at_once = node.limiter.check(check_of())
+        assert at_once[:5] == (True, 1, NOW_S + FAIL_OPEN_RESET_S, 0, Reason.FAIL_OPEN_BREAKER)
+        assert await node.wait(node.shared.at_once) == at_once
+        assert (node.stats.allowed_total, node.stats.fail_open_breaker_total) == (2, 2)
+        assert node.errors == []
+
+    @pytest.mark.parametrize(
+        ("retry_after_us", "retry_after_s"), [(0, 1), (5 * SECOND, 5), (5 * SECOND + 1, 6)]
+    )
+    async def test_or_denied_until_the_next_probe_if_that_is_wanted(
+        self, retry_after_us, retry_after_s
+    ):
+        node = Sharing(breaker_denies=True)
+        answer = await node.wait(BreakerOpenError(retry_after_us))
+        reset_time = NOW_S + retry_after_s
+        assert answer == (False, 0, reset_time, retry_after_s, Reason.FAIL_OPEN_BREAKER, None)
+        stats = node.stats
+        assert (stats.blocked_total, stats.breaker_denied_total) == (1, 1)
+        assert (stats.allowed_total, stats.bucket_looked_total) == (0, 0)
+
+    async def test_rules_that_change_in_between_hold(self, node):
+        assert node.limiter.check(check_of()) is None
+        node.put(replace(ORDERS, limit=3))
+        answer = await node.wait(GRANTED)
+        assert answer.rule == replace(ORDERS, limit=3, revision=8)
+        node.put()
+        assert await node.wait() == NO_RULE
+        assert len(node.shared.asked) == 1
+
+    async def test_without_a_book_nobody_is_asked(self):
+        node = Sharing(book=False)
+        assert await node.wait() == FAIL_OPEN
+        assert node.shared.asked == []
+
+    async def test_the_caller_policy_refuses_timestamps_and_the_others_do_not_notice(self):
+        node = Sharing(timestamps="caller")
+        node.shared.answers = [GRANTED]
+        refused, answer = await node.limiter.wait([check_of(timestamp=-1), check_of(timestamp=60)])
+        assert isinstance(refused, CheckInvalidError)
+        assert answer[:5] == GRANTED[:5]
+        assert [now_us for _, _, now_us, *_ in node.shared.asked] == [60 * SECOND]
+
+    async def test_a_timestamp_within_the_tolerance_is_that_of_the_check(self, node):
+        await node.wait(GRANTED, timestamp=node.clock.now_us() + 5 * SECOND)
+        ((_, _, now_us, *_),) = node.shared.asked
+        assert now_us == node.clock.now_us() + 5 * SECOND
+
+    async def test_a_reset_is_of_all_rules_that_may_decide_each_as_of_the_book(self, node):
+        node.put(replace(ORDERS, enabled=False), EVERYWHERE, revision=9)
+        rules = await node.limiter.reset(b"ada", USER, "/orders")
+        ((keys, ruling),) = node.shared.resets
+        assert ruling == [replace(rule, revision=9) for rule in rules]
+        assert keys == [b"ada" + node.keys.scope(rule, "/orders") for rule in rules]
+        assert len(rules) == 2
+
+    async def test_a_reset_that_is_not_known_to_be_done_is_refused(self, node, monkeypatch):
+        async def reset(_keys, _rules):
+            raise AWAY
+
+        monkeypatch.setattr(node.shared, "reset", reset)
+        with pytest.raises(StoreUnavailableError, match="no answer"):
+            await node.limiter.reset(b"ada", USER, "/orders")

@@ -9,7 +9,7 @@ from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.observe.health import Health
-from ratelimitd.observe.metrics import Runtime
+from ratelimitd.observe.metrics import ClusterStatus, Runtime
 from ratelimitd.readings import metrics_of
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.store import RuleDraft
@@ -28,7 +28,7 @@ class Transport:
 class Parts:
     """The parts of a node, without the node."""
 
-    def __init__(self, directory, store):
+    def __init__(self, directory, store, cluster=None):
         self.clock, self.stats = ManualClock(), CheckStats()
         self.store = store
         self.table = BucketTable(100, self.stats)
@@ -37,6 +37,7 @@ class Parts:
         self.edge = ErrorEdge()
         self.transport = None
         self.restarts = {}
+        self.cluster = cluster
         self.metrics = metrics_of(
             stats=self.stats,
             health=Health(
@@ -45,8 +46,8 @@ class Parts:
             runtime=Runtime(),
             clock=self.clock,
             buckets=self.table,
-            snapshot=self.snapshot,
-            cluster=None,
+            snapshot=None if cluster else self.snapshot,
+            cluster=cluster,
             feed=self.feed,
             edge=self.edge,
             transport=lambda: self.transport,
@@ -115,3 +116,31 @@ async def test_tasks_defects_and_restarts_are_counted_as_they_come(parts):
     assert parts.read("unexpected_errors_total") == 1
     parts.restarts["snapshot"] = 2
     assert parts.read("task_restarts_total") == {("snapshot",): 2}
+
+
+class Cluster:
+    status = ClusterStatus(
+        members=3,
+        sync_lag_s=0.5,
+        unsettled_buckets=24,
+        asked_total=25,
+        late_total=26,
+        forgiven_tokens_total=27,
+        over_admitted_tokens_total=28,
+        excess_ratio=0.01,
+        excess_bound_ratio=0.51,
+        corrupt_total=29,
+    )
+
+
+async def test_a_node_of_a_cluster_tells_of_that_and_of_no_snapshot(tmp_path):
+    async with sqlite_store(tmp_path) as store:
+        parts = Parts(tmp_path, store, Cluster())
+        assert parts.read("cluster_nodes") == 3
+        assert parts.read("snapshot_age_seconds") == {}
+        await parts.snapshot.drain()
+
+
+async def test_a_node_by_itself_tells_of_no_cluster(parts):
+    assert parts.read("cluster_nodes") == {}
+    assert parts.read("snapshot_age_seconds") == 0

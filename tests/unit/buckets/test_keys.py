@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.buckets.keys import SCOPE_BYTES, STORED_KEY_BYTES, BucketKeys
+from ratelimitd.buckets.keys import (
+    FINGERPRINT_BYTES,
+    SCOPE_BYTES,
+    STORED_KEY_BYTES,
+    BucketKeys,
+)
 from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType, Rule
 
 RULE = Rule("1", "/orders", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET)
@@ -67,6 +72,24 @@ def test_keys_depend_on_the_secret_and_on_nothing_else_of_the_process():
     # Fixed for ever: files of an earlier start hold these.
     assert BucketKeys(b"k" * 32).scope(RULE, "/orders").hex() == "709749613d66d315d7"
     assert BucketKeys(b"k" * 32).stored(b"ada").hex() == "c19d6ce0fe0bc5623ac4763f9cd56a55"
+
+
+def test_a_secret_that_comes_late_is_used_from_then_on():
+    keys, other = BucketKeys(b"k" * 32), BucketKeys(b"l" * 32)
+    keys.rekey(b"l" * 32)
+    assert keys.secret == other.secret
+    assert keys.scope(RULE, "/orders") == other.scope(RULE, "/orders")
+    assert keys.stored(b"ada") == other.stored(b"ada")
+    assert keys.fingerprint() == other.fingerprint()
+
+
+def test_a_fingerprint_tells_secrets_apart_and_nothing_of_them():
+    fingerprint = BucketKeys(b"k" * 32).fingerprint()
+    assert fingerprint == BucketKeys(b"k" * 32).fingerprint()
+    assert fingerprint != BucketKeys(b"l" * 32).fingerprint()
+    assert len(fingerprint) == 2 * FINGERPRINT_BYTES == 16
+    # Fixed for ever: nodes of other versions compare theirs with it.
+    assert fingerprint == "c4d2bc11866b8e47"
 
 
 def test_a_stored_key_does_not_show_its_identifier():

@@ -48,7 +48,17 @@ def transport():
 
 
 @pytest.fixture
-def metrics(stats, runtime, transport):
+def cluster():
+    return ClusterStatus(3, 0.5, 24, 25, 26, 27, 28, 0.02, 0.53, 29)
+
+
+@pytest.fixture
+def snapshot():
+    return SnapshotStatus(1.5, 16, 17)
+
+
+@pytest.fixture
+def metrics(stats, runtime, *, transport, cluster, snapshot):
     health = Health(node_id="n", stats=stats, clock=ManualClock(), rules_revision=lambda: 4)
     return Metrics(
         Readings(
@@ -62,8 +72,8 @@ def metrics(stats, runtime, transport):
             rules_revision=lambda: 4,
             rules_skipped_total=lambda: 15,
             rules_connected=lambda: True,
-            snapshot=lambda: SnapshotStatus(1.5, 16, 17),
-            cluster=lambda: ClusterStatus(3, 0.5, 24, 25, 26, 27, 28, 0.02, 0.53, 29),
+            snapshot=lambda: snapshot,
+            cluster=lambda: cluster,
             task_restarts=lambda: {"snapshot": 2},
             unexpected_total=lambda: 18,
             transport=lambda: transport,
@@ -119,6 +129,31 @@ def test_buckets_rules_and_snapshot_are_reported(metrics):
     assert value(metrics, "rate_limiter_snapshot_written_bytes_total") == 16
     assert value(metrics, "rate_limiter_snapshot_errors_total") == 17
     assert value(metrics, "rate_limiter_unexpected_errors_total") == 18
+
+
+def test_a_nodes_part_in_a_cluster_is_reported(metrics, stats):
+    stats.breaker_denied_total = 30
+    assert value(metrics, "rate_limiter_cluster_nodes") == 3
+    assert value(metrics, "rate_limiter_sync_lag_seconds") == 0.5
+    assert value(metrics, "rate_limiter_unsettled_buckets") == 24
+    assert value(metrics, "rate_limiter_shared_state_checks_total") == 25
+    assert value(metrics, "rate_limiter_shared_state_late_total") == 26
+    assert value(metrics, "rate_limiter_forgiven_tokens_total") == 27
+    assert value(metrics, "rate_limiter_over_admitted_tokens_total") == 28
+    assert value(metrics, "rate_limiter_over_admission_ratio") == 0.02
+    assert value(metrics, "rate_limiter_over_admission_bound_ratio") == 0.53
+    assert value(metrics, "rate_limiter_shared_state_corrupt_total") == 29
+    assert value(metrics, "rate_limiter_breaker_denied_total") == 30
+
+
+@pytest.mark.parametrize("cluster", [None])
+def test_a_node_by_itself_has_nothing_to_tell_of_a_cluster(metrics):
+    assert list(metrics.samples(["rate_limiter_cluster_nodes"])) == []
+
+
+@pytest.mark.parametrize("snapshot", [None])
+def test_where_buckets_are_shared_there_is_nothing_to_tell_of_a_snapshot(metrics):
+    assert list(metrics.samples(["rate_limiter_snapshot_age_seconds"])) == []
 
 
 def test_health_is_reported(metrics, stats):

@@ -273,3 +273,86 @@ class TestBatchesOfCanonicalChecks:
         assert (first.remaining_tokens, second.remaining_tokens) == (1_999, 1_998)
         assert (open_.allowed, open_.reason) == (True, pb.FAIL_OPEN_ERROR)
         assert (stats.allowed_total, stats.fail_open_error_total, stats.invalid_total) == (3, 1, 0)
+
+
+class LimiterWithoutState(LimiterProbe):
+    """Knows only what the shared state says of identifiers other than ``u``, when the test lets it."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited, self.may_answer = [], asyncio.Event()
+
+    def check(self, check):
+        return super().check(check) if check.identifier == b"u" else None
+
+    async def wait(self, checks):
+        await self.may_answer.wait()
+        self.waited.append([check.identifier for check in checks])
+        return [
+            CheckInvalidError(FieldViolation("timestamp", "unlucky"))
+            if check.timestamp == 13
+            else ALLOWED._replace(remaining=100 + number)
+            for number, check in enumerate(checks)
+        ]
+
+
+def waits(identifier="far", timestamp=0):
+    return pb.RateLimitRequest(
+        identifier=identifier, identifier_type="user", endpoint="/a", timestamp=timestamp
+    )
+
+
+class TestChecksThatWait:
+    @pytest.fixture
+    async def limiter(self):
+        return LimiterWithoutState()
+
+    async def test_one_is_answered_and_timed_when_the_shared_state_has_answered(
+        self, service, limiter, stats
+    ):
+        answering = service.check_rate_limit(waits().SerializeToString(), CALL)
+        assert sum(stats.latency_counts) == 0
+        limiter.may_answer.set()
+        assert pb.RateLimitResponse.FromString(await answering).remaining_tokens == 100
+        assert (limiter.waited, sum(stats.latency_counts)) == ([[b"far"]], 1)
+        assert stats.latency_sum_s == pytest.approx(0.004)
+
+    async def test_one_whose_timestamp_is_refused_then_is_refused_counted_and_not_timed(
+        self, service, limiter, stats
+    ):
+        limiter.may_answer.set()
+        with pytest.raises(CheckInvalidError, match="unlucky"):
+            await service.check_rate_limit(waits(timestamp=13).SerializeToString(), CALL)
+        assert (stats.invalid_total, sum(stats.latency_counts)) == (1, 0)
+
+    async def test_those_of_a_batch_wait_together_and_all_are_answered_in_order(
+        self, service, limiter, stats
+    ):
+        items = [waits("x"), A_CHECK, waits("y"), pb.RateLimitRequest(), waits("z", 13), A_CHECK]
+        answering = answer_to(service, items)
+        assert sum(stats.latency_counts) == 0
+        limiter.may_answer.set()
+        first, known, second, bad, refused, last = responses(await answering)
+        assert [first.remaining_tokens, second.remaining_tokens] == [100, 101]
+        assert [known.remaining_tokens, last.remaining_tokens] == [1, 2]
+        assert bad.error.startswith("requests[3].identifier: ")
+        assert refused.error == "requests[4].timestamp: unlucky"
+        assert limiter.waited == [[b"x", b"y", b"z"]]
+        assert (stats.invalid_total, sum(stats.latency_counts)) == (2, len(items))
+
+    async def test_those_of_a_long_batch_wait_together_too(self, service, limiter, stats):
+        items = [waits(), A_CHECK] * SLICE_ITEMS
+        limiter.may_answer.set()
+        answers = responses(await answer_to(service, items))
+        left = [answer.remaining_tokens for answer in answers]
+        assert left[::2] == [*range(100, 100 + SLICE_ITEMS)]
+        assert left[1::2] == [*range(1, SLICE_ITEMS + 1)]
+        assert len(limiter.waited) == 1
+        assert sum(stats.latency_counts) == len(items)
+
+    async def test_a_caller_that_leaves_is_not_timed(self, service, limiter, stats):
+        answering = asyncio.ensure_future(answer_to(service, [waits()]))
+        await asyncio.sleep(0)
+        answering.cancel()
+        await asyncio.wait([answering])
+        assert (limiter.waited, sum(stats.latency_counts)) == ([], 0)
