@@ -18,12 +18,14 @@ from tests.servers import Valkey
 BUCKET, SLIDING, FIXED = Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW, Algorithm.FIXED_WINDOW
 
 WINDOW_S = 1
-SYNC_S = 0.1
-"""SYNC_INTERVAL_MS."""
 ROUND_TRIP_S = 0.01
 """What a settlement takes where nobody is late, and what the clocks of the nodes may differ by."""
 MOST_CHECKS_IN_A_WINDOW = 1_000
 SHORT_S, LONG_S = 4.0, 10.0
+
+ONCE = {BUCKET: 0.1, FIXED: 0.1, SLIDING: 0.31}
+"""The worst excess of the simulation, in limits: what is allowed too much before the nodes have heard of each other,
+and not again."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,13 @@ def nodes(request, tmp_path_factory):
     """So many nodes, of such a consistency; pytest runs those tests together that ask for the same."""
     count, consistency = request.param
     directory = tmp_path_factory.mktemp("nodes")
+    arguments = ["--consistency", consistency]
+    if consistency == "strict":
+        # Accuracy is measured here: a machine that is busy with its own load is no outage of the shared state.
+        arguments += ["--redis-timeout-ms", "1000"]
     with (
         Valkey(directory / "valkey") as valkey,
-        Nodes(directory, valkey.url, "--consistency", consistency, count=count) as nodes,
+        Nodes(directory, valkey.url, *arguments, count=count) as nodes,
     ):
         nodes.meet()
         yield nodes
@@ -122,11 +128,17 @@ class Measured:
         drift = self.rate * self.late_s
         assert not self.unanswered
         assert self.excess <= limit / 2 + limit / 100 + cell.nodes * drift + one_each, self
-        # The first spends from a full bucket are charged together: what would have flowed in meanwhile is lost.
-        edge = self.rate * (SYNC_S + self.late_s) + self.late_tokens + one_each
-        assert self.admitted >= 0.99 * self.entitled - edge, self
+        least = 0.99 * self.entitled - drift - self.late_tokens - one_each
+        assert self.admitted >= least, self
         if limit >= 1_000:
-            assert self.admitted <= 1.02 * self.entitled + drift + one_each, self
+            most = 1.02 * self.entitled + ONCE[cell.algorithm] * limit + drift + one_each
+            assert self.admitted <= most, self
+
+    def holds_strictly(self):
+        assert not self.unanswered
+        assert self.reasons.keys() <= {"WITHIN_LIMIT", "LIMIT_EXCEEDED"}, self
+        assert self.strict_excess <= 0, self
+        assert self.admitted >= 0.99 * self.entitled - self.rate * self.late_s - 1, self
 
 
 DIAGONAL = (
@@ -166,13 +178,11 @@ STRICT = [
 
 @on(*STRICT, consistency="strict")
 def test_strict_nodes_never_allow_more(cell, nodes):
-    measured = Measured(cell, nodes, 2.0)
-    assert measured.strict_excess <= 0, measured
-    assert measured.admitted >= 0.9 * measured.entitled, measured
+    Measured(cell, nodes, 2.0).holds_strictly()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
 @on(*(cell for cell in ALL if cell.limit != 100_000), consistency="strict")
 def test_strict_nodes_never_allow_more_anywhere(cell, nodes):
-    assert Measured(cell, nodes, LONG_S).strict_excess <= 0
+    Measured(cell, nodes, LONG_S).holds_strictly()
