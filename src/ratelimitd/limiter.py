@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 from ratelimitd.algorithms import DECIDE, Decide
@@ -153,12 +154,16 @@ class Limiter:
         breaker_denies: bool = False,
         on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        decided_on = shared if buckets is None else buckets
-        if decided_on is None or (shared is not None and buckets is not None):
+        self._buckets: Buckets
+        self._reset_buckets: Callable[[RuleBook, Sequence[Rule], Sequence[bytes]], Awaitable[None]]
+        if buckets is not None and shared is None:
+            self._buckets, self._reset_buckets = buckets, partial(self._reset_own, buckets)
+        elif shared is not None and buckets is None:
+            self._buckets, self._reset_buckets = shared, partial(self._reset_shared, shared)
+        else:
             message = "a limiter decides on its own buckets or on shared ones"
             raise ValueError(message)
-        self._buckets: Buckets = decided_on
-        self._own, self._shared = buckets, shared
+        self._shared = shared
         self._breaker_denies = breaker_denies
         self._clock = clock
         self._stats = stats
@@ -247,14 +252,17 @@ class Limiter:
                 raise StoreUnavailableError(message)
             rules = self._book.candidates(endpoint, identifier_type)
             keys = [identifier + self._keys.scope(rule, endpoint) for rule in rules]
-            if self._shared is not None:
-                ruling = [self._as_of_book(self._book, rule) for rule in rules]
-                await self._shared.reset(keys, ruling)
-            elif self._own is not None:
-                await self._reset_own(self._own, keys)
+            await self._reset_buckets(self._book, rules, keys)
             return rules
 
-    async def _reset_own(self, buckets: LocalBuckets, keys: Sequence[bytes]) -> None:
+    async def _reset_shared(
+        self, shared: SharedBuckets, book: RuleBook, rules: Sequence[Rule], keys: Sequence[bytes]
+    ) -> None:
+        await shared.reset(keys, [self._as_of_book(book, rule) for rule in rules])
+
+    async def _reset_own(
+        self, buckets: LocalBuckets, _book: RuleBook, _rules: Sequence[Rule], keys: Sequence[bytes]
+    ) -> None:
         removed = [(key, buckets.remove(key)) for key in keys]
         if self._journal is None or not keys:
             return

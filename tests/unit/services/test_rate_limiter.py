@@ -186,6 +186,15 @@ async def test_a_thousand_items_are_answered_and_one_more_is_refused(service, li
     assert len(limiter.asked) == 1000
 
 
+async def test_a_long_batch_that_is_spelled_otherwise_is_answered_in_slices_too(service, limiter):
+    data = pb.BatchRateLimitRequest(requests=[A_CHECK] * (SLICE_ITEMS + 1)).SerializeToString()
+    answering = service.check_rate_limit_batch(
+        data + b"\x78\x01", CALL
+    )  # a field that we do not know
+    assert limiter.asked == []
+    assert len(responses(await answering)) == SLICE_ITEMS + 1
+
+
 def test_a_long_batch_is_refused_without_being_parsed(service, monkeypatch):
     monkeypatch.setattr("ratelimitd.services.rate_limiter.parse_batch", pytest.fail)
     data = b"\x0a\x00" * COUNT_ABOVE_BYTES
