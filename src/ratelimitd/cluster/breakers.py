@@ -15,7 +15,7 @@ from ratelimitd.errors import RateLimitdError
 from ratelimitd.model import US_PER_S
 from ratelimitd.stats import CheckStats
 
-JITTER_US: Final = US_PER_S
+JITTER_US: Final = US_PER_S // 2
 """Nodes whose breakers opened together probe apart, by up to so much."""
 
 
@@ -66,7 +66,9 @@ class Breakers:
             held[shard.name] = shard
         self._shards = held
         for shard in held.values():
-            if shard.begins_probe():
+            # Without a connection the probe would fail, and the next one be as long away: the attempts to connect, one
+            # a second at least, find out sooner that the server is back.
+            if self._store.is_connected(shard.tag) and shard.begins_probe():
                 self._store.probe(shard.tag, partial(_probed, shard))
 
     @property

@@ -28,6 +28,9 @@ class SharedStore(Protocol):
     def shard_of(self, tag: int) -> str:
         """The server that holds a hash tag, by a name for people."""
 
+    def is_connected(self, tag: int) -> bool:
+        """Whether there is a connection to the server that holds a hash tag; if not, one is being made."""
+
     def read(
         self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
     ) -> None:

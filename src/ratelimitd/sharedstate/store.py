@@ -82,6 +82,10 @@ class RedisStore:
         """The name of the server that holds a hash tag."""
         return self._shards.of_tag(tag).name
 
+    def is_connected(self, tag: int) -> bool:
+        """Whether there is a connection to the server that holds a hash tag; if not, one is being made."""
+        return self._shards.of_tag(tag).connected
+
     def read(
         self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
     ) -> None:

@@ -71,10 +71,19 @@ def test_the_worst_state_is_told(scene):
 def test_an_open_one_is_probed_once_after_its_time_and_some_jitter(scene):
     scene.open(0)
     assert scene.probes() == []
-    assert scene.probes(30.4) == []
+    assert scene.probes(30.2) == []
     assert len(scene.probes(0.1)) == 1
     assert scene.probes() == []
     assert len(scene.probes(1)) == 1  # nothing came of the first
+
+
+def test_one_without_a_connection_is_probed_as_soon_as_there_is_one(scene):
+    scene.open(0)
+    scene.store.disconnected.add("one")
+    assert scene.probes(60) == []
+    assert scene.breakers.state is State.OPEN
+    scene.store.disconnected.clear()
+    assert len(scene.probes()) == 1
 
 
 @pytest.mark.parametrize(("error", "is_open"), [(None, False), (AWAY, True)])

@@ -103,9 +103,13 @@ class FakeStore:
         self.time_us, self.fingerprint, self.members = 1_700_006_400 * SECOND, "", ()
         self._timers = timers
         self._ledgers = {}
+        self.disconnected = set()
 
     def shard_of(self, tag):
         return self.server_of_tag[tag]
+
+    def is_connected(self, tag):
+        return self.server_of_tag[tag] not in self.disconnected
 
     def read(self, name, rule, done):
         self._take("read", name, lambda: self.ledger.buckets.get(name), done)
