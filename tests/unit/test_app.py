@@ -6,6 +6,7 @@ import re
 import socket
 import sqlite3
 import threading
+import time
 from contextlib import closing, contextmanager
 
 import grpc
@@ -29,6 +30,7 @@ from ratelimitd.settings import Settings
 from ratelimitd.testing import ManualClock, running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+from tests.servers import Valkey
 
 SEED = """
 rules:
@@ -527,3 +529,111 @@ async def test_what_is_wrong_with_the_files_of_before_is_logged(kept, caplog):
         async with running_node(**kept):
             pass
     assert "renamed to *.foreign" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory):
+    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+class TestInACluster:
+    """With the buckets that nodes share in a real Valkey."""
+
+    @pytest.fixture(autouse=True)
+    def in_cluster(self, kept, valkey):
+        valkey.ask("FLUSHALL")
+        # A busy machine must not decide.
+        kept |= {"redis_url": valkey.url, "redis_timeout_ms": 1_000}
+
+    async def test_nodes_with_one_rules_database_share_their_limits(self, kept, tmp_path):
+        async with running_node(**kept) as one, Client(one) as client_of_one:
+            assert await client_of_one.allowed(2) == 2
+            kept["state_dir"] = tmp_path / "state of two"
+            async with running_node(**kept) as two, Client(two) as client_of_two:
+                await until(lambda: _clustering(one).status.unsettled_buckets == 0)
+                assert await client_of_two.allowed(5) == 1
+                assert (await client_of_two.node.GetHealthStatus(Empty())).shared_state_connected
+
+    async def test_a_restart_finds_what_was_spent_for_a_drain_settles_it(self, kept, caplog):
+        for allowed in (2, 1):
+            async with running_node(**kept) as node, Client(node) as client:
+                assert await client.allowed(2) == allowed
+        assert "not all spends" not in caplog.text
+
+    async def test_nothing_of_buckets_is_on_the_nodes_disk(self, kept):
+        async with running_node(**kept) as node, Client(node) as client:
+            await client.allowed(3)
+            names = {
+                metric.name
+                for metric in (await client.node.GetMetrics(pb.MetricsRequest())).metrics
+            }
+        assert "rate_limiter_cluster_nodes" in names
+        assert "rate_limiter_snapshot_age_seconds" not in names
+        assert not [*kept["state_dir"].glob("buckets-*")]
+
+    async def test_a_reset_is_of_the_shared_bucket(self, kept):
+        async with running_node(**kept) as node, Client(node) as client:
+            assert await client.allowed(5) == 3
+            await client.node.ResetRateLimit(
+                pb.ResetRequest(identifier="u", identifier_type="user", endpoint="/a")
+            )
+            assert await client.allowed(5) == 3
+
+    async def test_the_nodes_clock_is_the_stores_from_the_start(self, kept, monkeypatch):
+        machine_ns = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: machine_ns() - 3_600 * 10**9)
+        async with running_node(**kept) as node, Client(node) as client:
+            request = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
+            answer = await client.checks.CheckRateLimit(request)
+        assert abs(answer.reset_time - machine_ns() / 10**9) < 120
+
+    async def test_another_secret_ends_the_start_with_one_line(
+        self, kept, threads_before, tmp_path
+    ):
+        async with running_node(**kept):
+            stranger = {**kept, "state_dir": tmp_path / "other", "key_secret": "x" * 32}
+            with pytest.raises(StartupError, match="KEY_SECRET") as caught:
+                await node_of(stranger).start()
+            assert "\n" not in str(caught.value)
+
+    async def test_a_node_starts_without_the_shared_state_serves_and_recovers(self, kept, tmp_path):
+        with Valkey(tmp_path / "valkey of its own") as server:
+            port = server.port
+        kept |= {"redis_url": f"redis://127.0.0.1:{port}", "breaker_recovery_s": 1}
+        async with running_node(**kept) as node, Client(node) as client:
+            assert await client.allowed(20) == 20
+            report = await client.node.GetHealthStatus(Empty())
+            assert (report.status, report.shared_state_connected) == (pb.DEGRADED, False)
+            assert node.stats.fail_open_breaker_total > 0
+            with Valkey(tmp_path / "valkey again", port=port):
+                await until(lambda: _clustering(node).shared_state == (True, "closed"))
+                assert await client.allowed(20) == 3
+
+    async def test_a_key_that_comes_late_with_the_rules_database_is_that_of_all(
+        self, kept, tmp_path, monkeypatch
+    ):
+        database = tmp_path / "volume/rules.db"
+        database.parent.mkdir()
+        kept["database_url"] = f"sqlite:///{database}"
+        async with running_node(**kept) as one, Client(one) as client_of_one:
+            assert await client_of_one.allowed(2) == 2
+            await until(lambda: _clustering(one).status.unsettled_buckets == 0)
+            kept["state_dir"] = tmp_path / "state of two"
+            with without_its_directory(database):
+                two = node_of(kept)
+                await two.start()
+            async with Client(two) as client_of_two:
+                assert not two.readiness.ready
+                await until(lambda: two.readiness.ready)
+                assert await client_of_two.allowed(5) == 1
+            await two.drain()
+
+
+def _clustering(node):
+    return node._clustering
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - of a real server and a real feed
+        await asyncio.sleep(0.02)
