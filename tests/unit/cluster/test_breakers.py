@@ -122,4 +122,4 @@ def test_nodes_whose_breakers_opened_together_probe_apart(scene):
     scene.luck = 0.9
     scene.open(1)
     first, second = (scene.tags[n].shard.open_error().retry_after_us for n in range(2))
-    assert (first, second) == (30 * SECOND, 30_900_000)
+    assert (first, second) == (30 * SECOND, 30_450_000)
