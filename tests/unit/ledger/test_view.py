@@ -184,6 +184,13 @@ def test_after_an_outage_no_more_is_settled_than_the_view_lacks():
     assert own.unsent.tokens <= 1
 
 
+def test_after_an_outage_what_the_view_still_lacks_is_settled_in_full():
+    one = view(10)
+    one.check_alone(NOW, 5)
+    one.forgive_outage(NOW)
+    assert (one.forgiven, one.unsent.tokens) == (0, 5)
+
+
 def test_a_late_grant_pays_for_what_the_view_charged():
     own = view()
     own.check_alone(NOW, 5)

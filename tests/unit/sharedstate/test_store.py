@@ -74,6 +74,7 @@ async def beat(store, name, ttl_us=5_000_000, fingerprint="ours"):
 async def test_the_one_server_is_named_and_batches_are_of_several_tags(store, valkey):
     assert {store.shard_of(tag) for tag in range(TAGS)} == {valkey.address}
     assert store.tags_per_batch == TAGS_PER_BATCH
+    assert store.is_connected(7)
 
 
 async def test_a_batch_is_applied_once_and_read_again_as_it_was_answered(store):
@@ -193,7 +194,9 @@ async def ask_everything(store):
 async def test_a_server_that_is_away_is_an_error_for_all_who_ask():
     shards = standalone(parse_redis_url(f"redis://127.0.0.1:{free_port()}"), PATIENT)
     await shards.start()
-    answers = await ask_everything(RedisStore(shards))
+    store = RedisStore(shards)
+    assert not store.is_connected(7)
+    answers = await ask_everything(store)
     await shards.close()
     assert all(isinstance(answer, StoreUnavailableError) for answer in answers)
 
