@@ -75,7 +75,7 @@ class Node:
         self.sender = Sender(self.sender_name)
         self.flush_due = False
         self.is_full = self.max_views < 1_000
-        self.published = 0
+        self.forgave_us = self.published = 0
         self.published_us: dict[bytes, int] = {}
         self.news_numbers: dict[str, int] = {}
         world = self.world
@@ -297,10 +297,12 @@ class Node:
             self.flush()
 
     def _first_word(self) -> None:
-        batch = self.sender.outstanding
-        if batch is not None and self.now_us - batch.frozen_at_us > STALE_US:
-            for view in (*self.views.values(), *self.pending.values()):
-                view.forgive_outage(self.now_us)
+        batch, now_us = self.sender.outstanding, self.now_us
+        if batch is None or now_us - max(batch.frozen_at_us, self.forgave_us) <= STALE_US:
+            return
+        self.forgave_us = now_us
+        for view in (*self.views.values(), *self.pending.values()):
+            view.forgive_outage(self.now_us)
 
     def heard(self, key: bytes, shared: SharedState) -> None:
         view = self.views.get(key) or self.pending.get(key)

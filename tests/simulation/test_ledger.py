@@ -11,7 +11,8 @@ import pytest
 
 from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Ledger
 from tests.simulation.demands import violations
-from tests.simulation.scenario import play, scenario
+from tests.simulation.play import play
+from tests.simulation.scenario import scenario
 from tests.simulation.twins import TWINS
 
 SEEDS, CALM_SEEDS, CHUNK = 2_000, 400, 100

@@ -219,9 +219,11 @@ class View:
         the caller out for as many windows as there are nodes.
         """
         lacking = self._account.used(self._state, self.rule, now_us) - self.in_flight.tokens
-        # The oldest first: of a window or a log they are what the view does not lack any more.
-        self.forgiven += self.unsent.remove_oldest(self.unsent.tokens - max(0, lacking))
-        self._recompute()
+        excess = self.unsent.tokens - max(0, lacking)
+        # Of many views few have any. The oldest first: a window or a log does not lack them any more.
+        if excess > 0:
+            self.forgiven += self.unsent.remove_oldest(excess)
+            self._recompute()
 
     def pay(self, tokens: int) -> None:
         """A grant came after the view had decided and charged the check: the store has charged it, too."""

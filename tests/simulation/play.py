@@ -1,0 +1,162 @@
+"""A scenario is played: checks come, things happen, and in the end all is quiet."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ratelimitd.ledger.batches import Ledger
+from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.ledger.view import View
+from ratelimitd.model import Rule
+from tests.simulation.node import Node
+from tests.simulation.scenario import FEW, MOST_CHECKS, Scenario, Span
+from tests.simulation.world import SECOND, START_US, Admission, Network, World
+
+KEY = b"one"
+"""The bucket that the load is on, and most demands."""
+OTHERS = (b"two", b"three")
+LATEST_EDIT_S = 0.5
+"""By then every node has heard of an edit."""
+REST_S = 10
+
+
+@dataclass
+class Played:
+    """What came of a scenario."""
+
+    scenario: Scenario
+    world: World
+    offered: list[tuple[int, int]]
+    """When checks of :data:`KEY` came, and what they asked for."""
+    end_us: int
+
+    @cached_property
+    def admissions(self) -> list[Admission]:
+        """Checks of :data:`KEY` that were allowed."""
+        return self.world.books.admissions[KEY]
+
+    @cached_property
+    def forgiven(self) -> int:
+        """Tokens that are charged nowhere."""
+        kept: int = sum(
+            view.forgiven
+            for node in self.world.nodes
+            for view in (*node.views.values(), *node.pending.values())
+        )
+        return self.world.books.forgiven + kept
+
+
+def play(
+    told: Scenario,
+    *,
+    ledger: type[Ledger] = Ledger,
+    view: type[View] = View,
+    node: type[Node] = Node,
+    world: type[World] = World,
+) -> Played:
+    """Run a scenario, then let everything settle."""
+    network = Network(loss=told.loss, duplicates=told.duplicates, news_loss=told.news_loss)
+    made = world(told.seed, network, ledger())
+    source = made.random
+
+    def make_view(rule: Rule, base: SharedState | None) -> View:
+        return view(rule, base)
+
+    for number in range(told.nodes):
+        made.start(f"n{number}/0")
+        node(
+            made,
+            f"n{number}",
+            told.rule,
+            skew_us=source.randint(-told.skew_us, told.skew_us),
+            members=max(1, told.nodes + told.wrong_members),
+            wrong_members=told.wrong_members,
+            max_views=told.max_views,
+            make_view=make_view,
+        )
+    made.members_changed()
+    end_us = START_US + int(told.seconds * SECOND)
+    _let_things_happen(told, made)
+    offered = _offer(told, made, end_us)
+    made.run_until(end_us)
+    rest(made)
+    last_us = offered[-1][0] if offered else end_us
+    return Played(told, made, offered, min(end_us, last_us))
+
+
+def _offer(told: Scenario, world: World, end_us: int) -> list[tuple[int, int]]:
+    """Let checks come, as they come."""
+    source, chance, nodes = world.random, world.chance, world.nodes
+    at_us, per_us = float(START_US), told.checks_per_us
+    offered: list[tuple[int, int]] = []
+    others = OTHERS if told.buckets == FEW else [b"%d" % number for number in range(told.buckets)]
+    beside = 0.1 if told.buckets == FEW else 5.0
+    many = 2 * told.cost - 1
+    in_burst = max(1, int(per_us * told.window_seconds * SECOND / 10))
+    while len(offered) < 2 * MOST_CHECKS:
+        if told.bursts:  # what comes in a tenth of a window, at once and to all nodes
+            at_us += told.window_seconds * SECOND / 10
+        else:
+            at_us += source.expovariate(per_us)
+        if at_us >= end_us:
+            break
+        now_us = int(at_us)
+        world.run_until(now_us)
+        for number in range(in_burst if told.bursts else 1):
+            node = nodes[number % len(nodes)] if told.bursts else nodes[int(chance() * len(nodes))]
+            cost = 1 + int(chance() * many)
+            offered.append((now_us, cost))
+            node.check(KEY, cost)
+        for _ in range(int(beside + chance())):
+            node = nodes[int(chance() * len(nodes))]
+            node.check(others[int(chance() * len(others))], 1)
+    return offered
+
+
+def _let_things_happen(told: Scenario, world: World) -> None:
+    nodes = world.nodes
+
+    def at(seconds: float, act, *arguments) -> None:
+        world.at(START_US + int(seconds * SECOND), act, *arguments)
+
+    def during(span: Span | None, thing: object, name: str, value: bool) -> None:
+        if span:
+            began, length = span
+            at(began, setattr, thing, name, value)
+            at(began + length, setattr, thing, name, not value)
+
+    for outage in told.outages:
+        during(outage, world, "store_up", False)
+    during(told.mute, nodes[0], "is_mute", True)
+    during(told.deaf, nodes[0], "is_deaf", True)
+    if told.crash_s:
+        at(told.crash_s, nodes[0].crash)
+        at(told.crash_s + 0.5, nodes[0].restart)
+    if told.reset_s:
+        at(told.reset_s, lambda: world.reset(KEY, nodes[-1].rule))
+    edits = sorted((seconds, False) for seconds in told.other_edits)
+    if told.edit_s:
+        edits = sorted([*edits, (told.edit_s, True)])
+    limit = told.limit
+    for revision, (seconds, is_ours) in enumerate(edits, 1):
+        limit = told.edited_limit if is_ours else limit
+        rule = replace(told.rule, limit=limit, revision=revision)
+        for node in nodes[1 if told.first_is_not_told else 0 :]:
+            at(seconds + world.chance() * LATEST_EDIT_S, node.edited, rule)
+
+
+def rest(world: World) -> None:
+    """Let everything settle: the network is whole, and nobody asks."""
+    network = world.network
+    network.loss = network.duplicates = network.news_loss = 0.0
+    world.store_up = True
+    for node in world.nodes:
+        node.is_mute = node.is_deaf = False
+    world.run_until(world.now_us + REST_S * SECOND)
+
+
+def settled(world: World) -> bool:
+    """Whether nothing is left to settle."""
+    return not any(
+        node.pending or not all(view.is_clean for view in node.views.values())
+        for node in world.nodes
+    )
