@@ -71,3 +71,12 @@ async def test_after_all_were_answered_the_next_one_is_waited_for_anew(scene):
     scene.wait("second")
     scene.timers.run(100 * MS)
     assert scene.given_up == [("second", 120)]
+
+
+async def test_those_that_were_answered_need_no_timer_of_their_own(scene):
+    for _ in range(100):
+        scene.wait("quick").set_result(None)
+        scene.timers.run(100)
+    scene.timers.run(100 * MS)
+    assert scene.given_up == []
+    assert scene.timers.set_total == 1

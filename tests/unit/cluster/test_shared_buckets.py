@@ -280,10 +280,10 @@ class TestOutage:
         answer = world.wait()
         world.open_breaker()
         world.at_once(cost=2)
-        world.at_once(b"b")
-        world.at_once(b"c")
-        world.buckets.step()
-        world.buckets.step()
+        for other in (b"b", b"c"):
+            world.at_once(other)
+            world.buckets.step()
+        assert world.cache.get(b"a") is None
         world.store.held_one().answer()
         assert answer.result()[:2] == (True, 7)
         world.store.mode = "up"
@@ -305,6 +305,20 @@ class TestOutage:
         world.run(2 * SECOND)
         world.settle()
         assert world.accuracy.forgiven_total == 30
+
+    async def test_that_is_reckoned_before_anything_is_adopted_by_whatever_way_it_comes(self):
+        world = World(limited(10, window_seconds=1), decides_alone=True)
+        world.know()
+        world.check(cost=4)
+        world.store.mode = "held"
+        world.sync()
+        world.open_breaker()
+        world.run(2 * SECOND)
+        assert world.at_once(cost=10)[0]
+        world.run(SECOND)
+        world.store.spend(b"a", world.rule, 1, world.clock.now_us())
+        world.buckets.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
+        assert world.accuracy.forgiven_total == 10
 
     async def test_the_sync_opens_no_breaker(self, world):
         world.check()

@@ -44,15 +44,15 @@ class ManualTimers:
     """Timers of a clock that is set by hand."""
 
     def __init__(self, clock):
-        self._clock, self._agenda, self._order = clock, [], 0
+        self._clock, self._agenda, self.set_total = clock, [], 0
 
     def call_soon(self, callback, *arguments):
         self.call_later(0, callback, *arguments)
 
     def call_later(self, delay, callback, *arguments):
-        self._order += 1
+        self.set_total += 1
         due_us = self._clock.monotonic_us() + round(delay * SECOND)
-        heapq.heappush(self._agenda, (due_us, self._order, partial(callback, *arguments)))
+        heapq.heappush(self._agenda, (due_us, self.set_total, partial(callback, *arguments)))
 
     def run(self, us=0):
         """Let time pass, and whatever is due in it come."""
