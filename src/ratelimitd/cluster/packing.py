@@ -1,38 +1,56 @@
-"""A state of a shared bucket as few objects, none of which the garbage collector looks at for long. Pure.
+"""A state of a shared bucket as one integer, or two objects with a log: small, and nothing for the garbage collector.
 
-A tuple of numbers is left alone by the collector once it has been seen; a tuple of tuples is not.
+Pure. An integer:
+
+    spent · generation (31 bits) · revision (63 bits) · limit (31 bits) · latest_us (53 bits) · whether it is not full
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias, assert_never
+from typing import Final, TypeAlias
 
+from ratelimitd.ledger.accounts import BucketState
 from ratelimitd.ledger.shared_state import SharedState
 
-Packed: TypeAlias = (
-    tuple[int, int, int] | tuple[int, int, int, bytes] | tuple[int, int, int, int, int]
-)
-"""(generation, revision, limit), and what the algorithm keeps, spread out."""
+Packed: TypeAlias = int | tuple[int, bytes]
+"""The numbers of a state, beside its log if it has one; such a tuple is left alone by the collector once it is seen."""
+
+_LATEST_SHIFT: Final = 1
+_LIMIT_SHIFT: Final = _LATEST_SHIFT + 53
+_REVISION_SHIFT: Final = _LIMIT_SHIFT + 31
+_GENERATION_SHIFT: Final = _REVISION_SHIFT + 63
+_SPENT_SHIFT: Final = _GENERATION_SHIFT + 31
+
+_LATEST_MASK: Final = (1 << 53) - 1
+_LIMIT_MASK: Final = (1 << 31) - 1
+_GENERATION_MASK: Final = (1 << 31) - 1
+_REVISION_MASK: Final = (1 << 63) - 1
 
 
 def pack(shared: SharedState) -> Packed:
-    """The numbers of a state."""
+    """The numbers of a state as one."""
     generation, revision, limit, state = shared
+    head = generation << _GENERATION_SHIFT | revision << _REVISION_SHIFT | limit << _LIMIT_SHIFT
     if state is None:
-        return generation, revision, limit
+        return head
     if isinstance(state, bytes):
-        return generation, revision, limit, state
-    return generation, revision, limit, state[0], state[1]
+        return head, state
+    spent, latest_us = state
+    return spent << _SPENT_SHIFT | head | latest_us << _LATEST_SHIFT | 1
 
 
 def unpack(packed: Packed) -> SharedState:
     """The state of these numbers."""
-    match packed:
-        case generation, revision, limit:
-            return SharedState(generation, revision, limit)
-        case generation, revision, limit, log:
-            return SharedState(generation, revision, limit, log)
-        case generation, revision, limit, spent, latest_us:
-            return SharedState(generation, revision, limit, (spent, latest_us))
-        case _:
-            assert_never(packed)
+    state: BucketState = None
+    if isinstance(packed, tuple):
+        number, state = packed
+    else:
+        number = packed
+    if number & 1:
+        state = number >> _SPENT_SHIFT, number >> _LATEST_SHIFT & _LATEST_MASK
+    return SharedState(
+        number >> _GENERATION_SHIFT & _GENERATION_MASK,
+        number >> _REVISION_SHIFT & _REVISION_MASK,
+        number >> _LIMIT_SHIFT & _LIMIT_MASK,
+        state,
+    )
