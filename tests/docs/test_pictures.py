@@ -31,7 +31,7 @@ def test_picture_shows_the_answers_of_the_algorithm(algorithm):
     assert [dot.get("class") for dot in panel.iter(f"{SVG}circle")] == list(answers(algorithm))
 
 
-@pytest.mark.parametrize("name", ["algorithms.svg", "data-flow.svg"])
+@pytest.mark.parametrize("name", ["algorithms.svg", "cluster.svg", "data-flow.svg"])
 def test_picture_has_a_title_and_a_dark_form(name):
     root = ET.parse(PICTURES / name).getroot()  # noqa: S314 - ours
     assert root.find(f"{SVG}title").text
