@@ -141,8 +141,8 @@ def _outage_after(told: Scenario, at_s: float) -> float:
 def no_node_allows_more_than_one_may(played: Played) -> str:
     """Whatever became of the store: what one node allows by itself is within the limit."""
     told = played.scenario
-    if told.edit_s or told.reset_s or (told.max_views < told.buckets and not told.is_calm):
-        return ""  # a bucket that it has evicted begins afresh, if the store does not answer
+    if told.edit_s or told.reset_s or told.may_begin_afresh:
+        return ""
     spends: dict[str, list[Spend]] = {}
     for one in played.admissions:
         spends.setdefault(one.node, []).append((one.at_us, one.cost))
@@ -156,7 +156,8 @@ def no_node_allows_more_than_one_may(played: Played) -> str:
 def what_was_spent_beside_each_other_is_paid_back(played: Played) -> str:
     """Outage after outage, a token bucket is overdrawn by what nodes spend in one of them, or is to be forgiven."""
     told = played.scenario
-    if told.algorithm is not Algorithm.TOKEN_BUCKET or told.edit_s or told.reset_s or told.crash_s:
+    others = (told.edit_s, told.reset_s, told.crash_s, told.may_begin_afresh)
+    if told.algorithm is not Algorithm.TOKEN_BUCKET or any(others):
         return ""
     spends = [(one.at_us, one.cost) for one in played.admissions]
     excess = excess_of(told, spends, told.limit)
@@ -255,7 +256,9 @@ def a_reset_frees(played: Played) -> str:
     others = (told.outages, told.edit_s, told.crash_s, told.mute, told.deaf)
     if not told.reset_s or any(others) or told.loss > 0.1:
         return ""
-    known_us = SECOND if told.news_loss or told.loss else 0
+    known_us = 0
+    if told.news_loss or told.loss:  # then it is read again, and that may be lost, too
+        known_us = 2 * SECOND if told.loss else SECOND
     from_us = START_US + int(told.reset_s * SECOND)
     until_us = from_us + known_us + SECOND // 2
     offered = sum(cost for at_us, cost in played.offered if from_us + known_us <= at_us < until_us)

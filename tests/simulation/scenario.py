@@ -69,6 +69,11 @@ class Scenario:
         return self.rate_per_us * self.load / self.cost
 
     @property
+    def may_begin_afresh(self) -> bool:
+        """Whether a node may forget a bucket, and then decide about it while the store does not answer."""
+        return self.max_views < self.buckets and not self.is_calm
+
+    @property
     def is_calm(self) -> bool:
         """Without any fault."""
         return not (
