@@ -42,6 +42,8 @@ REDIRECTIONS: Final = frozenset({"ASK", "MOVED"})
 _CODE: Final = re.compile(r"[A-Z]{2,20}")
 _SCRIPT_LINE: Final = re.compile(r"user_script:([0-9]{1,6})")
 _FULL: Final = "ERR max number of clients"
+_FORBIDDEN: Final = ("ERR ACL failure in script", "ERR The user executing the script")
+"""What a user may not do in a script, in the words of Valkey and of Redis 7.0."""
 
 
 def code_of(text: str) -> str:
@@ -57,10 +59,12 @@ def error_of(text: str) -> RateLimitdError:
         return StoreUnavailableError(f"the shared state answered {code}")
     if text.startswith(_FULL):
         return StoreUnavailableError("the shared state has as many clients as it takes")
-    if code in MISCONFIGURED:
-        return StoreMisconfiguredError(f"the shared state answered {code}")
     line = _SCRIPT_LINE.search(text)
     where = f" in line {line[1]} of a script" if line else ""
+    if text.startswith(_FORBIDDEN):
+        code = "NOPERM"
+    if code in MISCONFIGURED:
+        return StoreMisconfiguredError(f"the shared state answered {code}{where}")
     return StoreCorruptError(f"the shared state answered {code or 'an error'}{where}")
 
 

@@ -49,6 +49,20 @@ def test_an_error_in_a_script_names_its_line():
     assert str(error_of(text)) == "the shared state answered ERR in line 12 of a script"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ERR ACL failure in script: User hunter2 has no permissions to run the 'get' command",
+        "ERR The user executing the script can't run this command or subcommand",
+        "ERR The user executing the script can't access at least one of the keys",
+    ],
+)
+def test_what_a_user_may_not_do_in_a_script_is_a_missing_permission(text):
+    error = error_of(f"{text} script: 0123, on @user_script:12.")
+    assert type(error) is StoreMisconfiguredError
+    assert str(error) == "the shared state answered NOPERM in line 12 of a script"
+
+
 def test_the_code_is_the_first_word_in_capitals():
     assert code_of("MOVED 1 127.0.0.1:7000") == "MOVED"
     assert code_of("no code") == ""

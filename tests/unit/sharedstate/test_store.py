@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.errors import StoreCorruptError, StoreUnavailableError
+from ratelimitd.errors import StoreCorruptError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.ledger.batches import Sender
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update
 from ratelimitd.model import LIMIT_EXCEEDED, Algorithm, IdentifierType, Rule
@@ -178,6 +178,37 @@ async def test_a_name_that_is_no_text_is_counted_all_the_same(store, valkey):
     seconds, _ = valkey.ask("TIME")
     valkey.ask("ZADD", "rl1:{00}:members", seconds * 1_000_000, b"\xff")
     assert len((await beat(store, "one/1"))[2]) == 2
+
+
+@pytest.mark.parametrize("kind", ["list", "text"])
+async def test_what_others_put_where_signs_of_life_are_is_removed(store, valkey, kind):
+    for key in ("rl1:{00}:members", "rl1:{00}:secret"):
+        valkey.ask(*(("RPUSH", key, "x") if kind == "list" else ("SET", key, b"\xff no text")))
+    _, fingerprint, names = await beat(store, "one/1")
+    assert (fingerprint, names) == ("ours", ("one/1",))
+    assert (await beat(store, "one/1"))[1:] == ("ours", ("one/1",))
+
+
+@pytest.mark.parametrize("command", ["get", "set"])
+async def test_a_user_who_may_not_do_what_scripts_do_is_refused_and_no_bucket_is_full(
+    store, valkey, command
+):
+    sender = Sender("node/1")
+    await settle(store, sender, (NAME, update(7)))
+    before = valkey.ask("GET", bucket_key(NAME))
+    valkey.ask("ACL", "SETUSER", "default", f"-{command}")
+    try:
+        answers = [
+            await settle(store, Sender("node/2"), (NAME, update(1))),
+            await decide(store, 1),
+            await asked(store.reset, NAME, RULE),
+            await asked(store.probe, 7),
+            await beat(store, "one/1"),
+        ]
+    finally:
+        valkey.ask("ACL", "SETUSER", "default", f"+{command}")
+    assert {type(answer) for answer in answers} == {StoreMisconfiguredError}
+    assert valkey.ask("GET", bucket_key(NAME)) == before
 
 
 async def ask_everything(store):

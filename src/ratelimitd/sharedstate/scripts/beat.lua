@@ -7,12 +7,22 @@
 -- ARGV[3]  fingerprint of its secret; empty: it does not know it yet
 --
 -- Returns the store's time in µs, the fingerprint that holds, and the names of those alive.
+--
+-- What somebody else put there is removed: it would keep nodes from knowing each other, or from starting, for ever.
 
 local KEPT_S = 86400
 
 local now = call('TIME')
 local now_us = now[1] * US_PER_S + now[2]
 local ttl_us = tonumber(ARGV[2])
+if is_of_another_type(pcall('ZRANGE', KEYS[1], 0, 0)) then
+  call('EXPIRE', KEYS[1], 0)
+end
+local fingerprint = value_at(KEYS[2])
+if fingerprint and (type(fingerprint) ~= 'string' or not string.find(fingerprint, '^%w+$')) then
+  call('EXPIRE', KEYS[2], 0)
+end
+
 if ttl_us > 0 then
   call('ZADD', KEYS[1], string.format('%.0f', now_us), ARGV[1])
   call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('(%.0f', now_us - ttl_us))

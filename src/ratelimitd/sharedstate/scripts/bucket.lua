@@ -29,6 +29,21 @@ local LEAST_TTL_S, LEAST_TTL = 3600, '3600'
 
 local WITHIN_LIMIT, LIMIT_EXCEEDED, COST_EXCEEDS_LIMIT = 1, 2, 3
 
+-- Whether a reply says that something of another type lies at the key.
+local function is_of_another_type(reply)
+  return type(reply) == 'table' and reply.err and sub(reply.err, 1, 9) == 'WRONGTYPE'
+end
+
+-- What lies at a key; an error reply, which is no bucket either, when it is of another type. Any other error, as of a
+-- user who may not read, ends the script: else every bucket would seem to be none, and be made full.
+local function value_at(key)
+  local value = pcall('GET', key)
+  if type(value) == 'table' and not is_of_another_type(value) then
+    return call('GET', key)
+  end
+  return value
+end
+
 -- A sum of tokens that stays exact: a bucket that is that far overdrawn is so to a token more or less.
 local function saturated(sum)
   if sum > LARGEST then

@@ -22,7 +22,7 @@ end
 
 local generation, x, y, at_us, is_corrupt
 generation, revision, limit, x, y, at_us, is_corrupt =
-  opened(algorithm, pcall('GET', KEYS[1]), -1, revision, limit, window_us)
+  opened(algorithm, value_at(KEYS[1]), -1, revision, limit, window_us)
 
 local allowed, remaining, reset_time, retry_after, reason
 if not is_corrupt then

@@ -12,7 +12,7 @@ for index, key in ipairs(KEYS) do
   local kind, revision, limit, window_s
   kind, revision, limit, window_s, place = unpack(RULE, ARGV[1], place)
   local algorithm, window_us = make_algorithm(kind), window_s * US_PER_S
-  local generation = stored(algorithm, pcall('GET', key), window_us) or 0
+  local generation = stored(algorithm, value_at(key), window_us) or 0
   values[index] = written(algorithm, generation + 1, revision, limit)
   call('SET', key, values[index], 'EX', ttl_of(window_us))
 end

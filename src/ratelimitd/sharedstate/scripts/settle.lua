@@ -33,7 +33,7 @@ end
 
 local text = ARGV[1]
 local number, place = unpack('<I8', text)
-local record = pcall('GET', KEYS[1])
+local record = value_at(KEYS[1])
 local repeated, kept = false, nil
 if type(record) == 'string' and #record >= RECORD_BYTES then
   local format, last = unpack(RECORD, record)
@@ -60,7 +60,7 @@ for index = 2, #KEYS do
     algorithm = make_algorithm(kind)
     algorithms[kind] = algorithm
   end
-  local value = pcall('GET', key)
+  local value = value_at(key)
 
   if repeated and value and stored(algorithm, value, window_us) then
     reply[index + 1] = value
