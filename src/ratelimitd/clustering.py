@@ -32,6 +32,9 @@ from ratelimitd.stats import CheckStats
 
 INCARNATION_BYTES: Final = 6
 
+MAX_SYNC_LAG_S: Final = 2.0
+"""A batch that is not acknowledged for so long means that limits are not shared: the shared state counts as away."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -153,7 +156,12 @@ class Clustering:
     def shared_state(self) -> SharedStateStatus:
         """For health."""
         cluster = self._cluster
-        connected = cluster.is_connected and all(link.connected for link in self._shards.all())
+        connected = (
+            cluster.is_connected
+            # A store that answers readings and refuses batches is none that nodes could share.
+            and cluster.sync_lag_s < MAX_SYNC_LAG_S
+            and all(link.connected for link in self._shards.all())
+        )
         return SharedStateStatus(connected, cluster.breaker_state.value)
 
     @property

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from ratelimitd import clustering
 from ratelimitd.background import Background
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import SystemClock
@@ -90,6 +91,13 @@ async def running(*members):
             await background.stop()
             await member.clustering.drain(10)
             assert not any(member.restarts.values())
+
+
+async def test_a_store_that_acknowledges_nothing_is_none(valkey, monkeypatch):
+    member = Member(valkey.url)
+    async with running(member):
+        monkeypatch.setattr(clustering, "MAX_SYNC_LAG_S", 0.0)
+        assert not member.clustering.shared_state.connected
 
 
 async def test_nodes_share_their_buckets_and_know_of_each_other(valkey):

@@ -1,7 +1,8 @@
 """The shared buckets that a node knows: those in use as views, the others packed; the least recently used leave first.
 
-A view is an object of several, which the garbage collector looks at; a packed bucket is one integer, which it does not. So a bucket that nobody has asked for since a moment is packed: its base is all that is worth keeping of it,
-for a bucket with something to settle is never packed. See ADR 0026.
+A view is an object of several, which the garbage collector looks at; a packed bucket is one integer, which it does not.
+So a bucket that nobody has asked for since a moment is packed: its base is all that is worth keeping of it, for one
+with something to settle is never packed. See ADR 0026.
 
 Two generations stand for an order of use: what is used moves to the young one; when a generation has lived its time,
 what is left in the old one leaves. Every step is small: buckets are moved a few at a time, packed ones leave by hash

@@ -12,7 +12,13 @@ from typing import Final, Protocol
 
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.shared_time import SharedTime
-from ratelimitd.errors import RateLimitdError, StartupError
+from ratelimitd.errors import (
+    RateLimitdError,
+    StartupError,
+    StoreMisconfiguredError,
+    StoreOverloadedError,
+    StoreUnavailableError,
+)
 from ratelimitd.model import US_PER_S
 
 BEAT_S: Final = 1.0
@@ -63,7 +69,7 @@ class Membership:
         self._clock = clock
         self._shared_time = shared_time
         self._report = report
-        self._is_stranger = False
+        self._is_stranger = self._is_refused = False
 
     async def join(self, timeout_s: float) -> None:
         """Give the first sign of life, and wait for the answer at most so long.
@@ -107,12 +113,23 @@ class Membership:
     def _heard(
         self, sent_us: int, then: Callable[[], None], answer: Beat | RateLimitdError
     ) -> None:
-        if not isinstance(answer, RateLimitdError):
+        if isinstance(answer, RateLimitdError):
+            self._refused(answer)
+        else:
             now_us, fingerprint, names = answer
             self._shared_time.note(now_us, sent_us, self._clock.monotonic_us())
             self.count = max(1, len(names))
+            self._is_refused = False
             self._compare(fingerprint)
         then()
+
+    def _refused(self, error: RateLimitdError) -> None:
+        """Tell once when the store answers and will not have it; that it is away is for the connections to tell."""
+        is_away = isinstance(error, StoreUnavailableError | StoreOverloadedError)
+        if isinstance(error, StoreMisconfiguredError) or not is_away:
+            if not self._is_refused:
+                self._report(f"the nodes of the cluster cannot be counted: {error}")
+            self._is_refused = True
 
     def _compare(self, fingerprint: str) -> None:
         own = self._fingerprint()

@@ -31,9 +31,10 @@ answers as many in about 50 ms, so that a longer queue would only hold requests 
 MAX_BYTES: Final = 16 * 1024 * 1024
 """Octets of requests in flight: what a hanging server may cost this process in memory, whatever a request carries."""
 
-REQUEST_S: Final = 0.000_02
-"""What each request that is ahead adds to the time that one may take: twice what a script costs a server. Else the
-last of 1,000 that were sent at once would be told that the server is slow, and the breaker with them."""
+REQUEST_S: Final = 0.000_05
+"""What each request that is ahead adds to the time that one may take: three times what a script costs a server, and
+what it cost on a busy machine. Else the last of 1,000 that were sent at once would be told that the server is slow, and
+the breaker with them."""
 
 SILENCE_S: Final = 1.0
 """A server that has not answered for so long is either gone, with nobody left to say so, or of no use. Many times the

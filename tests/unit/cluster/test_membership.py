@@ -5,7 +5,12 @@ import pytest
 from ratelimitd.cluster import membership as membership_module
 from ratelimitd.cluster.membership import BEAT_TTL_US, Membership
 from ratelimitd.cluster.shared_time import SharedTime
-from ratelimitd.errors import StartupError, StoreUnavailableError
+from ratelimitd.errors import (
+    StartupError,
+    StoreCorruptError,
+    StoreMisconfiguredError,
+    StoreUnavailableError,
+)
 from ratelimitd.testing import ManualClock
 
 LONG_S = 60
@@ -65,6 +70,22 @@ def test_while_the_store_is_away_the_others_stay(scene):
     scene.membership.beat()
     scene.pulse.dones[-1](StoreUnavailableError("no answer"))
     assert scene.membership.count == 2
+
+
+def test_a_store_that_refuses_to_count_is_told_once_for_each_time_it_begins(scene):
+    for error in (
+        StoreMisconfiguredError("NOPERM"),
+        StoreMisconfiguredError("NOPERM"),
+        StoreUnavailableError("no answer"),
+        None,
+        StoreCorruptError("WRONGTYPE"),
+    ):
+        scene.membership.beat()
+        scene.pulse.dones[-1](error or (7_000_000, "ours", ("node/1",)))
+    assert scene.reports == [
+        "the nodes of the cluster cannot be counted: NOPERM",
+        "the nodes of the cluster cannot be counted: WRONGTYPE",
+    ]
 
 
 def test_each_answer_tells_the_stores_time_in_the_middle_of_the_round_trip(scene):

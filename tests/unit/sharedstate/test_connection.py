@@ -133,7 +133,7 @@ async def test_many_requests_at_once_have_the_time_that_a_server_needs_for_them(
     setup = Setup()
     asked = [setup.ask() for _ in range(1_000)]
     await turn()
-    assert setup.connection._timer_due_s == pytest.approx(100 + TIMEOUT_S + 0.02, abs=1e-9)
+    assert setup.connection._timer_due_s == pytest.approx(100 + TIMEOUT_S + 0.05, abs=1e-9)
     setup.timer()
     assert {len(told) for told in asked} == {1}
     last = await setup.asked()
