@@ -219,7 +219,7 @@ class SharedBuckets:
         tag = self._tags[name[0]]
         bucket = tag.buckets.get(name)
         if bucket is None:
-            if tag.shard.is_open and not self._decides_alone:
+            if tag.shard.is_open and (not self._decides_alone or tag.is_full):
                 raise tag.shard.open_error()
             shared = self._cache.take_packed(name)
             if shared is None and not tag.shard.is_open:

@@ -32,6 +32,9 @@ LONGEST_RESEND_S: Final = 1.0
 MAX_RUNS: Final = 4_096
 """In one batch: 64 KiB, some 10 ms of the store. Only logs have so many, after an outage; one alone may have more."""
 
+MAX_UNSETTLED: Final = 390
+"""Of one hash tag: 100,000 buckets in all wait for a store that is away, about 1.5 KB each, and no more."""
+
 MAX_KEPT_US: Final = 3_000 * US_PER_S
 """How long a batch is repeated. The store remembers the numbers of a sender for an hour after its last batch; after
 that it would apply a repeated one again."""
@@ -104,6 +107,11 @@ class Tag:
     def unsettled_buckets(self) -> int:
         """Buckets with something to settle."""
         return len(self._dirty) + len(self._sent)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits for the store that no more buckets should join it."""
+        return self.unsettled_buckets >= MAX_UNSETTLED * self._around.store.tags_per_batch
 
     @property
     def oldest_us(self) -> int | None:

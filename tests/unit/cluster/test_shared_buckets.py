@@ -1,9 +1,11 @@
 """The checks of one node on buckets that it shares, and a store of which the test says what becomes of requests."""
 
 import asyncio
+from itertools import count
 
 import pytest
 
+from ratelimitd.cluster import tag
 from ratelimitd.cluster.shared_buckets import REREADS_PER_STEP
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import reset
@@ -236,6 +238,17 @@ class TestOutage:
         world.settle()
         assert world.store.spent(b"a") == 7
         assert world.view().peek(world.clock.now_us(), 1)[1] == 2
+
+    async def test_it_takes_on_no_more_buckets_than_may_wait_for_the_store(self, monkeypatch):
+        monkeypatch.setattr(tag, "MAX_UNSETTLED", 1)
+        world = World(TEN, decides_alone=True)
+        world.open_breaker()
+        assert world.at_once(b"a")[0]
+        keys = (b"other %d" % number for number in count())
+        other = next(key for key in keys if name_of(key)[0] == name_of(b"a")[0])
+        with pytest.raises(BreakerOpenError):
+            world.at_once(other)
+        assert world.at_once(b"a")[0]
 
     async def test_it_goes_on_with_what_was_packed(self):
         world = World(TEN, decides_alone=True)
