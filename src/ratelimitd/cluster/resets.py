@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ratelimitd.cluster.store import SharedStore
-from ratelimitd.errors import RateLimitdError, StoreUnavailableError
+from ratelimitd.errors import RateLimitdError, StoreOverloadedError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import Rule
 
@@ -19,6 +19,7 @@ async def reset_buckets(
 
     Raises:
         StoreUnavailableError: not known to be done.
+        StoreOverloadedError: at least one was not asked for.
     """
     loop = asyncio.get_running_loop()
     answers: list[asyncio.Future[SharedState | RateLimitdError]] = []
@@ -28,6 +29,8 @@ async def reset_buckets(
     states = []
     for answer in answers:
         shared = await answer
+        if isinstance(shared, StoreOverloadedError):
+            raise shared
         if isinstance(shared, RateLimitdError):
             message = "the shared state did not answer: the bucket may be as it was"
             raise StoreUnavailableError(message) from shared

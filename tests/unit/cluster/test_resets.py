@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from ratelimitd.cluster.resets import reset_buckets
-from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.errors import StoreOverloadedError, StoreUnavailableError
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import RULE, FakeStore, ManualTimers, limited, name_of
 
@@ -42,6 +42,13 @@ async def test_one_that_is_not_answered_fails_all_and_says_nothing_of_the_bucket
     store.held[0].answer()
     store.held[1].lose()
     with pytest.raises(StoreUnavailableError, match="the bucket may be as it was"):
+        await task
+
+
+async def test_one_that_was_not_asked_for_is_told_as_such(store):
+    task = await begin(store, b"a")
+    store.held[0].done(StoreOverloadedError("full"))
+    with pytest.raises(StoreOverloadedError):
         await task
 
 
