@@ -97,21 +97,21 @@ FAULTS = {
 }
 
 
+ALWAYS = {"killed", "hung", "replies lost", "read-only", "password changed"}
+"""Each kind once; the others take minutes together."""
+
 READS_WORK = {"out of memory", "scripts forbidden"}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(
-            fault,
-            marks=pytest.mark.xfail(
-                fault in READS_WORK, reason="a read that succeeds resets the breaker", strict=False
-            ),
-        )
-        for fault in FAULTS
-    ],
-)
+def marks_of(fault):
+    if fault not in ALWAYS:
+        yield pytest.mark.long
+    if fault in READS_WORK:
+        reason = "a check that reads with success and then fails to be charged counts as none"
+        yield pytest.mark.xfail(reason=reason, strict=False)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=[*marks_of(name)]) for name in FAULTS])
 def test_a_shared_state_that_fails_opens_the_breakers_until_it_is_back(cluster, fault):
     begin, end = FAULTS[fault]
     endpoint = cluster.new_rule(limit=5)
@@ -200,8 +200,15 @@ def test_what_was_charged_and_not_confirmed_is_charged_once(cluster):
     exact(cluster, endpoint, log)
 
 
-@pytest.mark.parametrize("way", ["up", "down"])
-@pytest.mark.parametrize("fault", ["drop", "hold"])
+@pytest.mark.parametrize(
+    ("fault", "way"),
+    [
+        ("drop", "down"),
+        ("hold", "up"),
+        pytest.param("drop", "up", marks=pytest.mark.long),
+        pytest.param("hold", "down", marks=pytest.mark.long),
+    ],
+)
 def test_what_travels_one_way_only_is_charged_once(cluster, way, fault):
     endpoint = cluster.new_rule()
 
@@ -258,6 +265,33 @@ def test_a_script_of_somebody_else_that_never_ends_is_an_outage(cluster):
         open_breaker(cluster[0], endpoint)
         cluster.valkey.ask("SCRIPT", "KILL")
     until(lambda: not down(cluster[0]), "the node is whole again")
+
+
+LOADING = ("--key-load-delay", "1000", "--loading-process-events-interval-bytes", "1024")
+"""1 ms for each key."""
+
+FILL = "for i = 1, 5000 do redis.call('SET', 'filler:' .. i, i) end"
+
+
+def test_a_server_that_is_still_loading_is_an_outage(cluster):
+    valkey, endpoint = cluster.valkey, cluster.new_rule(limit=5)
+    node = cluster[0]
+    until(lambda: not node.check(endpoint, "u").allowed, "the limit is used up")
+    cluster.settled()
+    valkey.ask("EVAL", FILL, 0)
+    valkey.ask("SAVE")
+    valkey.kill()
+    valkey._options += LOADING
+    valkey.start()
+    try:
+        assert open_breaker(node, endpoint).allowed
+        assert valkey.info("persistence")["loading"] == 1
+        until(lambda: not down(node), "the node is whole again")
+        assert node.check(endpoint, "u").reason == pb.LIMIT_EXCEEDED
+    finally:
+        valkey._options = valkey._options[: -len(LOADING)]
+        (valkey.directory / "dump.rdb").unlink()
+        valkey.ask("FLUSHALL")
 
 
 def test_a_herd_of_breakers_asks_gently(cluster):

@@ -1,0 +1,34 @@
+"""Callers who come under ever new names: they get no fresh bucket for an old name, and no more memory than is set."""
+
+import pytest
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.cluster.load import keys, offer, steady
+from tests.cluster.shared import Shared
+from tests.servers import until
+
+ENTRIES = 500
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("shared")
+    with Shared(directory, "--cache-entries", str(ENTRIES), count=2) as shared:
+        yield shared
+
+
+def test_a_bucket_that_had_to_go_is_not_full_when_it_comes_back(cluster):
+    endpoint = cluster.new_rule(limit=5)
+    for node in cluster.nodes.served:
+        until(lambda node=node: not node.check(endpoint, "u").allowed, "the limit is used up")
+    schedule = steady(2_000, 2.0, nodes=2, keys=keys(3_000))
+    log = offer(cluster.nodes.addresses, schedule, endpoint=endpoint).log
+    assert not log.unknown
+    assert log.reasons.keys() <= {"WITHIN_LIMIT", "LIMIT_EXCEEDED"}  # they harm nobody else
+    assert min(cluster.nodes.metric("rate_limiter_buckets_evicted_total")) > 0
+    assert max(cluster.nodes.metric("rate_limiter_active_buckets")) <= ENTRIES
+    for node in cluster.nodes.served:
+        assert node.check(endpoint, "u").reason == pb.LIMIT_EXCEEDED
+    busiest = max(log.keys, key=lambda key: len(log.of(key).entries))
+    admitted = sum(entry.cost for entry in log.of(busiest).admitted)
+    assert cluster.stored(endpoint, busiest) == admitted
