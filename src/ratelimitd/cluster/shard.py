@@ -21,7 +21,17 @@ class Shard:
         is_open: whether checks are to be answered without it. A plain attribute, for every check looks at it.
     """
 
-    __slots__ = ("_breaker", "_clock", "_failed_now", "_stats", "_timers", "is_open", "name", "tag")
+    __slots__ = (
+        "_breaker",
+        "_clock",
+        "_failed_now",
+        "_refuses_batches",
+        "_stats",
+        "_timers",
+        "is_open",
+        "name",
+        "tag",
+    )
 
     def __init__(  # noqa: PLR0917 - its parts
         self,
@@ -39,7 +49,7 @@ class Shard:
         self._clock = clock
         self._stats = stats
         self._timers = timers
-        self._failed_now = False
+        self._failed_now = self._refuses_batches = False
 
     @property
     def state(self) -> State:
@@ -55,8 +65,20 @@ class Shard:
         """Whether it is to be probed now; the one who asks has to, and to tell."""
         return self._breaker.begin_probe()
 
+    def read(self) -> None:
+        """A check has read its bucket. Of a server that reads and does not write that says nothing good."""
+        if not self._refuses_batches:
+            self.answered()
+
+    def refused(self, error: RateLimitdError) -> None:
+        """A batch did not go well that checks wait for."""
+        if isinstance(error, StoreUnavailableError):
+            self._refuses_batches = True
+        self.failed(error)
+
     def answered(self) -> None:
         """A round trip of checks, or the probe, went well."""
+        self._refuses_batches = False
         self._breaker.succeeded()
         self.is_open = not self._breaker.allows()
 
@@ -73,6 +95,10 @@ class Shard:
         self._stats.shared_state_errors_total += 1
         self._breaker.failed()
         self.is_open = not self._breaker.allows()
+
+    def synced(self) -> None:
+        """A batch went well that no checks wait for."""
+        self._refuses_batches = False
 
     def sync_failed(self, error: RateLimitdError) -> None:
         """A round trip of the sync job did not go well: it is counted, and opens nothing."""

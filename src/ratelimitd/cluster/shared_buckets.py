@@ -245,7 +245,7 @@ class SharedBuckets:
             for question in questions:
                 question.tell(shared)
             return
-        tag.shard.answered()
+        tag.shard.read()
         bucket = tag.buckets.get(name)
         if bucket is None:
             bucket = Bucket(key, name, tag, questions[0].rule, shared)

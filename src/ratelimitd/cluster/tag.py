@@ -219,6 +219,8 @@ class Tag:
         if isinstance(reply, Reply):
             if self._asked or self._waiting:
                 self.shard.answered()
+            else:
+                self.shard.synced()
             self._acknowledged(reply)
         elif reply is None or self._around.clock.now_us() - batch.frozen_at_us > MAX_KEPT_US:
             # The store has gone on without us, whoever speaks under our name; or it may forget our numbers by now.
@@ -233,7 +235,7 @@ class Tag:
         # A batch that takes checks along is a round trip of theirs the first time only: then they wait no more. Of
         # those that wait behind it each time is one.
         if self._waiting or (self._asked and not self._resends):
-            self.shard.failed(error)
+            self.shard.refused(error)
         else:
             self.shard.sync_failed(error)
 

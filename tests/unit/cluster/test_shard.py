@@ -50,6 +50,33 @@ def test_an_answer_in_between_begins_the_count_anew(scene):
     assert not scene.shard.is_open
 
 
+def test_a_server_that_reads_and_does_not_write_opens_its_breaker(scene):
+    for _ in range(5):
+        scene.shard.read()
+        scene.shard.refused(AWAY)
+        scene.timers.run()
+    assert scene.shard.is_open
+
+
+@pytest.mark.parametrize("write", [Shard.answered, Shard.synced])
+def test_once_it_writes_again_reading_is_as_good_as_writing(scene, write):
+    for _ in range(4):
+        scene.shard.refused(AWAY)
+        scene.timers.run()
+    write(scene.shard)
+    scene.shard.read()
+    scene.fail(turns=4)
+    assert not scene.shard.is_open
+
+
+def test_a_refusal_that_says_nothing_about_the_server_leaves_readings_what_they_are(scene):
+    scene.shard.refused(StoreOverloadedError("full"))
+    scene.fail(turns=4)
+    scene.shard.read()
+    scene.fail(turns=4)
+    assert not scene.shard.is_open
+
+
 @pytest.mark.parametrize("error", [StoreCorruptError("not ours"), StoreOverloadedError("full")])
 def test_errors_that_say_nothing_about_the_server_count_for_nothing(scene, error):
     for _ in range(10):

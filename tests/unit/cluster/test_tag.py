@@ -35,8 +35,11 @@ class Shard:
     def answered(self):
         self.told.append("answered")
 
-    def failed(self, _error):
+    def refused(self, _error):
         self.told.append("failed")
+
+    def synced(self):
+        """Nothing that a test asks about."""
 
     def sync_failed(self, _error):
         self.told.append("sync failed")
