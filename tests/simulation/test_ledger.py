@@ -15,7 +15,7 @@ from tests.simulation.play import play
 from tests.simulation.scenario import scenario
 from tests.simulation.twins import TWINS
 
-SEEDS, CALM_SEEDS, CHUNK = 2_000, 400, 100
+SEEDS, CALM_SEEDS, CHUNK = 2_000, 400, 50
 LONG_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "100000"))
 TWIN_SEEDS = 200
 
