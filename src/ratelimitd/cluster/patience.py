@@ -47,11 +47,19 @@ class Patience:
 
     def _look(self) -> None:
         now_us = self._clock.monotonic_us()
+        try:
+            self._give_up_late(now_us)
+        finally:
+            # Whatever went wrong with one, the others must not wait for ever.
+            if self._waits:
+                wait_us = max(0, self._waits[0].until_us - now_us)
+                self._timers.call_later(wait_us / US_PER_S, self._look)
+
+    def _give_up_late(self, now_us: int) -> None:
         while self._waits:
             until_us, bucket, question = self._waits[0]
             is_answered = question.answer.done()
             if until_us > now_us and not is_answered:
-                self._timers.call_later((until_us - now_us) / US_PER_S, self._look)
                 return
             self._waits.popleft()
             if not is_answered:

@@ -299,5 +299,6 @@ class Tag:
             bucket.view.forgive_outage(now_us)
 
     def _let_go(self, bucket: Bucket) -> None:
-        if not bucket.is_cached and not bucket.is_dirty:
-            self.buckets.pop(bucket.name, None)
+        # One that had nothing to settle after all may have been packed, and be in use again as another object.
+        if not bucket.is_cached and not bucket.is_dirty and self.buckets.get(bucket.name) is bucket:
+            del self.buckets[bucket.name]

@@ -12,10 +12,12 @@ class Scene:
     def __init__(self):
         self.clock = ManualClock()
         self.timers = ManualTimers(self.clock)
-        self.given_up = []
+        self.given_up, self.refused = [], None
         self.patience = Patience(self.clock, self.timers, 0.02, self._give_up)
 
     def _give_up(self, bucket, question):
+        if bucket == self.refused:
+            raise RuntimeError
         self.given_up.append((bucket, self.clock.monotonic_us() // MS))
         question.answer.set_result(None)
 
@@ -80,3 +82,16 @@ async def test_those_that_were_answered_need_no_timer_of_their_own(scene):
     scene.timers.run(100 * MS)
     assert scene.given_up == []
     assert scene.timers.set_total == 1
+
+
+async def test_one_that_cannot_be_given_up_does_not_let_others_wait_for_ever(scene):
+    scene.wait("first")
+    scene.wait("second")
+    scene.refused = "first"
+    with pytest.raises(RuntimeError):
+        scene.timers.run(20 * MS)
+    scene.timers.run()
+    assert scene.given_up == [("second", 20)]
+    scene.wait("third")
+    scene.timers.run(20 * MS)
+    assert scene.given_up == [("second", 20), ("third", 40)]

@@ -486,3 +486,22 @@ class TestWhatTheBreakerHears:
         assert scene.shard.told == ["failed", "failed"]
         scene.store.held_one().answer()
         assert scene.shard.told[2:] == ["answered"]
+
+
+async def test_a_bucket_that_came_into_use_again_is_not_forgotten_with_the_object_before_it(scene):
+    scene.store.mode = "held"
+    question = scene.ask(scene.bucket(b"b"))
+    scene.run()
+    before = scene.bucket()
+    asked = scene.ask(before, 2_000)
+    scene.tag.give_up(before, asked)
+    assert before.view.is_clean
+    assert before.is_dirty
+    before.is_cached = False  # packed, for there is nothing to settle
+    again = scene.bucket()
+    scene.store.mode = "up"
+    scene.store.held_one().answer()
+    scene.run(SECOND)
+    assert question.answer.done()
+    assert scene.tag.is_settled
+    assert scene.tag.buckets[again.name] is again
