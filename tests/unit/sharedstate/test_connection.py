@@ -91,10 +91,10 @@ async def test_requests_of_one_turn_leave_in_one_write():
 async def test_replies_are_taken_in_order_however_they_are_cut():
     setup = Setup()
     first, second = setup.ask(), await setup.asked()
-    for octet in b"$5\r\nfirst\r\n$6\r\nsec":
+    for octet in b"$5\r\nfirst\r\n$6\r\ns":
         setup.connection.data_received(bytes([octet]))
     assert (first, second, setup.connection.in_flight) == ([b"first"], [], 1)
-    setup.connection.data_received(b"ond\r\n")
+    setup.connection.data_received(b"econd\r\n")
     assert (second, setup.connection.in_flight) == ([b"second"], 0)
 
 
