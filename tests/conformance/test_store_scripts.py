@@ -223,6 +223,7 @@ garbage = pytest.mark.parametrize(
         b"\1\3" + bytes(16) + pack("<5Q", 0, 9, 1, 7, 2),
         b"\2" + value_of(SharedState(0, 1, 10), rule_of(Algorithm.TOKEN_BUCKET))[1:],
         value_of(SharedState(0, 1, 0), rule_of(Algorithm.TOKEN_BUCKET)),
+        value_of(SharedState(INT32_MAX + 1, 1, 10), rule_of(Algorithm.TOKEN_BUCKET)),
         value_of(SharedState(0, 1, 10, (1, MAX_TIME_US + 1)), rule_of(Algorithm.TOKEN_BUCKET)),
         value_of(SharedState(0, 1, 10, (1, MAX_TIME_US + 1)), rule_of(Algorithm.FIXED_WINDOW)),
         None,

@@ -19,7 +19,7 @@ from ratelimitd.clock import Clock
 from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.shared_state import SharedState
-from ratelimitd.model import Rule
+from ratelimitd.model import INT32_MAX, MAX_TIME_US, Rule
 
 MAX_PER_MESSAGE: Final = 100
 """Buckets in one message: 6 KB at most."""
@@ -122,5 +122,8 @@ def take(payload: bytes, hearer: Hearer, *, rules_changed: Callable[[], None]) -
         except error:
             return
         for name, generation, revision, limit, low, high, latest_us in parts:
-            spent = high << _LOW_BITS | low
-            hearer.heard(name, SharedState(generation, revision, limit, (spent, latest_us)))
+            # As of a value of the store: a limit of 0, or a generation that no batch can name, would stop all checks.
+            is_sound = generation <= INT32_MAX and max(revision, latest_us) <= MAX_TIME_US
+            if is_sound and 1 <= limit <= INT32_MAX:
+                spent = high << _LOW_BITS | low
+                hearer.heard(name, SharedState(generation, revision, limit, (spent, latest_us)))

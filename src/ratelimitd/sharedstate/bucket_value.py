@@ -58,7 +58,8 @@ def bucket_of(value: Any, rule: Rule) -> SharedState:
     if isinstance(value, bytes) and len(value) >= _HEAD.size:
         form, number, generation, revision, limit = _HEAD.unpack_from(value)
         is_ours = form == FORMAT and number == NUMBERS[rule.algorithm]
-        if is_ours and 1 <= limit <= INT32_MAX and revision <= _LARGEST:
+        is_sound = 1 <= limit <= INT32_MAX and revision <= _LARGEST and generation <= INT32_MAX
+        if is_ours and is_sound:
             if len(value) == _HEAD.size:
                 return SharedState(generation, revision, limit)
             state = _STATES[rule.algorithm](value, rule)

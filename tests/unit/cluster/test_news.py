@@ -3,7 +3,7 @@ import pytest
 from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.news import MAX_PER_MESSAGE, News, packed_state, take
 from ratelimitd.ledger.shared_state import SharedState
-from ratelimitd.model import Algorithm
+from ratelimitd.model import INT32_MAX, MAX_TIME_US, Algorithm
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import FakeBus, limited, name_of, state
 
@@ -127,9 +127,26 @@ def test_new_rules_are_told_at_once(scene, hearer):
 
 
 def test_the_largest_numbers_come_over(hearer):
-    shared = SharedState(2**32 - 1, 2**53, 2**31 - 1, (2**100, 2**53 - 1))
+    shared = SharedState(INT32_MAX, MAX_TIME_US, INT32_MAX, (2**100, MAX_TIME_US))
     hearer.take(b"S" + packed_state(name_of(b"a"), shared))
     assert hearer.states == {name_of(b"a"): shared}
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"generation": INT32_MAX + 1},
+        {"revision": MAX_TIME_US + 1},
+        {"limit": 0},
+        {"limit": INT32_MAX + 1},
+        {"state": (1, MAX_TIME_US + 1)},
+    ],
+)
+def test_what_no_bucket_can_hold_is_passed_over_and_the_others_are_not(hearer, numbers):
+    sound = SharedState(1, 2, 3, (4, 5))
+    told = [(b"a", sound._replace(**numbers)), (b"b", sound)]
+    hearer.take(b"S" + b"".join(packed_state(name_of(key), shared) for key, shared in told))
+    assert hearer.states == {name_of(b"b"): sound}
 
 
 @pytest.mark.parametrize("kept", [None, b"a log"])

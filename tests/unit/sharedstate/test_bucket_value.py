@@ -76,6 +76,10 @@ WRONG = {
     "no limit": (TOKEN_BUCKET, head(TOKEN_BUCKET, limit=0)),
     "a limit beyond all": (TOKEN_BUCKET, head(TOKEN_BUCKET, limit=INT32_MAX + 1)),
     "a revision beyond all": (TOKEN_BUCKET, head(TOKEN_BUCKET, revision=BEYOND)),
+    "a generation that no batch can name": (
+        TOKEN_BUCKET,
+        head(TOKEN_BUCKET, generation=INT32_MAX + 1),
+    ),
     "half a token bucket": (TOKEN_BUCKET, head(TOKEN_BUCKET) + cells(5, 7)),
     "too many tokens": (TOKEN_BUCKET, head(TOKEN_BUCKET) + cells(BEYOND, 7, 9)),
     "units that are a token": (TOKEN_BUCKET, head(TOKEN_BUCKET) + cells(5, WINDOW_US, 9)),

@@ -23,6 +23,9 @@ local function stored(algorithm, value, window_us)
   if format ~= FORMAT or kind ~= algorithm.kind or limit < 1 or limit > INT32_MAX or revision > LARGEST then
     return nil
   end
+  if generation > INT32_MAX then -- a node could not name it: -1 stands for none
+    return nil
+  end
   return generation, revision, limit, x, y, at_us
 end
 
