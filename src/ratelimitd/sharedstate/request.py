@@ -35,13 +35,17 @@ class Request:
         """That other one is about to take over the key, and answers only who says so."""
 
     def tell(self, reply: object) -> None:
-        """Call ``done``, unless it was. A defect of whoever asked must not cost others their replies."""
+        """Call ``done``, unless it was."""
         done, self.done = self.done, None
-        if done is None:
-            return
-        try:
-            done(reply)
-        except Exception as error:  # noqa: BLE001 -- see above
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "what was to be done with a reply has failed", "exception": error}
-            )
+        if done is not None:
+            tell(done, reply)
+
+
+def tell(done: Done, reply: object) -> None:
+    """Call ``done``. A defect of whoever asked must not cost others their replies."""
+    try:
+        done(reply)
+    except Exception as error:  # noqa: BLE001 -- see above
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "what was to be done with a reply has failed", "exception": error}
+        )

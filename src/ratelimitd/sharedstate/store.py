@@ -29,6 +29,7 @@ from ratelimitd.sharedstate.encoding import (
     settle_reply,
     settle_request,
 )
+from ratelimitd.sharedstate.request import tell
 from ratelimitd.sharedstate.script import load
 from ratelimitd.sharedstate.shards import Shards
 
@@ -116,9 +117,8 @@ class RedisStore:
             error = reply if isinstance(reply, RateLimitdError) else _NO_VALUES
             values = [error] * len(readings)
         for reading, value in zip(readings, values, strict=True):
-            reading.done(
-                value if isinstance(value, RateLimitdError) else self._state(value, reading)
-            )
+            state = value if isinstance(value, RateLimitdError) else self._state(value, reading)
+            tell(reading.done, state)
 
     def _state(self, value: Any, reading: _Reading) -> SharedState | None:
         try:

@@ -236,3 +236,18 @@ async def test_a_server_that_is_away_is_an_error_for_all_who_ask():
 async def test_a_reply_that_is_none_of_ours_is_an_error_for_all_who_ask(reply):
     answers = await ask_everything(RedisStore(Liar(reply)))
     assert all(isinstance(answer, StoreCorruptError) for answer in answers)
+
+
+async def test_who_cannot_take_what_was_read_costs_others_of_the_same_turn_nothing(store):
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: reported.append(context["exception"])
+    )
+    error = ValueError("defect")
+
+    def fails(_shared):
+        raise error
+
+    store.read(NAME, RULE, fails)
+    assert await asked(store.read, b"b" * 16, RULE) is None
+    assert reported == [error]
