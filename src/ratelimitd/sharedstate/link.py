@@ -188,8 +188,7 @@ class Link:
         if self._reported is not None:
             self._reported = None
             self._options.report(f"shared state at {self.name}: connected")
-        parked, self._parked = self._parked or (), None
-        for request in parked:
+        for request in self._unpark():
             connection.submit(request)
         self._settled.set()
 
@@ -220,11 +219,15 @@ class Link:
 
     def _release_parked(self) -> None:
         """It takes too long, or has failed: tell those who wait."""
-        if self._parked_until is not None:
-            self._parked_until.cancel()
-        parked, self._parked = self._parked or (), None
-        for request in parked:
+        for request in self._unpark():
             request.tell(again(self._down))
+
+    def _unpark(self) -> Sequence[Request]:
+        """Those who wait; nobody does from now on, until the next connection is being made."""
+        if self._parked_until is not None:
+            self._parked_until.cancel()  # it would be too early for those who wait then
+        parked, self._parked = self._parked or (), None
+        return parked
 
     # Error replies
 
@@ -275,14 +278,21 @@ class Link:
         if self._redirect is None:
             error = StoreMisconfiguredError("the shared state is a Cluster: use redis+cluster://")
             request.tell(error)
-        elif request.redirected:
+            return
+        named = None if request.redirected else self._named(text)
+        if named is None:
             request.tell(StoreUnavailableError("the shared state is moving the key"))
-        else:
-            request.redirected = True
-            request.asking = code == "ASK"
-            self._redirect(request, self._named(text))
+            return
+        request.redirected = True
+        request.asking = code == "ASK"
+        self._redirect(request, named)
 
-    def _named(self, text: str) -> Server:
-        """The server in ``MOVED slot host:port``; without a host it is the one that answered."""
+    def _named(self, text: str) -> Server | None:
+        """The server in ``MOVED slot host:port``; without a host it is the one that answered.
+
+        ``?`` is one that the Cluster cannot name.
+        """
         host, _, port = text.rsplit(" ", maxsplit=1)[-1].rpartition(":")
+        if host == "?" or not (port.isascii() and port.isdigit()):
+            return None
         return Server(host or self._server.host, int(port))

@@ -372,6 +372,20 @@ async def test_a_redirection_is_handed_on_once(reply, server, asking):
     assert handed == [(server, asking)]
 
 
+@pytest.mark.parametrize("reply", [b"-MOVED 1 ?:7001\r\n", b"-MOVED\r\n", b"-ASK 1 host:port\r\n"])
+async def test_a_redirection_to_nowhere_is_not_followed(reply):
+    handed = []
+
+    def redirect(request, to):
+        handed.append(to)
+        request.tell(None)
+
+    async with peer(reply, b"+PONG\r\n") as port, linked(at(port), redirect=redirect) as link:
+        assert isinstance(await asked(link.send, (b"GET", b"k")), StoreUnavailableError)
+        assert await ask(link, b"PING") == b"PONG"
+    assert handed == []
+
+
 async def test_a_request_that_asks_says_so_before_it(valkey):
     async with linked(at(valkey)) as link:
         reply = asyncio.get_running_loop().create_future()
