@@ -233,8 +233,9 @@ class Tag:
 
     def _failed(self, error: RateLimitdError) -> None:
         # A batch that takes checks along is a round trip of theirs the first time only: then they wait no more. Of
-        # those that wait behind it each time is one.
-        if self._waiting or (self._asked and not self._resends):
+        # those that wait behind it each time is one. And where reads work, nothing but an open breaker keeps the node
+        # from taking on ever more buckets that cannot be settled (I17).
+        if self._waiting or (self._asked and not self._resends) or self.is_full:
             self.shard.refused(error)
         else:
             self.shard.sync_failed(error)

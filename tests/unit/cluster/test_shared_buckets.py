@@ -1,6 +1,7 @@
 """The checks of one node on buckets that it shares, and a store of which the test says what becomes of requests."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -12,6 +13,11 @@ from ratelimitd.model import COST_EXCEEDS_LIMIT, LIMIT_EXCEEDED, WITHIN_LIMIT
 from tests.unit.cluster.world import MS, RULE, SECOND, World, limited, name_of
 
 TEN = limited(10)
+
+
+def done_later(world, done):
+    """A request that fails."""
+    world.timers.call_later(0.001, done, StoreUnavailableError("out of memory"))
 
 
 @pytest.fixture
@@ -246,6 +252,22 @@ class TestOutage:
         with pytest.raises(BreakerOpenError):
             world.at_once(b"another of its hash tag")
         assert world.at_once(b"a")[0]
+
+    async def test_a_store_that_reads_and_does_not_write_is_not_asked_for_ever_more_buckets(
+        self, monkeypatch
+    ):
+        monkeypatch.setattr(tag, "MAX_UNSETTLED", 5)
+        world = World()
+        monkeypatch.setattr(
+            world.store, "settle", lambda _tag, _batch, done: done_later(world, done)
+        )
+        for number in range(1_000):
+            with suppress(BreakerOpenError):
+                world.check(b"a%d" % number)
+            world.sync()
+            world.run(50 * MS)
+        assert world.tags[ord("a")].unsettled_buckets < 200
+        assert world.shard.is_open
 
     async def test_it_goes_on_with_what_was_packed(self):
         world = World(TEN, decides_alone=True)

@@ -505,3 +505,16 @@ async def test_a_bucket_that_came_into_use_again_is_not_forgotten_with_the_objec
     assert question.answer.done()
     assert scene.tag.is_settled
     assert scene.tag.buckets[again.name] is again
+
+
+async def test_batches_that_fail_open_the_breaker_once_as_many_buckets_wait_as_may(scene):
+    scene.store.mode = "down"
+    for number in range(tag.MAX_UNSETTLED - 1):
+        scene.spend(scene.bucket(b"a%d" % number))
+    scene.tag.sync()
+    scene.run(SECOND)
+    assert set(scene.shard.told) == {"sync failed"}
+    scene.spend(scene.bucket(b"one more"))
+    scene.shard.told.clear()
+    scene.run(3 * SECOND)
+    assert set(scene.shard.told) == {"failed"}
