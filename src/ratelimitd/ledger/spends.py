@@ -32,7 +32,7 @@ class Spends:
 
     Attributes:
         tokens: how many in all.
-        oldest_us: when the first was made, ``latest_us`` the last; they mean nothing when there is none.
+        latest_us: when the last was made; means nothing when there is none.
     """
 
     __slots__ = (
@@ -44,7 +44,6 @@ class Spends:
         "_until_us",
         "_window_us",
         "latest_us",
-        "oldest_us",
         "tokens",
     )
 
@@ -61,7 +60,7 @@ class Spends:
         self._rate = rule.limit if rule.algorithm is Algorithm.TOKEN_BUCKET else 0
         self._missing = 0  # from a bucket that was full at first; a token is window_us units, a µs refills rate of them
         self.tokens = 0
-        self.oldest_us = self.latest_us = 0
+        self.latest_us = 0
 
     def __len__(self) -> int:
         """Number of runs."""
@@ -137,7 +136,6 @@ class Spends:
             if len(self._earlier) >= MAX_RUNS:
                 self._merge_neighbours()
         else:
-            self.oldest_us = at_us
             self._missing = 0
         self._end_with(at_us)
 

@@ -20,9 +20,9 @@ def test_the_token_of_a_file_is_sent_without_its_line_end(ask, node, tmp_path):
 
 
 def test_the_token_may_come_from_the_command_line_or_the_environment(ask, node, monkeypatch):
-    ask("health", "--token", SECRET)
+    ask("metrics", "--token", SECRET)
     monkeypatch.setenv("RATELIMITCTL_TOKEN", "another")
-    ask("health")
+    ask("metrics")
     assert [call.metadata["authorization"] for call in node.seen] == [
         f"Bearer {SECRET}",
         "Bearer another",
