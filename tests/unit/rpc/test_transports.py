@@ -16,11 +16,11 @@ import os, signal, sys
 from ratelimitd import supervisor
 from ratelimitd.cli import main
 
-def announce(node):
+def ready(_terminal, _node):
     print("serving", "grpc" in sys.modules)
     os.kill(os.getpid(), signal.SIGTERM)
 
-supervisor._announce = announce
+supervisor.Terminal.ready = ready
 main(sys.argv[1:])
 """
 """The command as it is installed; in the place of its ready line it says whether Google's library was imported."""
@@ -46,5 +46,6 @@ def test_a_node_imports_grpc_only_to_serve_with_it(tmp_path, transport):
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if "RATELIMIT" not in name},
         check=False,
+        timeout=30,
     )
     assert ended.stdout == f"serving {transport == 'grpcio'}\n", ended.stderr
