@@ -96,6 +96,7 @@ class SharedBuckets(Buckets, Protocol):
 
         Raises:
             StoreUnavailableError: not known to be done.
+            StoreOverloadedError: at least one was not asked for.
         """
 
 
@@ -238,6 +239,7 @@ class Limiter:
         Raises:
             StoreUnavailableError: there is no rule book yet, or the reset could not be made durable; then the bucket
                 is as it was, but for what was spent while the journal was trying.
+            StoreOverloadedError: the shared state has so much to do that it was not even asked.
         """
         # A caller that gives up half way must not leave a bucket that is reset in memory only.
         return await asyncio.shield(self._reset(identifier, identifier_type, endpoint))
