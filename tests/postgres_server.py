@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -68,6 +69,9 @@ class PostgresServer:
 
     def __enter__(self) -> Self:
         self._user = _unprivileged(self.directory)
+        # Without root's groups: as one of them, a directory that others may enter is closed to who is not root.
+        self._group = None if self._user is None else pwd.getpwnam(self._user).pw_gid
+        self._extra_groups = None if self._user is None else ()
         self._run("initdb", "-D", str(self._data), "-U", "postgres", "-A", "trust", "-E", "UTF8",
                   "--locale=C.UTF-8", "--no-sync", "--no-instructions")  # fmt: skip
         (self._data / "pg_hba.conf").write_text(_ACCESS)
@@ -115,6 +119,8 @@ class PostgresServer:
                 stdout=log,
                 stderr=log,
                 user=self._user,
+                group=self._group,
+                extra_groups=self._extra_groups,
                 cwd=self.directory,
             )
         deadline_s = time.monotonic() + START_S
@@ -172,6 +178,8 @@ class PostgresServer:
         done = subprocess.run(
             [BINARIES / program, *arguments],
             user=self._user,
+            group=self._group,
+            extra_groups=self._extra_groups,
             cwd=self.directory,
             capture_output=True,
             text=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pwd
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,9 @@ class Children:
                 env=_environment(),
                 start_new_session=True,
                 user=user,
+                # Without this process's groups: as one of root's, a directory that others may enter stays closed.
+                group=pwd.getpwnam(user).pw_gid if user else None,
+                extra_groups=() if user else None,
             )
         child = Child(name, process, path)
         self._children.append(child)

@@ -1,6 +1,7 @@
 """Children of a command: real processes that end when they are told, when they like, or when they must."""
 
 import os
+import pwd
 import signal
 import sys
 
@@ -91,7 +92,7 @@ async def test_what_would_set_a_node_is_not_handed_down(children, tmp_path, monk
 
 
 async def test_a_run_that_fails_says_what_its_last_line_was(children):
-    code = "import sys; print('first'); sys.exit('Error: no \\x1b[1mroom\\n\\n')"
+    code = "import sys; print('first', flush=True); sys.exit('Error: no \\x1b[1mroom\\n\\n')"
     with pytest.raises(CliError) as caught:
         await children.run("tool", python(code))
     assert str(caught.value) == "tool ended with status 1: no \N{REPLACEMENT CHARACTER}[1mroom"
@@ -102,3 +103,5 @@ async def test_a_program_runs_as_whom_it_is_told(children, tmp_path):
         pytest.skip("only root may run programs as somebody else")
     await children.run("id", ["id", "-un"], user="nobody")
     assert (tmp_path / "id.log").read_text() == "nobody\n"
+    await children.run("groups", ["id", "-G"], user="nobody")
+    assert (tmp_path / "groups.log").read_text() == f"{pwd.getpwnam('nobody').pw_gid}\n"
