@@ -4,6 +4,7 @@ import pytest
 
 from ratelimitd import errors
 from ratelimitd.errors import (
+    BreakerOpenError,
     CheckInvalidError,
     FieldViolation,
     InvalidInputError,
@@ -46,3 +47,9 @@ def test_an_unknown_rule_is_named():
     error = RuleNotFoundError("7c9e")
     assert error.rule_id == "7c9e"
     assert str(error) == "no rule has the id '7c9e'"
+
+
+def test_an_open_breaker_tells_when_the_shared_state_is_asked_again():
+    error = BreakerOpenError(2_000_000)
+    assert error.retry_after_us == 2_000_000
+    assert str(error) == "the circuit breaker of the shared state is open"
