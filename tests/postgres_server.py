@@ -202,13 +202,18 @@ class PostgresServer:
         return True
 
 
+def let_others_enter() -> None:
+    """See that somebody else than root can run the programs, wherever root has put this checkout."""
+    for parent in BINARIES.parents if os.geteuid() == 0 else ():
+        if not parent.stat().st_mode & stat.S_IXOTH:  # such as /root
+            parent.chmod(parent.stat().st_mode | stat.S_IXOTH)
+
+
 def _unprivileged(directory: Path) -> str | None:
     """Who the server runs as: PostgreSQL refuses root. Gives ``directory`` to them."""
     if os.geteuid() != 0:
         return None
-    for parent in BINARIES.parents:
-        if not parent.stat().st_mode & stat.S_IXOTH:  # such as /root
-            parent.chmod(parent.stat().st_mode | stat.S_IXOTH)
+    let_others_enter()
     shutil.chown(directory, "nobody")
     return "nobody"
 

@@ -11,6 +11,7 @@ import pytest
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+from tests.postgres_server import let_others_enter
 from tests.servers import free_port, until
 from tests.system.process import COMMAND, START_S, clean_environment
 
@@ -40,6 +41,7 @@ class Shown:
 
 @pytest.fixture(params=[["--sqlite"], []], ids=["sqlite", "postgresql"])
 def cluster(request):
+    let_others_enter()
     ports = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
     with subprocess.Popen(
         [*COMMAND, "dev", "cluster", *ports, *request.param],

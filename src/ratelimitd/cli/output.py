@@ -50,6 +50,10 @@ class Output:
         """Print one line."""
         print(text, file=self._stream)
 
+    def flush(self) -> None:
+        """Let what was printed be seen now, also where it is read by a program."""
+        self._stream.flush()
+
     def styled(self, text: str, style: str) -> str:
         """``text`` in a style of the table above, where the terminal can and may show it."""
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self._colour else text

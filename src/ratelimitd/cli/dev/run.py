@@ -61,6 +61,7 @@ class Cluster:
         """Start everything and watch it; returns when the quit key is pressed."""
         servers_too = "Valkey" if self._sqlite else "Valkey, PostgreSQL"
         self._output.line(f"starting {servers_too} and {len(self._nodes)} nodes")
+        self._output.flush()
         valkey, redis_url = await servers.start_valkey(children, directory)
         database_url = await self._start_database(children, directory)
         rules_file = self._rules_file or _write_rules(directory)
@@ -103,6 +104,7 @@ class Cluster:
             self._output.line(line)
         self._output.line()
         self._output.line("q or Ctrl-C stops everything")
+        self._output.flush()
 
     async def _watch(self, children: Children, watched: Sequence[Child]) -> None:
         with _pressed_keys() as quit_pressed:
@@ -118,6 +120,7 @@ class Cluster:
         """Say so when a child ends; the others go on, for that is what a cluster is for."""
         if await children.ended(child):
             self._output.line(self._output.styled(str(failure(child)), "bad"))
+            self._output.flush()
 
 
 async def _ready(node: Child) -> None:
