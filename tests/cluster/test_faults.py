@@ -8,22 +8,10 @@ import pytest
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.admissions import tokens
 from tests.cluster.load import Event, bursts
-from tests.cluster.shared import TIMEOUT_MS, Shared, down, health, is_ready, open_breaker
+from tests.cluster.shared import TIMEOUT_MS, down, health, is_ready, open_breaker
 from tests.servers import until
 
 PAUSE_MS = 4_000
-
-
-@pytest.fixture(scope="module")
-def one_cluster(tmp_path_factory):
-    with Shared(tmp_path_factory.mktemp("shared")) as shared:
-        yield shared
-
-
-@pytest.fixture
-def cluster(one_cluster):
-    yield one_cluster
-    one_cluster.heal()
 
 
 def clients_killed(cluster, kind):

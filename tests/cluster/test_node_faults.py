@@ -6,23 +6,11 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.admissions import tokens
 from tests.cluster.load import Event
 from tests.cluster.nodes import Nodes
-from tests.cluster.shared import Shared, health
+from tests.cluster.shared import health
 from tests.servers import until
 
 UNSETTLED_S = 0.5
 """What a node allowed longer ago than this is charged, unless the machine is very slow: the sync takes 0.1 s."""
-
-
-@pytest.fixture(scope="module")
-def one_cluster(tmp_path_factory):
-    with Shared(tmp_path_factory.mktemp("shared")) as shared:
-        yield shared
-
-
-@pytest.fixture
-def cluster(one_cluster):
-    yield one_cluster
-    one_cluster.heal()
 
 
 def test_a_node_that_is_killed_takes_its_last_spends_along_and_nothing_else(cluster):

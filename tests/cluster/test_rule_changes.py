@@ -6,25 +6,12 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.cluster.shared import Shared
 from tests.servers import until
 from tests.system.process import START_S
 
 SOON_S = 1.0
 POLL_S = 2.4
 """Every 2 s, and up to 20 % more."""
-
-
-@pytest.fixture(scope="module")
-def one_cluster(tmp_path_factory):
-    with Shared(tmp_path_factory.mktemp("shared")) as shared:
-        yield shared
-
-
-@pytest.fixture
-def cluster(one_cluster):
-    yield one_cluster
-    one_cluster.heal()
 
 
 def change(node, rule_id, **fields):
