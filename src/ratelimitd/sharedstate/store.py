@@ -137,11 +137,8 @@ class RedisStore:
     def _settled(
         self, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None], reply: Any
     ) -> None:
-        if isinstance(reply, RateLimitdError):
-            done(reply)
-            return
         self.corrupt_total += replaced(reply)
-        done(_read_or_error(lambda: settle_reply(batch, reply)))
+        _answer(done, partial(settle_reply, batch), reply)
 
     def decide(
         self,
@@ -155,21 +152,16 @@ class RedisStore:
     ) -> None:
         """Decide one check by the bucket itself, at ``now_us`` or else at the store's own time."""
         keys, arguments = decide_request(name, rule, now_us, cost=cost, peek=peek)
-        self._shards.of_tag(name[0]).run(DECIDE, keys, arguments, partial(_decided, done))
+        answer = partial(_answer, done, lambda reply: outcome_of(reply)[0])
+        self._shards.of_tag(name[0]).run(DECIDE, keys, arguments, answer)
 
     def reset(
         self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError], None]
     ) -> None:
         """Make a bucket full, in a new generation."""
         keys, arguments = reset_request([name], [rule])
-
-        def was_reset(reply: Any) -> None:
-            if isinstance(reply, RateLimitdError):
-                done(reply)
-            else:
-                done(_read_or_error(lambda: reset_reply([rule], reply)[0]))
-
-        self._shards.of_tag(name[0]).run(RESET, keys, arguments, was_reset)
+        answer = partial(_answer, done, lambda reply: reset_reply([rule], reply)[0])
+        self._shards.of_tag(name[0]).run(RESET, keys, arguments, answer)
 
     def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
         """Find out whether the server that holds a hash tag serves checks: an empty batch, which writes."""
@@ -189,30 +181,19 @@ class RedisStore:
         done: Callable[[Beat | RateLimitdError], None],
     ) -> None:
         """Give a sign of life, which is good for ``ttl_us``; 0: the node leaves."""
-
-        def was_heard(reply: Any) -> None:
-            done(
-                reply
-                if isinstance(reply, RateLimitdError)
-                else _read_or_error(lambda: _beat(reply))
-            )
-
         arguments = (incarnation.encode(), ttl_us, fingerprint.encode())
-        self._shards.of_tag(MEMBERS_TAG).run(BEAT, _MEMBERS_KEYS, arguments, was_heard)
+        answer = partial(_answer, done, _beat)
+        self._shards.of_tag(MEMBERS_TAG).run(BEAT, _MEMBERS_KEYS, arguments, answer)
 
 
-def _decided(done: Callable[[Outcome | RateLimitdError], None], reply: Any) -> None:
-    if isinstance(reply, RateLimitdError):
-        done(reply)
-    else:
-        done(_read_or_error(lambda: outcome_of(reply)[0]))
-
-
-def _read_or_error(read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except StoreCorruptError as error:
-        return error
+def _answer(done: Callable[[Any], None], read: Callable[[Any], Any], reply: Any) -> None:
+    """Hand on what ``read`` makes of a reply, or the error that came instead or that it raises."""
+    if not isinstance(reply, RateLimitdError):
+        try:
+            reply = read(reply)
+        except StoreCorruptError as error:
+            reply = error
+    done(reply)
 
 
 def _beat(reply: Any) -> Beat:
