@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from ratelimitd import __version__
 from ratelimitd.errors import FieldViolation, InvalidInputError
@@ -27,6 +27,8 @@ from ratelimitd.stats import LATENCY_BOUNDS_S, CheckStats
 BREAKER_STATES: Final = ("closed", "open", "half_open")
 
 US_PER_S: Final = 1_000_000
+
+Part = TypeVar("Part")
 
 
 class SnapshotStatus(NamedTuple):
@@ -173,22 +175,24 @@ def _gauge(name: str, text: str, read: Callable[[Readings], float]) -> Definitio
     return Definition(name, "gauge", text, _one(read))
 
 
-def _of_cluster(read: Callable[[ClusterStatus], float]) -> Callable[[Readings], Iterable[Point]]:
-    def points(readings: Readings) -> Iterable[Point]:
-        status = readings.cluster()
-        return () if status is None else (Point(read(status)),)
-
-    return points
-
-
-def _of_snapshot(
-    read: Callable[[SnapshotStatus], float],
+def _of_part(
+    part: Callable[[Readings], Part | None], read: Callable[[Part], float]
 ) -> Callable[[Readings], Iterable[Point]]:
+    """One reading of a part that not every node has."""
+
     def points(readings: Readings) -> Iterable[Point]:
-        status = readings.snapshot()
+        status = part(readings)
         return () if status is None else (Point(read(status)),)
 
     return points
+
+
+def _of_cluster(read: Callable[[ClusterStatus], float]) -> Callable[[Readings], Iterable[Point]]:
+    return _of_part(lambda readings: readings.cluster(), read)
+
+
+def _of_snapshot(read: Callable[[SnapshotStatus], float]) -> Callable[[Readings], Iterable[Point]]:
+    return _of_part(lambda readings: readings.snapshot(), read)
 
 
 def _latency(readings: Readings) -> Iterable[Point]:
