@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from ratelimitd.cluster.bucket import Bucket
-from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.ledger.shared_state import overdrawn
 from ratelimitd.ledger.view import SHARES_OF_LIMIT, SHARES_OF_REMAINING
 from ratelimitd.model import US_PER_S
 from ratelimitd.stats import CheckStats
@@ -38,11 +38,10 @@ class Accuracy:
         view = bucket.view
         if view.base is None:
             return
-        rule = view.rule
-        beyond = ACCOUNTS[rule.algorithm].used(view.base.state, rule, now_us) - rule.limit
-        if beyond > 0:
+        beyond = overdrawn(view.base, view.rule)
+        if beyond:
             self.over_admitted_total += min(beyond, tokens)
-            self._worst.note(now_us, beyond / rule.limit)
+            self._worst.note(now_us, beyond / view.rule.limit)
 
     def take_counts(self, bucket: Bucket) -> None:
         """Count what the view of a bucket has found out since the last time."""
