@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes sure that what the end-to-end tests need is there: builds the Go programs, pinned and verified by
-# tests/system/go/go.sum, and installs Debian packages where it may; else says what is missing and fails. A test that
-# needs a package adds it to the list, with its reason.
+# tests/system/go/go.sum, unpacks or installs Debian packages where it may; else says what is missing and fails. A test
+# that needs a package adds it to a list, with its reason.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -14,7 +14,32 @@ fi
 "$go" build -C "$root/tests/system/go" -mod=readonly -trimpath -buildvcs=false -o "$root/.venv/go/" \
     ./client github.com/summerwind/h2spec/cmd/h2spec
 
+# Only unpacked, into .venv, which takes no root: installed, each would be a service that starts with the machine. So a
+# package is for this list if its programs need nothing of other packages but the C library.
+UNPACKED=(
+    prometheus # the alerts and the dashboard, by promtool and by a real server; it would listen on 9090, like a node
+)
+
+unpacked=$root/.venv/debian
+for package in "${UNPACKED[@]}"; do
+    [ ! -x "$unpacked/usr/bin/$package" ] || continue
+    if ! command -v apt-get >/dev/null; then
+        echo "system packages: missing $package; without apt-get, put its programs into $unpacked/usr/bin" >&2
+        exit 1
+    fi
+    echo "system packages: unpacking $package"
+    if [ "$(id -u)" -eq 0 ]; then
+        apt-get update --quiet=2
+    fi
+    download=$(mktemp -d)
+    # apt verifies the signature. As root it would remark on stderr that its own user may not enter the directory.
+    (cd "$download" && apt-get download --quiet=2 --option APT::Sandbox::User=root "$package")
+    dpkg-deb --extract "$download"/*.deb "$unpacked"
+    rm -r "$download"
+done
+
 PACKAGES=(
+    chromium # the browser that the tests of the pages drive; Playwright's own would be a download
     redis-server # of Debian 12 it is 7.0, the oldest shared state that is promised; Valkey comes as a wheel
 )
 
