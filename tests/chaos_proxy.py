@@ -16,7 +16,7 @@ import struct
 import threading
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -25,6 +25,8 @@ from tests.servers import free_port
 CHUNK_BYTES = 65_536
 MOST_CHUNKS = 1_024
 """So much may be on its way before the sender is made to wait."""
+FIRST_WORDS_BYTES = 4_096
+"""What was said first is remembered, to tell connections apart."""
 LOOK_AGAIN_S = 0.002
 """How often it is looked whether a fault has ended."""
 SEND_RST = struct.pack("ii", 1, 0)
@@ -52,6 +54,19 @@ class Way:
     """So many bytes pass yet; the connection that carries the next one is reset, and the fault is over."""
 
 
+@dataclass
+class _Talk:
+    """One connection: both ends, as far as they are there, and what tells it from others."""
+
+    writers: list[StreamWriter] = field(default_factory=list)
+    first_words: bytes = b""
+    is_silent: bool = False
+
+    def hears(self, chunk: bytes) -> None:
+        """One side has said this."""
+        self.first_words += chunk[: FIRST_WORDS_BYTES - len(self.first_words)]
+
+
 class ChaosProxy:
     """Stands before a server at ``port`` of this machine; callers connect to ``self.port``.
 
@@ -71,7 +86,7 @@ class ChaosProxy:
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
         self._listener: socket.socket | None = None
-        self._connections: dict[asyncio.Task[None], list[StreamWriter]] = {}
+        self._connections: dict[asyncio.Task[None], _Talk] = {}
 
     @property
     def address(self) -> str:
@@ -122,10 +137,20 @@ class ChaosProxy:
         """Nothing passes in either direction, until ``heal``."""
         self.up.hold = self.down.hold = True
 
+    def silence(self, word: bytes) -> None:
+        """Nothing passes on connections where ``word`` was said at the beginning, by either side, until ``heal``.
+
+        Those that are made later are not concerned.
+        """
+        for talk in list(self._connections.values()):
+            talk.is_silent |= word in talk.first_words
+
     def heal(self) -> None:
         """End all faults."""
         for way in (self.up, self.down):
             vars(way).update(vars(Way()))
+        for talk in list(self._connections.values()):
+            talk.is_silent = False
         self.accept()
 
     def _run(self, what: Coroutine[Any, Any, None]) -> None:
@@ -144,11 +169,11 @@ class ChaosProxy:
             caller, _ = listener.accept()
             self.accepted += 1
             task = self._loop.create_task(self._serve(caller))
-            self._connections[task] = []
+            self._connections[task] = _Talk()
             task.add_done_callback(partial(self._forget, caller))
 
     def _forget(self, caller: socket.socket, task: asyncio.Task[None]) -> None:
-        if not self._connections.pop(task):  # it was cancelled before it began
+        if not self._connections.pop(task).writers:  # it was cancelled before it began
             caller.close()
 
     async def _refuse(self) -> None:
@@ -158,7 +183,7 @@ class ChaosProxy:
             self._listener = None
 
     async def _reset(self) -> None:
-        for writer in [writer for both in self._connections.values() for writer in both]:
+        for writer in [one for talk in self._connections.values() for one in talk.writers]:
             _reset(writer)
 
     async def _close(self) -> None:
@@ -169,15 +194,16 @@ class ChaosProxy:
         """One connection, until both ways have ended, or a fault ends them."""
         task = asyncio.current_task()
         assert task is not None
-        both = self._connections[task]
+        talk = self._connections[task]
+        both = talk.writers
         try:
             reader, writer = await _streams(caller, self._tls)
             both.append(writer)
             server_reader, server = await asyncio.open_connection("127.0.0.1", self.target_port)
             both.append(server)
             ways = (
-                _Carrier(self.up, reader, server, self._random),
-                _Carrier(self.down, server_reader, writer, self._random),
+                _Carrier(self.up, talk, reader, server, source=self._random),
+                _Carrier(self.down, talk, server_reader, writer, source=self._random),
             )
             await _all_or_none(step for way in ways for step in (way.take(), way.bring()))
             for one in both:
@@ -194,9 +220,16 @@ class _Carrier:
     """One way of one connection. What was read waits in between, so that delays do not add up."""
 
     def __init__(
-        self, way: Way, reader: StreamReader, writer: StreamWriter, source: random.Random
+        self,
+        way: Way,
+        talk: _Talk,
+        reader: StreamReader,
+        writer: StreamWriter,
+        *,
+        source: random.Random,
     ) -> None:
         self._way = way
+        self._talk = talk
         self._reader = reader
         self._writer = writer
         self._random = source
@@ -209,6 +242,7 @@ class _Carrier:
         chunk = b"first"
         while chunk:
             chunk = await self._reader.read(CHUNK_BYTES)
+            self._talk.hears(chunk)
             delay_ms = self._way.latency_ms + self._random.uniform(0, self._way.jitter_ms)
             self._due_s = max(self._due_s, _now_s() + delay_ms / 1_000)
             await self._waiting.put((self._due_s, chunk))
@@ -218,7 +252,7 @@ class _Carrier:
         while True:
             due_s, chunk = await self._waiting.get()
             await asyncio.sleep(due_s - _now_s())
-            while self._way.hold:  # noqa: ASYNC110 - it is changed from other threads
+            while self._way.hold or self._talk.is_silent:  # noqa: ASYNC110 - it is changed from other threads
                 await asyncio.sleep(LOOK_AGAIN_S)
             if self._way.drop:
                 self._lost = True

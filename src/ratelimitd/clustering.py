@@ -179,6 +179,8 @@ class Clustering:
             excess_ratio=cluster.worst_excess,
             excess_bound_ratio=cluster.promised_excess,
             corrupt_total=self._store.corrupt_total,
+            message_gaps_total=self._bus.gaps_total,
+            messages_undelivered_total=self._bus.undelivered_total,
         )
 
     # What the bus brings; the cluster is there by then.

@@ -243,3 +243,23 @@ def test_callers_may_speak_tls(echo):
         assert proxy.url == f"rediss://{proxy.address}"
         caller.sendall(b"secret")
         assert hear(caller, 6) == b"secret"
+
+
+def test_one_of_several_connections_can_fall_silent_by_what_it_said(proxy, caller):
+    with connected(proxy) as other:
+        caller.sendall(b"HELLO")
+        other.sendall(b"SUBSCRIBE")
+        assert (hear(caller, 5), hear(other, 9)) == (b"HELLO", b"SUBSCRIBE")
+        proxy.silence(b"SUBSCRIBE")
+        for one in (caller, other):
+            one.sendall(b"there?")
+        assert hear(caller, 6) == b"there?"
+        assert is_silent(other)
+        proxy.heal()
+        assert hear(other, 6) == b"there?"
+
+
+def test_who_says_it_later_is_not_silent(proxy, caller):
+    proxy.silence(b"SUBSCRIBE")
+    caller.sendall(b"SUBSCRIBE")
+    assert hear(caller, 9) == b"SUBSCRIBE"

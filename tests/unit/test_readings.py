@@ -130,6 +130,8 @@ class Cluster:
         excess_ratio=0.01,
         excess_bound_ratio=0.51,
         corrupt_total=29,
+        message_gaps_total=30,
+        messages_undelivered_total=31,
     )
 
 

@@ -57,6 +57,8 @@ class ClusterStatus(NamedTuple):
     excess_ratio: float
     excess_bound_ratio: float
     corrupt_total: int
+    message_gaps_total: int
+    messages_undelivered_total: int
 
 
 @dataclass(slots=True)
@@ -340,6 +342,12 @@ DEFINITIONS: Final = (
         _of_cluster(lambda c: c.forgiven_tokens_total)),
     Definition("rate_limiter_shared_state_corrupt_total", "counter",
         "Values in the shared state that were no buckets, and were replaced.", _of_cluster(lambda c: c.corrupt_total)),
+    Definition("rate_limiter_message_gaps_total", "counter",
+        "Times that messages of other nodes may have been lost; each beginning of a subscription is one.",
+        _of_cluster(lambda c: c.message_gaps_total)),
+    Definition("rate_limiter_messages_undelivered_total", "counter",
+        "Messages to other nodes, one a second at least, that the shared state did not take.",
+        _of_cluster(lambda c: c.messages_undelivered_total)),
     _counter("rate_limiter_breaker_denied_total", "Checks denied because the circuit breaker was open.",
         lambda r: r.stats.breaker_denied_total),
 

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
-from ratelimitd.errors import RateLimitdError
+from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError
 from ratelimitd.sharedstate.cluster_map import SLOT_OF_TAG, SLOTS
 from ratelimitd.sharedstate.numbering import Arrival, Numbering
 from ratelimitd.sharedstate.shards import TAGS, Shards
@@ -64,6 +64,7 @@ class _Stream:
             self.verb, self.name = b"PUBLISH", b"rl1:bus:%d" % shards.options.greeting.database
         self.number = 0
         self.numbering = Numbering()
+        self.is_refused = False
 
 
 class Bus:
@@ -141,11 +142,22 @@ class Bus:
     def _say(self, stream: _Stream, payload: bytes) -> None:
         stream.number += 1
         message = _HEAD.pack(_FORM, self._sender, stream.number) + payload
-        self._shards.of_tag(stream.tag).send((stream.verb, stream.name, message), self._said)
+        said = partial(self._said, stream)
+        self._shards.of_tag(stream.tag).send((stream.verb, stream.name, message), said)
 
-    def _said(self, reply: object) -> None:
+    def _said(self, stream: _Stream, reply: object) -> None:
         if isinstance(reply, RateLimitdError):
             self.undelivered_total += 1
+        # That a server is away, its link says; what somebody has to mend is said here, for nothing else would fail.
+        if isinstance(reply, StoreMisconfiguredError) and not stream.is_refused:
+            stream.is_refused = True
+            self._report(stream, f"cannot be sent, {reply}")
+        elif stream.is_refused and not isinstance(reply, RateLimitdError):
+            stream.is_refused = False
+            self._report(stream, "sent again")
+
+    def _report(self, stream: _Stream, what: str) -> None:
+        self._shards.options.report(f"messages of {stream.name.decode()}: {what}")
 
     async def _beat(self) -> None:
         while True:

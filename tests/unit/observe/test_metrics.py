@@ -49,7 +49,7 @@ def transport():
 
 @pytest.fixture
 def cluster():
-    return ClusterStatus(3, 0.5, 24, 25, 26, 27, 28, 0.02, 0.53, 29)
+    return ClusterStatus(3, 0.5, 24, 25, 26, 27, 28, 0.02, 0.53, 29, 31, 32)
 
 
 @pytest.fixture
@@ -143,6 +143,8 @@ def test_a_nodes_part_in_a_cluster_is_reported(metrics, stats):
     assert value(metrics, "rate_limiter_over_admission_ratio") == 0.02
     assert value(metrics, "rate_limiter_over_admission_bound_ratio") == 0.53
     assert value(metrics, "rate_limiter_shared_state_corrupt_total") == 29
+    assert value(metrics, "rate_limiter_message_gaps_total") == 31
+    assert value(metrics, "rate_limiter_messages_undelivered_total") == 32
     assert value(metrics, "rate_limiter_breaker_denied_total") == 30
 
 

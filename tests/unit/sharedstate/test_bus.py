@@ -34,8 +34,8 @@ async def one_beat(_seconds):
 
 
 @asynccontextmanager
-async def node(url, **options):
-    shards = open_shards(parse_redis_url(url), timeout_ms=TIMEOUT_MS)
+async def node(url, *, report=lambda _line: None, **options):
+    shards = open_shards(parse_redis_url(url), timeout_ms=TIMEOUT_MS, report=report)
     await shards.start()
     node = Node(shards, **options)
     await node.bus.start()
@@ -145,6 +145,24 @@ async def test_what_the_store_does_not_take_is_counted_and_forgotten():
         first.bus.publish(0, b"nobody hears it")
         await soon(lambda: first.bus.undelivered_total == 2)
         assert not first.bus.connected
+
+
+async def test_what_the_user_may_not_say_is_reported_once_until_it_may(valkey):
+    valkey.ask(
+        "ACL", "SETUSER", "node", "on", ">pw", "resetchannels", "&rl1:*", "+@all", "-publish"
+    )
+    lines = []
+    own = f"redis://node:pw@{valkey.address}"
+    async with node(own, report=lines.append, sleep=one_beat) as first:
+        await soon(lambda: lines)
+        first.bus.publish(0, b"refused as the heartbeat was")
+        await soon(lambda: first.bus.undelivered_total == 2)
+        valkey.ask("ACL", "SETUSER", "node", "+publish")
+        first.bus.publish(0, b"taken")
+        await soon(lambda: "messages of rl1:bus:0: sent again" in lines)
+    told = "messages of rl1:bus:0: cannot be sent, the shared state answered NOPERM"
+    assert lines.count(told) == lines.count("messages of rl1:bus:0: sent again") == 1
+    valkey.ask("ACL", "DELUSER", "node")
 
 
 async def test_clusters_in_two_databases_of_one_server_do_not_hear_each_other(valkey):
