@@ -22,6 +22,7 @@ from ratelimitd.cli.failures import EXIT_ERROR, EXIT_INTERRUPTED, CliError
 from ratelimitd.cli.health import health, metrics, reset
 from ratelimitd.cli.serve import serve
 from ratelimitd.cli.setting_options import takes_settings
+from ratelimitd.cli.top import top
 from ratelimitd.errors import RateLimitdError
 
 DEBUG_VARIABLE: Final = "RATELIMITCTL_DEBUG"
@@ -37,7 +38,7 @@ app = typer.Typer(
 )
 
 app.command(help=help_of(serve))(takes_settings(serve))
-for command in (check, reset, health, metrics):
+for command in (check, reset, health, metrics, top):
     app.command(help=help_of(command))(command)
 app.add_typer(rules.app, name="rules")
 app.add_typer(config.app, name="config")

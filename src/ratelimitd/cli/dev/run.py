@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,12 +13,10 @@ from typing import Final
 from ratelimitd.cli.dev import servers
 from ratelimitd.cli.dev.children import Child, Children, failure
 from ratelimitd.cli.dev.plan import PROGRAM, RULES, NodePlan, suggestions
+from ratelimitd.cli.keyboard import single_keys
 from ratelimitd.cli.output import Output
 
 READY: Final = b"ratelimitd ready "
-
-QUIT_KEYS: Final = b"qQ\x03\x04"
-"""Also what Ctrl-C and Ctrl-D are where the terminal does not act on them."""
 
 
 class Cluster:
@@ -159,24 +155,18 @@ def _stopped_by_signals() -> Iterator[asyncio.Event]:
 def _pressed_keys() -> Iterator[asyncio.Event]:
     """Set when the quit key is pressed; never where there is no keyboard."""
     pressed = asyncio.Event()
-    if not sys.stdin.isatty():
-        yield pressed
-        return
-    # Not everywhere: there is no such terminal on Windows.
-    import termios  # noqa: PLC0415
-    import tty  # noqa: PLC0415
+    with single_keys() as keyboard:
+        if keyboard is None:
+            yield pressed
+            return
 
-    loop, keyboard = asyncio.get_running_loop(), sys.stdin.fileno()
+        def read() -> None:
+            if keyboard.quit_pressed():
+                pressed.set()
 
-    def read() -> None:
-        if set(os.read(keyboard, 1_024) or QUIT_KEYS) & set(QUIT_KEYS):
-            pressed.set()
-
-    before = termios.tcgetattr(keyboard)
-    tty.setcbreak(keyboard)
-    loop.add_reader(keyboard, read)
-    try:
-        yield pressed
-    finally:
-        loop.remove_reader(keyboard)
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(keyboard.descriptor, read)
+        try:
+            yield pressed
+        finally:
+            loop.remove_reader(keyboard.descriptor)

@@ -1,0 +1,168 @@
+"""The command: looks at a node again and again, and shows what happened in between.
+
+A node that goes away while it is watched is said to be away, and asked again; one that is away at first ends the
+command. Never changes anything on a node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+
+import typer
+
+from ratelimitd.cli.failures import CliError
+from ratelimitd.cli.keyboard import single_keys
+from ratelimitd.cli.output import printable
+from ratelimitd.cli.target import Target, asks_node
+from ratelimitd.cli.top.reading import NAMES, Look, Reading, reading
+
+if TYPE_CHECKING:
+    from ratelimitd_client import RateLimiterClient
+
+MAX_NAMED_RULES: Final = 10_000
+"""Rules whose names are read, ten pages of them; a node counts no more than 1,000 apart."""
+
+HISTORY: Final = 500
+"""Readings whose rate is kept for the picture: more than a terminal is wide."""
+
+Pause = Callable[[float], bool]
+"""Waits for so many seconds, and says whether somebody has seen enough."""
+
+
+class Frame(NamedTuple):
+    """What is to be shown: the last reading, and why there is no newer one, empty when there is."""
+
+    reading: Reading
+    names: Mapping[str, str]
+    checks_per_s: tuple[float, ...]
+    lost: str = ""
+
+
+@asks_node
+def top(
+    target: Target,
+    *,
+    interval: Annotated[
+        float,
+        typer.Option(min=0.1, max=3_600, metavar="SECONDS", help="Time between two looks."),
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show one reading, of one interval, and end.")
+    ] = False,
+    rules: Annotated[
+        int, typer.Option(min=0, max=1_000, metavar="N", help="How many rules to show.")
+    ] = 10,
+) -> None:
+    """Watch a node: its rates, latencies and breaker, and the rules with most blocked; q ends it.
+
+    Into a pipe it prints one reading below the other, and with --json each as one line.
+
+    Example:
+      ratelimitd top
+      ratelimitd top --once --json | jq .blocked_per_s
+    """
+    with target.client() as client, single_keys() as keyboard, suppress(KeyboardInterrupt):
+        node = _Node(client, target, time.monotonic)
+        pause = keyboard.quits_within if keyboard else _sleep
+        frames = _frames(node, pause, interval, rules=rules)
+        shown = itertools.islice(frames, 1) if once else frames
+        if target.output.as_json:
+            _print_json(shown, target)
+        else:
+            _show(shown, full_screen=not once)
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+class _Node:
+    """The node that is watched, and what its rules are called."""
+
+    def __init__(
+        self, client: RateLimiterClient, target: Target, time_s: Callable[[], float]
+    ) -> None:
+        self.names: Mapping[str, str] = {}
+        self._client = client
+        self._target = target
+        self._time_s = time_s
+        self._named_revision: int | None = None
+
+    def look(self) -> Look:
+        """Ask it.
+
+        Raises:
+            CliError: it does not answer, or refuses.
+        """
+        with self._target.explained():
+            health = self._client.health()
+            if health.rules_revision != self._named_revision:
+                rules = itertools.islice(self._client.rules(), MAX_NAMED_RULES)
+                self.names = {
+                    rule.id: f"{printable(rule.endpoint)} {rule.identifier_type}" for rule in rules
+                }
+                self._named_revision = health.rules_revision
+            return Look.of(self._time_s(), health, self._client.metrics(NAMES))
+
+
+def _frames(node: _Node, pause: Pause, interval_s: float, *, rules: int) -> Iterator[Frame]:
+    """What is to be shown after each interval, until ``pause`` says that it is enough."""
+    before = node.look()
+    shown = reading(before, before, rules=rules)
+    rates: deque[float] = deque(maxlen=HISTORY)
+    while not pause(interval_s):
+        try:
+            after = node.look()
+        except CliError as failure:
+            yield Frame(shown, node.names, tuple(rates), str(failure))
+            continue
+        shown = reading(before, after, rules=rules)
+        before = after
+        rates.append(shown.allowed_per_s + shown.blocked_per_s)
+        yield Frame(shown, node.names, tuple(rates))
+
+
+def _print_json(frames: Iterator[Frame], target: Target) -> None:
+    from ratelimitd.cli.top.view import as_json  # noqa: PLC0415 -- see _show
+
+    for frame in frames:
+        if frame.lost:
+            target.output.line(json.dumps({"error": frame.lost}, ensure_ascii=False))
+        else:
+            target.output.line(json.dumps(as_json(frame.reading, frame.names), ensure_ascii=False))
+        target.output.flush()
+
+
+def _show(frames: Iterator[Frame], *, full_screen: bool) -> None:
+    """On a terminal each in the place of the one before, else one below the other."""
+    # 50 ms to import, which no other command needs to wait for.
+    from rich.console import Console, RenderableType  # noqa: PLC0415
+    from rich.live import Live  # noqa: PLC0415
+
+    from ratelimitd.cli.top import view  # noqa: PLC0415
+
+    console = Console(highlight=False, markup=False, emoji=False)
+
+    def drawn(frame: Frame) -> RenderableType:
+        return view.frame(
+            frame.reading,
+            frame.names,
+            checks_per_s=frame.checks_per_s,
+            width=console.width,
+            lost=frame.lost,
+        )
+
+    if not (full_screen and console.is_terminal):
+        for frame in frames:
+            console.print(drawn(frame))
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        for frame in frames:
+            live.update(drawn(frame), refresh=True)

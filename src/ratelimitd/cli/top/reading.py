@@ -1,0 +1,183 @@
+"""What a node did between two looks at its metrics. Pure: never asks a node and never reads a clock.
+
+Every number is of the time between the looks, but for those that are a state (buckets, memory) and the totals of rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, Self
+
+from ratelimitd.cli.output import enum_name
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+ALLOWED: Final = "rate_limiter_requests_allowed_total"
+BLOCKED: Final = "rate_limiter_requests_blocked_total"
+FAIL_OPEN: Final = "rate_limiter.fail_open"
+LATENCY: Final = "rate_limiter_check_latency_seconds"
+HIT_RATIO: Final = "rate_limiter_cache_hit_ratio"
+BUCKETS: Final = "rate_limiter_active_buckets"
+MEMORY: Final = "rate_limiter_memory_usage_bytes"
+CONNECTIONS: Final = "rate_limiter_connections"
+RULES: Final = "rate_limiter_rules"
+RULE_ALLOWED: Final = "rate_limiter_rule_allowed_total"
+RULE_BLOCKED: Final = "rate_limiter_rule_blocked_total"
+NODES: Final = "rate_limiter_cluster_nodes"
+SYNC_LAG: Final = "rate_limiter_sync_lag_seconds"
+EXCESS: Final = "rate_limiter_over_admission_ratio"
+EXCESS_BOUND: Final = "rate_limiter_over_admission_bound_ratio"
+
+NAMES: Final = (
+    ALLOWED, BLOCKED, FAIL_OPEN, LATENCY, HIT_RATIO, BUCKETS, MEMORY, CONNECTIONS, RULES, RULE_ALLOWED, RULE_BLOCKED,
+    NODES, SYNC_LAG, EXCESS, EXCESS_BOUND,
+)  # fmt: skip
+"""What is asked for; a node without a cluster has nothing to say to the last four."""
+
+MS_PER_S: Final = 1_000
+
+Series = tuple[str, str]
+"""The name of a metric and the value of its label, empty without one."""
+
+
+class Look(NamedTuple):
+    """One look at a node, at ``at_s`` on any clock that never goes back."""
+
+    at_s: float
+    health: pb.HealthResponse
+    values: Mapping[Series, float]
+    bounds_s: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    """Checks by latency, cumulative, one more than there are bounds; empty where the node does not say."""
+    latency_sum_s: float = 0.0
+
+    @classmethod
+    def of(cls, at_s: float, health: pb.HealthResponse, metrics: pb.MetricsResponse) -> Self:
+        """The look that two answers give."""
+        values = {(metric.name, _label(metric)): metric.value for metric in metrics.metrics}
+        histogram = next((m.histogram for m in metrics.metrics if m.name == LATENCY), None)
+        if histogram is None:
+            return cls(at_s, health, values)
+        bounds, counts = tuple(histogram.upper_bounds), tuple(histogram.cumulative_counts)
+        return cls(at_s, health, values, bounds, counts, histogram.sum)
+
+
+class RuleReading(NamedTuple):
+    """What a rule did."""
+
+    rule_id: str
+    allowed_per_s: float
+    blocked_per_s: float
+    blocked_total: int
+
+
+class Latency(NamedTuple):
+    """Of the checks in between, in ms. A quantile is the upper bound of its bucket, infinite beyond the last."""
+
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+
+
+class Reading(NamedTuple):
+    """What is shown of a node. ``None``: it has nothing to say, or nothing happened that could be measured."""
+
+    node_id: str
+    status: str
+    breaker_state: str
+    rules_revision: int
+    allowed_per_s: float
+    blocked_per_s: float
+    fail_open_per_s: float
+    latency: Latency | None
+    hit_ratio: float | None
+    buckets: float | None
+    memory_bytes: float | None
+    connections: float | None
+    rules: float | None
+    cluster_nodes: float | None
+    sync_lag_s: float | None
+    excess_ratio: float | None
+    excess_bound_ratio: float | None
+    busiest: tuple[RuleReading, ...]
+    """The rules with most blocked."""
+
+
+def reading(before: Look, after: Look, *, rules: int) -> Reading:
+    """What happened from one look to the next; of the rules with most blocked as many as ``rules``."""
+    health, values = after.health, after.values
+
+    def state(name: str) -> float | None:
+        return values.get((name, ""))
+
+    def rate(name: str) -> float:
+        return _rate(before, after, (name, ""))
+
+    return Reading(
+        health.node_id,
+        enum_name(pb.HealthStatus, health.status),
+        health.breaker_state,
+        health.rules_revision,
+        rate(ALLOWED),
+        rate(BLOCKED),
+        rate(FAIL_OPEN),
+        _latency(before, after),
+        state(HIT_RATIO),
+        state(BUCKETS),
+        state(MEMORY),
+        state(CONNECTIONS),
+        state(RULES),
+        state(NODES),
+        state(SYNC_LAG),
+        state(EXCESS),
+        state(EXCESS_BOUND),
+        tuple(sorted(_rules(before, after), key=_most_blocked_first)[:rules]),
+    )
+
+
+def _label(metric: pb.Metric) -> str:
+    return next(iter(metric.labels.values()), "")
+
+
+def _rate(before: Look, after: Look, series: Series) -> float:
+    """How much a counter grew in a second; one that is smaller than before began anew with its node."""
+    now, then = after.values.get(series, 0.0), before.values.get(series, 0.0)
+    grown = now - then if now >= then else now
+    elapsed_s = after.at_s - before.at_s
+    return grown / elapsed_s if elapsed_s > 0 else 0.0
+
+
+def _rules(before: Look, after: Look) -> Iterator[RuleReading]:
+    names = {label for name, label in after.values if name in {RULE_ALLOWED, RULE_BLOCKED}}
+    for rule_id in names:
+        blocked = RULE_BLOCKED, rule_id
+        yield RuleReading(
+            rule_id,
+            _rate(before, after, (RULE_ALLOWED, rule_id)),
+            _rate(before, after, blocked),
+            int(after.values.get(blocked, 0.0)),
+        )
+
+
+def _most_blocked_first(rule: RuleReading) -> tuple[float, int, float, str]:
+    return -rule.blocked_per_s, -rule.blocked_total, -rule.allowed_per_s, rule.rule_id
+
+
+def _latency(before: Look, after: Look) -> Latency | None:
+    began_anew = len(before.counts) != len(after.counts) or any(
+        now < then for now, then in zip(after.counts, before.counts, strict=True)
+    )
+    earlier = (0,) * len(after.counts) if began_anew else before.counts
+    counts = [now - then for now, then in zip(after.counts, earlier, strict=True)]
+    if not counts or not counts[-1]:
+        return None
+    sum_s = after.latency_sum_s - (0.0 if began_anew else before.latency_sum_s)
+    p50, p95, p99 = (_quantile_ms(after.bounds_s, counts, share) for share in (0.5, 0.95, 0.99))
+    return Latency(sum_s / counts[-1] * MS_PER_S, p50, p95, p99)
+
+
+def _quantile_ms(bounds_s: Sequence[float], counts: Sequence[int], share: float) -> float:
+    for bound_s, count in zip(bounds_s, counts, strict=False):
+        if count >= share * counts[-1]:
+            return bound_s * MS_PER_S
+    return float("inf")

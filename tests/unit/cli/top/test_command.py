@@ -1,0 +1,165 @@
+"""`top`, against a node of canned answers: once, again and again, while it is away, and until a key is pressed."""
+
+import contextlib
+import itertools
+import json
+import os
+import pty
+import re
+import sys
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from ratelimitd.cli.top import command
+from ratelimitd.cli.top.command import HISTORY
+from ratelimitd.cli.top.reading import ALLOWED, RULE_BLOCKED
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.fake_node import status
+
+AWAY = status(grpc.StatusCode.UNAVAILABLE, "not now")
+
+
+def _chunks(descriptor):
+    """What a terminal was sent."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            yield os.read(descriptor, 4096)
+
+
+@pytest.fixture(autouse=True)
+def busy(node):
+    """The node counts ten checks more whenever it is looked at."""
+    rule = node.add_rule("/login", "ip")
+    totals = itertools.count(10, 10)
+    saw = node._saw
+
+    def look(request, context):
+        saw(request, context)
+        if isinstance(request, pb.MetricsRequest):
+            node.metrics_answer = pb.MetricsResponse(
+                metrics=[
+                    pb.Metric(name=ALLOWED, value=next(totals)),
+                    pb.Metric(name=RULE_BLOCKED, value=4, labels={"rule_id": rule.id}),
+                ]
+            )
+
+    node._saw = look
+    return node
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Do not wait, and end as if by Ctrl-C after so many pauses; returns what to call before a pause."""
+    told = {"left": 3, "before": lambda _number: None}
+    clock = itertools.count()
+
+    def sleep(_seconds):
+        told["left"] -= 1
+        if told["left"] < 0:
+            raise KeyboardInterrupt
+        told["before"](told["left"])
+
+    timing = SimpleNamespace(sleep=sleep, monotonic=lambda: float(next(clock)))
+    monkeypatch.setattr(command, "time", timing)
+    return told
+
+
+def test_one_reading_is_printed_once(ask, pauses):
+    ended = ask("top", "--once")
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.count("HEALTHY") == 1
+    assert "10/s" in ended.out
+    assert re.search(r"/login ip +0 +0 +4", ended.out)
+    assert "\x1b" not in ended.out
+
+
+def test_json_is_a_line_for_each_reading_and_ctrl_c_is_a_regular_end(ask, pauses):
+    ended = ask("top", "--json")
+    readings = [json.loads(line) for line in ended.out.splitlines()]
+    assert [reading["allowed_per_s"] for reading in readings] == [10.0, 10.0, 10.0]
+    assert readings[0]["busiest"][0]["name"] == "/login ip"
+    assert ended.status == 0
+
+
+def test_into_a_pipe_go_readings_one_below_the_other(ask, pauses):
+    ended = ask("top")
+    assert ended.out.count("HEALTHY") == 3
+    assert "checks/s  ███" in ended.out
+    assert "\x1b" not in ended.out
+
+
+def test_a_node_that_is_away_at_first_is_status_2(run, unused_tcp_port):
+    ended = run("top", "--once", "--target", f"127.0.0.1:{unused_tcp_port}")
+    assert ended.status == 2
+    assert "cannot reach a node" in ended.err
+
+
+def test_a_node_that_goes_away_is_shown_and_asked_again(ask, node, pauses):
+    def switch(left):
+        node.error = AWAY if left == 1 else None
+
+    pauses["before"] = switch
+    for options in ([], ["--json"]):
+        pauses["left"] = 3
+        ended = ask("top", *options)
+        assert ended.status == 0
+        assert ended.out.count("not now") == 1
+    lines = [json.loads(line) for line in ended.out.splitlines()]
+    assert "not now" in lines[1]["error"]
+    assert lines[2]["allowed_per_s"] == pytest.approx(10 / 1)
+
+
+def test_rules_are_read_again_only_when_they_changed(ask, node, pauses):
+    def change(left):
+        if left == 0:
+            node.health_answer.rules_revision = 9
+
+    pauses["before"] = change
+    ask("top", "--rules", "0")
+    assert node.methods().count("ListRateLimits") == 2
+
+
+def test_on_a_terminal_the_view_has_the_screen_and_q_ends_it(ask, monkeypatch):
+    ours, theirs = pty.openpty()
+    frames = itertools.count()
+    real = command._frames
+
+    def watched(*arguments, **options):
+        for frame in real(*arguments, **options):
+            if next(frames) == 1:
+                os.write(ours, b"q")
+            yield frame
+
+    monkeypatch.setattr(command, "_frames", watched)
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(theirs, "r+b", buffering=0) as terminal:
+        text = open(terminal.fileno(), "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        monkeypatch.setattr(sys, "stdin", text)
+        monkeypatch.setattr(sys, "stdout", text)
+        assert ask("top", "--interval", "0.1").status == 0
+        text.flush()
+        text.close()
+        os.set_blocking(ours, False)
+        shown = b"".join(_chunks(ours)).decode(errors="replace")
+    os.close(ours)
+    assert "\x1b[?1049h" in shown
+    assert "HEALTHY" in shown
+    assert shown.index("\x1b[?1049l") > shown.index("HEALTHY")
+
+
+def test_the_picture_does_not_grow_for_ever(ask, pauses, monkeypatch):
+    seen = []
+    real = command._frames
+
+    def watched(*arguments, **options):
+        for frame in real(*arguments, **options):
+            seen.append(len(frame.checks_per_s))
+            yield frame
+
+    monkeypatch.setattr(command, "_frames", watched)
+    monkeypatch.setattr(command, "HISTORY", 2)
+    ask("top")
+    assert seen == [1, 2, 2]
+    assert HISTORY > 200

@@ -1,0 +1,126 @@
+"""How a reading looks: on a wide terminal, on a narrow one, and to a program."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from ratelimitd.cli.top.reading import Latency, Reading, RuleReading
+from ratelimitd.cli.top.view import as_json, frame, sparkline
+
+READING = Reading(
+    node_id="n1",
+    status="HEALTHY",
+    breaker_state="closed",
+    rules_revision=7,
+    allowed_per_s=1234.56,
+    blocked_per_s=2.5,
+    fail_open_per_s=0.0,
+    latency=Latency(0.01234, 0.025, 2.0, math.inf),
+    hit_ratio=0.98765,
+    buckets=1_000_000,
+    memory_bytes=64 * 1024 * 1024,
+    connections=None,
+    rules=3,
+    cluster_nodes=None,
+    sync_lag_s=None,
+    excess_ratio=None,
+    excess_bound_ratio=None,
+    busiest=(RuleReading("r1", 3.0, 2.5, 12_345), RuleReading("r2", 0.0, 0.0, 0)),
+)
+
+
+def drawn(reading=READING, names=None, *, width=100, color=False, **options):
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=color, highlight=False, markup=False)
+    given = {"r1": "/login ip"} if names is None else names
+    console.print(frame(reading, given, checks_per_s=(1, 2), width=width, **options))
+    return stream.getvalue()
+
+
+def test_everything_is_there():
+    out = drawn()
+    for text in (
+        "n1  HEALTHY  rules revision 7", "1,235/s", "2.5/s", "0/s", "closed", "0.0123 ms mean", "≤ 0.025 ms", "≤ 2 ms",
+        "above all bounds", "0.988", "1,000,000", "64.0 MiB", "/login ip", "12,345", "r2",
+    ):  # fmt: skip
+        assert text in out, text
+    assert "over-admission" not in out
+
+
+@pytest.mark.parametrize("width", [20, 40, 79, 80, 200])
+def test_no_line_is_wider_than_the_terminal(width):
+    lines = drawn(names={"r1": "/" + "x" * 250}, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("allowed" in line for line in lines) == 1
+
+
+def test_a_wide_terminal_has_the_measurements_side_by_side():
+    assert len(drawn(width=80).splitlines()) < len(drawn(width=79).splitlines())
+
+
+def test_a_node_of_a_cluster_shows_how_exactly_it_limits():
+    out = drawn(
+        READING._replace(
+            cluster_nodes=3, sync_lag_s=0.0125, excess_ratio=0.01, excess_bound_ratio=0.51
+        )
+    )
+    assert "1.0% (promised 51.0%)" in out
+    assert "12.5 ms" in out
+
+
+def test_what_is_unknown_is_a_dash():
+    out = drawn(
+        READING._replace(
+            node_id="", breaker_state="", latency=None, hit_ratio=None, memory_bytes=None,
+            buckets=None, busiest=(), cluster_nodes=2,
+        )
+    )  # fmt: skip
+    assert out.startswith("–  HEALTHY")
+    assert "latency" in out
+    assert "– (promised –)" in out
+    assert "RULE" not in out
+
+
+def test_a_node_that_is_away_keeps_its_last_reading_and_says_why():
+    out = drawn(lost="cannot reach a node\x1b[2J")
+    assert "cannot reach a node�[2J; trying again" in out
+    assert "1,235/s" in out
+
+
+def test_nothing_that_a_node_says_drives_the_terminal():
+    out = drawn(
+        READING._replace(node_id="\x1b]0;n", breaker_state="\x1b[7m"),
+        names={"r1": "\x1b[2J[bold]x"},
+        color=True,
+    )
+    assert "\x1b]0" not in out
+    assert "\x1b[2J" not in out
+    assert "\x1b[7m" not in out
+    assert "�[2J[bold]x" in out
+
+
+def test_a_program_gets_numbers_and_null_for_what_is_unknown():
+    seen = json.loads(json.dumps(as_json(READING, {"r1": "/login ip"}), allow_nan=False))
+    assert seen["allowed_per_s"] == 1234.56
+    assert seen["latency"] == {"mean_ms": 0.01234, "p50_ms": 0.025, "p95_ms": 2.0, "p99_ms": None}
+    assert seen["connections"] is None
+    assert seen["busiest"][0]["name"] == "/login ip"
+    assert seen["busiest"][1]["name"] == ""
+    assert as_json(READING._replace(latency=None), {})["latency"] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [((), ""), ((0, 0), "▁▁"), ((1, 2, 4, 8), "▂▃▅█"), ((9,) * 20, "█" * 10)],
+)
+def test_the_last_values_are_bars(values, bars):
+    assert sparkline(values, 10) == bars
+
+
+def test_a_node_without_checks_has_no_picture():
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(frame(READING, {}, checks_per_s=(0, 0), width=80))
+    assert "checks/s" not in stream.getvalue()
