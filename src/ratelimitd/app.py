@@ -22,6 +22,7 @@ from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.shared_time import SharedTime
 from ratelimitd.clustering import Clustering
 from ratelimitd.limiter import Limiter, SharedBuckets
+from ratelimitd.model import US_PER_S
 from ratelimitd.observe.health import Health, SharedStateStatus, embedded
 from ratelimitd.observe.logs import LogContext
 from ratelimitd.observe.metrics import Metrics, Runtime
@@ -49,7 +50,9 @@ from ratelimitd.settings import Settings
 from ratelimitd.stats import CheckStats
 from ratelimitd.store_opening import feed_of
 from ratelimitd.upkeep import SAMPLE_S, TICK_S, Upkeep
-from ratelimitd.web.pages import Readiness, application
+from ratelimitd.web.application import Parts, application
+from ratelimitd.web.pages import Readiness
+from ratelimitd.web.refusals import Refusals
 from ratelimitd.web.server import HttpServer
 
 CLOSING_SHARE: Final = 0.3
@@ -101,6 +104,7 @@ class Node:
         )
         self._grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
         self._edge = ErrorEdge()
+        self._refusals = Refusals()
         self._open = AsyncExitStack()
         self._server: Server | None = None
         self._limiter: Limiter | None = None
@@ -226,8 +230,10 @@ class Node:
         if feed.book is not None:
             self._take_book(feed.book)
             self._rules_log.write()
-        await self._start_http(metrics)
-        await self._start_grpc(self._methods(limiter, store, feed, metrics))
+        access = self._access()
+        methods = self._methods(limiter, store, feed, metrics, access)
+        await self._start_http(metrics, methods, access)
+        await self._start_grpc(methods)
 
     def _new_limiter(
         self,
@@ -280,11 +286,9 @@ class Node:
         self._grpc_health.set_serving()
         self._rules_log.take(book.revision, len(book))
 
-    def _methods(
-        self, limiter: Limiter, store: RuleStore, feed: RuleFeed, metrics: Metrics
-    ) -> Methods:
+    def _access(self) -> Access:
         settings = self._settings
-        access = Access(
+        return Access(
             Credentials(
                 admin_token=settings.admin_token,
                 check_token=settings.check_token,
@@ -292,6 +296,16 @@ class Node:
                 check_sans=frozenset(settings.check_sans),
             )
         )
+
+    def _methods(  # noqa: PLR0917 -- the parts that the services stand on
+        self,
+        limiter: Limiter,
+        store: RuleStore,
+        feed: RuleFeed,
+        metrics: Metrics,
+        access: Access,
+    ) -> Methods:
+        settings = self._settings
         offers = [
             RateLimiterService(limiter, self.stats, time.perf_counter).methods(),
             ConfigService(store, self._clustering or feed, access.actor).methods(),
@@ -323,15 +337,23 @@ class Node:
         background.every(TICK_S, "upkeep", upkeep.tick)
         background.every(SAMPLE_S, "sampling", upkeep.sample)
 
-    async def _start_http(self, metrics: Metrics) -> None:
+    async def _start_http(self, metrics: Metrics, methods: Methods, access: Access) -> None:
         listen = self._settings.http_listen
         if listen is None:
             return
         app = application(
-            metrics=metrics,
-            readiness=lambda: self.readiness,
-            grpc_address=lambda: self.grpc_address,
-            hosts={listen.host, *self._settings.http_hosts},
+            Parts(
+                node_id=self.node_id,
+                metrics=metrics,
+                readiness=lambda: self.readiness,
+                grpc_address=lambda: self.grpc_address,
+                hosts={listen.host, *self._settings.http_hosts},
+                methods=methods,
+                may_read=access.may_read,
+                admin_token=self._settings.admin_token,
+                now_s=lambda: self._clock.now_us() / US_PER_S,
+                refusals=self._refusals,
+            )
         )
         server = HttpServer(app, *listen)
         self._open.push_async_callback(server.stop)

@@ -94,6 +94,16 @@ class Access:
             return _require_loopback
         return partial(self._require, frozenset({Role.ADMIN}), self._need(role))
 
+    def may_read(self, call: Call) -> None:
+        """Let a call pass that holds the read role, for what is shown without a method of the services.
+
+        Raises:
+            RpcError: it does not.
+        """
+        required = self.requirement(Role.READ)
+        assert required is not None  # noqa: S101 -- reading is never for everybody
+        required(call)
+
     def actor(self, call: Call) -> str:
         """Who the audit trail names for an admin call: the certificate's SAN, or role@host of the peer."""
         sans = call.peer_sans

@@ -18,12 +18,13 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratelimitd import __version__
 from ratelimitd.observe.exposition import Page
 from ratelimitd.observe.metrics import Definition, Point
+from ratelimitd.web.refusals import ANSWERS, Cause, Refusals, plain
 
 FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz"})
 
@@ -53,14 +54,10 @@ class Metrics(Protocol):
         """The readings of this moment, or an awaitable of them."""
 
 
-def application(
-    *,
-    metrics: Metrics,
-    readiness: Callable[[], Readiness | Awaitable[Readiness]],
-    grpc_address: Callable[[], str],
-    hosts: Collection[str],
-) -> ASGIApp:
-    """The ASGI application. ``hosts`` are the names of this node beside ``localhost`` and addresses."""
+def machine_routes(
+    *, metrics: Metrics, readiness: Callable[[], Readiness | Awaitable[Readiness]]
+) -> list[BaseRoute]:
+    """The pages for machines."""
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n", headers=HEADERS)
@@ -76,6 +73,16 @@ def application(
         headers = {**HEADERS, "Content-Type": page.content_type}
         return StreamingResponse(_paced(page), headers=headers)
 
+    return [
+        Route("/metrics", scrape),
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+    ]
+
+
+def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable[Response]]:
+    """What this is, in words, for programs that ask for ``/``."""
+
     async def front(_: Request) -> Response:
         return PlainTextResponse(
             f"ratelimitd {__version__}: a gRPC rate limiter\n\n"
@@ -86,13 +93,20 @@ def application(
             headers=HEADERS,
         )
 
-    routes = [
-        Route("/", front),
-        Route("/metrics", scrape),
-        Route("/healthz", healthz),
-        Route("/readyz", readyz),
-    ]
-    return HostCheck(Starlette(routes=routes), hosts)
+    return front
+
+
+def application(
+    *,
+    metrics: Metrics,
+    readiness: Callable[[], Readiness | Awaitable[Readiness]],
+    grpc_address: Callable[[], str],
+    hosts: Collection[str],
+) -> ASGIApp:
+    """An HTTP side with the pages for machines and no other."""
+    routes = machine_routes(metrics=metrics, readiness=readiness)
+    routes.append(Route("/", front_page(grpc_address)))
+    return HostCheck(Starlette(routes=routes), hosts, Refusals())
 
 
 class HostCheck:
@@ -101,8 +115,10 @@ class HostCheck:
     An address is let through: a page of a foreign site has that site's name, whatever it resolves to.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, hosts: Collection[str], refusals: Refusals) -> None:
+        """``hosts`` are the names of this node beside ``localhost`` and addresses."""
         self._app = app
+        self._refusals = refusals
         self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,7 +127,8 @@ class HostCheck:
         if scope["type"] == "http" and scope["path"] not in FOR_MACHINES:
             host = Headers(scope=scope).get("host", "")
             if not self._knows(_host_name(host)):
-                app = PlainTextResponse("unknown Host\n", status_code=421, headers=HEADERS)
+                self._refusals.count(Cause.UNKNOWN_HOST)
+                app = plain(ANSWERS[Cause.UNKNOWN_HOST])
         await app(scope, receive, send)
 
     def _knows(self, name: str) -> bool:

@@ -1,0 +1,98 @@
+"""The HTTP side of a node: the routes of all areas joined, with what holds for each of them around.
+
+The only module that knows them all. ``/metrics``, ``/healthz`` and ``/readyz`` are for machines and stand outside of
+what pages and JSON are held to. See ADR 0028.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp
+
+from ratelimitd.rpc.interface import Methods
+from ratelimitd.web.frame import Frame, accepts_html
+from ratelimitd.web.http_call import Requirement
+from ratelimitd.web.login_pages import login_routes
+from ratelimitd.web.pages import HostCheck, Metrics, Readiness, front_page, machine_routes
+from ratelimitd.web.refusals import Refusals, Refused
+from ratelimitd.web.rendering import StaticFiles
+from ratelimitd.web.security import Guard
+from ratelimitd.web.sessions import Sessions
+
+STATUS_TITLES = {404: "There is no such page", 405: "This page is not for that"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the HTTP side is given of its node."""
+
+    node_id: str
+    metrics: Metrics
+    readiness: Callable[[], Readiness | Awaitable[Readiness]]
+    grpc_address: Callable[[], str]
+    hosts: Collection[str]
+    """Its names beside ``localhost`` and addresses."""
+    methods: Methods
+    """The services, each method behind its role."""
+    may_read: Requirement
+    admin_token: str
+    now_s: Callable[[], float]
+    """Unix time that never steps back."""
+    refusals: Refusals
+
+
+def application(parts: Parts) -> ASGIApp:
+    """The ASGI application of a node."""
+    static = StaticFiles()
+    sessions = Sessions(parts.admin_token, parts.now_s)
+    frame = Frame(
+        node_id=parts.node_id,
+        may_read=parts.may_read,
+        sessions=sessions,
+        refusals=parts.refusals,
+        static=static,
+    )
+    routes: list[BaseRoute] = [
+        Route("/", _front(parts, frame)),
+        static.route(),
+        *login_routes(frame, sessions, parts.refusals, parts.now_s),
+    ]
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)  # noqa: S101 -- what it is registered for
+        title = STATUS_TITLES.get(error.status_code, str(error.detail))
+        if accepts_html(request):
+            return await frame.message(request, title, "", error.status_code)
+        return PlainTextResponse(f"{title}\n", error.status_code, headers=error.headers)
+
+    people = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, refusals=parts.refusals)],
+        exception_handlers={HTTPException: http_error, Refused: frame.refuse},
+    )
+    machines = machine_routes(metrics=parts.metrics, readiness=parts.readiness)
+    whole = Starlette(routes=[*machines, Mount("/", people)])
+    return HostCheck(whole, parts.hosts, parts.refusals)
+
+
+def _front(parts: Parts, frame: Frame) -> Callable[[Request], Awaitable[Response]]:
+    """``/``: for people the rules, for programs what this is, in words."""
+    words = front_page(parts.grpc_address)
+
+    async def to_rules(_: Request) -> Response:
+        return RedirectResponse("/rules", 303)
+
+    page = frame.reading(to_rules)
+
+    async def front(request: Request) -> Response:
+        return await (page if accepts_html(request) else words)(request)
+
+    return front

@@ -1,0 +1,110 @@
+"""Why a page refuses a request: the closed set of causes, what each is answered, and how often it happened."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from starlette.responses import PlainTextResponse
+
+HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+class Cause(enum.StrEnum):
+    """The causes, as they are counted."""
+
+    CROSS_SITE = "cross_site"
+    """Another site's page made the browser send it."""
+    FORM_TOKEN = "form_token"  # noqa: S105 -- a cause, no secret
+    """The form is none that this visitor was given."""
+    LOGIN_REQUIRED = "login_required"
+    """Nobody is logged in."""
+    SESSION_EXPIRED = "session_expired"
+    WRONG_TOKEN = "wrong_token"  # noqa: S105 -- as above
+    """What was entered is not the ADMIN_TOKEN."""
+    TOO_MANY_LOGINS = "too_many_logins"
+    NOT_ALLOWED = "not_allowed"
+    """A page that only loopback, or only holders of the admin role, may see."""
+    TOO_LARGE = "too_large"
+    BAD_FORM = "bad_form"
+    """The body is no form."""
+    UNKNOWN_HOST = "unknown_host"
+
+
+class Answer(NamedTuple):
+    """What a refusal says: the HTTP status, a headline, and what to do."""
+
+    status: int
+    title: str
+    text: str
+
+
+ANSWERS: Final[Mapping[Cause, Answer]] = MappingProxyType(
+    {
+        Cause.CROSS_SITE: Answer(
+            403,
+            "This request came from another site",
+            "Nothing was changed. Forms are taken from pages of this node only: open it here and send it again.",
+        ),
+        Cause.FORM_TOKEN: Answer(
+            403,
+            "This form is not valid any more",
+            "Nothing was changed. The form was not made for this session: open it again and send it from there.",
+        ),
+        Cause.LOGIN_REQUIRED: Answer(
+            401, "Log in first", "Nothing was changed. This page needs the ADMIN_TOKEN."
+        ),
+        Cause.SESSION_EXPIRED: Answer(
+            401, "Your session has ended", "Nothing was changed. Log in again and repeat it."
+        ),
+        Cause.WRONG_TOKEN: Answer(
+            401, "Not logged in", "This is not the ADMIN_TOKEN of this node."
+        ),
+        Cause.TOO_MANY_LOGINS: Answer(
+            429, "Too many attempts", "Wait a minute before you try to log in again."
+        ),
+        Cause.NOT_ALLOWED: Answer(403, "Not allowed", ""),
+        Cause.TOO_LARGE: Answer(
+            413,
+            "This form is too large",
+            "Nothing was changed. No form of these pages is that large.",
+        ),
+        Cause.BAD_FORM: Answer(
+            400, "This is not a form", "Nothing was changed. Send it from the page itself."
+        ),
+        Cause.UNKNOWN_HOST: Answer(
+            421,
+            "unknown Host",
+            "HTTP_HOSTS lists the names under which the pages of this node are shown.",
+        ),
+    }
+)
+
+
+class Refused(Exception):  # noqa: N818 -- an answer, not a failure
+    """Ends a request with the answer for this cause; ``text`` says more than the table can."""
+
+    def __init__(self, cause: Cause, text: str = "") -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.text = text or ANSWERS[cause].text
+
+
+class Refusals:
+    """How many requests were refused, by cause."""
+
+    def __init__(self) -> None:
+        self.totals: dict[Cause, int] = dict.fromkeys(Cause, 0)
+
+    def count(self, cause: Cause) -> None:
+        """One more."""
+        self.totals[cause] += 1
+
+
+def plain(answer: Answer) -> PlainTextResponse:
+    """The answer as text, where there is no page around it."""
+    return PlainTextResponse(
+        f"{answer.title}\n{answer.text}\n", status_code=answer.status, headers=HEADERS
+    )

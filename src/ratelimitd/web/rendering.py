@@ -1,0 +1,106 @@
+"""Templates and static files: read once when the node starts, so that no page waits for the disk.
+
+Everything that a template prints is escaped. See ADR 0028.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+HERE: Final = Path(__file__).parent
+MEDIA_TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+LASTING: Final = "public, max-age=31536000, immutable"
+"""For an address that names its content by a hash: another content has another address."""
+
+
+class StaticFile(NamedTuple):
+    """One file as it is sent. ``version`` is a hash of it."""
+
+    content: bytes
+    media_type: str
+    version: str
+
+
+class StaticFiles:
+    """The files under ``/static/``."""
+
+    def __init__(self, directory: Path = HERE / "static") -> None:
+        self._files = {path.name: _read(path) for path in sorted(directory.iterdir())}
+
+    def url(self, name: str) -> str:
+        """The address of a file, with the hash of what it holds."""
+        return f"/static/{name}?v={self._files[name].version}"
+
+    def route(self) -> Route:
+        """Where they are found; ``name`` is the last part of the path."""
+        return Route("/static/{name}", self._answer)
+
+    def _answer(self, request: Request) -> Response:
+        found = self._files.get(request.path_params["name"])
+        if found is None:
+            return Response(status_code=404)
+        # A module that another one imports has no hash in its address: it is asked for again each time.
+        named = request.query_params.get("v") == found.version
+        etag = f'"{found.version}"'
+        headers = {"Cache-Control": LASTING if named else "no-cache", "ETag": etag}
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(found.content, headers=headers, media_type=found.media_type)
+
+
+def environment(static: StaticFiles, directory: Path = HERE / "templates") -> Environment:
+    """The templates, compiled."""
+    found = Environment(
+        loader=FileSystemLoader(directory),
+        autoescape=True,
+        undefined=StrictUndefined,
+        auto_reload=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals["static_url"] = static.url
+    found.filters["number"] = number
+    found.filters["duration"] = duration
+    found.filters["instant"] = instant
+    for name in found.list_templates():
+        found.get_template(name)
+    return found
+
+
+def number(value: float) -> str:
+    """With a thin space between thousands."""
+    return f"{value:,}".replace(",", "\u202f")
+
+
+def duration(seconds: int) -> str:
+    """In the largest units that say it exactly, such as ``1 h 30 min``."""
+    parts = []
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
+        count, seconds = divmod(seconds, size)
+        if count:
+            parts.append(f"{number(count)} {unit}")
+    return " ".join(parts) or "0 s"
+
+
+def instant(at: datetime | int) -> str:
+    """A point in time as people read it, in UTC; a number is in Unix seconds."""
+    moment: Any = datetime.fromtimestamp(at, UTC) if isinstance(at, int) else at
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _read(path: Path) -> StaticFile:
+    content = path.read_bytes()
+    return StaticFile(content, MEDIA_TYPES[path.suffix], sha256(content).hexdigest()[:16])

@@ -1,0 +1,34 @@
+// Which of the two looks: the system's, or the one that was chosen here. Runs before the page is shown, so that it does
+// not flash in the other one.
+const CHOICES = ['system', 'light', 'dark'];
+const root = document.documentElement;
+
+function chosen() {
+  try {
+    const found = localStorage.getItem('theme');
+    return CHOICES.includes(found) ? found : 'system';
+  } catch {
+    return 'system'; // storage is off
+  }
+}
+
+function show(choice) {
+  if (choice === 'system') root.removeAttribute('data-theme');
+  else root.setAttribute('data-theme', choice);
+}
+
+show(chosen());
+
+document.addEventListener('DOMContentLoaded', () => {
+  const button = document.getElementById('theme');
+  const label = () => { button.textContent = `Theme: ${chosen()}`; };
+  button.addEventListener('click', () => {
+    const next = CHOICES[(CHOICES.indexOf(chosen()) + 1) % CHOICES.length];
+    try { localStorage.setItem('theme', next); } catch { /* storage is off: the page stays as it is */ }
+    show(chosen());
+    label();
+    document.dispatchEvent(new Event('themechange'));
+  });
+  label();
+  button.hidden = false;
+});
