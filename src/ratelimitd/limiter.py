@@ -115,18 +115,24 @@ class Journal(Protocol):
 class Scope:
     """What all checks of one endpoint and identifier type have in common until the next rule book.
 
-    ``counters`` are the rule's allowed and blocked checks.
+    ``counters`` are the rule's allowed and blocked checks. ``endpoint`` is that of the checks.
     """
 
     rule: Rule
     key_suffix: bytes
     decide: Decide
     counters: list[int]
+    endpoint: str
+
+
+OnDenied = Callable[[tuple[bytes, Scope]], object]
+"""Takes the identifier and the scope of a check that a rule denied; as cheap as it can be."""
 
 
 class _Asked(NamedTuple):
     """A check that the shared state has been asked about."""
 
+    identifier: bytes
     scope: Scope
     outcome: Awaitable[Outcome | RateLimitdError]
 
@@ -139,7 +145,7 @@ class Limiter:
 
     ``breaker_denies``: while the shared state is given up, checks are denied instead of allowed. ``on_error`` hears of
     the exception behind a fail-open answer, for the log; it must not raise. That the shared state is away is no such
-    exception: who talks to it tells that once, not once a check.
+    exception: who talks to it tells that once, not once a check. ``on_denied`` must not raise, either.
     """
 
     def __init__(
@@ -154,6 +160,7 @@ class Limiter:
         journal: Journal | None = None,
         breaker_denies: bool = False,
         on_error: Callable[[Exception], None] = lambda _: None,
+        on_denied: OnDenied = lambda _: None,
     ) -> None:
         self._buckets: Buckets
         self._reset_buckets: Callable[[RuleBook, Sequence[Rule], Sequence[bytes]], Awaitable[None]]
@@ -172,6 +179,7 @@ class Limiter:
         self._keys = keys
         self._journal = journal
         self._on_error = on_error
+        self._on_denied = on_denied
         self._one_reset = asyncio.Lock()
         self._book: RuleBook | None = None
         self._scopes: dict[tuple[str, IdentifierType], Scope | None] = {}
@@ -224,7 +232,7 @@ class Limiter:
                 await asyncio.sleep(0)
             asked.append(self._ask(check))
         return [
-            self._answer(await one.outcome, one.scope) if isinstance(one, _Asked) else one
+            self._answer(await one.outcome, one) if isinstance(one, _Asked) else one
             for one in asked
         ]
 
@@ -306,6 +314,7 @@ class Limiter:
         else:
             self._stats.blocked_total += 1
             scope.counters[1] += 1
+            self._on_denied((identifier, scope))
         return outcome
 
     def _decide(self, check: Check, now_us: int) -> Decision | None:
@@ -324,7 +333,7 @@ class Limiter:
             return None if outcome is None else Decision(*outcome[:5], scope.rule)
         key = check.identifier + scope.key_suffix
         outcome = self._buckets.peek(key, scope.rule, scope.decide, now_us, check.cost)
-        return None if outcome is None else self._counted(outcome, scope)
+        return None if outcome is None else self._counted(outcome, check.identifier, scope)
 
     def _ask(self, check: Check) -> _Asked | Decision | CheckInvalidError:
         """Put a check to the shared state; an answer, where nobody need be asked."""
@@ -337,26 +346,26 @@ class Limiter:
             if check.timestamp:
                 now_us = self._check_time_us(check.timestamp, now_us, scope.rule)
             key = check.identifier + scope.key_suffix
-            return _Asked(
-                scope, self._shared.wait(key, scope.rule, now_us, check.cost, peek=check.peek)
-            )
+            outcome = self._shared.wait(key, scope.rule, now_us, check.cost, peek=check.peek)
+            return _Asked(check.identifier, scope, outcome)
         except CheckInvalidError as error:
             return error
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
             return self._failed(error)
 
-    def _answer(self, outcome: Outcome | RateLimitdError, scope: Scope) -> Decision:
+    def _answer(self, outcome: Outcome | RateLimitdError, asked: _Asked) -> Decision:
         if isinstance(outcome, RateLimitdError):
             return self._failed(outcome)
-        return self._counted(outcome, scope)
+        return self._counted(outcome, asked.identifier, asked.scope)
 
-    def _counted(self, outcome: Outcome, scope: Scope) -> Decision:
+    def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
         if outcome[0]:
             self._stats.allowed_total += 1
             scope.counters[0] += 1
         else:
             self._stats.blocked_total += 1
             scope.counters[1] += 1
+            self._on_denied((identifier, scope))
         return Decision(*outcome[:5], scope.rule)
 
     def _check_time_us(self, timestamp: int, now_us: int, rule: Rule | None) -> int:
@@ -378,7 +387,8 @@ class Limiter:
         if rule is not None:
             rule = self._as_of_book(book, rule)
             suffix = self._keys.scope(rule, endpoint)
-            scope = Scope(rule, suffix, DECIDE[rule.algorithm], self._stats.rule_counters(rule.id))
+            counters = self._stats.rule_counters(rule.id)
+            scope = Scope(rule, suffix, DECIDE[rule.algorithm], counters, endpoint)
         if len(self._scopes) >= MAX_SCOPES:
             self._scopes = {}
         self._scopes[endpoint, identifier_type] = scope

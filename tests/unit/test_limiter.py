@@ -72,7 +72,7 @@ class Node:
 
     def __init__(self, *rules, timestamps="bounded", max_entries=100, book=True):
         self.clock, self.stats, self.journal = ManualClock(), CheckStats(), FaultyJournal()
-        self.errors = []
+        self.errors, self.denied = [], []
         self.table = BucketTable(max_entries, self.stats, callers_time=timestamps == "caller")
         self.limiter = Limiter(
             buckets=self.table,
@@ -82,6 +82,7 @@ class Node:
             keys=BucketKeys(b"k" * 32),
             journal=self.journal,
             on_error=self.errors.append,
+            on_denied=self.denied.append,
         )
         if book:
             self.put(*rules)
@@ -312,6 +313,18 @@ class TestCounters:
         assert (node.stats.allowed_total, node.stats.blocked_total) == (11, 2)
         assert node.stats.by_rule == {"orders": [10, 2], "everywhere": [1, 0]}
 
+    def test_who_was_denied_and_where_is_told(self, node):
+        for endpoint in ("/orders", "/carts"):
+            node.check(endpoint=endpoint)
+            assert not node.check(endpoint=endpoint, cost=10).allowed
+        node.check(b"bob", cost=11, peek=True)
+        told = [(identifier, scope.endpoint, scope.rule.id) for identifier, scope in node.denied]
+        assert told == [
+            (b"ada", "/orders", "orders"),
+            (b"ada", "/carts", "everywhere"),
+            (b"bob", "/orders", "orders"),
+        ]
+
     def test_a_check_without_a_rule_counts_as_allowed(self):
         node = Node()
         node.check()
@@ -360,6 +373,7 @@ class TestBulk:
         assert node.remaining() == other.remaining() == 0
         for name in ("allowed_total", "blocked_total", "by_rule", "bucket_missed_total"):
             assert getattr(node.stats, name) == getattr(other.stats, name)
+        assert [name for name, _ in node.denied] == [b"ada"] * node.stats.blocked_total
 
     def test_a_scope_shares_buckets_and_counters_with_checks(self, node):
         node.check(cost=4)
@@ -626,7 +640,7 @@ class Sharing:
 
     def __init__(self, *rules, timestamps="bounded", breaker_denies=False, book=True):
         self.clock, self.stats, self.shared = ManualClock(), CheckStats(), FakeSharedBuckets()
-        self.errors, self.keys = [], BucketKeys(b"k" * 32)
+        self.errors, self.denied, self.keys = [], [], BucketKeys(b"k" * 32)
         self.limiter = Limiter(
             shared=self.shared,
             clock=self.clock,
@@ -635,6 +649,7 @@ class Sharing:
             keys=self.keys,
             breaker_denies=breaker_denies,
             on_error=self.errors.append,
+            on_denied=self.denied.append,
         )
         if book:
             self.put(*rules or (ORDERS,), revision=7)
@@ -694,6 +709,7 @@ class TestSharedBuckets:
         assert (await node.wait(REFUSED))[:5] == REFUSED[:5]
         assert (node.stats.allowed_total, node.stats.blocked_total) == (1, 1)
         assert node.stats.by_rule == {"orders": [1, 1]}
+        assert [(name, scope.endpoint) for name, scope in node.denied] == [(b"ada", "/orders")]
 
     def test_in_bulk_nothing_is_counted_before_it_is_answered(self, node):
         scope = node.limiter.scope("/orders", USER)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Final
 
-from ratelimitd.model import Rule
+from ratelimitd.model import IdentifierType, Rule
 
 SCOPE_BYTES: Final = 9
 """72 bits tell the scopes of a node apart; with it a 38-character identifier still fits an 80-byte bytes object."""
@@ -21,7 +21,11 @@ STORED_KEY_BYTES: Final = 16
 
 FINGERPRINT_BYTES: Final = 8
 
+IDENTIFIER_DIGEST_BYTES: Final = 8
+"""Enough to tell the few that are shown to people apart."""
+
 _FINGERPRINT_PERSON: Final = b"rl-nodes"
+_IDENTIFIER_PERSON: Final = b"rl-ident"
 _SCOPE_PERSON: Final = b"rl-scope"
 _STORED_PERSON: Final = b"rl-stored"
 
@@ -66,3 +70,10 @@ class BucketKeys:
         return blake2b(
             key, digest_size=STORED_KEY_BYTES, key=self._secret, person=_STORED_PERSON
         ).digest()
+
+    def identifier_digest(self, identifier: bytes, identifier_type: IdentifierType) -> str:
+        """What tells an identifier from others on every node, and nothing of it to who has not the secret."""
+        text = f"{identifier_type}\0".encode() + identifier
+        return blake2b(
+            text, digest_size=IDENTIFIER_DIGEST_BYTES, key=self._secret, person=_IDENTIFIER_PERSON
+        ).hexdigest()

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ratelimitd.buckets.keys import (
     FINGERPRINT_BYTES,
+    IDENTIFIER_DIGEST_BYTES,
     SCOPE_BYTES,
     STORED_KEY_BYTES,
     BucketKeys,
@@ -94,6 +95,18 @@ def test_a_fingerprint_tells_secrets_apart_and_nothing_of_them():
 
 def test_a_stored_key_does_not_show_its_identifier():
     assert b"ada@example" not in KEYS.stored(b"ada@example" + KEYS.scope(RULE, "/orders"))
+
+
+def test_an_identifier_is_told_from_others_by_a_digest_that_does_not_show_it():
+    digest = KEYS.identifier_digest(b"ada", IdentifierType.USER)
+    assert digest == BucketKeys(KEYS.secret).identifier_digest(b"ada", IdentifierType.USER)
+    assert len(digest) == 2 * IDENTIFIER_DIGEST_BYTES
+    others = {
+        KEYS.identifier_digest(b"bob", IdentifierType.USER),
+        KEYS.identifier_digest(b"ada", IdentifierType.API_KEY),
+        BucketKeys(b"l" * 32).identifier_digest(b"ada", IdentifierType.USER),
+    }
+    assert len(others | {digest}) == 4
 
 
 @given(buckets, buckets)

@@ -1,0 +1,126 @@
+"""Who and what was denied most in the last minutes.
+
+The deny path pays one append to a bounded list; the rest is done ten times a second. Identifiers never leave this
+module but masked, with a keyed hash to tell them apart, or on purpose for an operator who asked: see ADR 0029.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple, Protocol
+
+from ratelimitd.model import IdentifierType, Rule
+from ratelimitd.observe.frequent_items import FrequentItems
+from ratelimitd.observe.masking import masked
+from ratelimitd.stats import CheckStats
+
+FOLD_S: Final = 0.1
+
+MAX_PENDING: Final = 1_000
+"""Denials that are looked at in :data:`FOLD_S`, in 0.5 ms: up to 10,000 a second every one is. Of more the last ones
+stand for all, each counted as often as it takes."""
+
+SIZE: Final = 256
+"""Endpoints, and identifiers, that are counted at least: what has more than 0.4 % of the denials is among them."""
+
+HALF_LIFE_S: Final = 60.0
+
+TOP: Final = 10
+
+PER_MINUTE: Final = 0.6931471805599453
+"""ln 2: what fades by half in each minute and grows at a steady rate comes to the rate of a minute divided by it."""
+
+
+class Denied(Protocol):
+    """What all checks of one endpoint have in common: :class:`ratelimitd.limiter.Scope`."""
+
+    @property
+    def endpoint(self) -> str:
+        """That of the checks, not of the rule."""
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that decides."""
+
+
+class DeniedEndpoint(NamedTuple):
+    """An endpoint, and its denials of a minute."""
+
+    endpoint: str
+    per_minute: float
+
+
+class DeniedIdentifier(NamedTuple):
+    """An identifier that may be shown, and its denials of a minute.
+
+    ``digest`` is a keyed hash, so that several nodes' numbers of one identifier can be added. ``name`` is the
+    identifier itself, only where it was asked for and may be told: never that of an API key.
+    """
+
+    digest: str
+    identifier_type: str
+    masked: str
+    per_minute: float
+    name: str = ""
+
+
+class Denials:
+    """The denials of one node; ``digest`` makes the keyed hash of an identifier and its type."""
+
+    def __init__(
+        self, stats: CheckStats, *, digest: Callable[[bytes, IdentifierType], str]
+    ) -> None:
+        self._stats = stats
+        self._digest = digest
+        self._pending: deque[tuple[bytes, Denied]] = deque(maxlen=MAX_PENDING)
+        self._endpoints: FrequentItems[str] = FrequentItems(SIZE)
+        self._identifiers: FrequentItems[tuple[bytes, IdentifierType]] = FrequentItems(SIZE)
+        self._denied_total = self._total()
+        self.note = self._pending.append
+        """Takes (identifier, scope) of a denied check. A bound method of the list itself: 30 ns."""
+
+    def fold(self) -> None:
+        """Count what was noted; call it every :data:`FOLD_S` seconds."""
+        grown, self._denied_total = self._total() - self._denied_total, self._total()
+        pending = self._pending
+        if not pending:
+            return
+        weight = max(1.0, grown / len(pending))
+        endpoints, identifiers = self._endpoints, self._identifiers
+        for identifier, scope in pending:
+            endpoints.add(scope.endpoint, weight)
+            identifiers.add((identifier, scope.rule.identifier_type), weight)
+        pending.clear()
+
+    def fade(self, elapsed_s: float) -> None:
+        """Let so much time pass."""
+        factor = 0.5 ** (elapsed_s / HALF_LIFE_S)
+        self._endpoints.fade(factor)
+        self._identifiers.fade(factor)
+
+    def top_endpoints(self) -> list[DeniedEndpoint]:
+        """The :data:`TOP` endpoints with the most denials."""
+        return [
+            DeniedEndpoint(endpoint, count * PER_MINUTE)
+            for endpoint, count in self._endpoints.top(TOP)
+        ]
+
+    def top_identifiers(self, *, named: bool = False) -> list[DeniedIdentifier]:
+        """The :data:`TOP` identifiers with the most denials; ``named``: with their names, but for API keys."""
+        return [
+            DeniedIdentifier(
+                digest=self._digest(identifier, identifier_type),
+                identifier_type=identifier_type.value,
+                masked=masked(identifier, identifier_type),
+                per_minute=count * PER_MINUTE,
+                name=identifier.decode(errors="replace")
+                if named and identifier_type is not IdentifierType.API_KEY
+                else "",
+            )
+            for (identifier, identifier_type), count in self._identifiers.top(TOP)
+        ]
+
+    def _total(self) -> int:
+        """Denials that somebody noted: while the breaker is open nobody looks at who is denied."""
+        return self._stats.blocked_total - self._stats.breaker_denied_total

@@ -1,0 +1,155 @@
+"""What a node has done in the last quarter of an hour: a sample every two seconds, made of counters that only grow.
+
+Never reads a clock or a counter by itself: what is to be read is handed in. See ADR 0029.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from ratelimitd.clock import Clock
+from ratelimitd.model import US_PER_S
+from ratelimitd.observe.percentiles import percentile_s
+from ratelimitd.stats import LATENCY_BOUNDS_S, CheckStats
+
+SAMPLE_S: Final = 2.0
+
+KEPT_S: Final = 900
+
+MAX_SAMPLES: Final = int(KEPT_S / SAMPLE_S)
+
+_US_PER_MS: Final = 1_000
+
+
+class Sample(NamedTuple):
+    """One node, or all of them together, in one stretch of about :data:`SAMPLE_S` seconds.
+
+    ``at_ms`` is the end of the stretch in ms since the Unix epoch. The first five are checks per second: ``looked`` are
+    those that looked for a bucket, and ``known`` those of them that found it. ``latency_counts`` is what the histogram
+    of :class:`ratelimitd.stats.CheckStats` grew by.
+    """
+
+    at_ms: int
+    allowed_per_s: float = 0.0
+    blocked_per_s: float = 0.0
+    fail_open_per_s: float = 0.0
+    looked_per_s: float = 0.0
+    known_per_s: float = 0.0
+    latency_counts: tuple[int, ...] = (0,) * (len(LATENCY_BOUNDS_S) + 1)
+    buckets: int = 0
+    memory_bytes: int = 0
+    loop_lag_s: float = 0.0
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Known of those that looked; ``None`` when none did."""
+        return min(1.0, self.known_per_s / self.looked_per_s) if self.looked_per_s else None
+
+    def percentile_ms(self, share: float) -> float | None:
+        """The latency that ``share`` (0 to 1) of the checks did not exceed; ``None`` without checks."""
+        latency_s = percentile_s(self.latency_counts, share)
+        return None if latency_s is None else 1_000 * latency_s
+
+
+def summed(samples: Sequence[Sample]) -> Sample:
+    """All nodes together, of at least one: sums, but for the loop lag, which is that of the worst."""
+    return Sample(
+        at_ms=max(sample.at_ms for sample in samples),
+        allowed_per_s=sum(sample.allowed_per_s for sample in samples),
+        blocked_per_s=sum(sample.blocked_per_s for sample in samples),
+        fail_open_per_s=sum(sample.fail_open_per_s for sample in samples),
+        looked_per_s=sum(sample.looked_per_s for sample in samples),
+        known_per_s=sum(sample.known_per_s for sample in samples),
+        latency_counts=tuple(
+            map(sum, zip(*(sample.latency_counts for sample in samples), strict=True))
+        ),
+        buckets=sum(sample.buckets for sample in samples),
+        memory_bytes=sum(sample.memory_bytes for sample in samples),
+        loop_lag_s=max(sample.loop_lag_s for sample in samples),
+    )
+
+
+class _Totals(NamedTuple):
+    """Counters of :class:`ratelimitd.stats.CheckStats` at one moment."""
+
+    allowed: int
+    blocked: int
+    fail_open: int
+    looked: int
+    known: int
+    latency_counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, stats: CheckStats) -> _Totals:
+        return cls(
+            stats.allowed_total,
+            stats.blocked_total,
+            stats.fail_open_breaker_total + stats.fail_open_error_total,
+            stats.bucket_looked_total,
+            stats.bucket_known_total,
+            tuple(stats.latency_counts),
+        )
+
+
+class Sampler:
+    """Makes the samples of this node; the callables say how it is at the moment."""
+
+    def __init__(
+        self,
+        stats: CheckStats,
+        clock: Clock,
+        *,
+        buckets: Callable[[], int],
+        memory_bytes: Callable[[], int],
+        loop_lag_s: Callable[[], float],
+    ) -> None:
+        self._stats = stats
+        self._clock = clock
+        self._buckets = buckets
+        self._memory_bytes = memory_bytes
+        self._loop_lag_s = loop_lag_s
+        self._before_us = clock.monotonic_us()
+        self._before = _Totals.of(stats)
+
+    def sample(self) -> Sample:
+        """What there was since the last call, or since the start."""
+        now_us, now = self._clock.monotonic_us(), _Totals.of(self._stats)
+        then_us, then = self._before_us, self._before
+        self._before_us, self._before = now_us, now
+        elapsed_s = max(1, now_us - then_us) / US_PER_S
+        return Sample(
+            at_ms=self._clock.now_us() // _US_PER_MS,
+            allowed_per_s=(now.allowed - then.allowed) / elapsed_s,
+            blocked_per_s=(now.blocked - then.blocked) / elapsed_s,
+            fail_open_per_s=(now.fail_open - then.fail_open) / elapsed_s,
+            looked_per_s=(now.looked - then.looked) / elapsed_s,
+            known_per_s=(now.known - then.known) / elapsed_s,
+            latency_counts=tuple(
+                after - before
+                for after, before in zip(now.latency_counts, then.latency_counts, strict=True)
+            ),
+            buckets=self._buckets(),
+            memory_bytes=self._memory_bytes(),
+            loop_lag_s=self._loop_lag_s(),
+        )
+
+
+class History:
+    """The last :data:`MAX_SAMPLES` samples, oldest first."""
+
+    def __init__(self, samples: Iterable[Sample] = ()) -> None:
+        self._samples: deque[Sample] = deque(samples, maxlen=MAX_SAMPLES)
+
+    def add(self, sample: Sample) -> None:
+        """Keep one; the oldest goes."""
+        self._samples.append(sample)
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """All that are younger than :data:`KEPT_S` at the time of the last one."""
+        if not self._samples:
+            return ()
+        oldest_ms = self._samples[-1].at_ms - KEPT_S * 1_000
+        return [sample for sample in self._samples if sample.at_ms > oldest_ms]

@@ -1,0 +1,107 @@
+from types import SimpleNamespace
+
+import pytest
+
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.observe.denials import (
+    HALF_LIFE_S,
+    MAX_PENDING,
+    TOP,
+    Denials,
+    DeniedEndpoint,
+    DeniedIdentifier,
+)
+from ratelimitd.stats import CheckStats
+
+
+class Node:
+    def __init__(self):
+        self.stats = CheckStats()
+        self.denials = Denials(self.stats, digest=lambda name, kind: f"{kind}:{len(name)}")
+
+    def deny(self, name=b"ada.lovelace", endpoint="/a", identifier_type="user", times=1):
+        kind = IdentifierType(identifier_type)
+        rule = Rule("1", "*", kind, 1, 60, Algorithm.TOKEN_BUCKET)
+        for _ in range(times):
+            self.stats.blocked_total += 1
+            self.denials.note((name, SimpleNamespace(endpoint=endpoint, rule=rule)))
+
+    def steady(self, seconds, per_second):
+        for _ in range(seconds):
+            self.deny(times=per_second)
+            self.denials.fold()
+            self.denials.fade(1.0)
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+def test_the_most_denied_come_first(node):
+    node.deny(b"ada.lovelace", "/a", times=3)
+    node.deny(b"grace.hopper", "/b", times=5)
+    node.denials.fold()
+    assert [one.endpoint for one in node.denials.top_endpoints()] == ["/b", "/a"]
+    assert [one.masked for one in node.denials.top_identifiers()] == ["gra…", "ada…"]
+
+
+def test_nothing_is_denied_at_first(node):
+    node.denials.fold()
+    assert (node.denials.top_endpoints(), node.denials.top_identifiers()) == ([], [])
+
+
+def test_at_a_steady_rate_it_is_the_denials_of_a_minute(node):
+    node.steady(seconds=600, per_second=3)
+    assert node.denials.top_endpoints() == [DeniedEndpoint("/a", pytest.approx(180, rel=0.02))]
+
+
+def test_what_has_ended_halves_every_minute_and_is_gone_in_the_end(node):
+    node.steady(seconds=600, per_second=3)
+    node.denials.fade(HALF_LIFE_S)
+    assert node.denials.top_endpoints()[0].per_minute == pytest.approx(90, rel=0.02)
+    node.denials.fade(20 * HALF_LIFE_S)
+    assert not node.denials.top_endpoints()
+
+
+def test_more_than_can_be_looked_at_are_counted_by_the_last_of_them(node):
+    node.deny(b"early.bird.1", times=3 * MAX_PENDING)
+    node.deny(b"late.comer.2", "/b", times=MAX_PENDING)
+    node.denials.fold()
+    [late] = node.denials.top_endpoints()
+    assert (late.endpoint, late.per_minute) == ("/b", pytest.approx(4 * MAX_PENDING * 0.693, 0.01))
+
+
+def test_denials_of_an_open_breaker_are_nobodys(node):
+    node.stats.blocked_total += 100
+    node.stats.breaker_denied_total += 100
+    node.deny()
+    node.denials.fold()
+    assert node.denials.top_endpoints()[0].per_minute == pytest.approx(0.693, 0.01)
+
+
+def test_only_so_many_are_told(node):
+    for number in range(TOP + 5):
+        node.deny(b"user.%02d.name" % number, f"/{number}")
+    node.denials.fold()
+    assert len(node.denials.top_endpoints()) == len(node.denials.top_identifiers()) == TOP
+
+
+def test_names_are_told_on_purpose_only_and_those_of_api_keys_never(node):
+    node.deny(b"ada.lovelace")
+    node.deny(b"sk_live_0123456789", identifier_type="api_key")
+    node.denials.fold()
+    assert node.denials.top_identifiers(named=True) == [
+        DeniedIdentifier("user:12", "user", "ada…", pytest.approx(0.69, 0.1), "ada.lovelace"),
+        DeniedIdentifier("api_key:18", "api_key", "sk_l…", pytest.approx(0.69, 0.1), ""),
+    ]
+    shown = str(node.denials.top_identifiers())
+    assert "lovelace" not in shown
+    assert "0123" not in shown
+
+
+def test_one_name_of_two_types_is_two_identifiers(node):
+    node.deny(b"10.0.0.1", identifier_type="ip")
+    node.deny(b"10.0.0.1", identifier_type="user")
+    node.denials.fold()
+    assert {one.identifier_type for one in node.denials.top_identifiers()} == {"ip", "user"}

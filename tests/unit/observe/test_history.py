@@ -1,0 +1,85 @@
+import pytest
+
+from ratelimitd.observe.history import MAX_SAMPLES, SAMPLE_S, History, Sample, Sampler, summed
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+
+
+class Node:
+    def __init__(self):
+        self.stats, self.clock = CheckStats(), ManualClock()
+        self.buckets = 7
+        self.sampler = Sampler(
+            self.stats,
+            self.clock,
+            buckets=lambda: self.buckets,
+            memory_bytes=lambda: 1_000,
+            loop_lag_s=lambda: 0.25,
+        )
+
+    def sample(self, seconds=SAMPLE_S):
+        self.clock.advance(seconds=seconds)
+        return self.sampler.sample()
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+def test_a_sample_has_what_was_counted_since_the_last_one_by_the_second(node):
+    node.stats.allowed_total, node.stats.blocked_total = 1_000, 500
+    node.sample()
+    node.stats.allowed_total, node.stats.blocked_total = 1_040, 510
+    node.stats.fail_open_breaker_total, node.stats.fail_open_error_total = 6, 4
+    node.stats.bucket_missed_total = 10
+    node.stats.observe_latency(0.0015, checks=1)
+    sample = node.sample(seconds=2)
+    assert sample == Sample(
+        at_ms=node.clock.now_us() // 1_000,
+        allowed_per_s=20.0,
+        blocked_per_s=5.0,
+        fail_open_per_s=5.0,
+        looked_per_s=20.0,
+        known_per_s=15.0,
+        latency_counts=tuple(node.stats.latency_counts),
+        buckets=7,
+        memory_bytes=1_000,
+        loop_lag_s=0.25,
+    )
+    assert sample.hit_ratio == 0.75
+    assert sample.percentile_ms(0.5) == pytest.approx(1.5)
+
+
+def test_without_traffic_there_is_neither_a_ratio_nor_a_latency(node):
+    sample = node.sample()
+    assert (sample.allowed_per_s, sample.hit_ratio, sample.percentile_ms(0.99)) == (0.0, None, None)
+
+
+def test_two_samples_of_one_moment_do_no_harm(node):
+    node.sample()
+    assert node.sampler.sample().allowed_per_s == 0.0
+
+
+def test_the_sum_of_nodes_adds_all_but_their_lags():
+    counts = CheckStats().latency_counts
+    one = Sample(5, 1.0, 2.0, 3.0, 4.0, 5.0, (1, *counts[1:]), 10, 100, 0.1)
+    other = Sample(9, 1.5, 2.0, 3.0, 4.0, 5.0, (2, *counts[1:]), 20, 200, 0.05)
+    both = Sample(9, 2.5, 4.0, 6.0, 8.0, 10.0, (3, *counts[1:]), 30, 300, 0.1)
+    assert summed([one, other]) == both
+    assert summed([one]) == one
+
+
+def test_the_history_is_bounded_and_loses_the_oldest():
+    history = History()
+    assert history.samples == ()
+    for number in range(MAX_SAMPLES + 5):
+        history.add(Sample(number * 2_000))
+    assert len(history.samples) == MAX_SAMPLES
+    assert history.samples[-1].at_ms == (MAX_SAMPLES + 4) * 2_000
+
+
+def test_what_is_older_than_a_quarter_of_an_hour_is_not_told():
+    """A machine that slept, or a cluster that was looked at more rarely."""
+    history = History([Sample(0), Sample(100_000), Sample(950_000)])
+    assert [sample.at_ms for sample in history.samples] == [100_000, 950_000]
