@@ -2,7 +2,8 @@
 
 A closed loop: each connection has exactly ``--streams`` calls open. When a read brings the ends of so many calls, so
 many new ones go out in one write, a slice of what was built before the clock started. Only where the server's flow
-control holds DATA back are there fewer. Answers are checked as they come (:mod:`bench.answers`).
+control holds DATA back are there fewer. With ``--rate`` it is an open loop: calls go out when they are due, at most
+``--streams`` at a time. Answers are checked as they come (:mod:`bench.answers`).
 """
 
 import argparse
@@ -25,11 +26,13 @@ from bench.servers import Server, cpu_seconds
 READ_BYTES = 262_144
 SILENCE_SECONDS = 5.0
 """No answer for so long is a server that hangs."""
+PACE_SECONDS = 0.001
+"""How long calls that are due may wait in an open loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """``latency_us`` is the mean: calls open at a time / rate. ``cpu_us`` is the server's, user and system."""
+    """``latency_us`` is the mean: calls open / rate; 0 of an open loop. ``cpu_us`` is the server's, user and system."""
 
     calls: int
     rate: float
@@ -43,6 +46,8 @@ class Caller:
     def __init__(self, sock: socket.socket, script: Script, streams: int) -> None:
         self.sock = sock
         self.answered = 0
+        self.due = sys.maxsize
+        """How many calls may go out."""
         self._answers = Answers(streams)
         self._script = script
         self._octets = memoryview(script.octets)
@@ -95,21 +100,25 @@ class Caller:
             octets, self._answers.to_send = self._answers.to_send, b""
             return octets
         starts, body_bytes = self._script.starts, self._script.body_bytes
-        count = min(self._free, len(starts) - 1 - self._next)
+        count = min(self._free, self.due, len(starts) - 1 - self._next)
         if body_bytes:
             count = min(count, self._answers.credit // body_bytes)
         first, self._next = self._next, self._next + count
         self._free -= count
+        self.due -= count
         self._answers.credit -= count * body_bytes
         return self._octets[starts[first] : starts[self._next]]
 
 
 class Load:
-    """All connections, turned by one selector; ``server_pid`` is whose CPU time is taken."""
+    """All connections, turned by one selector; ``server_pid`` is whose CPU time is taken, ``rate`` of an open loop."""
 
-    def __init__(self, callers: Sequence[Caller], server_pid: int) -> None:
+    def __init__(self, callers: Sequence[Caller], server_pid: int, rate: float = 0.0) -> None:
         self._callers = {caller.sock.fileno(): caller for caller in callers}
         self._server_pid = server_pid
+        self._rate_per_caller = rate / len(callers)
+        for caller in callers if rate else ():
+            caller.due = 0
         self._epoll = select.epoll()
         for number, caller in self._callers.items():
             self._epoll.register(number, select.EPOLLIN | select.EPOLLOUT)
@@ -124,10 +133,14 @@ class Load:
         callers, poll, clock = self._callers, self._epoll.poll, time.perf_counter
         before = sum(caller.answered for caller in callers.values())
         cpu, started = cpu_seconds(self._server_pid), clock()
-        end, used_up = started + seconds, False
+        end, used_up, made_due = started + seconds, False, 0
         while (now := clock()) < end and not used_up:
-            ready = poll(SILENCE_SECONDS)
-            if not ready:
+            if self._rate_per_caller:
+                due = int((now - started) * self._rate_per_caller)
+                self._make_due(due - made_due)
+                made_due = due
+            ready = poll(PACE_SECONDS if self._rate_per_caller else SILENCE_SECONDS)
+            if not ready and not self._rate_per_caller:
                 raise WrongAnswerError(ready)
             for number, events in ready:
                 caller = callers[number]
@@ -138,12 +151,25 @@ class Load:
         taken, cpu = now - started, cpu_seconds(self._server_pid) - cpu
         return sum(caller.answered for caller in callers.values()) - before, taken, cpu
 
+    def _make_due(self, count: int) -> None:
+        """Let each caller send so many more calls."""
+        if count:
+            for number, caller in self._callers.items():
+                caller.due += count
+                self._wait_for(number, sends=caller.send())
+
     def _wait_for(self, number: int, *, sends: bool) -> None:
         self._epoll.modify(number, select.EPOLLIN | (select.EPOLLOUT if sends else 0))
 
 
 def replay(
-    server: Server, scenario: str, shape: tuple[int, int], *, seconds: float, tls: bool = False
+    server: Server,
+    scenario: str,
+    shape: tuple[int, int],
+    *,
+    seconds: float,
+    tls: bool = False,
+    rate: float = 0.0,
 ) -> Measured:
     """Run this module in a process of its own and return what it measured.
 
@@ -153,6 +179,7 @@ def replay(
         shape: connections, and calls open on each.
         seconds: how long to measure, after a second to warm up.
         tls: speak TLS, without a look at the certificate.
+        rate: calls that are due per second; 0: as many as are answered.
 
     Raises:
         subprocess.CalledProcessError: an answer was no success; what it was stands on stderr.
@@ -160,7 +187,7 @@ def replay(
     command = [
         sys.executable, "-m", "bench.replay", str(server.port), scenario, "--pid", str(server.pid),
         "--connections", str(shape[0]), "--streams", str(shape[1]), "--seconds", str(seconds),
-        *(["--tls"] if tls else []),
+        "--rate", str(rate), *(["--tls"] if tls else []),
     ]  # fmt: skip
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return Measured(**json.loads(done.stdout))
@@ -176,6 +203,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds")
+    parser.add_argument("--rate", type=float, default=0.0, help="calls per second; 0: no pause")
     parser.add_argument("--tls", action="store_true")
     options = parser.parse_args()
     gc.disable()  # it would walk through all that is prebuilt
@@ -192,15 +220,16 @@ def _measure(options: argparse.Namespace) -> Measured:
             Caller(stack.enter_context(_connected(options)), script, options.streams)
             for script in scripts
         ]
-        load = Load(callers, options.pid)
+        load = Load(callers, options.pid, options.rate)
         load.run(options.warm_up)
         calls, seconds, cpu = load.run(options.seconds)
+    open_at_a_time = options.connections * options.streams
     if seconds < options.seconds / 2:
         sys.exit("the prebuilt calls were used up too early: raise most_per_second")
     return Measured(
         calls=calls,
         rate=calls / seconds,
-        latency_us=seconds * 1e6 * options.connections * options.streams / calls,
+        latency_us=0.0 if options.rate else seconds * 1e6 * open_at_a_time / calls,
         cpu_us=cpu * 1e6 / calls,
     )
 

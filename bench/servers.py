@@ -36,6 +36,8 @@ class Server(NamedTuple):
 
     port: int
     pid: int
+    http_port: int = 0
+    """Of a node that was told to listen there."""
 
 
 class Missing(Exception):  # noqa: N818 - what is missing is no error of the program
@@ -74,9 +76,9 @@ def node(*options: str, tls: bool = False) -> Iterator[Server]:
         with _started(command) as process:
             assert process.stdout
             line = process.stdout.readline()
-            found = re.search(r"grpc=\S+:(\d+)", line)
+            found = re.search(r"grpc=\S+:(\d+) http=(?:\S*:(\d+))?", line)
             assert found, line
-            yield Server(int(found[1]), process.pid)
+            yield Server(int(found[1]), process.pid, int(found[2] or 0))
 
 
 @contextlib.contextmanager
