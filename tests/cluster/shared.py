@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import httpx
 from google.protobuf.empty_pb2 import Empty
+from google.protobuf.field_mask_pb2 import FieldMask
 
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.ledger.accounts import ACCOUNTS
@@ -157,6 +158,14 @@ def health(node: Served) -> pb.HealthResponse:
 def is_ready(node: Served) -> bool:
     """Whether a load balancer would send it calls."""
     return httpx.get(f"http://{node.http_address}/readyz").is_success
+
+
+def change_rule(node: Served, rule_id: str, **fields: Any) -> pb.RateLimit:
+    """Change some fields of a rule, by way of one node."""
+    request = pb.UpdateRateLimitRequest(
+        rate_limit=pb.RateLimit(id=rule_id, **fields), update_mask=FieldMask(paths=list(fields))
+    )
+    return node.rules.UpdateRateLimit(request, timeout=START_S)
 
 
 def open_breaker(node: Served, endpoint: str, identifier: str = "opener") -> pb.RateLimitResponse:

@@ -3,27 +3,19 @@
 import time
 
 import pytest
-from google.protobuf.field_mask_pb2 import FieldMask
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.cluster.shared import change_rule
 from tests.servers import until
-from tests.system.process import START_S
 
 SOON_S = 1.0
 POLL_S = 2.4
 """Every 2 s, and up to 20 % more."""
 
 
-def change(node, rule_id, **fields):
-    request = pb.UpdateRateLimitRequest(
-        rate_limit=pb.RateLimit(id=rule_id, **fields), update_mask=FieldMask(paths=list(fields))
-    )
-    return node.rules.UpdateRateLimit(request, timeout=START_S)
-
-
 def taken_s(cluster, rule_id, endpoint, limit):
     """How long a new limit, set on the first node, takes to hold on the last."""
-    change(cluster[0], rule_id, limit=limit)
+    change_rule(cluster[0], rule_id, limit=limit)
     began_s = time.monotonic()
     until(lambda: cluster[2].check(endpoint, peek=True).limit == limit, "the other node has it")
     return time.monotonic() - began_s
@@ -63,10 +55,10 @@ def test_a_rule_that_is_gone_is_gone_everywhere(cluster):
     rule_id = rule_id_of(cluster, endpoint)
     for node in cluster.nodes.served:
         until(lambda node=node: not node.check(endpoint).allowed, "the limit is used up")
-    change(cluster[0], rule_id, enabled=False)
+    change_rule(cluster[0], rule_id, enabled=False)
     for node in cluster.nodes.served:
         until(lambda node=node: node.check(endpoint).reason == pb.NO_RULE, "no rule applies")
-    change(cluster[1], rule_id, enabled=True)
+    change_rule(cluster[1], rule_id, enabled=True)
     for node in cluster.nodes.served:
         until(lambda node=node: node.check(endpoint).reason == pb.LIMIT_EXCEEDED, "it is back")
 

@@ -1,0 +1,147 @@
+"""What becomes of limits when nodes hear of each other too late, twice, out of order, or not at all."""
+
+import itertools
+import struct
+
+import redis
+
+from ratelimitd.sharedstate.bus import MAX_PAYLOAD_BYTES
+from tests.cluster.admissions import tokens
+from tests.cluster.load import keys, steady
+from tests.cluster.nodes import Nodes
+from tests.cluster.shared import OPTIONS, change_rule
+from tests.servers import Valkey, until
+
+CHANNEL = "rl1:bus:0"
+MEMORY = "rate_limiter_memory_usage_bytes"
+GAPS = "rate_limiter_message_gaps_total"
+HEAD = struct.Struct(">B8sQ")
+"""Of a message: its form, the sender, and the number that the sender gave it."""
+
+MIB = 2**20
+
+
+def spend(node, endpoint, times, identifier="u"):
+    """Spend so much, all of it allowed."""
+    assert all(node.check(endpoint, identifier).allowed for _ in range(times))
+
+
+def test_a_subscription_that_fell_silent_is_made_anew_and_what_was_missed_is_looked_up(cluster):
+    endpoint, changed = cluster.new_rule(limit=1_000), cluster.new_rule(limit=1_000)
+    node, proxy = cluster[2], cluster.proxies[2]
+    rule_id = node.check(changed, peek=True).rule_id
+    spend(node, endpoint, 60)
+    cluster.settled()
+    gaps, connections = node.metric(GAPS), proxy.accepted
+    proxy.silence(b"SUBSCRIBE")
+    cluster[0].reset(endpoint)
+    change_rule(cluster[0], rule_id, limit=500)
+    assert node.spent(endpoint) == 60  # it has not heard of it, and decides as before
+    assert node.metric("rate_limiter_shared_state_up") == 1.0
+    until(lambda: node.spent(endpoint) == 0, "the node has heard of the reset")
+    until(lambda: node.check(changed, peek=True).limit == 500, "the node has the changed rule")
+    assert node.metric(GAPS) == gaps + 1
+    assert proxy.accepted == connections + 1  # its spends travel on as before
+    spend(node, changed, 7)
+    cluster.settled()
+    cluster[0].reset(changed)
+    until(lambda: node.spent(changed) == 0, "the node hears again")
+
+
+def listeners(valkey):
+    return valkey.ask("CLIENT", "LIST", "TYPE", "pubsub").decode()
+
+
+def test_a_node_that_hears_too_slowly_is_cut_off_by_the_server_and_looks_up_what_it_missed(
+    tmp_path,
+):
+    valkey = Valkey(tmp_path / "valkey")
+    url = f"unix://{valkey.unix_path}"  # the kernel keeps less for a socket than for a connection
+    with valkey, Nodes(tmp_path / "nodes", url, *OPTIONS, count=2) as nodes:
+        nodes.meet()
+        valkey.ask("CONFIG", "SET", "client-output-buffer-limit", "pubsub 1mb 0 0")
+        rule = nodes.rule(limit=1_000, window_seconds=3_600, algorithm="fixed_window")
+        spend(nodes[1], "/a", 60)
+        until(lambda: nodes.metric_sum("rate_limiter_unsettled_buckets") == 0, "all is settled")
+        gaps, memory = nodes[1].metric(GAPS), nodes[1].metric(MEMORY)
+        nodes.pause(1)
+        nodes[0].reset("/a")
+        change_rule(nodes[0], rule.id, limit=500)
+        for number in itertools.count(1):
+            flood = HEAD.pack(1, b"stranger", number) + b"?" * MAX_PAYLOAD_BYTES
+            valkey.ask("PUBLISH", CHANNEL, flood)
+            if "name=ratelimitd:n1 " not in listeners(valkey):
+                break
+            assert number * MAX_PAYLOAD_BYTES < 16 * MIB, "the server keeps all of it"
+        assert valkey.info("stats")["client_output_buffer_limit_disconnections"] >= 1
+        nodes.resume(1)
+        until(lambda: nodes[1].metric(GAPS) > gaps, "the node knows that it missed something")
+        until(lambda: nodes[1].spent("/a") == 0, "the node has heard of the reset")
+        until(lambda: nodes[1].check("/a", peek=True).limit == 500, "it has the changed rule")
+        assert "name=ratelimitd:n1 " in listeners(valkey)
+        assert nodes[1].metric(MEMORY) < memory + 8 * MIB
+
+
+class Recorded:
+    """What nodes say to each other, to be said again."""
+
+    def __init__(self, valkey):
+        self._client = redis.Redis(unix_socket_path=str(valkey.unix_path), protocol=2)
+        self._listener = self._client.pubsub(ignore_subscribe_messages=True)
+        self._listener.subscribe(CHANNEL)
+        self._listener.get_message(timeout=None)
+        self.messages = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._listener.close()
+        self._client.close()
+
+    def stop(self):
+        """Record no more; returns what tells the kinds of messages."""
+        while (heard := self._listener.get_message()) is not None:
+            self.messages.append(heard["data"])
+        return {message[HEAD.size : HEAD.size + 1] for message in self.messages}
+
+    def say(self, messages):
+        for message in messages:
+            self._client.publish(CHANNEL, message)
+
+    def as_news(self, messages):
+        """The same, but of a sender whose numbers give no reason to pass them over."""
+        for number, message in enumerate(messages, 1):
+            yield HEAD.pack(1, b"an echo!", number) + message[HEAD.size :]
+
+
+def test_messages_that_come_twice_or_late_or_in_another_order_change_nothing(cluster):
+    endpoint, marker = cluster.new_rule(limit=200), cluster.new_rule(limit=1_000)
+    users = keys(3)
+    spend(cluster[2], marker, 3)
+    with Recorded(cluster.valkey) as recorded:
+        log = cluster.offer(endpoint, steady(300, 1.5, nodes=3, keys=users))
+        cluster[0].reset(marker)
+        cluster[0].reset(endpoint, users[0])
+        kinds = recorded.stop()
+        assert {b"", b"S", b"D"} <= kinds, "heartbeats, states and resets"
+        stored = {user: cluster.stored(endpoint, user) for user in users}
+        assert stored == {user: tokens(log.of(user).admitted) for user in users} | {users[0]: 0}
+        seen = {(n, user): cluster[n].spent(endpoint, user) for n in range(3) for user in users[1:]}
+        spend(cluster[2], marker, 3)
+        cluster.settled()
+        old = recorded.messages
+        recorded.say(old)
+        recorded.say(reversed(old))
+        recorded.say(recorded.as_news(reversed(old)))
+        recorded.say(recorded.as_news(old))
+    cluster[0].reset(marker)
+    until(lambda: cluster[2].spent(marker) == 0, "all that was said before is heard")
+    for (n, user), spent in seen.items():
+        assert spent <= cluster[n].spent(endpoint, user) <= stored[user]
+    assert {node.spent(endpoint, users[0]) for node in cluster.nodes.served} == {0}
+    assert {user: cluster.stored(endpoint, user) for user in users} == stored
+    assert cluster.nodes.metric_sum("rate_limiter_shared_state_corrupt_total") == 0
+    again = cluster.offer(endpoint, steady(300, 1.5, nodes=3, keys=users[1:]))
+    for user in users[1:]:
+        assert 200 <= stored[user] + tokens(again.of(user).admitted) <= 200 * 1.51
