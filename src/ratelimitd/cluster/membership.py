@@ -6,7 +6,7 @@ The same round trip tells the store's time, and whether all nodes name the bucke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -63,6 +63,8 @@ class Membership:
     ) -> None:
         self.count = 1
         """Nodes alive, with this one."""
+        self.alive: Sequence[str] = ()
+        """The names of their incarnations, as the store told them last."""
         self._pulse = pulse
         self._incarnation = incarnation
         self._fingerprint = fingerprint
@@ -118,7 +120,7 @@ class Membership:
         else:
             now_us, fingerprint, names = answer
             self._shared_time.note(now_us, sent_us, self._clock.monotonic_us())
-            self.count = max(1, len(names))
+            self.alive, self.count = names, max(1, len(names))
             self._is_refused = False
             self._compare(fingerprint)
         then()

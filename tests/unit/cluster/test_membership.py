@@ -54,9 +54,10 @@ def scene():
 
 
 def test_a_node_is_alone_until_it_hears_of_others(scene):
-    assert scene.membership.count == 1
+    assert (scene.membership.count, scene.membership.alive) == (1, ())
     scene.heard()
     assert scene.membership.count == 2
+    assert scene.membership.alive == ("node/1", "other/2")
     assert scene.pulse.beats == [("node/1", BEAT_TTL_US, "ours")]
 
 

@@ -1,0 +1,223 @@
+"""How a node is doing, as it tells the others: one value, its bytes, and what of foreign bytes is believed.
+
+Pure. Whatever is read from a shared state may have been put there by anybody: it is a status of ours, within bounds, or
+it is none. See ADR 0029.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
+
+from ratelimitd.errors import StoreCorruptError
+from ratelimitd.model import IdentifierType
+from ratelimitd.observe.denials import TOP, DeniedEndpoint, DeniedIdentifier
+from ratelimitd.observe.history import Sample
+from ratelimitd.observe.metrics import BREAKER_STATES
+from ratelimitd.observe.samples import BreakerStateName
+from ratelimitd.stats import LATENCY_BOUNDS_S
+
+FORMAT: Final = 1
+"""Of the bytes. A node does not show a status of another format: during an update it shows those of its own."""
+
+MAX_BYTES: Final = 4_096
+"""A node without denials needs about 700."""
+
+MAX_ENDPOINT: Final = 60
+"""Characters of an endpoint that other nodes are told: ten of them leave room in :data:`MAX_BYTES`."""
+
+MAX_TEXT: Final = 256
+MAX_NUMBER: Final = 2**53
+"""Up to here every count is exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """One node at one moment. Its ``sample`` says which, and what it did lately.
+
+    ``healthy`` and the four that follow are those of :class:`ratelimitd.observe.samples.HealthReport`. ``retry_s``: in
+    how many seconds an open breaker is to be tried again; 0 while it is closed. ``clock_error_s``: how far the wall
+    clock, in a cluster that of the shared state, is ahead of the node's.
+    """
+
+    node_id: str
+    version: str
+    grpc_address: str
+    http_address: str
+    rules_revision: int
+    healthy: bool
+    shared_state_connected: bool
+    hit_ratio: float
+    average_latency_ms: float
+    error_rate: float
+    breaker_state: BreakerStateName
+    retry_s: float
+    sync_lag_s: float
+    clock_error_s: float
+    excess_ratio: float
+    excess_bound_ratio: float
+    sample: Sample
+    endpoints: Sequence[DeniedEndpoint] = ()
+    identifiers: Sequence[DeniedIdentifier] = ()
+
+
+def encode(status: NodeStatus) -> bytes:
+    """The bytes for other nodes, at most :data:`MAX_BYTES`, without the names of identifiers.
+
+    Whoever makes endpoints of characters that take many bytes loses the lists, and not the status.
+    """
+    fields = {
+        "v": FORMAT,
+        **{name: getattr(status, name) for name in _FIELDS},
+        "sample": _rounded(status.sample),
+        "endpoints": [
+            [one.endpoint[:MAX_ENDPOINT], round(one.per_minute, 1)] for one in status.endpoints
+        ],
+        "identifiers": [
+            [one.digest, one.identifier_type, one.masked, round(one.per_minute, 1)]
+            for one in status.identifiers
+        ],
+    }
+    octets = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    if len(octets) > MAX_BYTES and (status.endpoints or status.identifiers):
+        return encode(replace(status, endpoints=(), identifiers=()))
+    return octets
+
+
+def decode(octets: bytes) -> NodeStatus:
+    """The status in bytes of another node.
+
+    Raises:
+        StoreCorruptError: there is none, of our format and within bounds.
+    """
+    try:
+        if len(octets) > MAX_BYTES:
+            raise _NoStatusError
+        fields = _mapping(json.loads(octets))
+        if fields["v"] != FORMAT:
+            raise _NoStatusError
+        return NodeStatus(
+            **{name: read(fields[name]) for name, read in _FIELDS.items()},
+            sample=_sample(fields["sample"]),
+            endpoints=[_endpoint(one) for one in _list(fields["endpoints"], TOP)],
+            identifiers=[_identifier(one) for one in _list(fields["identifiers"], TOP)],
+        )
+    except (ValueError, KeyError, RecursionError) as error:
+        message = "the status of a node is none"
+        raise StoreCorruptError(message) from error
+
+
+class _NoStatusError(ValueError):
+    """Bytes that are no status."""
+
+
+def _rounded(sample: Sample) -> list[Any]:
+    return [round(one, 4) if isinstance(one, float) else one for one in sample]
+
+
+def _sample(value: Any) -> Sample:
+    parts = dict(zip(Sample._fields, _list(value, len(_SAMPLE), exactly=True), strict=True))
+    return Sample(**{name: _SAMPLE[name](part) for name, part in parts.items()})
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    return tuple(map(_count, _list(value, len(LATENCY_BOUNDS_S) + 1, exactly=True)))
+
+
+def _endpoint(value: Any) -> DeniedEndpoint:
+    endpoint, per_minute = _list(value, 2, exactly=True)
+    return DeniedEndpoint(_text(endpoint), _number(per_minute))
+
+
+def _identifier(value: Any) -> DeniedIdentifier:
+    digest, identifier_type, masked, per_minute = _list(value, 4, exactly=True)
+    return DeniedIdentifier(
+        _text(digest), IdentifierType(identifier_type).value, _text(masked), _number(per_minute)
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _NoStatusError
+    return value
+
+
+def _list(value: Any, most: int, *, exactly: bool = False) -> Sequence[Any]:
+    if not isinstance(value, list) or len(value) > most or (exactly and len(value) < most):
+        raise _NoStatusError
+    return value
+
+
+def _text(value: Any) -> str:
+    """Text that fits a table; what no screen shows, or turns the line round, is replaced."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise _NoStatusError
+    return "".join([one if one.isprintable() else "\ufffd" for one in value])
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _NoStatusError
+    return value
+
+
+def _number(value: Any) -> float:
+    # The comparison is false of NaN, too.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MAX_NUMBER:
+        raise _NoStatusError
+    return float(value)
+
+
+def _signed(value: Any) -> float:
+    return math.copysign(_number(abs(value)), value) if isinstance(value, float) else _number(value)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_NUMBER:
+        raise _NoStatusError
+    return value
+
+
+def _breaker_state(value: Any) -> BreakerStateName:
+    if value not in BREAKER_STATES:
+        raise _NoStatusError
+    return cast("BreakerStateName", value)
+
+
+_FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "node_id": _text,
+    "version": _text,
+    "grpc_address": _text,
+    "http_address": _text,
+    "rules_revision": _count,
+    "healthy": _flag,
+    "shared_state_connected": _flag,
+    "hit_ratio": _number,
+    "average_latency_ms": _number,
+    "error_rate": _number,
+    "breaker_state": _breaker_state,
+    "retry_s": _number,
+    "sync_lag_s": _number,
+    "clock_error_s": _signed,
+    "excess_ratio": _number,
+    "excess_bound_ratio": _number,
+}
+"""The fields that are one value each, and how that is read."""
+
+_SAMPLE: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "at_ms": _count,
+    "allowed_per_s": _number,
+    "blocked_per_s": _number,
+    "fail_open_per_s": _number,
+    "looked_per_s": _number,
+    "known_per_s": _number,
+    "latency_counts": _counts,
+    "buckets": _count,
+    "memory_bytes": _count,
+    "loop_lag_s": _number,
+}
+"""The same of a sample, in its own order."""
