@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ QUICK = ("--drain-s", "1", "--log-format", "json")
 class Nodes:
     """Processes of ``ratelimitd serve``; ``redis_urls`` is the address of the shared state, for all or for each.
 
+    ``environments`` holds, for each of the first nodes, what its environment has more than that of the others.
     Killed nodes can be started again, under their name and on their ports.
     """
 
@@ -31,11 +32,13 @@ class Nodes:
         *arguments: str,
         count: int = 3,
         database_url: str = "",
+        environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
         self.directory = directory
         each = [redis_urls] * count if isinstance(redis_urls, str) else list(redis_urls)
         self._redis_urls = each
         self._arguments = (*QUICK, *arguments)
+        self._environments = environments
         self._database_url = database_url or f"sqlite:///{directory / 'rules.db'}"
         self.served: list[Served] = []
         self._processes: list[subprocess.Popen[str]] = []
@@ -130,6 +133,7 @@ class Nodes:
 
     def _popen(self, number: int) -> subprocess.Popen[str]:
         listen, http_listen = self._listen[number]
+        more = self._environments[number] if number < len(self._environments) else {}
         with self._log(number).open("a") as log:
             # A node under load may log more than a pipe holds that nobody reads.
             process = subprocess.Popen(
@@ -140,7 +144,7 @@ class Nodes:
                     "--redis-url", self._redis_urls[number], *self._arguments,
                 ],
                 cwd=self.directory,
-                env=clean_environment(),
+                env={**clean_environment(), **more},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

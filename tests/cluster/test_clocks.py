@@ -1,0 +1,105 @@
+"""Wall clocks that are wrong, or are set while nodes serve: nobody gets a token more for it, or fewer (I8)."""
+
+import time
+from contextlib import ExitStack
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.chaos_proxy import ChaosProxy
+from tests.cluster.load import Event, offer, steady
+from tests.cluster.nodes import Nodes
+from tests.cluster.shared import OPTIONS
+from tests.servers import Valkey, until
+from tests.wall_clock import WallClock
+
+HOUR_S = 3_600
+STEPS_S = (HOUR_S, -HOUR_S, 2, -2)
+
+ERROR = "rate_limiter_clock_error_seconds"
+BOUND = "rate_limiter_over_admission_bound_ratio"
+
+LIMIT = {"limit": 20, "window_seconds": HOUR_S}
+"""Of a token bucket: one every three minutes, so that a test lasts for less than one."""
+REFILL_S = 180
+
+
+def use_up(node):
+    until(lambda: not node.check("/a", "u").allowed, "the limit is used up")
+
+
+def is_near(figure, expected):
+    return abs(figure - expected) < 5
+
+
+def true_times(node, identifier="u"):
+    """That a node tells the time of the real world to somebody who has used up the limit."""
+    answer = node.check("/a", identifier)
+    assert answer.reason == pb.LIMIT_EXCEEDED
+    assert 0 < answer.retry_after_seconds <= REFILL_S
+    assert is_near(answer.reset_time, time.time() + HOUR_S)
+
+
+def test_a_node_by_itself_follows_a_clock_that_was_set_slowly_and_lets_nobody_have_more(tmp_path):
+    with (
+        WallClock(tmp_path) as clock,
+        Nodes(tmp_path / "nodes", "", count=1, environments=[clock.environment]) as nodes,
+    ):
+        nodes.rule(**LIMIT)
+        use_up(nodes[0])
+        for step_s in STEPS_S:
+            clock.set(step_s)
+            until(lambda step_s=step_s: is_near(nodes[0].metric(ERROR), step_s), "it is noticed")
+            true_times(nodes[0])
+            assert nodes[0].check("/a", f"another {step_s}").remaining_tokens == 19
+        clock.set(0)
+        until(lambda: abs(nodes[0].metric(ERROR)) < 1, "it is noticed")
+        told = "the wall clock is 3600.0 s ahead of the node's clock"
+        assert told in nodes.log(0)
+
+
+def test_nodes_of_a_cluster_go_by_the_shared_states_clock_whatever_is_done_to_theirs(tmp_path):
+    with ExitStack() as stack:
+        valkey = stack.enter_context(Valkey(tmp_path / "valkey"))
+        clocks = [
+            stack.enter_context(WallClock(tmp_path / f"clock-{number}", ahead_s))
+            for number, ahead_s in enumerate((30, -30))
+        ]
+        environments = [clock.environment for clock in clocks]
+        nodes = Nodes(tmp_path / "nodes", valkey.url, *OPTIONS, count=2, environments=environments)
+        stack.enter_context(nodes)
+        nodes.meet()
+        nodes.rule(**LIMIT)
+        for node in nodes.served:
+            use_up(node)
+            true_times(node)
+        # Each clock for as long as it takes to be measured again.
+        events = [
+            Event(1.2 * number, lambda step_s=step_s: clocks[1].set(step_s))
+            for number, step_s in enumerate(STEPS_S)
+        ]
+        schedule = steady(100, 1.2 * len(STEPS_S), nodes=2, keys=["u"])
+        log = offer(nodes.addresses, schedule, events=events).log
+        assert log.reasons.keys() == {"LIMIT_EXCEEDED"}
+        for node in nodes.served:
+            true_times(node)
+            assert node.check("/a", f"of {node.node_id}").remaining_tokens == 19
+        assert all(abs(error_s) < 1 for error_s in nodes.metric(ERROR))
+
+
+def test_a_node_that_met_the_shared_state_late_says_how_far_its_clock_is_off(tmp_path):
+    with ExitStack() as stack:
+        valkey = stack.enter_context(Valkey(tmp_path / "valkey"))
+        clock = stack.enter_context(WallClock(tmp_path, 30))
+        proxy = stack.enter_context(ChaosProxy(valkey.port))
+        proxy.kill()
+        nodes = Nodes(
+            tmp_path / "nodes", proxy.url, *OPTIONS, count=1, environments=[clock.environment]
+        )
+        stack.enter_context(nodes)
+        nodes.rule(**LIMIT)
+        before = nodes[0].metric(BOUND)
+        proxy.heal()
+        until(lambda: is_near(nodes[0].metric(ERROR), -30), "it has compared its clock")
+        assert nodes[0].metric(BOUND) > before + 2 * 25  # of a window of a second, 30 s apart
+        until(lambda: nodes[0].metric("rate_limiter_shared_state_up") == 1.0, "it is connected")
+        use_up(nodes[0])
+        assert nodes[0].check("/a").reason == pb.LIMIT_EXCEEDED
