@@ -1,0 +1,1 @@
+"""What is in ``deploy/`` is valid, complete, and agrees with the code."""
