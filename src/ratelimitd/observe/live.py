@@ -1,0 +1,233 @@
+"""The node and its cluster as they are now, and what they did in the last quarter of an hour: what the page shows.
+
+Every two seconds one step, however many look: the node takes its sample, tells the other nodes, and, while somebody
+looks, reads what they tell. With nobody looking it reads only every ten seconds, so that a page that is opened has a
+past to show. See ADR 0029.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
+from typing import Final, NamedTuple, Protocol
+
+from ratelimitd.clock import Clock
+from ratelimitd.errors import RateLimitdError, StoreCorruptError
+from ratelimitd.observe.denials import TOP, Denials, DeniedEndpoint, DeniedIdentifier
+from ratelimitd.observe.history import SAMPLE_S, History, Sample, summed
+from ratelimitd.observe.node_status import MAX_ENDPOINT, NodeStatus, decode, encode
+
+SILENT_S: Final = 6.0
+"""A node whose last status is older has missed two, and does not count any more. For a minute it is shown as gone."""
+
+STEPS_UNSEEN: Final = 5
+"""With nobody looking, the other nodes' statuses are read every so many steps."""
+
+FRESH_US: Final = 3_000_000
+"""What was read so lately is good enough for a page that is opened."""
+
+DECODED_PER_TURN: Final = 20
+"""Statuses that are looked at in one turn of the event loop: less than 1 ms."""
+
+_MS_PER_S: Final = 1_000
+
+
+class Board(Protocol):
+    """Where the nodes of a cluster tell how they are doing: :class:`ratelimitd.cluster.status_board.StatusBoard`."""
+
+    def note_members(self) -> None:
+        """Remember who is alive."""
+
+    def publish(self, status: bytes) -> None:
+        """Tell how this node is doing."""
+
+    async def read(self) -> Mapping[str, bytes]:
+        """What the other nodes told last, by incarnation; raises a RateLimitdError without an answer."""
+
+
+class NodeView(NamedTuple):
+    """One node. ``age_s``: how old its status is; ``gone``: too old for a node that works."""
+
+    status: NodeStatus
+    is_this: bool
+    age_s: float
+    gone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """All that there is to see at one moment.
+
+    ``total`` is of all nodes that are not gone. ``nodes`` begins with this one; the others follow by name.
+    ``others_known``: what the others say has been read lately.
+    """
+
+    total: Sample
+    nodes: Sequence[NodeView]
+    others_known: bool
+    endpoints: Sequence[DeniedEndpoint]
+    identifiers: Sequence[DeniedIdentifier]
+
+    @property
+    def this(self) -> NodeStatus:
+        """The node that shows it."""
+        return self.nodes[0].status
+
+    @property
+    def alive(self) -> Sequence[NodeStatus]:
+        """The nodes that are not gone."""
+        return [node.status for node in self.nodes if not node.gone]
+
+
+@dataclass(slots=True)
+class _Others:
+    """What the other nodes told, when that was read, and whether the last attempt to read it went well."""
+
+    statuses: Sequence[NodeStatus] = ()
+    read_at_us: int | None = None
+    known: bool = True
+    corrupt: frozenset[str] = field(default_factory=frozenset)
+
+
+class Live:
+    """The live view of one node.
+
+    ``own`` makes the status of this node, and with it its next sample. ``board`` is ``None`` for a node that is alone.
+    ``report`` takes one line for an operator.
+    """
+
+    def __init__(
+        self,
+        own: Callable[[], NodeStatus],
+        denials: Denials,
+        board: Board | None,
+        clock: Clock,
+        *,
+        report: Callable[[str], None],
+    ) -> None:
+        self._own = own
+        self._denials = denials
+        self._board = board
+        self._clock = clock
+        self._report = report
+        self._status = own()
+        self._others = _Others()
+        self._history = History()
+        self._listeners: set[Callable[[], None]] = set()
+        self._steps = 0
+
+    @property
+    def history(self) -> Sequence[Sample]:
+        """All nodes together in the last quarter of an hour, oldest first."""
+        return self._history.samples
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after every step from now on; somebody is looking."""
+        self._listeners.add(listener)
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Call it no more."""
+        self._listeners.discard(listener)
+
+    async def step(self) -> None:
+        """What is due every :data:`ratelimitd.observe.history.SAMPLE_S` seconds."""
+        self._denials.fade(SAMPLE_S)
+        self._status = status = self._own()
+        if self._board is not None:
+            self._board.note_members()
+            self._board.publish(encode(status))
+        looked_at = bool(self._listeners)
+        if looked_at or self._steps % STEPS_UNSEEN == 0 or self._board is None:
+            await self._read()
+            self._history.add(self._total(self._nodes()))
+        self._steps += 1
+        for listener in [*self._listeners]:
+            listener()
+
+    async def refresh(self) -> None:
+        """Before a page is shown: read what the others tell, unless that was done just now."""
+        read_at_us = self._others.read_at_us
+        if read_at_us is None or self._clock.monotonic_us() - read_at_us > FRESH_US:
+            await self._read()
+
+    def overview(self, *, named: bool = False) -> Overview:
+        """How things are; ``named``: with the names of denied identifiers that this node knows and may tell."""
+        nodes = self._nodes()
+        alive = [node.status for node in nodes if not node.gone and not node.is_this]
+        identifiers = [self._denials.top_identifiers(named=named)]
+        endpoints = [self._denials.top_endpoints()]
+        return Overview(
+            total=self._total(nodes),
+            nodes=nodes,
+            others_known=self._others.known,
+            endpoints=_merged_endpoints([*endpoints, *(one.endpoints for one in alive)]),
+            identifiers=_merged_identifiers([*identifiers, *(one.identifiers for one in alive)]),
+        )
+
+    async def _read(self) -> None:
+        if self._board is None:
+            return
+        others = self._others
+        others.read_at_us = self._clock.monotonic_us()
+        try:
+            found = await self._board.read()
+        except RateLimitdError:
+            # What they said last stays, and gets old. That the store is away others have told the operator.
+            others.known = False
+            return
+        statuses, corrupt = [], set()
+        for index, (incarnation, octets) in enumerate(found.items()):
+            if index and index % DECODED_PER_TURN == 0:
+                await asyncio.sleep(0)
+            try:
+                statuses.append(decode(octets))
+            except StoreCorruptError:
+                corrupt.add(incarnation)
+        if corrupt - others.corrupt:
+            self._report(
+                f"statuses of {len(corrupt)} other nodes are of another version, or damaged"
+            )
+        self._others = _Others(statuses, others.read_at_us, corrupt=frozenset(corrupt))
+
+    def _nodes(self) -> Sequence[NodeView]:
+        views = [self._view(status) for status in self._others.statuses]
+        names = {view.status.node_id for view in views if not view.gone} | {self._status.node_id}
+        # Who has come back under its name is not gone.
+        shown = [view for view in views if not view.gone or view.status.node_id not in names]
+        shown.sort(key=lambda view: (view.status.node_id, view.status.sample.at_ms))
+        return [NodeView(self._status, is_this=True, age_s=0.0, gone=False), *shown]
+
+    def _view(self, status: NodeStatus) -> NodeView:
+        """A node by the time of its status; all nodes of a cluster follow one clock. From the future is as wrong."""
+        age_s = self._clock.now_us() / 1_000_000 - status.sample.at_ms / _MS_PER_S
+        return NodeView(status, is_this=False, age_s=max(0.0, age_s), gone=abs(age_s) > SILENT_S)
+
+    def _total(self, nodes: Iterable[NodeView]) -> Sample:
+        """Of those that are not gone; the time is this node's, so that the history is in order."""
+        total = summed([node.status.sample for node in nodes if not node.gone])
+        return total._replace(at_ms=self._status.sample.at_ms)
+
+
+def _merged_endpoints(lists: Iterable[Iterable[DeniedEndpoint]]) -> Sequence[DeniedEndpoint]:
+    """The top of several nodes' tops. Others' endpoints are cut, so one's own are, too."""
+    found: dict[str, float] = {}
+    for one in (one for each in lists for one in each):
+        endpoint = one.endpoint[:MAX_ENDPOINT]
+        found[endpoint] = found.get(endpoint, 0.0) + one.per_minute
+    return nlargest(TOP, map(DeniedEndpoint._make, found.items()), key=_per_minute)
+
+
+def _merged_identifiers(lists: Iterable[Iterable[DeniedIdentifier]]) -> Sequence[DeniedIdentifier]:
+    """The same of identifiers; the first that mentions one, which is this node, knows its name if anybody does."""
+    found: dict[str, DeniedIdentifier] = {}
+    for one in (one for each in lists for one in each):
+        first = found.get(one.digest)
+        per_minute = one.per_minute + (first.per_minute if first else 0.0)
+        found[one.digest] = (first or one)._replace(per_minute=per_minute)
+    return nlargest(TOP, found.values(), key=_per_minute)
+
+
+def _per_minute(one: DeniedEndpoint | DeniedIdentifier) -> float:
+    return one.per_minute

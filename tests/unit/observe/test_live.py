@@ -1,0 +1,255 @@
+from types import SimpleNamespace
+
+import pytest
+
+from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.observe.denials import Denials, DeniedEndpoint, DeniedIdentifier
+from ratelimitd.observe.history import SAMPLE_S, Sample
+from ratelimitd.observe.live import DECODED_PER_TURN, SILENT_S, STEPS_UNSEEN, Live
+from ratelimitd.observe.node_status import MAX_ENDPOINT, NodeStatus, decode, encode
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+
+
+def status_of(node_id="n1", *, at_ms=0, allowed_per_s=1.0, **fields):
+    common = {
+        "version": "0.1.0",
+        "grpc_address": "10.0.0.1:9090",
+        "http_address": "",
+        "rules_revision": 7,
+        "healthy": True,
+        "shared_state_connected": True,
+        "hit_ratio": 1.0,
+        "average_latency_ms": 0.0,
+        "error_rate": 0.0,
+        "breaker_state": "closed",
+        "retry_s": 0.0,
+        "sync_lag_s": 0.0,
+        "clock_error_s": 0.0,
+        "excess_ratio": 0.0,
+        "excess_bound_ratio": 0.0,
+    }
+    sample = Sample(at_ms, allowed_per_s=allowed_per_s)
+    return NodeStatus(node_id=node_id, sample=sample, **common | fields)
+
+
+class Board:
+    """What other nodes told; ``error``: the store is away."""
+
+    def __init__(self):
+        self.found, self.published, self.reads, self.error, self.noted = {}, [], 0, None, 0
+
+    def note_members(self):
+        self.noted += 1
+
+    def publish(self, status):
+        self.published.append(status)
+
+    async def read(self):
+        self.reads += 1
+        if self.error:
+            raise self.error
+        return self.found
+
+
+class Scene:
+    def __init__(self, *, alone=False):
+        self.clock, self.stats, self.reports = ManualClock(), CheckStats(), []
+        self.board = None if alone else Board()
+        self.denials = Denials(self.stats, digest=lambda name, _: name.hex())
+        self.live = Live(
+            lambda: status_of(at_ms=self.now_ms),
+            self.denials,
+            self.board,
+            self.clock,
+            report=self.reports.append,
+        )
+
+    @property
+    def now_ms(self):
+        return self.clock.now_us() // 1_000
+
+    def other(self, node_id="n2", age_s=0, **fields):
+        octets = encode(status_of(node_id, at_ms=self.now_ms - round(age_s * 1_000), **fields))
+        self.board.found[f"{node_id}/{age_s}"] = octets
+
+    async def steps(self, count=1):
+        for _ in range(count):
+            self.clock.advance(seconds=SAMPLE_S)
+            await self.live.step()
+
+    def deny(self, name, endpoint="/a"):
+        rule = Rule("1", "*", IdentifierType.USER, 1, 60, Algorithm.TOKEN_BUCKET)
+        self.stats.blocked_total += 1
+        self.denials.note((name, SimpleNamespace(endpoint=endpoint, rule=rule)))
+        self.denials.fold()
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+def ids_of(overview):
+    return [node.status.node_id for node in overview.nodes]
+
+
+async def test_a_node_that_is_alone_shows_itself():
+    scene = Scene(alone=True)
+    await scene.steps(3)
+    await scene.live.refresh()
+    overview = scene.live.overview()
+    assert ids_of(overview) == ["n1"]
+    assert overview.this.node_id == "n1"
+    assert overview.others_known
+    assert overview.total == overview.this.sample
+    assert [sample.at_ms for sample in scene.live.history] == [
+        scene.now_ms - 4_000,
+        scene.now_ms - 2_000,
+        scene.now_ms,
+    ]
+
+
+async def test_all_nodes_are_shown_with_their_sum_this_one_first(scene):
+    scene.other("n3", allowed_per_s=5.0)
+    scene.other("n0", allowed_per_s=3.0)
+    await scene.live.refresh()
+    overview = scene.live.overview()
+    assert ids_of(overview) == ["n1", "n0", "n3"]
+    assert [node.is_this for node in overview.nodes] == [True, False, False]
+    assert overview.total.allowed_per_s == 9.0
+    assert len(overview.alive) == 3
+
+
+async def test_each_step_tells_the_others_how_the_node_is(scene):
+    await scene.steps(2)
+    assert [decode(octets).sample.at_ms for octets in scene.board.published] == [
+        scene.now_ms - 2_000,
+        scene.now_ms,
+    ]
+    assert scene.board.noted == 2
+
+
+async def test_a_node_that_is_silent_is_shown_as_gone_and_not_counted(scene):
+    scene.other("n2", age_s=SILENT_S + 1, allowed_per_s=5.0)
+    await scene.live.refresh()
+    overview = scene.live.overview()
+    assert [node.gone for node in overview.nodes] == [False, True]
+    assert overview.nodes[1].age_s == SILENT_S + 1
+    assert overview.total.allowed_per_s == 1.0
+
+
+async def test_a_status_from_the_future_does_not_count(scene):
+    scene.other("n2", age_s=-60, allowed_per_s=5.0)
+    await scene.live.refresh()
+    [_, other] = scene.live.overview().nodes
+    assert (other.gone, other.age_s) == (True, 0.0)
+
+
+async def test_who_has_come_back_under_its_name_is_not_gone(scene):
+    scene.other("n2", age_s=0)
+    scene.other("n2", age_s=SILENT_S + 1)
+    scene.other("n1", age_s=SILENT_S + 1)
+    await scene.live.refresh()
+    assert ids_of(scene.live.overview()) == ["n1", "n2"]
+
+
+async def test_two_nodes_of_one_name_are_both_shown(scene):
+    scene.other("n1", age_s=1)
+    await scene.live.refresh()
+    assert ids_of(scene.live.overview()) == ["n1", "n1"]
+
+
+async def test_with_nobody_looking_the_others_are_read_now_and_then(scene):
+    await scene.steps(2 * STEPS_UNSEEN)
+    assert scene.board.reads == 2
+    assert len(scene.live.history) == 2
+
+
+async def test_while_somebody_looks_they_are_read_in_each_step(scene):
+    heard = []
+
+    def look():
+        heard.append(scene.live.overview().total.at_ms)
+
+    scene.live.listen(look)
+    await scene.steps(3)
+    assert (scene.board.reads, heard[-1]) == (3, scene.now_ms)
+    scene.live.unlisten(look)
+    await scene.steps(STEPS_UNSEEN - 3)
+    assert (scene.board.reads, len(heard)) == (3, 3)
+
+
+async def test_a_page_that_is_opened_reads_them_unless_that_was_done_just_now(scene):
+    await scene.live.refresh()
+    await scene.live.refresh()
+    assert scene.board.reads == 1
+    scene.clock.advance(seconds=4)
+    await scene.live.refresh()
+    assert scene.board.reads == 2
+
+
+async def test_while_the_store_is_away_the_others_get_old(scene):
+    scene.other("n2")
+    await scene.live.refresh()
+    scene.board.error = StoreUnavailableError("no answer")
+    await scene.steps(5)
+    overview = scene.live.overview()
+    assert not overview.others_known
+    assert (ids_of(overview), overview.nodes[1].gone) == (["n1", "n2"], True)
+    scene.board.error = None
+    scene.other("n2")
+    await scene.live.refresh()
+    await scene.steps(5)
+    assert scene.live.overview().others_known
+
+
+async def test_statuses_that_are_none_are_left_out_and_reported_once(scene):
+    scene.other("n2")
+    scene.board.found["n3/x"] = b"what?"
+    for _ in range(2):
+        await scene.live.refresh()
+        scene.clock.advance(seconds=4)
+    assert ids_of(scene.live.overview()) == ["n1", "n2"]
+    [report] = scene.reports
+    assert report.startswith("statuses of 1 other node")
+
+
+async def test_many_statuses_are_read_in_several_turns(scene):
+    for number in range(3 * DECODED_PER_TURN):
+        scene.other(f"m{number:03}")
+    await scene.live.refresh()
+    assert len(scene.live.overview().nodes) == 3 * DECODED_PER_TURN + 1
+
+
+async def test_denials_of_all_nodes_are_added_up_by_endpoint_and_by_identifier(scene):
+    scene.deny(b"grace", "/" * 100)
+    scene.deny(b"ada.lovelace", "/a")
+    ada = DeniedIdentifier(b"ada.lovelace".hex(), "user", "ada…", 10.0)
+    bob = DeniedIdentifier("00", "user", "bob…", 5.0)
+    endpoints = [DeniedEndpoint("/" * MAX_ENDPOINT, 9.0), DeniedEndpoint("/b", 2.0)]
+    for node_id in ("n2", "n3"):
+        scene.other(node_id, endpoints=endpoints, identifiers=[ada, bob])
+    scene.other("n4", age_s=60, endpoints=endpoints, identifiers=[ada, bob])
+    await scene.live.refresh()
+    overview = scene.live.overview(named=True)
+    assert [(one.endpoint, round(one.per_minute)) for one in overview.endpoints] == [
+        ("/" * MAX_ENDPOINT, 19),
+        ("/b", 4),
+        ("/a", 1),
+    ]
+    assert [(one.name, one.masked, round(one.per_minute)) for one in overview.identifiers] == [
+        ("ada.lovelace", "ada…", 21),
+        ("", "bob…", 10),
+        ("grace", "g…", 1),
+    ]
+    assert not any(one.name for one in scene.live.overview().identifiers)
+
+
+async def test_denials_fade_with_every_step(scene):
+    scene.deny(b"ada.lovelace")
+    [before] = scene.live.overview().endpoints
+    await scene.steps(30)
+    [after] = scene.live.overview().endpoints
+    assert after.per_minute == pytest.approx(before.per_minute / 2)
