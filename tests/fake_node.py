@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import grpc
 from google.protobuf import any_pb2, empty_pb2
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_status import rpc_status
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -55,6 +56,8 @@ class FakeNode(
         """Called when the rules have been listed: somebody else's chance to change them."""
         self.health_answer = pb.HealthResponse(status=pb.HEALTHY, node_id="node-1")
         self.metrics_answer = pb.MetricsResponse()
+        self.readiness = health.HealthServicer()
+        """The standard health service, which says SERVING until it is told otherwise."""
 
     def add_rule(self, endpoint: str, identifier_type: str = "user", **fields: Any) -> pb.RateLimit:
         """Store a rule behind the service's back."""
@@ -197,6 +200,7 @@ def fake_node(credentials: grpc.ServerCredentials | None = None) -> Iterator[Fak
     stubs.add_RateLimiterServicer_to_server(node, server)
     stubs.add_RateLimiterConfigServicer_to_server(node, server)
     stubs.add_RateLimiterHealthServicer_to_server(node, server)
+    health_pb2_grpc.add_HealthServicer_to_server(node.readiness, server)
     if credentials is None:
         port = server.add_insecure_port("127.0.0.1:0")
     else:

@@ -155,6 +155,11 @@ async def test_a_second_rule_for_the_same_place_is_refused(node, ask):
     assert ended.err.startswith("Error: already exists: ")
 
 
+async def test_a_node_that_serves_is_ready(node, ask):
+    ended = await ask(node, "health", "--ready")
+    assert (ended.status, ended.out) == (0, "SERVING\n")
+
+
 async def test_health_and_metrics_are_shown(node, ask):
     health = await ask(node, "health", "--json")
     assert health.status == 0

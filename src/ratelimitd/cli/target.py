@@ -63,6 +63,14 @@ class Target:
             yield client
 
     @contextmanager
+    def channel(self) -> Iterator[grpc.Channel]:
+        """The same for services that are not ours: a bare channel, which sends no token."""
+        from ratelimitd_client.channel import open_channel  # noqa: PLC0415
+
+        with open_channel(self.address, tls=self.tls) as channel, self.explained():
+            yield channel
+
+    @contextmanager
     def explained(self) -> Iterator[None]:
         """Let errors of calls leave a ``with`` block as a ``CliError``."""
         import grpc  # noqa: PLC0415

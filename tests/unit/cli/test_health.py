@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -40,6 +41,21 @@ def test_a_node_of_a_cluster_shows_how_exactly_it_limits_beside_what_it_promises
     out = ask("health").out
     assert "  cluster nodes    3\n" in out
     assert "  over-admission   1.2% of a limit at most (promised: 51.5%)\n" in out
+
+
+@pytest.mark.parametrize(
+    ("serving", "status"),
+    [(HealthCheckResponse.SERVING, 0), (HealthCheckResponse.NOT_SERVING, 3)],
+)
+def test_a_node_is_ready_when_it_says_so_whatever_its_health(ask, node, serving, status):
+    node.health_answer.status = pb.DEGRADED
+    node.readiness.set("", serving)
+    name = HealthCheckResponse.ServingStatus.Name(serving)
+    ended = ask("health", "--ready")
+    assert (ended.status, ended.out) == (status, f"{name}\n")
+    ended = ask("health", "--ready", "--json", "--token", "of-no-use")
+    assert (ended.status, json.loads(ended.out)) == (status, {"status": name})
+    assert not node.seen
 
 
 def test_health_shows_what_it_was_judged_by(ask, node):
