@@ -232,7 +232,22 @@ class Node:
             self._rules_log.write()
         access = self._access()
         methods = self._methods(limiter, store, feed, metrics, access)
-        await self._start_http(metrics, methods, access)
+        await self._start_http(
+            Parts(
+                node_id=self.node_id,
+                metrics=metrics,
+                readiness=lambda: self.readiness,
+                grpc_address=lambda: self.grpc_address,
+                hosts=self._settings.http_names,
+                methods=methods,
+                may_read=access.may_read,
+                admin_token=self._settings.admin_token,
+                book=lambda: feed.book,
+                audit=store,
+                now_s=lambda: self._clock.now_us() / US_PER_S,
+                refusals=self._refusals,
+            )
+        )
         await self._start_grpc(methods)
 
     def _new_limiter(
@@ -337,25 +352,11 @@ class Node:
         background.every(TICK_S, "upkeep", upkeep.tick)
         background.every(SAMPLE_S, "sampling", upkeep.sample)
 
-    async def _start_http(self, metrics: Metrics, methods: Methods, access: Access) -> None:
+    async def _start_http(self, parts: Parts) -> None:
         listen = self._settings.http_listen
         if listen is None:
             return
-        app = application(
-            Parts(
-                node_id=self.node_id,
-                metrics=metrics,
-                readiness=lambda: self.readiness,
-                grpc_address=lambda: self.grpc_address,
-                hosts={listen.host, *self._settings.http_hosts},
-                methods=methods,
-                may_read=access.may_read,
-                admin_token=self._settings.admin_token,
-                now_s=lambda: self._clock.now_us() / US_PER_S,
-                refusals=self._refusals,
-            )
-        )
-        server = HttpServer(app, *listen)
+        server = HttpServer(application(parts), *listen)
         self._open.push_async_callback(server.stop)
         self.http_address = await server.start()
 

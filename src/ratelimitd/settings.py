@@ -207,6 +207,12 @@ class Settings:
         """``node_id``, or ``host:pid`` of this process."""
         return self.node_id or f"{socket.gethostname()}:{os.getpid()}"
 
+    @property
+    def http_names(self) -> frozenset[str]:
+        """The names under which pages are shown: the host of HTTP_LISTEN and those of HTTP_HOSTS."""
+        own = () if self.http_listen is None else (self.http_listen.host,)
+        return frozenset((*own, *self.http_hosts))
+
     def __repr__(self) -> str:
         """The settings that were given, secrets masked."""
         given = (f"{row.name}={row.value!r}" for row in self.describe() if row.source != "default")

@@ -28,6 +28,7 @@ from ratelimitd.rules.schema import rule_audit, rule_revision, rules, secrets
 from ratelimitd.rules.sql_reads import (
     COLUMNS,
     ROWS_PER_TURN,
+    audit_entries,
     current_revision,
     read,
     read_all,
@@ -38,6 +39,7 @@ from ratelimitd.rules.sqlite import BUSY_TIMEOUT_S
 from ratelimitd.rules.store import (
     MAX_RULES,
     SECRET_BYTES,
+    AuditEntry,
     BookChanges,
     RuleChanges,
     RuleDraft,
@@ -163,6 +165,11 @@ class SqlRuleStore:
             while len(found) < size and (batch := await anext(batches, None)) is not None:
                 found += batch.rules
         return found[:size]
+
+    async def audit(self, rule_id: str, before: int | None, size: int) -> Sequence[AuditEntry]:
+        """Who changed what. See :meth:`RuleStore.audit <ratelimitd.rules.store.RuleStore.audit>`."""
+        async with self._database.reading() as connection:
+            return await audit_entries(connection, rule_id, before, size)
 
     async def changes_since(self, revision: int | None) -> BookChanges:
         """What changed. See :meth:`RuleStore.changes_since <ratelimitd.rules.store.RuleStore.changes_since>`."""

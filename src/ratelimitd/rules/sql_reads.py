@@ -1,11 +1,13 @@
-"""What the SQL rule store asks the database: rules in batches, the revision, the deletions since another.
+"""What the SQL rule store asks the database: rules in batches, the revision, the deletions since another, changes.
 
 Never writes, and never begins a transaction: the caller's makes one snapshot of all it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from datetime import UTC
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
@@ -14,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ratelimitd.errors import RuleConflictError, RuleNotFoundError
 from ratelimitd.model import Rule
 from ratelimitd.rules.schema import rule_audit, rule_revision, rules
-from ratelimitd.rules.store import SkippedRow
+from ratelimitd.rules.store import AuditEntry, SkippedRow
 from ratelimitd.rules.validation import RuleRow, etag_of, rule_from_row
 
 ROWS_PER_TURN: Final = 128
@@ -66,6 +68,19 @@ async def removed_since(connection: AsyncConnection, revision: int) -> Sequence[
     return found.all()
 
 
+async def audit_entries(
+    connection: AsyncConnection, rule_id: str, before: int | None, size: int
+) -> Sequence[AuditEntry]:
+    """A page of the audit trail, the newest change first."""
+    columns = [rule_audit.c[name] for name in AuditEntry._fields]
+    statement = sa.select(*columns).order_by(rule_audit.c.revision.desc()).limit(size)
+    if rule_id:
+        statement = statement.where(rule_audit.c.rule_id == rule_id)
+    if before is not None:
+        statement = statement.where(rule_audit.c.revision < before)
+    return [_audit_entry(AuditEntry._make(row)) for row in await connection.execute(statement)]
+
+
 async def stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
     """The row of a rule, which need not be a valid one.
 
@@ -81,3 +96,18 @@ async def stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> Ru
         message = "the rule was changed meanwhile: read it again and send its new etag"
         raise RuleConflictError(message)
     return found
+
+
+def _audit_entry(row: AuditEntry) -> AuditEntry:
+    """The change that a row tells of. SQLite keeps no time zone: its times are in UTC, as they were written."""
+    at = row.at if row.at.tzinfo else row.at.replace(tzinfo=UTC)
+    return row._replace(at=at, before=_fields(row.before), after=_fields(row.after))
+
+
+def _fields(text: Any) -> Mapping[str, Any] | None:
+    """The fields of a rule as the audit trail holds them; of what is no such text none."""
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -6,9 +6,10 @@ Never imports a driver. Adapters: :mod:`ratelimitd.rules.sql`. See ADR 0008 (edi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from datetime import datetime
+from typing import Any, Final, NamedTuple, Protocol
 
 from ratelimitd.model import Rule
 
@@ -65,6 +66,21 @@ class SkippedRow(NamedTuple):
 
     rule_id: str
     reason: str
+
+
+class AuditEntry(NamedTuple):
+    """One change of a rule: who made it, when (UTC), and the rule's fields before and after, ``None`` where none was.
+
+    ``action`` is ``create``, ``update`` or ``delete``. Fields are as they were stored: untyped, and none is certain.
+    """
+
+    revision: int
+    at: datetime
+    actor: str
+    action: str
+    rule_id: str
+    before: Mapping[str, Any] | None
+    after: Mapping[str, Any] | None
 
 
 class BookChanges(NamedTuple):
@@ -131,6 +147,12 @@ class RuleStore(Protocol):
 
         ``endpoint`` and ``identifier_type`` select exactly, empty = all; ``after`` is the (endpoint, identifier type)
         the page starts behind.
+        """
+
+    async def audit(self, rule_id: str, before: int | None, size: int) -> Sequence[AuditEntry]:
+        """At most ``size`` changes, the newest first; fewer only at the end.
+
+        ``rule_id`` selects the changes of one rule, empty = of all; ``before`` is the revision the page starts below.
         """
 
     async def changes_since(self, revision: int | None) -> BookChanges:

@@ -18,14 +18,20 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
 from ratelimitd.rpc.interface import Methods
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.web.audit_page import audit_routes
+from ratelimitd.web.audit_trail import AuditReader, AuditTrail
 from ratelimitd.web.frame import Frame, accepts_html
 from ratelimitd.web.http_call import Requirement
 from ratelimitd.web.login_pages import login_routes
 from ratelimitd.web.pages import HostCheck, Metrics, Readiness, front_page, machine_routes
 from ratelimitd.web.refusals import Refusals, Refused
 from ratelimitd.web.rendering import StaticFiles
+from ratelimitd.web.rules_pages import RulesPages
 from ratelimitd.web.security import Guard
+from ratelimitd.web.service_calls import ServiceCalls
 from ratelimitd.web.sessions import Sessions
+from ratelimitd.web.try_page import TryPage
 
 STATUS_TITLES = {404: "There is no such page", 405: "This page is not for that"}
 
@@ -42,6 +48,9 @@ class Parts:
     """Its names beside ``localhost`` and addresses."""
     methods: Methods
     """The services, each method behind its role."""
+    book: Callable[[], RuleBook | None]
+    """The rule book of this moment, ``None`` while there is none."""
+    audit: AuditReader
     may_read: Requirement
     admin_token: str
     now_s: Callable[[], float]
@@ -60,10 +69,15 @@ def application(parts: Parts) -> ASGIApp:
         refusals=parts.refusals,
         static=static,
     )
+    services = ServiceCalls(parts.methods, frame)
+    trail = AuditTrail(parts.audit)
     routes: list[BaseRoute] = [
         Route("/", _front(parts, frame)),
         static.route(),
         *login_routes(frame, sessions, parts.refusals, parts.now_s),
+        *RulesPages(frame, services, parts.book, trail).routes(),
+        *TryPage(frame, services, parts.now_s).routes(),
+        *audit_routes(frame, trail),
     ]
 
     async def http_error(request: Request, error: Exception) -> Response:
