@@ -12,7 +12,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import SystemClock
 from ratelimitd.cluster.shared_time import SharedTime
 from ratelimitd.clustering import Clustering
-from ratelimitd.errors import StartupError
+from ratelimitd.errors import RateLimitdError, StartupError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.settings import Settings
@@ -188,3 +188,17 @@ async def test_a_strict_node_lets_the_store_decide_everything(valkey):
         assert [(await one.check(600))[0] for _ in range(2)] == [True, False]
         assert one.status.asked_total == 2
         assert len(one.clustering.cache) == 0
+
+
+async def test_the_last_of_a_thousand_strict_checks_at_once_is_decided_by_the_shared_state(valkey):
+    """The server takes far longer for them than one alone may take: those ahead of a check count for its time."""
+    member = Member(valkey.url, CONSISTENCY="strict", REDIS_TIMEOUT_MS="2", BREAKER_FAILURES="1000")
+    async with running(member):
+
+        async def burst():
+            outcomes = await asyncio.gather(*(member.check(cost=0) for _ in range(1_000)))
+            return sum(isinstance(outcome, RateLimitdError) for outcome in outcomes)
+
+        # A busy machine may spoil some; without that time each would be, until the time limit of the test.
+        while await burst():
+            pass
