@@ -52,7 +52,6 @@ from ratelimitd.store_opening import feed_of
 from ratelimitd.upkeep import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.web.application import Parts, application
 from ratelimitd.web.pages import Readiness
-from ratelimitd.web.refusals import Refusals
 from ratelimitd.web.server import HttpServer
 
 CLOSING_SHARE: Final = 0.3
@@ -104,7 +103,6 @@ class Node:
         )
         self._grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
         self._edge = ErrorEdge()
-        self._refusals = Refusals()
         self._open = AsyncExitStack()
         self._server: Server | None = None
         self._limiter: Limiter | None = None
@@ -245,7 +243,7 @@ class Node:
                 book=lambda: feed.book,
                 audit=store,
                 now_s=lambda: self._clock.now_us() / US_PER_S,
-                refusals=self._refusals,
+                refused=self.stats.web_refusal,
             )
         )
         await self._start_grpc(methods)

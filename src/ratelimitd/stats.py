@@ -43,6 +43,7 @@ class CheckStats:
         "latency_counts",
         "latency_sum_s",
         "no_rule_total",
+        "refused_by_web",
         "shared_state_errors_total",
     )
 
@@ -68,6 +69,8 @@ class CheckStats:
         """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``."""
         self.errors_by_transport: dict[str, int] = {}
         """Transport errors by cause, from a closed set of causes."""
+        self.refused_by_web: dict[str, int] = {}
+        """Requests that a page refused by cause, from a closed set of causes."""
 
     @property
     def bucket_looked_total(self) -> int:
@@ -107,3 +110,7 @@ class CheckStats:
     def transport_error(self, cause: str) -> None:
         """Count one transport error of a closed set of causes."""
         self.errors_by_transport[cause] = self.errors_by_transport.get(cause, 0) + 1
+
+    def web_refusal(self, cause: str) -> None:
+        """Count one request that a page refused, for a cause of a closed set."""
+        self.refused_by_web[cause] = self.refused_by_web.get(cause, 0) + 1

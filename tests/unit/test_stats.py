@@ -75,3 +75,10 @@ def test_checks_that_no_rule_judged_have_looked_for_no_bucket():
     assert stats.bucket_looked_total == 23
     stats.bucket_missed_total = 5
     assert (stats.bucket_looked_total, stats.bucket_known_total) == (23, 18)
+
+
+def test_requests_that_pages_refused_are_counted_by_cause():
+    stats = CheckStats()
+    for cause in ("cross_site", "too_large", "cross_site"):
+        stats.web_refusal(cause)
+    assert stats.refused_by_web == {"cross_site": 2, "too_large": 1}

@@ -290,6 +290,8 @@ DEFINITIONS: Final = (
         lambda r: r.stats.clock_rejected_total),
     Definition("rate_limiter_transport_errors_total", "counter", "Calls the transport refused or lost, by cause.",
         _counts(lambda r: r.stats.errors_by_transport), "cause"),
+    Definition("rate_limiter_web_refused_total", "counter", "Requests that the pages refused, by cause.",
+        _counts(lambda r: r.stats.refused_by_web), "cause"),
     Definition("rate_limiter_connections", "gauge", "Connections of callers; the grpcio transport cannot tell.",
         _transport(open=lambda s: s.connections)),
     Definition("rate_limiter_http2_streams", "gauge",

@@ -25,7 +25,7 @@ from ratelimitd.web.frame import Frame, accepts_html
 from ratelimitd.web.http_call import Requirement
 from ratelimitd.web.login_pages import login_routes
 from ratelimitd.web.pages import HostCheck, Metrics, Readiness, front_page, machine_routes
-from ratelimitd.web.refusals import Refusals, Refused
+from ratelimitd.web.refusals import Count, Refused
 from ratelimitd.web.rendering import StaticFiles
 from ratelimitd.web.rules_pages import RulesPages
 from ratelimitd.web.security import Guard
@@ -55,7 +55,8 @@ class Parts:
     admin_token: str
     now_s: Callable[[], float]
     """Unix time that never steps back."""
-    refusals: Refusals
+    refused: Count
+    """Counts one request that was refused."""
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -66,7 +67,7 @@ def application(parts: Parts) -> ASGIApp:
         node_id=parts.node_id,
         may_read=parts.may_read,
         sessions=sessions,
-        refusals=parts.refusals,
+        count=parts.refused,
         static=static,
     )
     services = ServiceCalls(parts.methods, frame)
@@ -74,7 +75,7 @@ def application(parts: Parts) -> ASGIApp:
     routes: list[BaseRoute] = [
         Route("/", _front(parts, frame)),
         static.route(),
-        *login_routes(frame, sessions, parts.refusals, parts.now_s),
+        *login_routes(frame, sessions, parts.refused, parts.now_s),
         *RulesPages(frame, services, parts.book, trail).routes(),
         *TryPage(frame, services, parts.now_s).routes(),
         *audit_routes(frame, trail),
@@ -89,12 +90,12 @@ def application(parts: Parts) -> ASGIApp:
 
     people = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, refusals=parts.refusals)],
+        middleware=[Middleware(Guard, count=parts.refused)],
         exception_handlers={HTTPException: http_error, Refused: frame.refuse},
     )
     machines = machine_routes(metrics=parts.metrics, readiness=parts.readiness)
     whole = Starlette(routes=[*machines, Mount("/", people)])
-    return HostCheck(whole, parts.hosts, parts.refusals)
+    return HostCheck(whole, parts.hosts, parts.refused)
 
 
 def _front(parts: Parts, frame: Frame) -> Callable[[Request], Awaitable[Response]]:

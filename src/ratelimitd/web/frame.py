@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from ratelimitd import __version__
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.web.http_call import HttpCall, Requirement, http_call
-from ratelimitd.web.refusals import ANSWERS, Cause, Refusals, Refused
+from ratelimitd.web.refusals import ANSWERS, Cause, Count, Refused
 from ratelimitd.web.rendering import StaticFiles, environment
 from ratelimitd.web.sessions import Sessions
 
@@ -66,13 +66,13 @@ class Frame:
         node_id: str,
         may_read: Requirement,
         sessions: Sessions,
-        refusals: Refusals,
+        count: Count,
         static: StaticFiles,
     ) -> None:
         self._node_id = node_id
         self._may_read = may_read
         self._sessions = sessions
-        self._refusals = refusals
+        self._count = count
         self._templates = environment(static)
 
     def reading(self, endpoint: Endpoint) -> Endpoint:
@@ -171,9 +171,9 @@ class Frame:
         login = cause in {Cause.LOGIN_REQUIRED, Cause.SESSION_EXPIRED}
         if login and request.method == "GET" and accepts_html(request):
             if cause is Cause.SESSION_EXPIRED:
-                self._refusals.count(cause)
+                self._count(cause)
             return RedirectResponse(login_url(request), 303)
-        self._refusals.count(cause)
+        self._count(cause)
         answer = ANSWERS[cause]
         return self.page(
             request,

@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Route
 
 from ratelimitd.web.frame import SESSION_COOKIE, Fields, Frame, local_path
 from ratelimitd.web.http_call import network_of
-from ratelimitd.web.refusals import ANSWERS, Cause, Refusals
+from ratelimitd.web.refusals import ANSWERS, Cause, Count
 from ratelimitd.web.sessions import Sessions
 
 MAX_TRIES: Final = 10
@@ -42,7 +42,7 @@ class Tries:
 
 
 def login_routes(
-    frame: Frame, sessions: Sessions, refusals: Refusals, now_s: Callable[[], float]
+    frame: Frame, sessions: Sessions, count: Count, now_s: Callable[[], float]
 ) -> list[BaseRoute]:
     """``/login`` and ``/logout``. ``now_s`` never steps back."""
     tries = Tries(now_s)
@@ -71,7 +71,7 @@ def login_routes(
         elif not sessions.opened_with(fields.get("token", "").strip()):
             cause = Cause.WRONG_TOKEN
         if cause is not None:
-            refusals.count(cause)
+            count(cause)
             return form(request, target, cause)
         response = RedirectResponse(target, 303)
         frame.set_cookie(request, response, SESSION_COOKIE, sessions.open())

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ratelimitd import __version__
 from ratelimitd.observe.exposition import Page
 from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.web.refusals import ANSWERS, Cause, Refusals, plain
+from ratelimitd.web.refusals import ANSWERS, Cause, Count, plain
 
 FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz"})
 
@@ -106,7 +106,7 @@ def application(
     """An HTTP side with the pages for machines and no other."""
     routes = machine_routes(metrics=metrics, readiness=readiness)
     routes.append(Route("/", front_page(grpc_address)))
-    return HostCheck(Starlette(routes=routes), hosts, Refusals())
+    return HostCheck(Starlette(routes=routes), hosts, lambda _: None)
 
 
 class HostCheck:
@@ -115,10 +115,10 @@ class HostCheck:
     An address is let through: a page of a foreign site has that site's name, whatever it resolves to.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], refusals: Refusals) -> None:
+    def __init__(self, app: ASGIApp, hosts: Collection[str], count: Count) -> None:
         """``hosts`` are the names of this node beside ``localhost`` and addresses."""
         self._app = app
-        self._refusals = refusals
+        self._count = count
         self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,7 +127,7 @@ class HostCheck:
         if scope["type"] == "http" and scope["path"] not in FOR_MACHINES:
             host = Headers(scope=scope).get("host", "")
             if not self._knows(_host_name(host)):
-                self._refusals.count(Cause.UNKNOWN_HOST)
+                self._count(Cause.UNKNOWN_HOST)
                 app = plain(ANSWERS[Cause.UNKNOWN_HOST])
         await app(scope, receive, send)
 

@@ -1,9 +1,9 @@
-"""Why a page refuses a request: the closed set of causes, what each is answered, and how often it happened."""
+"""Why a page refuses a request: the closed set of causes, and what each is answered."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -92,15 +92,8 @@ class Refused(Exception):  # noqa: N818 -- an answer, not a failure
         self.text = text or ANSWERS[cause].text
 
 
-class Refusals:
-    """How many requests were refused, by cause."""
-
-    def __init__(self) -> None:
-        self.totals: dict[Cause, int] = dict.fromkeys(Cause, 0)
-
-    def count(self, cause: Cause) -> None:
-        """One more."""
-        self.totals[cause] += 1
+Count = Callable[[Cause], None]
+"""Counts one refused request."""
 
 
 def plain(answer: Answer) -> PlainTextResponse:

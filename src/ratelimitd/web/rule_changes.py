@@ -86,8 +86,8 @@ def summary(rule: Rule) -> str:
 
 
 _COMES_BACK: Final = (
-    "What was spent is kept until it expires: a rule that comes back with the same endpoint, identifier type, window and"
-    " algorithm finds it again."
+    "What was spent is kept until it expires: a rule that comes back with the same endpoint, identifier type, window"
+    " and algorithm finds it again."
 )
 _OTHER_BUCKETS: Final = (
     "What was spent under the old endpoint and identifier type does not count under the new ones."

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratelimitd.web.refusals import ANSWERS, Cause, Refusals, plain
+from ratelimitd.web.refusals import ANSWERS, Cause, Count, plain
 
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -42,9 +42,9 @@ _OWN_SITE: Final = frozenset({"same-origin", "none"})
 class Guard:
     """Adds the headers to each answer, and refuses what another site's page sends with a visitor's browser."""
 
-    def __init__(self, app: ASGIApp, refusals: Refusals) -> None:
+    def __init__(self, app: ASGIApp, count: Count) -> None:
         self._app = app
-        self._refusals = refusals
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -59,7 +59,7 @@ class Guard:
 
         app = self._app
         if scope["method"] not in SAFE_METHODS and is_cross_site(Headers(scope=scope)):
-            self._refusals.count(Cause.CROSS_SITE)
+            self._count(Cause.CROSS_SITE)
             app = plain(ANSWERS[Cause.CROSS_SITE])
         await app(scope, receive, send_guarded)
 

@@ -226,8 +226,14 @@ def test_transport_errors_are_reported_by_cause(metrics, stats):
     assert value(metrics, "rate_limiter_transport_errors_total", cause="oversize") == 1
 
 
+def test_refused_requests_for_pages_are_reported_by_cause(metrics, stats):
+    stats.web_refusal("cross_site")
+    assert value(metrics, "rate_limiter_web_refused_total", cause="cross_site") == 1
+
+
 def test_without_names_every_metric_is_reported(metrics, stats):
     stats.rule_counters("r")
+    stats.web_refusal("cross_site")
     stats.transport_error("oversize")
     names = {sample.name for sample in metrics.samples()}
     assert names == {definition.reported_name or definition.name for definition in DEFINITIONS}
