@@ -18,7 +18,9 @@ from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.cluster import JOIN_S, WATCH_S, Cluster, Options
 from ratelimitd.cluster.membership import BEAT_S
 from ratelimitd.cluster.shared_time import SharedTime
+from ratelimitd.cluster.status_board import StatusBoard
 from ratelimitd.limiter import SharedBuckets
+from ratelimitd.model import US_PER_S
 from ratelimitd.observe.health import SharedStateStatus
 from ratelimitd.observe.metrics import ClusterStatus
 from ratelimitd.rules.book import RuleBook
@@ -26,6 +28,7 @@ from ratelimitd.settings import Settings
 from ratelimitd.sharedstate.bus import Bus
 from ratelimitd.sharedstate.opening import open_shards
 from ratelimitd.sharedstate.shards import Shards
+from ratelimitd.sharedstate.statuses import RedisStatuses
 from ratelimitd.sharedstate.store import RedisStore
 from ratelimitd.sharedstate.url import parse_redis_url
 from ratelimitd.stats import CheckStats
@@ -103,6 +106,10 @@ class Clustering:
             report=_warn,
             rules_changed=self._rules_changed.set,
         )
+        self.board = StatusBoard(
+            RedisStatuses(self._shards), self._cluster.membership, incarnation, clock
+        )
+        """Where the nodes tell each other how they are doing."""
 
     @property
     def buckets(self) -> SharedBuckets:
@@ -148,6 +155,7 @@ class Clustering:
         """Settle what there is, leave, and disconnect. The jobs must have ended, and no checks come any more."""
         if not await self._cluster.settle(timeout_s):
             _log.warning("not all spends reached the shared state before the end")
+        self.board.leave()
         await self._cluster.membership.leave()
         await self._bus.close()
         await self._shards.close()
@@ -162,7 +170,8 @@ class Clustering:
             and cluster.sync_lag_s < MAX_SYNC_LAG_S
             and all(link.connected for link in self._shards.all())
         )
-        return SharedStateStatus(connected, cluster.breaker_state.value)
+        retry_s = cluster.retry_after_us / US_PER_S
+        return SharedStateStatus(connected, cluster.breaker_state.value, retry_s)
 
     @property
     def status(self) -> ClusterStatus:

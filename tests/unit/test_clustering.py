@@ -108,7 +108,7 @@ async def test_nodes_share_their_buckets_and_know_of_each_other(valkey):
         assert (await two.check())[:2] == (True, 399)
         await soon(lambda: one.status.members == two.status.members == 2)
         assert one.shared_time.is_known
-        assert one.clustering.shared_state == (True, "closed")
+        assert one.clustering.shared_state == (True, "closed", 0.0)
         assert len(one.clustering.cache) == 1
         assert (one.status.asked_total, one.status.late_total, one.status.corrupt_total) == (
             1,
@@ -125,6 +125,17 @@ async def test_a_node_that_leaves_has_settled_all_it_allowed_and_is_counted_no_m
         await two.clustering.drain(10)
         await soon(lambda: one.status.members == 1)
         assert (await one.check())[:2] == (True, 1_000 - 7 - 1)
+
+
+async def test_nodes_tell_each_other_how_they_are_until_they_leave(valkey):
+    one, two = Member(valkey.url), Member(valkey.url)
+    async with running(one):
+        async with running(two):
+            await soon(lambda: one.status.members == two.status.members == 2)
+            two.clustering.board.publish(b"well")
+            await soon(lambda: valkey.ask("KEYS", "rl1:*:status:*"))
+            assert list((await one.clustering.board.read()).values()) == [b"well"]
+        assert await one.clustering.board.read() == {}
 
 
 async def test_rules_that_change_on_one_node_are_asked_for_on_the_others(valkey):
@@ -174,7 +185,9 @@ async def test_without_a_server_a_node_starts_and_says_so_and_what_it_holds_is_l
         await member.clustering.start()
         assert not member.clustering.shared_state.connected
         await member.check()  # it opens the breaker
-        assert member.clustering.shared_state == (False, "open")
+        connected, breaker_state, retry_s = member.clustering.shared_state
+        assert (connected, breaker_state) == (False, "open")
+        assert 0 < retry_s < 31
         assert (await member.check())[0]
         assert member.status.unsettled_buckets == 1
         await member.clustering.drain(0)

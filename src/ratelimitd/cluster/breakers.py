@@ -80,6 +80,12 @@ class Breakers:
                 return state
         return State.CLOSED
 
+    @property
+    def retry_after_us(self) -> int:
+        """Until the last of those that are open is tried again; 0 while none is."""
+        open_ones = [shard for shard in self._shards.values() if shard.is_open]
+        return max((shard.open_error().retry_after_us for shard in open_ones), default=0)
+
 
 def _probed(shard: Shard, error: RateLimitdError | None) -> None:
     if error is None:

@@ -223,6 +223,11 @@ class Cluster:
         return self._breakers.state
 
     @property
+    def retry_after_us(self) -> int:
+        """Until every server whose breaker is open will have been tried again; 0 while none is."""
+        return self._breakers.retry_after_us
+
+    @property
     def sync_lag_s(self) -> float:
         """Age of the oldest batch that was not acknowledged yet."""
         now_us = self._clock.now_us()

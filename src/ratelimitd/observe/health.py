@@ -27,10 +27,11 @@ MS_PER_S: Final = 1000
 
 
 class SharedStateStatus(NamedTuple):
-    """What the breaker knows of the shared state."""
+    """What the breaker knows of the shared state; ``retry_s``: when an open one is tried again, in seconds from now."""
 
     connected: bool
     breaker_state: BreakerStateName
+    retry_s: float = 0.0
 
 
 def embedded() -> SharedStateStatus:

@@ -68,6 +68,15 @@ def test_the_worst_state_is_told(scene):
     assert scene.breakers.state is State.OPEN
 
 
+def test_it_is_told_when_the_last_of_them_is_tried_again(scene):
+    assert scene.breakers.retry_after_us == 0
+    scene.open(0)
+    scene.clock.advance(seconds=10)
+    assert scene.breakers.retry_after_us == 20.25 * SECOND
+    scene.open(1)
+    assert scene.breakers.retry_after_us == 30.25 * SECOND
+
+
 def test_an_open_one_is_probed_once_after_its_time_and_some_jitter(scene):
     scene.open(0)
     assert scene.probes() == []
