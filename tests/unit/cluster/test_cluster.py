@@ -153,6 +153,7 @@ class TestBreakers:
         assert (scene.cluster.is_connected, scene.cluster.breaker_state) == (True, State.CLOSED)
         await scene.fail(2)
         assert (scene.cluster.is_connected, scene.cluster.breaker_state) == (False, State.OPEN)
+        assert scene.cluster.retry_after_us >= 30 * SECOND
         scene.clock.advance(seconds=32)
         scene.cluster.watch()
         assert scene.cluster.breaker_state is State.HALF_OPEN
