@@ -18,6 +18,7 @@ from ratelimitd import __version__
 from ratelimitd.cli import config, db, dev, rules
 from ratelimitd.cli.check import check
 from ratelimitd.cli.command_help import help_of
+from ratelimitd.cli.doctor import Given, doctor
 from ratelimitd.cli.failures import EXIT_ERROR, EXIT_INTERRUPTED, CliError
 from ratelimitd.cli.health import health, metrics, reset
 from ratelimitd.cli.serve import serve
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.command(help=help_of(serve))(takes_settings(serve))
 for command in (check, reset, health, metrics, top):
     app.command(help=help_of(command))(command)
+app.command(help=help_of(doctor))(takes_settings(doctor, load=Given))
 app.add_typer(rules.app, name="rules")
 app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")

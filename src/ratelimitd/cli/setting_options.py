@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -16,12 +16,17 @@ import typer
 from ratelimitd.settings import SETTINGS, Settings, SettingSpec
 from ratelimitd.settings_sources import file_of, flag_of
 
+Load = Callable[[Mapping[str, str], Mapping[str, str | None]], Any]
+"""Makes what a command wants of the environment and the flags, as :meth:`Settings.load` does."""
 
-def takes_settings(command: Callable[..., None], only: Collection[str] = ()) -> Callable[..., None]:
+
+def takes_settings(
+    command: Callable[..., None], only: Collection[str] = (), load: Load = Settings.load
+) -> Callable[..., None]:
     """Give a command an option for each setting, and hand it the loaded :class:`Settings` as its first parameter.
 
     ``only`` names the settings that get an option; the others still come from the environment. The result raises
-    ``SettingsError`` when a setting is wrong.
+    ``SettingsError`` when a setting is wrong, unless ``load`` is another.
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = [
@@ -34,7 +39,7 @@ def takes_settings(command: Callable[..., None], only: Collection[str] = ()) -> 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         flags = {option.name.upper(): values.pop(option.name) for option in options}
-        command(Settings.load(os.environ, flags), **values)
+        command(load(os.environ, flags), **values)
 
     # typer reads a command's options from its signature.
     run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]

@@ -1,0 +1,108 @@
+"""The command: takes the options of ``serve``, looks at everything, and prints what it found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+
+import typer
+
+from ratelimitd.cli.doctor.database import check_database
+from ratelimitd.cli.doctor.files import (
+    check_rules_file,
+    check_secrets,
+    check_state_dir,
+    check_tls,
+)
+from ratelimitd.cli.doctor.finding import Finding, Level, ok, problem
+from ratelimitd.cli.doctor.machine import check_event_loop, check_open_files, check_ports
+from ratelimitd.cli.failures import EXIT_ERROR
+from ratelimitd.cli.output import Output, printable
+from ratelimitd.errors import SettingsError
+from ratelimitd.settings import SETTINGS, Settings
+from ratelimitd.settings_sources import environment_of, file_of
+
+_STYLES: Final = {Level.OK: "good", Level.WARNING: "warn", Level.PROBLEM: "bad"}
+
+_LEVEL_WIDTH: Final = max(map(len, Level))
+
+
+class Given(NamedTuple):
+    """The environment and the flags, not judged yet: settings that are wrong are findings like others."""
+
+    environ: Mapping[str, str]
+    flags: Mapping[str, str | None]
+
+
+def doctor(
+    given: Given,
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
+) -> None:
+    """Look at the settings and at all that a node depends on, and say what is wrong and how to mend it.
+
+    Takes the options of `serve` and reads its environment: run it as the node's user, where the node runs, before or
+    while it does. It changes nothing: what it tries in the shared state expires within a second.
+
+    Exit status: 0 when there is no problem, 1 when there is one.
+
+    Example:
+      ratelimitd doctor
+      ratelimitd doctor --redis-url redis://store.internal --json
+    """
+    findings = list(check_secrets(_secret_files(given)))
+    try:
+        settings = Settings.load(given.environ, given.flags)
+    except SettingsError as error:
+        remedy = "docs/operations.md has every setting"
+        findings += [problem("settings", part, remedy) for part in str(error).split("; ")]
+    else:
+        findings = [ok("settings", "each is valid"), *findings, *asyncio.run(_look(settings))]
+    _report(findings, Output(as_json=json))
+    if any(finding.level is Level.PROBLEM for finding in findings):
+        raise typer.Exit(EXIT_ERROR)
+
+
+def _secret_files(given: Given) -> dict[str, Path]:
+    """The files of secrets, by the name under which they are given."""
+    names = [file_of(spec.name) for spec in SETTINGS if spec.secret]
+    texts = {
+        name: given.flags.get(name) or given.environ.get(environment_of(name)) for name in names
+    }
+    return {name: Path(text) for name, text in texts.items() if text}
+
+
+async def _look(settings: Settings) -> list[Finding]:
+    """At everything, each thing by itself, so that one that is wrong hides no other."""
+    # It brings the driver of the shared state, which only a cluster has.
+    from ratelimitd.cli.doctor.shared_state import check_shared_state  # noqa: PLC0415
+
+    findings = [
+        *check_tls(settings, datetime.now(UTC)),
+        *check_rules_file(settings),
+        *check_state_dir(settings),
+    ]
+    findings += [finding async for finding in check_database(settings)]
+    findings += [finding async for finding in check_shared_state(settings)]
+    findings += [finding async for finding in check_ports(settings)]
+    return [*findings, *check_open_files(), *check_event_loop()]
+
+
+def _report(findings: Sequence[Finding], output: Output) -> None:
+    if output.as_json:
+        output.json([finding._asdict() for finding in findings])
+        return
+    area_width = max(len(finding.area) for finding in findings)
+    for finding in findings:
+        level = output.styled(f"{finding.level:<{_LEVEL_WIDTH}}", _STYLES[finding.level])
+        output.line(f"{level}  {printable(finding.area):<{area_width}}  {printable(finding.what)}")
+        if finding.remedy:
+            output.line(f"{' ' * (_LEVEL_WIDTH + area_width + 2)}  → {printable(finding.remedy)}")
+    counts = Counter(finding.level for finding in findings)
+    output.line(
+        f"problems: {counts[Level.PROBLEM]}, warnings: {counts[Level.WARNING]}, fine: {counts[Level.OK]}"
+    )

@@ -1,0 +1,54 @@
+"""Until when certificates are valid, beside what a real library says of the same ones."""
+
+import ssl
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import trustme
+from cryptography import x509
+
+from ratelimitd.cli.doctor.certificate import expiries, not_after
+
+TWO_DIGITS = datetime(2030, 5, 6, 7, 8, 9, tzinfo=UTC)
+FOUR_DIGITS = datetime(2060, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def der_of(expires):
+    blob = trustme.CA().issue_cert("localhost", not_after=expires).cert_chain_pems[0]
+    return ssl.PEM_cert_to_DER_cert(blob.bytes().decode())
+
+
+@pytest.mark.parametrize("expires", [TWO_DIGITS, FOUR_DIGITS])
+def test_the_end_is_that_which_was_issued(expires):
+    der = der_of(expires)
+    assert not_after(der) == expires
+    assert x509.load_der_x509_certificate(der).not_valid_after_utc == expires
+
+
+def test_a_year_of_the_last_century_is_of_that():
+    old = datetime(1999, 1, 1, tzinfo=UTC)
+    blob = trustme.CA().issue_cert("x", not_before=old - timedelta(days=1), not_after=old)
+    assert expiries(blob.cert_chain_pems[0].bytes().decode()) == [old]
+
+
+def test_each_certificate_of_a_text_is_read_in_its_order():
+    ca = trustme.CA()
+    leaf = ca.issue_cert("localhost", not_after=TWO_DIGITS).cert_chain_pems[0].bytes()
+    pem = b"# ours\n" + leaf + b"# theirs\n" + ca.cert_pem.bytes()
+    assert expiries(pem.decode())[0] == TWO_DIGITS
+    assert len(expiries(pem.decode())) == 2
+
+
+def test_a_certificate_of_the_first_version_has_no_version():
+    serial = algorithm = issuer = b"\x30\x00"
+    validity = b"\x30\x1e\x17\x0d300101000000Z\x17\x0d310101000000Z"
+    body = serial + algorithm + issuer + validity
+    inner = b"\x30" + bytes([len(body)]) + body
+    der = b"\x30" + bytes([len(inner)]) + inner
+    assert not_after(der) == datetime(2031, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 20, 60, 90])
+def test_what_is_cut_off_is_no_certificate(cut):
+    with pytest.raises(ValueError):
+        not_after(der_of(TWO_DIGITS)[:cut])

@@ -1,0 +1,80 @@
+"""The command as a whole: what is printed, with which status, and that no secret is."""
+
+import asyncio
+import json
+
+import pytest
+
+from ratelimitd.rules.store import RuleDraft
+from tests.rule_stores import sqlite_store
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("LISTEN", "127.0.0.1:0"), ("HTTP_LISTEN", "")):
+        monkeypatch.setenv(f"RATELIMITD_{name}", value)
+    return tmp_path
+
+
+def test_a_new_directory_is_well_and_stays_empty(run, here):
+    ended = run("doctor")
+    assert (ended.status, ended.err) == (0, "")
+    assert "ok       settings      each is valid\n" in ended.out
+    assert ended.out.splitlines()[-1].startswith("problems: 0, warnings: 0, fine: ")
+    assert not list(here.iterdir())
+
+
+def test_a_problem_is_status_1_with_what_to_do(run, here):
+    ended = run("doctor", "--database-url", "sqlite:///none/rules.db")
+    assert ended.status == 1
+    assert "problem  DATABASE_URL  there is no directory" in ended.out
+    assert "→ mkdir -p " in ended.out
+
+
+def test_json_is_a_list_of_findings(run, here):
+    findings = json.loads(run("doctor", "--json").out)
+    assert {tuple(finding) for finding in findings} == {("area", "level", "what", "remedy")}
+    assert {finding["level"] for finding in findings} == {"ok"}
+
+
+def test_settings_that_are_wrong_are_findings_and_what_else_can_be_seen_is(run, here, monkeypatch):
+    token = here / "token"
+    token.write_text("t0ken-text")
+    token.chmod(0o644)
+    monkeypatch.setenv("RATELIMITD_ADMIN_TOKEN_FILE", str(token))
+    monkeypatch.setenv("RATELIMITD_LISTN", "x")
+    ended = run("doctor", "--workers", "2", "--json")
+    assert ended.status == 1
+    levels = [(finding["area"], finding["level"]) for finding in json.loads(ended.out)]
+    assert levels == [
+        ("ADMIN_TOKEN_FILE", "warning"),
+        ("settings", "problem"),
+        ("settings", "problem"),
+    ]
+    assert "did you mean RATELIMITD_LISTEN" in ended.out
+    assert "t0ken" not in ended.out
+
+
+def test_a_warning_is_no_problem(run, here):
+    ended = run("doctor", "--listen", "0.0.0.0:0")
+    assert ended.status == 0
+    assert "warning  TLS_CERT" in ended.out
+
+
+async def test_an_option_is_taken_as_serve_takes_it(run, here):
+    async with sqlite_store(here) as store:
+        await store.create(RuleDraft("/a", "user", 1, 60, "token_bucket"), "test")
+    (here / "key").write_text("k" * 32)
+    (here / "key").chmod(0o600)
+    ended = await asyncio.to_thread(
+        run,
+        "doctor",
+        "--database-url",
+        f"sqlite:///{here}/rules.db",
+        "--key-secret-file",
+        here / "key",
+    )
+    assert ended.status == 0
+    assert "1 rules, revision 1, can be written" in ended.out
+    assert "KEY_SECRET_FILE" in ended.out

@@ -1,0 +1,111 @@
+"""Databases as they are met: real ones, right and wrong."""
+
+import os
+import sqlite3
+from types import SimpleNamespace
+
+from ratelimitd.cli.doctor import database
+from ratelimitd.cli.doctor.database import check_database
+from ratelimitd.rules.migrations import upgrade
+from ratelimitd.rules.store import RuleDraft
+from ratelimitd.settings import Settings
+from tests.rule_stores import store_at
+
+DRAFT = RuleDraft("/a", "user", 1, 60, "token_bucket")
+
+
+async def look(url):
+    settings = Settings.load({}, {"DATABASE_URL": url})
+    [finding] = [finding async for finding in check_database(settings)]
+    assert finding.area == "DATABASE_URL"
+    return finding
+
+
+async def fill(url):
+    async with store_at(url) as store:
+        await store.create(DRAFT, "test")
+
+
+async def test_a_file_with_rules_is_well_and_left_as_it_is(tmp_path):
+    url = f"sqlite:///{tmp_path}/rules.db"
+    await upgrade(url)
+    await fill(url)
+    before = (tmp_path / "rules.db").read_bytes()
+    finding = await look(url)
+    assert (finding.level, finding.remedy) == ("ok", "")
+    assert finding.what.endswith("rules.db: 1 rules, revision 1, can be written")
+    assert (tmp_path / "rules.db").read_bytes() == before
+
+
+async def test_a_database_without_a_rule_is_told(postgresql_url):
+    finding = await look(postgresql_url)
+    assert finding.level == "warning"
+    assert "rules apply" in finding.remedy
+
+
+async def test_a_file_that_is_not_there_will_be_made(tmp_path, monkeypatch):
+    url = f"sqlite:///{tmp_path}/rules.db"
+    assert (await look(url)).what.endswith("will be made")
+    assert (await look(f"sqlite:///{tmp_path}/none/rules.db")).remedy.startswith("mkdir -p ")
+    monkeypatch.setattr(database, "os", SimpleNamespace(**{**vars(os), "access": lambda *_: False}))
+    assert (await look(url)).level == "problem"
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_file_of_somebody_else_is_a_problem(tmp_path):
+    connection = sqlite3.connect(tmp_path / "theirs.db")
+    connection.execute("CREATE TABLE t (a)")
+    connection.close()
+    finding = await look(f"sqlite:///{tmp_path}/theirs.db")
+    assert (finding.level, "not ratelimitd's" in finding.what) == ("problem", True)
+
+
+async def test_a_server_with_rules_is_well(postgresql_url):
+    await fill(postgresql_url)
+    finding = await look(postgresql_url)
+    assert (finding.level, "1 rules, revision 1" in finding.what) == ("ok", True)
+
+
+async def test_a_server_without_the_tables_wants_the_upgrade(postgres):
+    finding = await look(postgres.new_database("template0"))
+    assert (finding.level, finding.remedy) == ("problem", "ratelimitd db upgrade")
+
+
+async def test_a_wrong_password_is_told_without_it(postgres):
+    database_name = postgres.new_database().rpartition("/")[2]
+    url = postgres.url(database_name, user="guarded:s3cret-word")
+    finding = await look(url)
+    assert (finding.level, "password" in finding.what) == ("problem", True)
+    assert "s3cret" not in str(finding)
+
+
+async def test_each_permission_that_nodes_need_is_missed(postgres, postgresql_url):
+    name = postgresql_url.rpartition("/")[2]
+    postgres.sql(
+        "CREATE ROLE reader LOGIN",
+        "GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader",
+        "GRANT UPDATE ON rule_revision TO reader",
+        "GRANT INSERT, UPDATE, DELETE ON rule_revision, rules, secrets TO reader",
+        "GRANT INSERT, UPDATE ON rule_audit TO reader",
+        database=name,
+    )
+    url = postgres.url(name, user="reader")
+    finding = await look(url)
+    assert (finding.level, "forbids" in finding.what) == ("problem", True)
+    postgres.sql("GRANT DELETE ON rule_audit TO reader", database=name)
+    await fill(postgresql_url)
+    assert (await look(url)).level == "ok"
+    postgres.sql("DROP OWNED BY reader", "DROP ROLE reader", database=name)
+
+
+async def test_a_server_that_takes_no_writes_is_a_problem(postgres, postgresql_url):
+    name = postgresql_url.rpartition("/")[2]
+    postgres.sql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    finding = await look(postgresql_url)
+    assert (finding.level, "read-only" in finding.what) == ("problem", True)
+
+
+async def test_a_server_that_is_not_there_is_a_problem(unused_tcp_port):
+    finding = await look(f"postgresql://u@127.0.0.1:{unused_tcp_port}/d")
+    assert (finding.level, "cannot be reached" in finding.what) == ("problem", True)
+    assert "operations" in finding.remedy

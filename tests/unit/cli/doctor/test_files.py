@@ -1,0 +1,162 @@
+"""Files that settings name: usable, private, not about to expire."""
+
+import os
+import shutil
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import trustme
+
+from ratelimitd.buckets.state_dir import StateDir
+from ratelimitd.cli.doctor import files
+from ratelimitd.cli.doctor.files import (
+    SOON,
+    check_rules_file,
+    check_secrets,
+    check_state_dir,
+    check_tls,
+)
+from ratelimitd.settings import Settings
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+def settings(**given):
+    return Settings.load({}, {name.upper(): str(value) for name, value in given.items()})
+
+
+def one(findings):
+    [finding] = findings
+    return finding
+
+
+def private(path, content=b"x"):
+    path.write_bytes(content)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("mode", "level", "word"),
+    [(0o600, "ok", "private"), (0o640, "ok", "private"), (0o604, "warning", "read"), (0o602, "warning", "written")],
+)  # fmt: skip
+def test_a_secret_is_not_for_everybody(tmp_path, mode, level, word):
+    path = private(tmp_path / "token")
+    path.chmod(mode)
+    finding = one(check_secrets({"ADMIN_TOKEN_FILE": path}))
+    assert (finding.area, finding.level) == ("ADMIN_TOKEN_FILE", level)
+    assert word in finding.what
+
+
+def test_a_secret_that_is_not_there_is_a_problem(tmp_path):
+    finding = one(check_secrets({"X_FILE": tmp_path / "none"}))
+    assert (finding.level, "No such file" in finding.what) == ("problem", True)
+
+
+@pytest.fixture
+def tls(tmp_path):
+    """Write a certificate that expires when it is told, and return the settings."""
+
+    def make(expires=NOW + timedelta(days=365), key_mode=0o600):
+        ca = trustme.CA()
+        cert = ca.issue_cert("localhost", not_before=NOW - timedelta(days=9), not_after=expires)
+        (tmp_path / "cert").write_bytes(cert.cert_chain_pems[0].bytes())
+        private(tmp_path / "key", cert.private_key_pem.bytes()).chmod(key_mode)
+        (tmp_path / "ca").write_bytes(ca.cert_pem.bytes())
+        return settings(
+            tls_cert=tmp_path / "cert", tls_key=tmp_path / "key", tls_client_ca=tmp_path / "ca"
+        )
+
+    return make
+
+
+def test_certificates_that_are_valid_for_long_are_well(tls):
+    findings = list(check_tls(tls(), NOW))
+    assert [(finding.area, finding.level) for finding in findings] == [
+        ("TLS_CERT", "ok"),
+        ("TLS_CLIENT_CA", "ok"),
+        ("TLS_KEY", "ok"),
+    ]
+    assert findings[0].what == "valid until 2031-01-01 00:00 UTC"
+
+
+@pytest.mark.parametrize(
+    ("left", "level"),
+    [(SOON + timedelta(seconds=1), "ok"), (SOON - timedelta(seconds=1), "warning"), (timedelta(), "problem")],
+)  # fmt: skip
+def test_an_end_that_comes_soon_is_told_in_time(tls, left, level):
+    assert next(check_tls(tls(NOW + left), NOW)).level == level
+
+
+def test_a_key_that_everybody_can_read_is_told(tls):
+    assert list(check_tls(tls(key_mode=0o644), NOW))[-1].level == "warning"
+
+
+def test_a_key_of_another_certificate_is_a_problem_of_its_setting(tls, tmp_path):
+    chosen = tls()
+    (tmp_path / "key").write_bytes(trustme.CA().issue_cert("x").private_key_pem.bytes())
+    finding = one(check_tls(chosen, NOW))
+    assert (finding.area, finding.level) == ("TLS_KEY", "problem")
+    assert "not the key" in finding.what
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_without_tls_a_node_of_this_machine_alone_is_well(host):
+    assert not list(check_tls(settings(listen=f"{host}:9090"), NOW))
+
+
+def test_without_tls_a_node_that_others_reach_is_told():
+    finding = one(check_tls(settings(listen="0.0.0.0:9090"), NOW))
+    assert (finding.area, finding.level) == ("TLS_CERT", "warning")
+
+
+def test_a_rules_file_is_read_as_a_node_would(tmp_path):
+    path = tmp_path / "rules.yaml"
+    assert not list(check_rules_file(settings()))
+    assert one(check_rules_file(settings(rules_file=path))).level == "problem"
+    path.write_text("rules: []")
+    assert one(check_rules_file(settings(rules_file=path))) == ("RULES_FILE", "ok", "0 rules", "")
+    path.write_text(
+        "rules: [{endpoint: /a, identifier_type: user, limit: 0, window_seconds: 0, algorithm: x}]"
+    )
+    findings = list(check_rules_file(settings(rules_file=path)))
+    assert len(findings) > 1
+    assert {finding.level for finding in findings} == {"problem"}
+
+
+def test_a_state_directory_that_is_not_there_will_be_made(tmp_path):
+    finding = one(check_state_dir(settings(state_dir=tmp_path / "a" / "b")))
+    assert (finding.level, "will be made" in finding.what) == ("ok", True)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.fixture
+def not_allowed(monkeypatch):
+    """Tests may run as root, to whom everything is allowed."""
+    monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), "access": lambda *_: False}))
+
+
+def test_a_directory_that_cannot_be_made_or_written_is_a_problem(tmp_path, not_allowed):
+    for path in (tmp_path / "a", tmp_path):
+        assert one(check_state_dir(settings(state_dir=path))).level == "problem"
+
+
+def test_a_state_directory_in_use_says_so(tmp_path):
+    path = tmp_path / "state"
+    with_lock = StateDir.lock(path)
+    assert one(check_state_dir(settings(state_dir=path))).what.endswith("in use by a running node")
+    with_lock.close()
+    assert one(check_state_dir(settings(state_dir=path))).what.endswith("free")
+    (path / "lock").unlink()
+    assert one(check_state_dir(settings(state_dir=path))).what.endswith("free")
+    path.chmod(0o755)
+    assert one(check_state_dir(settings(state_dir=path))).level == "warning"
+
+
+def test_a_disk_that_is_nearly_full_is_told(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=5 << 20))
+    first, _ = check_state_dir(settings(state_dir=Path(tmp_path)))
+    assert (first.level, first.what) == ("warning", "5 MiB are free")

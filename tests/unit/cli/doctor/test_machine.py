@@ -1,0 +1,75 @@
+"""This machine: what is listened to by whom, how many files, which event loop."""
+
+import asyncio
+import importlib.util
+import resource
+
+import pytest
+
+from ratelimitd.cli.doctor.machine import check_event_loop, check_open_files, check_ports
+from ratelimitd.settings import Settings
+from ratelimitd.testing import running_node
+
+
+def settings(**given):
+    return Settings.load({}, {name.upper(): str(value) for name, value in given.items()})
+
+
+async def ports(**given):
+    return [finding async for finding in check_ports(settings(**given))]
+
+
+@pytest.mark.parametrize(
+    ("hard", "level", "what"),
+    [
+        (resource.RLIM_INFINITY, "ok", "no limit"),
+        (10_256, "ok", "at most 10256"),
+        (10_255, "warning", "at most 10255: room for 9999 connections"),
+        (100, "warning", "at most 100: room for 1 connections"),
+    ],
+)
+def test_the_limit_of_open_files_is_the_room_for_connections(monkeypatch, hard, level, what):
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (64, hard))
+    [finding] = check_open_files()
+    assert (finding.level, finding.what) == (level, what)
+
+
+@pytest.mark.parametrize(("found", "level"), [(object(), "ok"), (None, "warning")])
+def test_a_slow_event_loop_is_told(monkeypatch, found, level):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: found)
+    [finding] = check_event_loop()
+    assert finding.level == level
+
+
+async def test_free_ports_are_well(unused_tcp_port):
+    grpc, http = await ports(listen=f"127.0.0.1:{unused_tcp_port}", http_listen="127.0.0.1:0")
+    assert (grpc.level, grpc.what) == ("ok", f"127.0.0.1:{unused_tcp_port}: free")
+    assert http.what.endswith("a free port is picked")
+    assert len(await ports(listen="127.0.0.1:0", http_listen="")) == 1
+
+
+async def test_ports_of_a_node_that_runs_are_well():
+    async with running_node() as node:
+        for finding in await ports(listen=node.grpc_address, http_listen=node.http_address):
+            assert (finding.level, "a ratelimitd listens" in finding.what) == ("ok", True)
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0\r\n", b""])
+async def test_a_port_of_somebody_else_is_a_problem(answer):
+    async def serve(_reader, writer):
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        [finding] = await ports(listen=address, http_listen="")
+        assert (finding.level, "LISTEN" in finding.remedy) == ("problem", True)
+        assert "in use" in finding.what
+        # One that would not say who it is may be ours.
+        [finding] = await ports(listen=address, http_listen="", transport="grpcio")
+        assert finding.level == "warning"
+
+
+async def test_an_address_of_another_machine_is_a_problem():
+    [finding] = await ports(listen="192.0.2.1:9090", http_listen="")
+    assert finding.level == "problem"

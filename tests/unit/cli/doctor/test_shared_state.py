@@ -1,0 +1,104 @@
+"""REDIS_URL in each topology, against real servers, with what goes wrong in each."""
+
+import pytest
+
+from ratelimitd.cli.doctor.shared_state import check_shared_state
+from ratelimitd.settings import Settings
+from tests.servers import QUICK_REPLICAS, Valkey, ValkeyCluster, ValkeySentinel, free_port, until
+
+
+async def look(url):
+    settings = Settings.load({}, {"REDIS_URL": url, "REDIS_TIMEOUT_MS": "1000"})
+    return [finding async for finding in check_shared_state(settings)]
+
+
+def worst(findings):
+    return [finding for finding in findings if finding.level != "ok"]
+
+
+async def test_a_node_by_itself_has_none():
+    [finding] = await look("")
+    assert (finding.area, finding.level) == ("REDIS_URL", "ok")
+
+
+async def test_one_server_is_looked_at(tmp_path):
+    with Valkey(tmp_path, password="s3cret-word") as valkey:
+        findings = await look(valkey.url)
+        assert not worst(findings)
+        assert {finding.area for finding in findings} == {f"store {valkey.address}"}
+        [wrong] = await look(valkey.url.replace("s3cret-word", "wr0ng"))
+        assert (wrong.level, "WRONGPASS" in wrong.what) == ("problem", True)
+        assert "wr0ng" not in str(wrong)
+        valkey.ask("REPLICAOF", "127.0.0.1", free_port())
+        [replica] = await look(valkey.url)
+        assert (replica.level, replica.what) == ("problem", "the server is a replica")
+
+
+async def test_a_server_that_is_not_there_is_a_problem():
+    [finding] = await look(f"redis://127.0.0.1:{free_port()}")
+    assert (finding.level, "no connection" in finding.what) == ("problem", True)
+
+
+async def test_a_certificate_that_is_not_there_is_a_problem(tmp_path):
+    [finding] = await look(f"rediss://127.0.0.1:1?ssl_ca_certs={tmp_path}/none")
+    assert (finding.level, "ssl_ca_certs" in finding.what) == ("problem", True)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with ValkeyCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+async def test_each_primary_of_a_cluster_is_looked_at(cluster):
+    findings = await look(cluster.url)
+    assert not worst(findings)
+    assert findings[0].what == "a Cluster of 3 primaries, all slots served"
+    areas = {f"store {node.address}" for node in cluster.nodes}
+    assert {finding.area for finding in findings[1:]} == areas
+
+
+async def test_a_member_of_a_cluster_by_itself_is_a_problem(cluster):
+    found = worst(await look(f"redis://{cluster.nodes[0].address}"))
+    assert found
+    assert all("redis+cluster://" in finding.remedy for finding in found)
+
+
+async def test_a_server_alone_is_no_cluster(tmp_path):
+    with Valkey(tmp_path) as valkey:
+        found = worst(await look(f"redis+cluster://{valkey.address}"))
+    assert [finding.level for finding in found] == ["warning", "problem"]
+
+
+async def test_slots_that_nobody_has_are_a_problem(cluster):
+    first = cluster.nodes[0]
+    slots = cluster.slots(0)
+    for node in cluster.nodes:
+        node.ask("CLUSTER", "DELSLOTSRANGE", slots.start, slots.stop - 1)
+    [finding] = worst(await look(f"redis+cluster://{cluster.nodes[1].address}"))
+    assert "of 256 hash tags have no server" in finding.what
+    first.ask("CLUSTER", "ADDSLOTSRANGE", slots.start, slots.stop - 1)
+    until(lambda: all(map(cluster._is_whole, cluster.nodes)), "all know of it")
+
+
+async def test_sentinels_name_the_primary_and_those_that_are_silent_are_told(tmp_path):
+    with ValkeySentinel(tmp_path, replicas=0, sentinels=2) as servers:
+        findings = await look(servers.url)
+        assert not worst(findings)
+        assert findings[0].what == f"says that {servers.nodes[0].address} is the primary"
+        unknown = worst(await look(servers.url.replace("/limits", "/other")))
+        assert [finding.level for finding in unknown] == ["warning", "warning", "problem"]
+        servers.sentinels[0].kill()
+        [silent] = worst(await look(servers.url))
+        assert silent.level == "warning"
+
+
+async def test_sentinels_that_disagree_are_a_problem(tmp_path):
+    with (
+        ValkeySentinel(tmp_path / "a", *QUICK_REPLICAS, replicas=0, sentinels=1) as one,
+        ValkeySentinel(tmp_path / "b", replicas=0, sentinels=1) as other,
+    ):
+        url = f"redis+sentinel://{one.sentinels[0].address},{other.sentinels[0].address}/limits"
+        until(lambda: one.nodes[0].runs and other.nodes[0].runs, "both run")
+        [finding] = worst(await look(url))
+        assert "do not agree" in finding.what

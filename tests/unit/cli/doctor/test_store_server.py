@@ -1,0 +1,145 @@
+"""One server of the shared state, a real one: whether a node may do there all that it does."""
+
+import asyncio
+import itertools
+import time
+
+import pytest
+
+from ratelimitd.cli.doctor.store_server import Asked, check_server
+from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.sharedstate.connecting import connect
+from ratelimitd.sharedstate.connection import Connection
+from ratelimitd.sharedstate.login import Greeting, hand_over
+from ratelimitd.sharedstate.url import NO_LOGIN, Login, Server
+from tests.cluster.test_permissions import NODES
+from tests.servers import Valkey, until
+
+LOGIN = Login("ratelimitd", "PASSWORD")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    with Valkey(tmp_path_factory.mktemp("valkey")) as valkey:
+        yield valkey
+
+
+@pytest.fixture
+def valkey(shared):
+    shared.ask(*NODES)
+    yield shared
+    shared.ask("ACL", "DELUSER", "ratelimitd")
+    for name, value in (("maxmemory", "0"), ("maxmemory-policy", "noeviction")):
+        shared.ask("CONFIG", "SET", name, value)
+
+
+async def look(valkey, login=NO_LOGIN, *, timeout_ms=20, step_s=0.001, ahead_s=0.0):
+    """Findings by a clock that moves by ``step_s`` whenever it is read, against a wall that is off."""
+    connection = await connect(
+        Server("127.0.0.1", valkey.port),
+        Greeting(login),
+        None,
+        lambda: Connection(hand_over, lambda _error: None, timeout_s=5),
+    )
+    ticks = itertools.count()
+    try:
+        return [
+            finding
+            async for finding in check_server(
+                Asked("store", connection),
+                timeout_ms,
+                wall_s=lambda: time.time() - ahead_s,
+                monotonic_s=lambda: next(ticks) * step_s,
+            )
+        ]
+    finally:
+        connection.drop(StoreUnavailableError("looked at"))
+
+
+def worst(findings):
+    return [(finding.level, finding.what) for finding in findings if finding.level != "ok"]
+
+
+async def test_a_server_that_is_set_as_it_should_be_is_well_and_left_clean(valkey):
+    findings = await look(valkey)
+    assert not worst(findings)
+    assert any(finding.what.startswith("valkey ") for finding in findings)
+    assert any("1.00 to 1.00 ms" in finding.what for finding in findings)
+    until(lambda: not valkey.ask("KEYS", "*"), "what was tried has expired")
+
+
+async def test_the_user_that_the_page_gives_is_well(valkey):
+    findings = await look(valkey, LOGIN)
+    assert not worst(findings)
+    assert any("may not run INFO" in finding.what for finding in findings)
+
+
+COMMANDS = sorted(word[1:] for word in NODES if word.startswith("+"))
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c not in {"ping", "role", "client|setname"}]
+)
+async def test_each_permission_of_the_page_is_missed(valkey, command):
+    valkey.ask("ACL", "SETUSER", "ratelimitd", f"-{command}")
+    found = worst(await look(valkey, LOGIN))
+    assert found
+    assert all(level == "problem" for level, _ in found)
+    assert any(command in what for _, what in found)
+
+
+async def test_channels_and_keys_of_others_are_missed(valkey):
+    valkey.ask("ACL", "SETUSER", "ratelimitd", "resetchannels", "resetkeys", "~other:*")
+    found = [what for _, what in worst(await look(valkey, LOGIN))]
+    assert any("set, get, mget" in what and "publish" in what for what in found)
+    assert any("channels" in what for what in found)
+
+
+async def test_a_policy_that_drops_buckets_is_told_and_worse_where_it_acts(valkey):
+    valkey.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    [(level, what)] = worst(await look(valkey))
+    assert (level, "allkeys-lru" in what) == ("warning", True)
+    valkey.ask("CONFIG", "SET", "maxmemory", "1gb")
+    [(level, _)] = worst(await look(valkey))
+    assert level == "problem"
+
+
+async def test_a_server_that_is_nearly_full_is_told_and_one_that_is_full_is_a_problem(valkey):
+    used = valkey.info("memory")["used_memory"]
+    valkey.ask("CONFIG", "SET", "maxmemory", int(used * 1.15))
+    assert [level for level, _ in worst(await look(valkey))] == ["warning"]
+    valkey.ask("CONFIG", "SET", "maxmemory", 1)
+    found = await look(valkey)
+    assert any("OOM" in finding.what and "maxmemory" in finding.remedy for finding in found)
+
+
+async def test_a_slow_server_is_told_with_how_long_a_check_may_wait(valkey):
+    [(level, what)] = worst(await look(valkey, timeout_ms=20, step_s=0.021))
+    assert (level, "21.00 ms, longer than REDIS_TIMEOUT_MS (20)" in what) == ("warning", True)
+
+
+@pytest.mark.parametrize(("ahead_s", "side"), [(90.0, "ahead of"), (-90.0, "behind")])
+async def test_clocks_that_differ_are_told(valkey, ahead_s, side):
+    [(level, what)] = worst(await look(valkey, ahead_s=ahead_s))
+    assert (level, side in what) == ("warning", True)
+
+
+async def test_a_server_that_asks_for_a_password_is_a_problem(tmp_path):
+    with Valkey(tmp_path, password="x") as guarded:
+        found = worst(await look_without_greeting(guarded))
+        assert any("NOAUTH" in what for _, what in found)
+
+
+async def look_without_greeting(valkey):
+    _, connection = await asyncio.get_running_loop().create_connection(
+        lambda: Connection(hand_over, lambda _error: None, timeout_s=5), "127.0.0.1", valkey.port
+    )
+    try:
+        return [
+            finding
+            async for finding in check_server(
+                Asked("store", connection), 20, wall_s=lambda: 0.0, monotonic_s=lambda: 0.0
+            )
+        ]
+    finally:
+        connection.drop(StoreUnavailableError("looked at"))
