@@ -5,6 +5,7 @@ from functools import partial
 
 import grpc
 import pytest
+from google.protobuf import empty_pb2
 
 from ratelimitd import app
 from ratelimitd.errors import StartupError
@@ -22,6 +23,7 @@ class Caller:
     def __init__(self, channel):
         self._checks = pb_grpc.RateLimiterStub(channel)
         self.config = pb_grpc.RateLimiterConfigStub(channel)
+        self._health = pb_grpc.RateLimiterHealthStub(channel)
 
     async def check(self):
         answer = await self._checks.CheckRateLimit(CHECK)
@@ -46,6 +48,12 @@ class Caller:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.create(endpoint)
         return caught.value.code()
+
+    async def metric(self, name):
+        """A number that the node reports."""
+        reported = await self._health.GetMetrics(empty_pb2.Empty())
+        [value] = [metric.value for metric in reported.metrics if metric.name == name]
+        return value
 
     async def endpoints(self):
         listed = await self.config.ListRateLimits(pb.ListRateLimitsRequest())
@@ -143,3 +151,47 @@ async def test_a_database_of_somebody_else_ends_the_start(serve, postgres):
     with pytest.raises(StartupError, match="holds tables that are not ratelimitd's"):
         async with serve(database_url=url):
             pytest.fail("it started")
+
+
+NO_GUARDS = (
+    *(
+        f"ALTER TABLE rules DROP CONSTRAINT rules_{name}"
+        for name in ("limit", "endpoint_length", "algorithm", "window_seconds")
+    ),
+    *(
+        f'ALTER TABLE rules ALTER "{name}" DROP NOT NULL'
+        for name in ("endpoint", "limit", "algorithm", "window_seconds")
+    ),
+    'ALTER TABLE rules ALTER "limit" TYPE bigint, ALTER endpoint TYPE text, ALTER algorithm TYPE text',
+)
+"""What an operator does who knows better, to the checks of the database."""
+
+BAD_ROWS = {
+    '"limit"': ("NULL", "0", "-1", "2147483648"),
+    "endpoint": ("NULL", "''", "repeat('x', 1000)"),
+    "algorithm": ("NULL", "'leaky'", "repeat('x', 10000000)"),
+    "window_seconds": ("NULL", "0"),
+}
+
+
+async def test_rows_that_are_no_rules_are_not_served_and_the_others_are(serve, postgres, caplog):
+    url = postgres.new_database()
+    behind = partial(postgres.sql, database=url.rpartition("/")[2])
+    behind(*NO_GUARDS)
+    bad = [(column, value) for column, values in BAD_ROWS.items() for value in values]
+    async with serve(database_url=url) as node:
+        await node.create()
+        made = [await node.create(f"/bad/{number}") for number in range(len(bad))]
+        changes = [
+            f"UPDATE rules SET {column} = {value}, revision = 100 WHERE id = '{rule.id}'"  # noqa: S608
+            for (column, value), rule in zip(bad, made, strict=True)
+        ]
+        behind(*changes, "UPDATE rule_revision SET revision = 100")
+        while await node.metric("rate_limiter_rules_skipped_total") < len(bad):
+            assert await node.check() == "WITHIN_LIMIT"
+        await node.create("/b")  # edits go on
+    async with serve("another", database_url=url) as node:
+        assert await node.check() == "WITHIN_LIMIT"
+        assert await node.endpoints() == ["/a", "/b"]
+    assert "is not served: limit: " in caplog.text
+    assert "xxx" not in caplog.text
