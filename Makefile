@@ -64,12 +64,17 @@ lint-contract:
 
 lint-generated:
 	@$(BIN)/python tools/generated_code.py --check
+	@$(BIN)/python tools/reference_pages.py --check
 
 lint-pins:
 	@$(BIN)/python tools/check_pins.py
 
 lint-layout:
 	@$(BIN)/python tools/check_layout.py
+
+# Every link and anchor of the site leads somewhere, or it is not built.
+lint-docs:
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir .scratch/site && echo "docs: the site builds"
 
 .PHONY: format
 format: setup ## format the code and mend what ruff can mend
@@ -79,6 +84,11 @@ format: setup ## format the code and mend what ruff can mend
 .PHONY: bench
 bench: setup ## measure checks per second and latencies
 	@$(BIN)/python -m bench
+
+.PHONY: docs
+docs: setup ## write the reference pages anew, and build the documentation site into site/
+	@$(BIN)/python tools/reference_pages.py --write
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 .PHONY: proto
 proto: setup ## write the generated code anew from proto/
@@ -99,5 +109,5 @@ pins: setup ## compile requirements/*.in anew; UPGRADE=--upgrade takes the newes
 .PHONY: clean
 clean: ## remove .venv, caches and what a node left in the checkout
 	@rm -rf .venv .venv.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage* \
-		ratelimitd.db* ratelimitd-state
+		ratelimitd.db* ratelimitd-state site .scratch
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

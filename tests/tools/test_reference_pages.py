@@ -1,0 +1,42 @@
+from tools import reference_pages
+
+
+def test_every_setting_is_on_the_page_with_its_default():
+    page = reference_pages.settings_page()
+    for setting in reference_pages.SETTINGS:
+        [row] = [line for line in page.splitlines() if line.startswith(f"| `{setting.flag}` ")]
+        assert f"`{setting.environment}`" in row
+        assert setting.default in row
+
+
+def test_every_part_of_the_contract_is_on_the_page_with_its_comment():
+    file = reference_pages.contract()
+    page = reference_pages.rpc_page(file)
+    for service in file.service:
+        assert f"\n## {service.name}\n" in page
+        assert all(f"| `{method.name}` | " in page for method in service.method)
+    for message in file.message_type:
+        assert f"\n### {message.name}\n" in page
+        assert all(f"| `{field.name}` | {field.number} | " in page for field in message.field)
+    for enum in file.enum_type:
+        assert all(f"| `{value.name}` | {value.number} | " in page for value in enum.value)
+    assert "| `limit` | 6 | int32 | of the rule that decided; 0 when none did |" in page
+    assert "| `labels` | 5 | map of string to string |" in page
+    assert "| `enabled` | 7 | optional bool |" in page
+    assert "| `requests` | 1 | repeated [RateLimitRequest](#ratelimitrequest) |" in page
+
+
+def test_what_the_contract_says_of_the_design_leads_to_a_page():
+    assert "DESIGN" not in reference_pages.rpc_page(reference_pages.contract())
+
+
+def test_a_page_that_is_not_what_would_be_written_fails_the_check(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reference_pages, "REFERENCE", tmp_path / "reference")
+    monkeypatch.setattr("sys.argv", ["reference_pages.py", "--write"])
+    assert reference_pages.main() == 0
+    monkeypatch.setattr("sys.argv", ["reference_pages.py", "--check"])
+    assert reference_pages.main() == 0
+    page = tmp_path / "reference" / "settings.md"
+    page.write_text(page.read_text(encoding="utf-8").replace("9090", "9191"), encoding="utf-8")
+    assert reference_pages.main() == 1
+    assert "docs/reference/settings.md: out of date" in capsys.readouterr().out

@@ -1,0 +1,187 @@
+"""Write the reference pages of the documentation from what they describe (`--write`), or fail when they differ.
+
+docs/reference/settings.md comes from the settings of the code, rpc.md beside it from the contract and its comments.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+)
+
+from ratelimitd.settings import SETTINGS
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTO = ROOT / "proto"
+CONTRACT = "ratelimiter/v1/ratelimiter.proto"
+REFERENCE = ROOT / "docs" / "reference"
+
+SERVICE, MESSAGE, ENUM, FIELD, METHOD, VALUE = 6, 4, 5, 2, 2, 2
+"""Field numbers of FileDescriptorProto, DescriptorProto and their like: what paths of comments are made of."""
+
+OWN_PREFIX = ".ratelimiter.v1."
+
+POINTERS = {
+    'see DESIGN.md "Answers"': "see [answers](../protocol.md#an-answer)",
+    '(DESIGN.md, "Editing a live rule")': "([what that does](../algorithms.md#when-a-rule-changes))",
+}
+"""Where comments of the contract point to the design, the page that says it here."""
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--write", action="store_true", help="write the pages into docs/reference")
+    mode.add_argument(
+        "--check", action="store_true", help="fail when a page is not what would be written"
+    )
+    arguments = parser.parse_args()
+    pages = {"settings.md": settings_page(), "rpc.md": rpc_page(contract())}
+    outdated = [name for name, text in pages.items() if read(name) != text]
+    if arguments.write:
+        REFERENCE.mkdir(exist_ok=True)
+        for name in outdated:
+            (REFERENCE / name).write_text(pages[name], encoding="utf-8")
+        return 0
+    for name in outdated:
+        print(f"docs/reference/{name}: out of date, `make docs` writes it")
+    if not outdated:
+        print("reference pages: current")
+    return 1 if outdated else 0
+
+
+def read(name: str) -> str:
+    """Return a page as it is, empty when there is none."""
+    path = REFERENCE / name
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def settings_page() -> str:
+    """Return the table of all settings."""
+    lines = [
+        "# Settings",
+        "",
+        "Written from the code. What they are about: [operations](../operations.md#settings).",
+        "",
+        "| flag of `serve` | environment | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for setting in SETTINGS:
+        file_too = "<br>or a file named by `…_FILE`" if setting.secret else ""
+        default = f"`{setting.default}`" if setting.default else ""
+        meaning = setting.help.replace("|", "\\|")
+        lines.append(
+            f"| `{setting.flag}` | `{setting.environment}`{file_too} | {default} | {meaning} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def contract() -> FileDescriptorProto:
+    """Return the contract with its comments."""
+    with tempfile.NamedTemporaryFile() as compiled:
+        command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO}"]
+        command += ["--include_source_info", f"--descriptor_set_out={compiled.name}", CONTRACT]
+        subprocess.run(command, check=True)
+        return FileDescriptorSet.FromString(Path(compiled.name).read_bytes()).file[0]
+
+
+def rpc_page(file: FileDescriptorProto) -> str:
+    """Return all services, messages and enumerations, in the order of the contract."""
+    comments = comments_of(file)
+    lines = [
+        "# RPC reference",
+        "",
+        f"Written from the contract, package `{file.package}`. In words: [protocol](../protocol.md).",
+        *services(file, comments),
+        "",
+        "## Messages",
+    ]
+    for index, message in enumerate(file.message_type):
+        lines += message_lines(message, comments, (MESSAGE, index))
+    lines += ["", "## Enumerations"]
+    for index, enum in enumerate(file.enum_type):
+        lines += enum_lines(enum, comments, (ENUM, index))
+    return "\n".join(lines) + "\n"
+
+
+def comments_of(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:
+    """Return the comment of each element, by its path, in one line."""
+    found = {}
+    for location in file.source_code_info.location:
+        text = " ".join((location.leading_comments + location.trailing_comments).split())
+        for old, new in POINTERS.items():
+            text = text.replace(old, new)
+        if text:
+            found[tuple(location.path)] = text.replace("|", "\\|")
+    return found
+
+
+def services(file: FileDescriptorProto, comments: dict[tuple[int, ...], str]) -> Iterator[str]:
+    """Yield a table for each service."""
+    for index, service in enumerate(file.service):
+        yield from ("", f"## {service.name}", "")
+        if comment := comments.get((SERVICE, index)):
+            yield from (comment, "")
+        yield from ("| method | request | answer |", "|---|---|---|")
+        for method in service.method:
+            yield f"| `{method.name}` | {link(method.input_type)} | {link(method.output_type)} |"
+
+
+def message_lines(
+    message: DescriptorProto, comments: dict[tuple[int, ...], str], path: tuple[int, ...]
+) -> Iterator[str]:
+    """Yield the section of a message."""
+    yield from ("", f"### {message.name}", "")
+    if comment := comments.get(path):
+        yield from (comment, "")
+    yield from ("| field | number | type | |", "|---|---:|---|---|")
+    maps = {nested.name: nested for nested in message.nested_type if nested.options.map_entry}
+    for index, field in enumerate(message.field):
+        comment = comments.get((*path, FIELD, index), "")
+        yield f"| `{field.name}` | {field.number} | {type_of(field, maps)} | {comment} |"
+
+
+def enum_lines(
+    enum: EnumDescriptorProto, comments: dict[tuple[int, ...], str], path: tuple[int, ...]
+) -> Iterator[str]:
+    """Yield the section of an enumeration."""
+    yield from ("", f"### {enum.name}", "")
+    if comment := comments.get(path):
+        yield from (comment, "")
+    yield from ("| value | number | |", "|---|---:|---|")
+    for index, value in enumerate(enum.value):
+        comment = comments.get((*path, VALUE, index), "")
+        yield f"| `{value.name}` | {value.number} | {comment} |"
+
+
+def type_of(field: FieldDescriptorProto, maps: dict[str, DescriptorProto]) -> str:
+    """Return the type of a field as the contract spells it."""
+    name = field.type_name.rpartition(".")[2]
+    if name in maps:
+        key, value = maps[name].field
+        return f"map of {type_of(key, {})} to {type_of(value, {})}"
+    kind = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+    text = link(field.type_name) if field.type_name else kind
+    if field.label == FieldDescriptorProto.LABEL_REPEATED:
+        return f"repeated {text}"
+    return f"optional {text}" if field.proto3_optional else text
+
+
+def link(type_name: str) -> str:
+    """Return a message or an enumeration as a link to its section."""
+    name = type_name.removeprefix(OWN_PREFIX)
+    return f"[{name}](#{name.lower()})" if name != type_name else f"`{type_name.lstrip('.')}`"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
