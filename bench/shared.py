@@ -82,6 +82,10 @@ class _Counting(RedisStore):
         self.calls += 1
         super().read(*args, **keywords)
 
+    def meet(self, *args: Any, **keywords: Any) -> None:
+        self.calls += 1
+        super().meet(*args, **keywords)
+
 
 class _Node:
     """A limiter on buckets in ``shards``, with the jobs of a node."""

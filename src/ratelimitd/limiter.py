@@ -231,10 +231,16 @@ class Limiter:
             if index and index % ASKED_PER_TURN == 0:
                 await asyncio.sleep(0)
             asked.append(self._ask(check))
-        return [
-            self._answer(await one.outcome, one) if isinstance(one, _Asked) else one
-            for one in asked
-        ]
+        answers: list[Decision | CheckInvalidError] = []
+        for one in asked:
+            if isinstance(one, _Asked):
+                try:
+                    answers.append(self._answer(await one.outcome, one))
+                except Exception as error:  # noqa: BLE001 - as in check
+                    answers.append(self._failed(error))
+            else:
+                answers.append(one)
+        return answers
 
     async def reset(
         self, identifier: bytes, identifier_type: IdentifierType, endpoint: str

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ratelimitd.ledger import shared_state
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import Ask, Settled, SharedState, Update
+from ratelimitd.ledger.shared_state import Ask, FirstCheck, Settled, SharedState, Update
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
 from ratelimitd.sharedstate import encoding
 from ratelimitd.sharedstate.bucket_value import state_of
@@ -75,6 +75,12 @@ class Model:
             self.buckets[key] = shared._replace(state=state)
         outcome[2] = min(outcome[2], MAX_TIME_US)
         return (*outcome, None)
+
+    def meet(self, check):
+        outcome, shared = shared_state.meet(self.buckets.get(check.name), check)
+        if outcome[0] and not check.peek:
+            self.buckets[check.name] = shared
+        return (*outcome[:2], min(outcome[2], MAX_TIME_US), *outcome[3:]), plain(shared)
 
 
 def plain_reply(reply):
@@ -148,6 +154,13 @@ def updates(draw, rules, around_us):
     return Update(rule, draw(st.sampled_from((None, 0, 0, 1, 2))), runs, asks)
 
 
+@st.composite
+def first_checks(draw, name, rules, around_us):
+    rule = draw(st.sampled_from(rules))
+    now_us = draw(times(rule, around_us))
+    return FirstCheck(name, rule, now_us, draw(costs(rule)), draw(st.booleans()))
+
+
 starts = st.one_of(
     st.just(1_700_000_000 * US_PER_S),
     st.integers(0, MAX_TIME_US),
@@ -181,6 +194,8 @@ def test_a_trace_ends_as_in_the_ledger(store, data, rules, around_us):
                     "reset",
                     "decide",
                     "decide",
+                    "meet",
+                    "meet",
                     "lost",
                 )
             )
@@ -213,6 +228,15 @@ def test_a_trace_ends_as_in_the_ledger(store, data, rules, around_us):
             request = encoding.decide_request(key, rule, now_us, cost=cost, peek=peek)
             outcome = encoding.outcome_of(run(store, encoding.DECIDE, request))
             assert outcome == (model.decide(key, rule, now_us, cost=cost, peek=peek), now_us)
+        elif step == "meet":
+            told = data.draw(st.lists(st.sampled_from(range(len(KEYS))), min_size=1, unique=True))
+            checks = [data.draw(first_checks(KEYS[one], rules[one], around_us)) for one in told]
+            reply = run(store, encoding.MEET, encoding.meet_request(checks))
+            corrupt, met = encoding.met(checks, reply)
+            assert corrupt == 0
+            assert [(outcome, plain(shared)) for outcome, shared in met] == [
+                *map(model.meet, checks)
+            ]
         elif step == "lost":
             store.delete(encoding.bucket_key(key))
             model.buckets.pop(key, None)

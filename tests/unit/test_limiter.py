@@ -628,7 +628,11 @@ class FakeSharedBuckets:
         self.asked.append((key[:-9], rule, now_us, cost, peek))
         answer = asyncio.get_running_loop().create_future()
         if self.answers:
-            answer.set_result(self.answers.pop(0))
+            ready = self.answers.pop(0)
+            if isinstance(ready, ValueError):
+                answer.set_exception(ready)
+            else:
+                answer.set_result(ready)
         return answer
 
     async def reset(self, keys, rules):
@@ -726,6 +730,17 @@ class TestSharedBuckets:
         assert [key for key, *_ in node.shared.asked] == [b"0", b"1", b"2"]
         waiting.cancel()
         await asyncio.wait([waiting])
+
+    async def test_an_error_that_nobody_expected_is_answered_fail_open_and_told(self, node):
+        error = ValueError("defect")
+        waiting = asyncio.create_task(node.limiter.wait([check_of(), check_of(b"bob")]))
+        node.shared.answers = [error, GRANTED]
+        answers = await waiting
+        assert [answer.reason for answer in answers] == [
+            Reason.FAIL_OPEN_ERROR,
+            Reason.WITHIN_LIMIT,
+        ]
+        assert node.errors == [error]
 
     async def test_a_long_batch_is_asked_for_in_several_turns(self, node):
         node.shared.answers = [GRANTED] * (ASKED_PER_TURN + 1)

@@ -84,6 +84,12 @@ class BucketCache:
         self._packed_old = [{} for _ in range(HASH_TAGS)]
         self._packed_count = 0
 
+    def put_packed(self, name: bytes, shared: SharedState) -> None:
+        """Keep the state of a bucket that is not in use."""
+        self.forget_packed(name)
+        self._packed_young[name[0]][name] = pack(shared)
+        self._packed_count += 1
+
     def add(self, bucket: Bucket) -> None:
         """A bucket is in use from now on."""
         self.forget_packed(bucket.name)
@@ -118,8 +124,7 @@ class BucketCache:
             return
         self._forget(bucket)
         if view.base is not None:
-            self._packed_young[bucket.name[0]][bucket.name] = pack(view.base)
-            self._packed_count += 1
+            self.put_packed(bucket.name, view.base)
 
     @staticmethod
     def _forget(bucket: Bucket) -> None:

@@ -46,6 +46,11 @@ class Question:
         if not self.answer.done():
             self.answer.set_result(outcome)
 
+    def fail(self, error: Exception) -> None:
+        """Let the caller meet an error that nobody expected."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
 
 def granted(view: View, now_us: int, later: int = 0) -> Outcome:
     """What a check is told that the store has allowed and charged; ``view`` has heard of it.

@@ -65,8 +65,8 @@ class Shard:
         """Whether it is to be probed now; the one who asks has to, and to tell."""
         return self._breaker.begin_probe()
 
-    def read(self) -> None:
-        """A check has read its bucket. Of a server that reads and does not write that says nothing good."""
+    def met(self) -> None:
+        """A first check of a bucket went well. Of a server that does not take batches that says nothing good."""
         if not self._refuses_batches:
             self.answered()
 

@@ -15,6 +15,8 @@ from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.cache import BucketCache
+from ratelimitd.cluster.meetings import Meetings
+from ratelimitd.cluster.news import News
 from ratelimitd.cluster.patience import Patience
 from ratelimitd.cluster.question import Question
 from ratelimitd.cluster.rereading import Rereading
@@ -34,13 +36,6 @@ class Membership(Protocol):
 
     count: int
     """Nodes, with this one."""
-
-
-class News(Protocol):
-    """Who tells the other nodes."""
-
-    def was_reset(self, name: bytes) -> None:
-        """A bucket begins afresh."""
 
 
 class SharedBuckets:
@@ -72,14 +67,23 @@ class SharedBuckets:
         self._cache = cache
         self._stored_name = stored_name
         self._clock = clock
-        self._stats = stats
         self._membership = membership
         self._news = news
         self._accuracy = accuracy
         self._decides_alone = decides_alone
         self._new_future = asyncio.get_running_loop().create_future
-        self._reading: dict[bytes, list[Question]] = {}
         self._rereading = Rereading()
+        self._meetings = Meetings(
+            store=store,
+            tags=tags,
+            cache=cache,
+            clock=clock,
+            stats=stats,
+            news=news,
+            rereading=self._rereading,
+            hear=self._hear,
+            decide=self._decide,
+        )
         self._doubted: set[bytes] = set()
         self._patience = Patience(clock, timers, answer_s, self._give_up)
         self.asked_total = 0
@@ -143,7 +147,7 @@ class SharedBuckets:
             name = self._stored_name(key)
             bucket = self._known(key, name, rule)
             if bucket is None:
-                self._read_for(key, name, question)
+                self._meetings.wait(key, name, question)
                 return question.answer
         self._decide(bucket, question)
         return question.answer
@@ -227,34 +231,6 @@ class SharedBuckets:
             bucket = Bucket(key, name, tag, rule, shared)
         self._cache.add(bucket)
         return bucket
-
-    def _read_for(self, key: bytes, name: bytes, question: Question) -> None:
-        questions = self._reading.get(key)
-        if questions is not None:
-            questions.append(question)
-            return
-        self._stats.bucket_missed_total += 1
-        self._reading[key] = [question]
-        self._store.read(name, question.rule, partial(self._read, key, name))
-
-    def _read(self, key: bytes, name: bytes, shared: SharedState | RateLimitdError | None) -> None:
-        questions = self._reading.pop(key)
-        tag = self._tags[name[0]]
-        if isinstance(shared, RateLimitdError):
-            tag.shard.failed(shared)
-            for question in questions:
-                question.tell(shared)
-            return
-        tag.shard.read()
-        bucket = tag.buckets.get(name)
-        if bucket is None:
-            bucket = Bucket(key, name, tag, questions[0].rule, shared)
-        else:  # made while the breaker was open
-            self._hear(bucket, shared)
-        if not bucket.is_cached:
-            self._cache.add(bucket)
-        for question in questions:
-            self._decide(bucket, question)
 
     def _decide(self, bucket: Bucket, question: Question) -> None:
         if question.answer.done():

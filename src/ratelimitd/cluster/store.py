@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.ledger.shared_state import FirstCheck, Met, SharedState
 from ratelimitd.model import Outcome, Rule
 
 HASH_TAGS: Final = 256
@@ -35,6 +35,9 @@ class SharedStore(Protocol):
         self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
     ) -> None:
         """Read a bucket; ``None``: it is full."""
+
+    def meet(self, check: FirstCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
+        """Decide a first check by the bucket itself. With an error nobody knows whether it was charged."""
 
     def settle(
         self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]

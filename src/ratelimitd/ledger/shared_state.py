@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Run
-from ratelimitd.model import Rule
+from ratelimitd.model import Outcome, Rule
 
 
 class SharedState(NamedTuple):
@@ -57,6 +57,20 @@ class Settled(NamedTuple):
     grants: tuple[bool, ...]
 
 
+class FirstCheck(NamedTuple):
+    """A check of a bucket that a node does not know, on the node's clock: the bucket itself has to decide it."""
+
+    name: bytes
+    rule: Rule
+    now_us: int
+    cost: int
+    peek: bool
+
+
+Met: TypeAlias = tuple[Outcome, SharedState]
+"""The outcome of a first check, without a state, and the bucket after it."""
+
+
 def standing(shared: SharedState, rule: Rule) -> tuple[int, ...]:
     """By what states of one bucket are ordered: the higher one is the later one in the life of the bucket."""
     latest = ACCOUNTS[rule.algorithm].standing(shared.state)
@@ -91,6 +105,17 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
         grants.append(outcome[0])
         state = outcome[5]
     return Settled(stored._replace(state=state), tuple(grants))
+
+
+def meet(stored: SharedState | None, check: FirstCheck) -> Met:
+    """Decide a first check. What comes of it is stored only when the check was charged."""
+    rule = check.rule
+    shared = settle(stored, Update(rule, None)).shared
+    ruling = rule if rule.limit == shared.limit else replace(rule, limit=shared.limit)
+    outcome = ACCOUNTS[rule.algorithm].judge(shared.state, ruling, check.now_us, check.cost)
+    if outcome[0] and not check.peek:
+        shared = shared._replace(state=outcome[5])
+    return (*outcome[:5], None), shared
 
 
 def _fitting(state: BucketState, rule: Rule, runs: Sequence[Run]) -> Sequence[Run]:

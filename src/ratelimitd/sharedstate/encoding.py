@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import Settled, SharedState, Update
+from ratelimitd.ledger.shared_state import FirstCheck, Met, Settled, SharedState, Update
 from ratelimitd.model import Outcome, Reason, Rule
 from ratelimitd.sharedstate.bucket_value import NUMBERS, bucket_of
 from ratelimitd.sharedstate.script import load
@@ -22,6 +22,9 @@ SETTLE: Final = load("settle")
 
 DECIDE: Final = load("decide")
 """Decides one check."""
+
+MEET: Final = load("meet")
+"""Decides one check of each of several buckets, and says what they are then."""
 
 RESET: Final = load("reset")
 """Makes buckets full."""
@@ -38,9 +41,13 @@ _UPDATE_OF_ONE_RUN: Final = Struct("<BiQIIIIQQ")
 _PAIR: Final = Struct("<QQ")
 _CHECK: Final = Struct("<BBQIIIq")
 _OUTCOME: Final = Struct("<BBIIQQ")
+_ANSWER: Final = Struct("<BBIIQ")
 _RULE: Final = Struct("<BQII")
 
 _GRANTED: Final = 1
+
+_REASONS: Final = dict(enumerate(Reason, start=1))
+"""To look a reason up in the enumeration itself takes twice as long."""
 
 
 def bucket_key(key: bytes) -> bytes:
@@ -148,6 +155,51 @@ def outcome_of(reply: Any) -> tuple[Outcome, int]:
     except (TypeError, ValueError, error):
         message = "the shared state answered a check with something else"
         raise StoreCorruptError(message) from None
+
+
+# First checks
+
+
+def meet_request(checks: Sequence[FirstCheck]) -> Request:
+    """What ``MEET`` takes for checks of different buckets."""
+    arguments = [
+        _CHECK.pack(
+            NUMBERS[rule.algorithm],
+            peek,
+            rule.revision,
+            rule.limit,
+            rule.window_seconds,
+            cost,
+            now_us,
+        )
+        for _, rule, now_us, cost, peek in checks
+    ]
+    return [bucket_key(check[0]) for check in checks], [b"".join(arguments)]
+
+
+def met(checks: Sequence[FirstCheck], reply: Any) -> tuple[int, list[Met]]:
+    """How many values were no buckets, and what became of checks and their buckets.
+
+    Raises:
+        StoreCorruptError: no reply to these.
+    """
+    match reply:
+        case [int() as count, *values] if len(values) == len(checks):
+            return count, [
+                _met(check[1], value) for check, value in zip(checks, values, strict=True)
+            ]
+    message = "the shared state answered checks with something else"
+    raise StoreCorruptError(message)
+
+
+def _met(rule: Rule, reply: Any) -> Met:
+    try:
+        allowed, reason, remaining, retry_after, reset_time = _ANSWER.unpack_from(reply)
+        outcome = allowed == 1, remaining, reset_time, retry_after, _REASONS[reason], None
+    except (TypeError, KeyError, error):
+        message = "the shared state answered a check with something else"
+        raise StoreCorruptError(message) from None
+    return outcome, bucket_of(reply[_ANSWER.size :], rule)
 
 
 # Resets

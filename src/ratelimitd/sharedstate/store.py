@@ -13,15 +13,18 @@ from typing import Any, Final, NamedTuple
 
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
 from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.ledger.shared_state import FirstCheck, Met, SharedState
 from ratelimitd.model import Outcome, Rule
 from ratelimitd.sharedstate.bucket_value import state_of
 from ratelimitd.sharedstate.encoding import (
     DECIDE,
+    MEET,
     RESET,
     SETTLE,
     bucket_key,
     decide_request,
+    meet_request,
+    met,
     outcome_of,
     replaced,
     reset_reply,
@@ -51,6 +54,9 @@ Beat = tuple[int, str, tuple[str, ...]]
 
 READS_PER_COMMAND: Final = 256
 
+MEETS_PER_COMMAND: Final = 100
+"""First checks in one script call: as many as a batch may have updates, less than 1 ms of the store."""
+
 _NO_VALUES: Final = StoreCorruptError("the reply to a reading is none")
 
 
@@ -62,6 +68,9 @@ class _Reading(NamedTuple):
     done: Callable[[SharedState | RateLimitdError | None], None]
 
 
+_Meeting = tuple[FirstCheck, Callable[[Met | RateLimitdError], None]]
+
+
 class RedisStore:
     """A :class:`ratelimitd.cluster.store.SharedStore` over ``shards``."""
 
@@ -69,6 +78,7 @@ class RedisStore:
         self._shards = shards
         self._loop = asyncio.get_running_loop()
         self._readings: list[_Reading] = []
+        self._first_checks: list[_Meeting] = []
         self._prober = f"probe/{secrets.token_hex(_PROBER_BYTES)}"
         self._probes = 0
         self.corrupt_total = 0
@@ -126,6 +136,44 @@ class RedisStore:
         except StoreCorruptError:
             self.corrupt_total += 1
             return None
+
+    def meet(self, check: FirstCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
+        """Decide a first check by the bucket itself. Those of one turn, and of one server, are one script call."""
+        if not self._first_checks:
+            self._loop.call_soon(self._meet_all)
+        self._first_checks.append((check, done))
+
+    def _meet_all(self) -> None:
+        meetings, self._first_checks = self._first_checks, []
+        groups = [meetings]
+        if self._shards.is_cluster:
+            # All keys of a call have to be of one slot there.
+            by_tag: dict[int, list[_Meeting]] = {}
+            for meeting in meetings:
+                by_tag.setdefault(meeting[0].name[0], []).append(meeting)
+            groups = [*by_tag.values()]
+        for group in groups:
+            for start in range(0, len(group), MEETS_PER_COMMAND):
+                self._meet(group[start : start + MEETS_PER_COMMAND])
+
+    def _meet(self, meetings: Sequence[_Meeting]) -> None:
+        checks = [check for check, _ in meetings]
+        keys, arguments = meet_request(checks)
+        link = self._shards.of_tag(checks[0].name[0])
+        link.run(MEET, keys, arguments, partial(self._met, checks, meetings))
+
+    def _met(self, checks: Sequence[FirstCheck], meetings: Sequence[_Meeting], reply: Any) -> None:
+        answers: Sequence[Met | RateLimitdError]
+        if isinstance(reply, RateLimitdError):
+            answers = [reply] * len(meetings)
+        else:
+            try:
+                replaced_now, answers = met(checks, reply)
+                self.corrupt_total += replaced_now
+            except StoreCorruptError as error:
+                answers = [error] * len(meetings)
+        for (_, done), answer in zip(meetings, answers, strict=True):
+            tell(done, answer)
 
     def settle(
         self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]

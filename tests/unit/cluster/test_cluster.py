@@ -61,12 +61,13 @@ class Scene:
 
     def spend(self, key=b"a", cost=1, rule=RULE):
         buckets, now_us = self.cluster.buckets, self.clock.now_us()
-        if buckets.apply(key, rule, None, now_us, cost) is None:
-            buckets.wait(key, rule, now_us, cost, peek=False)
+        if buckets.peek(key, rule, None, now_us, cost) is None:
+            buckets.wait(key, rule, now_us, cost, peek=True)
             self.answer()
+        buckets.apply(key, rule, None, now_us, cost)
 
     async def fail(self, times):
-        """So many turns in which a read of a check fails."""
+        """So many turns in which a check of an unknown bucket fails."""
         for number in range(times):
             answer = self.cluster.buckets.wait(b"f%d" % number, RULE, 0, 1, peek=False)
             self.store.held.pop().fail()

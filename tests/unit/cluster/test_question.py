@@ -33,7 +33,14 @@ async def test_it_is_answered_once(question):
 async def test_one_whose_caller_has_left_is_not_answered(question):
     question.answer.cancel()
     question.tell(StoreUnavailableError("no answer"))
+    question.fail(ValueError("defect"))
     assert question.answer.cancelled()
+
+
+async def test_an_error_that_nobody_expected_is_the_callers(question):
+    question.fail(ValueError("defect"))
+    with pytest.raises(ValueError, match="defect"):
+        await question.answer
 
 
 def test_a_grant_tells_what_is_left_with_it():

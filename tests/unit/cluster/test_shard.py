@@ -52,7 +52,7 @@ def test_an_answer_in_between_begins_the_count_anew(scene):
 
 def test_a_server_that_reads_and_does_not_write_opens_its_breaker(scene):
     for _ in range(5):
-        scene.shard.read()
+        scene.shard.met()
         scene.shard.refused(AWAY)
         scene.timers.run()
     assert scene.shard.is_open
@@ -64,7 +64,7 @@ def test_once_it_writes_again_reading_is_as_good_as_writing(scene, write):
         scene.shard.refused(AWAY)
         scene.timers.run()
     write(scene.shard)
-    scene.shard.read()
+    scene.shard.met()
     scene.fail(turns=4)
     assert not scene.shard.is_open
 
@@ -72,7 +72,7 @@ def test_once_it_writes_again_reading_is_as_good_as_writing(scene, write):
 def test_a_refusal_that_says_nothing_about_the_server_leaves_readings_what_they_are(scene):
     scene.shard.refused(StoreOverloadedError("full"))
     scene.fail(turns=4)
-    scene.shard.read()
+    scene.shard.met()
     scene.fail(turns=4)
     assert not scene.shard.is_open
 

@@ -26,13 +26,15 @@ async def world():
 
 
 class TestMisses:
-    async def test_a_bucket_that_the_node_does_not_know_is_read(self, world):
+    async def test_a_check_of_a_bucket_that_the_node_does_not_know_is_decided_by_the_store(
+        self, world
+    ):
         world.store.spend(b"a", RULE, 100, world.clock.now_us())
         assert world.at_once() is None
         answer = world.wait()
         world.run(MS)
         assert answer.result()[:2] == (True, RULE.limit - 101)
-        assert world.store.asked("read") == [name_of(b"a")]
+        assert world.store.asked("meet") == [name_of(b"a")]
         assert world.stats.bucket_missed_total == 1
 
     async def test_the_next_check_is_answered_at_once(self, world):
@@ -40,15 +42,15 @@ class TestMisses:
         assert world.at_once()[:2] == (True, RULE.limit - 2)
         assert len(world.store.requests) == 1
 
-    async def test_all_that_wait_for_one_bucket_share_one_read_and_are_charged_in_order(
+    async def test_all_that_wait_for_one_bucket_wait_for_the_first_and_are_charged_in_order(
         self, world
     ):
         answers = [world.wait(cost=cost) for cost in (1, 2, 3)]
         world.run(MS)
         assert [answer.result()[1] for answer in answers] == [999, 997, 994]
-        assert len(world.store.asked("read")) == world.stats.bucket_missed_total == 1
+        assert len(world.store.asked("meet")) == world.stats.bucket_missed_total == 1
 
-    async def test_a_read_that_fails_is_told_to_all_and_the_next_check_reads_again(self, world):
+    async def test_one_that_fails_is_told_to_all_and_the_next_check_asks_again(self, world):
         world.store.mode = "down"
         answers = [world.wait() for _ in range(3)]
         world.run(20 * MS)
@@ -57,17 +59,18 @@ class TestMisses:
         world.store.mode = "up"
         assert world.check()[:2] == (True, 999)
 
-    async def test_five_reads_that_fail_open_the_breaker(self, world):
+    async def test_five_that_fail_open_the_breaker(self, world):
         world.store.mode = "down"
         for _ in range(5):
             assert not world.shard.is_open
             world.check()
         assert world.shard.is_open
 
-    async def test_a_caller_that_has_left_is_charged_nothing(self, world):
+    async def test_a_caller_that_has_left_was_charged_and_one_behind_it_was_not(self, world):
         world.wait(cost=100).cancel()
+        world.wait(cost=50).cancel()
         world.run(MS)
-        assert world.at_once()[:2] == (True, 999)
+        assert world.at_once()[:2] == (True, 899)
 
     async def test_under_another_rule_than_the_one_that_was_read_for_the_newer_one_holds(
         self, world
@@ -169,9 +172,11 @@ class TestSpending:
         world.run(MS)
         assert world.store.spent(b"a") == 25
 
-    async def test_nor_does_one_that_a_check_uses_up_that_waited_for_a_read(self):
+    async def test_nor_does_one_that_a_check_uses_up_that_waited_for_another(self):
         world = World(TEN)
-        world.check(cost=5)
+        world.wait(cost=1)
+        world.wait(cost=5)
+        world.run(MS)
         assert len(world.store.asked("settle")) == 1
 
     async def test_a_check_of_a_packed_bucket_waits_for_nothing(self):
@@ -253,7 +258,7 @@ class TestOutage:
             world.at_once(b"another of its hash tag")
         assert world.at_once(b"a")[0]
 
-    async def test_a_store_that_reads_and_does_not_write_is_not_asked_for_ever_more_buckets(
+    async def test_where_batches_fail_and_checks_do_not_a_node_does_not_take_on_ever_more_buckets(
         self, monkeypatch
     ):
         monkeypatch.setattr(tag, "MAX_UNSETTLED", 5)
@@ -263,6 +268,7 @@ class TestOutage:
         )
         for number in range(1_000):
             with suppress(BreakerOpenError):
+                world.check(b"a%d" % number)
                 world.check(b"a%d" % number)
             world.sync()
             world.run(50 * MS)
@@ -279,21 +285,24 @@ class TestOutage:
         assert world.at_once(cost=2)[0]
 
     @pytest.mark.parametrize("decides_alone", [True, False])
-    async def test_a_check_whose_read_comes_when_the_breaker_has_opened_is_answered_like_others(
+    async def test_a_check_behind_one_that_comes_when_the_breaker_has_opened_is_answered_like_others(
         self, decides_alone
     ):
         world = World(TEN, decides_alone=decides_alone)
         world.store.mode = "held"
-        answer, peek = world.wait(), world.wait(peek=True)
+        first, answer, peek = world.wait(), world.wait(), world.wait(peek=True)
         world.open_breaker()
         world.store.held_one().answer()
+        assert first.result()[:2] == (True, 9)
         if decides_alone:
-            assert answer.result()[:2] == (True, 9)
+            assert answer.result()[:2] == (True, 8)
         else:
             assert isinstance(answer.result(), BreakerOpenError)
         assert peek.done()
 
-    async def test_a_read_that_comes_when_the_bucket_was_made_without_it_makes_no_second_one(self):
+    async def test_an_answer_that_comes_when_the_bucket_was_made_without_it_makes_no_second_one(
+        self,
+    ):
         world = World(TEN, decides_alone=True)
         world.store.spend(b"a", TEN, 5, world.clock.now_us())
         world.store.mode = "held"
@@ -301,7 +310,8 @@ class TestOutage:
         world.open_breaker()
         world.at_once(cost=2)
         world.store.held_one().answer()
-        assert answer.result()[:2] == (True, 10 - 5 - 2 - 1)
+        assert answer.result()[:2] == (True, 10 - 5 - 1)
+        assert world.peek()[1] == 10 - 5 - 1 - 2 - 1
         world.store.mode = "up"
         world.settle()
         assert world.store.spent(b"a") == 8
@@ -317,7 +327,7 @@ class TestOutage:
             world.buckets.step()
         assert world.cache.get(b"a") is None
         world.store.held_one().answer()
-        assert answer.result()[:2] == (True, 7)
+        assert answer.result()[:2] == (True, 9)
         world.store.mode = "up"
         world.settle()
         assert world.store.spent(b"a") == 3
@@ -353,6 +363,7 @@ class TestOutage:
         assert world.accuracy.forgiven_total == 10
 
     async def test_the_sync_opens_no_breaker(self, world):
+        world.know()
         world.check()
         world.store.mode = "down"
         world.sync()
@@ -453,15 +464,16 @@ class TestResets:
         await resetting
 
     async def test_a_bucket_starts_afresh_here_and_others_are_told(self, world):
+        world.know()
         world.check(cost=900)
         world.settle()
-        world.check(cost=50)
+        world.check(cost=25)
         await self.reset(world, b"a", b"unknown")
         assert world.at_once()[:2] == (True, 999)
         assert world.bus.published == [(key[0], b"D" + name_of(key)) for key in (b"a", b"unknown")]
         world.settle()
         assert world.store.spent(b"a") == 1
-        assert world.accuracy.forgiven_total == 50  # of the bucket that is no more
+        assert world.accuracy.forgiven_total == 25  # of the bucket that is no more
 
     async def test_one_that_is_not_answered_is_told_to_nobody(self, world):
         world.check()
@@ -529,6 +541,7 @@ class TestEviction:
         self,
     ):
         world = World(max_entries=1)
+        world.know(b"a")
         world.check(b"a", cost=100)
         for _ in range(3):  # others come, until it leaves
             world.know(b"b", b"c")
@@ -538,10 +551,11 @@ class TestEviction:
         assert len(world.cache) <= 3
         world.settle()
         assert world.store.spent(b"a") == 101
-        assert world.store.asked("read").count(name_of(b"a")) == 1
+        assert world.store.asked("meet").count(name_of(b"a")) == 1
 
     async def test_one_that_is_settled_before_it_is_asked_for_again_is_read(self):
         world = World(max_entries=1)
+        world.know(b"a")
         world.check(b"a", cost=100)
         for _ in range(3):
             world.know(b"b", b"c")

@@ -16,7 +16,7 @@ from ratelimitd.cluster.store import HASH_TAGS
 from ratelimitd.cluster.tag import Surroundings, Tag
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.ledger.batches import Ledger
-from ratelimitd.ledger.shared_state import Ask, SharedState, Update, reset, settle
+from ratelimitd.ledger.shared_state import Ask, SharedState, Update, meet, reset, settle
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
@@ -113,6 +113,16 @@ class FakeStore:
 
     def read(self, name, rule, done):
         self._take("read", name, lambda: self.ledger.buckets.get(name), done)
+
+    def meet(self, check, done):
+        def met():
+            buckets = self.ledger.buckets
+            outcome, shared = meet(buckets.get(check.name), check)
+            if outcome[0] and not check.peek:
+                buckets[check.name] = shared
+            return outcome, shared
+
+        self._take("meet", check.name, met, done)
 
     def settle(self, tag, batch, done):
         # What a sender was answered is kept with each hash tag.
@@ -259,10 +269,12 @@ class World:
         return answer.result()
 
     def know(self, *keys):
-        """Let the node read buckets."""
+        """Let the node meet buckets, and have them in use."""
         for key in keys or (b"a",):
             self.wait(key, 1, peek=True)
         self.run(2 * MS)
+        for key in keys or (b"a",):
+            self.peek(key)
 
     def run(self, us=0):
         self.timers.run(us)

@@ -7,8 +7,10 @@ import pytest
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.shared_state import (
     Ask,
+    FirstCheck,
     SharedState,
     Update,
+    meet,
     overdrawn,
     reset,
     settle,
@@ -88,6 +90,26 @@ def test_spends_of_a_bucket_that_the_node_has_not_heard_of_are_charged_to_the_on
         7, generation=2
     )
     assert after(None, (NOW, 4), generation=None).shared == stored(4)
+
+
+def met(before, cost=1, *, rule=RULE, peek=False):
+    return meet(before, FirstCheck(b"", rule, NOW, cost, peek))
+
+
+def test_a_first_check_is_charged_if_it_is_allowed():
+    outcome, shared = met(stored(4), 5)
+    assert (outcome[:2], outcome[5], shared) == ((True, 1), None, stored(9))
+    outcome, shared = met(stored(4), 7)
+    assert (outcome[0], shared) == (False, stored(4))
+    outcome, shared = met(None, 3, peek=True)
+    assert (outcome[:2], shared) == ((True, 7), stored())
+
+
+def test_a_first_check_goes_by_the_newer_of_two_rules():
+    outcome, shared = met(stored(7), 1, rule=LOWER)
+    assert (outcome[0], shared) == (False, stored(4, rule=LOWER))
+    outcome, shared = met(stored(2, rule=LOWER), 2)
+    assert (outcome[:2], shared) == ((True, 0), stored(4, rule=LOWER))
 
 
 def test_a_reset_is_a_full_bucket_of_the_next_generation():

@@ -4,11 +4,13 @@ import pytest
 
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import Ask, Settled, SharedState, Update
+from ratelimitd.ledger.shared_state import Ask, FirstCheck, Settled, SharedState, Update
 from ratelimitd.model import Algorithm, Reason
 from ratelimitd.sharedstate.encoding import (
     bucket_key,
     decide_request,
+    meet_request,
+    met,
     outcome_of,
     replaced,
     reset_reply,
@@ -116,6 +118,49 @@ def test_an_outcome_comes_with_the_time_of_the_check():
 def test_what_is_no_outcome_is_an_error(reply):
     with pytest.raises(StoreCorruptError):
         outcome_of(reply)
+
+
+FIRST = FirstCheck(ONE, RULE, 1000, 2, peek=False)
+SECOND = FirstCheck(OTHER, WINDOW, 1001, 3, peek=True)
+
+
+def test_first_checks_go_each_with_its_bucket_rule_and_time():
+    keys, [argument] = meet_request([FIRST, SECOND])
+    assert keys == [bucket_key(ONE), bucket_key(OTHER)]
+    assert argument == pack("<BBQIIIq", 1, 0, 3, 10, 60, 2, 1000) + pack(
+        "<BBQIIIq", 2, 1, 4, 11, 61, 3, 1001
+    )
+
+
+def test_each_comes_back_with_its_outcome_and_the_bucket_and_how_many_values_were_none():
+    allowed, denied = pack("<BBIIQ", 1, 1, 9, 0, 50), pack("<BBIIQ", 0, 2, 0, 3, 50)
+    assert met([FIRST, SECOND], [1, allowed + FULL, denied + COUNTED]) == (
+        1,
+        [
+            ((True, 9, 50, 0, Reason.WITHIN_LIMIT, None), SharedState(0, 3, 10, None)),
+            ((False, 0, 50, 3, Reason.LIMIT_EXCEEDED, None), SharedState(0, 4, 11, (5, 6))),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        None,
+        7,
+        [],
+        [0],
+        [b"0", b""],
+        [0, None],
+        [0, b""],
+        [0, pack("<BBIIQ", 1, 1, 9, 0, 50)],
+        [0, pack("<BBIIQ", 1, 99, 9, 0, 50) + FULL],
+        [0, pack("<BBIIQ", 1, 1, 9, 0, 50) + FULL, b""],
+    ],
+)
+def test_what_is_no_reply_to_first_checks_is_an_error(reply):
+    with pytest.raises(StoreCorruptError):
+        met([FIRST], reply)
 
 
 def test_a_reset_names_each_bucket_with_its_rule():

@@ -4,7 +4,7 @@ import pytest
 
 from ratelimitd.sharedstate.script import LIBRARY, SHEBANG, Script, load
 
-SCRIPTS = ("settle", "decide", "reset")
+SCRIPTS = ("settle", "decide", "meet", "reset")
 
 
 def test_a_script_knows_the_digest_by_which_a_server_finds_it():

@@ -6,11 +6,16 @@ import pytest
 
 from ratelimitd.errors import StoreCorruptError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.ledger.batches import Sender
-from ratelimitd.ledger.shared_state import Ask, SharedState, Update
-from ratelimitd.model import LIMIT_EXCEEDED, Algorithm, IdentifierType, Rule
+from ratelimitd.ledger.shared_state import Ask, FirstCheck, SharedState, Update
+from ratelimitd.model import LIMIT_EXCEEDED, WITHIN_LIMIT, Algorithm, IdentifierType, Rule
 from ratelimitd.sharedstate.encoding import bucket_key
 from ratelimitd.sharedstate.shards import TAGS, standalone
-from ratelimitd.sharedstate.store import READS_PER_COMMAND, TAGS_PER_BATCH, RedisStore
+from ratelimitd.sharedstate.store import (
+    MEETS_PER_COMMAND,
+    READS_PER_COMMAND,
+    TAGS_PER_BATCH,
+    RedisStore,
+)
 from ratelimitd.sharedstate.url import parse_redis_url
 from tests.servers import free_port
 from tests.unit.sharedstate.asking import PATIENT, asked
@@ -67,6 +72,14 @@ async def decide(store, cost, *, peek=False, now_us=NOW_US):
     return await answer
 
 
+async def meet(store, cost=1, *, name=NAME, peek=False):
+    return await asked(store.meet, FirstCheck(name, RULE, NOW_US, cost, peek))
+
+
+def script_calls(valkey):
+    return valkey.info("commandstats")["cmdstat_evalsha"]["calls"]
+
+
 async def beat(store, name, ttl_us=5_000_000, fingerprint="ours"):
     return await asked(store.beat, name, ttl_us, fingerprint)
 
@@ -115,6 +128,51 @@ async def test_in_a_cluster_each_bucket_is_read_by_itself(shards, valkey, monkey
     states = await asyncio.gather(*(asked(store.read, name, RULE) for name in names))
     assert states == [None] * 3
     assert valkey.info("commandstats")["cmdstat_mget"]["calls"] == 3
+
+
+async def test_a_first_check_is_decided_and_the_bucket_comes_with_its_answer(store):
+    await settle(store, Sender("node/1"), (NAME, update(4)))
+    outcome, shared = await meet(store, 5)
+    assert outcome == (True, 1, 1_700_006_400 + 3_600, 0, WITHIN_LIMIT, None)
+    assert shared == SharedState(0, 3, 10, (9, NOW_US))
+    assert await asked(store.read, NAME, RULE) == shared
+    outcome, same = await meet(store, 2)
+    assert (outcome[4], same) == (LIMIT_EXCEEDED, shared)
+
+
+async def test_one_that_only_asks_writes_nothing(store, valkey):
+    outcome, shared = await meet(store, 3, peek=True)
+    assert (outcome[:2], shared) == ((True, 7), SharedState(0, 3, 10))
+    assert valkey.ask("EXISTS", bucket_key(NAME)) == 0
+
+
+async def test_first_checks_of_one_turn_are_decided_together_each_with_its_own_answer(
+    store, valkey
+):
+    await meet(store, 4)  # the script is there
+    before = script_calls(valkey)
+    names = [b"a%015d" % number for number in range(MEETS_PER_COMMAND)]
+    met = await asyncio.gather(*(meet(store, 1, name=name) for name in (*names, NAME)))
+    assert [outcome[1] for outcome, _ in met] == [9] * MEETS_PER_COMMAND + [5]
+    assert script_calls(valkey) == before + 2
+
+
+async def test_in_a_cluster_those_of_one_hash_tag_are_decided_together(shards, valkey, monkeypatch):
+    monkeypatch.setattr(shards, "is_cluster", True, raising=False)
+    store = RedisStore(shards)
+    await meet(store)
+    before = script_calls(valkey)
+    names = [bytes([tag, number]) * 8 for tag in (1, 2) for number in range(3)]
+    met = await asyncio.gather(*(meet(store, 1, name=name) for name in names))
+    assert [outcome[1] for outcome, _ in met] == [9] * 6
+    assert script_calls(valkey) == before + 2
+
+
+async def test_a_first_check_of_a_value_that_is_no_bucket_begins_one(store, valkey):
+    valkey.ask("SET", bucket_key(NAME), b"not ours")
+    outcome, _ = await meet(store, 4)
+    assert (outcome[:2], store.corrupt_total) == ((True, 6), 1)
+    assert (await asked(store.read, NAME, RULE)).state == (4, NOW_US)
 
 
 async def test_a_value_that_is_no_bucket_counts_as_a_full_one_and_the_next_batch_replaces_it(
@@ -201,6 +259,7 @@ async def test_a_user_who_may_not_do_what_scripts_do_is_refused_and_no_bucket_is
         answers = [
             await settle(store, Sender("node/2"), (NAME, update(1))),
             await decide(store, 1),
+            await meet(store),
             await asked(store.reset, NAME, RULE),
             await asked(store.probe, 7),
             await beat(store, "one/1"),
@@ -216,6 +275,7 @@ async def ask_everything(store):
         await asked(store.read, NAME, RULE),
         await settle(store, Sender("node/1"), (NAME, update(4))),
         await decide(store, 1),
+        await meet(store),
         await asked(store.reset, NAME, RULE),
         await asked(store.probe, 7),
         await beat(store, "one/1"),
