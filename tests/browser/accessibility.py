@@ -1,0 +1,49 @@
+"""What axe-core finds on a page, and what a keyboard reaches."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from playwright.sync_api import Page
+
+AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+
+GRAVE = {"serious", "critical"}
+
+FOCUSED = """
+() => {
+  const element = document.activeElement
+  if (element === document.body) return null
+  const look = getComputedStyle(element)
+  const seen = element.checkVisibility() && look.outlineStyle !== 'none' && parseFloat(look.outlineWidth) > 0
+  const label = element.labels?.[0]?.innerText ?? element.getAttribute('aria-label') ?? element.innerText
+  const place = [...document.querySelectorAll('*')].indexOf(element)
+  return [label.trim().split('\\n')[0], seen, place]
+}
+"""
+
+SIDEWAYS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+"""Whether the page is wider than its window."""
+
+
+def violations(page: Page) -> list[str]:
+    """What keeps somebody from using the page: the rule of axe-core, and the elements that break it."""
+    page.evaluate(AXE)
+    found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
+    return [
+        f"{violation['id']} ({violation['impact']}): {node['html']}: {node['failureSummary']}"
+        for violation in found
+        if violation["impact"] in GRAVE
+        for node in violation["nodes"]
+    ]
+
+
+def tab_stops(page: Page) -> list[tuple[str, bool]]:
+    """Press Tab from the top of the page to its end: what each stop is called, and whether one sees the focus."""
+    stops: dict[int, tuple[str, bool]] = {}
+    while True:
+        page.keyboard.press("Tab")
+        stop = page.evaluate(FOCUSED)
+        if stop is None or stop[2] in stops:  # behind the last comes the first again, or nothing
+            return [*stops.values()]
+        stops[stop[2]] = (stop[0], stop[1])

@@ -1,0 +1,190 @@
+"""Who cannot see well, has no mouse, a small screen or no JavaScript, can do it all the same."""
+
+from typing import NamedTuple
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.accessibility import SIDEWAYS, tab_stops, violations
+from tests.browser.acts import RULE, create_rule, fill, press, reset, try_check
+from tests.browser.conftest import open_session
+from tests.browser.visit import PHONE
+
+pytestmark = pytest.mark.system
+
+LONG = "/v1/" + "a-very-long-name-of-a-service/" * 8
+
+
+class Walk(NamedTuple):
+    """To every page there is, in each of its forms."""
+
+    page: Page
+    rule: str
+    """Where the rule for ``LONG`` is."""
+
+    def overview(self):
+        self.page.goto("/")
+
+    def rules(self):
+        self.page.goto("/rules")
+
+    def no_rules(self):
+        self.page.goto("/rules?q=nothing-like-it")
+
+    def new_rule(self):
+        self.page.goto("/rules/new")
+
+    def wrong_rule(self):
+        self.page.goto("/rules/new")
+        fill(self.page, RULE | {"Limit": "many"})
+        press(self.page, "Show what changes")
+        expect(self.page.get_by_role("alert")).to_be_visible()
+
+    def a_rule(self):
+        self.page.goto(self.rule)
+
+    def preview(self):
+        self.page.goto(self.rule)
+        fill(self.page, {"Algorithm": "sliding_window", "Window in seconds": "60"})
+        press(self.page, "Show what changes")
+        expect(self.page.get_by_role("table", name="What changes")).to_be_visible()
+
+    def conflict(self):
+        self.page.goto(self.rule)
+        self.page.locator("[name=etag]").evaluate("field => field.value = 'of another version'")
+        press(self.page, "Show what changes")
+        expect(self.page.get_by_role("table", name="Both versions")).to_be_visible()
+
+    def switch(self):
+        self.page.goto(f"{self.rule}/switch")
+
+    def delete(self):
+        self.page.goto(f"{self.rule}/delete")
+
+    def changes(self):
+        self.page.goto("/audit")
+
+    def try_form(self):
+        self.page.goto("/try")
+
+    def denied(self):
+        while not try_check(self.page, LONG).startswith("denied"):
+            pass
+
+    def reset_form(self):
+        self.page.goto("/try")
+        form = self.page.get_by_role("region", name="Reset", exact=True)
+        fill(form, {"Identifier": "alice", "Endpoint": LONG})
+        press(form, "Reset …")
+        expect(self.page.get_by_role("heading", name="Reset what was spent?")).to_be_visible()
+
+    def missing(self):
+        self.page.goto("/no/such/page")
+
+    def login(self):
+        self.page.goto("/login")
+
+
+WAYS = [name for name in vars(Walk) if not name.startswith("_") and name not in Walk._fields]
+
+
+@pytest.fixture
+def walk(operator, node, visit):
+    """Sends a visitor of some kind on a walk past all pages; after each the caller has a look."""
+    rule = create_rule(operator.page, Endpoint=LONG, Limit="1")
+
+    def start(**options):
+        visitor = visit(node.http_address, expected=frozenset({404, 409, 422}), **options)
+        open_session(visitor)
+        walk = Walk(visitor.page, rule)
+        for way in WAYS:
+            getattr(walk, way)()
+            yield way, visitor.page
+
+    return start
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_grave(walk, scheme):
+    found = {way: violations(page) for way, page in walk(color_scheme=scheme)}
+    assert found == dict.fromkeys(WAYS, [])
+
+
+def test_nothing_is_wider_than_a_phone(walk):
+    wide = [way for way, page in walk(viewport=PHONE, has_touch=True) if page.evaluate(SIDEWAYS)]
+    assert wide == []
+
+
+def test_the_keyboard_reaches_everything_in_order_and_one_sees_where_it_is(walk):
+    for way, page in walk():
+        stops = tab_stops(page)
+        reachable = page.locator(
+            "a[href], button:visible, input:visible, select:visible, [tabindex='0']"
+        ).count()
+        assert len(stops) == reachable, way
+        assert stops[0][0] == "Skip to the content", way
+        assert [label for label, seen in stops if not seen] == [], way
+
+
+def test_a_rule_is_made_and_met_by_keyboard_alone(operator):
+    page = operator.go("/rules")
+
+    def tab_to(label):
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            focused = page.evaluate(
+                "(document.activeElement.labels?.[0] ?? document.activeElement).innerText.trim()"
+            )
+            if focused == label:
+                return
+        pytest.fail(f"Tab does not come to {label}")
+
+    tab_to("New rule")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/rules/new")
+    for label, text in (("Endpoint", "/typed"), ("Limit", "1"), ("Window in seconds", "3600")):
+        tab_to(label)
+        page.keyboard.press("Control+A")
+        page.keyboard.type(text)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Create this rule?")).to_be_visible()
+    tab_to("Create the rule")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("status")).to_contain_text("The rule was created.")
+
+    tab_to("Try a check")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/try")
+    for label, text in (("Identifier", "alice"), ("Endpoint", "/typed")):
+        tab_to(label)
+        page.keyboard.type(text)
+    page.keyboard.press("Enter")
+    expect(page.locator("#answer")).to_contain_text("allowed")
+
+
+def test_the_first_stop_leads_past_the_navigation(operator):
+    page = operator.go("/rules")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.innerText") == "New rule"
+
+
+def test_without_javascript_all_forms_work_and_numbers_are_there(node, visit):
+    visitor = visit(node.http_address, java_script_enabled=False)
+    open_session(visitor)
+    page = visitor.page
+    rule = create_rule(page, Endpoint="/plain", Limit="1")
+    assert [try_check(page, "/plain").split()[0] for _ in range(2)] == ["allowed", "denied"]
+    reset(page, "/plain")
+    assert try_check(page, "/plain").startswith("allowed")
+    page.goto(rule)
+    fill(page, {"Limit": "2"})
+    press(page, "Show what changes")
+    press(page, "Store the change")
+    expect(page.get_by_role("status")).to_contain_text("The change was stored.")
+    page.goto("/")
+    expect(page.get_by_role("main")).to_contain_text("Allowed")
+    page.goto(f"{rule}/delete")
+    press(page, "Delete the rule")
+    expect(page.get_by_role("status")).to_contain_text("The rule was deleted.")

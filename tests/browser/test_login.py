@@ -1,0 +1,54 @@
+"""Who may see the pages, where an ADMIN_TOKEN is set: by the form, for eight hours, on every node with that token."""
+
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from ratelimitd.web.sessions import SESSION_S, Sessions
+from tests.browser.conftest import ADMIN_TOKEN, carry, log_in
+
+pytestmark = pytest.mark.system
+
+REFUSED = frozenset({401})
+WRONG_TOKENS = 'rate_limiter_web_refused_total{cause="wrong_token"}'
+
+
+def path_of(page):
+    return urlsplit(page.url).path
+
+
+def test_who_logs_in_comes_back_to_where_they_wanted_to_go_and_logs_out(node, visit):
+    page = visit(node.http_address).go("/rules?enabled=no")
+    assert path_of(page) == "/login"
+    log_in(page)
+    assert page.url.endswith("/rules?enabled=no")
+    page.get_by_role("button", name="Log out").click()
+    assert path_of(page) == "/login"
+    page.go_back()
+    page.goto("/rules")
+    assert path_of(page) == "/login"
+
+
+def test_another_token_is_refused_and_counted(node, visit):
+    before = node.metric(WRONG_TOKENS)
+    page = visit(node.http_address, expected=REFUSED).go("/login")
+    page.get_by_label("ADMIN_TOKEN").fill("somebody else's")
+    page.get_by_role("button", name="Log in").click()
+    assert page.get_by_role("alert").inner_text() == "This is not the ADMIN_TOKEN of this node."
+    page.goto("/rules")
+    assert path_of(page) == "/login"
+    assert node.metric(WRONG_TOKENS) == before + 1
+
+
+def test_a_session_ends_after_eight_hours(node, visit):
+    visitor = visit(node.http_address)
+    for age_s, expected in ((SESSION_S - 60, "/rules"), (SESSION_S + 1, "/login")):
+        carry(visitor, Sessions(ADMIN_TOKEN, lambda age=age_s: time.time() - age).open())
+        assert path_of(visitor.go("/rules")) == expected
+
+
+def test_a_session_of_another_token_is_none(node, visit):
+    visitor = visit(node.http_address)
+    carry(visitor, Sessions("the token of yesterday", time.time).open())
+    assert path_of(visitor.go("/rules")) == "/login"

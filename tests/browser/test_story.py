@@ -1,0 +1,56 @@
+"""What an operator does with a node, from the first login to the last rule, in the order in which they would do it."""
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.acts import create_rule, fill, press, reset, try_check
+from tests.browser.conftest import log_in
+
+pytestmark = pytest.mark.system
+
+ALLOWED, DENIED = "allowed user alice on /orders", "denied user alice on /orders"
+
+
+def test_a_rule_is_created_seen_to_limit_edited_switched_off_and_deleted(node, visit):
+    page = visit(node.http_address).go("/")
+    log_in(page)
+
+    rule = create_rule(page, Limit="3")
+    assert [try_check(page) for _ in range(4)] == [ALLOWED] * 3 + [DENIED]
+    assert not node.check("/orders", "alice").allowed
+
+    reset(page)
+    assert [try_check(page) for _ in range(4)] == [ALLOWED] * 3 + [DENIED]
+
+    page.goto(rule)
+    fill(page, {"Limit": "5"})
+    press(page, "Show what changes")
+    changed = page.get_by_role("row", name="Limit")
+    expect(changed).to_have_text("Limit 3 → becomes 5", use_inner_text=True)
+    press(page, "Store the change")
+    expect(page.get_by_role("status")).to_contain_text("The change was stored.")
+    assert [try_check(page) for _ in range(3)] == [ALLOWED] * 2 + [DENIED]
+
+    page.goto("/rules")
+    page.get_by_role("link", name="Disable /orders user").click()
+    expect(page.get_by_role("main")).to_contain_text("no rule, so they are all allowed")
+    press(page, "Store the change")
+    assert try_check(page) == ALLOWED
+
+    page.goto("/rules")
+    page.get_by_role("link", name="Enable /orders user").click()
+    press(page, "Store the change")
+    assert try_check(page) == DENIED
+
+    page.goto("/rules")
+    page.get_by_role("link", name="Delete /orders user").click()
+    press(page, "Delete the rule")
+    expect(page.get_by_role("status")).to_contain_text("The rule was deleted.")
+    expect(page.get_by_role("main")).to_contain_text("There are no rules yet")
+    assert try_check(page) == ALLOWED
+
+    page.get_by_role("link", name="Changes").click()
+    rows = page.get_by_role("table", name="Changes of rules").locator("tbody tr").all()[:5]
+    told = [[cell.inner_text() for cell in row.get_by_role("cell").all()[1:3]] for row in rows]
+    assert [what for _, what in told] == ["deleted", "changed", "changed", "changed", "created"]
+    assert {who for who, _ in told} == {"admin@127.0.0.1"}
