@@ -12,15 +12,26 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from ratelimitd.testing import running_node
+from tests.system.process import clean_environment
+
+ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
 def crowd(names: Sequence[str], **settings: str) -> Iterator[None]:
     """Nodes of these names answer until the block ends."""
     command = [sys.executable, "-m", __name__, json.dumps(settings), *names]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=clean_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
         assert process.stdin
         assert process.stdout
         assert process.stdout.readline() == b"ready\n"
@@ -28,7 +39,7 @@ def crowd(names: Sequence[str], **settings: str) -> Iterator[None]:
         process.stdin.close()
 
 
-async def _run(names: Sequence[str], settings: dict[str, str]) -> None:
+async def _run(names: Sequence[str], settings: dict[str, Any]) -> None:
     async with contextlib.AsyncExitStack() as nodes:
         for name in names:
             await nodes.enter_async_context(running_node(node_id=name, **settings))

@@ -14,10 +14,12 @@ import shutil
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
 WAIT_MS = 20_000
 """Longest wait for what a page does in its own time: far above what it takes, so that only a hang fails."""
+
+expect.set_options(timeout=WAIT_MS)
 
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 375, "height": 812}
@@ -41,6 +43,12 @@ def chromium() -> Iterator[Browser]:
         )
         yield browser
         browser.close()
+
+
+class Octets:
+    """What came over the network, heads and bodies."""
+
+    count = 0
 
 
 class Visit:
@@ -93,3 +101,21 @@ class Visit:
 
     def _is_ours(self, url: str) -> bool:
         return url.startswith(self.origin + "/") or urlsplit(url).scheme in {"data", "about"}
+
+
+@contextlib.contextmanager
+def transferred(visit: Visit) -> Iterator[Octets]:
+    """Counts what a visitor is sent while the block runs, also of answers that go on."""
+    octets = Octets()
+    protocol = visit.context.new_cdp_session(visit.page)
+
+    def add(count: int) -> None:
+        octets.count += int(count)
+
+    protocol.on(
+        "Network.responseReceived", lambda event: add(event["response"]["encodedDataLength"])
+    )
+    protocol.on("Network.dataReceived", lambda event: add(event["dataLength"]))
+    protocol.send("Network.enable")
+    yield octets
+    protocol.detach()
