@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ratelimitd.cluster.store import SharedStore
@@ -11,35 +11,43 @@ from ratelimitd.errors import RateLimitdError, StoreOverloadedError, StoreUnavai
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import Rule
 
+_Answer = asyncio.Future[RateLimitdError | None]
+
+Heard = Callable[[bytes, SharedState], None]
+"""Takes the name of a bucket that was reset, and what it is now."""
+
 
 async def reset_buckets(
-    store: SharedStore, names: Sequence[bytes], rules: Sequence[Rule]
-) -> Sequence[SharedState]:
-    """Make buckets full, each with its rule; returns what they are now.
+    store: SharedStore, names: Sequence[bytes], rules: Sequence[Rule], heard: Heard
+) -> None:
+    """Make buckets full, each with its rule.
+
+    ``heard`` is called for each as soon as it is, also when others of them fail: whoever goes by what it was before
+    must be told in any case.
 
     Raises:
         StoreUnavailableError: not known to be done.
         StoreOverloadedError: at least one was not asked for.
     """
     loop = asyncio.get_running_loop()
-    answers: list[asyncio.Future[SharedState | RateLimitdError]] = []
+    answers: list[_Answer] = []
     for name, rule in zip(names, rules, strict=True):
         answers.append(loop.create_future())
-        store.reset(name, rule, partial(_tell, answers[-1]))
-    states = []
+        store.reset(name, rule, partial(_answered, answers[-1], name, heard))
     for answer in answers:
-        shared = await answer
-        if isinstance(shared, StoreOverloadedError):
-            raise shared
-        if isinstance(shared, RateLimitdError):
+        error = await answer
+        if isinstance(error, StoreOverloadedError):
+            raise error
+        if error is not None:
             message = "the shared state did not answer: the bucket may be as it was"
-            raise StoreUnavailableError(message) from shared
-        states.append(shared)
-    return states
+            raise StoreUnavailableError(message) from error
 
 
-def _tell(
-    answer: asyncio.Future[SharedState | RateLimitdError], shared: SharedState | RateLimitdError
+def _answered(
+    answer: _Answer, name: bytes, heard: Heard, shared: SharedState | RateLimitdError
 ) -> None:
+    error = shared if isinstance(shared, RateLimitdError) else None
+    if not isinstance(shared, RateLimitdError):
+        heard(name, shared)
     if not answer.done():
-        answer.set_result(shared)
+        answer.set_result(error)

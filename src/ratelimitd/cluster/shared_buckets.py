@@ -158,10 +158,11 @@ class SharedBuckets:
         Raises:
             StoreUnavailableError: not known to be done.
         """
-        names = [*map(self._stored_name, keys)]
-        for name, shared in zip(names, await reset_buckets(self._store, names, rules), strict=True):
-            self.heard(name, shared)
-            self._news.was_reset(name)
+        await reset_buckets(self._store, [*map(self._stored_name, keys)], rules, self._was_reset)
+
+    def _was_reset(self, name: bytes, shared: SharedState) -> None:
+        self.heard(name, shared)
+        self._news.was_reset(name)
 
     # What comes from the store
 

@@ -84,4 +84,5 @@ class StrictBuckets:
         Raises:
             StoreUnavailableError: not known to be done.
         """
-        await reset_buckets(self._store, [*map(self._stored_name, keys)], rules)
+        names = [*map(self._stored_name, keys)]
+        await reset_buckets(self._store, names, rules, lambda _name, _shared: None)

@@ -15,45 +15,65 @@ def store():
     return store
 
 
-async def begin(store, *keys):
-    rules = [limited(limit) for limit in range(1, len(keys) + 1)]
-    task = asyncio.create_task(reset_buckets(store, [*map(name_of, keys)], rules))
-    await asyncio.sleep(0)
-    return task
+@pytest.fixture
+def heard():
+    """The buckets that were said to be reset."""
+    return {}
 
 
-async def test_all_are_asked_for_together_and_returned_in_order(store):
+@pytest.fixture
+def begin(store, heard):
+    async def begin(*keys):
+        rules = [limited(limit) for limit in range(1, len(keys) + 1)]
+        names = [*map(name_of, keys)]
+        task = asyncio.create_task(reset_buckets(store, names, rules, heard.__setitem__))
+        await asyncio.sleep(0)
+        return task
+
+    return begin
+
+
+async def test_all_are_asked_for_together_and_heard_of_as_they_are_answered(store, begin, heard):
     store.spend(b"a", RULE, 5, 7)
-    task = await begin(store, b"a", b"b")
+    task = await begin(b"a", b"b")
     assert store.asked("reset") == [name_of(b"a"), name_of(b"b")]
     for request in reversed(store.held):
         request.answer()
-    first, second = await task
-    assert (first.generation, first.limit, first.state) == (1, 1, None)
-    assert (second.generation, second.limit, second.state) == (1, 2, None)
+    await task
+    assert [*heard] == [name_of(b"b"), name_of(b"a")]
+    assert [(each.generation, each.limit, each.state) for each in heard.values()] == [
+        (1, 2, None),
+        (1, 1, None),
+    ]
 
 
-async def test_nothing_to_reset_is_nothing_to_wait_for(store):
-    assert await reset_buckets(store, [], []) == []
+async def test_nothing_to_reset_is_nothing_to_wait_for(store, heard):
+    await reset_buckets(store, [], [], heard.__setitem__)
+    assert heard == {}
 
 
-async def test_one_that_is_not_answered_fails_all_and_says_nothing_of_the_bucket(store):
-    task = await begin(store, b"a", b"b")
-    store.held[0].answer()
-    store.held[1].lose()
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_one_that_is_not_answered_fails_all_and_the_others_are_heard_of(
+    store, begin, heard, lost
+):
+    task = await begin(b"a", b"b")
+    other = store.held[1 - lost]
+    store.held[lost].lose()
+    other.answer()
     with pytest.raises(StoreUnavailableError, match="the bucket may be as it was"):
         await task
+    assert heard.keys() == {other.subject}
 
 
-async def test_one_that_was_not_asked_for_is_told_as_such(store):
-    task = await begin(store, b"a")
+async def test_one_that_was_not_asked_for_is_told_as_such(store, begin):
+    task = await begin(b"a")
     store.held[0].done(StoreOverloadedError("full"))
     with pytest.raises(StoreOverloadedError):
         await task
 
 
-async def test_a_caller_that_leaves_does_not_meet_the_answer(store):
-    task = await begin(store, b"a")
+async def test_a_caller_that_leaves_does_not_meet_the_answer(store, begin):
+    task = await begin(b"a")
     task.cancel()
     await asyncio.wait([task])
     store.held[0].answer()

@@ -482,6 +482,16 @@ class TestResets:
             await self.reset(world, b"a")
         assert world.bus.published == []
 
+    async def test_of_several_others_are_told_of_those_that_were_answered(self, world):
+        world.store.mode = "held"
+        resetting = asyncio.create_task(world.buckets.reset([b"a", b"b"], [world.rule] * 2))
+        await asyncio.sleep(0)
+        world.store.held[0].lose()
+        world.store.held[1].answer()
+        with pytest.raises(StoreUnavailableError):
+            await resetting
+        assert world.bus.published == [(ord("b"), b"D" + name_of(b"b"))]
+
     async def test_others_that_do_not_hear_of_it_find_it_with_their_next_batch(self, world):
         world.check(cost=100)
         world.settle()
