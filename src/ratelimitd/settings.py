@@ -266,6 +266,12 @@ _COMBINATIONS: Final = (
         " the whole limit again",
     ),
     _Combination(
+        ("CONSISTENCY", "ON_BREAKER_OPEN", "REDIS_URL"),
+        lambda s: s.consistency == "strict" and s.on_breaker_open == "local" and bool(s.redis_url),
+        "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because a strict node knows no bucket to decide by: it"
+        " would allow everything; choose fail_open or deny",
+    ),
+    _Combination(
         ("TLS_CERT", "TLS_KEY"),
         lambda s: (s.tls_cert is None) != (s.tls_key is None),
         "TLS_CERT and TLS_KEY are set together or not at all",

@@ -107,6 +107,10 @@ def test_everything_that_is_wrong_is_named_at_once():
     ("environ", "expected"),
     [
         ({"WORKERS": "2"}, "WORKERS: more than 1 needs REDIS_URL, because"),
+        (
+            {"CONSISTENCY": "strict", "ON_BREAKER_OPEN": "local", "REDIS_URL": "redis://host"},
+            "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because",
+        ),
         ({"TLS_KEY": "k"}, "TLS_CERT and TLS_KEY are set together"),
         ({"TLS_CLIENT_CA": "ca"}, "TLS_CLIENT_CA needs TLS_CERT"),
         ({"ADMIN_SANS": "ops"}, "need TLS_CLIENT_CA"),
@@ -133,7 +137,7 @@ def test_settings_that_cannot_work_together_or_at_all_are_refused(environ, expec
 
 @pytest.mark.parametrize("consistency", ["eventual", "strict"])
 def test_either_consistency_is_true_of_a_node_that_decides_in_its_own_memory(consistency):
-    assert load(CONSISTENCY=consistency).consistency == consistency
+    assert load(CONSISTENCY=consistency, ON_BREAKER_OPEN="local").consistency == consistency
 
 
 def test_several_processes_may_share_one_port_where_they_share_their_buckets():
