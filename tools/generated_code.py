@@ -1,4 +1,4 @@
-"""Generate the Python code of the wire contract (`--write`), or fail when the committed code differs (`--check`)."""
+"""Generate the code and the OpenAPI document of the wire contract (`--write`), or fail when they differ (`--check`)."""
 
 import argparse
 import difflib
@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROTO = ROOT / "proto"
 CLIENT = ROOT / "clients" / "python"
 TARGET = CLIENT / "src"
+DOCUMENT = ROOT / "src" / "ratelimitd" / "web" / "openapi.json"
 # pip puts the plugins of mypy-protobuf beside the interpreter.
 SCRIPTS = Path(sys.executable).parent
 
@@ -37,8 +38,11 @@ def main() -> int:
     if arguments.write:
         for name, text in fresh.items():
             (TARGET / name).write_text(text)
+        DOCUMENT.write_text(openapi_document())
         return 0
     problems = [*differences(fresh), *outdated_bounds("\n".join(fresh.values()))]
+    if DOCUMENT.read_text() != openapi_document():
+        problems.append("openapi.json differs: run `make proto` and commit the result")
     print("\n".join(problems) or "generated code: current")
     return 1 if problems else 0
 
@@ -71,6 +75,12 @@ def generate(directory: Path) -> None:
     )
     if result.returncode:
         raise SystemExit(result.stderr)
+
+
+def openapi_document() -> str:
+    """Return the OpenAPI document as it would be generated."""
+    command = [sys.executable, str(ROOT / "tools" / "openapi_document.py")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def read_tree(directory: Path) -> dict[str, str]:

@@ -30,12 +30,6 @@ SERVICE, MESSAGE, ENUM, FIELD, METHOD, VALUE = 6, 4, 5, 2, 2, 2
 
 OWN_PREFIX = ".ratelimiter.v1."
 
-POINTERS = {
-    'see DESIGN.md "Answers"': "see [answers](../protocol.md#an-answer)",
-    '(DESIGN.md, "Editing a live rule")': "([what that does](../algorithms.md#when-a-rule-changes))",
-}
-"""Where comments of the contract point to the design, the page that says it here."""
-
 
 def main() -> int:
     """Run the command line; return the exit status."""
@@ -119,8 +113,6 @@ def comments_of(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:
     found = {}
     for location in file.source_code_info.location:
         text = " ".join((location.leading_comments + location.trailing_comments).split())
-        for old, new in POINTERS.items():
-            text = text.replace(old, new)
         if text:
             found[tuple(location.path)] = text.replace("|", "\\|")
     return found

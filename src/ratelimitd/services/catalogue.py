@@ -84,6 +84,23 @@ def guarded(offers: Iterable[Methods], access: Access, edge: ErrorEdge) -> Metho
     return Methods(unary, server_stream, bidi_stream, bulk)
 
 
+def admission(access: Access) -> Callable[[Call], None]:
+    """What lets a call pass that may be made, and raises ``RpcError`` for any other: the guards without the handlers.
+
+    For whoever has work of its own before a handler is called, and does it for nobody else.
+    """
+    requirements = {
+        path: access.requirement(role) for name, role in ROLES.items() for path in _paths(name)
+    }
+
+    def admit(call: Call) -> None:
+        required = requirements[call.method]
+        if required is not None:
+            required(call)
+
+    return admit
+
+
 def _role_of(path: str) -> Role:
     role = ROLES.get(path)
     if role is None:

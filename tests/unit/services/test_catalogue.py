@@ -3,7 +3,7 @@ import pytest
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.services.auth import Access, Credentials, Role
-from ratelimitd.services.catalogue import OUR_SERVICES, ROLES, guarded, names_of
+from ratelimitd.services.catalogue import OUR_SERVICES, ROLES, admission, guarded, names_of
 from ratelimitd.services.status import ErrorEdge
 from ratelimiter.v1 import ratelimiter_pb2
 from tests.unit.services.fake_call import FakeCall, bearer
@@ -135,3 +135,17 @@ def test_a_shortcut_is_offered_only_where_nothing_is_asked_of_callers(
 def test_a_shortcut_of_a_method_without_a_role_is_an_error_at_start():
     with pytest.raises(StartupError, match=r"/x\.Y/Z has no role"):
         served(bulk={"/x.Y/Z": list})
+
+
+def test_a_call_is_admitted_when_its_guard_lets_it_pass():
+    admit = admission(Access(CLOSED))
+    for method in (LIST, LIST.replace("ratelimiter.v1.", "")):
+        with pytest.raises(RpcError) as refused:
+            admit(bearer("check-secret", method=method))
+        assert refused.value.code is StatusCode.PERMISSION_DENIED
+        admit(bearer("admin-secret", method=method))
+    admit(bearer("check-secret", method=CHECK))
+
+
+def test_everybody_is_admitted_where_nothing_is_asked():
+    admission(Access(Credentials()))(FakeCall(method=CHECK, peer="ipv4:192.0.2.7:1"))

@@ -55,13 +55,15 @@ class RateLimiterServicer:
     """
 
     def CheckRateLimit(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Decides whether a request may proceed, and spends its cost if so. A denial is an answer, not an error.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckRateLimitBatch(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Decides up to 1000 requests as if they were sent one by one in this order; a malformed one is told so in its own answer.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -148,7 +150,8 @@ class RateLimiter:
 
 
 class RateLimiterConfigStub:
-    """Missing associated documentation comment in .proto file."""
+    """The rules. A change is in force on the node that took it when its answer arrives.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -179,28 +182,33 @@ class RateLimiterConfigStub:
 
 
 class RateLimiterConfigServicer:
-    """Missing associated documentation comment in .proto file."""
+    """The rules. A change is in force on the node that took it when its answer arrives.
+    """
 
     def CreateRateLimit(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Adds a rule.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateRateLimit(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Changes the fields of a rule that the mask names, or without a mask the whole rule.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRateLimit(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Takes a rule out.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRateLimits(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists the rules, page by page.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -237,7 +245,8 @@ def add_RateLimiterConfigServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RateLimiterConfig:
-    """Missing associated documentation comment in .proto file."""
+    """The rules. A change is in force on the node that took it when its answer arrives.
+    """
 
     @staticmethod
     def CreateRateLimit(request,
@@ -349,7 +358,8 @@ class RateLimiterConfig:
 
 
 class RateLimiterHealthStub:
-    """Missing associated documentation comment in .proto file."""
+    """How the node is that took the call, and the reset of one identifier.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -375,22 +385,26 @@ class RateLimiterHealthStub:
 
 
 class RateLimiterHealthServicer:
-    """Missing associated documentation comment in .proto file."""
+    """How the node is that took the call, and the reset of one identifier.
+    """
 
     def GetHealthStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Tells how the node was over the last 60 s.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Tells what the node has counted since it started.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetRateLimit(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lets one identifier start afresh on one endpoint. What is not limited is reset already.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -422,7 +436,8 @@ def add_RateLimiterHealthServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RateLimiterHealth:
-    """Missing associated documentation comment in .proto file."""
+    """How the node is that took the call, and the reset of one identifier.
+    """
 
     @staticmethod
     def GetHealthStatus(request,

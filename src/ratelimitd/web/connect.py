@@ -1,0 +1,136 @@
+"""The Connect protocol for unary calls, in JSON and in binary: an answer is a body, an error is a status and JSON.
+
+Follows https://connectrpc.com/docs/protocol, but for two things: fields that the contract does not know are refused in
+JSON, and a body that is too long is 413. Bodies are not compressed. Never knows a method. See ADR 0030.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from google.protobuf.any_pb2 import Any as PackedDetail
+from google.protobuf.json_format import MessageToDict
+from google.rpc import error_details_pb2, status_pb2
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES
+from ratelimitd.web import json_reader
+from ratelimitd.web.bodies import BodyTooLargeError
+from ratelimitd.web.json_reader import message_from_json
+from ratelimitd.web.json_writer import json_of
+from ratelimitd.web.protocols import Types
+
+JSON: Final = "application/json"
+PROTO: Final = "application/proto"
+
+TOO_LARGE: Final = 413
+"""Connect has 429 for whatever is RESOURCE_EXHAUSTED; clients of Connect go by the code in the body."""
+
+HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
+    {
+        StatusCode.CANCELLED: 499,
+        StatusCode.UNKNOWN: 500,
+        StatusCode.INVALID_ARGUMENT: 400,
+        StatusCode.DEADLINE_EXCEEDED: 504,
+        StatusCode.NOT_FOUND: 404,
+        StatusCode.ALREADY_EXISTS: 409,
+        StatusCode.PERMISSION_DENIED: 403,
+        StatusCode.RESOURCE_EXHAUSTED: 429,
+        StatusCode.FAILED_PRECONDITION: 400,
+        StatusCode.ABORTED: 409,
+        StatusCode.OUT_OF_RANGE: 400,
+        StatusCode.UNIMPLEMENTED: 501,
+        StatusCode.INTERNAL: 500,
+        StatusCode.UNAVAILABLE: 503,
+        StatusCode.DATA_LOSS: 500,
+        StatusCode.UNAUTHENTICATED: 401,
+    }
+)
+"""Connect's table."""
+
+_CODES: Final = {code: code.name.lower() for code in StatusCode} | {
+    StatusCode.CANCELLED: "canceled"
+}
+"""gRPC's names in lower case, but for the one that Connect spells otherwise."""
+
+_VERSION: Final = "1"
+_MAX_TIMEOUT_DIGITS: Final = 10
+
+
+class Connect:
+    """What its two codecs have in common."""
+
+    max_body_bytes = MAX_MESSAGE_BYTES
+
+    def timeout_s(self, headers: Headers) -> float | None:
+        """From ``Connect-Timeout-Ms``; looks at the other headers of the protocol, too."""
+        if headers.get("connect-protocol-version", _VERSION) != _VERSION:
+            message = f"Connect-Protocol-Version must be {_VERSION}"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, message)
+        if headers.get("content-encoding", "identity") != "identity":
+            raise RpcError(StatusCode.UNIMPLEMENTED, "Content-Encoding must be identity")
+        text = headers.get("connect-timeout-ms")
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit()) or len(text) > _MAX_TIMEOUT_DIGITS:
+            message = f"Connect-Timeout-Ms must be up to {_MAX_TIMEOUT_DIGITS} digits"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, message)
+        return int(text) / 1_000
+
+    def failure(self, error: RpcError) -> Response:
+        """An HTTP status for the code, and a body with code, text and details."""
+        content: dict[str, Any] = {"code": _CODES[error.code], "message": error.message}
+        headers = {}
+        details = status_pb2.Status.FromString(error.details).details
+        if details:
+            content["details"] = [*map(_detail, details)]
+        retry = error_details_pb2.RetryInfo()
+        if any(detail.Unpack(retry) for detail in details):
+            headers["Retry-After"] = str(retry.retry_delay.seconds)
+        if error.code is StatusCode.UNAUTHENTICATED:
+            headers["WWW-Authenticate"] = "Bearer"
+        status = TOO_LARGE if isinstance(error, BodyTooLargeError) else HTTP_STATUS[error.code]
+        return Response(json.dumps(content) + "\n", status, headers, JSON)
+
+
+class ConnectJson(Connect):
+    """Bodies of JSON."""
+
+    max_body_bytes = json_reader.MAX_BODY_BYTES
+
+    async def message_of(self, body: bytes, types: Types) -> bytes:
+        """Read strictly: see :mod:`ratelimitd.web.json_reader`."""
+        return (await message_from_json(body, types.request)).SerializeToString()
+
+    async def answer(self, message: bytes, types: Types) -> Response:
+        """Every field is there, under the contract's name."""
+        return Response(await json_of(types.answer.FromString(message)), media_type=JSON)
+
+
+class ConnectProto(Connect):
+    """Bodies are serialised messages; what they hold is for the services to judge."""
+
+    async def message_of(self, body: bytes, _types: Types) -> bytes:
+        """The body."""
+        return body
+
+    async def answer(self, message: bytes, _types: Types) -> Response:
+        """The message."""
+        return Response(message, media_type=PROTO)
+
+
+def _detail(detail: PackedDetail) -> dict[str, object]:
+    """A detail as Connect carries it, and again for people under ``debug``."""
+    shown = MessageToDict(detail, preserving_proto_field_name=True)
+    del shown["@type"]
+    return {
+        "type": detail.TypeName(),
+        "value": b64encode(detail.value).rstrip(b"=").decode(),
+        "debug": shown,
+    }

@@ -1,0 +1,247 @@
+"""Requests as JSON: the text of a body to a message of the contract, or an error that names every field in the way.
+
+Stricter than the library's reader, which takes a list for a message, the same field under both its names and a mask in
+camel case only, and whose errors quote what was sent. Never holds the event loop for long, whatever the text; never
+knows what a field means. See ADR 0030.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+from types import MappingProxyType
+from typing import Any, Final, NoReturn, TypeVar
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
+
+from ratelimitd.errors import FieldViolation, InvalidInputError
+
+MAX_BODY_BYTES: Final = 1024 * 1024
+"""1,000 checks with the longest names are 0.7 MB."""
+
+MAX_VALUES: Final = 20_000
+"""Commas and opening brackets of a body, counted unread, for parsing cannot pause: it takes 1 to 8 ms for so many.
+1,000 checks have 8,000."""
+
+SLICE_ITEMS: Final = 100
+"""Items of a list that are read at a stretch: about 0.6 ms."""
+
+MAX_VIOLATIONS: Final = 16
+"""With so many, the rest is not read: an error names no more."""
+
+MAX_MASK_PATHS: Final = 100
+"""Of a field mask; no message has more fields."""
+
+MAX_DIGITS: Final = 40
+"""A longer number fits no field; making an integer of its text takes time that grows with the square of its length."""
+
+BODY: Final = "body"
+"""What an error calls the text itself."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+_NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+"""RFC 8259, section 6: proto3 JSON takes numbers also as strings, where callers cannot hold 64 bits."""
+
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_UPPER: Final = re.compile("[A-Z]")
+_FIELD_MASK: Final = FieldMask.DESCRIPTOR.full_name
+
+
+class _WrongValueError(Exception):
+    """A value is not one of its field; the text says what would be."""
+
+
+async def message_from_json(body: bytes, message_class: type[MessageT]) -> MessageT:
+    """The message that a body says. Other calls have their turn between two pieces of a long one.
+
+    Raises:
+        InvalidInputError: it is no JSON, or not of this message; of what was sent the text has names of fields only.
+    """
+    value = _value_of(body)
+    message = message_class()
+    reading = _Reading()
+    for _ in reading.fill(message, value, ""):
+        if len(reading.violations) >= MAX_VIOLATIONS:
+            break
+        await asyncio.sleep(0)
+    if reading.violations:
+        raise InvalidInputError(*reading.violations[:MAX_VIOLATIONS])
+    return message
+
+
+def _value_of(body: bytes) -> object:
+    """What the text says, in Python's types."""
+    if len(body) > MAX_BODY_BYTES:
+        _refuse(f"must be at most {MAX_BODY_BYTES} bytes")
+    if sum(map(body.count, (b",", b"{", b"["))) > MAX_VALUES:
+        _refuse(f"must hold at most {MAX_VALUES} values")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        _refuse("must be valid UTF-8")
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_object_of,
+            parse_int=_integer_of,
+            parse_constant=_no_constant,
+        )
+    except json.JSONDecodeError as error:
+        _refuse(f"is no JSON at line {error.lineno}, column {error.colno}")
+    except RecursionError:
+        _refuse("is nested too deeply")
+
+
+def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        _refuse("must give every field once")
+    return found
+
+
+def _integer_of(digits: str) -> int | float:
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
+
+
+def _no_constant(_: str) -> NoReturn:
+    _refuse("must be JSON, which has no NaN and no Infinity")
+
+
+def _refuse(description: str) -> NoReturn:
+    raise InvalidInputError(FieldViolation(BODY, description)) from None
+
+
+class _Reading:
+    """One body on its way into a message. Its methods are generators: they pause where others may have a turn."""
+
+    def __init__(self) -> None:
+        self.violations: list[FieldViolation] = []
+
+    def fill(self, message: Message, value: object, path: str) -> Iterator[None]:
+        """Set the fields of ``message``; ``path`` is its place with a dot behind it, empty for the whole."""
+        if not isinstance(value, dict):
+            self._complain(path.rstrip(".") or BODY, "must be a JSON object")
+            return
+        fields = _fields_of(message.DESCRIPTOR)
+        seen = set()
+        for name, content in value.items():
+            field = fields.get(name)
+            if field is None:
+                self._complain(path + name, f"is no field of {message.DESCRIPTOR.name}")
+            elif field in seen:
+                self._complain(path + field.name, "must be given under one of its names")
+            elif content is not None:  # null stands for the default, as proto3 JSON has it
+                yield from self._set(message, field, content, path + field.name)
+            seen.add(field)
+
+    def _set(
+        self, message: Message, field: FieldDescriptor, content: object, place: str
+    ) -> Iterator[None]:
+        if field.is_repeated:
+            yield from self._extend(getattr(message, field.name), field, content, place)
+        elif field.message_type is None:
+            value = self._value(field, content, place)
+            if value is not None:
+                setattr(message, field.name, value)
+        elif field.message_type.full_name == _FIELD_MASK:
+            paths = self._mask_paths(content, place)
+            getattr(message, field.name).CopyFrom(FieldMask(paths=paths))
+        else:
+            part = getattr(message, field.name)
+            part.SetInParent()
+            yield from self.fill(part, content, f"{place}.")
+
+    def _extend(
+        self, items: Any, field: FieldDescriptor, content: object, place: str
+    ) -> Iterator[None]:
+        if not isinstance(content, list):
+            self._complain(place, "must be a JSON array")
+            return
+        for index, item in enumerate(content):
+            if index and not index % SLICE_ITEMS:
+                yield
+            here = f"{place}[{index}]"
+            if field.message_type is not None:
+                yield from self.fill(items.add(), item, f"{here}.")
+                continue
+            value = self._value(field, item, here)
+            if value is not None:
+                items.append(value)
+
+    def _mask_paths(self, content: object, place: str) -> list[str]:
+        """Proto3 JSON joins the paths with commas and writes them in camel case; the contract's names are as good."""
+        try:
+            text = _text(content)
+        except _WrongValueError as error:
+            self._complain(place, str(error))
+            return []
+        if text.count(",") >= MAX_MASK_PATHS:
+            self._complain(place, f"must name at most {MAX_MASK_PATHS} fields")
+            return []
+        snake = _UPPER.sub(lambda found: "_" + found[0].lower(), text)
+        return snake.split(",") if snake else []
+
+    def _value(self, field: FieldDescriptor, content: object, place: str) -> Any:
+        """What to put into a field that is no message; ``None``: nothing."""
+        try:
+            return _READERS[field.type](content)
+        except _WrongValueError as error:
+            self._complain(place, str(error))
+            return None
+
+    def _complain(self, place: str, description: str) -> None:
+        self.violations.append(FieldViolation(place, description))
+
+
+@lru_cache
+def _fields_of(descriptor: Descriptor) -> Mapping[str, FieldDescriptor]:
+    """The fields under the contract's names and under those that proto3 JSON makes of them."""
+    return {name: field for field in descriptor.fields for name in (field.name, field.json_name)}
+
+
+def _text(content: object) -> str:
+    if not isinstance(content, str):
+        message = "must be a string"
+        raise _WrongValueError(message)
+    if not content.isascii() and _SURROGATE.search(content):
+        message = "must not hold one half of a surrogate pair"
+        raise _WrongValueError(message)
+    return content
+
+
+def _flag(content: object) -> bool:
+    if not isinstance(content, bool):
+        message = "must be true or false"
+        raise _WrongValueError(message)
+    return content
+
+
+def _integer(content: object, bits: int) -> int:
+    if isinstance(content, str) and len(content) <= MAX_DIGITS and _NUMBER.fullmatch(content):
+        content = json.loads(content)
+    if isinstance(content, float) and content.is_integer():
+        content = int(content)
+    if not isinstance(content, int) or isinstance(content, bool):
+        message = "must be an integer"
+        raise _WrongValueError(message)
+    if not -(1 << bits - 1) <= content < 1 << bits - 1:
+        message = f"must be an integer of {bits} bits"
+        raise _WrongValueError(message)
+    return content
+
+
+_READERS: Final[Mapping[int, Callable[[object], Any]]] = MappingProxyType(
+    {
+        FieldDescriptor.TYPE_STRING: _text,
+        FieldDescriptor.TYPE_BOOL: _flag,
+        FieldDescriptor.TYPE_INT32: partial(_integer, bits=32),
+        FieldDescriptor.TYPE_INT64: partial(_integer, bits=64),
+    }
+)
+"""By type of field: every type that requests have. A test asks for each of their fields."""
