@@ -51,6 +51,7 @@ from ratelimitd.stats import CheckStats
 from ratelimitd.store_opening import feed_of
 from ratelimitd.upkeep import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.web.application import Parts, application
+from ratelimitd.web.from_parent import FromParent
 from ratelimitd.web.pages import Readiness
 from ratelimitd.web.server import HttpServer
 
@@ -64,7 +65,8 @@ _log = logging.getLogger(__name__)
 class Node:
     """One node: built from settings, started once, drained once. ``whole_load`` is for its rule feed.
 
-    ``reuse_port``: it is one of several processes on the gRPC port, see :mod:`ratelimitd.workers`.
+    ``reuse_port``: it is one of several processes on the gRPC port, and its HTTP side is for their parent, see
+    :mod:`ratelimitd.workers`.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Node:
         self.grpc_address = ""
         """``host:port`` that gRPC listens on, once started."""
         self.http_address = ""
-        """``host:port`` that HTTP listens on, once started; empty when it is off."""
+        """``host:port`` that HTTP listens on, or the path of its socket, once started; empty when it is off."""
         self.node_id = settings.node_name
         self.metrics: Metrics | None = None
         """What it reports on itself, once started."""
@@ -354,7 +356,12 @@ class Node:
         listen = self._settings.http_listen
         if listen is None:
             return
-        server = HttpServer(application(parts), *listen)
+        app = application(parts)
+        if self._reuse_port:
+            # The address is the parent's, which passes on what is not for itself.
+            server = HttpServer.at(FromParent(app), self._settings.http_socket)
+        else:
+            server = HttpServer(app, *listen)
         self._open.push_async_callback(server.stop)
         self.http_address = await server.start()
 

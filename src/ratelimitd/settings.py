@@ -213,6 +213,11 @@ class Settings:
         own = () if self.http_listen is None else (self.http_listen.host,)
         return frozenset((*own, *self.http_hosts))
 
+    @property
+    def http_socket(self) -> Path:
+        """Where the HTTP side of a worker is for its parent."""
+        return self.state_dir / "http.sock"
+
     def __repr__(self) -> str:
         """The settings that were given, secrets masked."""
         given = (f"{row.name}={row.value!r}" for row in self.describe() if row.source != "default")

@@ -14,17 +14,18 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.web import pages
 from ratelimitd.web.audit_page import audit_routes
 from ratelimitd.web.audit_trail import AuditReader, AuditTrail
 from ratelimitd.web.frame import Frame, accepts_html
 from ratelimitd.web.http_call import Requirement
 from ratelimitd.web.login_pages import login_routes
-from ratelimitd.web.pages import HostCheck, Metrics, Readiness, front_page, machine_routes
+from ratelimitd.web.pages import HostCheck, Metrics, Readiness, front_page
 from ratelimitd.web.refusals import Count, Refused
 from ratelimitd.web.rendering import StaticFiles
 from ratelimitd.web.rules_pages import RulesPages
@@ -93,8 +94,7 @@ def application(parts: Parts) -> ASGIApp:
         middleware=[Middleware(Guard, count=parts.refused)],
         exception_handlers={HTTPException: http_error, Refused: frame.refuse},
     )
-    machines = machine_routes(metrics=parts.metrics, readiness=parts.readiness)
-    whole = Starlette(routes=[*machines, Mount("/", people)])
+    whole = pages.application(metrics=parts.metrics, readiness=parts.readiness, others=people)
     return HostCheck(whole, parts.hosts, parts.refused)
 
 

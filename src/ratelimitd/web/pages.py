@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratelimitd import __version__
@@ -100,13 +100,11 @@ def application(
     *,
     metrics: Metrics,
     readiness: Callable[[], Readiness | Awaitable[Readiness]],
-    grpc_address: Callable[[], str],
-    hosts: Collection[str],
+    others: ASGIApp,
 ) -> ASGIApp:
-    """An HTTP side with the pages for machines and no other."""
+    """The pages for machines, and ``others`` for every other path."""
     routes = machine_routes(metrics=metrics, readiness=readiness)
-    routes.append(Route("/", front_page(grpc_address)))
-    return HostCheck(Starlette(routes=routes), hosts, lambda _: None)
+    return Starlette(routes=[*routes, Mount("/", others)])
 
 
 class HostCheck:

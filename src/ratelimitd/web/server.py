@@ -8,20 +8,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final, Self, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ratelimitd.errors import StartupError
+from ratelimitd.web.event_streams import LASTING, EventStreams
+from ratelimitd.web.unix_socket import listening_at
 
 MAX_CONNECTIONS: Final = 100
 """Connections at a time; one more is closed at once. Scrapers, probes and a browser need a handful."""
 
 CONNECTION_LIFE_S: Final = 30.0
 """A connection is closed after that long, between two requests if it can be: nobody holds one by sending slowly."""
+
+STREAM_LIFE_S: Final = 3_600.0
+"""A connection that streams events may live that long; the browser then opens another by itself."""
 
 CLOSING_GRACE_S: Final = 10.0
 """How much longer a connection may live to finish the answer it is reading."""
@@ -42,12 +49,13 @@ class HttpServer:
     """One listening HTTP address."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        self._address = (host, port)
+        self._bind: Callable[[], Awaitable[socket.socket]] = partial(bind, host, port)
+        self._path: Path | None = None
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
         self._server = _Server(
             uvicorn.Config(
-                app,
+                EventStreams(app),
                 http=BoundedProtocol,
                 ws="none",
                 lifespan="off",
@@ -62,21 +70,28 @@ class HttpServer:
             )
         )
 
+    @classmethod
+    def at(cls, app: ASGIApp, path: Path) -> Self:
+        """A server at a Unix socket, for other processes of ours."""
+        server = cls(app, "", 0)
+        server._bind = partial(_bind_at, path)
+        server._path = path
+        return server
+
     async def start(self) -> str:
-        """Bind and listen; returns the bound address as ``host:port``.
+        """Bind and listen; returns the bound address as ``host:port``, or the path of the socket.
 
         Raises:
             StartupError: the address cannot be bound; the message says why.
         """
         # uvicorn would end the process if it bound the address itself and failed.
-        self._socket = await bind(*self._address)
-        host, port = self._socket.getsockname()[:2]
+        self._socket = await self._bind()
         self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http")
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
             await asyncio.sleep(0)
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return str(self._path or _address_of(self._socket))
 
     async def stop(self) -> None:
         """Close the address and every connection. Safe to call at any time, also more than once."""
@@ -89,6 +104,8 @@ class HttpServer:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
 
 
 async def bind(host: str, port: int) -> socket.socket:
@@ -115,6 +132,19 @@ async def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+async def _bind_at(path: Path) -> socket.socket:
+    try:
+        return listening_at(path)
+    except OSError as error:
+        message = f"cannot listen at {path}: {error.strerror or error}"
+        raise StartupError(message) from error
+
+
+def _address_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class _Server(uvicorn.Server):
     """uvicorn as a guest: the supervisor owns the signals."""
 
@@ -127,6 +157,7 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 connection with a bound on how many there are and how long each lives."""
 
     _expiry: asyncio.TimerHandle | None = None
+    _opened_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse the connection when there are too many, else start its time."""
@@ -134,6 +165,7 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
             return
+        self._opened_s = self.loop.time()
         self._expiry = self.loop.call_later(CONNECTION_LIFE_S, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -143,5 +175,13 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _expire(self) -> None:
+        if self._streams() and self.loop.time() - self._opened_s < STREAM_LIFE_S:
+            self._expiry = self.loop.call_later(CONNECTION_LIFE_S, self._expire)
+            return
         self.shutdown()  # at once, or after the answer that is being read
         self._expiry = self.loop.call_later(CLOSING_GRACE_S, self.transport.abort)
+
+    def _streams(self) -> bool:
+        """Whether it is being answered with a stream of events."""
+        scope = cast("Scope | None", self.scope)  # before its first request it has none
+        return scope is not None and LASTING in scope and not self.cycle.response_complete

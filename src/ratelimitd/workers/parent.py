@@ -1,4 +1,4 @@
-"""The parent of several workers: owns the port, the HTTP side, the ready line and the exit status; serves no check.
+"""The parent of several workers: owns ports, pages for machines, ready line and exit status; serves no check.
 
 A composition root like :mod:`ratelimitd.app`, and as small a process as it can be: it knows nothing of rules, buckets
 and calls, so that nothing but its workers can fail.
@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import socket
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Final
@@ -23,6 +24,7 @@ from ratelimitd.rpc.addresses import demand_free, listening_sockets
 from ratelimitd.settings import Settings
 from ratelimitd.settings_values import MAX_NODE_ID_CHARACTERS, Address
 from ratelimitd.web.pages import application
+from ratelimitd.web.passing_on import PassingOn
 from ratelimitd.web.server import HttpServer
 from ratelimitd.workers.crew import Crew
 from ratelimitd.workers.keeper import Keeper
@@ -50,7 +52,7 @@ def run(settings: Settings) -> int:
 
 
 def settings_of(settings: Settings, number: int, port: int) -> Settings:
-    """The settings of one worker: a node with a name and a state directory of its own, and no HTTP side.
+    """The settings of one worker: a node with a name and a state directory of its own.
 
     Raises:
         StartupError: the node's name leaves no room for the worker's number.
@@ -65,7 +67,6 @@ def settings_of(settings: Settings, number: int, port: int) -> Settings:
         node_id=node_id,
         state_dir=settings.state_dir / f"worker-{number}",
         listen=Address(settings.listen.host, port),
-        http_listen=None,
     )
 
 
@@ -73,15 +74,11 @@ async def _serve(settings: Settings) -> int:
     async with AsyncExitStack() as opened:
         opened.callback(StateDir.lock(settings.state_dir).close)
         port = await _own_port(settings.listen, opened)
-        crew = Crew(
-            [
-                Keeper(partial(WorkerProcess.start, settings_of(settings, number, port)))
-                for number in range(settings.workers)
-            ]
-        )
+        workers = [settings_of(settings, number, port) for number in range(settings.workers)]
+        crew = Crew([Keeper(partial(WorkerProcess.start, worker)) for worker in workers])
         stop = StopSignals(partial(_leave, crew))
         grpc_address = str(Address(settings.listen.host, port))
-        http_address = await _start_http(settings, crew, grpc_address, opened)
+        http_address = await _start_http(settings.http_listen, crew, workers, opened)
         starting = asyncio.create_task(crew.start())
         try:
             if not await stop.comes_before(starting):
@@ -115,18 +112,17 @@ async def _own_port(listen: Address, opened: AsyncExitStack) -> int:
 
 
 async def _start_http(
-    settings: Settings, crew: Crew, grpc_address: str, opened: AsyncExitStack
+    listen: Address | None, crew: Crew, workers: Sequence[Settings], opened: AsyncExitStack
 ) -> str:
-    """Open the HTTP side, which outlives the workers; returns its address, empty when it is off."""
-    if settings.http_listen is None:
+    """Open the HTTP side, which outlives the workers; returns its address, empty when it is off.
+
+    What machines ask for is answered here for all workers; every other page by one of them.
+    """
+    if listen is None:
         return ""
-    app = application(
-        metrics=crew,
-        readiness=crew.readiness,
-        grpc_address=lambda: grpc_address,
-        hosts={settings.http_listen.host, *settings.http_hosts},
-    )
-    server = HttpServer(app, *settings.http_listen)
+    pages = PassingOn([worker.http_socket for worker in workers])
+    app = application(metrics=crew, readiness=crew.readiness, others=pages)
+    server = HttpServer(app, *listen)
     opened.push_async_callback(server.stop)
     return await server.start()
 

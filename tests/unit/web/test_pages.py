@@ -1,9 +1,12 @@
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
 
 from ratelimitd import __version__
 from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.web.pages import Readiness, application
+from ratelimitd.web.pages import HostCheck, Readiness, application, front_page
+from ratelimitd.web.refusals import Cause
 
 
 class OneMetric:
@@ -14,12 +17,13 @@ class OneMetric:
 class Web:
     def __init__(self, readiness=None, metrics=None):
         self.readiness = Readiness(ready=True)
-        self.app = application(
+        self.refused = []
+        app = application(
             metrics=metrics or OneMetric(),
             readiness=readiness or (lambda: self.readiness),
-            grpc_address=lambda: "127.0.0.1:9090",
-            hosts=["node.example"],
+            others=Starlette(routes=[Route("/", front_page(lambda: "127.0.0.1:9090"))]),
         )
+        self.app = HostCheck(app, ["node.example"], self.refused.append)
 
     async def get(self, path, **headers):
         transport = httpx.ASGITransport(app=self.app)
@@ -113,6 +117,7 @@ async def test_the_page_is_shown_under_names_of_this_node_and_addresses(web, hos
 async def test_the_page_is_refused_under_foreign_names(web, host):
     assert (await web.get("/", host=host)).status_code == 421
     assert (await web.get("/later/page", host=host)).status_code == 421
+    assert web.refused == [Cause.UNKNOWN_HOST] * 2
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])

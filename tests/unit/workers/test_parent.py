@@ -79,18 +79,19 @@ async def test_each_worker_is_a_node_of_its_own_on_one_port(settings, started, a
     assert (first.node_id, second.node_id) == ("n/0", "n/1")
     assert first.state_dir == tmp_path / "state" / "worker-0"
     assert str(first.listen) == str(second.listen) == grpc_address
-    assert first.http_listen is None
+    assert first.http_socket == tmp_path / "state" / "worker-0" / "http.sock"
     assert first.database_url == settings.database_url
 
 
-async def test_the_http_side_is_the_parents(settings, started, announced):
+async def test_the_pages_for_machines_are_the_parents(settings, started, announced):
     serving = asyncio.create_task(parent._serve(settings))
-    grpc_address, http_address, _ = await announced
+    _, http_address, _ = await announced
     async with httpx.AsyncClient(base_url=f"http://{http_address}") as http:
         assert (await http.get("/healthz")).text == "ok\n"
         assert (await http.get("/readyz")).text == "ready\n"
-        assert grpc_address in (await http.get("/")).text
         assert "\nrate_limiter_workers 2.0\n" in (await http.get("/metrics")).text
+        # The workers of this test have no pages.
+        assert (await http.get("/rules")).status_code == 503
     assert await ended(serving) == 0
 
 
@@ -233,4 +234,8 @@ async def test_two_real_workers_answer_on_one_port(settings, announced):
     assert names == {"n/0", "n/1"}
     async with httpx.AsyncClient(base_url=f"http://{http_address}") as http:
         assert "\nrate_limiter_connections 0.0\n" in (await http.get("/metrics")).text
+        page = await http.get("/rules", headers={"Accept": "text/html"})
+        assert "<h1>Rules</h1>" in page.text
+        refused = await http.get("/rules", headers={"X-Forwarded-For": "127.0.0.1"})
+        assert refused.status_code == 403
     assert await ended(serving) == 0
