@@ -31,7 +31,7 @@ from ratelimitd.readings import metrics_of
 from ratelimitd.rpc.interface import Methods, Server
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.tls import TlsFiles
-from ratelimitd.rpc.transports import server_of
+from ratelimitd.rpc.transports import CAUSES, server_of
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.bucket_key import BucketKey
 from ratelimitd.rules.feed import RuleFeed
@@ -53,6 +53,7 @@ from ratelimitd.upkeep import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.web.application import Parts, application
 from ratelimitd.web.from_parent import FromParent
 from ratelimitd.web.pages import Readiness
+from ratelimitd.web.refusals import Cause
 from ratelimitd.web.server import HttpServer
 
 CLOSING_SHARE: Final = 0.3
@@ -85,7 +86,7 @@ class Node:
         self.node_id = settings.node_name
         self.metrics: Metrics | None = None
         """What it reports on itself, once started."""
-        self.stats = CheckStats()
+        self.stats = CheckStats(CAUSES, map(str, Cause))
         self._settings = settings
         self._shared_time = SharedTime()
         self._clock = clock or SystemClock(self._shared_time.wall_ns)
@@ -283,6 +284,7 @@ class Node:
             feed=feed,
             edge=self._edge,
             transport=lambda: self._server.in_progress if self._server else None,
+            transport_name=self._settings.transport,
             task_restarts=self._task_restarts,
         )
 

@@ -59,6 +59,7 @@ def metrics_of(
     feed: RuleFeed,
     edge: ErrorEdge,
     transport: Callable[[], TransportStatus | None],
+    transport_name: str,
     task_restarts: Mapping[str, int],
 ) -> Metrics:
     """The metrics of a node with these parts; ``transport`` answers ``None`` before it listens."""
@@ -86,6 +87,7 @@ def metrics_of(
             snapshot=snapshot_status,
             cluster=lambda: cluster.status if cluster else None,
             transport=transport,
+            transport_name=transport_name,
             tasks=lambda: len(asyncio.all_tasks()),
             unexpected_total=lambda: edge.unexpected_total,
             task_restarts=lambda: task_restarts,

@@ -7,7 +7,7 @@ A bare integer add costs about 36 ns, a bound counter of a metrics library about
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 LATENCY_BOUNDS_S: Final = (
@@ -26,6 +26,9 @@ class CheckStats:
 
     ``allowed_total`` and ``blocked_total`` count checks decided by a rule, ``NO_RULE`` as allowed, fail-open answers
     as allowed too (and in their own two counters). Peeks count like checks: they are answered decisions.
+
+    The counters of ``transport_causes`` and ``web_causes`` are there from the start, at 0, so that who looks at growth
+    sees the first of a kind, too.
     """
 
     __slots__ = (
@@ -47,7 +50,9 @@ class CheckStats:
         "shared_state_errors_total",
     )
 
-    def __init__(self) -> None:
+    def __init__(
+        self, transport_causes: Iterable[str] = (), web_causes: Iterable[str] = ()
+    ) -> None:
         self.allowed_total = 0
         self.blocked_total = 0
         self.no_rule_total = 0
@@ -67,9 +72,9 @@ class CheckStats:
         self.latency_sum_s = 0.0
         self.by_rule: dict[str, list[int]] = {}
         """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``."""
-        self.errors_by_transport: dict[str, int] = {}
+        self.errors_by_transport: dict[str, int] = dict.fromkeys(transport_causes, 0)
         """Transport errors by cause, from a closed set of causes."""
-        self.refused_by_web: dict[str, int] = {}
+        self.refused_by_web: dict[str, int] = dict.fromkeys(web_causes, 0)
         """Requests that a page refused by cause, from a closed set of causes."""
 
     @property

@@ -51,6 +51,7 @@ class Parts:
             feed=self.feed,
             edge=self.edge,
             transport=lambda: self.transport,
+            transport_name="native",
             task_restarts=self.restarts,
         )
 
@@ -104,6 +105,7 @@ async def test_a_transport_tells_once_it_is_there(parts):
     assert parts.read("connections") == {}
     parts.transport = Transport()
     assert parts.read("connections") == 3
+    assert parts.read("transport_info") == {("native",): 1}
 
 
 async def test_tasks_defects_and_restarts_are_counted_as_they_come(parts):

@@ -67,6 +67,13 @@ def test_transport_errors_are_counted_by_cause():
     assert stats.errors_by_transport == {"malformed": 2, "too_large": 1}
 
 
+def test_causes_that_are_known_are_counted_from_0():
+    stats = CheckStats(["malformed", "too_large"], ["cross_site"])
+    stats.transport_error("malformed")
+    assert stats.errors_by_transport == {"malformed": 1, "too_large": 0}
+    assert stats.refused_by_web == {"cross_site": 0}
+
+
 def test_checks_that_no_rule_judged_have_looked_for_no_bucket():
     stats = CheckStats()
     stats.allowed_total, stats.blocked_total = 20, 10

@@ -17,6 +17,10 @@ from ratelimitd.stats import CheckStats
 MIN_CACHE_HIT_RATIO: Final = 0.90
 """The hit ratio must be above this (specification, health status)."""
 
+MIN_CHECKS_FOR_HIT_RATIO: Final = 100
+"""With fewer that looked for a bucket the ratio says nothing yet, and counts as met as it does without traffic: the
+first checks of a node are of buckets that it cannot know."""
+
 MAX_AVERAGE_LATENCY_MS: Final = 2.0
 """The average latency of a check must be below this (specification, health status)."""
 
@@ -71,19 +75,23 @@ class Health:
         return self._shared_state()
 
     def report(self) -> HealthReport:
-        """Evaluate the four conditions. A ratio without traffic counts as met."""
+        """Evaluate the four conditions. A ratio with no traffic, or with next to none, counts as met."""
         recent = self._recent()
         shared_state = self._shared_state()
         hit_ratio = _hit_ratio(recent)
         latency_ms = MS_PER_S * recent.latency_sum_s / max(1, recent.latency_count)
         error_rate = recent.fail_open / max(1, recent.checks)
+        hit_ratio_met = (
+            hit_ratio > MIN_CACHE_HIT_RATIO or recent.buckets_looked < MIN_CHECKS_FOR_HIT_RATIO
+        )
         return HealthReport(
             healthy=shared_state.connected
-            and hit_ratio > MIN_CACHE_HIT_RATIO
+            and hit_ratio_met
             and latency_ms < MAX_AVERAGE_LATENCY_MS
             and error_rate < MAX_ERROR_RATE,
             shared_state_connected=shared_state.connected,
             local_cache_hit_ratio=hit_ratio,
+            hit_ratio_met=hit_ratio_met,
             average_latency_ms=latency_ms,
             error_rate=error_rate,
             node_id=self._node_id,

@@ -91,6 +91,7 @@ class Readings:
     """``None`` where they are the node's own."""
     transport: Callable[[], TransportStatus | None]
     """``None`` before it listens: HTTP does so first."""
+    transport_name: str
     tasks: Callable[[], int]
     """Tasks of the event loop that have not ended."""
     unexpected_total: Callable[[], int]
@@ -364,6 +365,8 @@ DEFINITIONS: Final = (
         _counts(lambda r: r.task_restarts()), "task"),
     Definition("rate_limiter_build_info", "gauge", "Always 1; the label is the version.",
         lambda _: (Point(1.0, __version__),), "version"),
+    Definition("rate_limiter_transport_info", "gauge", "Always 1; the label is the transport that serves gRPC.",
+        lambda r: (Point(1.0, r.transport_name),), "transport"),
     _gauge("process_start_time_seconds", "Unix time at which the process started.", lambda _: STARTED_AT_S),
 )
 # fmt: on

@@ -1,8 +1,11 @@
-"""The transports there are, by the value of the setting TRANSPORT. Nothing else."""
+"""The transports there are, by the value of the setting TRANSPORT, and what they count. Nothing else."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
+
+from ratelimitd.http2.errors import Cause
+from ratelimitd.rpc.interface import TransportError
 
 if TYPE_CHECKING:
     from ratelimitd.rpc.grpcio_server import GrpcioServer
@@ -10,6 +13,10 @@ if TYPE_CHECKING:
 
 TRANSPORTS: Final = ("native", "grpcio")
 """The default first."""
+
+CAUSES: Final = frozenset(map(str, (*Cause, *TransportError))) - {Cause.PEER_RESET, Cause.OWNER}
+"""Why a transport ends a call, a stream or a connection that it counts as lost: the closed set. Missing are a caller
+that gave up, for its call counts as cancelled, and the node itself on its way out."""
 
 
 def server_of(name: str) -> type[GrpcioServer | NativeServer]:

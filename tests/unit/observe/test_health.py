@@ -1,6 +1,11 @@
 import pytest
 
-from ratelimitd.observe.health import Health, SharedStateStatus, embedded
+from ratelimitd.observe.health import (
+    MIN_CHECKS_FOR_HIT_RATIO,
+    Health,
+    SharedStateStatus,
+    embedded,
+)
 from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 
@@ -46,6 +51,17 @@ def test_the_hit_ratio_must_be_above_90_percent(health, stats, known, healthy):
     report = health.report()
     assert report.local_cache_hit_ratio == health.cache_hit_ratio() == known / 100
     assert report.healthy is healthy
+
+
+def test_a_hit_ratio_of_few_checks_says_nothing_yet(health, stats):
+    stats.allowed_total = stats.bucket_missed_total = MIN_CHECKS_FOR_HIT_RATIO - 1
+    report = health.report()
+    assert report.local_cache_hit_ratio == 0.0
+    assert report.healthy
+    assert report.hit_ratio_met
+    stats.allowed_total = stats.bucket_missed_total = MIN_CHECKS_FOR_HIT_RATIO
+    assert not health.report().healthy
+    assert not health.report().hit_ratio_met
 
 
 @pytest.mark.parametrize(("latency_s", "healthy"), [(0.001999, True), (0.002, False)])

@@ -77,6 +77,7 @@ def metrics(stats, runtime, *, transport, cluster, snapshot):
             task_restarts=lambda: {"snapshot": 2},
             unexpected_total=lambda: 18,
             transport=lambda: transport,
+            transport_name="native",
             tasks=lambda: 19,
         )
     )
@@ -159,7 +160,7 @@ def test_where_buckets_are_shared_there_is_nothing_to_tell_of_a_snapshot(metrics
 
 
 def test_health_is_reported(metrics, stats):
-    stats.allowed_total, stats.bucket_missed_total = 10, 5
+    stats.allowed_total, stats.bucket_missed_total = 1_000, 500
     assert value(metrics, "rate_limiter_cache_hit_ratio") == 0.5
     assert value(metrics, "rate_limiter_healthy") == 0
     assert value(metrics, "rate_limiter_shared_state_up") == 1
@@ -174,6 +175,7 @@ def test_the_process_is_reported(metrics, runtime):
     assert value(metrics, "rate_limiter_clock_error_seconds") == -1.5
     assert value(metrics, "rate_limiter_task_restarts_total", task="snapshot") == 2
     assert value(metrics, "rate_limiter_build_info", version=__version__) == 1
+    assert value(metrics, "rate_limiter_transport_info", transport="native") == 1
     assert value(metrics, "rate_limiter_memory_usage_bytes") > 1_000_000
     assert value(metrics, "process_start_time_seconds") > 1_700_000_000
 

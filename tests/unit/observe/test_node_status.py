@@ -20,6 +20,7 @@ STATUS = NodeStatus(
     healthy=True,
     shared_state_connected=True,
     hit_ratio=0.98,
+    hit_ratio_met=True,
     average_latency_ms=0.05,
     error_rate=0.0,
     breaker_state="closed",

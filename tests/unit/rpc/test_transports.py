@@ -8,7 +8,7 @@ import pytest
 
 from ratelimitd.rpc.grpcio_server import GrpcioServer
 from ratelimitd.rpc.native_server import NativeServer
-from ratelimitd.rpc.transports import TRANSPORTS, server_of
+from ratelimitd.rpc.transports import CAUSES, TRANSPORTS, server_of
 from ratelimitd.settings import Settings
 
 SERVING = """
@@ -28,6 +28,12 @@ main(sys.argv[1:])
 
 def test_each_name_has_its_server():
     assert [server_of(name) for name in TRANSPORTS] == [NativeServer, GrpcioServer]
+
+
+def test_the_causes_are_plain_text():
+    assert {type(cause) for cause in CAUSES} == {str}
+    assert {"cancelled", "unread_answers"} <= CAUSES
+    assert not {"peer_reset", "owner"} & CAUSES
 
 
 def test_every_name_is_a_value_of_the_setting_and_the_first_its_default():
