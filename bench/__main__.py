@@ -6,7 +6,19 @@
 import sys
 from pathlib import Path
 
-from bench import decisions, hpack, http2_core, loop, memory, native, report, rpc, rules, shared
+from bench import (
+    decisions,
+    hpack,
+    http2_core,
+    loop,
+    memory,
+    native,
+    page,
+    report,
+    rpc,
+    rules,
+    shared,
+)
 from bench.servers import Missing
 
 PARTS = {
@@ -19,6 +31,7 @@ PARTS = {
     "rpc": ("Over gRPC, server on one core, load on another", rpc.measure),
     "shared": ("A node of a cluster, Valkey on the other core", shared.measure),
     "rules": ("100,000 rules", rules.measure),
+    "page": ("The page: a node that is watched, and a first render", page.measure),
 }
 
 

@@ -1,5 +1,8 @@
 """What the page costs: throughput of a node that is watched, and how soon a browser shows the page of a large cluster.
 
+*First render* is the first contentful paint in a Chromium with an empty cache, the middle of several visits to a node
+with 10,000 rules in a cluster of 20.
+
 *Watched* is one open page with its stream of live numbers, and a scrape of ``/metrics`` each second. The load is an
 open loop at 70 % of what the node did before, then as much as it can do; watched and alone take turns, the best of each
 counts.
@@ -7,12 +10,18 @@ counts.
 
 import contextlib
 import http.client
+import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from bench.replay import Measured, replay
-from bench.report import Row
-from bench.servers import Server, load_core, node
+from bench.report import Row, percentile
+from bench.servers import SERVER_CORE, Missing, Server, load_core, node
+from tests.browser.large import MANY_NODES, MANY_RULES, large
+from tests.browser.visit import Visit, chromium, transferred
 
 ROUNDS, SECONDS = 4, 5
 SHAPE = (16, 64)
@@ -23,9 +32,54 @@ HTTP_S = 10.0
 """Longest wait for a part of an answer: live numbers come more often."""
 
 
+PAGES = {"/": f"{MANY_NODES} nodes", "/rules": f"{MANY_RULES:,} rules"}
+NOTHING = "/healthz"
+"""What a browser takes to show two letters."""
+VISITS = 11
+FIRST_PAINT = """
+() => new Promise(resolve => new PerformanceObserver(paints => {
+  const first = paints.getEntriesByName('first-contentful-paint')[0]
+  if (first) resolve(first.startTime)
+}).observe({type: 'paint', buffered: true}))
+"""
+"""In ms since the visitor asked for the page."""
+
+
 def measure() -> list[Row]:
-    """All figures of one run."""
-    return _watched()
+    """All figures of one run.
+
+    Raises:
+        Missing: there is no Chromium.
+    """
+    if shutil.which("chromium") is None:
+        raise Missing(program="chromium", package="chromium")
+    return [*_rendered(), *_watched()]
+
+
+def _rendered() -> list[Row]:
+    with tempfile.TemporaryDirectory() as directory, large(Path(directory)) as served, load_core():
+        if len(os.sched_getaffinity(0)) > 1:
+            os.sched_setaffinity(served.process.pid, {SERVER_CORE})
+        with chromium() as browser:
+            paints_ms: dict[str, list[float]] = {path: [] for path in (NOTHING, *PAGES)}
+            sizes: dict[str, int] = {}
+            for _ in range(VISITS):
+                for path, found_ms in paints_ms.items():
+                    visit = Visit(browser, served.http_address)
+                    with transferred(visit) as octets:
+                        page = visit.go(path)
+                        found_ms.append(page.evaluate(FIRST_PAINT))
+                    sizes[path] = octets.count
+                    visit.close()
+    middle_ms = {path: percentile(found_ms, 0.5) for path, found_ms in paints_ms.items()}
+    rows = []
+    for path, what in PAGES.items():
+        name = f"first render of {path}, {what}"
+        rows += [
+            Row(name, middle_ms[path], "ms", f"{NOTHING}; aim 200 ms", middle_ms[NOTHING]),
+            Row(f"{path}, {what}: sent", sizes[path] / 1000, "kB", "at most", 150.0),
+        ]
+    return rows
 
 
 def _watched() -> list[Row]:
