@@ -39,7 +39,7 @@ from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.rules.store import RuleStore
 from ratelimitd.services import grpc_health, reflection
 from ratelimitd.services.auth import Access, Credentials
-from ratelimitd.services.catalogue import OUR_SERVICES, guarded, names_of
+from ratelimitd.services.catalogue import OUR_SERVICES, admission, guarded, names_of
 from ratelimitd.services.config import ConfigService
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.health import HealthService
@@ -242,6 +242,8 @@ class Node:
                 hosts=self._settings.http_names,
                 methods=methods,
                 may_read=access.may_read,
+                admit=admission(access),
+                translate=self._edge.translate,
                 admin_token=self._settings.admin_token,
                 book=lambda: feed.book,
                 audit=store,

@@ -24,6 +24,7 @@ from ratelimitd.web.audit_page import audit_routes
 from ratelimitd.web.audit_trail import AuditReader, AuditTrail
 from ratelimitd.web.frame import Frame, accepts_html
 from ratelimitd.web.http_call import Requirement
+from ratelimitd.web.json_api import JsonApi, Translation
 from ratelimitd.web.login_pages import login_routes
 from ratelimitd.web.pages import HostCheck, Metrics, Readiness, front_page
 from ratelimitd.web.refusals import Count, Refused
@@ -53,6 +54,10 @@ class Parts:
     """The rule book of this moment, ``None`` while there is none."""
     audit: AuditReader
     may_read: Requirement
+    admit: Requirement
+    """Lets a call pass that may be made."""
+    translate: Translation
+    """What a call failed with is told to its caller."""
     admin_token: str
     now_s: Callable[[], float]
     """Unix time that never steps back."""
@@ -73,6 +78,7 @@ def application(parts: Parts) -> ASGIApp:
     )
     services = ServiceCalls(parts.methods, frame)
     trail = AuditTrail(parts.audit)
+    api = JsonApi(parts.methods, admit=parts.admit, translate=parts.translate, now_s=parts.now_s)
     routes: list[BaseRoute] = [
         Route("/", _front(parts, frame)),
         static.route(),
@@ -80,6 +86,7 @@ def application(parts: Parts) -> ASGIApp:
         *RulesPages(frame, services, parts.book, trail).routes(),
         *TryPage(frame, services, parts.now_s).routes(),
         *audit_routes(frame, trail),
+        *api.routes(),
     ]
 
     async def http_error(request: Request, error: Exception) -> Response:
