@@ -11,6 +11,8 @@ import random
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Final
 
+from ratelimitd.backoff import Backoff
+
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 30.0
 """Pause before a restart: doubled from crash to crash, up to half a minute, less up to a half at random."""
@@ -72,17 +74,16 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _supervise(self, name: str, job: Job) -> None:
-        crashes = 0
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._random_share)
         while True:
             started_s = self._time_s()
             try:
                 await job()
             except Exception:  # noqa: BLE001 - whatever it is, the job must run again
                 self._restarts[name] += 1
-                ran_long = self._time_s() - started_s >= LONG_RUN_S
-                crashes = 1 if ran_long else crashes + 1
-                pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (crashes - 1))
-                pause_s *= 1 - self._random_share() / 2
+                if self._time_s() - started_s >= LONG_RUN_S:
+                    backoff.reset()
+                pause_s = backoff.next_s()
                 _log.exception("background job %s crashed, again in %.1f s", name, pause_s)
                 await self._sleep(pause_s)
             else:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeVar
 
+from ratelimitd.backoff import Backoff
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.rules.book import BookEditor, RuleBook
 from ratelimitd.rules.last_good import LastGoodBook
@@ -65,6 +66,7 @@ class RuleFeed:
         self._whole_load = whole_load
         self._sleep = sleep
         self._random = random
+        self._retry = Backoff(RETRY_FIRST_S, RETRY_LONGEST_S, random)
         self._book: RuleBook | None = None
         self._from_store = False
         self._failures = 0
@@ -121,6 +123,7 @@ class RuleFeed:
             if self._failures:
                 self._report("rules can be read again")
             self._failures = 0
+            self._retry.reset()
 
     async def close(self) -> None:
         """Let the last good book reach the disk; idempotent. The task of :meth:`run` must have ended."""
@@ -137,10 +140,9 @@ class RuleFeed:
                 raise
 
     def _pause_s(self) -> float:
-        if not self._failures:
-            return POLL_S * (1 + POLL_JITTER * (2 * self._random() - 1))
-        doubled_s = RETRY_FIRST_S * 2.0 ** min(self._failures - 1, 10)
-        return min(doubled_s, RETRY_LONGEST_S) * (1 - self._random() / 2)
+        if self._failures:
+            return self._retry.next_s()
+        return POLL_S * (1 + POLL_JITTER * (2 * self._random() - 1))
 
     async def _reload(self) -> None:
         async with self._reloading:

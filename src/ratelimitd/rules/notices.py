@@ -13,6 +13,8 @@ from typing import Final
 
 import asyncpg
 
+from ratelimitd.backoff import Backoff
+
 CHANNEL: Final = "ratelimitd_rules"
 """The channel of the notices. They carry nothing: who hears one asks for what changed since the revision it knows."""
 
@@ -48,21 +50,20 @@ async def follow(
     It is also called when a connection is there, since notices before that were not heard. ``sleep`` and ``random`` (0
     to 1) are there for tests.
     """
-    failures = 0
+    retry = Backoff(RETRY_FIRST_S, RETRY_LONGEST_S, random)
     while True:
         driver = None
         try:
             driver = await connect()
             heard = await _listening(driver)
-            failures = 0
+            retry.reset()
             await _hear(driver, heard, changed, sleep)
         except LOST:
-            failures += 1
+            pass
         finally:
             if driver is not None:
                 driver.terminate()
-        longest_s = min(RETRY_FIRST_S * 2.0 ** min(failures - 1, 10), RETRY_LONGEST_S)
-        await sleep(longest_s * (1 - random() / 2))
+        await sleep(retry.next_s())
 
 
 async def _listening(driver: asyncpg.Connection) -> asyncio.Event:

@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ratelimitd.errors import RateLimitdError, StoreUnavailableError
-from ratelimitd.sharedstate.backoff import for_ever
 from ratelimitd.sharedstate.cluster_map import Map, map_of
 from ratelimitd.sharedstate.connecting import ask_once
 from ratelimitd.sharedstate.link import Link, LinkOptions
+from ratelimitd.sharedstate.reconnecting import for_ever
 from ratelimitd.sharedstate.request import Request
 from ratelimitd.sharedstate.shards import START_S, TAGS, settled
 from ratelimitd.sharedstate.url import RedisUrl, Server

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple
 
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
-from ratelimitd.sharedstate.backoff import Backoff, Sleep, for_ever
 from ratelimitd.sharedstate.connecting import CONNECT_S, connect
 from ratelimitd.sharedstate.connection import MAX_REQUESTS, Connection, again
 from ratelimitd.sharedstate.login import Greeting, hand_over
+from ratelimitd.sharedstate.reconnecting import Sleep, for_ever, pauses
 from ratelimitd.sharedstate.replies import NOSCRIPT, NOT_PRIMARY, REDIRECTIONS, code_of, error_of
 from ratelimitd.sharedstate.request import Done, Request, pack
 from ratelimitd.sharedstate.script import Script
@@ -65,7 +65,7 @@ class Link:
         self._options = options
         self._redirect = redirect
         self._loop = asyncio.get_running_loop()
-        self._backoff = Backoff(options.random)
+        self._backoff = pauses(options.random)
         self._connection: Connection | None = None
         self._down: RateLimitdError = StoreUnavailableError("the shared state is not connected")
         self._parked: list[Request] | None = None

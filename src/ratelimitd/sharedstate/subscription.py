@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
-from ratelimitd.sharedstate.backoff import Backoff, for_ever
 from ratelimitd.sharedstate.connecting import CONNECT_S, connect
 from ratelimitd.sharedstate.connection import TURN_S, Connection
 from ratelimitd.sharedstate.link import LONG_LIFE_S, LinkOptions, Locate
 from ratelimitd.sharedstate.login import Refused, ask, hand_over
+from ratelimitd.sharedstate.reconnecting import for_ever, pauses
 from ratelimitd.sharedstate.replies import login_error_of
 
 
@@ -79,7 +79,7 @@ class Subscription:
         self._on_message = on_message
         self._on_begin = on_begin
         self._time_s = time_s
-        self._backoff = Backoff(options.random)
+        self._backoff = pauses(options.random)
         self._reported = False
         self._heard_s = 0.0
         self._lost = asyncio.Event()

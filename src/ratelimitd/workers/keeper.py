@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random as random_source
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from ratelimitd.backoff import Backoff
 from ratelimitd.errors import StartupError
 from ratelimitd.web.pages import Readiness
 from ratelimitd.workers.messages import Report
@@ -18,7 +20,7 @@ from ratelimitd.workers.tally import Tally
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
-"""Pause before another process: doubled each time, up to this."""
+"""Pause before another process: doubled each time, up to this, and cut by up to half at random."""
 
 LONG_LIFE_S: Final = 60.0
 """After a process that lived that long the pauses begin anew."""
@@ -36,7 +38,7 @@ Start = Callable[[Callable[[Report], None]], Awaitable[WorkerProcess]]
 
 
 class Keeper:
-    """One worker. ``sleep`` and ``time_s`` (monotonic seconds) are there for tests."""
+    """One worker. ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are there for tests."""
 
     def __init__(
         self,
@@ -44,12 +46,14 @@ class Keeper:
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         time_s: Callable[[], float] | None = None,
+        random: Callable[[], float] = random_source.random,
     ) -> None:
         self.tally = Tally()
         self.restarts_total = 0
         self._start = start
         self._sleep = sleep
         self._time_s = time_s or asyncio.get_running_loop().time
+        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, random)
         self._process: WorkerProcess | None = None
         self._is_up = False
 
@@ -63,16 +67,15 @@ class Keeper:
 
     async def keep(self, name: str) -> None:
         """Replace each process that ends, for ever; ``name`` is the worker's in the log."""
-        pause_s = FIRST_PAUSE_S
         while True:
             since_s = self._time_s()
             reason = await self._one_life(name)
             if self._time_s() - since_s >= LONG_LIFE_S:
-                pause_s = FIRST_PAUSE_S
+                self._backoff.reset()
             self.restarts_total += 1
+            pause_s = self._backoff.next_s()
             _log.error("%s: %s; it is started again in %.1f s", name, reason, pause_s)
             await self._sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def readiness(self) -> Readiness:
         """Whether checks should come to this worker."""

@@ -76,7 +76,9 @@ class Kept:
         self._looked = False
         self.now_s = 0.0
         self._came = asyncio.Event()
-        self.keeper = Keeper(self._start, sleep=self._sleep, time_s=lambda: self.now_s)
+        self.keeper = Keeper(
+            self._start, sleep=self._sleep, time_s=lambda: self.now_s, random=lambda: 0.0
+        )
 
     async def _start(self, on_report):
         failure = self.failures.pop(0) if self.failures else ""

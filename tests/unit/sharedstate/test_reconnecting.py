@@ -1,26 +1,12 @@
 import asyncio
 
-from ratelimitd.sharedstate.backoff import FIRST_S, LONGEST_S, Backoff, for_ever
+from ratelimitd.sharedstate.reconnecting import FIRST_S, LONGEST_S, for_ever, pauses
 from tests.unit.sharedstate.asking import soon
 
 
-def test_pauses_double_up_to_a_second():
-    backoff = Backoff(lambda: 0.0)
-    pauses = [backoff.next_s() for _ in range(8)]
-    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
-    assert (FIRST_S, LONGEST_S) == (0.05, 1.0)
-
-
-def test_after_a_success_the_first_pause_comes_again():
-    backoff = Backoff(lambda: 0.0)
-    backoff.next_s()
-    backoff.next_s()
-    backoff.reset()
-    assert backoff.next_s() == FIRST_S
-
-
-def test_pauses_are_shortened_at_random_so_that_nodes_do_not_move_in_step():
-    assert Backoff(lambda: 1.0).next_s() == FIRST_S / 2
+def test_a_server_that_is_back_is_found_within_a_second():
+    backoff = pauses(lambda: 0.0)
+    assert [backoff.next_s() for _ in range(7)] == [FIRST_S, 0.1, 0.2, 0.4, 0.8, 1.0, LONGEST_S]
 
 
 async def test_a_defect_is_reported_and_not_the_end():
