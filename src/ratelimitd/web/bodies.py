@@ -1,4 +1,4 @@
-"""The bodies of requests, read up to a bound."""
+"""The bodies of requests, read and inflated up to a bound."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Final
 
 from starlette.requests import Request
 
+from ratelimitd.rpc.framing import Encoding, inflated
 from ratelimitd.rpc.interface import RpcError, StatusCode
 
 MAX_DISCARDED_BYTES: Final = 16 * 1024 * 1024
@@ -33,6 +34,29 @@ async def body_of(request: Request, max_bytes: int) -> bytes:
         elif size > MAX_DISCARDED_BYTES:
             break
     if size > max_bytes:
-        message = f"the body must be at most {max_bytes} bytes"
-        raise BodyTooLargeError(StatusCode.RESOURCE_EXHAUSTED, message)
+        raise _too_large(max_bytes)
     return b"".join(parts)
+
+
+def uncompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """What a body holds. Not more is ever made of it than it may hold.
+
+    Raises:
+        BodyTooLargeError: it holds more.
+        RpcError: UNIMPLEMENTED for another encoding than gzip, INVALID_ARGUMENT for what is none.
+    """
+    if encoding == "identity" or not body:
+        return body
+    if encoding != "gzip":
+        raise RpcError(StatusCode.UNIMPLEMENTED, "a body may be compressed with gzip only")
+    try:
+        return inflated(body, Encoding.GZIP, max_bytes)
+    except RpcError as error:
+        if error.code is StatusCode.RESOURCE_EXHAUSTED:
+            raise _too_large(max_bytes) from None
+        raise RpcError(StatusCode.INVALID_ARGUMENT, "the body is no gzip") from None
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    message = f"the body must be at most {max_bytes} bytes"
+    return BodyTooLargeError(StatusCode.RESOURCE_EXHAUSTED, message)

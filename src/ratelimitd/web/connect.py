@@ -1,7 +1,7 @@
 """The Connect protocol for unary calls, in JSON and in binary: an answer is a body, an error is a status and JSON.
 
 Follows https://connectrpc.com/docs/protocol, but for two things: fields that the contract does not know are refused in
-JSON, and a body that is too long is 413. Bodies are not compressed. Never knows a method. See ADR 0030.
+JSON, and a body that is too long is 413. Answers are not compressed. Never knows a method. See ADR 0030.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.responses import Response
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES
 from ratelimitd.web import json_reader
-from ratelimitd.web.bodies import BodyTooLargeError
+from ratelimitd.web.bodies import BodyTooLargeError, uncompressed
 from ratelimitd.web.json_reader import message_from_json
 from ratelimitd.web.json_writer import json_of
 from ratelimitd.web.protocols import Types
@@ -69,12 +69,10 @@ class Connect:
     max_body_bytes = MAX_MESSAGE_BYTES
 
     def timeout_s(self, headers: Headers) -> float | None:
-        """From ``Connect-Timeout-Ms``; looks at the other headers of the protocol, too."""
+        """From ``Connect-Timeout-Ms``; looks at the protocol's version, too."""
         if headers.get("connect-protocol-version", _VERSION) != _VERSION:
             message = f"Connect-Protocol-Version must be {_VERSION}"
             raise RpcError(StatusCode.INVALID_ARGUMENT, message)
-        if headers.get("content-encoding", "identity") != "identity":
-            raise RpcError(StatusCode.UNIMPLEMENTED, "Content-Encoding must be identity")
         text = headers.get("connect-timeout-ms")
         if text is None:
             return None
@@ -98,15 +96,20 @@ class Connect:
         status = TOO_LARGE if isinstance(error, BodyTooLargeError) else HTTP_STATUS[error.code]
         return Response(json.dumps(content) + "\n", status, headers, JSON)
 
+    def _uncompressed(self, body: bytes, headers: Headers) -> bytes:
+        encoding = headers.get("content-encoding", "identity")
+        return uncompressed(body, encoding, self.max_body_bytes)
+
 
 class ConnectJson(Connect):
     """Bodies of JSON."""
 
     max_body_bytes = json_reader.MAX_BODY_BYTES
 
-    async def message_of(self, body: bytes, types: Types) -> bytes:
+    async def message_of(self, body: bytes, headers: Headers, types: Types) -> bytes:
         """Read strictly: see :mod:`ratelimitd.web.json_reader`."""
-        return (await message_from_json(body, types.request)).SerializeToString()
+        text = self._uncompressed(body, headers)
+        return (await message_from_json(text, types.request)).SerializeToString()
 
     async def answer(self, message: bytes, types: Types) -> Response:
         """Every field is there, under the contract's name."""
@@ -116,9 +119,9 @@ class ConnectJson(Connect):
 class ConnectProto(Connect):
     """Bodies are serialised messages; what they hold is for the services to judge."""
 
-    async def message_of(self, body: bytes, _types: Types) -> bytes:
+    async def message_of(self, body: bytes, headers: Headers, _types: Types) -> bytes:
         """The body."""
-        return body
+        return self._uncompressed(body, headers)
 
     async def answer(self, message: bytes, _types: Types) -> Response:
         """The message."""

@@ -1,6 +1,6 @@
 """gRPC-Web in binary, for unary calls: gRPC's messages and trailers in one body, for callers that see no trailers.
 
-Follows PROTOCOL-WEB.md of grpc/grpc. Messages are not compressed. Never knows a method. See ADR 0030.
+Follows PROTOCOL-WEB.md of grpc/grpc. Answers are not compressed. Never knows a method. See ADR 0030.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from ratelimitd.rpc.framing import PREFIX_BYTES, framed, only_message
+from ratelimitd.rpc.framing import PREFIX_BYTES, MessageReader, framed
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES
 from ratelimitd.rpc.status_blocks import status_fields
 from ratelimitd.rpc.timeouts import parse_timeout_s
+from ratelimitd.web.bodies import uncompressed
 from ratelimitd.web.protocols import Types
 
 GRPC_WEB: Final = "application/grpc-web"
@@ -42,13 +43,16 @@ class GrpcWeb:
             message = "grpc-timeout must be up to 8 digits and a unit"
             raise RpcError(StatusCode.INVALID_ARGUMENT, message) from None
 
-    async def message_of(self, body: bytes, _types: Types) -> bytes:
+    async def message_of(self, body: bytes, headers: Headers, _types: Types) -> bytes:
         """The only message of the body."""
-        message = only_message(body)
-        if message is None:
-            text = "the body must be one message, not compressed, behind its flag and its length"
+        reader = MessageReader(MAX_MESSAGE_BYTES)
+        parts = [*reader.feed(body)]
+        if len(parts) != 1 or reader.unfinished_bytes:
+            text = "the body must be one message behind its flag and its length"
             raise RpcError(StatusCode.INVALID_ARGUMENT, text)
-        return message
+        [part] = parts
+        encoding = headers.get("grpc-encoding", "identity") if part.compressed else "identity"
+        return uncompressed(part.content, encoding, MAX_MESSAGE_BYTES)
 
     async def answer(self, message: bytes, _types: Types) -> Response:
         """The message, and that all is well."""

@@ -116,7 +116,7 @@ class JsonApi:
         self._admit(call)
         deadline = Deadline(protocol.timeout_s(request.headers))
         body = await body_of(request, protocol.max_body_bytes)
-        message = await protocol.message_of(body, method.types)
+        message = await protocol.message_of(body, request.headers, method.types)
         answer = await handled(
             method.handler, message, call, receive=request.receive, deadline=deadline
         )

@@ -31,7 +31,7 @@ class UnaryProtocol(Protocol):
     def timeout_s(self, headers: Headers) -> float | None:
         """How long the caller waits, ``None``: without end; raises ``RpcError`` when that is malformed."""
 
-    async def message_of(self, body: bytes, types: Types) -> bytes:
+    async def message_of(self, body: bytes, headers: Headers, types: Types) -> bytes:
         """The request's message, serialised; raises ``RpcError`` or ``InvalidInputError`` when it is none."""
 
     async def answer(self, message: bytes, types: Types) -> Response:

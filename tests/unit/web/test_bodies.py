@@ -1,8 +1,10 @@
+import gzip
+
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from ratelimitd.rpc.interface import StatusCode
-from ratelimitd.web.bodies import MAX_DISCARDED_BYTES, BodyTooLargeError, body_of
+from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.web.bodies import MAX_DISCARDED_BYTES, BodyTooLargeError, body_of, uncompressed
 
 
 class Sent:
@@ -44,3 +46,27 @@ async def test_one_without_end_is_not_read_for_ever():
 async def test_a_caller_may_leave_before_the_end():
     with pytest.raises(ClientDisconnect):
         await body_of(Sent(b"a", complete=False).request, 4)
+
+
+def test_a_body_is_inflated_up_to_the_bound():
+    assert uncompressed(b"ab", "identity", 1) == b"ab"
+    assert uncompressed(b"", "gzip", 2) == b""
+    assert uncompressed(gzip.compress(b"ab"), "gzip", 2) == b"ab"
+    with pytest.raises(BodyTooLargeError):
+        uncompressed(gzip.compress(b"abc"), "gzip", 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "code"),
+    [
+        (b"ab", "gzip", StatusCode.INVALID_ARGUMENT),
+        (gzip.compress(b"ab")[:-1], "gzip", StatusCode.INVALID_ARGUMENT),
+        (gzip.compress(b"ab") + b"c", "gzip", StatusCode.INVALID_ARGUMENT),
+        (b"ab", "br", StatusCode.UNIMPLEMENTED),
+        (b"ab", "gzip, gzip", StatusCode.UNIMPLEMENTED),
+    ],
+)
+def test_what_cannot_be_inflated_is_refused(body, encoding, code):
+    with pytest.raises(RpcError) as refused:
+        uncompressed(body, encoding, 100)
+    assert refused.value.code is code

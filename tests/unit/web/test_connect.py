@@ -1,4 +1,5 @@
 import base64
+import gzip
 import json
 
 import pytest
@@ -86,15 +87,23 @@ def test_another_version_of_the_protocol_is_refused():
     assert refused.value.code is StatusCode.INVALID_ARGUMENT
 
 
-def test_bodies_are_not_compressed():
-    assert timeout_s(content_encoding="identity") is None
-    with pytest.raises(RpcError, match="Content-Encoding must be identity") as refused:
-        timeout_s(content_encoding="gzip")
-    assert refused.value.code is StatusCode.UNIMPLEMENTED
+PLAIN, GZIP = Headers({}), Headers({"content-encoding": "gzip"})
+
+
+async def test_bodies_may_be_compressed():
+    for protocol, body in ((ConnectJson(), b'{"peek":true}'), (ConnectProto(), b"\x30\x01")):
+        message = await protocol.message_of(gzip.compress(body), GZIP, TYPES)
+        assert pb.RateLimitRequest.FromString(message).peek
+
+
+async def test_what_inflates_to_too_much_is_refused_before_it_does():
+    bomb = gzip.compress(bytes(ConnectJson.max_body_bytes + 1))
+    with pytest.raises(BodyTooLargeError):
+        await ConnectJson().message_of(bomb, GZIP, TYPES)
 
 
 async def test_json_goes_in_and_out():
-    message = await ConnectJson().message_of(b'{"identifier":"u","peek":true}', TYPES)
+    message = await ConnectJson().message_of(b'{"identifier":"u","peek":true}', PLAIN, TYPES)
     assert pb.RateLimitRequest.FromString(message) == pb.RateLimitRequest(identifier="u", peek=True)
     response = await ConnectJson().answer(b"", TYPES)
     assert response.media_type == "application/json"
@@ -102,6 +111,6 @@ async def test_json_goes_in_and_out():
 
 
 async def test_messages_go_in_and_out_as_they_are():
-    assert await ConnectProto().message_of(b"\xff", TYPES) == b"\xff"
+    assert await ConnectProto().message_of(b"\xff", PLAIN, TYPES) == b"\xff"
     response = await ConnectProto().answer(b"\x08\x01", TYPES)
     assert (response.media_type, response.body) == ("application/proto", b"\x08\x01")
