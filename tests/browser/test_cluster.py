@@ -7,6 +7,7 @@ from tests.browser.acts import create_rule, press, try_check
 from tests.browser.conftest import ADMIN_TOKEN, log_in
 from tests.cluster.nodes import Nodes
 from tests.servers import Valkey
+from tests.system.process import Files
 
 pytestmark = pytest.mark.system
 
@@ -41,3 +42,16 @@ def test_what_is_done_on_one_node_holds_on_all_and_so_does_the_session(nodes, vi
     press(page, "Delete the rule")
     nodes.agree()
     expect(first.go("/rules").get_by_role("main")).to_contain_text("There are no rules yet")
+
+
+def test_the_workers_of_one_port_answer_as_one(valkey, tmp_path, visit):
+    arguments = (
+        *("--workers", "2", "--node-id", "n", "--redis-url", valkey.url),
+        *("--admin-token", ADMIN_TOKEN),
+    )
+    with Files(tmp_path).serving(*arguments) as node:
+        page = visit(node.http_address).go("/rules")
+        log_in(page)
+        create_rule(page, Endpoint="/workers", Limit="3")
+        verdicts = [try_check(page, "/workers").split()[0] for _ in range(4)]
+        assert verdicts == ["allowed"] * 3 + ["denied"]
