@@ -27,6 +27,7 @@ from ratelimitd.observe.health import Health, SharedStateStatus, embedded
 from ratelimitd.observe.logs import LogContext
 from ratelimitd.observe.metrics import Metrics, Runtime
 from ratelimitd.observe.rules_log import RulesLog
+from ratelimitd.observe.traces import ClosableTracer, open_tracer
 from ratelimitd.readings import metrics_of
 from ratelimitd.rpc.interface import Methods, Server
 from ratelimitd.rpc.limits import TransportLimits
@@ -46,6 +47,7 @@ from ratelimitd.services.health import HealthService
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.services.reflection import ReflectionService
 from ratelimitd.services.status import ErrorEdge
+from ratelimitd.services.traced_methods import traced
 from ratelimitd.settings import Settings
 from ratelimitd.stats import CheckStats
 from ratelimitd.store_opening import feed_of
@@ -106,6 +108,7 @@ class Node:
         )
         self._grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
         self._edge = ErrorEdge()
+        self._tracer: ClosableTracer | None = None
         self._open = AsyncExitStack()
         self._server: Server | None = None
         self._limiter: Limiter | None = None
@@ -152,6 +155,11 @@ class Node:
 
     async def _start(self) -> None:
         settings = self._settings
+        self._tracer = open_tracer(
+            settings.otel_endpoint, node_id=self.node_id, ratio=settings.otel_sample_ratio
+        )
+        if self._tracer is not None:
+            self._open.push_async_callback(self._tracer.close)
         state_dir = StateDir.lock(settings.state_dir)
         self._open.callback(state_dir.close)
         store = SqlRuleStore(settings.database_url, clock=self._clock)
@@ -211,6 +219,7 @@ class Node:
             shared_time=self._shared_time,
             stats=self.stats,
             feed=feed,
+            tracer=self._tracer,
         )
         self._open.push_async_callback(clustering.drain, self._closing_s)
         self._clustering = clustering
@@ -336,7 +345,8 @@ class Node:
         if settings.reflection:
             shown = (*OUR_SERVICES, grpc_health.SERVICE, reflection.V1, reflection.V1ALPHA)
             offers.append(ReflectionService(shown).methods())
-        return guarded(offers, access, self._edge)
+        methods = guarded(offers, access, self._edge)
+        return methods if self._tracer is None else traced(methods, self._tracer)
 
     def _new_background(self, feed: RuleFeed) -> Background:
         background = Background(self._task_restarts)

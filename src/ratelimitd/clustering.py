@@ -30,8 +30,10 @@ from ratelimitd.sharedstate.opening import open_shards
 from ratelimitd.sharedstate.shards import Shards
 from ratelimitd.sharedstate.statuses import RedisStatuses
 from ratelimitd.sharedstate.store import RedisStore
+from ratelimitd.sharedstate.traced_store import TracedStore
 from ratelimitd.sharedstate.url import parse_redis_url
 from ratelimitd.stats import CheckStats
+from ratelimitd.tracing import Tracer
 
 INCARNATION_BYTES: Final = 6
 
@@ -69,6 +71,7 @@ class Clustering:
         shared_time: SharedTime,
         stats: CheckStats,
         feed: Feed,
+        tracer: Tracer | None = None,
     ) -> None:
         self._feed = feed
         self._rules_changed = asyncio.Event()
@@ -82,7 +85,9 @@ class Clustering:
             report=_warn,
         )
         self._bus = Bus(self._shards, on_message=self._take, on_gap=self._resync)
-        self._store = RedisStore(self._shards)
+        self._store = (
+            RedisStore(self._shards) if tracer is None else TracedStore(self._shards, tracer=tracer)
+        )
         self._cluster = Cluster(
             self._store,
             self._bus,

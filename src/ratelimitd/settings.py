@@ -20,6 +20,7 @@ from ratelimitd.settings_values import (
     Address,
     address,
     database_url,
+    fraction,
     key_secret,
     masked,
     masked_url,
@@ -28,6 +29,7 @@ from ratelimitd.settings_values import (
     on_off,
     one_of,
     optional,
+    optional_url,
     path,
     redis_url,
     shown,
@@ -149,6 +151,10 @@ class Settings:
         "least severe level that is logged")]
     log_format: Annotated[str, _Setting("auto", one_of("auto", "json", "console"),
         "auto: console on a terminal, else json")]
+    otel_endpoint: Annotated[str, _Setting("", optional_url,
+        "OTLP/HTTP collector of traces, http://HOST:4318; empty = off")]
+    otel_sample_ratio: Annotated[float, _Setting("1", fraction,
+        "how many of the traces that begin here are recorded, 0 to 1")]
     reflection: Annotated[bool, _Setting("on", on_off, "gRPC server reflection")]
     # fmt: on
 

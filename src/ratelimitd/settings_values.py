@@ -95,6 +95,22 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def fraction(text: str) -> float:
+    """A number from 0 to 1, in decimal digits."""
+    if re.fullmatch(r"0|1|1\.0{1,9}|0?\.[0-9]{1,9}", text) is None:
+        message = "must be a number from 0 to 1, such as 0.1"
+        raise ValueError(message)
+    return float(text)
+
+
+def optional_url(text: str) -> str:
+    """``http://`` or ``https://`` and a host, without user and password, which would be shown; empty = none."""
+    if text and re.fullmatch(r"https?://[^\s@/?#]+(?:/[^\s@?#]*)?", text) is None:
+        message = "must be http://HOST:PORT or https://HOST:PORT, without a user"
+        raise ValueError(message)
+    return text
+
+
 def names(text: str) -> tuple[str, ...]:
     """Names separated by commas, spaces around them dropped; empty = none."""
     found = tuple(name.strip() for name in text.split(",")) if text.strip() else ()

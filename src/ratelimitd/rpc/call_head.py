@@ -22,6 +22,7 @@ from ratelimitd.rpc.interface import (
 from ratelimitd.rpc.plain_answers import PlainAnswer, plain_answer
 from ratelimitd.rpc.status_blocks import ACCEPTED_ENCODINGS, Fields
 from ratelimitd.rpc.timeouts import is_positive_timeout, parse_timeout_s
+from ratelimitd.tracing import TRACEPARENT, is_sampled
 
 StreamHandler = Callable[[Any, "NativeCall"], AsyncIterator[bytes]]
 
@@ -30,6 +31,10 @@ _ENCODING: Final = b"grpc-encoding"
 _CONTENT_TYPE: Final = b"content-type"
 _MEANINGFUL: Final = frozenset((_TIMEOUT, _ENCODING, _CONTENT_TYPE))
 """What decides about a call beside its path; all other fields are metadata."""
+
+_TRACEPARENT: Final = TRACEPARENT.encode()
+_MEANINGFUL_TRACED: Final = _MEANINGFUL | {_TRACEPARENT}
+"""The same where calls are traced."""
 
 _ENCODINGS: Final = {
     b"identity": Encoding.IDENTITY,
@@ -50,6 +55,7 @@ class Route(NamedTuple):
     bulk: BulkHandler | None = None
     server_stream: StreamHandler | None = None
     bidi_stream: StreamHandler | None = None
+    bulk_unless_sampled: bool = False
 
 
 class Refusal(NamedTuple):
@@ -82,6 +88,7 @@ class CallPlan:
             this plan, too.
         unary, server_stream, bidi_stream: the handler of the route; one of them is there.
         bulk: the shortcut of the unary handler, if it has one.
+        meaningful: fields that, where they vary, may lead to another plan.
         call: what the handler is given when nothing varies and there is no deadline: one object for all such calls.
     """
 
@@ -91,6 +98,7 @@ class CallPlan:
         "bulk",
         "call",
         "encoding",
+        "meaningful",
         "plain",
         "refusal",
         "route",
@@ -110,6 +118,7 @@ class CallPlan:
         self.bulk: BulkHandler | None = None
         self.server_stream: StreamHandler | None = None
         self.bidi_stream: StreamHandler | None = None
+        self.meaningful = _MEANINGFUL
         self.call: NativeCall | None = None
 
 
@@ -185,7 +194,7 @@ class CallReader:
             kept = model.note = self._made(model.fields)
         plan: CallPlan = kept  # type: ignore[assignment]  # nobody else keeps notes with heads; cast() costs 40 ns
         for name, value in head.varying:
-            if name not in _MEANINGFUL:
+            if name not in plan.meaningful or (name == _TRACEPARENT and not _is_sampled(value)):
                 continue
             if name != _TIMEOUT or not plan.any_deadline or not is_positive_timeout(value):
                 return self._made(head.fields)
@@ -229,6 +238,10 @@ class CallReader:
             plan.unary = route.unary
             # A call that was late on arrival is not for a handler that does not look at deadlines.
             plan.bulk = None if plan.timeout_s == 0 else route.bulk
+            if route.bulk_unless_sampled:
+                plan.meaningful = _MEANINGFUL_TRACED
+                if _is_sampled(found.get(_TRACEPARENT, b"")):
+                    plan.bulk = None
             plan.any_deadline = (
                 bool(plan.timeout_s) and [name for name, _ in fields].count(_TIMEOUT) == 1
             )
@@ -243,7 +256,9 @@ def routes_of(methods: Methods) -> Mapping[bytes, Route]:
     """The routes by the bytes of their paths."""
     routes = {}
     for path, unary in methods.unary.items():
-        routes[path.encode()] = Route(path, unary=unary, bulk=methods.bulk.get(path))
+        bulk = methods.bulk.get(path)
+        unless_sampled = bulk is not None and methods.bulk_unless_sampled
+        routes[path.encode()] = Route(path, unary, bulk, bulk_unless_sampled=unless_sampled)
     for path, stream in methods.server_stream.items():
         routes[path.encode()] = Route(path, server_stream=stream)
     for path, bidi in methods.bidi_stream.items():
@@ -254,6 +269,10 @@ def routes_of(methods: Methods) -> Mapping[bytes, Route]:
 def _is_grpc(content_type: bytes) -> bool:
     rest = content_type[len(_GRPC) :]
     return content_type.startswith(_GRPC) and rest[:1] in _AFTER_GRPC
+
+
+def _is_sampled(traceparent: bytes) -> bool:
+    return is_sampled(traceparent.decode("latin-1"))
 
 
 def _text(value: bytes) -> str:

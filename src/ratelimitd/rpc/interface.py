@@ -113,6 +113,8 @@ class Methods:
     """Shortcuts of unary methods for messages that came together: answer i is to message i, and ``None`` is for the
     method's own handler. It asks for nothing but the message, waits for nothing, and raises nothing. A transport may
     use it or not: the answers are the same."""
+    bulk_unless_sampled: bool = False
+    """Calls whose caller records its trace (``traceparent``, W3C Trace Context) are for the method's own handler."""
 
 
 class InProgress(NamedTuple):

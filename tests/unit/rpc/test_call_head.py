@@ -1,5 +1,7 @@
 """What heads mean to gRPC, and that they are judged once."""
 
+from dataclasses import replace
+
 import hpack
 import pytest
 
@@ -91,6 +93,29 @@ def test_a_head_that_varies_in_its_compression_keeps_the_shortcut(reader):
     reader.read(model)
     other = head(model, ((b"grpc-encoding", b"identity"),), grpc_encoding="identity")
     assert reader.read(other).bulk is list
+
+
+RECORDED, UNRECORDED = (f"00-{'a' * 32}-{'b' * 16}-{flags}" for flags in ("01", "00"))
+
+
+def test_where_calls_are_traced_those_that_are_recorded_have_no_shortcut():
+    reader = CallReader(routes_of(replace(METHODS, bulk_unless_sampled=True)), PEER, lambda: 100.0)
+    assert reader.read(head()).bulk is list
+    assert reader.read(head(traceparent=UNRECORDED)).bulk is list
+    assert reader.read(head(traceparent=RECORDED)).bulk is None
+    assert reader.read(head(__path="/s/n", traceparent=RECORDED)).unary is echo
+    model = head()
+    for traceparent, bulk in ((UNRECORDED, list), (RECORDED, None), (UNRECORDED, list)):
+        varying = ((b"traceparent", traceparent.encode()),)
+        one = head(model, varying, traceparent=traceparent)
+        assert reader.read(one).bulk is bulk
+        assert reader.call(reader.read(one), one, 0.0).metadata("traceparent") == traceparent
+
+
+def test_where_they_are_not_nobody_looks_whether_they_are_recorded(reader):
+    assert reader.read(head(traceparent=RECORDED)).bulk is list
+    varying = ((b"traceparent", RECORDED.encode()),)
+    assert reader.read(head(head(), varying, traceparent=RECORDED)).bulk is list
 
 
 def test_an_unknown_method_is_unimplemented(reader):

@@ -1,0 +1,187 @@
+"""Spans over OTLP/HTTP, by OpenTelemetry's SDK: gathered in a bounded queue, sent by a thread of their own.
+
+The only place that knows the SDK, imported only where OTEL_ENDPOINT is set. A collector that is away costs the spans
+that do not fit into the queue, and one line of the log; see ADR 0031.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random as random_source
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import Span as SdkSpan
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from ratelimitd import __version__
+from ratelimitd.tracing import TRACEPARENT, is_sampled
+
+MAX_QUEUED: Final = 2_048
+"""Spans that wait to be sent, some 2 KB each; further ones take the place of the oldest."""
+
+MAX_BATCH: Final = 512
+
+PERIOD_MS: Final = 1_000
+
+SEND_S: Final = 5.0
+"""Longest time for sending one batch, with all its attempts."""
+
+CLOSE_S: Final = 1.0
+"""Longest time that a node which stops waits for its last spans to be sent."""
+
+MAX_SPANS_PER_S: Final = 500
+"""A span costs some 70 µs. Callers decide which of their checks are traced, and must not decide what a node costs."""
+
+TRACES_PATH: Final = "/v1/traces"
+
+_log = logging.getLogger(__name__)
+
+
+class OtelSpan:
+    """A span of the SDK as a :class:`ratelimitd.tracing.Span`."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: SdkSpan) -> None:
+        self._span = span
+
+    def note(self, name: str, value: str | int | bool) -> None:  # noqa: FBT001 -- a value, no switch
+        """Set an attribute."""
+        self._span.set_attribute(name, value)
+
+    def end(self, error: str = "") -> None:
+        """End it; it is sent when its turn comes."""
+        if error:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
+
+
+class OtelTracer:
+    """A :class:`ratelimitd.tracing.Tracer` that sends to a collector.
+
+    Args:
+        endpoint: URL of the collector; without a path that of OTLP is meant.
+        node_id: names this node in the traces.
+        ratio: how many of the traces that begin here are recorded, 0 to 1.
+        random: 0 to 1.
+        time_s: monotonic seconds.
+        period_ms: how long a span waits for others to be sent with.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        node_id: str,
+        ratio: float,
+        random: Callable[[], float] = random_source.random,
+        time_s: Callable[[], float] = time.monotonic,
+        period_ms: float = PERIOD_MS,
+    ) -> None:
+        self._ratio = ratio
+        self._random = random
+        self._time_s = time_s
+        self._second = 0
+        self._begun = 0
+        # What it has to say of a collector that is away, we say once; and it would quote what a collector answers.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        self._exporter = _Reporting(endpoint_of(endpoint))
+        resource = Resource.create(
+            {
+                "service.name": "ratelimitd",
+                "service.version": __version__,
+                "service.instance.id": node_id,
+            }
+        )
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=MAX_QUEUED,
+                schedule_delay_millis=period_ms,
+                max_export_batch_size=MAX_BATCH,
+            )
+        )
+        self._tracer = self._provider.get_tracer("ratelimitd", __version__)
+
+    def begin(self, name: str, parent: str | None = None) -> OtelSpan | None:
+        """A span, if its trace is recorded and there were not too many in this second."""
+        context = Context()
+        if parent is not None:
+            if not is_sampled(parent):
+                return None
+            context = TraceContextTextMapPropagator().extract({TRACEPARENT: parent}, context)
+        elif self._random() >= self._ratio:
+            return None
+        if not self._has_room():
+            return None
+        kind = SpanKind.CLIENT if parent is None and "/" not in name else SpanKind.SERVER
+        return OtelSpan(self._tracer.start_span(name, context, kind))
+
+    async def close(self) -> None:
+        """Send what there is, for at most ``CLOSE_S``."""
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+        def shut_down() -> None:
+            self._provider.shutdown()
+            # The loop may have ended: nobody waits then.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(closed.set)
+
+        # Not a thread of the loop: that would be waited for at the end of the process.
+        threading.Thread(target=shut_down, name="last spans", daemon=True).start()
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await closed.wait()
+        except TimeoutError:
+            self._exporter.shutdown()  # what waits for another attempt gives up
+
+    def _has_room(self) -> bool:
+        second = int(self._time_s())
+        if second != self._second:
+            self._second, self._begun = second, 0
+        self._begun += 1
+        return self._begun <= MAX_SPANS_PER_S
+
+
+class _Reporting(SpanExporter):
+    """The exporter, which tells the log when it begins to fail and when it recovers. Runs in the sending thread."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._exporter = OTLPSpanExporter(endpoint, timeout=SEND_S)
+        self._place = urlsplit(endpoint).netloc
+        self._fails = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        fails = result is not SpanExportResult.SUCCESS
+        if fails and not self._fails:
+            _log.warning(
+                "traces cannot be sent to %s; they are dropped until they can", self._place
+            )
+        elif self._fails and not fails:
+            _log.info("traces can be sent to %s again", self._place)
+        self._fails = fails
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+def endpoint_of(url: str) -> str:
+    """Where traces go for what a setting says: OTLP's own path where there is none."""
+    return url if urlsplit(url).path not in {"", "/"} else url.rstrip("/") + TRACES_PATH

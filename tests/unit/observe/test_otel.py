@@ -1,0 +1,130 @@
+"""Spans at a real receiver; and what becomes of them while it is away."""
+
+import logging
+
+import pytest
+
+from ratelimitd.observe import otel
+from ratelimitd.observe.otel import OtelTracer, endpoint_of
+from tests.trace_collector import attributes, collector
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = f"00-{TRACE}-{PARENT}-01"
+
+
+@pytest.fixture
+def receiver():
+    with collector() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+async def tracer(receiver):
+    tracer = OtelTracer(receiver.url, node_id="n1", ratio=1.0, time_s=lambda: 0.0, period_ms=10)
+    yield tracer
+    await tracer.close()
+
+
+async def test_a_span_is_sent_with_what_was_noted_and_whose_it_is(receiver, tracer):
+    span = tracer.begin("ratelimiter.v1.RateLimiterConfig/CreateRateLimit")
+    span.note("rpc.grpc.status_code", 0)
+    span.note("allowed", value=True)
+    span.end()
+    [sent] = receiver.wait_for(1)
+    assert sent.name == "ratelimiter.v1.RateLimiterConfig/CreateRateLimit"
+    assert attributes(sent) == {"rpc.grpc.status_code": 0, "allowed": True}
+    assert sent.end_time_unix_nano >= sent.start_time_unix_nano
+    resource = attributes(receiver.requests[0].resource_spans[0].resource)
+    assert (resource["service.name"], resource["service.instance.id"]) == ("ratelimitd", "n1")
+
+
+async def test_a_span_below_a_caller_is_of_its_trace(receiver, tracer):
+    tracer.begin("a/b", SAMPLED).end("NOT_FOUND")
+    [sent] = receiver.wait_for(1)
+    assert (sent.trace_id.hex(), sent.parent_span_id.hex()) == (TRACE, PARENT)
+    assert sent.kind == sent.SPAN_KIND_SERVER
+    assert (sent.status.message, sent.status.code) == ("NOT_FOUND", sent.status.STATUS_CODE_ERROR)
+
+
+async def test_what_is_not_a_call_is_asked_of_somebody_else(receiver, tracer):
+    tracer.begin("ratelimitd.sync").end()
+    [sent] = receiver.wait_for(1)
+    assert sent.kind == sent.SPAN_KIND_CLIENT
+
+
+@pytest.mark.parametrize("parent", [f"00-{TRACE}-{PARENT}-00", "nonsense", ""])
+async def test_a_caller_who_does_not_record_its_trace_is_followed(tracer, parent):
+    assert tracer.begin("a/b", parent) is None
+
+
+async def test_without_a_caller_chance_decides():
+    chances = iter([0.0, 0.24, 0.25, 0.9])
+    tracer = OtelTracer(
+        "http://127.0.0.1:1", node_id="n1", ratio=0.25, random=lambda: next(chances)
+    )
+    begun = [tracer.begin("a") is not None for _ in range(4)]
+    assert begun == [True, True, False, False]
+    await tracer.close()
+
+
+async def test_callers_do_not_decide_how_many_spans_a_node_makes(monkeypatch):
+    monkeypatch.setattr(otel, "MAX_SPANS_PER_S", 2)
+    now = [0.0]
+    tracer = OtelTracer("http://127.0.0.1:1", node_id="n1", ratio=1.0, time_s=lambda: now[0])
+    begun = [tracer.begin("a", SAMPLED) is not None for _ in range(4)]
+    now[0] = 1.0
+    begun.append(tracer.begin("a", SAMPLED) is not None)
+    assert begun == [True, True, False, False, True]
+    await tracer.close()
+
+
+async def test_the_last_spans_are_sent_when_a_node_stops(receiver):
+    tracer = OtelTracer(receiver.url, node_id="n1", ratio=1.0, period_ms=3_600_000)
+    tracer.begin("a").end()
+    await tracer.close()
+    assert len(receiver.spans) == 1
+
+
+async def test_a_collector_that_is_away_is_told_once_and_costs_a_bounded_queue(
+    monkeypatch, caplog, unused_tcp_port
+):
+    monkeypatch.setattr(otel, "MAX_QUEUED", 16)
+    monkeypatch.setattr(otel, "MAX_BATCH", 4)
+    monkeypatch.setattr(otel, "SEND_S", 0.05)
+    monkeypatch.setattr(otel, "CLOSE_S", 0.1)
+    caplog.set_level(logging.DEBUG)
+    tracer = OtelTracer(f"http://127.0.0.1:{unused_tcp_port}", node_id="n1", ratio=1.0, period_ms=1)
+    for _ in range(200):
+        tracer.begin("a").end()
+    await tracer.close()
+    lines = [record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG]
+    assert lines == [
+        f"traces cannot be sent to 127.0.0.1:{unused_tcp_port}; they are dropped until they can"
+    ]
+
+
+async def test_a_collector_that_comes_back_is_told(receiver, tracer, caplog):
+    caplog.set_level(logging.INFO, "ratelimitd")
+    receiver.status = 400
+    tracer.begin("first").end()
+    receiver.wait_for(1)
+    receiver.status = 200
+    tracer.begin("second").end()
+    receiver.wait_for(2)
+    await tracer.close()
+    assert [record.getMessage().partition(" to ")[0] for record in caplog.records] == [
+        "traces cannot be sent",
+        "traces can be sent",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("http://c:4318", "http://c:4318/v1/traces"),
+        ("http://c:4318/", "http://c:4318/v1/traces"),
+        ("https://c/tenant/x", "https://c/tenant/x"),
+    ],
+)
+def test_the_path_is_that_of_otlp_unless_another_is_given(url, endpoint):
+    assert endpoint_of(url) == endpoint
