@@ -17,6 +17,7 @@ import typer
 from ratelimitd.cli.failures import CliError, UsageError
 from ratelimitd.cli.output import Output, as_dict, printable
 from ratelimitd.cli.plan import Create, Delete, Step, Update, draft_of, make_plan
+from ratelimitd.cli.progress import progress
 from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, dump_rules, dump_rules_json, parse_rules
@@ -109,15 +110,19 @@ def _refusal_of(file: Path) -> Iterator[None]:
 
 def _carry_out(plan: Sequence[Step], client: RateLimiterClient, target: Target) -> None:
     """Carry out the steps up to the first that fails; then say how far it came."""
-    for done, step in enumerate(plan):
-        try:
-            with target.explained():
-                _execute(client, step)
-        except CliError as failure:
-            if target.output.as_json:
-                target.output.json_list(map(_as_json, plan[:done]))
-            message = f"{failure}; {done} of {len(plan)} changes were made: look, and apply again"
-            raise CliError(message, failure.exit_code) from None
+    with progress("applying", len(plan)) as step_done:
+        for done, step in enumerate(plan):
+            try:
+                with target.explained():
+                    _execute(client, step)
+            except CliError as failure:
+                if target.output.as_json:
+                    target.output.json_list(map(_as_json, plan[:done]))
+                message = (
+                    f"{failure}; {done} of {len(plan)} changes were made: look, and apply again"
+                )
+                raise CliError(message, failure.exit_code) from None
+            step_done()
 
 
 def _execute(client: RateLimiterClient, step: Step) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import typer
 
 from ratelimitd.cli.command_help import help_of
+from ratelimitd.cli.progress import working
 from ratelimitd.cli.setting_options import takes_settings
 from ratelimitd.settings import Settings
 
@@ -24,7 +25,8 @@ def upgrade(settings: Settings) -> None:
     # SQLAlchemy and Alembic take some 300 ms to import: the other commands start without.
     from ratelimitd.rules import migrations  # noqa: PLC0415
 
-    asyncio.run(migrations.upgrade(settings.database_url))
+    with working("upgrading the rule database"):
+        asyncio.run(migrations.upgrade(settings.database_url))
     print("the rule database is up to date")
 
 
