@@ -1,0 +1,206 @@
+"""A parent's server and those of its workers, in this process; between them are real sockets."""
+
+import asyncio
+import gc
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ratelimitd.web import passing_on
+from ratelimitd.web.from_parent import FromParent
+from ratelimitd.web.passing_on import PassingOn
+from ratelimitd.web.server import HttpServer
+from ratelimitd.web.unix_socket import listening_at
+
+
+class Worker:
+    """What it was asked, and what it is to do."""
+
+    def __init__(self, name):
+        self.name = name
+        self.left = asyncio.Event()
+        self.app = FromParent(
+            Starlette(
+                routes=[
+                    Route("/asked", self.asked),
+                    Route("/echo", self.echo, methods=["POST"]),
+                    Route("/early", self.early, methods=["POST"]),
+                    Route("/events", self.events),
+                    Route("/empty", self.empty),
+                ]
+            )
+        )
+
+    async def asked(self, request: Request):
+        headers = {name: text for name, text in request.headers.items() if name != "user-agent"}
+        return Response(
+            f"{self.name} {request.client} {request.url.query} {sorted(headers)}",
+            headers={"X-Kept": "1", "Keep-Alive": "no"},
+        )
+
+    async def echo(self, request: Request):
+        return Response(await request.body(), 201)
+
+    async def early(self, _request):
+        return PlainTextResponse("too large", 413)
+
+    async def empty(self, _request):
+        return Response(status_code=204)
+
+    async def events(self, request: Request):
+        async def endless():
+            try:
+                while True:
+                    yield b"data: 1\n\n"
+                    await asyncio.sleep(0)
+            finally:
+                self.left.set()
+
+        return StreamingResponse(endless(), media_type="text/event-stream")
+
+
+@pytest.fixture
+async def parent(tmp_path):
+    """An HTTP side whose workers are started by the test: its address, and ``start``."""
+
+    class Parent:
+        sockets = [tmp_path / f"{name}.sock" for name in ("a", "b")]  # noqa: RUF012
+        servers = []  # noqa: RUF012
+
+        async def start(self, name, app=None):
+            worker = Worker(name)
+            server = HttpServer.at(app or worker.app, tmp_path / f"{name}.sock")
+            assert await server.start() == str(tmp_path / f"{name}.sock")
+            self.servers.append(server)
+            return worker
+
+    found = Parent()
+    server = HttpServer(PassingOn(found.sockets), "127.0.0.1", 0)
+    found.servers = [server]
+    found.url = f"http://{await server.start()}"
+    async with httpx.AsyncClient(base_url=found.url) as http:
+        found.http = http
+        yield found
+    for each in found.servers:
+        await each.stop()
+
+
+async def test_a_request_and_its_answer_are_passed_on_with_who_asked(parent):
+    await parent.start("a")
+    answer = await parent.http.get("/asked?x=1&y=%20", headers={"X-Mine": "1"})
+    name, _, rest = answer.text.partition(" ")
+    assert name == "a"
+    assert "host='127.0.0.1', port=" in rest
+    assert "x=1&y=%20" in rest
+    assert "'x-mine'" in rest
+    assert "x-ratelimitd-peer" not in rest
+    assert answer.headers["x-kept"] == "1"
+    assert "keep-alive" not in answer.headers
+    assert len(answer.headers.get_list("date")) == 1
+
+
+async def test_nobody_says_who_they_are_by_a_header(parent):
+    await parent.start("a")
+    answer = await parent.http.get("/asked", headers={"X-Ratelimitd-Peer": "10.0.0.1 1"})
+    assert "127.0.0.1" in answer.text
+    assert "10.0.0.1" not in answer.text
+
+
+async def test_bodies_are_passed_on_of_known_and_of_unknown_length(parent):
+    async def pieces():
+        for _ in range(3):
+            yield b"x" * 100_000
+
+    await parent.start("a")
+    answer = await parent.http.post("/echo", content=b"body")
+    assert (answer.status_code, answer.content) == (201, b"body")
+    assert len((await parent.http.post("/echo", content=pieces())).content) == 300_000
+
+
+async def test_answers_without_a_body_have_none(parent):
+    await parent.start("a")
+    answer = await parent.http.head("/asked")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert (await parent.http.get("/empty")).status_code == 204
+
+
+async def test_an_answer_may_come_before_the_whole_request_was_read(parent):
+    await parent.start("a")
+    answer = await parent.http.post("/early", content=b"x" * 3_000_000)
+    assert (answer.status_code, answer.text) == (413, "too large")
+
+
+async def test_a_caller_stays_with_one_worker_while_that_lives(parent):
+    await parent.start("a")
+    await parent.start("b")
+    names = {(await parent.http.get("/asked")).text[0] for _ in range(4)}
+    assert len(names) == 1
+    [theirs] = [server for server in parent.servers[1:] if f"/{min(names)}." in str(server._path)]
+    await theirs.stop()
+    assert (await parent.http.get("/asked")).text[0] in {"a", "b"} - names
+
+
+async def test_without_a_worker_it_is_said_so(parent):
+    answer = await parent.http.get("/asked")
+    assert (answer.status_code, answer.text) == (503, "no worker answers at the moment\n")
+
+
+async def test_a_worker_that_does_not_take_the_connection_is_passed_over(parent, monkeypatch):
+    async def never(_name):
+        await asyncio.Event().wait()
+
+    await parent.start("a")
+    monkeypatch.setattr(passing_on, "CONNECT_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(asyncio, "open_unix_connection", never)
+    assert (await parent.http.get("/asked")).status_code == 503
+
+
+async def test_a_stream_is_passed_on_as_it_comes_and_ends_when_its_reader_leaves(parent):
+    worker = await parent.start("a")
+    async with parent.http.stream("GET", "/events") as answer:
+        assert await anext(answer.aiter_bytes(9)) == b"data: 1\n\n"
+    await worker.left.wait()
+
+
+class TestAWorkerThatEnds:
+    """In the middle of an answer, or before it."""
+
+    @pytest.fixture
+    async def serve(self, parent, tmp_path):
+        servers = []
+
+        async def serve(answer):
+            async def talk(reader, writer):
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(answer)
+                writer.close()
+
+            sock = listening_at(tmp_path / "a.sock")
+            servers.append(await asyncio.start_unix_server(talk, sock=sock))
+
+        yield serve
+        for server in servers:
+            server.close()
+        gc.collect()
+
+    @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 2", b"no HTTP\r\n\r\n"])
+    async def test_before_its_answer_is_told(self, parent, serve, said):
+        await serve(said)
+        answer = await parent.http.get("/asked")
+        assert (answer.status_code, answer.text) == (
+            502,
+            "the worker ended before it had answered\n",
+        )
+
+    async def test_in_the_middle_ends_the_connection(self, parent, serve):
+        await serve(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+        with pytest.raises(httpx.RemoteProtocolError):
+            await parent.http.get("/asked")
+
+    async def test_what_it_says_first_is_no_answer(self, parent, serve):
+        await serve(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        assert (await parent.http.get("/asked")).text == "ok"

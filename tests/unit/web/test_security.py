@@ -1,0 +1,86 @@
+import httpx
+import pytest
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+
+from ratelimitd.web.refusals import Cause
+from ratelimitd.web.security import HEADERS, Guard, is_cross_site
+
+POLICY = HEADERS["Content-Security-Policy"]
+
+
+@pytest.fixture
+def refused():
+    return []
+
+
+@pytest.fixture
+def ask(refused):
+    async def app(scope, receive, send):
+        headers = {"Cache-Control": "kept"} if scope["path"] == "/kept" else None
+        await PlainTextResponse("hello", headers=headers)(scope, receive, send)
+
+    async def ask(method, path="/", **headers):
+        transport = httpx.ASGITransport(app=Guard(app, refused.append))
+        async with httpx.AsyncClient(transport=transport, base_url="http://node:8080") as client:
+            return await client.request(method, path, headers=headers)
+
+    return ask
+
+
+async def test_every_answer_has_the_headers(ask):
+    answer = await ask("GET")
+    assert HEADERS.items() <= {name.title(): text for name, text in answer.headers.items()}.items()
+    assert answer.headers["cache-control"] == "no-store"
+    refusal = await ask("POST", **{"sec-fetch-site": "cross-site"})
+    assert refusal.headers["content-security-policy"] == POLICY
+
+
+async def test_what_may_be_kept_is_kept(ask):
+    assert (await ask("GET", "/kept")).headers["cache-control"] == "kept"
+
+
+def test_the_policy_allows_nothing_inline_and_nothing_from_elsewhere():
+    assert "unsafe" not in POLICY
+    assert "http" not in POLICY
+    assert POLICY.startswith("default-src 'none'; ")
+
+
+CROSS_SITE = [
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+    {"origin": "https://evil.example"},
+    {"origin": "http://node:9090"},
+    {"origin": "null"},
+    {"sec-fetch-site": "same-origin", "origin": "http://evil.example"},
+]
+OWN = [
+    {},
+    {"sec-fetch-site": "same-origin"},
+    {"sec-fetch-site": "none"},
+    {"origin": "http://node:8080"},
+    {"origin": "https://NODE:8080", "sec-fetch-site": "same-origin"},
+]
+
+
+@pytest.mark.parametrize("headers", CROSS_SITE)
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "NEW"])
+async def test_what_another_site_sends_is_refused_and_counted(ask, refused, method, headers):
+    answer = await ask(method, **headers)
+    assert answer.status_code == 403
+    assert "came from another site" in answer.text
+    assert refused == [Cause.CROSS_SITE]
+
+
+@pytest.mark.parametrize("headers", OWN)
+async def test_what_our_own_pages_and_programs_send_passes(ask, refused, headers):
+    assert (await ask("POST", **headers)).text == "hello"
+    assert refused == []
+
+
+async def test_a_link_on_another_site_may_lead_here(ask):
+    assert (await ask("GET", **{"sec-fetch-site": "cross-site"})).status_code == 200
+
+
+def test_an_origin_that_is_none_is_another_one():
+    assert is_cross_site(Headers({"origin": "http://[", "host": "node:8080"}))
