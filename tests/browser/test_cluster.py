@@ -44,14 +44,16 @@ def test_what_is_done_on_one_node_holds_on_all_and_so_does_the_session(nodes, vi
     expect(first.go("/rules").get_by_role("main")).to_contain_text("There are no rules yet")
 
 
-def test_the_workers_of_one_port_answer_as_one(valkey, tmp_path, visit):
-    arguments = (
-        *("--workers", "2", "--node-id", "n", "--redis-url", valkey.url),
-        *("--admin-token", ADMIN_TOKEN),
-    )
-    with Files(tmp_path).serving(*arguments) as node:
+def test_the_workers_of_one_port_answer_as_one(tmp_path, visit):
+    with (
+        Valkey(tmp_path / "valkey") as valkey,
+        Files(tmp_path).serving(
+            *("--workers", "2", "--node-id", "n", "--redis-url", valkey.url),
+            *("--admin-token", ADMIN_TOKEN),
+        ) as node,
+    ):
         page = visit(node.http_address).go("/rules")
         log_in(page)
-        create_rule(page, Endpoint="/workers", Limit="3")
-        verdicts = [try_check(page, "/workers").split()[0] for _ in range(4)]
+        create_rule(page, Limit="3")
+        verdicts = [try_check(page).split()[0] for _ in range(4)]
         assert verdicts == ["allowed"] * 3 + ["denied"]

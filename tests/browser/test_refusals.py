@@ -126,8 +126,7 @@ def test_a_form_on_another_site_changes_nothing(node, operator, host):
         page = operator.context.new_page()
         page.goto(f"http://{address}/")
         press(page, "Win a prize")
-        heading = page.get_by_role("heading", name="This request came from another site")
-        expect(heading).to_be_visible()
+        expect(page.locator("body")).to_contain_text("This request came from another site")
     operator.requested = [url for url in operator.requested if address not in url]
     assert limits(node) == {}
     assert refused(node, "cross_site") == before + 1
