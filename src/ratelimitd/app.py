@@ -22,8 +22,12 @@ from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.shared_time import SharedTime
 from ratelimitd.clustering import Clustering
 from ratelimitd.limiter import Limiter, SharedBuckets
+from ratelimitd.live_view import live_of
 from ratelimitd.model import US_PER_S
+from ratelimitd.observe import history
+from ratelimitd.observe.denials import FOLD_S, Denials
 from ratelimitd.observe.health import Health, SharedStateStatus, embedded
+from ratelimitd.observe.live import Live
 from ratelimitd.observe.logs import LogContext
 from ratelimitd.observe.metrics import Metrics, Runtime
 from ratelimitd.observe.rules_log import RulesLog
@@ -99,6 +103,7 @@ class Node:
         self._clustering: Clustering | None = None
         self._keys = BucketKeys(settings.key_secret)
         self._late_key: BucketKey | None = None
+        self._denials = Denials(self.stats, digest=self._keys.identifier_digest)
         self._health = Health(
             node_id=self.node_id,
             stats=self.stats,
@@ -207,7 +212,8 @@ class Node:
         background.start("snapshot", snapshot.run)
         limiter = self._new_limiter(buckets=table, journal=snapshot)
         metrics = self._new_metrics(feed, table, snapshot)
-        await self._serve(limiter, store, feed, metrics)
+        live = self._start_live(background, table)
+        await self._serve(limiter, store, feed, metrics, live=live)
 
     async def _start_in_cluster(self, store: RuleStore, feed: RuleFeed) -> None:
         """With the buckets that all nodes share."""
@@ -231,10 +237,11 @@ class Node:
         clustering.start_jobs(background)
         limiter = self._new_limiter(shared=clustering.buckets)
         metrics = self._new_metrics(feed, clustering.cache, None)
-        await self._serve(limiter, store, feed, metrics)
+        live = self._start_live(background, clustering.cache)
+        await self._serve(limiter, store, feed, metrics, live=live)
 
     async def _serve(
-        self, limiter: Limiter, store: RuleStore, feed: RuleFeed, metrics: Metrics
+        self, limiter: Limiter, store: RuleStore, feed: RuleFeed, metrics: Metrics, *, live: Live
     ) -> None:
         self._limiter, self.metrics = limiter, metrics
         if feed.book is not None:
@@ -250,7 +257,10 @@ class Node:
                 grpc_address=lambda: self.grpc_address,
                 hosts=self._settings.http_names,
                 methods=methods,
+                live=live,
                 may_read=access.may_read,
+                may_administer=access.may_administer,
+                actor=access.actor,
                 admit=admission(access),
                 translate=self._edge.translate,
                 admin_token=self._settings.admin_token,
@@ -260,6 +270,8 @@ class Node:
                 refused=self.stats.web_refusal,
             )
         )
+        # Open pages are told that the node ends, and do not keep it.
+        self._open.callback(live.end)
         await self._start_grpc(methods)
 
     def _new_limiter(
@@ -279,6 +291,7 @@ class Node:
             journal=journal,
             breaker_denies=self._settings.on_breaker_open == "deny",
             on_error=_report_fail_open,
+            on_denied=self._denials.note,
         )
 
     def _new_metrics(
@@ -365,6 +378,22 @@ class Node:
         )
         background.every(TICK_S, "upkeep", upkeep.tick)
         background.every(SAMPLE_S, "sampling", upkeep.sample)
+        background.every(FOLD_S, "denials", self._denials.fold)
+
+    def _start_live(self, background: Background, buckets: BucketTable | BucketCache) -> Live:
+        live = live_of(
+            stats=self.stats,
+            health=self._health,
+            runtime=self._runtime,
+            clock=self._clock,
+            denials=self._denials,
+            buckets=buckets,
+            cluster=self._clustering,
+            addresses=self,
+            report=_warn,
+        )
+        background.every(history.SAMPLE_S, "live view", live.step)
+        return live
 
     async def _start_http(self, parts: Parts) -> None:
         listen = self._settings.http_listen

@@ -117,6 +117,8 @@ class Live:
         self._history = History()
         self._listeners: set[Callable[[], None]] = set()
         self._steps = 0
+        self.ended = False
+        """The node is on its way out: there are no more steps."""
 
     @property
     def history(self) -> Sequence[Sample]:
@@ -124,7 +126,7 @@ class Live:
         return self._history.samples
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after every step from now on; somebody is looking."""
+        """Call ``listener`` after every step from now on, and once at the end; somebody is looking."""
         self._listeners.add(listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
@@ -143,6 +145,12 @@ class Live:
             await self._read()
             self._history.add(self._total(self._nodes()))
         self._steps += 1
+        for listener in [*self._listeners]:
+            listener()
+
+    def end(self) -> None:
+        """Tell who looks that there is nothing more to see."""
+        self.ended = True
         for listener in [*self._listeners]:
             listener()
 

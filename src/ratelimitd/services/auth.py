@@ -104,6 +104,16 @@ class Access:
         assert required is not None  # noqa: S101 -- reading is never for everybody
         required(call)
 
+    def may_administer(self, call: Call) -> None:
+        """Let a call pass that holds the admin role, in the same way.
+
+        Raises:
+            RpcError: it does not.
+        """
+        required = self.requirement(Role.ADMIN)
+        assert required is not None  # noqa: S101 -- no more is administering
+        required(call)
+
     def actor(self, call: Call) -> str:
         """Who the audit trail names for an admin call: the certificate's SAN, or role@host of the peer."""
         sans = call.peer_sans

@@ -13,11 +13,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from ratelimitd.rpc.interface import Methods
+from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web import pages
 from ratelimitd.web.audit_page import audit_routes
@@ -25,7 +25,9 @@ from ratelimitd.web.audit_trail import AuditReader, AuditTrail
 from ratelimitd.web.frame import Frame, accepts_html
 from ratelimitd.web.http_call import Requirement
 from ratelimitd.web.json_api import JsonApi, Translation
+from ratelimitd.web.live_stream import LiveStatus
 from ratelimitd.web.login_pages import login_routes
+from ratelimitd.web.overview import OverviewPage
 from ratelimitd.web.pages import HostCheck, Metrics, Readiness, front_page
 from ratelimitd.web.refusals import Count, Refused
 from ratelimitd.web.rendering import StaticFiles
@@ -53,7 +55,12 @@ class Parts:
     book: Callable[[], RuleBook | None]
     """The rule book of this moment, ``None`` while there is none."""
     audit: AuditReader
+    live: LiveStatus
+    """What the overview shows."""
     may_read: Requirement
+    may_administer: Requirement
+    actor: Callable[[Call], str]
+    """Who the log names for a call."""
     admit: Requirement
     """Lets a call pass that may be made."""
     translate: Translation
@@ -79,8 +86,15 @@ def application(parts: Parts) -> ASGIApp:
     services = ServiceCalls(parts.methods, frame)
     trail = AuditTrail(parts.audit)
     api = JsonApi(parts.methods, admit=parts.admit, translate=parts.translate, now_s=parts.now_s)
+    overview = OverviewPage(
+        frame,
+        parts.live,
+        front_page(parts.grpc_address),
+        may_administer=parts.may_administer,
+        actor=parts.actor,
+    )
     routes: list[BaseRoute] = [
-        Route("/", _front(parts, frame)),
+        *overview.routes(),
         static.route(),
         *login_routes(frame, sessions, parts.refused, parts.now_s),
         *RulesPages(frame, services, parts.book, trail).routes(),
@@ -103,18 +117,3 @@ def application(parts: Parts) -> ASGIApp:
     )
     whole = pages.application(metrics=parts.metrics, readiness=parts.readiness, others=people)
     return HostCheck(whole, parts.hosts, parts.refused)
-
-
-def _front(parts: Parts, frame: Frame) -> Callable[[Request], Awaitable[Response]]:
-    """``/``: for people the rules, for programs what this is, in words."""
-    words = front_page(parts.grpc_address)
-
-    async def to_rules(_: Request) -> Response:
-        return RedirectResponse("/rules", 303)
-
-    page = frame.reading(to_rules)
-
-    async def front(request: Request) -> Response:
-        return await (page if accepts_html(request) else words)(request)
-
-    return front

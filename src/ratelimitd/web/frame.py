@@ -115,6 +115,10 @@ class Frame:
             self.set_cookie(request, response, FORM_COOKIE, visitor.nonce)
         return response
 
+    def fragment(self, template: str, **context: Any) -> str:
+        """A piece of a page, which knows nothing of who is looking."""
+        return self._templates.get_template(template).render(**context)
+
     def set_cookie(self, request: Request, response: Response, name: str, value: str) -> None:
         """Give the browser a cookie that no script reads and no other site's request carries; empty: take it away."""
         encrypted = "https" in {request.url.scheme, request.headers.get("x-forwarded-proto")}

@@ -182,6 +182,14 @@ async def test_while_somebody_looks_they_are_read_in_each_step(scene):
     assert (scene.board.reads, len(heard)) == (3, 3)
 
 
+async def test_who_looks_is_told_of_the_end(scene):
+    heard = []
+    scene.live.listen(lambda: heard.append(scene.live.ended))
+    await scene.steps()
+    scene.live.end()
+    assert heard == [False, True]
+
+
 async def test_a_page_that_is_opened_reads_them_unless_that_was_done_just_now(scene):
     await scene.live.refresh()
     await scene.live.refresh()

@@ -1,0 +1,166 @@
+"""The live numbers of the overview, as server-sent events: one computation a step, however many pages are open.
+
+A page is sent the past first, in pieces, then one event with each step, which is the sign of life as well. A page that
+is slow to read is dropped, and comes back by itself; all end with the node. See ADR 0029.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import lru_cache
+from typing import Final, Protocol
+
+from ratelimitd.observe.history import MAX_SAMPLES, Sample
+from ratelimitd.observe.live import Overview
+
+MAX_STREAMS: Final = 20
+
+MAX_BEHIND: Final = 3
+"""Events that a page may not have taken yet: six seconds."""
+
+STREAM_S: Final = 600.0
+"""A stream ends after ten minutes and is asked for again, so that nobody looks on whose session has ended."""
+
+RETRY_MS: Final = 2_000
+
+ROWS_PER_EVENT: Final = 100
+"""Samples of the past that are put together in one turn of the event loop, in less than 1 ms."""
+
+Fragments = Callable[[Overview, Sequence[Sample], bool], dict[str, str]]
+"""The parts of the page that change, as HTML, by their ids; for who sees names, or for who does not."""
+
+
+class LiveStatus(Protocol):
+    """What is shown: :class:`ratelimitd.observe.live.Live`."""
+
+    @property
+    def history(self) -> Sequence[Sample]:
+        """The last quarter of an hour."""
+
+    @property
+    def ended(self) -> bool:
+        """The node is on its way out: there are no more steps."""
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each step, and once at the end."""
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Call it no more."""
+
+    async def refresh(self) -> None:
+        """Find out how the other nodes are, unless that was done just now."""
+
+    def overview(self, *, named: bool = False) -> Overview:
+        """How things are."""
+
+
+class LiveStream:
+    """The open streams of a node."""
+
+    def __init__(self, live: LiveStatus, fragments: Fragments) -> None:
+        self._live = live
+        self._fragments = fragments
+        self._readers: set[_Reader] = set()
+
+    @property
+    def full(self) -> bool:
+        """Whether as many pages are open as may be."""
+        return len(self._readers) >= MAX_STREAMS
+
+    async def events(self, *, named: bool) -> AsyncIterator[bytes]:
+        """The events for one page, as octets; ends when it is dropped, after :data:`STREAM_S`, and with the node."""
+        reader = _Reader(named, asyncio.get_running_loop().time() + STREAM_S)
+        if not self._readers:
+            self._live.listen(self._stepped)
+        self._readers.add(reader)
+        try:
+            yield b"retry: %d\n\n" % RETRY_MS
+            samples = self._live.history
+            for start in range(0, len(samples), ROWS_PER_EVENT):
+                piece = samples[start : start + ROWS_PER_EVENT]
+                yield _event("past", [row(one) for one in piece])
+                await asyncio.sleep(0)
+            while (event := await reader.next()) is not None:
+                yield event
+        finally:
+            self._readers.discard(reader)
+            if not self._readers:
+                self._live.unlisten(self._stepped)
+
+    def _stepped(self) -> None:
+        """One step is done: compute once for each kind of reader, and hand on."""
+        if self._live.ended:
+            for reader in self._readers:
+                reader.end()
+            return
+        made: dict[bool, bytes] = {}
+        for reader in [*self._readers]:
+            if reader.named not in made:
+                made[reader.named] = self._event(named=reader.named)
+            if not reader.take(made[reader.named]):
+                self._readers.discard(reader)
+                reader.end()
+
+    def _event(self, *, named: bool) -> bytes:
+        overview, history = self._live.overview(named=named), self._live.history
+        parts = self._fragments(overview, history, named)
+        return _event("now", {"row": row(overview.total), "parts": parts})
+
+
+class _Reader:
+    """One open page. ``until_s``: when its stream ends at the latest, on the event loop's time."""
+
+    def __init__(self, named: bool, until_s: float) -> None:  # noqa: FBT001 -- one of two kinds
+        self.named = named
+        self._until_s = until_s
+        self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def take(self, event: bytes) -> bool:
+        """Keep an event until the page has taken it; false: it is too far behind."""
+        if self._events.qsize() >= MAX_BEHIND:
+            return False
+        self._events.put_nowait(event)
+        return True
+
+    def end(self) -> None:
+        """No more events."""
+        self._events.put_nowait(None)
+
+    async def next(self) -> bytes | None:
+        """The next event; ``None`` at the end."""
+        try:
+            async with asyncio.timeout_at(self._until_s):
+                return await self._events.get()
+        except TimeoutError:
+            return None
+
+
+@lru_cache(maxsize=2 * MAX_SAMPLES)
+def row(sample: Sample) -> Sequence[float | None]:
+    """A sample as the charts take it.
+
+    Time in ms, allowed, blocked and fail-open a second, the 50th, 95th and 99th percentile in ms, hit ratio, buckets.
+    """
+    return [
+        sample.at_ms,
+        *(
+            None if value is None else round(value, 3)
+            for value in (
+                sample.allowed_per_s,
+                sample.blocked_per_s,
+                sample.fail_open_per_s,
+                sample.percentile_ms(0.5),
+                sample.percentile_ms(0.95),
+                sample.percentile_ms(0.99),
+                sample.hit_ratio,
+            )
+        ),
+        sample.buckets,
+    ]
+
+
+def _event(name: str, data: object) -> bytes:
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {name}\ndata: {text}\n\n".encode()
