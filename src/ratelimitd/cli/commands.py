@@ -16,6 +16,7 @@ import typer
 
 from ratelimitd import __version__
 from ratelimitd.cli import config, db, dev, rules
+from ratelimitd.cli.bench import bench
 from ratelimitd.cli.check import check
 from ratelimitd.cli.command_help import help_of
 from ratelimitd.cli.doctor import Given, doctor
@@ -39,7 +40,7 @@ app = typer.Typer(
 )
 
 app.command(help=help_of(serve))(takes_settings(serve))
-for command in (check, reset, health, metrics, top):
+for command in (check, reset, health, metrics, top, bench):
     app.command(help=help_of(command))(command)
 app.command(help=help_of(doctor))(takes_settings(doctor, load=Given))
 app.add_typer(rules.app, name="rules")

@@ -1,0 +1,82 @@
+"""`bench`, against a node of canned answers: what is sent and what is printed."""
+
+import json
+import signal
+import threading
+
+import grpc
+import pytest
+
+from tests.fake_node import status
+
+
+@pytest.fixture(autouse=True)
+def generous(node):
+    node.limit = 1_000_000
+
+
+def test_what_came_of_it_is_shown_with_a_picture(ask):
+    ended = ask("bench", "--duration", "0.1", "--concurrency", "2")
+    assert (ended.status, ended.err) == (0, "")
+    assert " allowed, 0 denied, 0 fail open\n" in ended.out
+    assert "\n  p99.9  " in ended.out
+    assert "█" * 40 in ended.out
+
+
+def test_json_has_all_figures(ask):
+    seen = json.loads(ask("bench", "--duration", "0.1", "--json").out)
+    assert seen["checks"] == seen["allowed"] == sum(bar["checks"] for bar in seen["histogram"])
+    assert set(seen["latency_ms"]) == {"mean", "min", "p50", "p90", "p95", "p99", "p99.9", "max"}
+    assert seen["checks_per_s"] == pytest.approx(seen["checks"] / seen["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], ["bench-0", "bench-1", "bench-2"]),
+        (["--identifier-type", "ip"], ["198.18.0.0", "198.18.0.1", "198.18.0.2"]),
+    ],
+)
+def test_identifiers_are_sent_in_turn_with_the_credentials(ask, node, options, names):
+    ask(
+        *("bench", "--duration", "0.5", "--concurrency", "1", "--identifiers", "3", "--token", "t"),
+        *("--endpoint", "/x", "--peek", *options),
+    )
+    asked = [call.request.identifier for call in node.seen]
+    # The first one only connects.
+    assert asked[:5] == [names[0], *names, names[0]]
+    assert node.seen[-1].metadata["authorization"] == "Bearer t"
+    assert (node.seen[-1].request.endpoint, node.seen[-1].request.peek) == ("/x", True)
+
+
+def test_checks_that_are_not_answered_are_status_1(ask, node):
+    node.errors_after = 3
+    node.error = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "enough")
+    ended = ask("bench", "--duration", "0.1")
+    assert ended.status == 1
+    assert "not answered: RESOURCE_EXHAUSTED" in ended.out
+    node.seen.clear()
+    node.errors_after = 1
+    ended = ask("bench", "--duration", "0.1")
+    assert ended.out.startswith("0 checks in ")
+    assert "p50" not in ended.out
+
+
+def test_a_node_that_is_away_is_status_2(run, unused_tcp_port):
+    ended = run("bench", "--target", f"127.0.0.1:{unused_tcp_port}")
+    assert ended.status == 2
+    assert "cannot reach a node" in ended.err
+
+
+def test_ctrl_c_ends_it_early_with_what_there_is(ask, node):
+    saw = node._saw
+
+    def interrupt(request, context):
+        saw(request, context)
+        if len(node.seen) == 20:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    node._saw = interrupt
+    ended = ask("bench", "--duration", "3600")
+    assert ended.status == 0
+    assert " checks in " in ended.out
