@@ -17,24 +17,12 @@ from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.settings import Settings
 from ratelimitd.stats import CheckStats
-from tests.servers import Valkey, free_port
+from tests.servers import free_port
 from tests.unit.sharedstate.asking import soon
 
 RULE = Rule("1", "/a", IdentifierType.USER, 1_000, 3_600, Algorithm.FIXED_WINDOW, revision=1)
 KEY = b"a key of a bucket"
 SECRET = "s" * 32
-
-
-@pytest.fixture(scope="module")
-def valkey_of_module(tmp_path_factory):
-    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture
-def valkey(valkey_of_module):
-    valkey_of_module.ask("FLUSHALL")
-    return valkey_of_module
 
 
 class Feed:

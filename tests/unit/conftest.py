@@ -1,4 +1,4 @@
-"""A real server for the tests of each module here; what one of them does to it is undone before the next."""
+"""A real Valkey for the tests of each module that wants one; what a test does to it is undone before the next."""
 
 import pytest
 
