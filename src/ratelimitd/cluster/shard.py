@@ -25,6 +25,7 @@ class Shard:
         "_breaker",
         "_clock",
         "_failed_now",
+        "_has_failed",
         "_refuses_batches",
         "_stats",
         "_timers",
@@ -49,7 +50,7 @@ class Shard:
         self._clock = clock
         self._stats = stats
         self._timers = timers
-        self._failed_now = self._refuses_batches = False
+        self._failed_now = self._has_failed = self._refuses_batches = False
 
     @property
     def state(self) -> State:
@@ -79,8 +80,11 @@ class Shard:
     def answered(self) -> None:
         """A round trip of checks, or the probe, went well."""
         self._refuses_batches = False
-        self._breaker.succeeded()
-        self.is_open = not self._breaker.allows()
+        # To tell a breaker that has nothing to forget costs a check that waits 1.5 µs.
+        if self._has_failed:
+            self._has_failed = False
+            self._breaker.succeeded()
+            self.is_open = not self._breaker.allows()
 
     def failed(self, error: RateLimitdError) -> None:
         """A round trip of checks, or the probe, did not.
@@ -90,7 +94,7 @@ class Shard:
         """
         if not isinstance(error, StoreUnavailableError) or self._failed_now:
             return
-        self._failed_now = True
+        self._failed_now = self._has_failed = True
         self._timers.call_soon(self._turn_is_over)
         self._stats.shared_state_errors_total += 1
         self._breaker.failed()

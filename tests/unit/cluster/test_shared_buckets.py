@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from ratelimitd.cluster import tag
-from ratelimitd.cluster.shared_buckets import REREADS_PER_STEP
+from ratelimitd.cluster.shared_buckets import MAX_NAMES, REREADS_PER_STEP
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import reset
 from ratelimitd.model import COST_EXCEEDS_LIMIT, LIMIT_EXCEEDED, WITHIN_LIMIT
@@ -71,6 +71,21 @@ class TestMisses:
         world.wait(cost=50).cancel()
         world.run(MS)
         assert world.at_once()[:2] == (True, 899)
+
+    async def test_the_name_of_a_bucket_is_worked_out_once_for_a_check_that_waits(
+        self, world, monkeypatch
+    ):
+        named = []
+        monkeypatch.setattr(
+            world.buckets, "_stored_name", lambda key: named.append(key) or name_of(key)
+        )
+        world.check(b"a")
+        assert named == [b"a"]
+        for number in range(MAX_NAMES):
+            world.at_once(b"%d" % number)
+        assert len(world.buckets._names) <= MAX_NAMES
+        world.at_once(b"a")
+        assert named.count(b"a") == 2
 
     async def test_under_another_rule_than_the_one_that_was_read_for_the_newer_one_holds(
         self, world
