@@ -30,7 +30,7 @@ from ratelimitd.web.login_pages import login_routes
 from ratelimitd.web.overview import OverviewPage
 from ratelimitd.web.pages import HostCheck, Metrics, Readiness, front_page
 from ratelimitd.web.refusals import Count, Refused
-from ratelimitd.web.rendering import StaticFiles
+from ratelimitd.web.rendering import look
 from ratelimitd.web.rules_pages import RulesPages
 from ratelimitd.web.security import Guard
 from ratelimitd.web.service_calls import ServiceCalls
@@ -74,14 +74,14 @@ class Parts:
 
 def application(parts: Parts) -> ASGIApp:
     """The ASGI application of a node."""
-    static = StaticFiles()
+    static, templates = look()
     sessions = Sessions(parts.admin_token, parts.now_s)
     frame = Frame(
         node_id=parts.node_id,
         may_read=parts.may_read,
         sessions=sessions,
         count=parts.refused,
-        static=static,
+        templates=templates,
     )
     services = ServiceCalls(parts.methods, frame)
     trail = AuditTrail(parts.audit)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl, quote
 
+from jinja2 import Environment
 from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -20,7 +21,6 @@ from ratelimitd import __version__
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.web.http_call import HttpCall, Requirement, http_call
 from ratelimitd.web.refusals import ANSWERS, Cause, Count, Refused
-from ratelimitd.web.rendering import StaticFiles, environment
 from ratelimitd.web.sessions import Sessions
 
 SESSION_COOKIE: Final = "ratelimitd_session"
@@ -67,13 +67,13 @@ class Frame:
         may_read: Requirement,
         sessions: Sessions,
         count: Count,
-        static: StaticFiles,
+        templates: Environment,
     ) -> None:
         self._node_id = node_id
         self._may_read = may_read
         self._sessions = sessions
         self._count = count
-        self._templates = environment(static)
+        self._templates = templates
 
     def reading(self, endpoint: Endpoint) -> Endpoint:
         """``endpoint`` for those who may read; the others are refused or sent to log in."""

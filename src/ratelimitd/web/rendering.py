@@ -6,6 +6,7 @@ Everything that a template prints is escaped. See ADR 0028.
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -59,6 +60,13 @@ class StaticFiles:
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers=headers)
         return Response(found.content, headers=headers, media_type=found.media_type)
+
+
+@cache
+def look() -> tuple[StaticFiles, Environment]:
+    """The files and templates of the package: the same for every node of a process, so made once."""
+    static = StaticFiles()
+    return static, environment(static)
 
 
 def environment(static: StaticFiles, directory: Path = HERE / "templates") -> Environment:

@@ -5,7 +5,15 @@ import jinja2
 import pytest
 from starlette.applications import Starlette
 
-from ratelimitd.web.rendering import LASTING, StaticFiles, duration, environment, instant, number
+from ratelimitd.web.rendering import (
+    LASTING,
+    StaticFiles,
+    duration,
+    environment,
+    instant,
+    look,
+    number,
+)
 
 
 @pytest.fixture
@@ -83,3 +91,9 @@ def test_durations_are_in_the_largest_units_that_say_them_exactly(seconds, text)
 def test_moments_are_in_utc():
     assert instant(1_700_006_400) == "2023-11-15 00:00:00 UTC"
     assert instant(datetime(2023, 11, 15, tzinfo=UTC)) == "2023-11-15 00:00:00 UTC"
+
+
+def test_all_nodes_of_a_process_look_the_same():
+    static, templates = look()
+    assert look() == (static, templates)
+    assert "base.html" in templates.list_templates()
