@@ -1,7 +1,8 @@
 """The log of a node: one line an event on stderr, JSON or for a terminal, with the node and the revision of its rules.
 
 Never shows the text of an exception, only its type and where it was raised: the text may quote an identifier or a
-token. Never a line per check or per bad call; what repeats is written once a second, with the number left out.
+token. Never a line per check or per bad call; what repeats is written once a second, less and less often while it goes
+on, with the number left out.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final, TextIO
+from typing import Final, NamedTuple, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor
 
 REPEAT_PAUSE_S: Final = 1.0
-"""The same event of the same logger is written at most once in that time."""
+LONGEST_REPEAT_PAUSE_S: Final = 60.0
+"""The same event of the same logger is written at most once in that time: the first at first, then twice as long from
+line to line, up to the second. A fault of a day is some 1,400 lines then, and not 86,400."""
 
 REMEMBERED_EVENTS: Final = 1_024
-"""Events of the last pause that are remembered; the texts of our own are few, a library's may hold anything."""
+"""Events of the last pauses that are remembered; the texts of our own are few, a library's may hold anything."""
 
 QUIET: Final = {
     "uvicorn.error": logging.ERROR,  # its warnings are one line per malformed HTTP request
@@ -51,8 +54,18 @@ class LogContext:
         return event
 
 
+class _Written(NamedTuple):
+    """When an event was last written, how long the pause after it is, and how many were left out in it."""
+
+    at_s: float
+    pause_s: float
+    left_out: int
+
+
 class OncePerPause(logging.Filter):
-    """Lets an event through at most once in :data:`REPEAT_PAUSE_S`; the next line says how many were left out.
+    """Lets an event through at most once in a pause that grows; the next line says how many were left out.
+
+    The pause is :data:`REPEAT_PAUSE_S` again for an event that was not met for so long after its last pause.
 
     Two records are the same event when logger, level and text, with its values, are. What was left out of an event
     that came to its end is told by the next line of any other. ``time_s`` is monotonic seconds.
@@ -61,33 +74,41 @@ class OncePerPause(logging.Filter):
     def __init__(self, time_s: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._time_s = time_s
-        self._seen: OrderedDict[tuple[str, int, str], tuple[float, int]] = OrderedDict()
-        """Event → when it was last written, and how many were left out since; in the order they were written."""
+        self._seen: OrderedDict[tuple[str, int, str], _Written] = OrderedDict()
+        """By event, in the order they were written."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written."""
         key = (record.name, record.levelno, _text(record))
         now_s = self._time_s()
-        written_s, left_out = self._seen.get(key, (float("-inf"), 0))
-        if now_s - written_s < REPEAT_PAUSE_S:
-            self._seen[key] = (written_s, left_out + 1)
+        last = self._seen.get(key)
+        if last is not None and now_s - last.at_s < last.pause_s:
+            self._seen[key] = last._replace(left_out=last.left_out + 1)
             return False
         self._seen.pop(key, None)
-        record.left_out = left_out
+        pause_s = REPEAT_PAUSE_S
+        if last is not None and not _has_ended(last, now_s):
+            pause_s = min(LONGEST_REPEAT_PAUSE_S, 2 * last.pause_s)
+        record.left_out = last.left_out if last else 0
         record.left_out_of_others = self._forget_ended(now_s)
-        self._seen[key] = (now_s, 0)
+        self._seen[key] = _Written(now_s, pause_s, 0)
         return True
 
     def _forget_ended(self, now_s: float) -> int:
-        """Forget the events whose pause is over, and the oldest of too many; returns how many were left out of them."""
+        """Forget the oldest events, while they have ended or are too many; returns how many were left out of them."""
         left_out = 0
         while self._seen:
-            key, (written_s, more) = next(iter(self._seen.items()))
-            if now_s - written_s < REPEAT_PAUSE_S and len(self._seen) < REMEMBERED_EVENTS:
+            key, oldest = next(iter(self._seen.items()))
+            if not _has_ended(oldest, now_s) and len(self._seen) < REMEMBERED_EVENTS:
                 break
             del self._seen[key]
-            left_out += more
+            left_out += oldest.left_out
         return left_out
+
+
+def _has_ended(written: _Written, now_s: float) -> bool:
+    """Whether an event was not met for so long that it begins anew."""
+    return now_s - written.at_s >= written.pause_s + REPEAT_PAUSE_S
 
 
 def _text(record: logging.LogRecord) -> str:

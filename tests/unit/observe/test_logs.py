@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from ratelimitd.observe import logs
-from ratelimitd.observe.logs import LogContext, OncePerPause
+from ratelimitd.observe.logs import REPEAT_PAUSE_S, LogContext, OncePerPause
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +174,7 @@ def test_what_was_left_out_of_an_event_that_ended_is_told_by_the_next_line_of_an
     assert [once.filter(record("gone")) for _ in range(4)] == [True, False, False, False]
     early, late, later = record("early %d"), record("late %d"), record("later %d")
     assert once.filter(early)
-    now_s[0] = 1.0
+    now_s[0] = 1.0 + REPEAT_PAUSE_S
     assert once.filter(late)
     assert once.filter(later)
     told = [(each.left_out, each.left_out_of_others) for each in (early, late, later)]
@@ -185,6 +185,33 @@ def test_what_was_left_out_of_an_event_that_ended_is_told_by_the_next_line_of_an
     (line,) = lines(stream)
     assert line["left_out_of_others"] == 3
     assert "left_out" not in line
+
+
+def written_at(once, now_s, moments):
+    """The moments at which an event that is met at all of them is written, with how many were left out before."""
+    written = []
+    for now_s[0] in moments:
+        each = record()
+        if once.filter(each):
+            written.append((now_s[0], each.left_out))
+    return written
+
+
+def test_what_goes_on_is_written_less_and_less_often_and_at_least_once_a_minute():
+    now_s = [0.0]
+    once = OncePerPause(lambda: now_s[0])
+    moments = [half / 2 for half in range(2 * 200)]
+    assert written_at(once, now_s, moments) == [
+        (0.0, 0), (1.0, 1), (3.0, 3), (7.0, 7), (15.0, 15), (31.0, 31), (63.0, 63), (123.0, 119), (183.0, 119),
+    ]  # fmt: skip
+
+
+def test_what_comes_back_after_a_while_begins_anew():
+    now_s = [0.0]
+    once = OncePerPause(lambda: now_s[0])
+    written_at(once, now_s, [0.0, 0.5, 1.0, 1.5, 2.0, 2.5])
+    # The pause after the line at 1.0 was of 2 s, and then nothing came for another one.
+    assert written_at(once, now_s, [4.0, 4.5, 5.0]) == [(4.0, 3), (5.0, 1)]
 
 
 def test_a_text_whose_values_do_not_fit_harms_nobody(context):
