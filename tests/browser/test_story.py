@@ -1,5 +1,10 @@
 """What an operator does with a node, from the first login to the last rule, in the order in which they would do it."""
 
+import contextlib
+import itertools
+import re
+import threading
+
 import pytest
 from playwright.sync_api import expect
 
@@ -8,7 +13,29 @@ from tests.browser.conftest import log_in
 
 pytestmark = pytest.mark.system
 
+CALLER = "caller-of-the-load"
+RISEN = re.compile(r"L[\d.]+ (?!156\.0)")
+"""A line that is not all at the bottom of its chart."""
+
 ALLOWED, DENIED = "allowed user alice on /orders", "denied user alice on /orders"
+
+
+@contextlib.contextmanager
+def load(node, endpoint):
+    """Somebody checks without pause: one caller who is denied, and many who are not."""
+    done = threading.Event()
+
+    def run():
+        for number in itertools.count():
+            if done.is_set():
+                return
+            node.check(endpoint, CALLER if number % 2 else f"caller-{number}")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
 
 
 def test_a_rule_is_created_seen_to_limit_edited_switched_off_and_deleted(node, visit):
@@ -17,7 +44,24 @@ def test_a_rule_is_created_seen_to_limit_edited_switched_off_and_deleted(node, v
 
     rule = create_rule(page, Limit="3")
     assert [try_check(page) for _ in range(4)] == [ALLOWED] * 3 + [DENIED]
-    assert not node.check("/orders", "alice").allowed
+
+    page.goto("/")
+    figures = {name: page.locator("#state .tile", has_text=name) for name in ("Allowed", "Blocked")}
+    lines = [page.locator(f"[data-chart=checks] .line{number}") for number in (1, 2)]
+    for figure in figures.values():
+        expect(figure.locator("b")).to_have_text("0")
+    with load(node, "/orders"):
+        for figure in figures.values():
+            expect(figure.locator("b")).not_to_have_text("0")
+        for line in lines:
+            expect(line).to_have_attribute("d", RISEN)
+    denied = page.get_by_role("table", name="Endpoints with the most denials")
+    expect(denied.get_by_role("row", name="/orders")).to_be_visible()
+    identifiers = page.get_by_role("table", name="Identifiers with the most denials")
+    expect(identifiers).to_contain_text("call…")
+    expect(identifiers).not_to_contain_text(CALLER)
+    page.get_by_role("link", name="Show names").click()
+    expect(identifiers).to_contain_text(CALLER)
 
     reset(page)
     assert [try_check(page) for _ in range(4)] == [ALLOWED] * 3 + [DENIED]
