@@ -92,8 +92,9 @@ async def test_nodes_share_their_buckets_and_know_of_each_other(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one, two):
         assert (await one.check(600))[:2] == (True, 400)
+        assert (await one.check(300))[:2] == (True, 100)  # beyond its share: it asks
         await soon(lambda: one.status.unsettled_buckets == 0)
-        assert (await two.check())[:2] == (True, 399)
+        assert (await two.check())[:2] == (True, 99)
         await soon(lambda: one.status.members == two.status.members == 2)
         assert one.shared_time.is_known
         assert one.clustering.shared_state == (True, "closed", 0.0)
