@@ -43,15 +43,17 @@ async def test_a_database_that_is_away_is_told_once_and_not_at_each_call(tmp_pat
     check = pb.RateLimitRequest(identifier=IDENTIFIER, identifier_type="user", endpoint=ENDPOINT)
     metadata = (("authorization", f"Bearer {TOKEN}"),)
     url = f"sqlite:///{tmp_path}/none/rules.db"
-    async with running_node(database_url=url, admin_token=TOKEN) as node:
-        async with grpc.aio.insecure_channel(node.grpc_address) as channel:
-            create = stubs.RateLimiterConfigStub(channel).CreateRateLimit
-            for _ in range(CALLS):
-                with pytest.raises(grpc.aio.AioRpcError) as failed:
-                    await create(pb.CreateRateLimitRequest(rate_limit=rule), metadata=metadata)
-                assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
-                answer = await stubs.RateLimiterStub(channel).CheckRateLimit(check)
-                assert answer.reason == pb.FAIL_OPEN_ERROR
+    async with (
+        running_node(database_url=url, admin_token=TOKEN) as node,
+        grpc.aio.insecure_channel(node.grpc_address) as channel,
+    ):
+        create = stubs.RateLimiterConfigStub(channel).CreateRateLimit
+        for _ in range(CALLS):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await create(pb.CreateRateLimitRequest(rate_limit=rule), metadata=metadata)
+            assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+            answer = await stubs.RateLimiterStub(channel).CheckRateLimit(check)
+            assert answer.reason == pb.FAIL_OPEN_ERROR
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     assert all(line["node_id"] == "n1" and line["rules_revision"] == 0 for line in lines)
     refused = [line for line in lines if "was answered UNAVAILABLE" in line["event"]]
