@@ -1,0 +1,122 @@
+import pytest
+from starlette.applications import Starlette
+
+from ratelimitd.services.auth import Access, Credentials
+from ratelimitd.web import login_pages
+from ratelimitd.web.frame import SESSION_COOKIE, Frame
+from ratelimitd.web.login_pages import MAX_TRIES, TRIES_WINDOW_S, Tries, login_routes
+from ratelimitd.web.refusals import Cause, Refused
+from ratelimitd.web.rendering import look
+from ratelimitd.web.sessions import Sessions
+from tests.page_visitor import PageVisitor, errors_in
+
+TOKEN = "a token for the tests"
+
+
+class Node:
+    def __init__(self, admin_token=TOKEN):
+        self.refused = []
+        self.now_s = 1_700_006_400.0
+        now_s = lambda: self.now_s  # noqa: E731 -- the hand of its clock
+        sessions = Sessions(admin_token, now_s)
+        frame = Frame(
+            node_id="n1",
+            may_read=Access(Credentials(admin_token=admin_token)).may_read,
+            sessions=sessions,
+            count=self.refused.append,
+            templates=look()[1],
+        )
+        self.app = Starlette(
+            routes=login_routes(frame, sessions, self.refused.append, now_s),
+            exception_handlers={Refused: frame.refuse},
+        )
+
+    def visitor(self, host="192.0.2.1"):
+        return PageVisitor(app=self.app, client=(host, 1))
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+async def test_the_token_opens_a_session_and_leads_back(node):
+    async with node.visitor() as visitor:
+        page = await visitor.get("/login?next=/rules?q=a")
+        assert '<input type="hidden" name="next" value="/rules?q=a">' in page.text
+        assert "Log out" not in page.text
+        answer = await visitor.log_in(f" {TOKEN} ")
+        assert (answer.status_code, answer.headers["location"]) == (303, "/rules")
+        cookie = answer.headers["set-cookie"]
+        assert cookie.startswith(f"{SESSION_COOKIE}=")
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert TOKEN not in cookie
+    assert node.refused == []
+
+
+async def test_another_token_is_told_at_the_field_and_counted(node):
+    async with node.visitor() as visitor:
+        answer = await visitor.log_in("guess")
+    assert (answer.status_code, answer.headers.get("set-cookie")) == (401, None)
+    assert errors_in(answer.text) == {"token": "This is not the ADMIN_TOKEN of this node."}
+    assert "guess" not in answer.text
+    assert node.refused == [Cause.WRONG_TOKEN]
+
+
+async def test_tries_are_bounded_for_each_address_and_the_right_token_must_wait_too(node):
+    async with node.visitor() as visitor, node.visitor("192.0.2.2") as other:
+        for _ in range(MAX_TRIES):
+            await visitor.log_in("guess")
+        answer = await visitor.log_in(TOKEN)
+        assert answer.status_code == 429
+        assert "Wait a minute" in errors_in(answer.text)["token"]
+        assert (await other.log_in(TOKEN)).status_code == 303
+        node.now_s += TRIES_WINDOW_S
+        assert (await visitor.log_in(TOKEN)).status_code == 303
+    assert node.refused == [Cause.WRONG_TOKEN] * MAX_TRIES + [Cause.TOO_MANY_LOGINS]
+
+
+async def test_a_login_from_a_foreign_form_is_refused(node):
+    async with node.visitor() as visitor:
+        answer = await visitor.post("/login", {"token": TOKEN}, token="0" * 64)
+    assert answer.status_code == 403
+    assert node.refused == [Cause.FORM_TOKEN]
+
+
+async def test_a_login_never_leads_to_another_site(node):
+    async with node.visitor() as visitor:
+        answer = await visitor.post("/login", {"token": TOKEN, "next": "//evil.example"})
+    assert answer.headers["location"] == "/"
+
+
+async def test_logging_out_takes_the_cookie_away(node):
+    async with node.visitor() as visitor:
+        await visitor.log_in(TOKEN)
+        # The page after the login would have the form; here it is that of the door.
+        nonce = Sessions(TOKEN, lambda: node.now_s).read(visitor.cookies[SESSION_COOKIE]).nonce
+        token = Sessions(TOKEN, lambda: node.now_s).form_token(nonce)
+        answer = await visitor.post("/logout", {}, token=token)
+        assert answer.headers["location"] == "/login"
+        assert SESSION_COOKIE not in visitor.cookies
+    assert node.refused == []
+
+
+async def test_without_an_admin_token_the_page_says_that_nobody_logs_in():
+    node = Node(admin_token="")
+    async with node.visitor("127.0.0.1") as visitor:
+        page = await visitor.get("/login")
+        assert "nobody logs in" in page.text
+
+
+def test_what_addresses_tried_is_forgotten_from_the_oldest_on(monkeypatch):
+    monkeypatch.setattr(login_pages, "MAX_ADDRESSES", 2)
+    tries = Tries(lambda: 0.0)
+    for _ in range(MAX_TRIES):
+        assert tries.admit("a")
+    assert not tries.admit("a")
+    assert tries.admit("b")
+    assert not tries.admit("a")
+    assert tries.admit("c")  # in the place of b
+    assert not tries.admit("a")
+    assert len(tries._by_address) == 2
