@@ -26,7 +26,7 @@ def short(value: float) -> str:
     if 0 < value < NEXT_TO_NOTHING:
         return f"<{_GAP}0.01"
     for below, digits in ((0.095, 2), (9.95, 1)):
-        if 0 < value < below:
+        if value != round(value) and value < below:
             return f"{value:.{digits}f}"
     return number(round(value))
 

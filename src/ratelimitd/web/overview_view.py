@@ -51,6 +51,7 @@ class NodeRow(NamedTuple):
 
     name: str
     is_this: bool
+    gone: bool
     state: str
     state_tone: str
     addresses: str
@@ -158,7 +159,7 @@ def _conditions(status: NodeStatus) -> Sequence[Condition]:
         Condition(
             "Shared state",
             "reached" if status.shared_state_connected else "away",
-            "reached",
+            "",
             status.shared_state_connected,
         ),
         Condition("Known buckets", percent(status.hit_ratio), ratio_wanted, status.hit_ratio_met),
@@ -235,20 +236,19 @@ def _node_row(node: NodeView, newest_revision: int) -> NodeRow:
         breaker += f", {seconds(round(status.retry_s))}"
     within = status.excess_ratio <= status.excess_bound_ratio
     figures = (
-        Tile("Allowed/s", short(sample.allowed_per_s)),
-        Tile("Blocked/s", short(sample.blocked_per_s)),
+        Tile("Allowed", short(sample.allowed_per_s)),
+        Tile("Blocked", short(sample.blocked_per_s)),
         Tile(
-            "Fail-open/s", short(sample.fail_open_per_s), tone=BAD if sample.fail_open_per_s else ""
+            "Fail-open", short(sample.fail_open_per_s), tone=BAD if sample.fail_open_per_s else ""
         ),
-        Tile("p50", milliseconds(sample.percentile_ms(0.5))),
-        Tile("p99", milliseconds(sample.percentile_ms(0.99))),
+        Tile("99 % within", milliseconds(sample.percentile_ms(0.99))),
         Tile("Hit ratio", percent(status.hit_ratio), tone="" if status.hit_ratio_met else WARN),
         Tile("Buckets", short(sample.buckets)),
         Tile("Memory", size(sample.memory_bytes)),
         Tile("Breaker", breaker, tone="" if status.breaker_state == "closed" else BAD),
         Tile("Sync lag", seconds(status.sync_lag_s), tone=WARN if status.sync_lag_s > 1 else ""),
         Tile(
-            "Clock skew",
+            "Skew",
             seconds(status.clock_error_s),
             tone=WARN if abs(status.clock_error_s) > 1 else "",
         ),
@@ -263,9 +263,10 @@ def _node_row(node: NodeView, newest_revision: int) -> NodeRow:
     return NodeRow(
         name=status.node_id,
         is_this=node.is_this,
+        gone=node.gone,
         state=state,
         state_tone=tone,
-        addresses=", ".join(filter(None, (status.grpc_address, status.http_address))),
+        addresses=" · ".join(filter(None, (status.grpc_address, status.http_address))),
         version=status.version,
         revision=Tile("Rules", str(status.rules_revision), tone=WARN if behind else ""),
         figures=figures,

@@ -18,7 +18,7 @@ def plain(text):
         (9.96, "10"),
         (420.4, "420"),
         (12_345.6, "12 346"),
-        (-2.0, "−2.0"),
+        (-2.0, "−2"),
     ],
 )
 def test_decimals_are_there_while_they_matter(value, expected):
@@ -35,7 +35,7 @@ def test_a_latency_is_in_the_unit_that_suits_it(value_ms, expected):
 
 @pytest.mark.parametrize(
     ("value_s", "expected"),
-    [(0, "0 s"), (0.25, "250 ms"), (-0.25, "−250 ms"), (12.3, "12 s"), (-3.0, "−3.0 s")],
+    [(0, "0 s"), (0.25, "250 ms"), (-0.25, "−250 ms"), (12.3, "12 s"), (-3.0, "−3 s")],
 )
 def test_a_duration_is_in_the_unit_that_suits_it(value_s, expected):
     assert plain(seconds(value_s)) == expected

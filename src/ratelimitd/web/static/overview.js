@@ -23,7 +23,7 @@ let rows = [];
 function draw() {
   for (const chart of Object.values(charts)) {
     const top = chart.drawn.draw(rows);
-    chart.highest.textContent = `top: ${chart.label ?? top.toLocaleString('en') + chart.unit}`;
+    chart.highest.textContent = chart.label ?? top.toLocaleString('en') + chart.unit;
   }
 }
 
