@@ -64,7 +64,7 @@ EXAMPLES: Mapping[str, Json] = {
     "CheckRateLimit": WHO,
     "CheckRateLimitBatch": {"requests": [WHO, {**WHO, "tokens_requested": 5, "peek": True}]},
     "GetHealthStatus": {},
-    "GetMetrics": {"names": ["rate_limiter_allowed_total"]},
+    "GetMetrics": {"names": ["rate_limiter_requests_allowed_total"]},
     "ResetRateLimit": WHO,
     "DeleteRateLimit": {"id": RULE["id"]},
 }

@@ -1,0 +1,302 @@
+"""The JSON side of a real node: bad input, other sites, roles, the document's examples, and a client not of ours."""
+
+import json
+import logging
+import re
+
+import httpx
+import pytest
+from connectrpc.client import ConnectClient
+from connectrpc.code import Code
+from connectrpc.compat import google_protobuf_codecs
+from connectrpc.errors import ConnectError
+from connectrpc.method import IdempotencyLevel, MethodInfo, StreamType
+from connectrpc.protocol import ProtocolType
+from openapi_schema_validator import OAS31Validator
+from openapi_spec_validator import validate
+from prometheus_client.openmetrics import parser as openmetrics
+
+from ratelimitd.testing import ManualClock, running_node
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.rpc.over_http import MESSAGE, Protocol, called, framed
+
+CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+CREATE = "/ratelimiter.v1.RateLimiterConfig/CreateRateLimit"
+LIST = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
+RULE = {
+    "id": "00000000-0000-4000-8000-000000000001", "endpoint": "/a", "identifier_type": "user",
+    "limit": 2, "window_seconds": 60, "algorithm": "fixed_window",
+}  # fmt: skip
+A_CHECK = {"identifier": "ada", "identifier_type": "user", "endpoint": "/a"}
+ADMIN = {"authorization": "Bearer admin-secret"}
+
+
+@pytest.fixture
+async def node():
+    async with running_node(clock=ManualClock(), log_level="error") as node:
+        yield node
+
+
+@pytest.fixture
+async def client(node):
+    async with httpx.AsyncClient(base_url=f"http://{node.http_address}") as client:
+        yield client
+
+
+@pytest.fixture
+async def limited(client):
+    """A node with a rule of two a minute."""
+    answer = await client.post(CREATE, json={"rate_limit": RULE})
+    assert answer.status_code == 200
+    return client
+
+
+async def test_a_denial_can_be_forwarded(limited):
+    answers = [await limited.post("/v1/check", json=A_CHECK) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    policy = f'"{RULE["id"]}"'
+    assert {answer.headers["ratelimit-policy"] for answer in answers} == {f"{policy};q=2;w=60"}
+    left = [answer.headers["ratelimit"] for answer in answers]
+    assert left == [f"{policy};r={tokens};t=60" for tokens in (1, 0, 0)]
+    assert [answer.headers.get("retry-after") for answer in answers] == [None, None, "60"]
+    assert answers[2].json()["reason"] == "LIMIT_EXCEEDED"
+
+
+async def test_the_method_itself_answers_200_also_when_it_denies(limited):
+    answers = [await limited.post(CHECK, json=A_CHECK) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert [answer.json()["allowed"] for answer in answers] == [True, True, False]
+
+
+BAD_BODIES = {
+    "no JSON": b"{",
+    "no object": b"[]",
+    "no UTF-8": b'{"identifier":"\xff"}',
+    "half a pair": b'{"identifier":"\\ud800"}',
+    "an unknown field": b'{"identifier":"ada","burst":5}',
+    "a wrong type": b'{"identifier":["ada"]}',
+    "a number that is too wide": b'{"tokens_requested":4294967297}',
+    "a number of many digits": b'{"tokens_requested":' + b"9" * 5_000 + b"}",
+    "one field twice": b'{"peek":true,"peek":true}',
+    "one field under both names": b'{"tokens_requested":1,"tokensRequested":1}',
+    "a deep nest": b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+    "an Any": b'{"@type":"type.googleapis.com/google.protobuf.Any","value":{}}',
+    "many values": b'{"a":[' + b"1," * 100_000 + b"1]}",
+    "an empty field": b'{"identifier":"","identifier_type":"user","endpoint":"/a"}',
+    "nothing": b"",
+}
+
+
+async def state(client):
+    peek = await client.post(CHECK, json={**A_CHECK, "peek": True})
+    return peek.content, (await client.post(LIST, json={})).content
+
+
+@pytest.mark.parametrize("path", [CHECK, "/v1/check", CREATE, LIST])
+async def test_bad_input_is_a_client_error_that_changes_nothing(node, limited, path, caplog):
+    before = await state(limited)
+    caplog.set_level(logging.INFO)
+    for name, body in BAD_BODIES.items():
+        answer = await limited.post(
+            path, content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400, name
+        content = answer.json()
+        assert content["code"] == "invalid_argument"
+        assert content["details"][1]["debug"]["field_violations"], name
+        assert "Traceback" not in answer.text
+    answer = await limited.post(
+        path, content=bytes(5_000_000), headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 413
+    assert await state(limited) == before
+    assert node.stats.fail_open_error_total == 0
+    assert not [record for record in caplog.records if record.name.startswith("ratelimitd")]
+
+
+async def test_a_header_that_is_no_utf_8_harms_nobody(limited):
+    answer = await limited.post(CHECK, json=A_CHECK, headers={"x-note": b"\xff\xfe"})
+    assert answer.status_code == 200
+
+
+SIMPLE_TYPES = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
+
+
+@pytest.mark.parametrize("origin", [{}, {"origin": "http://evil.example"}])
+@pytest.mark.parametrize("content_type", SIMPLE_TYPES)
+async def test_what_a_browser_sends_to_another_site_unasked_creates_no_rule(
+    client, content_type, origin
+):
+    body = json.dumps({"rate_limit": RULE}).encode()
+    answer = await client.post(
+        CREATE, content=body, headers={"content-type": content_type, **origin}
+    )
+    assert answer.status_code == (403 if origin else 415)
+    assert (await client.post(LIST, json={})).json()["rate_limits"] == []
+
+
+@pytest.mark.parametrize("path", [CHECK, CREATE, "/v1/check", "/openapi.json"])
+async def test_a_browser_that_asks_for_another_site_is_not_told_that_it_may(client, path):
+    asking = {
+        "origin": "http://evil.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type",
+        "access-control-request-private-network": "true",
+    }
+    answer = await client.options(path, headers=asking)
+    assert answer.status_code == 405
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+async def test_a_page_of_another_site_is_refused_whatever_it_sends(client):
+    for headers in (
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+    ):
+        answer = await client.post(CREATE, json={"rate_limit": RULE}, headers=headers)
+        assert answer.status_code == 403
+    assert (await client.post(LIST, json={})).json()["rate_limits"] == []
+
+
+@pytest.mark.parametrize("path", [CHECK, CREATE, "/v1/check", "/RateLimiter/CheckRateLimit"])
+async def test_a_name_that_was_pointed_here_is_refused(client, path):
+    answer = await client.post(path, json={}, headers={"host": "evil.example"})
+    assert answer.status_code == 421
+
+
+async def test_roles_are_those_of_grpc():
+    options = {"admin_token": "admin-secret", "check_token": "check-secret", "log_level": "error"}
+    async with (
+        running_node(clock=ManualClock(), **options) as node,
+        httpx.AsyncClient(base_url=f"http://{node.http_address}") as client,
+    ):
+        checking = {"authorization": "Bearer check-secret"}
+        wrong = {"authorization": "Bearer wrong"}
+        for path, headers, status in [
+            (CHECK, {}, 401),
+            ("/v1/check", wrong, 401),
+            (LIST, wrong, 401),
+            (LIST, checking, 403),
+            (LIST, ADMIN, 200),
+            # The session of a page is for pages.
+            (LIST, {"cookie": "session=admin-secret"}, 401),
+        ]:
+            body = A_CHECK if path != LIST else {}
+            answer = await client.post(path, json=body, headers=headers)
+            assert answer.status_code == status, (path, headers)
+            if status == 401:
+                assert answer.headers["www-authenticate"] == "Bearer"
+        assert (await client.post("/v1/check", json=A_CHECK, headers=checking)).status_code == 200
+
+
+async def test_nobody_behind_a_proxy_is_local(client):
+    answer = await client.post(LIST, json={}, headers={"x-forwarded-for": "192.0.2.7"})
+    assert (answer.status_code, answer.json()["code"]) == (403, "permission_denied")
+
+
+async def test_grpc_web_by_hand(limited):
+    message = pb.RateLimitRequest(**A_CHECK)
+    body = framed(MESSAGE, message.SerializeToString())
+    answer = await limited.post(
+        CHECK, content=body, headers={"content-type": "application/grpc-web"}
+    )
+    size = int.from_bytes(answer.content[1:5], "big")
+    assert answer.content[:1] == b"\x00"
+    assert pb.RateLimitResponse.FromString(answer.content[5 : 5 + size]).allowed
+    assert answer.content[5 + size :] == b"\x80\x00\x00\x00\x10grpc-status: 0\r\n"
+    broken = framed(MESSAGE, b"\xff")
+    end = await called(limited, CHECK, broken, Protocol.GRPC_WEB, answer_class=pb.RateLimitResponse)
+    assert end.code.name == "INVALID_ARGUMENT"
+
+
+def method_of(path, request, answer):
+    service, _, name = path[1:].partition("/")
+    return MethodInfo(
+        name=name,
+        service_name=service,
+        input=request,
+        output=answer,
+        idempotency_level=IdempotencyLevel.UNKNOWN,
+        stream_type=StreamType.UNARY,
+    )
+
+
+@pytest.mark.parametrize("protocol", [ProtocolType.CONNECT, ProtocolType.GRPC_WEB])
+@pytest.mark.parametrize("codec", google_protobuf_codecs(), ids=["proto", "json"])
+async def test_the_client_of_connect_is_served(node, limited, protocol, codec):
+    if protocol is ProtocolType.GRPC_WEB and codec.name() == "json":
+        codec = google_protobuf_codecs()[0]  # gRPC-Web is binary here
+    options = {"protocol": protocol, "codec": codec, "timeout_ms": 30_000}
+    client = ConnectClient(f"http://{node.http_address}", **options)
+    check = method_of(CHECK, pb.RateLimitRequest, pb.RateLimitResponse)
+    answer = await client.execute_unary(request=pb.RateLimitRequest(**A_CHECK), method=check)
+    assert (answer.allowed, answer.remaining_tokens) == (True, 1)
+    create = method_of(CREATE, pb.CreateRateLimitRequest, pb.RateLimit)
+    with pytest.raises(ConnectError) as refused:
+        await client.execute_unary(request=pb.CreateRateLimitRequest(), method=create)
+    assert refused.value.code is Code.INVALID_ARGUMENT
+    assert [detail.type_name for detail in refused.value.details] == [
+        "google.rpc.ErrorInfo",
+        "google.rpc.BadRequest",
+    ]
+
+
+def resolved(document, schema):
+    """A schema that finds what it refers to."""
+    return {**schema, "components": document["components"]}
+
+
+async def test_the_document_is_valid_and_its_examples_work_in_their_order(client):
+    document = (await client.get("/openapi.json")).json()
+    validate(document)
+    operations = {path: item["post"] for path, item in document["paths"].items()}
+    assert set(operations) == {
+        "/v1/check",
+        *(
+            f"/{service.full_name}/{method.name}"
+            for service in pb.DESCRIPTOR.services_by_name.values()
+            for method in service.methods
+        ),
+    }
+    first, last = CREATE, "/ratelimiter.v1.RateLimiterConfig/DeleteRateLimit"
+    for path in sorted(operations, key=lambda path: (path == last) - (path == first)):
+        asked = operations[path]["requestBody"]["content"]["application/json"]
+        OAS31Validator(resolved(document, asked["schema"])).validate(asked["example"])
+        answer = await client.post(path, json=asked["example"])
+        assert answer.status_code == 200, (path, answer.text)
+        told = operations[path]["responses"]["200"]["content"]["application/json"]["schema"]
+        OAS31Validator(resolved(document, told)).validate(answer.json())
+
+
+async def test_errors_are_as_the_document_says(client):
+    document = (await client.get("/openapi.json")).json()
+    operation = document["paths"][CREATE]["post"]["responses"]
+    schema = resolved(document, document["components"]["schemas"]["Error"])
+    for body, status in (
+        ({"limit": 1}, 400),
+        ({"rate_limit": RULE}, 200),
+        ({"rate_limit": RULE}, 409),
+    ):
+        answer = await client.post(CREATE, json=body)
+        assert answer.status_code == status
+        assert str(status) in operation
+        if status != 200:
+            OAS31Validator(schema).validate(answer.json())
+
+
+async def test_the_metrics_of_a_node_are_openmetrics_without_exemplars(limited):
+    await limited.post(CHECK, json=A_CHECK)
+    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+    answer = await limited.get("/metrics", headers=accept)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    families = {
+        family.name: family for family in openmetrics.text_string_to_metric_families(answer.text)
+    }
+    allowed = families["rate_limiter_requests_allowed"].samples
+    assert [(sample.name, sample.value) for sample in allowed] == [
+        ("rate_limiter_requests_allowed_total", 1.0)
+    ]
+    samples = [sample for family in families.values() for sample in family.samples]
+    assert not [sample for sample in samples if sample.exemplar]
+    assert not re.search(r"_created\b", answer.text)
