@@ -1,0 +1,137 @@
+import asyncio
+import json
+
+import pytest
+
+from ratelimitd.observe.history import Sample
+from ratelimitd.observe.live import NodeView, Overview
+from ratelimitd.web import live_stream
+from ratelimitd.web.live_stream import MAX_BEHIND, MAX_STREAMS, ROWS_PER_EVENT, LiveStream, row
+from tests.unit.observe.test_live import status_of
+
+
+class FakeLive:
+    """Steps when the test says so."""
+
+    def __init__(self):
+        self.history, self.ended, self.asked = [], False, []
+        self.listeners = []
+        self.listen, self.unlisten = self.listeners.append, self.listeners.remove
+
+    def overview(self, *, named=False):
+        self.asked.append(named)
+        status = status_of(at_ms=7_000)
+        return Overview(
+            total=status.sample,
+            nodes=[NodeView(status, is_this=True, age_s=0.0, gone=False)],
+            others_known=True,
+            endpoints=(),
+            identifiers=(),
+        )
+
+    def step(self):
+        for listener in [*self.listeners]:
+            listener()
+
+
+class Scene:
+    def __init__(self):
+        self.live, self.made = FakeLive(), []
+        self.stream = LiveStream(self.live, self.fragments)
+
+    def fragments(self, _overview, _history, named):
+        self.made.append(named)
+        return {"state": f"named: {named}"}
+
+    async def open(self, *, named=False):
+        """A page that has read up to the first step."""
+        events = self.stream.events(named=named)
+        assert await anext(events) == b"retry: 2000\n\n"
+        return events
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+def parsed(event):
+    name, data, *rest = event.decode().split("\n")
+    assert rest == ["", ""]
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+async def test_a_page_is_sent_the_past_in_pieces_and_then_each_step(scene):
+    scene.live.history = [Sample(at_ms) for at_ms in range(ROWS_PER_EVENT + 1)]
+    events = await scene.open()
+    pasts = [parsed(await anext(events)) for _ in range(2)]
+    assert [(name, len(rows)) for name, rows in pasts] == [("past", ROWS_PER_EVENT), ("past", 1)]
+    assert pasts[1][1][0][0] == ROWS_PER_EVENT
+    waiting = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    scene.live.step()
+    name, data = parsed(await waiting)
+    assert (name, data["row"][0], data["parts"]) == ("now", 7_000, {"state": "named: False"})
+    await events.aclose()
+
+
+async def test_a_step_is_computed_once_for_each_kind_of_reader(scene):
+    pages = [await scene.open() for _ in range(3)]
+    pages.append(await scene.open(named=True))
+    scene.live.step()
+    assert sorted(scene.made) == [False, True]
+    events = [await anext(page) for page in pages]
+    assert events[0] == events[1] == events[2] != events[3]
+    assert sorted(scene.live.asked) == [False, True]
+    for page in pages:
+        await page.aclose()
+
+
+async def test_with_no_page_open_nobody_listens(scene):
+    one, other = await scene.open(), await scene.open()
+    assert len(scene.live.listeners) == 1
+    await one.aclose()
+    assert scene.live.listeners
+    await other.aclose()
+    assert not scene.live.listeners
+
+
+async def test_a_page_that_is_slow_to_read_is_dropped_and_the_others_go_on(scene):
+    slow, quick = await scene.open(), await scene.open()
+    for _ in range(MAX_BEHIND + 1):
+        scene.live.step()
+        await anext(quick)
+    assert len([event async for event in slow]) == MAX_BEHIND
+    scene.live.step()
+    assert parsed(await anext(quick))[0] == "now"
+    await quick.aclose()
+
+
+async def test_all_streams_end_with_the_node(scene):
+    pages = [await scene.open() for _ in range(2)]
+    scene.live.ended = True
+    scene.live.step()
+    assert [[event async for event in page] for page in pages] == [[], []]
+    assert not scene.live.listeners
+
+
+async def test_a_stream_ends_after_a_while_and_is_asked_for_again(scene, monkeypatch):
+    monkeypatch.setattr(live_stream, "STREAM_S", 0.0)
+    events = await scene.open()
+    assert [event async for event in events] == []
+
+
+async def test_only_so_many_pages_may_be_open(scene):
+    pages = [await scene.open() for _ in range(MAX_STREAMS)]
+    assert scene.stream.full
+    await pages.pop().aclose()
+    assert not scene.stream.full
+    for page in pages:
+        await page.aclose()
+
+
+def test_a_row_is_what_the_charts_take():
+    counts = (0, 0, 0, 0, 0, 0, 4, *[0] * 8)
+    sample = Sample(5, 1.23456, 2.0, 3.0, 8.0, 2.0, counts, buckets=9)
+    assert row(sample) == [5, 1.235, 2.0, 3.0, 1.5, 1.95, 1.99, 0.25, 9]
+    assert row(Sample(6)) == [6, 0.0, 0.0, 0.0, None, None, None, None, 0]
