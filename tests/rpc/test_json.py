@@ -1,8 +1,11 @@
 """The JSON side of a real node: bad input, other sites, roles, the document's examples, and a client not of ours."""
 
+import argparse
 import json
 import logging
 import re
+import shlex
+from pathlib import Path
 
 import httpx
 import pytest
@@ -20,6 +23,7 @@ from ratelimitd.testing import ManualClock, running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.rpc.over_http import MESSAGE, Protocol, called, framed
 
+ROOT = Path(__file__).resolve().parents[2]
 CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 CREATE = "/ratelimiter.v1.RateLimiterConfig/CreateRateLimit"
 LIST = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
@@ -300,3 +304,30 @@ async def test_the_metrics_of_a_node_are_openmetrics_without_exemplars(limited):
     samples = [sample for family in families.values() for sample in family.samples]
     assert not [sample for sample in samples if sample.exemplar]
     assert not re.search(r"_created\b", answer.text)
+
+
+async def test_the_command_lines_of_the_page_work(node, client):
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    section = page.split("\n## JSON\n", 1)[1].split("\n## ", 1)[0]
+    lines = re.findall(r"^curl .*$", section.replace("\\\n", ""), re.MULTILINE)
+    answers = [await asked(client, line) for line in lines]
+    assert len(answers) == 5
+    assert [answer.status_code for answer in answers] == [200] * 5
+    assert answers[1].json()["remaining_tokens"] == 1
+    assert [rule["endpoint"] for rule in answers[2].json()["rate_limits"]] == ["/orders/{id}"]
+    assert answers[3].headers["ratelimit"].endswith(";r=0;t=60")
+
+
+async def asked(client, line):
+    """The request that curl makes of a command line, to this node."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("-s", "-i", action="store_true")
+    parser.add_argument("-H", action="append", default=[])
+    parser.add_argument("-d")
+    given = parser.parse_args(shlex.split(line)[1:])
+    path = given.url.removeprefix("http://127.0.0.1:8080")
+    headers = dict(header.split(": ", 1) for header in given.H)
+    return await client.request(
+        "POST" if given.d else "GET", path, content=given.d, headers=headers
+    )
