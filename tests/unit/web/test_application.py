@@ -1,0 +1,126 @@
+"""The HTTP side of a node as a whole: what holds for every route, whoever asks."""
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from ratelimitd.testing import running_node
+from ratelimitd.web.security import HEADERS
+from tests.page_visitor import PageVisitor
+
+TOKEN = "token-of-the-tests"
+
+PAGES = ["/", "/rules", "/rules/new", "/rules/0/switch", "/try", "/audit"]
+
+
+@pytest_asyncio.fixture
+async def node():
+    async with running_node(admin_token=TOKEN) as found:
+        yield found
+
+
+@pytest_asyncio.fixture
+async def stranger(node):
+    async with PageVisitor(node.http_address) as found:
+        yield found
+
+
+@pytest_asyncio.fixture
+async def operator(node):
+    async with PageVisitor(node.http_address) as found:
+        assert (await found.log_in(TOKEN)).status_code == 303
+        yield found
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_a_page_is_for_those_who_logged_in(stranger, path):
+    answer = await stranger.get(path)
+    assert answer.status_code == 303
+    assert answer.headers["location"].startswith("/login?next=")
+
+
+async def test_every_answer_for_people_has_the_policy(operator):
+    for path in [*PAGES, "/login", "/nothing", "/static/page.css", "/static/none"]:
+        headers = (await operator.get(path)).headers
+        assert {name: headers.get(name) for name in HEADERS} == dict(HEADERS), path
+
+
+async def test_somebody_who_logged_in_creates_a_rule_and_is_named_in_its_history(operator, node):
+    rule = {
+        "endpoint": "/orders",
+        "identifier_type": "user",
+        "limit": "1",
+        "window_seconds": "60",
+        "algorithm": "token_bucket",
+        "step": "store",
+    }
+    answer = await operator.post("/rules/new", rule)
+    page = await operator.get(answer.headers["location"])
+    assert "admin@127.0.0.1" in page.text
+
+
+async def test_a_post_without_a_session_changes_nothing_and_is_counted(stranger, node):
+    answer = await stranger.post("/rules/new", {"step": "store"}, token="0" * 64)
+    assert answer.status_code == 401
+    answer = await stranger.post(
+        "/rules/new", {}, token="0" * 64, **{"Sec-Fetch-Site": "cross-site"}
+    )
+    assert answer.status_code == 403
+    answer = await stranger.get("/rules", Host="evil.example")
+    assert answer.status_code == 421
+    assert "ADMIN_TOKEN" not in answer.text
+    page = (await stranger.get("/metrics")).text
+    for cause in ("login_required", "cross_site", "unknown_host"):
+        assert f'rate_limiter_web_refused_total{{cause="{cause}"}} 1.0' in page
+
+
+async def test_after_logging_out_a_page_is_closed(operator):
+    assert (await operator.get("/rules")).status_code == 200
+    page = (await operator.get("/try")).text
+    assert 'action="/logout"' in page
+    assert (await operator.post("/logout", {})).headers["location"] == "/login"
+    assert (await operator.get("/rules")).status_code == 303
+
+
+async def test_what_is_not_there_is_said_to_people_and_to_programs(operator):
+    page = await operator.get("/nothing")
+    assert (page.status_code, "<h1>There is no such page</h1>" in page.text) == (404, True)
+    answer = await operator.get("/nothing", Accept="application/json")
+    assert answer.text == "There is no such page\n"
+    answer = await operator.post("/audit", {}, token="x")
+    assert answer.status_code == 405
+    assert "This page is not for that" in answer.text
+
+
+async def test_programs_are_told_what_this_is_without_a_login(stranger, node):
+    answer = await stranger.get("/", Accept="*/*")
+    assert answer.status_code == 200
+    assert node.grpc_address in answer.text
+
+
+async def test_pages_for_machines_are_as_open_as_ever(stranger):
+    for path in ("/metrics", "/healthz", "/readyz"):
+        answer = await stranger.get(path, Host="service.example", **{"X-Forwarded-For": "::1"})
+        assert answer.status_code == 200
+        assert "content-security-policy" not in answer.headers
+
+
+async def test_the_services_are_there_in_json(node):
+    async with httpx.AsyncClient(base_url=f"http://{node.http_address}") as http:
+        answer = await http.post(
+            "/ratelimiter.v1.RateLimiter/CheckRateLimit",
+            json={"identifier": "a", "identifierType": "user", "endpoint": "/a"},
+        )
+        assert answer.json()["allowed"] is True
+        refused = await http.post("/ratelimiter.v1.RateLimiterConfig/ListRateLimits", json={})
+        assert refused.status_code == 401
+
+
+async def test_no_page_mentions_another_host(operator):
+    for path in ("/rules", "/rules/new", "/try", "/audit", "/login"):
+        page = (await operator.get(path)).text
+        assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+        assert "https://" not in page
+        assert "<style" not in page
+        assert " style=" not in page
+        assert "<script>" not in page
