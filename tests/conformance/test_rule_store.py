@@ -16,6 +16,7 @@ from ratelimitd.errors import (
 )
 from ratelimitd.model import Algorithm, IdentifierType
 from ratelimitd.rules.store import RuleChanges, RuleDraft
+from ratelimitd.testing import ManualClock
 from tests.rule_stores import sqlite_store, store_at
 
 ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
@@ -329,3 +330,38 @@ async def test_who_listens_is_told_of_each_change_by_anybody_or_let_go_at_once(o
 async def test_closing_twice_does_no_harm(store):
     await store.close()
     await store.close()
+
+
+async def test_changes_are_read_newest_first_with_who_when_and_what(store):
+    rule = await store.create(ORDERS, ME)
+    await store.create(CARTS, "bob@test")
+    await store.update(rule.id, RuleChanges(limit=20), "", "alice")
+    await store.delete(rule.id, "", "bob")
+    entries = await store.audit("", None, 10)
+    assert [(entry.revision, entry.actor, entry.action) for entry in entries] == [
+        (4, "bob", "delete"),
+        (3, "alice", "update"),
+        (2, "bob@test", "create"),
+        (1, ME, "create"),
+    ]
+    deleted, updated, _, created = entries
+    assert (deleted.after, created.before) == (None, None)
+    assert (updated.before["limit"], updated.after["limit"]) == (10, 20)
+    assert deleted.before == updated.after
+    assert {entry.rule_id for entry in (deleted, updated, created)} == {rule.id}
+    assert {entry.at.timestamp() for entry in entries} == {ManualClock().now_us() / 1_000_000}
+
+
+async def test_changes_can_be_those_of_one_rule_a_page_at_a_time(store):
+    rule = await store.create(ORDERS, ME)
+    await store.create(CARTS, ME)
+    for limit in (1, 2, 3):
+        await store.update(rule.id, RuleChanges(limit=limit), "", ME)
+
+    async def revisions(*page):
+        return [entry.revision for entry in await store.audit(rule.id, *page)]
+
+    assert await revisions(None, 2) == [5, 4]
+    assert await revisions(4, 2) == [3, 1]
+    assert await revisions(1, 2) == []
+    assert await store.audit(UNKNOWN_ID, None, 2) == []

@@ -1,6 +1,7 @@
 import dataclasses
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -203,3 +204,13 @@ def test_a_node_without_a_name_is_called_by_host_and_process():
 @pytest.mark.parametrize("name", ["RATELIMITD_CHECK_TOKE", "RATELIMITD_", "RATELIMITD_LISTEN_FILE"])
 def test_a_misspelt_variable_stops_the_start(name):
     assert f"{name} is not a setting" in problem({name: "x"})
+
+
+def test_pages_are_shown_under_the_name_they_are_listened_at_and_those_that_are_set():
+    assert load().http_names == {"127.0.0.1"}
+    assert load(HTTP_LISTEN="node:80", HTTP_HOSTS="a,b").http_names == {"node", "a", "b"}
+    assert load(HTTP_LISTEN="").http_names == set()
+
+
+def test_the_pages_of_a_worker_are_in_its_state_directory():
+    assert load(STATE_DIR="/state").http_socket == Path("/state/http.sock")

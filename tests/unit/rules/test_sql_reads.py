@@ -1,10 +1,12 @@
+from datetime import timedelta
+
 import pytest
 import pytest_asyncio
 import sqlalchemy as sa
 
 from ratelimitd.errors import RuleConflictError, RuleNotFoundError
 from ratelimitd.rules import sql_reads, sqlite
-from ratelimitd.rules.schema import rules
+from ratelimitd.rules.schema import rule_audit, rules
 from ratelimitd.rules.sql_reads import COLUMNS, ROWS_PER_TURN
 from ratelimitd.rules.store import RuleDraft
 from tests.rule_stores import sqlite_store
@@ -77,3 +79,12 @@ async def test_a_row_is_found_by_its_id_and_its_etag_if_one_is_given(store, conn
         await sql_reads.stored_row(connection, rule.id, "another")
     with pytest.raises(RuleNotFoundError):
         await sql_reads.stored_row(connection, "another", "")
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "7"])
+async def test_what_holds_no_fields_in_the_audit_trail_is_read_as_none(store, connection, text):
+    await store.create(RuleDraft("/a", "user", 1, 1, "fixed_window"), "me")
+    await connection.execute(rule_audit.update().values(before=text))
+    [entry] = await sql_reads.audit_entries(connection, "", None, 10)
+    assert (entry.before, entry.after["endpoint"]) == (None, "/a")
+    assert entry.at.utcoffset() == timedelta(0)

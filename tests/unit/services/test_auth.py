@@ -181,3 +181,11 @@ def test_the_actor_is_the_certificates_name_or_the_role_at_the_host():
 
 def test_credentials_do_not_show_themselves():
     assert repr(Credentials(admin_token="secret")) == "Credentials(…)"
+
+
+def test_what_no_method_shows_is_for_those_who_may_read():
+    Access(Credentials()).may_read(FakeCall())
+    TOKENS.may_read(bearer("admin-secret", peer=ELSEWHERE))
+    with pytest.raises(RpcError) as raised:
+        TOKENS.may_read(bearer("check-secret"))
+    assert raised.value.code is StatusCode.PERMISSION_DENIED

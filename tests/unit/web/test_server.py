@@ -189,3 +189,62 @@ async def test_an_answer_that_is_never_read_is_cut_off(listening, monkeypatch):
     assert await closed_by_server(reader)
     await cancelled.wait()
     writer.close()
+
+
+async def events(scope, receive, send):
+    """A stream that ends when its reader leaves."""
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@pytest.fixture
+def expiries(monkeypatch):
+    """Counts how often the time of a connection was over."""
+    found = asyncio.Queue()
+    expire = web_server.BoundedProtocol._expire
+
+    def expire_and_tell(self):
+        expire(self)
+        found.put_nowait(None)
+
+    monkeypatch.setattr(web_server.BoundedProtocol, "_expire", expire_and_tell)
+    monkeypatch.setattr(web_server, "CONNECTION_LIFE_S", 0.01)
+    monkeypatch.setattr(web_server, "CLOSING_GRACE_S", 0.01)
+    return found
+
+
+async def test_a_stream_of_events_outlives_its_connections_time(listening, expiries):
+    reader, writer = await talk(await listening(events))
+    await reader.readuntil(b"data: 1\n\n")
+    for _ in range(3):
+        await expiries.get()
+    assert not reader.at_eof()
+    writer.close()
+
+
+async def test_a_stream_of_events_ends_in_the_end(listening, expiries, monkeypatch):
+    monkeypatch.setattr(web_server, "STREAM_LIFE_S", 0.01)
+    reader, writer = await talk(await listening(events))
+    assert await closed_by_server(reader)
+    writer.close()
+
+
+async def test_a_server_can_be_at_a_path_and_takes_it_away_with_it(tmp_path):
+    path = tmp_path / "http.sock"
+    server = HttpServer.at(hello, path)
+    assert await server.start() == str(path)
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(REQUEST)
+    assert b" 200 " in await reader.readline()
+    writer.close()
+    await server.stop()
+    assert not path.exists()
+
+
+async def test_a_path_that_cannot_be_had_is_a_start_up_error_that_names_it(tmp_path):
+    path = tmp_path / "none" / "http.sock"
+    with pytest.raises(StartupError, match=f"cannot listen at {path}: No such file"):
+        await HttpServer.at(hello, path).start()
