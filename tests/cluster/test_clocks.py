@@ -26,8 +26,8 @@ def use_up(node):
     until(lambda: not node.check("/a", "u").allowed, "the limit is used up")
 
 
-def is_near(figure, expected):
-    return abs(figure - expected) < 5
+def is_near(figure, expected, within=1.0):
+    return abs(figure - expected) < within
 
 
 def true_times(node, identifier="u"):
@@ -35,7 +35,8 @@ def true_times(node, identifier="u"):
     answer = node.check("/a", identifier)
     assert answer.reason == pb.LIMIT_EXCEEDED
     assert 0 < answer.retry_after_seconds <= REFILL_S
-    assert is_near(answer.reset_time, time.time() + HOUR_S)
+    # Less the time since the limit was used up; the clocks are off by 30 s and more.
+    assert is_near(answer.reset_time, time.time() + HOUR_S, within=25)
 
 
 def test_a_node_by_itself_follows_a_clock_that_was_set_slowly_and_lets_nobody_have_more(tmp_path):
