@@ -7,7 +7,7 @@ others may ask is left out where it is refused.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
@@ -146,23 +146,26 @@ async def _check_configuration(asked: Asked) -> AsyncIterator[Finding]:
         what = "version and memory were not looked at: the user may not run INFO, nor need nodes"
         yield ok(asked.name, what)
         return
-    info = _pairs(told)
-    version = info.get("valkey_version") or info.get("redis_version", "")
-    compatible = info.get("redis_version", "0")
-    product = info.get("server_name", "redis")
-    if tuple(int(part) for part in compatible.split(".")[:2]) < OLDEST:
-        yield problem(
-            asked.name, f"{product} {version} is too old", "Valkey, or Redis 7.0 or later"
-        )
-    else:
-        yield ok(asked.name, f"{product} {version}")
-    if info.get("redis_mode") == "cluster" and not asked.is_cluster:
-        yield problem(asked.name, "it is part of a Cluster", _CLUSTER_URL)
-    for finding in _memory(asked.name, info):
+    for finding in judged(asked.name, _pairs(told), is_cluster=asked.is_cluster):
         yield finding
 
 
-def _memory(name: str, info: dict[str, str]) -> Iterator[Finding]:
+def judged(name: str, info: Mapping[str, str], *, is_cluster: bool) -> Iterator[Finding]:
+    """What the answer to INFO says of a server."""
+    version = info.get("valkey_version") or info.get("redis_version", "")
+    # Valkey says here which Redis it is like.
+    compatible = info.get("redis_version", "0")
+    product = info.get("server_name", "redis")
+    if tuple(int(part) for part in compatible.split(".")[:2]) < OLDEST:
+        yield problem(name, f"{product} {version} is too old", "Valkey, or Redis 7.0 or later")
+    else:
+        yield ok(name, f"{product} {version}")
+    if info.get("redis_mode") == "cluster" and not is_cluster:
+        yield problem(name, "it is part of a Cluster", _CLUSTER_URL)
+    yield from _memory(name, info)
+
+
+def _memory(name: str, info: Mapping[str, str]) -> Iterator[Finding]:
     policy, most = info.get("maxmemory_policy", ""), int(info.get("maxmemory", 0))
     used = int(info.get("used_memory", 0))
     if policy != "noeviction":

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ratelimitd.cli.doctor.store_server import Asked, check_server
+from ratelimitd.cli.doctor.store_server import Asked, check_server, judged
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.sharedstate.connecting import connect
 from ratelimitd.sharedstate.connection import Connection
@@ -111,6 +111,24 @@ async def test_a_server_that_is_nearly_full_is_told_and_one_that_is_full_is_a_pr
     valkey.ask("CONFIG", "SET", "maxmemory", 1)
     found = await look(valkey)
     assert any("OOM" in finding.what and "maxmemory" in finding.remedy for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [("6.2.14", "problem"), ("7.0.0", "ok"), ("7.2.4", "ok"), ("10.0", "ok")]
+)
+def test_a_server_that_knows_too_little_is_a_problem(version, level):
+    info = {"redis_version": version, "maxmemory_policy": "noeviction"}
+    assert next(judged("store", info, is_cluster=False)).level == level
+
+
+def test_a_member_of_a_cluster_is_not_for_a_url_of_one_server():
+    info = {"redis_version": "7.2.4", "redis_mode": "cluster", "maxmemory_policy": "noeviction"}
+    assert [finding.level for finding in judged("store", info, is_cluster=False)] == [
+        "ok",
+        "problem",
+        "ok",
+    ]
+    assert not worst(judged("store", info, is_cluster=True))
 
 
 async def test_a_slow_server_is_told_with_how_long_a_check_may_wait(valkey):
