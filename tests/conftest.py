@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the tests of the shared state run on another server than the Valkey that comes as a wheel."""
+    """Another server than the Valkey that comes as a wheel; pictures of the pages for the documents."""
     parser.addoption("--store-server", type=Path, help="the redis-server that the tests start")
+    parser.addoption(
+        "--write-pictures", action="store_true", help="put pictures of the pages into docs/pictures"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,7 +10,7 @@ from tests.browser.acts import RULE, create_rule, fill, press, reset, try_check
 from tests.browser.conftest import open_session
 from tests.browser.visit import PHONE
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # many pages each
 
 LONG = "/v1/" + "a-very-long-name-of-a-service/" * 8
 

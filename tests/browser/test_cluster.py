@@ -9,7 +9,7 @@ from tests.cluster.nodes import Nodes
 from tests.servers import Valkey
 from tests.system.process import Files
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # many pages each
 
 
 @pytest.fixture(scope="module")

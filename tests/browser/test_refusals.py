@@ -11,7 +11,7 @@ from tests.browser.acts import RULE, create_rule, fill, press, try_check
 from tests.browser.conftest import ADMIN_TOKEN, carry, rules_of
 from tests.browser.stranger import site
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # many pages each
 
 HOSTILE = [
     "/<script>document.title='broken in'</script>",

@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from tests.browser.acts import create_rule, fill, press, reset, try_check
 from tests.browser.conftest import log_in
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # many pages each
 
 CALLER = "caller-of-the-load"
 RISEN = re.compile(r"L[\d.]+ (?!156\.0)")

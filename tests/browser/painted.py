@@ -1,0 +1,156 @@
+"""The pages of a real node whose live numbers are made up, for pictures: the same in each run, and a quarter of an hour
+that nobody has to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from threading import Event, Thread
+from unittest.mock import patch
+
+from starlette.types import ASGIApp
+
+from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
+from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
+from ratelimitd.observe.live import NodeView, Overview
+from ratelimitd.observe.node_status import NodeStatus
+from ratelimitd.stats import LATENCY_BOUNDS_S
+from ratelimitd.testing import running_node
+from ratelimitd.web.application import Parts, application
+from tests.system.process import START_S
+
+PEAK_PER_S = 4_200.0
+OUTAGE = range(210, 222)
+"""Samples in which the shared state was away."""
+
+ENDPOINTS = ("/login", "/search", "/v1/exports/{id}", "/orders", "/checkout")
+IDENTIFIERS = (("user", "mall…"), ("ip", "203.0.113.…"), ("api_key", "pk_l…"), ("user", "test…"))
+
+
+class PaintedLive:
+    """``count`` nodes, as :class:`ratelimitd.web.live_stream.LiveStatus` shows them."""
+
+    ended = False
+
+    def __init__(self, count: int) -> None:
+        chance = random.Random(1)
+        now_ms = int(time.time() * 1_000)
+        self._samples = [
+            [_sample(number, now_ms, 1 / count, chance) for number in range(MAX_SAMPLES)]
+            for _ in range(count)
+        ]
+        self.history = [summed(samples) for samples in zip(*self._samples, strict=True)]
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """There are no more steps, but one at once, which the page waits for."""
+        asyncio.get_running_loop().call_soon(listener)
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Nothing was kept."""
+
+    async def refresh(self) -> None:
+        """Nothing changes."""
+
+    def overview(self, *, named: bool = False) -> Overview:
+        """The last moment of the history."""
+        assert not named
+        nodes = [
+            NodeView(_status(number, samples), is_this=number == 0, age_s=0.0, gone=False)
+            for number, samples in enumerate(self._samples)
+        ]
+        return Overview(
+            total=self.history[-1],
+            nodes=nodes,
+            others_known=True,
+            endpoints=[
+                DeniedEndpoint(endpoint, 9_000 / 2.2**number)
+                for number, endpoint in enumerate(ENDPOINTS)
+            ],
+            identifiers=[
+                DeniedIdentifier(str(number), kind, masked, 4_000 / 2.6**number)
+                for number, (kind, masked) in enumerate(IDENTIFIERS)
+            ],
+        )
+
+
+@contextlib.contextmanager
+def painted(count: int) -> Iterator[str]:
+    """``host:port`` of a page that shows so many nodes."""
+    addresses: list[str] = []
+    ready, done = Event(), Event()
+
+    def with_paint(parts: Parts) -> ASGIApp:
+        return application(replace(parts, live=PaintedLive(count)))
+
+    async def run() -> None:
+        with patch("ratelimitd.app.application", with_paint):
+            async with running_node(node_id="n1") as node:
+                addresses.append(node.http_address)
+                ready.set()
+                await asyncio.to_thread(done.wait)
+
+    thread = Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    assert ready.wait(START_S)
+    yield addresses[0]
+    done.set()
+    thread.join()
+
+
+def _sample(number: int, now_ms: int, share: float, chance: random.Random) -> Sample:
+    """One of a load that comes in two waves, with a burst that is mostly denied."""
+    wave = 0.62 + 0.22 * math.sin(number / 47) + 0.1 * math.sin(number / 11)
+    asked = share * PEAK_PER_S * wave * chance.uniform(0.94, 1.06)
+    burst = math.exp(-(((number - 330) / 22) ** 2))
+    blocked = asked * (0.04 + 0.35 * burst) * chance.uniform(0.9, 1.1)
+    away = number in OUTAGE
+    checks = round(2 * asked)
+    fast = 0.93 - 0.1 * burst - 0.15 * away
+    shares = [
+        fast * 0.7,
+        fast * 0.3,
+        *(((1 - fast) * part) for part in (0.55, 0.3, 0.1, 0.04, 0.01)),
+    ]
+    counts = [round(checks * part) for part in shares]
+    counts += [0] * (len(LATENCY_BOUNDS_S) + 1 - len(counts))
+    return Sample(
+        at_ms=now_ms - 2_000 * (MAX_SAMPLES - 1 - number),
+        allowed_per_s=asked - blocked,
+        blocked_per_s=blocked,
+        fail_open_per_s=asked * 0.3 if away else 0.0,
+        looked_per_s=asked,
+        known_per_s=asked * (0.991 - 0.03 * burst),
+        latency_counts=tuple(counts),
+        buckets=round(share * (61_000 + 40 * number + 6_000 * burst)),
+        memory_bytes=round(118e6 + 4e4 * number),
+        loop_lag_s=0.0004,
+    )
+
+
+def _status(number: int, samples: Sequence[Sample]) -> NodeStatus:
+    return NodeStatus(
+        node_id=f"n{number + 1}",
+        version="0.1.0",
+        grpc_address=f"10.0.0.{number + 11}:9090",
+        http_address=f"10.0.0.{number + 11}:8080",
+        rules_revision=42,
+        healthy=True,
+        shared_state_connected=True,
+        hit_ratio=0.987 + number / 1_000,
+        hit_ratio_met=True,
+        average_latency_ms=0.021,
+        error_rate=0.0,
+        breaker_state="closed",
+        retry_s=0.0,
+        sync_lag_s=0.05,
+        clock_error_s=0.0001 * (number - 1),
+        excess_ratio=0.002,
+        excess_bound_ratio=0.06,
+        sample=samples[-1],
+    )
