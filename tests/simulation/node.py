@@ -279,6 +279,8 @@ class Node:
             before = view.base
             self._note_reset(view, settled.shared)
             view.acknowledge(settled.shared)
+            if settled.grants:
+                view.note_grants(settled.grants)
             for waiting, granted in zip(asked.get(key, ()), settled.grants, strict=True):
                 if not waiting.answered:
                     self._answer(waiting, granted)

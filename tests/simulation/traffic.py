@@ -17,7 +17,6 @@ from tests.simulation.world import SECOND, START_US, Network, World
 
 NODES = (1, 2, 4, 8, 16)
 WARM_S = 1
-TAGS = 256
 VALUE_BYTES = 42
 """Of a token bucket in the store."""
 NAME = bytes(16)
@@ -25,17 +24,16 @@ NAME = bytes(16)
 
 @dataclass(frozen=True)
 class Cell:
-    """One bucket that is asked for at ``load`` times its limit, or many of which each is asked for once."""
+    """One bucket that is asked for at ``load`` times its limit."""
 
     title: str
     limit: int
     load: float
     cost: int = 1
-    many: bool = False
 
     @property
     def checks_per_s(self) -> float:
-        return self.load if self.many else self.limit * self.load / self.cost
+        return self.limit * self.load / self.cost
 
     @property
     def measured_s(self) -> int:
@@ -52,8 +50,6 @@ CELLS = (
     Cell("100,000/s, half of it, costs of 20", 100_000, 0.5, cost=20),
     Cell("100,000/s, all of it, costs of 20", 100_000, 1.0, cost=20),
     Cell("100,000/s, attacked with 20 times it, costs of 200", 100_000, 20, cost=200),
-    # One tag of 256 is simulated.
-    Cell("10,000 checks/s, each of a bucket that is new to its node", 10, 10_000 / TAGS, many=True),
 )
 
 
@@ -107,21 +103,21 @@ def measure(cell: Cell, nodes: int) -> dict[str, float]:
     world.counts.clear()
     asks_before = sum(node.asks for node in world.nodes)
     offer(cell, world, START_US + (WARM_S + cell.measured_s) * SECOND)
-    scale = (TAGS if cell.many else 1) / cell.measured_s
-    counts = {name: world.counts[name] * scale for name in ("calls", "messages", "bytes")}
-    return counts | {"asks": (sum(node.asks for node in world.nodes) - asks_before) * scale}
+    counts: dict[str, float] = {
+        name: world.counts[name] / cell.measured_s for name in ("calls", "messages", "bytes")
+    }
+    asks = sum(node.asks for node in world.nodes) - asks_before
+    return counts | {"asks": asks / cell.measured_s}
 
 
 def offer(cell: Cell, world: World, until_us: int) -> None:
     """Let checks come until then."""
     per_us, most = cell.checks_per_s / SECOND, 2 * cell.cost - 1
-    at_us, number = float(world.now_us), 0
+    at_us = float(world.now_us)
     while (at_us := at_us + world.random.expovariate(per_us)) < until_us:
         world.run_until(int(at_us))
-        number += 1
-        key = b"%d/%d" % (world.now_us, number) if cell.many else b"key"
         node = world.nodes[int(world.chance() * len(world.nodes))]
-        node.check(key, 1 + int(world.chance() * most))
+        node.check(b"key", 1 + int(world.chance() * most))
     world.run_until(until_us)
 
 

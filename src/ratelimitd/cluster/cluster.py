@@ -81,7 +81,7 @@ class Cluster:
         rules_changed: Callable[[], None],
         random: Callable[[], float] = random_source.random,
     ) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._sync_interval_ms = options.sync_interval_ms
         self._clock = clock
         self._rules_changed = rules_changed
@@ -197,6 +197,12 @@ class Cluster:
     def lost(self, tokens: int) -> None:
         """So many tokens were allowed and will not be charged."""
         self.accuracy.lost(tokens)
+
+    def defect(self, error: Exception) -> None:
+        """A batch cannot be sent, or is answered with what is no answer: for the log."""
+        self._loop.call_exception_handler(
+            {"message": "spends cannot be settled", "exception": error}
+        )
 
     # What others read
 

@@ -19,7 +19,7 @@ from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.question import Question, granted, refused
 from ratelimitd.cluster.shard import Shard
 from ratelimitd.cluster.store import SharedStore, Timers
-from ratelimitd.errors import RateLimitdError
+from ratelimitd.errors import RateLimitdError, StoreCorruptError
 from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Reply, Sender
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.ledger.view import STALE_US
@@ -48,6 +48,9 @@ class Listener(Protocol):
 
     def lost(self, tokens: int) -> None:
         """So many tokens were allowed and will not be charged."""
+
+    def defect(self, error: Exception) -> None:
+        """A batch cannot be sent, or is answered with what is no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,11 @@ class Tag:
         return taken
 
     def _send(self, batch: Batch) -> None:
-        self._around.store.settle(self.number, batch, partial(self._answered, batch))
+        try:
+            self._around.store.settle(self.number, batch, partial(self._answered, batch))
+        except Exception as error:  # noqa: BLE001 - it would fail each time, and hold up whatever comes behind it
+            self._around.listener.defect(error)
+            self._drop(batch)
 
     def _answered(self, batch: Batch, reply: Reply | RateLimitdError | None) -> None:
         if isinstance(reply, Reply):
@@ -227,6 +234,8 @@ class Tag:
             self._drop(batch)
         else:
             self._failed(reply)
+            if isinstance(reply, StoreCorruptError) and not self._resends:
+                self._around.listener.defect(reply)
             pause_s = min(LONGEST_RESEND_S, FIRST_RESEND_S * 2.0 ** min(self._resends, 10))
             self._resends += 1
             self._around.timers.call_later(pause_s, self._send, batch)
@@ -247,6 +256,8 @@ class Tag:
             settled = reply.settled[bucket.name]
             before, tokens = bucket.view.base, bucket.view.in_flight.tokens
             bucket.view.acknowledge(settled.shared)
+            if settled.grants:
+                bucket.view.note_grants(settled.grants)
             verdicts = [*zip(asked.get(bucket.name, ()), settled.grants, strict=True)]
             later = sum(question.cost for question, is_granted in verdicts if is_granted)
             for question, is_granted in verdicts:
@@ -270,7 +281,7 @@ class Tag:
             question.tell(granted(view, now_us, later))
 
     def _drop(self, batch: Batch) -> None:
-        """Give a batch up: nobody can tell any more whether it was applied."""
+        """Give a batch up: it was never sent, or nobody can tell any more whether it was applied."""
         for bucket in self._end_batch(Reply(batch.number, {})):
             self._around.listener.lost(bucket.view.abandon())
             self._let_go(bucket)

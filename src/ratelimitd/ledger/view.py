@@ -61,6 +61,7 @@ class View:
         "_denials",
         "_denied_at_us",
         "_denied_cost",
+        "_is_contended",
         "_latest_us",
         "_state",
         "_trim_at",
@@ -88,6 +89,7 @@ class View:
         self.forgiven = self.false_positives = 0
         self.asked_tokens = self.asked_in_flight = 0
         self._trim_at = LEAST_PENDING_RUNS
+        self._is_contended = False
         self._denials = self._denied_at_us = self._denied_cost = 0
         self._state: BucketState
         self._latest_us: int
@@ -117,7 +119,7 @@ class View:
         unsent = self.unsent
         planned = (self.in_flight.tokens + unsent.tokens + self.asked_tokens + cost) * members
         if planned > self.shared_out and planned > self._work_out_share(now_us):
-            return self._unless_crowded(now_us, cost)
+            return self._unless_crowded(now_us, members, cost)
         self._state = outcome[5]
         if now_us > self._latest_us:  # noqa: PLR1730 - a call costs 60 ns, a comparison 15
             self._latest_us = now_us
@@ -227,6 +229,10 @@ class View:
             self.forgiven += self.unsent.remove_oldest(excess)
             self._recompute()
 
+    def note_grants(self, grants: Sequence[bool]) -> None:
+        """So the store has decided what a batch asked."""
+        self._is_contended = not all(grants)
+
     def pay(self, tokens: int) -> None:
         """A grant came after the view had decided and charged the check: the store has charged it, too."""
         # What is no longer to be settled was forgiven, and is charged after all.
@@ -272,14 +278,15 @@ class View:
             return self.rule.limit
         return max(0, self.rule.limit - self._account.used(self.base.state, self.rule, now_us))
 
-    def _unless_crowded(self, now_us: int, cost: int) -> Outcome | None:
+    def _unless_crowded(self, now_us: int, members: int, cost: int) -> Outcome | None:
         """``None``, if what those that wait will take leaves room for one more; else a denial.
 
-        They take what is left, or others have: no more are to wait than there is left for.
+        They take what is left, or others have: no more are to wait than there is left for. Where the store has refused
+        some of those that waited last, the other nodes are taken to ask for as much.
         """
         if not self.asked_tokens:
             return None
-        asked = ((now_us, self.asked_tokens),)
+        asked = ((now_us, self.asked_tokens * (members if self._is_contended else 1)),)
         crowded = self._account.charged(self._state, self.rule, asked)
         outcome = self._account.judge(crowded, self.rule, now_us, cost)
         return None if outcome[0] else self._denied((*outcome[:5], self._state), now_us, cost)

@@ -158,7 +158,11 @@ class RedisStore:
 
     def _meet(self, meetings: Sequence[_Meeting]) -> None:
         checks = [check for check, _ in meetings]
-        keys, arguments = meet_request(checks)
+        try:
+            keys, arguments = meet_request(checks)
+        except Exception as error:  # noqa: BLE001 - a defect, and nobody must wait for ever for it
+            self._met(checks, meetings, StoreCorruptError(f"first checks cannot be sent: {error}"))
+            return
         link = self._shards.of_tag(checks[0].name[0])
         link.run(MEET, keys, arguments, partial(self._met, checks, meetings))
 

@@ -9,7 +9,7 @@ from ratelimitd.cluster import cluster as cluster_module
 from ratelimitd.cluster.cluster import STEPS, Cluster, Options
 from ratelimitd.cluster.shared_time import SharedTime
 from ratelimitd.cluster.store import HASH_TAGS
-from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.errors import StoreCorruptError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import reset
 from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
@@ -225,6 +225,15 @@ class TestExactness:
         scene.answer()
         assert scene.cluster.membership.count == 3
         assert scene.cluster.promised_excess == pytest.approx(0.51 + 3 * (0.001 + 2.0))
+
+    async def test_a_batch_that_cannot_be_settled_is_told_to_the_log(self, scene):
+        told = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        scene.spend(cost=5)
+        scene.interval()
+        error = StoreCorruptError("no answer to this")
+        scene.cluster.defect(error)
+        assert [context["exception"] for context in told] == [error]
 
     async def test_a_batch_that_is_given_up_is_counted(self, scene):
         scene.spend(cost=5)

@@ -52,7 +52,7 @@ class Scene:
         self.rule, self.clock, self.stats = rule, ManualClock(), CheckStats()
         self.timers = ManualTimers(self.clock)
         self.store, self.shard = FakeStore(self.timers), Shard()
-        self.settled_buckets, self.lost_tokens = [], 0
+        self.settled_buckets, self.lost_tokens, self.defects = [], 0, []
         around = Surroundings(self.store, self.clock, self.timers, self)
         self.tag = Tag(97, self.shard, "node/1", around)
 
@@ -61,6 +61,9 @@ class Scene:
 
     def lost(self, tokens):
         self.lost_tokens += tokens
+
+    def defect(self, error):
+        self.defects.append(error)
 
     def bucket(self, key=b"a", base=None, *, is_cached=True):
         bucket = Bucket(key, name_of(key), self.tag, self.rule, base)
@@ -287,6 +290,35 @@ class TestFailures:
         scene.tag.sync()
         scene.run(MS)
         assert (scene.store.spent(b"a"), scene.tag.is_settled) == (1, True)
+
+    def test_one_that_cannot_be_sent_is_given_up_and_holds_up_nothing(self, scene, monkeypatch):
+        error = OverflowError("a number is too large")
+
+        def fails(*_):
+            raise error
+
+        bucket = scene.bucket()
+        scene.spend(bucket, 5)
+        with monkeypatch.context() as patch:
+            patch.setattr(scene.store, "settle", fails)
+            scene.tag.sync()
+        assert (scene.defects, scene.lost_tokens, scene.tag.is_settled) == ([error], 5, True)
+        scene.spend(bucket, 2)
+        scene.run(SECOND)
+        scene.tag.sync()
+        scene.run(MS)
+        assert scene.store.spent(b"a") == 2
+
+    def test_one_that_is_answered_with_what_is_no_answer_is_reported_once_and_repeated(self, scene):
+        scene.store.mode = "held"
+        scene.spend(scene.bucket(), 5)
+        scene.tag.sync()
+        error = StoreCorruptError("no answer to this")
+        for _ in range(3):
+            scene.store.held_one().fail(error)
+            scene.run(SECOND)
+        assert (scene.defects, scene.shard.told) == ([error], ["sync failed"] * 3)
+        assert len({batch.number for batch in scene.batches()}) == 1
 
     def test_a_batch_that_the_store_refuses_as_old_is_given_up(self, scene):
         bucket = scene.bucket()

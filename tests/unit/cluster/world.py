@@ -241,6 +241,9 @@ class World:
     def lost(self, tokens):
         self.accuracy.lost(tokens)
 
+    def defect(self, error):
+        raise error
+
     # What a test does
 
     def at_once(self, key=b"a", cost=1, rule=None):

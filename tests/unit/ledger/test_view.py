@@ -83,6 +83,16 @@ def test_no_more_wait_than_there_is_left_for():
     assert (outcome[0], outcome[5]) == (False, state)
 
 
+def test_where_some_were_refused_other_nodes_are_taken_to_ask_for_as_much():
+    asking = view(90)
+    asking.ask(NOW, 2)
+    asking.note_grants((True, False))
+    assert asking.check(NOW, 5, 1) is not None  # 5 × 2 take what there is
+    assert asking.check(NOW, 4, 2) is None
+    asking.note_grants((True, True))
+    assert asking.check(NOW, 5, 8) is None
+
+
 def test_an_ask_is_not_before_what_was_spent():
     asking = view(at_us=NOW + S, count=1)
     assert asking.ask(NOW, 1) == Ask(NOW + S, 1)

@@ -1,6 +1,7 @@
 """The shared state as a node asks for it, in a real Valkey."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,13 @@ async def test_in_a_cluster_those_of_one_hash_tag_are_decided_together(shards, v
     met = await asyncio.gather(*(meet(store, 1, name=name) for name in names))
     assert [outcome[1] for outcome, _ in met] == [9] * 6
     assert script_calls(valkey) == before + 2
+
+
+async def test_one_that_cannot_be_sent_is_an_error_for_all_of_its_turn(store):
+    unheard_of = FirstCheck(NAME, replace(RULE, limit=2**40), NOW_US, 1, peek=False)
+    plain = unheard_of._replace(rule=RULE)
+    met = await asyncio.gather(asked(store.meet, unheard_of), asked(store.meet, plain))
+    assert [type(answer) for answer in met] == [StoreCorruptError] * 2
 
 
 async def test_a_first_check_of_a_value_that_is_no_bucket_begins_one(store, valkey):
