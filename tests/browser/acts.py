@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
+from threading import Event, Thread
+
 from playwright.sync_api import Locator, Page, expect
 
-from tests.system.process import NEVER_ENDING_S
+from tests.system.process import NEVER_ENDING_S, Served
+
+CALLER = "caller-of-the-load"
 
 RULE = {
     "Endpoint": "/orders",
@@ -66,3 +73,23 @@ def reset(page: Page, endpoint: str = "/orders", identifier: str = "alice") -> N
     expect(page.get_by_role("heading", name="Reset what was spent?")).to_be_visible()
     press(page, "Reset")
     expect(page.get_by_role("status")).to_contain_text("starts afresh")
+
+
+@contextlib.contextmanager
+def load(node: Served, endpoint: str) -> Iterator[None]:
+    """Checks without pause while the block runs: one caller again and again, and many once."""
+    done = Event()
+
+    def run() -> None:
+        for number in itertools.count():
+            if done.is_set():
+                return
+            node.check(endpoint, CALLER if number % 2 else f"caller-{number}")
+
+    thread = Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

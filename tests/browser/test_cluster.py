@@ -1,9 +1,11 @@
 """The pages of a cluster: any node shows all nodes, and takes what an operator does for all of them."""
 
+import re
+
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.acts import create_rule, press, try_check
+from tests.browser.acts import create_rule, load, press, try_check
 from tests.browser.conftest import ADMIN_TOKEN, log_in
 from tests.cluster.nodes import Nodes
 from tests.servers import Valkey
@@ -42,6 +44,41 @@ def test_what_is_done_on_one_node_holds_on_all_and_so_does_the_session(nodes, vi
     press(page, "Delete the rule")
     nodes.agree()
     expect(first.go("/rules").get_by_role("main")).to_contain_text("There are no rules yet")
+
+
+def test_any_node_shows_all_and_who_is_gone(nodes, visit):
+    page = visit(nodes[1].http_address).go("/")
+    log_in(page)
+    rows = page.get_by_role("region", name="Nodes").locator("tbody tr")
+    expect(rows).to_have_text([re.compile(name) for name in ("n1.*this one", "n0", "n2")])
+    for row in rows.all():
+        expect(row).not_to_contain_text("gone")
+    nodes.kill(2)
+    gone = rows.filter(has_text="n2")
+    expect(gone).to_contain_text("gone")
+    expect(page.locator("#state")).to_contain_text("1 gone")
+    nodes.start(2)
+    expect(gone).not_to_contain_text("gone")
+
+
+def test_a_page_shows_that_the_shared_state_is_away_and_when_it_is_tried_again(tmp_path, visit):
+    with (
+        Valkey(tmp_path / "valkey") as valkey,
+        Files(tmp_path).serving("--redis-url", valkey.url, "--breaker-recovery-s", "5") as node,
+    ):
+        page = visit(node.http_address).page
+        create_rule(page)
+        page.goto("/")
+        state = page.locator("#state")
+        breaker, fail_open = (state.locator(".tile", has_text=name) for name in ("Breaker", "Fail"))
+        expect(breaker).to_contain_text("closed")
+        valkey.kill()
+        with load(node, "/orders"):
+            expect(breaker).to_contain_text(re.compile("open.*next try in", re.DOTALL))
+            expect(fail_open.locator("b")).not_to_have_text("0")
+            expect(state).to_contain_text("DEGRADED")
+            valkey.start()
+            expect(breaker).to_contain_text("closed")
 
 
 def test_the_workers_of_one_port_answer_as_one(tmp_path, visit):

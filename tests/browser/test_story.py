@@ -1,41 +1,19 @@
 """What an operator does with a node, from the first login to the last rule, in the order in which they would do it."""
 
-import contextlib
-import itertools
 import re
-import threading
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.acts import create_rule, fill, press, reset, try_check
+from tests.browser.acts import CALLER, create_rule, fill, load, press, reset, try_check
 from tests.browser.conftest import log_in
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # many pages each
 
-CALLER = "caller-of-the-load"
 RISEN = re.compile(r"L[\d.]+ (?!156\.0)")
 """A line that is not all at the bottom of its chart."""
 
 ALLOWED, DENIED = "allowed user alice on /orders", "denied user alice on /orders"
-
-
-@contextlib.contextmanager
-def load(node, endpoint):
-    """Somebody checks without pause: one caller who is denied, and many who are not."""
-    done = threading.Event()
-
-    def run():
-        for number in itertools.count():
-            if done.is_set():
-                return
-            node.check(endpoint, CALLER if number % 2 else f"caller-{number}")
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield
-    done.set()
-    thread.join()
 
 
 def test_a_rule_is_created_seen_to_limit_edited_switched_off_and_deleted(node, visit):
