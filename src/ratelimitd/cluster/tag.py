@@ -15,8 +15,9 @@ from itertools import islice
 from typing import Final, Protocol
 
 from ratelimitd.clock import Clock
+from ratelimitd.cluster.asked import Asked
 from ratelimitd.cluster.bucket import Bucket
-from ratelimitd.cluster.question import Question, granted, refused
+from ratelimitd.cluster.question import Question
 from ratelimitd.cluster.shard import Shard
 from ratelimitd.cluster.store import SharedStore, Timers
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
@@ -82,7 +83,6 @@ class Tag:
         "_resends",
         "_sender",
         "_sent",
-        "_waiting",
         "buckets",
         "number",
         "shard",
@@ -96,8 +96,7 @@ class Tag:
         self._sender = Sender(sender)
         self._dirty: dict[bytes, Bucket] = {}
         self._sent: Sequence[Bucket] = ()
-        self._waiting: dict[bytes, list[Question]] = {}
-        self._asked: dict[bytes, list[Question]] = {}
+        self._asked = Asked()
         self._flush_is_due = self._flush_next = self._has_forgiven = False
         self._resends = 0
 
@@ -129,8 +128,7 @@ class Tag:
 
     def ask(self, bucket: Bucket, question: Question) -> None:
         """Let the next batch take a check to the store, at once if the last one was long enough ago."""
-        question.ask = bucket.view.ask(question.now_us, question.cost)
-        self._waiting.setdefault(bucket.name, []).append(question)
+        self._asked.wait(bucket, question)
         if not bucket.is_dirty:
             self.touch(bucket)
         self._flush_in(0)  # not at once: all checks of this turn ride in one batch
@@ -139,22 +137,12 @@ class Tag:
         """The store has not answered a check in time: the view decides, and pays when the store has charged it too."""
         if question.answer.done():
             return
-        self._withdraw(bucket, question)
+        self._asked.withdraw(bucket, question)
         outcome = bucket.view.check_alone(question.now_us, question.cost)
         question.charged = outcome[0]
         if outcome[0] and not bucket.is_dirty:
             self.touch(bucket)
         question.tell(outcome)
-
-    def _withdraw(self, bucket: Bucket, question: Question) -> None:
-        """Do not take a check to the store, unless a batch has done so already."""
-        waiting = self._waiting.get(bucket.name, [])
-        if question not in waiting:
-            return
-        bucket.view.withdraw(question.ask)
-        waiting.remove(question)
-        if not waiting:
-            del self._waiting[bucket.name]
 
     # Batches
 
@@ -197,8 +185,7 @@ class Tag:
             del self._dirty[bucket.name]
             bucket.is_dirty = False
             updates.append((bucket.name, bucket.view.freeze()))
-            if bucket.name in self._waiting:
-                self._asked[bucket.name] = self._waiting.pop(bucket.name)
+            self._asked.take(bucket)
         self._sent = taken
         self._resends, self._has_forgiven = 0, False
         self._flush_next = bool(self._dirty)  # one batch does not take them all
@@ -224,7 +211,7 @@ class Tag:
 
     def _answered(self, batch: Batch, reply: Reply | RateLimitdError | None) -> None:
         if isinstance(reply, Reply):
-            if self._asked or self._waiting:
+            if self._asked.are_taken or self._asked.are_waiting:
                 self.shard.answered()
             else:
                 self.shard.synced()
@@ -244,44 +231,26 @@ class Tag:
         # A batch that takes checks along is a round trip of theirs the first time only: then they wait no more. Of
         # those that wait behind it each time is one. And where reads work, nothing but an open breaker keeps the node
         # from taking on ever more buckets that cannot be settled (I17).
-        if self._waiting or (self._asked and not self._resends) or self.is_full:
+        first_time = not self._resends
+        if self._asked.are_waiting or (self._asked.are_taken and first_time) or self.is_full:
             self.shard.refused(error)
         else:
             self.shard.sync_failed(error)
 
     def _acknowledged(self, reply: Reply) -> None:
         self.first_word()
-        asked = self._asked
         for bucket in self._end_batch(reply):
             settled = reply.settled[bucket.name]
             before, tokens = bucket.view.base, bucket.view.in_flight.tokens
             bucket.view.acknowledge(settled.shared)
-            if settled.grants:
-                bucket.view.note_grants(settled.grants)
-            verdicts = [*zip(asked.get(bucket.name, ()), settled.grants, strict=True)]
-            later = sum(question.cost for question, is_granted in verdicts if is_granted)
-            for question, is_granted in verdicts:
-                if is_granted:
-                    later -= question.cost
-                self._decided(bucket, question, later if is_granted else None)
+            self._asked.decide(bucket, settled.grants)
             self._around.listener.settled(bucket, tokens, before)
             self._let_go(bucket)
         self._go_on()
 
-    @staticmethod
-    def _decided(bucket: Bucket, question: Question, later: int | None) -> None:
-        """The store has refused a check (``None``), or granted it and so many tokens behind it."""
-        view, now_us, cost = bucket.view, question.now_us, question.cost
-        if question.answer.done():
-            if later is not None and question.charged:
-                view.pay(cost)
-        elif later is None:
-            question.tell(refused(view, now_us, cost))
-        else:
-            question.tell(granted(view, now_us, later))
-
     def _drop(self, batch: Batch) -> None:
         """Give a batch up: it was never sent, or nobody can tell any more whether it was applied."""
+        self._asked.forget_taken()
         for bucket in self._end_batch(Reply(batch.number, {})):
             self._around.listener.lost(bucket.view.abandon())
             self._let_go(bucket)
@@ -290,11 +259,11 @@ class Tag:
     def _end_batch(self, reply: Reply) -> Sequence[Bucket]:
         """Nothing is under way any more; returns the buckets of which something was."""
         self._sender.acknowledged(reply)
-        sent, self._sent, self._asked = self._sent, (), {}
+        sent, self._sent = self._sent, ()
         return sent
 
     def _go_on(self) -> None:
-        if self._flush_next or self._waiting:
+        if self._flush_next or self._asked.are_waiting:
             self._flush_next = False
             self.flush()
 
