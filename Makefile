@@ -64,7 +64,7 @@ lint-contract:
 
 lint-generated:
 	@$(BIN)/python tools/generated_code.py --check
-	@$(BIN)/python tools/reference_pages.py --check
+	@$(BIN)/python -m tools.reference_pages --check
 
 lint-pins:
 	@$(BIN)/python tools/check_pins.py
@@ -87,7 +87,7 @@ bench: setup ## measure checks per second and latencies
 
 .PHONY: docs
 docs: setup ## write the reference pages anew, and build the documentation site into site/
-	@$(BIN)/python tools/reference_pages.py --write
+	@$(BIN)/python -m tools.reference_pages --write
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 .PHONY: proto

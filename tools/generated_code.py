@@ -79,8 +79,8 @@ def generate(directory: Path) -> None:
 
 def openapi_document() -> str:
     """Return the OpenAPI document as it would be generated."""
-    command = [sys.executable, str(ROOT / "tools" / "openapi_document.py")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "tools.openapi_document"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def read_tree(directory: Path) -> dict[str, str]:

@@ -4,21 +4,15 @@
 """
 
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from google.protobuf import descriptor_pb2 as pb
 
 from ratelimitd.services.catalogue import PACKAGE, ROLES
 from ratelimitd.web.json_api import CHECK_METHOD, CHECK_PATH
-
-ROOT = Path(__file__).resolve().parent.parent
-PROTO = ROOT / "proto"
-CONTRACT = "ratelimiter/v1/ratelimiter.proto"
+from tools.contract import Comments, comments_of, contract
 
 Json = dict[str, Any]
 Field = pb.FieldDescriptorProto
@@ -143,27 +137,9 @@ def text() -> str:
     return json.dumps(document(contract()), indent=1, ensure_ascii=False) + "\n"
 
 
-def contract() -> pb.FileDescriptorProto:
-    """The contract with its comments, which the generated classes have lost."""
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory, "contract")
-        command = [
-            sys.executable,
-            "-m",
-            "grpc_tools.protoc",
-            f"--proto_path={PROTO}",
-            "--include_source_info",
-            f"--descriptor_set_out={output}",
-            CONTRACT,
-        ]
-        subprocess.run(command, check=True)
-        [file] = pb.FileDescriptorSet.FromString(output.read_bytes()).file
-    return file
-
-
 def document(file: pb.FileDescriptorProto) -> Json:
     """The OpenAPI document for a contract."""
-    comments = dict(comments_of(file))
+    comments = comments_of(file)
     return {
         "openapi": "3.1.1",
         "info": {
@@ -192,18 +168,6 @@ def document(file: pb.FileDescriptorProto) -> Json:
         },
         "security": [{"token": []}, {}],
     }
-
-
-Comments = Mapping[tuple[int, ...], str]
-"""By place in the descriptor: field numbers and indexes, as descriptor.proto tells them."""
-
-
-def comments_of(file: pb.FileDescriptorProto) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Every comment, in front of what it is about or behind it in its line."""
-    for location in file.source_code_info.location:
-        comment = location.leading_comments or location.trailing_comments
-        if comment:
-            yield tuple(location.path), " ".join(comment.split())
 
 
 def schemas(file: pb.FileDescriptorProto, comments: Comments) -> Iterator[tuple[str, Json]]:

@@ -4,9 +4,7 @@ docs/reference/settings.md comes from the settings of the code, rpc.md beside it
 """
 
 import argparse
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,18 +13,23 @@ from google.protobuf.descriptor_pb2 import (
     EnumDescriptorProto,
     FieldDescriptorProto,
     FileDescriptorProto,
-    FileDescriptorSet,
 )
 
 from ratelimitd.settings import SETTINGS
+from tools.contract import (
+    ENUM,
+    FIELD,
+    MESSAGE,
+    METHOD,
+    SERVICE,
+    VALUE,
+    Comments,
+    comments_of,
+    contract,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-PROTO = ROOT / "proto"
-CONTRACT = "ratelimiter/v1/ratelimiter.proto"
 REFERENCE = ROOT / "docs" / "reference"
-
-SERVICE, MESSAGE, ENUM, FIELD, METHOD, VALUE = 6, 4, 5, 2, 2, 2
-"""Field numbers of FileDescriptorProto, DescriptorProto and their like: what paths of comments are made of."""
 
 OWN_PREFIX = ".ratelimiter.v1."
 
@@ -80,18 +83,9 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def contract() -> FileDescriptorProto:
-    """Return the contract with its comments."""
-    with tempfile.NamedTemporaryFile() as compiled:
-        command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO}"]
-        command += ["--include_source_info", f"--descriptor_set_out={compiled.name}", CONTRACT]
-        subprocess.run(command, check=True)
-        return FileDescriptorSet.FromString(Path(compiled.name).read_bytes()).file[0]
-
-
 def rpc_page(file: FileDescriptorProto) -> str:
     """Return all services, messages and enumerations, in the order of the contract."""
-    comments = comments_of(file)
+    comments = {place: text.replace("|", "\\|") for place, text in comments_of(file).items()}
     lines = [
         "# RPC reference",
         "",
@@ -108,29 +102,21 @@ def rpc_page(file: FileDescriptorProto) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comments_of(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:
-    """Return the comment of each element, by its path, in one line."""
-    found = {}
-    for location in file.source_code_info.location:
-        text = " ".join((location.leading_comments + location.trailing_comments).split())
-        if text:
-            found[tuple(location.path)] = text.replace("|", "\\|")
-    return found
-
-
-def services(file: FileDescriptorProto, comments: dict[tuple[int, ...], str]) -> Iterator[str]:
+def services(file: FileDescriptorProto, comments: Comments) -> Iterator[str]:
     """Yield a table for each service."""
     for index, service in enumerate(file.service):
         yield from ("", f"## {service.name}", "")
         if comment := comments.get((SERVICE, index)):
             yield from (comment, "")
-        yield from ("| method | request | answer |", "|---|---|---|")
-        for method in service.method:
-            yield f"| `{method.name}` | {link(method.input_type)} | {link(method.output_type)} |"
+        yield from ("| method | request | answer | |", "|---|---|---|---|")
+        for number, method in enumerate(service.method):
+            request, answer = link(method.input_type), link(method.output_type)
+            comment = comments.get((SERVICE, index, METHOD, number), "")
+            yield f"| `{method.name}` | {request} | {answer} | {comment} |"
 
 
 def message_lines(
-    message: DescriptorProto, comments: dict[tuple[int, ...], str], path: tuple[int, ...]
+    message: DescriptorProto, comments: Comments, path: tuple[int, ...]
 ) -> Iterator[str]:
     """Yield the section of a message."""
     yield from ("", f"### {message.name}", "")
@@ -144,7 +130,7 @@ def message_lines(
 
 
 def enum_lines(
-    enum: EnumDescriptorProto, comments: dict[tuple[int, ...], str], path: tuple[int, ...]
+    enum: EnumDescriptorProto, comments: Comments, path: tuple[int, ...]
 ) -> Iterator[str]:
     """Yield the section of an enumeration."""
     yield from ("", f"### {enum.name}", "")

@@ -136,7 +136,7 @@ class RateLimitResponse(_message.Message):
     reset_time: _builtins.int
     """Unix seconds, rounded up, at which the whole limit is free again if nothing more is spent"""
     retry_after_seconds: _builtins.int
-    """denied: until this same check would pass; allowed: until the next token, 0 while one is left"""
+    """see DESIGN.md "Answers" """
     reason: Global___Reason.ValueType
     limit: _builtins.int
     """of the rule that decided; 0 when none did"""
@@ -281,7 +281,7 @@ class UpdateRateLimitRequest(_message.Message):
 
     @_builtins.property
     def update_mask(self) -> _field_mask_pb2.FieldMask:
-        """unset: the whole rule, but `enabled` only when it is set"""
+        """unset: the whole rule (DESIGN.md, "Editing a live rule")"""
 
     def __init__(
         self,

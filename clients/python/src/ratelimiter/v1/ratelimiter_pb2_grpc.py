@@ -55,15 +55,13 @@ class RateLimiterServicer:
     """
 
     def CheckRateLimit(self, request, context):
-        """Decides whether a request may proceed, and spends its cost if so. A denial is an answer, not an error.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckRateLimitBatch(self, request, context):
-        """Decides up to 1000 requests as if they were sent one by one in this order; a malformed one is told so in its own answer.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -150,8 +148,7 @@ class RateLimiter:
 
 
 class RateLimiterConfigStub:
-    """The rules. A change is in force on the node that took it when its answer arrives.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
         """Constructor.
@@ -182,33 +179,28 @@ class RateLimiterConfigStub:
 
 
 class RateLimiterConfigServicer:
-    """The rules. A change is in force on the node that took it when its answer arrives.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def CreateRateLimit(self, request, context):
-        """Adds a rule.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateRateLimit(self, request, context):
-        """Changes the fields of a rule that the mask names, or without a mask the whole rule.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRateLimit(self, request, context):
-        """Takes a rule out.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRateLimits(self, request, context):
-        """Lists the rules, page by page.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -245,8 +237,7 @@ def add_RateLimiterConfigServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RateLimiterConfig:
-    """The rules. A change is in force on the node that took it when its answer arrives.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     @staticmethod
     def CreateRateLimit(request,
@@ -358,8 +349,7 @@ class RateLimiterConfig:
 
 
 class RateLimiterHealthStub:
-    """How the node is that took the call, and the reset of one identifier.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
         """Constructor.
@@ -385,26 +375,22 @@ class RateLimiterHealthStub:
 
 
 class RateLimiterHealthServicer:
-    """How the node is that took the call, and the reset of one identifier.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def GetHealthStatus(self, request, context):
-        """Tells how the node was over the last 60 s.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """Tells what the node has counted since it started.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetRateLimit(self, request, context):
-        """Lets one identifier start afresh on one endpoint. What is not limited is reset already.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -436,8 +422,7 @@ def add_RateLimiterHealthServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RateLimiterHealth:
-    """How the node is that took the call, and the reset of one identifier.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     @staticmethod
     def GetHealthStatus(request,

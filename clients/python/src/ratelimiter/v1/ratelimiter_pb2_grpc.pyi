@@ -40,9 +40,7 @@ class RateLimiterStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RateLimiterAsyncStub: ...
     CheckRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.RateLimitRequest, _ratelimiter_pb2.RateLimitResponse]
-    """Decides whether a request may proceed, and spends its cost if so. A denial is an answer, not an error."""
     CheckRateLimitBatch: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.BatchRateLimitRequest, _ratelimiter_pb2.BatchRateLimitResponse]
-    """Decides up to 1000 requests as if they were sent one by one in this order; a malformed one is told so in its own answer."""
 
 @_typing.type_check_only
 class RateLimiterAsyncStub(RateLimiterStub):
@@ -52,9 +50,7 @@ class RateLimiterAsyncStub(RateLimiterStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CheckRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.RateLimitRequest, _ratelimiter_pb2.RateLimitResponse]  # type: ignore[assignment]
-    """Decides whether a request may proceed, and spends its cost if so. A denial is an answer, not an error."""
     CheckRateLimitBatch: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.BatchRateLimitRequest, _ratelimiter_pb2.BatchRateLimitResponse]  # type: ignore[assignment]
-    """Decides up to 1000 requests as if they were sent one by one in this order; a malformed one is told so in its own answer."""
 
 class RateLimiterServicer(metaclass=_abc_1.ABCMeta):
     """Answered under /ratelimiter.v1.RateLimiter/… and, for callers whose .proto has no package, under /RateLimiter/….
@@ -66,137 +62,102 @@ class RateLimiterServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _ratelimiter_pb2.RateLimitRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_ratelimiter_pb2.RateLimitResponse, _abc.Awaitable[_ratelimiter_pb2.RateLimitResponse]]:
-        """Decides whether a request may proceed, and spends its cost if so. A denial is an answer, not an error."""
+    ) -> _typing.Union[_ratelimiter_pb2.RateLimitResponse, _abc.Awaitable[_ratelimiter_pb2.RateLimitResponse]]: ...
 
     @_abc_1.abstractmethod
     def CheckRateLimitBatch(
         self,
         request: _ratelimiter_pb2.BatchRateLimitRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_ratelimiter_pb2.BatchRateLimitResponse, _abc.Awaitable[_ratelimiter_pb2.BatchRateLimitResponse]]:
-        """Decides up to 1000 requests as if they were sent one by one in this order; a malformed one is told so in its own answer."""
+    ) -> _typing.Union[_ratelimiter_pb2.BatchRateLimitResponse, _abc.Awaitable[_ratelimiter_pb2.BatchRateLimitResponse]]: ...
 
 def add_RateLimiterServicer_to_server(servicer: RateLimiterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class RateLimiterConfigStub:
-    """The rules. A change is in force on the node that took it when its answer arrives."""
-
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RateLimiterConfigAsyncStub: ...
     CreateRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.CreateRateLimitRequest, _ratelimiter_pb2.RateLimit]
-    """Adds a rule."""
     UpdateRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.UpdateRateLimitRequest, _ratelimiter_pb2.RateLimit]
-    """Changes the fields of a rule that the mask names, or without a mask the whole rule."""
     DeleteRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.DeleteRateLimitRequest, _empty_pb2.Empty]
-    """Takes a rule out."""
     ListRateLimits: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListRateLimitsRequest, _ratelimiter_pb2.ListRateLimitsResponse]
-    """Lists the rules, page by page."""
 
 @_typing.type_check_only
 class RateLimiterConfigAsyncStub(RateLimiterConfigStub):
-    """The rules. A change is in force on the node that took it when its answer arrives."""
-
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.CreateRateLimitRequest, _ratelimiter_pb2.RateLimit]  # type: ignore[assignment]
-    """Adds a rule."""
     UpdateRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.UpdateRateLimitRequest, _ratelimiter_pb2.RateLimit]  # type: ignore[assignment]
-    """Changes the fields of a rule that the mask names, or without a mask the whole rule."""
     DeleteRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.DeleteRateLimitRequest, _empty_pb2.Empty]  # type: ignore[assignment]
-    """Takes a rule out."""
     ListRateLimits: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListRateLimitsRequest, _ratelimiter_pb2.ListRateLimitsResponse]  # type: ignore[assignment]
-    """Lists the rules, page by page."""
 
 class RateLimiterConfigServicer(metaclass=_abc_1.ABCMeta):
-    """The rules. A change is in force on the node that took it when its answer arrives."""
-
     @_abc_1.abstractmethod
     def CreateRateLimit(
         self,
         request: _ratelimiter_pb2.CreateRateLimitRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_ratelimiter_pb2.RateLimit, _abc.Awaitable[_ratelimiter_pb2.RateLimit]]:
-        """Adds a rule."""
+    ) -> _typing.Union[_ratelimiter_pb2.RateLimit, _abc.Awaitable[_ratelimiter_pb2.RateLimit]]: ...
 
     @_abc_1.abstractmethod
     def UpdateRateLimit(
         self,
         request: _ratelimiter_pb2.UpdateRateLimitRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_ratelimiter_pb2.RateLimit, _abc.Awaitable[_ratelimiter_pb2.RateLimit]]:
-        """Changes the fields of a rule that the mask names, or without a mask the whole rule."""
+    ) -> _typing.Union[_ratelimiter_pb2.RateLimit, _abc.Awaitable[_ratelimiter_pb2.RateLimit]]: ...
 
     @_abc_1.abstractmethod
     def DeleteRateLimit(
         self,
         request: _ratelimiter_pb2.DeleteRateLimitRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_empty_pb2.Empty, _abc.Awaitable[_empty_pb2.Empty]]:
-        """Takes a rule out."""
+    ) -> _typing.Union[_empty_pb2.Empty, _abc.Awaitable[_empty_pb2.Empty]]: ...
 
     @_abc_1.abstractmethod
     def ListRateLimits(
         self,
         request: _ratelimiter_pb2.ListRateLimitsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_ratelimiter_pb2.ListRateLimitsResponse, _abc.Awaitable[_ratelimiter_pb2.ListRateLimitsResponse]]:
-        """Lists the rules, page by page."""
+    ) -> _typing.Union[_ratelimiter_pb2.ListRateLimitsResponse, _abc.Awaitable[_ratelimiter_pb2.ListRateLimitsResponse]]: ...
 
 def add_RateLimiterConfigServicer_to_server(servicer: RateLimiterConfigServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class RateLimiterHealthStub:
-    """How the node is that took the call, and the reset of one identifier."""
-
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RateLimiterHealthAsyncStub: ...
     GetHealthStatus: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _ratelimiter_pb2.HealthResponse]
-    """Tells how the node was over the last 60 s."""
     GetMetrics: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.MetricsRequest, _ratelimiter_pb2.MetricsResponse]
-    """Tells what the node has counted since it started."""
     ResetRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ResetRequest, _empty_pb2.Empty]
-    """Lets one identifier start afresh on one endpoint. What is not limited is reset already."""
 
 @_typing.type_check_only
 class RateLimiterHealthAsyncStub(RateLimiterHealthStub):
-    """How the node is that took the call, and the reset of one identifier."""
-
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetHealthStatus: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _ratelimiter_pb2.HealthResponse]  # type: ignore[assignment]
-    """Tells how the node was over the last 60 s."""
     GetMetrics: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.MetricsRequest, _ratelimiter_pb2.MetricsResponse]  # type: ignore[assignment]
-    """Tells what the node has counted since it started."""
     ResetRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ResetRequest, _empty_pb2.Empty]  # type: ignore[assignment]
-    """Lets one identifier start afresh on one endpoint. What is not limited is reset already."""
 
 class RateLimiterHealthServicer(metaclass=_abc_1.ABCMeta):
-    """How the node is that took the call, and the reset of one identifier."""
-
     @_abc_1.abstractmethod
     def GetHealthStatus(
         self,
         request: _empty_pb2.Empty,
         context: _ServicerContext,
-    ) -> _typing.Union[_ratelimiter_pb2.HealthResponse, _abc.Awaitable[_ratelimiter_pb2.HealthResponse]]:
-        """Tells how the node was over the last 60 s."""
+    ) -> _typing.Union[_ratelimiter_pb2.HealthResponse, _abc.Awaitable[_ratelimiter_pb2.HealthResponse]]: ...
 
     @_abc_1.abstractmethod
     def GetMetrics(
         self,
         request: _ratelimiter_pb2.MetricsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_ratelimiter_pb2.MetricsResponse, _abc.Awaitable[_ratelimiter_pb2.MetricsResponse]]:
-        """Tells what the node has counted since it started."""
+    ) -> _typing.Union[_ratelimiter_pb2.MetricsResponse, _abc.Awaitable[_ratelimiter_pb2.MetricsResponse]]: ...
 
     @_abc_1.abstractmethod
     def ResetRateLimit(
         self,
         request: _ratelimiter_pb2.ResetRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_empty_pb2.Empty, _abc.Awaitable[_empty_pb2.Empty]]:
-        """Lets one identifier start afresh on one endpoint. What is not limited is reset already."""
+    ) -> _typing.Union[_empty_pb2.Empty, _abc.Awaitable[_empty_pb2.Empty]]: ...
 
 def add_RateLimiterHealthServicer_to_server(servicer: RateLimiterHealthServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

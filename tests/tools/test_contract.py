@@ -1,0 +1,30 @@
+from tools.contract import MEANINGS, METHOD, SAID_HERE, SERVICE, comments_of, contract
+
+
+def test_every_service_and_every_method_is_described():
+    file = contract()
+    comments = comments_of(file)
+    for number, service in enumerate(file.service):
+        assert comments[SERVICE, number]
+        assert all(comments[SERVICE, number, METHOD, index] for index in range(len(service.method)))
+
+
+def test_what_is_said_here_is_said_of_what_the_contract_has():
+    file = contract()
+    names = {service.name for service in file.service}
+    names |= {method.name for service in file.service for method in service.method}
+    assert names >= MEANINGS.keys()
+
+
+def test_no_comment_points_to_what_readers_do_not_have():
+    comments = comments_of(contract())
+    assert not [comment for comment in comments.values() if "DESIGN" in comment]
+    text = "\n".join(comments.values())
+    assert all(words in text for words in SAID_HERE.values())
+
+
+def test_comments_of_the_contract_come_first():
+    [service] = [
+        one for one in comments_of(contract()).values() if one.startswith("Answered under")
+    ]
+    assert service.endswith("The same holds for the other two services.")

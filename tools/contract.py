@@ -1,0 +1,84 @@
+"""The contract as the generators of documents see it: its descriptor, and what is to be said of each of its parts.
+
+The generated classes have lost the comments, so the contract is compiled anew. It stays as it was agreed on; what it
+does not say itself is said here.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from google.protobuf import descriptor_pb2 as pb
+
+PROTO: Final = Path(__file__).resolve().parent.parent / "proto"
+CONTRACT: Final = "ratelimiter/v1/ratelimiter.proto"
+
+MESSAGE, ENUM, SERVICE = 4, 5, 6
+FIELD = METHOD = VALUE = 2
+"""Numbers in descriptor.proto, of which the place of a comment is made: with an index behind each."""
+
+Comments = Mapping[tuple[int, ...], str]
+"""By place, in one line."""
+
+MEANINGS: Final = {
+    "RateLimiterConfig": "The rules. A change is in force on the node that took it when its answer arrives.",
+    "RateLimiterHealth": "How the node is that took the call, and the reset of one identifier.",
+    "CheckRateLimit": "Decides whether a request may proceed, and spends its cost if so. A denial is an answer.",
+    "CheckRateLimitBatch": "Decides up to 1000 requests as if they were sent one by one in this order; a malformed one"
+    " is told so in its own answer.",
+    "CreateRateLimit": "Adds a rule.",
+    "UpdateRateLimit": "Changes the fields of a rule that the mask names, or without a mask the whole rule.",
+    "DeleteRateLimit": "Takes a rule out.",
+    "ListRateLimits": "Lists the rules, page by page.",
+    "GetHealthStatus": "Tells how the node was over the last 60 s.",
+    "GetMetrics": "Tells what the node has counted since it started.",
+    "ResetRateLimit": "Lets one identifier start afresh on one endpoint. What is not limited is reset already.",
+}
+"""Of services and methods without a comment."""
+
+SAID_HERE: Final = {
+    'see DESIGN.md "Answers"': "denied: until this same check would pass; allowed: until the next token, 0 while there"
+    " is one",
+    '(DESIGN.md, "Editing a live rule")': "but `enabled` only when it is set",
+}
+"""Where a comment points to a design that readers do not have, what stands there."""
+
+
+def contract() -> pb.FileDescriptorProto:
+    """Return the contract with its comments."""
+    with tempfile.TemporaryDirectory() as directory:
+        compiled = Path(directory, "contract")
+        command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO}"]
+        command += ["--include_source_info", f"--descriptor_set_out={compiled}", CONTRACT]
+        subprocess.run(command, check=True)
+        [file] = pb.FileDescriptorSet.FromString(compiled.read_bytes()).file
+    return file
+
+
+def comments_of(file: pb.FileDescriptorProto) -> Comments:
+    """Return what is to be said of each part of a contract."""
+    found = {
+        (SERVICE, number, *place): MEANINGS[name]
+        for number, service in enumerate(file.service)
+        for place, name in (
+            ((), service.name),
+            *(((METHOD, index), method.name) for index, method in enumerate(service.method)),
+        )
+        if name in MEANINGS
+    }
+    for location in file.source_code_info.location:
+        # In front of what it is about, or behind it in its line.
+        comment = location.leading_comments or location.trailing_comments
+        if comment:
+            found[tuple(location.path)] = said(" ".join(comment.split()))
+    return found
+
+
+def said(comment: str) -> str:
+    """Return a comment without pointers to what readers do not have."""
+    for pointer, words in SAID_HERE.items():
+        comment = comment.replace(f" {pointer}", f", {words}").replace(pointer, words)
+    return comment
