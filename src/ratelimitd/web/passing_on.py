@@ -41,7 +41,7 @@ _HOP_BY_HOP: Final = frozenset(
 _OWN: Final = frozenset({PEER_HEADER, b"date", b"server"})
 """What this side says itself."""
 
-_GONE: Final = (OSError, EOFError, h11.RemoteProtocolError)
+_GONE: Final = (OSError, h11.RemoteProtocolError)
 """How a worker that ended looks from here."""
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
@@ -91,19 +91,14 @@ class _Exchange:
     async def ask(self, scope: Scope, receive: Receive) -> None:
         """Pass the request on; returns when the caller leaves."""
         await self._write(_request(scope))
-        more = True
         while (message := await receive())["type"] == "http.request":
-            if more:
-                await self._write(h11.Data(message.get("body", b"")))
-                more = message.get("more_body", False)
-                if not more:
-                    await self._write(h11.EndOfMessage())
+            await self._write(h11.Data(message.get("body", b"")))
+            if not message.get("more_body", False):
+                await self._write(h11.EndOfMessage())
 
     async def answer(self, send: Send) -> None:
         """Pass the answer back."""
         while not isinstance(event := await self._next(), h11.EndOfMessage):
-            if event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
-                raise EOFError
             if isinstance(event, h11.Response):
                 self.started = True
                 headers = _passed(event.headers.raw_items())
@@ -164,8 +159,9 @@ def _request(scope: Scope) -> h11.Request:
     if scope["query_string"]:
         target += b"?" + scope["query_string"]
     headers = _passed(scope["headers"])
-    names = {name for name, _ in scope["headers"]}
-    if b"transfer-encoding" in names and b"content-length" not in names:
+    if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+        # It was sent in chunks, whatever length it also names: RFC 9112, section 6.3.
+        headers = [header for header in headers if header[0] != b"content-length"]
         headers.append((b"transfer-encoding", b"chunked"))
     client = scope.get("client")
     if client is not None:

@@ -215,3 +215,16 @@ def test_a_path_of_this_node_is_where_a_login_may_lead(path):
 )
 def test_a_login_leads_nowhere_else(path):
     assert local_path(path) == "/"
+
+
+async def test_a_message_is_a_page_of_its_own(local):
+    scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
+    answer = await local.frame.message(Request(scope), "<title>", "What to do", 404)
+    assert answer.status_code == 404
+    assert b"<h1>&lt;title&gt;</h1>" in answer.body
+    assert b"What to do" in answer.body
+
+
+def test_a_piece_of_a_page_knows_nobody(local):
+    text = local.frame.fragment("_parts.html")
+    assert "n1" not in text

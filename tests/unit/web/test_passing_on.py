@@ -121,6 +121,23 @@ async def test_bodies_are_passed_on_of_known_and_of_unknown_length(parent):
     assert len((await parent.http.post("/echo", content=pieces())).content) == 300_000
 
 
+async def test_a_body_in_chunks_is_as_long_as_they_are_whatever_else_it_says(parent):
+    await parent.start("a")
+    reader, writer = await asyncio.open_connection(*parent.url.removeprefix("http://").split(":"))
+    writer.write(
+        b"POST /echo HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 1\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"
+    )
+    assert (await reader.read()).endswith(b"\r\n\r\nbody")
+    writer.close()
+
+
+def test_a_caller_without_an_address_is_passed_on_without_one():
+    scope = {"method": "GET", "raw_path": b"/", "query_string": b"", "headers": [(b"host", b"n")]}
+    names = [name for name, _ in passing_on._request({**scope, "client": None}).headers]
+    assert names == [b"host", b"connection"]
+
+
 async def test_answers_without_a_body_have_none(parent):
     await parent.start("a")
     answer = await parent.http.head("/asked")
