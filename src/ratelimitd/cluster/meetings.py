@@ -62,8 +62,9 @@ class Meetings:
             return
         self._stats.bucket_missed_total += 1
         self._waiting[key] = [question]
-        first = FirstCheck(name, question.rule, question.now_us, question.cost, question.peek)
-        self._store.meet(first, partial(self._met, key, name))
+        fields = name, question.rule, question.now_us, question.cost, question.peek
+        # To call the class itself takes 0.5 µs longer.
+        self._store.meet(tuple.__new__(FirstCheck, fields), partial(self._met, key, name))
 
     def _met(self, key: bytes, name: bytes, met: Met | RateLimitdError) -> None:
         questions = self._waiting.pop(key)
