@@ -1,6 +1,6 @@
 import pytest
 
-from ratelimitd.model import INT32_MAX, Rule
+from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType
 from ratelimitd.web.rule_form import RuleForm, whole_number
 
 FIELDS = {
@@ -11,16 +11,13 @@ FIELDS = {
     "algorithm": "fixed_window",
     "enabled": "on",
 }
-RULE = Rule("", "/orders", "user", 10, 60, "fixed_window")
 
 
 def test_a_form_makes_a_rule():
     found = RuleForm.of_fields(FIELDS).checked()
-    assert (found.endpoint, found.identifier_type, found.algorithm) == RULE_NAMES
+    assert (found.endpoint, found.identifier_type) == ("/orders", IdentifierType.USER)
+    assert found.algorithm is Algorithm.FIXED_WINDOW
     assert (found.limit, found.window_seconds, found.enabled) == (10, 60, True)
-
-
-RULE_NAMES = (RULE.endpoint, RULE.identifier_type, RULE.algorithm)
 
 
 def test_a_box_that_is_not_ticked_is_a_disabled_rule():
