@@ -271,7 +271,7 @@ class Node:
             )
         )
         # Open pages are told that the node ends, and do not keep it.
-        self._open.callback(live.end)
+        self._open.push_async_callback(live.end)
         await self._start_grpc(methods)
 
     def _new_limiter(

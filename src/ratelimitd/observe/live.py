@@ -8,7 +8,7 @@ past to show. See ADR 0029.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Final, NamedTuple, Protocol
@@ -32,6 +32,9 @@ DECODED_PER_TURN: Final = 20
 """Statuses that are looked at in one turn of the event loop: less than 1 ms."""
 
 _MS_PER_S: Final = 1_000
+
+Listener = Callable[[], Awaitable[None]]
+"""Takes notice of a step; the next one waits for it."""
 
 
 class Board(Protocol):
@@ -115,7 +118,7 @@ class Live:
         self._status = own()
         self._others = _Others()
         self._history = History()
-        self._listeners: set[Callable[[], None]] = set()
+        self._listeners: set[Listener] = set()
         self._steps = 0
         self.ended = False
         """The node is on its way out: there are no more steps."""
@@ -125,11 +128,11 @@ class Live:
         """All nodes together in the last quarter of an hour, oldest first."""
         return self._history.samples
 
-    def listen(self, listener: Callable[[], None]) -> None:
+    def listen(self, listener: Listener) -> None:
         """Call ``listener`` after every step from now on, and once at the end; somebody is looking."""
         self._listeners.add(listener)
 
-    def unlisten(self, listener: Callable[[], None]) -> None:
+    def unlisten(self, listener: Listener) -> None:
         """Call it no more."""
         self._listeners.discard(listener)
 
@@ -146,13 +149,13 @@ class Live:
             self._history.add(self._total(self._nodes()))
         self._steps += 1
         for listener in [*self._listeners]:
-            listener()
+            await listener()
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Tell who looks that there is nothing more to see."""
         self.ended = True
         for listener in [*self._listeners]:
-            listener()
+            await listener()
 
     async def refresh(self) -> None:
         """Before a page is shown: read what the others tell, unless that was done just now."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import lru_cache
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
-from ratelimitd.observe.history import MAX_SAMPLES, Sample
-from ratelimitd.observe.live import Overview
+from ratelimitd.observe.history import Sample
+from ratelimitd.observe.live import Listener, Overview
+from ratelimitd.web.chart_rows import row
 
 MAX_STREAMS: Final = 20
 
@@ -28,8 +28,9 @@ RETRY_MS: Final = 2_000
 ROWS_PER_EVENT: Final = 100
 """Samples of the past that are put together in one turn of the event loop, in less than 1 ms."""
 
-Fragments = Callable[[Overview, Sequence[Sample], bool], dict[str, str]]
-"""The parts of the page that change, as HTML, by their ids; for who sees names, or for who does not."""
+Fragments = Callable[[Overview, Sequence[Sample], bool], Awaitable[dict[str, str]]]
+"""The parts of the page that change, as HTML, by their ids; for who sees names, or for who does not. Made in several
+turns of the event loop."""
 
 
 class LiveStatus(Protocol):
@@ -43,10 +44,10 @@ class LiveStatus(Protocol):
     def ended(self) -> bool:
         """The node is on its way out: there are no more steps."""
 
-    def listen(self, listener: Callable[[], None]) -> None:
+    def listen(self, listener: Listener) -> None:
         """Call ``listener`` after each step, and once at the end."""
 
-    def unlisten(self, listener: Callable[[], None]) -> None:
+    def unlisten(self, listener: Listener) -> None:
         """Call it no more."""
 
     async def refresh(self) -> None:
@@ -89,7 +90,7 @@ class LiveStream:
             if not self._readers:
                 self._live.unlisten(self._stepped)
 
-    def _stepped(self) -> None:
+    async def _stepped(self) -> None:
         """One step is done: compute once for each kind of reader, and hand on."""
         if self._live.ended:
             for reader in self._readers:
@@ -98,14 +99,14 @@ class LiveStream:
         made: dict[bool, bytes] = {}
         for reader in [*self._readers]:
             if reader.named not in made:
-                made[reader.named] = self._event(named=reader.named)
+                made[reader.named] = await self._event(named=reader.named)
             if not reader.take(made[reader.named]):
                 self._readers.discard(reader)
                 reader.end()
 
-    def _event(self, *, named: bool) -> bytes:
+    async def _event(self, *, named: bool) -> bytes:
         overview, history = self._live.overview(named=named), self._live.history
-        parts = self._fragments(overview, history, named)
+        parts = await self._fragments(overview, history, named)
         return _event("now", {"row": row(overview.total), "parts": parts})
 
 
@@ -135,30 +136,6 @@ class _Reader:
                 return await self._events.get()
         except TimeoutError:
             return None
-
-
-@lru_cache(maxsize=2 * MAX_SAMPLES)
-def row(sample: Sample) -> Sequence[float | None]:
-    """A sample as the charts take it.
-
-    Time in ms, allowed, blocked and fail-open a second, the 50th, 95th and 99th percentile in ms, hit ratio, buckets.
-    """
-    return [
-        sample.at_ms,
-        *(
-            None if value is None else round(value, 3)
-            for value in (
-                sample.allowed_per_s,
-                sample.blocked_per_s,
-                sample.fail_open_per_s,
-                sample.percentile_ms(0.5),
-                sample.percentile_ms(0.95),
-                sample.percentile_ms(0.99),
-                sample.hit_ratio,
-            )
-        ),
-        sample.buckets,
-    ]
 
 
 def _event(name: str, data: object) -> bytes:

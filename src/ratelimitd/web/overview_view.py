@@ -15,6 +15,7 @@ from ratelimitd.observe.health import MAX_AVERAGE_LATENCY_MS, MAX_ERROR_RATE, MI
 from ratelimitd.observe.history import Sample, summed
 from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.observe.node_status import NodeStatus
+from ratelimitd.web.chart_rows import HIT_RATIO, P99, row
 from ratelimitd.web.figures import NONE, milliseconds, percent, seconds, short, size
 
 RECENT_SAMPLES: Final = 5
@@ -111,8 +112,9 @@ def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:
     """What the charts show, in words: for who does not see them."""
     if not history:
         return ()
-    latencies = [one for sample in history if (one := sample.percentile_ms(0.99)) is not None]
-    ratios = [one for sample in history if (one := sample.hit_ratio) is not None]
+    rows = [*map(row, history)]
+    latencies = [one for each in rows if (one := each[P99]) is not None]
+    ratios = [one for each in rows if (one := each[HIT_RATIO]) is not None]
     now = history[-1]
     return (
         ("Allowed", _course(now.allowed_per_s, max(one.allowed_per_s for one in history))),

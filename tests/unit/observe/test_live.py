@@ -171,7 +171,7 @@ async def test_with_nobody_looking_the_others_are_read_now_and_then(scene):
 async def test_while_somebody_looks_they_are_read_in_each_step(scene):
     heard = []
 
-    def look():
+    async def look():
         heard.append(scene.live.overview().total.at_ms)
 
     scene.live.listen(look)
@@ -184,9 +184,13 @@ async def test_while_somebody_looks_they_are_read_in_each_step(scene):
 
 async def test_who_looks_is_told_of_the_end(scene):
     heard = []
-    scene.live.listen(lambda: heard.append(scene.live.ended))
+
+    async def look():
+        heard.append(scene.live.ended)
+
+    scene.live.listen(look)
     await scene.steps()
-    scene.live.end()
+    await scene.live.end()
     assert heard == [False, True]
 
 

@@ -6,7 +6,7 @@ import pytest
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.web import live_stream
-from ratelimitd.web.live_stream import MAX_BEHIND, MAX_STREAMS, ROWS_PER_EVENT, LiveStream, row
+from ratelimitd.web.live_stream import MAX_BEHIND, MAX_STREAMS, ROWS_PER_EVENT, LiveStream
 from tests.unit.observe.test_live import status_of
 
 
@@ -29,9 +29,9 @@ class FakeLive:
             identifiers=(),
         )
 
-    def step(self):
+    async def step(self):
         for listener in [*self.listeners]:
-            listener()
+            await listener()
 
 
 class Scene:
@@ -39,7 +39,7 @@ class Scene:
         self.live, self.made = FakeLive(), []
         self.stream = LiveStream(self.live, self.fragments)
 
-    def fragments(self, _overview, _history, named):
+    async def fragments(self, _overview, _history, named):
         self.made.append(named)
         return {"state": f"named: {named}"}
 
@@ -69,7 +69,7 @@ async def test_a_page_is_sent_the_past_in_pieces_and_then_each_step(scene):
     assert pasts[1][1][0][0] == ROWS_PER_EVENT
     waiting = asyncio.ensure_future(anext(events))
     await asyncio.sleep(0)
-    scene.live.step()
+    await scene.live.step()
     name, data = parsed(await waiting)
     assert (name, data["row"][0], data["parts"]) == ("now", 7_000, {"state": "named: False"})
     await events.aclose()
@@ -78,7 +78,7 @@ async def test_a_page_is_sent_the_past_in_pieces_and_then_each_step(scene):
 async def test_a_step_is_computed_once_for_each_kind_of_reader(scene):
     pages = [await scene.open() for _ in range(3)]
     pages.append(await scene.open(named=True))
-    scene.live.step()
+    await scene.live.step()
     assert sorted(scene.made) == [False, True]
     events = [await anext(page) for page in pages]
     assert events[0] == events[1] == events[2] != events[3]
@@ -99,10 +99,10 @@ async def test_with_no_page_open_nobody_listens(scene):
 async def test_a_page_that_is_slow_to_read_is_dropped_and_the_others_go_on(scene):
     slow, quick = await scene.open(), await scene.open()
     for _ in range(MAX_BEHIND + 1):
-        scene.live.step()
+        await scene.live.step()
         await anext(quick)
     assert len([event async for event in slow]) == MAX_BEHIND
-    scene.live.step()
+    await scene.live.step()
     assert parsed(await anext(quick))[0] == "now"
     await quick.aclose()
 
@@ -110,7 +110,7 @@ async def test_a_page_that_is_slow_to_read_is_dropped_and_the_others_go_on(scene
 async def test_all_streams_end_with_the_node(scene):
     pages = [await scene.open() for _ in range(2)]
     scene.live.ended = True
-    scene.live.step()
+    await scene.live.step()
     assert [[event async for event in page] for page in pages] == [[], []]
     assert not scene.live.listeners
 
@@ -128,10 +128,3 @@ async def test_only_so_many_pages_may_be_open(scene):
     assert not scene.stream.full
     for page in pages:
         await page.aclose()
-
-
-def test_a_row_is_what_the_charts_take():
-    counts = (0, 0, 0, 0, 0, 0, 4, *[0] * 8)
-    sample = Sample(5, 1.23456, 2.0, 3.0, 8.0, 2.0, counts, buckets=9)
-    assert row(sample) == [5, 1.235, 2.0, 3.0, 1.5, 1.95, 1.99, 0.25, 9]
-    assert row(Sample(6)) == [6, 0.0, 0.0, 0.0, None, None, None, None, 0]

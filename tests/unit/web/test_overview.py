@@ -32,12 +32,12 @@ class FakeLive:
 
     def listen(self, listener):
         if not self.lasts:
-            asyncio.get_running_loop().call_soon(self.step_and_end, listener)
+            self.stepping = asyncio.create_task(self.step_and_end(listener))
 
-    def step_and_end(self, listener):
-        listener()
+    async def step_and_end(self, listener):
+        await listener()
         self.ended = True
-        listener()
+        await listener()
 
     def unlisten(self, listener):
         self.ended = False
