@@ -71,7 +71,7 @@ ERRORS: Mapping[int, str] = {
     404: "No rule has this id.",
     409: "The rule exists already, or its `etag` is another one by now: read it again.",
     413: "The body is too long.",
-    415: "The content type is none of a call.",
+    415: "The content type is none of a call, or the body is compressed otherwise than with gzip.",
     429: "There are as many rules as there may be, or too many resets in progress.",
     503: "The store that this call needs is not reached.",
 }

@@ -18,6 +18,10 @@ class BodyTooLargeError(RpcError):
     """A body is longer than its kind may be."""
 
 
+class EncodingUnsupportedError(RpcError):
+    """A body is compressed in a way that nobody here can undo."""
+
+
 async def body_of(request: Request, max_bytes: int) -> bytes:
     """The whole body.
 
@@ -43,12 +47,14 @@ def uncompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
 
     Raises:
         BodyTooLargeError: it holds more.
-        RpcError: UNIMPLEMENTED for another encoding than gzip, INVALID_ARGUMENT for what is none.
+        EncodingUnsupportedError: it is compressed otherwise than with gzip.
+        RpcError: INVALID_ARGUMENT for what is no gzip.
     """
     if encoding == "identity" or not body:
         return body
     if encoding != "gzip":
-        raise RpcError(StatusCode.UNIMPLEMENTED, "a body may be compressed with gzip only")
+        message = "a body may be compressed with gzip only"
+        raise EncodingUnsupportedError(StatusCode.UNIMPLEMENTED, message)
     try:
         return inflated(body, Encoding.GZIP, max_bytes)
     except RpcError as error:

@@ -1,7 +1,8 @@
 """The Connect protocol for unary calls, in JSON and in binary: an answer is a body, an error is a status and JSON.
 
 Follows https://connectrpc.com/docs/protocol, but for two things: fields that the contract does not know are refused in
-JSON, and a body that is too long is 413. Answers are not compressed. Never knows a method. See ADR 0030.
+JSON, and a body that is too long is 413, one in an unknown encoding 415. Answers are not compressed. Never knows a
+method. See ADR 0030.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from starlette.responses import Response
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES
 from ratelimitd.web import json_reader
-from ratelimitd.web.bodies import BodyTooLargeError, uncompressed
+from ratelimitd.web.bodies import BodyTooLargeError, EncodingUnsupportedError, uncompressed
 from ratelimitd.web.json_reader import message_from_json
 from ratelimitd.web.json_writer import json_of
 from ratelimitd.web.protocols import Types
@@ -29,8 +30,11 @@ from ratelimitd.web.protocols import Types
 JSON: Final = "application/json"
 PROTO: Final = "application/proto"
 
-TOO_LARGE: Final = 413
-"""Connect has 429 for whatever is RESOURCE_EXHAUSTED; clients of Connect go by the code in the body."""
+BODY_STATUS: Final[Mapping[type, int]] = MappingProxyType(
+    {BodyTooLargeError: 413, EncodingUnsupportedError: 415}
+)
+"""For a body that cannot be read. Connect has 429 for whatever is RESOURCE_EXHAUSTED and 501 for UNIMPLEMENTED; clients
+of Connect go by the code in the body."""
 
 HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
     {
@@ -93,7 +97,9 @@ class Connect:
             headers["Retry-After"] = str(retry.retry_delay.seconds)
         if error.code is StatusCode.UNAUTHENTICATED:
             headers["WWW-Authenticate"] = "Bearer"
-        status = TOO_LARGE if isinstance(error, BodyTooLargeError) else HTTP_STATUS[error.code]
+        if isinstance(error, EncodingUnsupportedError):
+            headers["Accept-Encoding"] = "gzip"
+        status = BODY_STATUS.get(type(error)) or HTTP_STATUS[error.code]
         return Response(json.dumps(content) + "\n", status, headers, JSON)
 
     def _uncompressed(self, body: bytes, headers: Headers) -> bytes:

@@ -133,7 +133,7 @@ class _Reading:
         for name, content in value.items():
             field = fields.get(name)
             if field is None:
-                self._complain(path + name, f"is no field of {message.DESCRIPTOR.name}")
+                self._complain(path + _shown(name), f"is no field of {message.DESCRIPTOR.name}")
             elif field in seen:
                 self._complain(path + field.name, "must be given under one of its names")
             elif content is not None:  # null stands for the default, as proto3 JSON has it
@@ -203,6 +203,11 @@ class _Reading:
 def _fields_of(descriptor: Descriptor) -> Mapping[str, FieldDescriptor]:
     """The fields under the contract's names and under those that proto3 JSON makes of them."""
     return {name: field for field in descriptor.fields for name in (field.name, field.json_name)}
+
+
+def _shown(name: str) -> str:
+    """The name of a field that there is not, as an error may quote it."""
+    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", name)
 
 
 def _text(content: object) -> str:

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from ratelimitd.errors import FieldViolation, InvalidInputError, StoreUnavailableError
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.services.status import rich_error, rpc_error
-from ratelimitd.web.bodies import BodyTooLargeError
+from ratelimitd.web.bodies import BodyTooLargeError, EncodingUnsupportedError
 from ratelimitd.web.connect import HTTP_STATUS, ConnectJson, ConnectProto
 from ratelimitd.web.protocols import Types
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -66,6 +66,12 @@ def test_who_needs_credentials_is_told_which_kind():
 def test_a_body_that_is_too_long_has_a_status_of_its_own():
     response, content = failure(BodyTooLargeError(StatusCode.RESOURCE_EXHAUSTED, "long"))
     assert (response.status_code, content["code"]) == (413, "resource_exhausted")
+
+
+def test_a_body_in_an_unknown_encoding_has_a_status_of_its_own_and_is_told_which_one_is_known():
+    response, content = failure(EncodingUnsupportedError(StatusCode.UNIMPLEMENTED, "br"))
+    assert (response.status_code, content["code"]) == (415, "unimplemented")
+    assert response.headers["accept-encoding"] == "gzip"
 
 
 def test_a_timeout_is_in_milliseconds():
