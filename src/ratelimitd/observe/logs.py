@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 import traceback
 from collections import OrderedDict
@@ -74,12 +75,18 @@ class OncePerPause(logging.Filter):
     def __init__(self, time_s: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._time_s = time_s
+        # Threads log, too, and a handler asks its filters before it takes its own lock. A destructor may log meanwhile.
+        self._lock = threading.RLock()
         self._seen: OrderedDict[tuple[str, int, str], _Written] = OrderedDict()
         """By event, in the order they were written."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written."""
         key = (record.name, record.levelno, _text(record))
+        with self._lock:
+            return self._is_written(key, record)
+
+    def _is_written(self, key: tuple[str, int, str], record: logging.LogRecord) -> bool:
         now_s = self._time_s()
         last = self._seen.get(key)
         if last is not None and now_s - last.at_s < last.pause_s:
@@ -101,7 +108,7 @@ class OncePerPause(logging.Filter):
             key, oldest = next(iter(self._seen.items()))
             if not _has_ended(oldest, now_s) and len(self._seen) < REMEMBERED_EVENTS:
                 break
-            del self._seen[key]
+            self._seen.pop(key, None)
             left_out += oldest.left_out
         return left_out
 

@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+import threading
 import warnings
 
 import pytest
@@ -152,6 +153,27 @@ def test_what_repeats_within_a_second_is_written_once_and_then_counted(context):
     logging.getLogger().handlers[0].filters.clear()
     logging.getLogger("x").handle(next_one)
     assert lines(stream)[0]["left_out"] == 3
+
+
+def test_threads_are_judged_one_after_another():
+    together, met = threading.Barrier(2), []
+
+    def time_s():
+        try:
+            together.wait(0.05)
+        except threading.BrokenBarrierError:
+            met.append(False)
+        else:
+            met.append(True)
+        return 0.0
+
+    once = OncePerPause(time_s)
+    threads = [threading.Thread(target=once.filter, args=(record(),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert met == [False, False]
 
 
 def test_other_events_are_written_meanwhile():
