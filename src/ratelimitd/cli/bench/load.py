@@ -93,8 +93,8 @@ async def run(
             due_s = time_s() if load.rate is None else began_s + number / load.rate
             if due_s >= end_s:
                 return
-            if (early_s := due_s - time_s()) > 0:
-                await asyncio.sleep(early_s)
+            if (early_s := due_s - time_s()) > 0 and await _is_set_within(stop, early_s):
+                return
             check = load.checks[number % len(load.checks)]
             try:
                 answer = await ask(check, timeout=load.timeout_s, metadata=metadata)
@@ -107,6 +107,14 @@ async def run(
     await asyncio.gather(*(send(caller) for caller in range(load.concurrency)))
     result.seconds = time_s() - began_s
     return result
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 def _count(answer: pb.RateLimitResponse, result: Result) -> None:

@@ -6,6 +6,7 @@ others may ask is left out where it is refused.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -156,7 +157,7 @@ def judged(name: str, info: Mapping[str, str], *, is_cluster: bool) -> Iterator[
     # Valkey says here which Redis it is like.
     compatible = info.get("redis_version", "0")
     product = info.get("server_name", "redis")
-    if tuple(int(part) for part in compatible.split(".")[:2]) < OLDEST:
+    if tuple(map(int, re.findall("[0-9]+", compatible)[:2])) < OLDEST:
         yield problem(name, f"{product} {version} is too old", "Valkey, or Redis 7.0 or later")
     else:
         yield ok(name, f"{product} {version}")

@@ -79,6 +79,21 @@ async def test_a_stop_ends_it(address):
     assert result.latencies.count == 0
 
 
+async def test_a_stop_ends_it_also_where_the_next_check_is_due_in_an_hour(address):
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.1, stop.set)
+    result = await sent(
+        address,
+        metadata=TOKEN,
+        stop=stop,
+        seconds=36_000,
+        rate=1 / 3_600,
+        time_s=time.perf_counter,
+        concurrency=2,
+    )
+    assert result.latencies.count == 1
+
+
 async def test_at_a_rate_so_many_are_sent(address):
     result = await sent(
         address, metadata=TOKEN, seconds=0.2, rate=100, time_s=time.perf_counter, concurrency=3

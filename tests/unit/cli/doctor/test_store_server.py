@@ -114,7 +114,8 @@ async def test_a_server_that_is_nearly_full_is_told_and_one_that_is_full_is_a_pr
 
 
 @pytest.mark.parametrize(
-    ("version", "level"), [("6.2.14", "problem"), ("7.0.0", "ok"), ("7.2.4", "ok"), ("10.0", "ok")]
+    ("version", "level"),
+    [("6.2.14", "problem"), ("7.0.0", "ok"), ("7.2.4", "ok"), ("7.2-rc1", "ok"), ("10.0", "ok")],
 )
 def test_a_server_that_knows_too_little_is_a_problem(version, level):
     info = {"redis_version": version, "maxmemory_policy": "noeviction"}
