@@ -113,6 +113,25 @@ def test_workers_on_one_port_share_a_limit_and_are_one_node_to_a_scraper(files, 
     assert log.count('"drained"') == 3
 
 
+def test_checks_in_json_reach_the_workers_through_their_parent_and_share_the_limit(files, several):
+    exact = ("--consistency", "strict", "--redis-timeout-ms", "1000")
+    sent = {"identifier": "u", "identifier_type": "user", "endpoint": "/scarce"}
+    with files.serving(*several, *exact) as node, httpx.Client(timeout=START_S) as client:
+        page = f"http://{node.http_address}"
+        answers = [client.post(f"{page}/v1/check", json=sent) for _ in range(LIMIT + 2)]
+        assert [answer.status_code for answer in answers] == [200] * LIMIT + [429] * 2
+        assert answers[-1].json()["reason"] == "LIMIT_EXCEEDED"
+        assert (
+            answers[-1].headers["ratelimit"].startswith(f'"{answers[-1].json()["rule_id"]}";r=0;')
+        )
+        with connection(node) as channel:
+            assert not check(channel, "/scarce")
+        assert node.metric("rate_limiter_requests_allowed_total") == LIMIT
+        wrong = client.post(f"{page}/ratelimiter.v1.RateLimiter/CheckRateLimit", json={"x": 1})
+        assert (wrong.status_code, wrong.json()["code"]) == (400, "invalid_argument")
+        assert client.get(f"{page}/openapi.json").json()["openapi"].startswith("3.1")
+
+
 class Load(threading.Thread):
     """Checks through one new connection after another until told to stop; a worker that is killed takes calls along."""
 
