@@ -183,6 +183,13 @@ def test_credentials_do_not_show_themselves():
     assert repr(Credentials(admin_token="secret")) == "Credentials(…)"
 
 
+def test_names_are_for_those_who_may_administer():
+    Access(Credentials()).may_administer(FakeCall())
+    TOKENS.may_administer(bearer("admin-secret", peer=ELSEWHERE))
+    with pytest.raises(RpcError):
+        TOKENS.may_administer(bearer("check-secret"))
+
+
 def test_what_no_method_shows_is_for_those_who_may_read():
     Access(Credentials()).may_read(FakeCall())
     TOKENS.may_read(bearer("admin-secret", peer=ELSEWHERE))
