@@ -190,7 +190,7 @@ class TestSpending:
     async def test_nor_does_one_that_a_check_uses_up_that_waited_for_another(self):
         world = World(TEN)
         world.wait(cost=1)
-        world.wait(cost=5)
+        world.wait(cost=4)
         world.run(MS)
         assert len(world.store.asked("settle")) == 1
 
@@ -389,6 +389,7 @@ class TestOutage:
 
 class TestRules:
     async def test_a_lower_limit_holds_from_the_next_check_on(self, world):
+        world.know()
         world.check(cost=4)
         lower = limited(5, revision=2)
         assert world.peek(rule=lower)[1] == 0
