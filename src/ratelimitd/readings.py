@@ -83,6 +83,7 @@ def metrics_of(
             rules=lambda: len(feed.book or ()),
             rules_revision=lambda: feed.book.revision if feed.book else 0,
             rules_skipped_total=lambda: feed.skipped_total,
+            rules_left_out=lambda: feed.left_out,
             rules_connected=lambda: feed.connected,
             snapshot=snapshot_status,
             cluster=lambda: cluster.status if cluster else None,

@@ -78,7 +78,7 @@ async def test_rules_are_those_of_the_feed(parts):
     await parts.feed.start()
     assert [parts.read(name) for name in ("rules", "rules_revision", "rules_store_up")] == [1, 1, 1]
     parts.feed.skipped_total = 5
-    assert parts.read("rules_skipped_total") == 5
+    assert (parts.read("rules_skipped_total"), parts.read("rules_left_out")) == (5, 0)
 
 
 async def test_the_snapshot_is_as_old_as_its_last_pass(parts):

@@ -84,6 +84,7 @@ class Readings:
     rules: Callable[[], int]
     rules_revision: Callable[[], int]
     rules_skipped_total: Callable[[], int]
+    rules_left_out: Callable[[], int]
     rules_connected: Callable[[], bool]
     snapshot: Callable[[], SnapshotStatus | None]
     """``None`` where buckets are shared: nothing of them is on this node's disk."""
@@ -275,6 +276,8 @@ DEFINITIONS: Final = (
     _counter("rate_limiter_rules_skipped_total",
         "Rows of the rule database that were no valid rule and were left out.",
         lambda r: r.rules_skipped_total()),
+    _gauge("rate_limiter_rules_left_out", "Rows of the rule database that are no valid rule now.",
+        lambda r: r.rules_left_out()),
     _gauge("rate_limiter_rules_store_up", "1 while the rule database answers and the book in force is its own.",
         lambda r: float(r.rules_connected())),
     Definition("rate_limiter_rule_allowed_total", "counter", "Checks allowed, by the rule that decided.",
@@ -327,7 +330,8 @@ DEFINITIONS: Final = (
         _of_cluster(lambda c: c.sync_lag_s)),
     Definition("rate_limiter_unsettled_buckets", "gauge", "Buckets with spends that the shared state may not know of.",
         _of_cluster(lambda c: c.unsettled_buckets)),
-    Definition("rate_limiter_shared_state_checks_total", "counter", "Checks that the shared state was asked to decide.",
+    Definition("rate_limiter_shared_state_checks_total", "counter",
+        "Checks that the shared state was asked to decide; unless it decides all, those of buckets the node knows.",
         _of_cluster(lambda c: c.asked_total)),
     Definition("rate_limiter_shared_state_late_total", "counter",
         "Of those: decided by the node alone, for the answer was late.", _of_cluster(lambda c: c.late_total)),

@@ -73,11 +73,17 @@ class RuleFeed:
         self._reloading = asyncio.Lock()
         self.skipped_total = 0
         """Bad rows met, counted at each reload that met them."""
+        self._left_out: set[str] = set()
 
     @property
     def book(self) -> RuleBook | None:
         """The newest book; ``None`` until there is a first one."""
         return self._book
+
+    @property
+    def left_out(self) -> int:
+        """Rows that are no valid rule now, those without a usable id counted as one until the whole book is loaded."""
+        return len(self._left_out)
 
     @property
     def connected(self) -> bool:
@@ -187,6 +193,12 @@ class RuleFeed:
 
     def _note_skipped(self, changes: BookChanges) -> None:
         self.skipped_total += len(changes.skipped)
+        if changes.full:
+            self._left_out.clear()
+        elif self._left_out:
+            self._left_out.difference_update(changes.removed_ids)
+            self._left_out.difference_update(rule.id for rule in changes.changed)
+        self._left_out.update(row.rule_id for row in changes.skipped)
         for row in changes.skipped[:MAX_REPORTED_ROWS]:
             self._report(f"rule {row.rule_id or 'without id'} is not served: {row.reason}")
         if (unnamed := len(changes.skipped) - MAX_REPORTED_ROWS) > 0:

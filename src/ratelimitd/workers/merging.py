@@ -35,6 +35,7 @@ GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
     "rate_limiter_loop_lag_seconds": max,
     "rate_limiter_over_admission_bound_ratio": max,
     "rate_limiter_over_admission_ratio": max,
+    "rate_limiter_rules_left_out": max,
     "rate_limiter_rules_revision": min,
     "rate_limiter_rules_store_up": min,
     "rate_limiter_shared_state_up": min,

@@ -71,6 +71,7 @@ def metrics(stats, runtime, *, transport, cluster, snapshot):
             rules=lambda: 14,
             rules_revision=lambda: 4,
             rules_skipped_total=lambda: 15,
+            rules_left_out=lambda: 19,
             rules_connected=lambda: True,
             snapshot=lambda: snapshot,
             cluster=lambda: cluster,
@@ -125,6 +126,7 @@ def test_buckets_rules_and_snapshot_are_reported(metrics):
     assert value(metrics, "rate_limiter_rules") == 14
     assert value(metrics, "rate_limiter_rules_revision") == 4
     assert value(metrics, "rate_limiter_rules_skipped_total") == 15
+    assert value(metrics, "rate_limiter_rules_left_out") == 19
     assert value(metrics, "rate_limiter_rules_store_up") == 1
     assert value(metrics, "rate_limiter_snapshot_age_seconds") == 1.5
     assert value(metrics, "rate_limiter_snapshot_written_bytes_total") == 16

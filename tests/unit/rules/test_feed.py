@@ -322,7 +322,7 @@ async def test_bad_rows_are_skipped_counted_and_named(start, behind):
     behind("UPDATE rules SET algorithm = 'leaky', revision = 1 WHERE endpoint = '/1'")
     node = await start()
     assert [rule.endpoint for rule in node.feed.book.rules()] == ["/0"]
-    assert node.feed.skipped_total == 1
+    assert (node.feed.skipped_total, node.feed.left_out) == (1, 1)
     (line,) = node.reports
     assert line.startswith(f"rule {uuid.UUID(int=1)} is not served: algorithm: unsupported")
 
@@ -334,20 +334,22 @@ async def test_a_rule_made_bad_stays_as_the_book_has_it_until_it_is_mended(start
     behind("UPDATE rule_revision SET revision = 2")
     await node.feed.notify()
     assert list(node.feed.book.rules()) == [rule]
-    assert node.feed.skipped_total == 1
+    assert (node.feed.skipped_total, node.feed.left_out) == (1, 1)
     mended = await store.update(rule.id, RuleChanges(limit=5), "", "me")
     await node.feed.notify()
     assert list(node.feed.book.rules()) == [mended]
-    assert node.feed.skipped_total == 1
+    assert (node.feed.skipped_total, node.feed.left_out) == (1, 0)
 
 
 async def test_a_bad_row_that_is_deleted_is_not_met_again(start, store, behind):
     rule = await store.create(ORDERS, "me")
     behind("UPDATE rules SET algorithm = ''")
     node = await start()
+    assert node.feed.left_out == 1
     await store.delete(rule.id, "", "me")
     await node.feed.notify()
     assert (node.feed.skipped_total, len(node.feed.book)) == (1, 0)
+    assert node.feed.left_out == 0
 
 
 async def test_of_very_many_bad_rows_only_some_are_named(start, behind):
