@@ -4,7 +4,7 @@ import grpc
 import pytest
 import trustme
 
-from ratelimitd_client import RateLimiterClient, Tls, open_channel
+from ratelimitd_client import NodeClient, Tls, open_channel
 from ratelimitd_client.channel import CHANNEL_OPTIONS
 from tests.fake_node import fake_node
 
@@ -32,14 +32,14 @@ def test_the_channel_keeps_itself_alive_and_takes_four_mebibytes():
 def test_a_proxy_of_the_environment_is_not_used(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    with fake_node() as node, RateLimiterClient(node.address) as client:
+    with fake_node() as node, NodeClient(node.address) as client:
         assert client.check("alice", "user", "/x").allowed
 
 
 def test_an_option_replaces_the_one_of_the_same_name():
     options = {"grpc.max_send_message_length": 10}
     with fake_node() as node, open_channel(node.address, options=options) as channel:
-        client = RateLimiterClient(channel=channel)
+        client = NodeClient(channel=channel)
         with pytest.raises(grpc.RpcError) as refused:
             client.check("an identifier of more than ten bytes", "user", "/x")
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -47,11 +47,11 @@ def test_an_option_replaces_the_one_of_the_same_name():
 
 def test_tls_verifies_the_node_against_the_given_authority():
     with fake_node(server_credentials(mutual=False)) as node:
-        with RateLimiterClient(node.address, tls=Tls(ca=CA_PEM)) as client:
+        with NodeClient(node.address, tls=Tls(ca=CA_PEM)) as client:
             assert client.check("alice", "user", "/x").allowed
         stranger = Tls(ca=trustme.CA().cert_pem.bytes())
         with (
-            RateLimiterClient(node.address, tls=stranger) as client,
+            NodeClient(node.address, tls=stranger) as client,
             pytest.raises(grpc.RpcError) as refused,
         ):
             client.check("alice", "user", "/x")
@@ -61,10 +61,10 @@ def test_tls_verifies_the_node_against_the_given_authority():
 def test_mutual_tls_shows_the_certificate_of_the_caller():
     tls = Tls(ca=CA_PEM, cert=CALLER.cert_chain_pems[0].bytes(), key=CALLER.private_key_pem.bytes())
     with fake_node(server_credentials(mutual=True)) as node:
-        with RateLimiterClient(node.address, tls=tls) as client:
+        with NodeClient(node.address, tls=tls) as client:
             assert client.check("alice", "user", "/x").allowed
         with (
-            RateLimiterClient(node.address, tls=Tls(ca=CA_PEM)) as client,
+            NodeClient(node.address, tls=Tls(ca=CA_PEM)) as client,
             pytest.raises(grpc.RpcError),
         ):
             client.check("alice", "user", "/x")

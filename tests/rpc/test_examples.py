@@ -66,7 +66,7 @@ async def test_the_python_example_answers_as_a_web_application_would(node):
     script = example(EXAMPLES / "first_check" / "first_check.py")
 
     def seven_times():
-        with RateLimiterClient(node.grpc_address) as limiter:
+        with RateLimiterClient(node.grpc_address, timeout_s=5) as limiter:
             return [script.answer(limiter, "192.0.2.7") for _ in range(7)]
 
     answers = await asyncio.to_thread(seven_times)

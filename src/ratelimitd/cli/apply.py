@@ -25,7 +25,7 @@ from ratelimitd.rules.store import EDITABLE, RuleDraft
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
-    from ratelimitd_client import RateLimiterClient
+    from ratelimitd_client import NodeClient
 
 STDIN: Final = Path("-")
 
@@ -108,7 +108,7 @@ def _refusal_of(file: Path) -> Iterator[None]:
         raise CliError(message, details=details) from None
 
 
-def _carry_out(plan: Sequence[Step], client: RateLimiterClient, target: Target) -> None:
+def _carry_out(plan: Sequence[Step], client: NodeClient, target: Target) -> None:
     """Carry out the steps up to the first that fails; then say how far it came."""
     with progress("applying", len(plan)) as step_done:
         for done, step in enumerate(plan):
@@ -125,7 +125,7 @@ def _carry_out(plan: Sequence[Step], client: RateLimiterClient, target: Target) 
             step_done()
 
 
-def _execute(client: RateLimiterClient, step: Step) -> None:
+def _execute(client: NodeClient, step: Step) -> None:
     """Carry out one step."""
     match step:
         case Create(draft):

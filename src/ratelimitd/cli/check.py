@@ -21,7 +21,7 @@ from ratelimitd.model import INT32_MAX, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
-    from ratelimitd_client import RateLimiterClient
+    from ratelimitd_client import NodeClient
 
 MAX_COUNT: Final = 1_000_000
 
@@ -142,7 +142,7 @@ def duration(seconds: int) -> str:
     return " ".join(parts[:2]) or "0 s"
 
 
-def _ask_once(client: RateLimiterClient, request: pb.RateLimitRequest, output: Output) -> bool:
+def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) -> bool:
     """Send one check and print the answer; returns whether it was denied."""
     answer = client.check(
         request.identifier,
@@ -160,7 +160,7 @@ def _ask_once(client: RateLimiterClient, request: pb.RateLimitRequest, output: O
 
 
 def _ask_often(
-    client: RateLimiterClient, request: pb.RateLimitRequest, count: int, output: Output
+    client: NodeClient, request: pb.RateLimitRequest, count: int, output: Output
 ) -> bool:
     """Send ``count`` checks in batches and print each answer; returns whether any was denied."""
     verdicts = Counter[bool]()
@@ -180,9 +180,9 @@ def _ask_often(
 
 
 def _answers(
-    client: RateLimiterClient, request: pb.RateLimitRequest, count: int
+    client: NodeClient, request: pb.RateLimitRequest, count: int
 ) -> Iterator[pb.RateLimitResponse]:
-    from ratelimitd_client.client import MAX_BATCH  # noqa: PLC0415 - see target.py
+    from ratelimitd_client.check import MAX_BATCH  # noqa: PLC0415 - see target.py
 
     for start in range(0, count, MAX_BATCH):
         for answer in client.check_batch([request] * min(MAX_BATCH, count - start)):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     # Left out of `serve`, which needs neither: 8 MiB and 12 ms. What asks a node imports them when it does.
     import grpc
 
-    from ratelimitd_client import RateLimiterClient, Tls
+    from ratelimitd_client import NodeClient, Tls
 
 MAX_FILE_BYTES: Final = 1024 * 1024
 """More than a token or a chain of certificates needs; a path to something endless must not fill the memory."""
@@ -49,12 +49,12 @@ class Target:
     output: Output = field(default_factory=Output)
 
     @contextmanager
-    def client(self) -> Iterator[RateLimiterClient]:
+    def client(self) -> Iterator[NodeClient]:
         """A client for the time of a ``with`` block; errors of its calls leave the block as a ``CliError``."""
-        from ratelimitd_client import RateLimiterClient  # noqa: PLC0415
+        from ratelimitd_client import NodeClient  # noqa: PLC0415
 
         try:
-            client = RateLimiterClient(
+            client = NodeClient(
                 self.address, tls=self.tls, token=self.token, timeout_s=self.timeout_s
             )
         except ValueError as error:

@@ -1,8 +1,27 @@
 """Client for `ratelimitd`. The generated messages are in the package `ratelimiter.v1`."""
 
-from ratelimitd_client.channel import Tls, open_channel
+from ratelimitd_client.async_client import AsyncRateLimiterClient
+from ratelimitd_client.async_node_client import AsyncNodeClient
+from ratelimitd_client.channel import Tls, open_async_channel, open_channel
+from ratelimitd_client.check import Check
 from ratelimitd_client.client import RateLimiterClient
+from ratelimitd_client.decision import Decision, Reason
+from ratelimitd_client.node_client import NodeClient
+from ratelimitd_client.protocols import AsyncRateLimiter, RateLimiter
 
-__all__ = ["RateLimiterClient", "Tls", "open_channel"]
+__all__ = [
+    "AsyncNodeClient",
+    "AsyncRateLimiter",
+    "AsyncRateLimiterClient",
+    "Check",
+    "Decision",
+    "NodeClient",
+    "RateLimiter",
+    "RateLimiterClient",
+    "Reason",
+    "Tls",
+    "open_async_channel",
+    "open_channel",
+]
 
 __version__ = "0.1.0"

@@ -1,15 +1,17 @@
-"""Opens the gRPC channel to a node: keepalive, message sizes and TLS in one place, for every kind of client.
+"""Opens the gRPC channel to a node: keepalive, message sizes, TLS and the token in one place, for every kind of client.
 
 Never sends a call and never reads a file: certificates come as PEM bytes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import grpc
+import grpc.aio
 
 KEEPALIVE_MS: Final = 10_000
 """Ping interval, with or without calls. Nodes welcome it; another gRPC server may close such a connection."""
@@ -33,6 +35,23 @@ CHANNEL_OPTIONS: Final[Mapping[str, int]] = {
     # A caller whose node comes back must not sit out gRPC's default back-off of up to two minutes.
     "grpc.max_reconnect_backoff_ms": 5_000,
 }
+
+CHECKING_OPTIONS: Final[Mapping[str, int | str]] = {
+    # All nodes behind one DNS name are asked in turn, and one that is down is passed over.
+    "grpc.lb_policy_name": "round_robin",
+    # A node that comes back is found within a second: connecting is begun again that soon, and given up that soon.
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 500,
+    "grpc.min_reconnect_backoff_ms": 1_000,
+    # Connections are shared among the channels of a process, also with those that its parent had before it forked.
+    "grpc.use_local_subchannel_pool": 1,
+}
+"""Of the clients that are asked before requests are served, on top of ``CHANNEL_OPTIONS``."""
+
+Metadata = tuple[tuple[str, str], ...]
+
+_BEARER_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+"""The characters of RFC 6750 section 2.1."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -66,10 +85,41 @@ def open_channel(
         tls: ``None`` speaks plaintext.
         options: gRPC channel options that are added to ``CHANNEL_OPTIONS`` or replace them.
     """
-    arguments = list({**CHANNEL_OPTIONS, **(options or {})}.items())
+    arguments = _arguments(options)
     if tls is None:
         return grpc.insecure_channel(target, options=arguments)
-    credentials = grpc.ssl_channel_credentials(
+    return grpc.secure_channel(target, _credentials(tls), options=arguments)
+
+
+def open_async_channel(
+    target: str, *, tls: Tls | None = None, options: Mapping[str, int | str] | None = None
+) -> grpc.aio.Channel:
+    """As :func:`open_channel`, for the event loop that is running."""
+    arguments = _arguments(options)
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=arguments)
+    return grpc.aio.secure_channel(target, _credentials(tls), options=arguments)
+
+
+def authorization(token: str | None) -> Metadata:
+    """The metadata of every call.
+
+    Raises:
+        ValueError: no HTTP header can carry the token; its text is not in the message.
+    """
+    if not token:
+        return ()
+    if _BEARER_TOKEN.fullmatch(token) is None:
+        message = "a bearer token is made of letters, digits and -._~+/, with = at the end"
+        raise ValueError(message)
+    return (("authorization", f"Bearer {token}"),)
+
+
+def _arguments(options: Mapping[str, int | str] | None) -> list[tuple[str, int | str]]:
+    return list({**CHANNEL_OPTIONS, **(options or {})}.items())
+
+
+def _credentials(tls: Tls) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
         root_certificates=tls.ca, private_key=tls.key, certificate_chain=tls.cert
     )
-    return grpc.secure_channel(target, credentials, options=arguments)

@@ -1,51 +1,45 @@
-"""The synchronous client: one method for each RPC of a node, messages in and out.
+"""The client for code that blocks: a decision on every check, within its deadline, whatever becomes of the service.
 
-Never decides anything: an answer is the node's, an error is ``grpc.RpcError`` as gRPC raised it. What an application
-does when no answer comes – letting the request through – is its own line of code; the README shows it.
+Fails open in one place, :mod:`ratelimitd_client.exchange`. Opens its channel with the first call, in the process
+that makes it: a client may be made before a server forks its workers.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Self
 
 import grpc
-from google.protobuf.empty_pb2 import Empty
-from google.protobuf.field_mask_pb2 import FieldMask
 
-from ratelimitd_client.channel import Tls, open_channel
+from ratelimitd_client.channel import CHECKING_OPTIONS, Tls, authorization, open_channel
+from ratelimitd_client.check import MAX_BATCH, Check
+from ratelimitd_client.clock import Clock, SystemClock
+from ratelimitd_client.decision import Decision
+from ratelimitd_client.exchange import Exchange, path_of, question_of
+from ratelimitd_client.node_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 
-Q = TypeVar("Q")
-A = TypeVar("A")
-
-DEFAULT_TIMEOUT_S: Final = 1.0
-"""Deadline of a call unless told otherwise: enough to connect first. On a request path choose 0.005 to 0.02 instead."""
-
-MAX_BATCH: Final = 1000
-"""Most checks a node takes in one batch."""
-
-MAX_PAGE_SIZE: Final = 1000
-"""Most rules a node returns in one page."""
-
-_BEARER_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")
-"""The characters of RFC 6750 section 2.1."""
+DEFAULT_TIMEOUT_S: Final = 0.02
+"""Deadline of a check unless told otherwise: within one network a node answers in a tenth of it."""
 
 
 class RateLimiterClient:
-    """A connection to a node. Close it, or use it as a context manager; safe to share between threads.
+    """Decides whether requests may proceed. One for a whole process; threads share it. Close it, or use ``with``.
 
     Args:
-        target: ``host:port`` of the node, or any gRPC name.
+        target: ``host:port``, or any gRPC name such as ``dns:///limiter.internal:9090``; the addresses behind a name
+            are asked in turn.
         tls: see :class:`Tls`; ``None`` speaks plaintext, and then a token can be read on the wire.
         token: the bearer token of a role, sent with every call.
-        timeout_s: deadline of every call in seconds; each method takes its own as well.
-        channel: an open channel to use instead; its owner closes it.
+        timeout_s: deadline of a check in seconds; when it passes, the check is let through.
+        options: gRPC channel options, added to the client's own or in their place.
+        clock: where pauses and calendar times come from.
 
-    Every method raises ``grpc.RpcError``.
+    Raises:
+        ValueError: an argument is not valid.
     """
 
     def __init__(
@@ -55,15 +49,18 @@ class RateLimiterClient:
         tls: Tls | None = None,
         token: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        channel: grpc.Channel | None = None,
+        options: Mapping[str, int | str] | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self._metadata = _authorization(token)
-        self._timeout_s = timeout_s
-        self._owns_channel = channel is None
-        self._channel = open_channel(target, tls=tls) if channel is None else channel
-        self._checks = stubs.RateLimiterStub(self._channel)
-        self._rules = stubs.RateLimiterConfigStub(self._channel)
-        self._node = stubs.RateLimiterHealthStub(self._channel)
+        self._target = target
+        self._tls = tls
+        self._token = token
+        self._metadata = authorization(token)
+        self._timeout_s = valid_timeout_s(timeout_s)
+        self._options = {**CHECKING_OPTIONS, **(options or {})}
+        self._clock = SystemClock() if clock is None else clock
+        self._sessions: dict[int, _Session] = {}
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -77,9 +74,24 @@ class RateLimiterClient:
         self.close()
 
     def close(self) -> None:
-        """Close the channel, unless the caller brought it."""
-        if self._owns_channel:
-            self._channel.close()
+        """Close the channel of this process."""
+        self._closed = True
+        session = self._sessions.pop(os.getpid(), None)
+        if session is not None:
+            session.channel.close()
+
+    def wait_until_ready(self, timeout_s: float = 5.0) -> bool:
+        """Connect, and tell whether that came about in time; else the first check does it, within its own deadline."""
+        try:
+            grpc.channel_ready_future(self._session().channel).result(timeout=timeout_s)
+        except grpc.FutureTimeoutError:
+            return False
+        return True
+
+    @property
+    def admin(self) -> NodeClient:
+        """Rules, health and metrics over the same channel: messages in and out, errors raised, a deadline of 1 s."""
+        return self._session().admin
 
     def check(
         self,
@@ -91,119 +103,137 @@ class RateLimiterClient:
         timestamp: int = 0,
         peek: bool = False,
         timeout_s: float | None = None,
-    ) -> pb.RateLimitResponse:
-        """Ask whether a request may proceed, and spend ``cost`` tokens if so (none with ``peek``).
+    ) -> Decision:
+        """Ask whether a request may proceed, and spend ``cost`` tokens if so. The arguments are those of ``Check``.
 
-        ``timestamp`` is the caller's Unix time in s, ms, µs or ns; 0 leaves time to the node.
+        Raises:
+            ValueError, TypeError: an argument is not valid; nothing was sent.
+            RuntimeError: the client is closed.
         """
-        request = pb.RateLimitRequest(
-            identifier=identifier,
-            identifier_type=identifier_type,
-            endpoint=endpoint,
-            tokens_requested=cost,
-            timestamp=timestamp,
-            peek=peek,
-        )
-        return self._call(self._checks.CheckRateLimit, request, timeout_s)
+        check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek)
+        return self._decide([check.message()], timeout_s)[0]
 
-    def check_batch(
-        self, requests: Iterable[pb.RateLimitRequest], *, timeout_s: float | None = None
-    ) -> Sequence[pb.RateLimitResponse]:
-        """Ask up to ``MAX_BATCH`` checks in one call; answer i is that of request i."""
-        return self._call(
-            self._checks.CheckRateLimitBatch, pb.BatchRateLimitRequest(requests=requests), timeout_s
-        ).responses
+    def check_many(
+        self, checks: Iterable[Check], *, timeout_s: float | None = None
+    ) -> list[Decision]:
+        """Ask up to 1,000 checks in one call; decision i is that on check i. Each counts for itself.
 
-    def create_rule(self, rule: pb.RateLimit, *, timeout_s: float | None = None) -> pb.RateLimit:
-        """Store a new rule; returns it with its id and etag."""
-        return self._call(
-            self._rules.CreateRateLimit, pb.CreateRateLimitRequest(rate_limit=rule), timeout_s
-        )
-
-    def update_rule(
-        self,
-        rule: pb.RateLimit,
-        fields: Sequence[str] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> pb.RateLimit:
-        """Change the rule ``rule.id``: exactly ``fields``, or the whole rule without them.
-
-        An ``etag`` in ``rule`` must still be the rule's own, else the node answers ABORTED.
+        Raises:
+            ValueError: there are more; nothing was sent.
+            RuntimeError: the client is closed.
         """
-        mask = None if fields is None else FieldMask(paths=fields)
-        return self._call(
-            self._rules.UpdateRateLimit,
-            pb.UpdateRateLimitRequest(rate_limit=rule, update_mask=mask),
-            timeout_s,
-        )
+        return self._decide(requests_of(checks), timeout_s)
 
-    def delete_rule(self, rule_id: str, *, etag: str = "", timeout_s: float | None = None) -> None:
-        """Delete a rule; ``etag`` as in :meth:`update_rule`."""
-        self._call(
-            self._rules.DeleteRateLimit, pb.DeleteRateLimitRequest(id=rule_id, etag=etag), timeout_s
-        )
+    def _decide(
+        self, requests: Sequence[pb.RateLimitRequest], timeout_s: float | None
+    ) -> list[Decision]:
+        deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
+        session, count = self._session(), len(requests)
+        if not requests:
+            return []
+        if not session.exchange.breaker.allows():
+            if session.exchange.breaker.begin_probe():
+                session.probe(requests, deadline_s, self._metadata)
+            return session.exchange.not_asked(count)
+        method = session.methods[path_of(requests)]
+        try:
+            answer = method(question_of(requests), timeout=deadline_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            return session.failed(error, count)
+        return session.exchange.answered(answer, count)
 
-    def list_rules(
-        self, request: pb.ListRateLimitsRequest, *, timeout_s: float | None = None
-    ) -> pb.ListRateLimitsResponse:
-        """Return one page of rules."""
-        return self._call(self._rules.ListRateLimits, request, timeout_s)
+    def _session(self) -> _Session:
+        """What this process has open."""
+        if self._closed:
+            message = "the client is closed"
+            raise RuntimeError(message)
+        process = os.getpid()
+        session = self._sessions.get(process)
+        if session is not None:
+            return session
+        opened = _Session(self._open(), self._token, self._clock)
+        # Two threads may come here at once: one of the two is kept. In a forked process its parent's session stays as
+        # it is: closing it would say goodbye on the parent's sockets.
+        kept = self._sessions.setdefault(process, opened)
+        if kept is not opened:
+            opened.channel.close()
+        return kept
 
-    def rules(
-        self, *, endpoint: str = "", identifier_type: str = "", timeout_s: float | None = None
-    ) -> Iterator[pb.RateLimit]:
-        """Yield every rule that matches, page by page; empty filters match all. The deadline is that of one page."""
-        request = pb.ListRateLimitsRequest(
-            endpoint=endpoint, identifier_type=identifier_type, page_size=MAX_PAGE_SIZE
-        )
-        while True:
-            page = self.list_rules(request, timeout_s=timeout_s)
-            yield from page.rate_limits
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
+    def _open(self) -> grpc.Channel:
+        return open_channel(self._target, tls=self._tls, options=self._options)
 
-    def health(self, *, timeout_s: float | None = None) -> pb.HealthResponse:
-        """Return the node's health and the measurements behind it."""
-        return self._call(self._node.GetHealthStatus, Empty(), timeout_s)
 
-    def metrics(
-        self, names: Iterable[str] = (), *, timeout_s: float | None = None
-    ) -> pb.MetricsResponse:
-        """Return the metrics called ``names``, all of them without names."""
-        return self._call(self._node.GetMetrics, pb.MetricsRequest(names=names), timeout_s)
+class _Session:
+    """A channel, and how its calls went so far."""
 
-    def reset(
+    __slots__ = ("admin", "channel", "exchange", "methods")
+
+    def __init__(self, channel: grpc.Channel, token: str | None, clock: Clock) -> None:
+        self.channel = channel
+        self.exchange = Exchange(clock)
+        # Bytes in and out: what a peer sends in place of an answer is judged by us, not logged by gRPC.
+        self.methods = Methods(channel)
+        self.admin = NodeClient(channel=channel, token=token)
+
+    def probe(
         self,
-        identifier: str,
-        identifier_type: str,
-        endpoint: str,
-        *,
-        timeout_s: float | None = None,
+        requests: Sequence[pb.RateLimitRequest],
+        timeout_s: float,
+        metadata: tuple[tuple[str, str], ...],
     ) -> None:
-        """Forget what one identifier has spent on one endpoint."""
-        request = pb.ResetRequest(
-            identifier=identifier, identifier_type=identifier_type, endpoint=endpoint
-        )
-        self._call(self._node.ResetRateLimit, request, timeout_s)
+        """Send checks that nobody waits for; how that goes is for the breaker."""
+        count = len(requests)
 
-    def _call(
-        self, method: grpc.UnaryUnaryMultiCallable[Q, A], question: Q, timeout_s: float | None
-    ) -> A:
-        deadline_s = self._timeout_s if timeout_s is None else timeout_s
-        return method(question, timeout=deadline_s, metadata=self._metadata)
+        def ended(call: grpc.Future[bytes]) -> None:
+            try:
+                self.exchange.answered(call.result(), count)
+            except grpc.RpcError as error:
+                self.failed(error, count)
+            except grpc.FutureCancelledError as error:  # the client was closed
+                self.exchange.broken(error, count)
+
+        method = self.methods[path_of(requests)]
+        call = method.future(question_of(requests), timeout=timeout_s, metadata=metadata)
+        call.add_done_callback(ended)
+
+    def failed(self, error: grpc.RpcError, count: int) -> list[Decision]:
+        """The decisions on checks whose call raised."""
+        return self.exchange.failed(error.code(), error.details() or "", count)
 
 
-def _authorization(token: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of every call.
+class Methods(dict[str, Any]):
+    """The calls of a channel by their paths, each made when it is first needed."""
+
+    def __init__(self, channel: grpc.Channel | grpc.aio.Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def __missing__(self, path: str) -> Any:
+        method: Any = self._channel.unary_unary(path)
+        self[path] = method
+        return method
+
+
+def valid_timeout_s(timeout_s: float) -> float:
+    """The deadline, if it is one.
 
     Raises:
-        ValueError: no HTTP header can carry the token; its text is not in the message.
+        ValueError: it is not a positive, finite number of seconds.
     """
-    if not token:
-        return ()
-    if _BEARER_TOKEN.fullmatch(token) is None:
-        message = "a bearer token is made of letters, digits and -._~+/, with = at the end"
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        message = "timeout_s must be a positive number of seconds"
         raise ValueError(message)
-    return (("authorization", f"Bearer {token}"),)
+    return timeout_s
+
+
+def requests_of(checks: Iterable[Check]) -> list[pb.RateLimitRequest]:
+    """The messages of a batch.
+
+    Raises:
+        ValueError: no node takes so many.
+    """
+    requests = [check.message() for check in checks]
+    if len(requests) > MAX_BATCH:
+        message = f"a batch holds up to {MAX_BATCH} checks, not {len(requests)}"
+        raise ValueError(message)
+    return requests

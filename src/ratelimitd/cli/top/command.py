@@ -23,7 +23,7 @@ from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.cli.top.reading import NAMES, Look, Reading, reading
 
 if TYPE_CHECKING:
-    from ratelimitd_client import RateLimiterClient
+    from ratelimitd_client import NodeClient
 
 MAX_NAMED_RULES: Final = 10_000
 """Rules whose names are read, ten pages of them; a node counts no more than 1,000 apart."""
@@ -86,9 +86,7 @@ def _sleep(seconds: float) -> bool:
 class _Node:
     """The node that is watched, and what its rules are called."""
 
-    def __init__(
-        self, client: RateLimiterClient, target: Target, time_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, client: NodeClient, target: Target, time_s: Callable[[], float]) -> None:
         self.names: Mapping[str, str] = {}
         self._client = client
         self._target = target

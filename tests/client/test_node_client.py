@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from ratelimitd_client import RateLimiterClient, open_channel
+from ratelimitd_client import NodeClient, open_channel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import fake_node, status
 
@@ -16,7 +16,7 @@ def node():
 
 @pytest.fixture
 def client(node):
-    with RateLimiterClient(node.address) as client:
+    with NodeClient(node.address) as client:
         yield client
 
 
@@ -98,7 +98,7 @@ def test_a_reset_names_the_bucket(node, client):
 
 
 def test_the_token_travels_with_every_call(node):
-    with RateLimiterClient(node.address, token="s3cret") as client:
+    with NodeClient(node.address, token="s3cret") as client:
         client.check("alice", "user", "/x")
         list(client.rules())
     assert [call.metadata["authorization"] for call in node.seen] == ["Bearer s3cret"] * 2
@@ -112,7 +112,7 @@ def test_without_a_token_no_authorization_is_sent(node, client):
 @pytest.mark.parametrize("token", ["two words", "line\nbreak", "ümlaut", "a=b"])
 def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token):
     with pytest.raises(ValueError) as refused:
-        RateLimiterClient(token=token)
+        NodeClient(token=token)
     assert token not in str(refused.value)
 
 
@@ -126,7 +126,7 @@ def test_an_error_of_the_node_is_raised_as_grpc_has_it(node, client):
 def test_a_call_has_the_deadline_of_the_client_unless_it_brings_its_own(node):
     node.answering.clear()
     for default_s, own_s in ((0.05, None), (60, 0.05)):
-        with RateLimiterClient(node.address, timeout_s=default_s) as client:
+        with NodeClient(node.address, timeout_s=default_s) as client:
             with pytest.raises(grpc.RpcError) as error:
                 client.check("alice", "user", "/x", timeout_s=own_s)
             assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -134,11 +134,11 @@ def test_a_call_has_the_deadline_of_the_client_unless_it_brings_its_own(node):
 
 def test_closing_the_client_closes_its_own_channel_but_not_a_borrowed_one(node):
     with open_channel(node.address) as channel:
-        with RateLimiterClient(channel=channel):
+        with NodeClient(channel=channel):
             pass
-        borrower = RateLimiterClient(channel=channel)
+        borrower = NodeClient(channel=channel)
         assert borrower.check("alice", "user", "/x").allowed
-    owner = RateLimiterClient(node.address)
+    owner = NodeClient(node.address)
     owner.close()
     with pytest.raises(ValueError, match="closed channel"):
         owner.check("alice", "user", "/x")

@@ -1,0 +1,129 @@
+"""What goes out for checks and what becomes of what comes back: the part that both clients have in common.
+
+The only place that fails open. Whatever a call ends with – an answer, a status, bytes that mean nothing – becomes
+decisions here, and the breaker and the log hear of it. Never does I/O itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ratelimitd_client.breaker import Breaker
+from ratelimitd_client.clock import Clock
+from ratelimitd_client.decision import Decision, Reason, decision_of, let_through, refused
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+CHECK: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+BATCH: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
+
+MAX_ANSWER_BYTES: Final = 4_096
+"""More than the answer to one check ever takes: what is longer is not ours, and is not parsed. Empty messages in
+4 MiB would take longer than a deadline."""
+
+WARNING_INTERVAL_S: Final = 1.0
+
+GARBLED: Final = "GARBLED"
+"""What came in place of an answer, when it was no message of the contract, or not one for each check."""
+
+_LOG: Final = logging.getLogger("ratelimitd_client")
+
+
+def path_of(requests: Sequence[pb.RateLimitRequest]) -> str:
+    """The method that answers so many checks."""
+    return CHECK if len(requests) == 1 else BATCH
+
+
+def question_of(requests: Sequence[pb.RateLimitRequest]) -> bytes:
+    """The message that asks them."""
+    if len(requests) == 1:
+        return requests[0].SerializeToString()
+    return pb.BatchRateLimitRequest(requests=requests).SerializeToString()
+
+
+class Exchange:
+    """Turns what calls end with into decisions. Threads may share it."""
+
+    __slots__ = ("_clock", "_warnings", "breaker")
+
+    def __init__(self, clock: Clock) -> None:
+        self.breaker = Breaker(clock)
+        self._clock = clock
+        self._warnings = _Warnings(clock)
+
+    def answered(self, answer: bytes, count: int) -> list[Decision]:
+        """The decisions on ``count`` checks that a node's answer holds."""
+        messages = _messages(answer, count)
+        if messages is None:
+            return self._let_through(GARBLED, count)
+        self.breaker.succeeded()
+        now_s = self._clock.now_s()
+        return [decision_of(message, now_s) for message in messages]
+
+    def failed(self, code: grpc.StatusCode, details: str, count: int) -> list[Decision]:
+        """The decisions on ``count`` checks whose call ended with a status."""
+        if code is grpc.StatusCode.INVALID_ARGUMENT and count == 1:
+            # Bad input fails open nowhere. In a batch such a check has this answer from the node.
+            self.breaker.succeeded()
+            return [refused(details, self._clock.now_s())]
+        return self._let_through(code.name, count)
+
+    def broken(self, error: BaseException, count: int) -> list[Decision]:
+        """The decisions on ``count`` checks whose call ended with an error that is no status."""
+        return self._let_through(type(error).__name__, count)
+
+    def not_asked(self, count: int) -> list[Decision]:
+        """The decisions on ``count`` checks that nobody is asked about, because the breaker is not closed."""
+        now_s = self._clock.now_s()
+        return [let_through(Reason.NOT_ASKED, "", now_s) for _ in range(count)]
+
+    def _let_through(self, why: str, count: int) -> list[Decision]:
+        self.breaker.failed()
+        self._warnings.warn(why)
+        now_s = self._clock.now_s()
+        return [let_through(Reason.NO_ANSWER, why, now_s) for _ in range(count)]
+
+
+def _messages(answer: bytes, count: int) -> Sequence[pb.RateLimitResponse] | None:
+    """One message for each check, or ``None`` if that is not what came."""
+    if len(answer) > MAX_ANSWER_BYTES * count:
+        return None
+    try:
+        if count == 1:
+            return [pb.RateLimitResponse.FromString(answer)]
+        messages = pb.BatchRateLimitResponse.FromString(answer).responses
+    except DecodeError:
+        return None
+    return messages if len(messages) == count else None
+
+
+class _Warnings:
+    """One line a second at most. It tells no more than the name of a status: what a peer writes is not ours to log."""
+
+    __slots__ = ("_clock", "_lock", "_next_s", "_untold")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next_s = clock.monotonic_s()
+        self._untold = 0
+
+    def warn(self, why: str) -> None:
+        """A call had no usable answer."""
+        with self._lock:
+            self._untold += 1
+            now_s = self._clock.monotonic_s()
+            if now_s < self._next_s:
+                return
+            self._next_s = now_s + WARNING_INTERVAL_S
+            calls, self._untold = self._untold, 0
+        _LOG.warning(
+            "the rate limiter gave no usable answer (%s), %d since the last warning: its checks are let through",
+            why,
+            calls,
+        )

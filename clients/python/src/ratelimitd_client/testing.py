@@ -1,0 +1,206 @@
+"""For tests of code that asks for decisions: clients that ask nobody, and a clock that is set by hand.
+
+The fakes count in fixed windows, aligned to the Unix epoch, whatever the algorithm of your rules is. What a real node
+says at the edges of a window is tested with a real node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+from ratelimitd_client.check import MAX_COST, Check
+from ratelimitd_client.clock import Clock
+from ratelimitd_client.decision import Decision, Reason, let_through
+
+
+class ManualClock:
+    """A clock that moves only when told to."""
+
+    __slots__ = ("_monotonic_s", "_now_s")
+
+    def __init__(self, now_s: float = 1_700_006_400.0) -> None:
+        self._now_s = now_s
+        self._monotonic_s = 0.0
+
+    def monotonic_s(self) -> float:
+        """Seconds advanced since this clock was made."""
+        return self._monotonic_s
+
+    def now_s(self) -> float:
+        """The Unix time that was set."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let so many seconds pass.
+
+        Raises:
+            ValueError: time does not pass backwards.
+        """
+        if seconds < 0:
+            message = "time does not pass backwards"
+            raise ValueError(message)
+        self._now_s += seconds
+        self._monotonic_s += seconds
+
+
+class _Limit(NamedTuple):
+    limit: int
+    window_seconds: int
+
+
+class _Counts:
+    """What both fakes have in common: limits, counts, and whether the service is away."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock: Final = ManualClock() if clock is None else clock
+        self.checks: Final[list[Check]] = []
+        """Every check that was asked, in order, also while the service is away."""
+        self.available = True
+        """Set it to ``False`` to have all checks let through, as with a service that does not answer."""
+        self._limits: dict[tuple[str, str], _Limit] = {}
+        self._spent: dict[tuple[str, str, str, int], int] = {}
+
+    def limit(
+        self, endpoint: str, identifier_type: str, limit: int, window_seconds: int = 60
+    ) -> None:
+        """Limit an endpoint, or with ``*`` all that have no limit of their own.
+
+        Raises:
+            ValueError: a limit or a window below 1.
+        """
+        if limit < 1 or window_seconds < 1:
+            message = "a limit and its window are at least 1"
+            raise ValueError(message)
+        self._limits[endpoint, identifier_type] = _Limit(limit, window_seconds)
+
+    def _decide(self, check: Check) -> Decision:
+        self.checks.append(check)
+        now_s = self.clock.now_s()
+        if not self.available:
+            return let_through(Reason.NO_ANSWER, "UNAVAILABLE", now_s)
+        kind = check.identifier_type
+        found = self._limits.get((check.endpoint, kind)) or self._limits.get(("*", kind))
+        if found is None:
+            return Decision(True, MAX_COST, 0, 0, Reason.NO_RULE, decided_at_s=now_s)  # noqa: FBT003 - allowed
+        return self._count(check, found, now_s)
+
+    def _count(self, check: Check, rule: _Limit, now_s: float) -> Decision:
+        limit, window_seconds = rule
+        window = int(now_s) // window_seconds
+        bucket = (check.identifier_type, check.identifier, check.endpoint, window)
+        left = limit - self._spent.get(bucket, 0)
+        allowed = check.cost <= left
+        if allowed:
+            left -= check.cost
+            if not check.peek:
+                self._spent[bucket] = limit - left
+        reset_time = (window + 1) * window_seconds
+        wait_s = max(1, -int(-(reset_time - now_s) // 1))
+        reason, retry_after_s = Reason.WITHIN_LIMIT, 0 if left else wait_s
+        if not allowed:
+            reason, retry_after_s = Reason.LIMIT_EXCEEDED, wait_s
+        if check.cost > limit:
+            reason, retry_after_s = Reason.COST_EXCEEDS_LIMIT, window_seconds
+        return Decision(
+            allowed,
+            left,
+            reset_time if left < limit else int(now_s),
+            retry_after_s,
+            reason,
+            limit,
+            window_seconds,
+            rule_id="fake",
+            decided_at_s=now_s,
+        )
+
+
+class FakeRateLimiter(_Counts):
+    """In the place of a :class:`ratelimitd_client.RateLimiterClient`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def wait_until_ready(self, timeout_s: float = 5.0) -> bool:  # noqa: ARG002 - as the real one
+        """Tell whether the service is there."""
+        return self.available
+
+    def check(
+        self,
+        identifier: str,
+        identifier_type: str,
+        endpoint: str,
+        *,
+        cost: int = 1,
+        timestamp: int = 0,
+        peek: bool = False,
+        timeout_s: float | None = None,  # noqa: ARG002 - as the real one
+    ) -> Decision:
+        """As the real one; wrong arguments raise here, too."""
+        return self._decide(Check(identifier, identifier_type, endpoint, cost, timestamp, peek))
+
+    def check_many(
+        self,
+        checks: Iterable[Check],
+        *,
+        timeout_s: float | None = None,  # noqa: ARG002 - as the real one
+    ) -> list[Decision]:
+        """As the real one."""
+        return [self._decide(check) for check in checks]
+
+
+class AsyncFakeRateLimiter(_Counts):
+    """In the place of an :class:`ratelimitd_client.AsyncRateLimiterClient`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def wait_until_ready(self, timeout_s: float = 5.0) -> bool:  # noqa: ARG002 - as the real one
+        """Tell whether the service is there."""
+        return self.available
+
+    async def check(
+        self,
+        identifier: str,
+        identifier_type: str,
+        endpoint: str,
+        *,
+        cost: int = 1,
+        timestamp: int = 0,
+        peek: bool = False,
+        timeout_s: float | None = None,  # noqa: ARG002 - as the real one
+    ) -> Decision:
+        """As the real one; wrong arguments raise here, too."""
+        return self._decide(Check(identifier, identifier_type, endpoint, cost, timestamp, peek))
+
+    async def check_many(
+        self,
+        checks: Iterable[Check],
+        *,
+        timeout_s: float | None = None,  # noqa: ARG002 - as the real one
+    ) -> list[Decision]:
+        """As the real one."""
+        return [self._decide(check) for check in checks]
