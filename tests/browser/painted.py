@@ -9,7 +9,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from threading import Event, Thread
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
-from ratelimitd.observe.live import NodeView, Overview
+from ratelimitd.observe.live import Listener, NodeView, Overview
 from ratelimitd.observe.node_status import NodeStatus
 from ratelimitd.stats import LATENCY_BOUNDS_S
 from ratelimitd.testing import running_node
@@ -47,11 +47,11 @@ class PaintedLive:
         ]
         self.history = [summed(samples) for samples in zip(*self._samples, strict=True)]
 
-    def listen(self, listener: Callable[[], None]) -> None:
+    def listen(self, listener: Listener) -> None:
         """There are no more steps, but one at once, which the page waits for."""
-        asyncio.get_running_loop().call_soon(listener)
+        self._step = asyncio.ensure_future(listener())
 
-    def unlisten(self, listener: Callable[[], None]) -> None:
+    def unlisten(self, _: Listener) -> None:
         """Nothing was kept."""
 
     async def refresh(self) -> None:
