@@ -192,8 +192,10 @@ def status(code: grpc.StatusCode, message: str, *violations: tuple[str, str]) ->
 
 
 @contextmanager
-def fake_node(credentials: grpc.ServerCredentials | None = None) -> Iterator[FakeNode]:
-    """A node on a free port of this machine, until the end of the block."""
+def fake_node(
+    credentials: grpc.ServerCredentials | None = None, *, port: int = 0
+) -> Iterator[FakeNode]:
+    """A node on ``port`` of this machine, by default a free one, until the end of the block."""
     node = FakeNode()
     pool = ThreadPoolExecutor(max_workers=2)
     server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
@@ -202,7 +204,7 @@ def fake_node(credentials: grpc.ServerCredentials | None = None) -> Iterator[Fak
     stubs.add_RateLimiterHealthServicer_to_server(node, server)
     health_pb2_grpc.add_HealthServicer_to_server(node.readiness, server)
     if credentials is None:
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
     else:
         port = server.add_secure_port("localhost:0", credentials)
     node.address = f"{'127.0.0.1' if credentials is None else 'localhost'}:{port}"

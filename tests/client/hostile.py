@@ -43,9 +43,8 @@ def socket_server(behave: Callable[[socket.socket], None]) -> Iterator[str]:
     connections: list[socket.socket] = []
 
     def serve(connection: socket.socket) -> None:
-        with connection:
-            with suppress(OSError):  # the peer was faster
-                behave(connection)
+        with connection, suppress(OSError):  # the peer was faster
+            behave(connection)
 
     def accept() -> None:
         while True:

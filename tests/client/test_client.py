@@ -1,0 +1,267 @@
+"""The client that blocks, against a real node and against what is none."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import grpc
+import pytest
+
+from ratelimitd_client import Check, RateLimiterClient, Reason
+from ratelimitd_client.client import valid_timeout_s
+from ratelimitd_client.testing import ManualClock
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.client.hostile import BEHAVIOURS, bytes_server, socket_server
+from tests.fake_node import fake_node
+from tests.servers import free_port, until
+
+PATIENT_S = 30.0
+"""A deadline that no answer of a living node misses, however busy the machine is."""
+
+
+@pytest.fixture
+def client(real_node):
+    with RateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
+        yield client
+
+
+def test_the_limit_of_a_real_node_is_kept_to_the_check(client):
+    decisions = [client.check("sync", "user", "/five") for _ in range(7)]
+    assert [decision.allowed for decision in decisions] == [True] * 5 + [False] * 2
+    assert decisions[4].remaining_tokens == 0
+    assert decisions[5].headers()["Retry-After"] == str(decisions[5].retry_after_seconds)
+    assert decisions[5].reason is Reason.LIMIT_EXCEEDED
+
+
+def test_many_checks_are_decided_in_one_call_in_their_order(client):
+    checks = [Check("many", "user", "/five", cost=cost) for cost in (3, 3, 2)]
+    assert [decision.allowed for decision in client.check_many(checks)] == [True, False, True]
+    assert client.check_many([]) == []
+
+
+def test_peeking_spends_nothing(client):
+    assert client.check("peek", "user", "/five", cost=5, peek=True).allowed
+    assert client.check("peek", "user", "/five", cost=5).allowed
+
+
+def test_rules_and_resets_go_over_the_same_channel_as_messages(client):
+    assert [rule.endpoint for rule in client.admin.rules()] == ["/five"]
+    client.check("reset", "user", "/five", cost=5)
+    client.admin.reset("reset", "user", "/five")
+    assert client.check("reset", "user", "/five", cost=5).allowed
+    with pytest.raises(grpc.RpcError):
+        client.admin.delete_rule("00000000-0000-0000-0000-000000000000")
+
+
+def test_wrong_arguments_raise_before_anything_is_sent():
+    with fake_node() as node, RateLimiterClient(node.address) as client:
+        with pytest.raises(ValueError, match="identifier_type"):
+            client.check("alice", "nobody", "/x")
+        with pytest.raises(ValueError, match="up to 1000 checks, not 1001"):
+            client.check_many([Check("alice", "user", "/x")] * 1_001)
+        with pytest.raises(ValueError, match="timeout_s"):
+            client.check("alice", "user", "/x", timeout_s=0)
+        assert node.seen == []
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
+def test_a_deadline_is_a_positive_number_of_seconds(timeout_s):
+    with pytest.raises(ValueError, match="positive"):
+        RateLimiterClient(timeout_s=timeout_s)
+    assert valid_timeout_s(0.02) == 0.02
+
+
+def test_the_deadline_travels_with_the_check_and_its_end_lets_through():
+    left_s = []
+
+    def never(_request, context):
+        left_s.append(context.time_remaining())
+        gone = threading.Event()
+        context.add_callback(gone.set)
+        gone.wait()
+        return b""
+
+    with bytes_server(never) as address, RateLimiterClient(address) as client:
+        assert client.wait_until_ready(PATIENT_S)
+        decision = client.check("alice", "user", "/x")
+        assert (decision.fail_open, decision.error) == (True, "DEADLINE_EXCEEDED")
+        until(lambda: left_s, "the call arrived")
+    assert left_s[0] <= 0.02
+
+
+@pytest.mark.parametrize("behave", BEHAVIOURS, ids=lambda behave: behave.__name__)
+def test_whatever_a_peer_does_every_check_is_let_through(behave):
+    clock = ManualClock()
+    with socket_server(behave) as address, RateLimiterClient(address, clock=clock) as client:
+        decisions = [client.check("alice", "user", "/x") for _ in range(7)]
+    assert all(decision.fail_open for decision in decisions)
+    assert [d.reason for d in decisions] == [Reason.NO_ANSWER] * 5 + [Reason.NOT_ASKED] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"\xff" * 10, "GARBLED"),
+        (b"\x0a\x00" * 100_000, "GARBLED"),
+        (bytes(100_000_000), "RESOURCE_EXHAUSTED"),
+    ],
+    ids=["garbage", "too long", "100 MB"],
+)
+def test_bytes_that_are_no_answer_let_through(answer, error, caplog):
+    caplog.set_level(logging.DEBUG)
+    with (
+        bytes_server(lambda _request, _context: answer) as address,
+        RateLimiterClient(address, timeout_s=PATIENT_S) as client,
+    ):
+        decision = client.check("alice", "user", "/x")
+    assert (decision.fail_open, decision.error) == (True, error)
+    assert [r.name for r in caplog.records if r.levelno >= logging.WARNING] == ["ratelimitd_client"]
+
+
+def test_a_batch_that_is_answered_for_fewer_checks_lets_all_through():
+    short = pb.BatchRateLimitResponse(responses=[pb.RateLimitResponse()])
+    with (
+        bytes_server(lambda _request, _context: short.SerializeToString()) as address,
+        RateLimiterClient(address, timeout_s=PATIENT_S) as client,
+    ):
+        decisions = client.check_many([Check("alice", "user", "/x")] * 2)
+    assert [decision.fail_open for decision in decisions] == [True, True]
+
+
+def test_a_service_that_returns_is_asked_again_and_nobody_waits_for_the_probe():
+    clock = ManualClock()
+    port = free_port()
+    with RateLimiterClient(f"127.0.0.1:{port}", timeout_s=PATIENT_S, clock=clock) as client:
+        for _ in range(5):
+            assert client.check("alice", "user", "/x").error == "UNAVAILABLE"
+        assert client.check("alice", "user", "/x").reason is Reason.NOT_ASKED
+        with fake_node(port=port) as node:
+            assert client.wait_until_ready(PATIENT_S)
+            assert client.check("alice", "user", "/x").reason is Reason.NOT_ASKED
+            assert node.seen == []
+            clock.advance(1)
+            node.answering.clear()
+            assert client.check("alice", "user", "/probe").reason is Reason.NOT_ASKED
+            assert client.check("alice", "user", "/x").reason is Reason.NOT_ASKED
+            node.answering.set()
+            until(
+                lambda: (
+                    client.check("alice", "user", "/x", peek=True).reason is not Reason.NOT_ASKED
+                ),
+                "the probe closed the breaker",
+            )
+            assert node.seen[0].request.endpoint == "/probe"
+
+
+def test_a_probe_that_fails_keeps_the_breaker_open():
+    clock = ManualClock()
+    with RateLimiterClient(f"127.0.0.1:{free_port()}", timeout_s=PATIENT_S, clock=clock) as client:
+        for _ in range(5):
+            client.check("alice", "user", "/x")
+        exchange = client._session().exchange
+        clock.advance(1)
+        client.check("alice", "user", "/x")
+        until(lambda: exchange.breaker.state == "open", "the probe failed")
+
+
+def test_a_probe_under_way_when_the_client_closes_ends_with_it():
+    clock = ManualClock()
+    with fake_node() as node:
+        client = RateLimiterClient(node.address, timeout_s=PATIENT_S, clock=clock)
+        exchange = client._session().exchange
+        for _ in range(5):
+            exchange.breaker.failed()
+        clock.advance(1)
+        node.answering.clear()
+        client.check("alice", "user", "/x")
+        until(lambda: node.seen, "the probe arrived")
+        client.close()
+        until(lambda: exchange.breaker.state == "open", "the probe ended")
+
+
+def test_waiting_for_a_service_that_is_not_there_ends():
+    with RateLimiterClient(f"127.0.0.1:{free_port()}") as client:
+        assert not client.wait_until_ready(0.01)
+
+
+def test_the_token_travels_with_checks_and_a_bad_one_is_refused():
+    with fake_node() as node:
+        with RateLimiterClient(node.address, token="s3cret", timeout_s=PATIENT_S) as client:
+            client.check("alice", "user", "/x")
+            client.admin.health()
+        assert [call.metadata["authorization"] for call in node.seen] == ["Bearer s3cret"] * 2
+    with pytest.raises(ValueError, match="bearer token"):
+        RateLimiterClient(token="two words")
+
+
+def test_a_closed_client_says_so():
+    client = RateLimiterClient()
+    client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.check("alice", "user", "/x")
+
+
+def test_threads_that_begin_at_once_share_one_channel(real_node):
+    barrier, sessions = threading.Barrier(8), []
+    with RateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
+
+        def begin():
+            barrier.wait()
+            sessions.append(client._session())
+
+        threads = [threading.Thread(target=begin) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(map(id, sessions))) == 1
+        assert client.check("threads", "user", "/five").allowed
+
+
+def test_of_two_sessions_that_are_opened_at_once_one_is_kept(real_node, monkeypatch):
+    with RateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
+        opened, open_ = [], client._open
+
+        def slowly():
+            channel = open_()
+            if not opened:
+                opened.append(channel)
+                opened.append(client._session())  # another thread was faster
+            return channel
+
+        monkeypatch.setattr(client, "_open", slowly)
+        assert client._session() is opened[1]
+        assert client.check("twice", "user", "/five").allowed
+
+
+FORKS = """
+import os, sys
+from ratelimitd_client import RateLimiterClient
+client = RateLimiterClient(sys.argv[1], timeout_s=30)
+if sys.argv[2] == "used":
+    assert not client.check("alice", "user", "/x").fail_open
+child = os.fork()
+decision = client.check("alice", "user", "/x")
+assert not decision.fail_open, decision
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert not client.check("alice", "user", "/x").fail_open
+client.close()
+"""
+
+
+@pytest.mark.parametrize("before", ["used", "unused"])
+def test_a_client_works_on_both_sides_of_a_fork(real_node, before):
+    command = [sys.executable, "-c", FORKS, real_node.grpc_address, before]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_nothing_is_opened_before_the_first_check():
+    client = RateLimiterClient()
+    assert client._sessions == {}
+    client.close()
+    assert os.getpid() not in client._sessions

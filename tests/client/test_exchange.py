@@ -1,0 +1,110 @@
+"""What becomes of what comes back: decisions, a breaker that hears of it, and a warning now and then."""
+
+import logging
+
+import grpc
+import pytest
+
+from ratelimitd_client import Reason
+from ratelimitd_client.exchange import (
+    BATCH,
+    CHECK,
+    MAX_ANSWER_BYTES,
+    Exchange,
+    path_of,
+    question_of,
+)
+from ratelimitd_client.testing import ManualClock
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+ONE = pb.RateLimitRequest(identifier="alice", identifier_type="user", endpoint="/x")
+OPEN_AFTER = 5
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def exchange(clock):
+    return Exchange(clock)
+
+
+def test_one_check_travels_alone_and_several_as_a_batch():
+    assert (path_of([ONE]), path_of([ONE, ONE])) == (CHECK, BATCH)
+    assert question_of([ONE]) == ONE.SerializeToString()
+    batch = pb.BatchRateLimitRequest.FromString(question_of([ONE, ONE]))
+    assert list(batch.requests) == [ONE, ONE]
+
+
+def test_decisions_are_in_the_order_of_the_answers(exchange):
+    answers = [pb.RateLimitResponse(allowed=True), pb.RateLimitResponse(retry_after_seconds=3)]
+    data = pb.BatchRateLimitResponse(responses=answers).SerializeToString()
+    assert [d.allowed for d in exchange.answered(data, 2)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [
+        (b"\xff\xff\xff", 1),
+        (b"\xff\xff\xff", 2),
+        (pb.BatchRateLimitResponse(responses=[pb.RateLimitResponse()]).SerializeToString(), 2),
+        (b"\x0a\x00" * (2 * MAX_ANSWER_BYTES), 2),
+        (b"\x00" * (MAX_ANSWER_BYTES + 1), 1),
+    ],
+)
+def test_what_is_no_answer_lets_through_and_counts_as_a_failure(exchange, answer, count):
+    for _ in range(OPEN_AFTER):
+        decisions = exchange.answered(answer, count)
+        assert [(d.reason, d.error) for d in decisions] == [(Reason.NO_ANSWER, "GARBLED")] * count
+        assert all(d.fail_open for d in decisions)
+    assert not exchange.breaker.allows()
+
+
+def test_a_check_that_the_node_calls_malformed_is_denied_and_no_failure(exchange):
+    for _ in range(OPEN_AFTER):
+        [decision] = exchange.failed(grpc.StatusCode.INVALID_ARGUMENT, "timestamp: no", 1)
+    assert (decision.allowed, decision.reason) == (False, Reason.INVALID_REQUEST)
+    assert decision.error == "timestamp: no"
+    assert exchange.breaker.allows()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.INTERNAL,
+    ],
+)
+def test_any_other_status_lets_through_and_is_named(exchange, code):
+    [decision] = exchange.failed(code, "whatever", 1)
+    assert decision.fail_open
+    assert decision.error == code.name
+
+
+def test_an_error_that_is_no_status_lets_through_and_is_named(exchange):
+    assert exchange.broken(OSError("secret"), 2)[1].error == "OSError"
+
+
+def test_what_is_not_asked_says_so(exchange):
+    assert [d.reason for d in exchange.not_asked(2)] == [Reason.NOT_ASKED] * 2
+
+
+def test_there_is_one_warning_a_second_with_the_calls_since_the_last(exchange, clock, caplog):
+    caplog.set_level(logging.WARNING, "ratelimitd_client")
+    for _ in range(100):
+        exchange.failed(grpc.StatusCode.UNAVAILABLE, "alice\nat 192.0.2.7", 1)
+    clock.advance(0.999)
+    exchange.failed(grpc.StatusCode.UNAVAILABLE, "", 1)
+    assert len(caplog.records) == 1
+    clock.advance(0.001)
+    exchange.failed(grpc.StatusCode.DEADLINE_EXCEEDED, "", 1)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "UNAVAILABLE" in first
+    assert "1 since" in first
+    assert "101 since" in second
+    assert "alice" not in caplog.text
