@@ -25,8 +25,10 @@ LOOK_AGAIN_S: Final = 0.02
 UNPRIVILEGED: Final = "nobody"
 """Whom PostgreSQL runs as when the command runs as root, which PostgreSQL refuses to."""
 
-ASKS_FOR_TLS: Final = b"\0\0\0\x08\x04\xd2\x16\x2f"
-"""A start-up packet of PostgreSQL, answered with one octet by a server that accepts connections."""
+BEGINS_SESSION: Final = b"\0\0\0\x29\0\x03\0\0user\0postgres\0database\0postgres\0\0"
+AUTHENTICATION: Final = b"R"
+"""How a session of PostgreSQL begins, and the answer's type. A server that is starting up listens already, and answers
+with an error; asked for TLS first, it would answer as if it were up."""
 
 DATABASE: Final = "postgres"
 """The one that is there from the beginning."""
@@ -80,7 +82,7 @@ async def start_postgresql(children: Children, directory: Path) -> tuple[Child, 
     child = await children.start("postgresql", postgres, user=user)
 
     async def answers() -> bool:
-        return await _says(home / ".s.PGSQL.5432", ASKS_FOR_TLS, b"N")
+        return await _says(home / ".s.PGSQL.5432", BEGINS_SESSION, AUTHENTICATION)
 
     await _until(answers, child)
     return child, f"postgresql://{DATABASE}@/{DATABASE}?host={home}"
@@ -114,10 +116,13 @@ async def _says(path: Path, question: bytes, answer: bytes) -> bool:
         reader, writer = await asyncio.open_unix_connection(path)
     except OSError:
         return False
-    writer.write(question)
-    said = await reader.read(len(answer))
-    writer.close()
-    return said == answer
+    try:
+        writer.write(question)
+        return await reader.read(len(answer)) == answer
+    except OSError:
+        return False
+    finally:
+        writer.close()
 
 
 async def _until(answers: Callable[[], Awaitable[bool]], child: Child) -> None:

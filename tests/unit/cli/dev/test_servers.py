@@ -1,5 +1,6 @@
 """The servers that a cluster shares, as real as they come."""
 
+import asyncio
 import importlib.util
 import os
 import signal
@@ -61,6 +62,22 @@ async def test_postgresql_listens_on_a_socket_and_has_a_database(children, short
     finally:
         await connection.close()
     assert child.runs
+
+
+async def test_a_server_that_is_not_up_yet_has_not_answered(short):
+    answers = iter([b"", b"E", servers.AUTHENTICATION])
+
+    async def session(reader, writer):
+        await reader.readexactly(len(servers.BEGINS_SESSION))
+        writer.write(next(answers))
+        writer.close()
+
+    async with await asyncio.start_unix_server(session, short / "s"):
+        said = [
+            await servers._says(short / "s", servers.BEGINS_SESSION, servers.AUTHENTICATION)
+            for _ in range(3)
+        ]
+    assert said == [False, False, True]
 
 
 async def test_root_does_not_run_postgresql_where_nobody_else_can(children, short, monkeypatch):
