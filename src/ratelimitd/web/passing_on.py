@@ -124,11 +124,13 @@ class _Exchange:
 
     async def _next(self) -> object:
         """The next event of the answer."""
-        while True:
-            event = self._http.next_event()
-            if event is not h11.NEED_DATA:
-                return event
+        while (event := self._http.next_event()) is h11.NEED_DATA:
             self._http.receive_data(await self._reader.read(READ_BYTES))
+        if event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
+            # Asked for once more, it would come at once and for ever, and nobody else would have a turn.
+            message = "the worker has ended the connection and not its answer"
+            raise h11.RemoteProtocolError(message)
+        return event
 
 
 async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,6 +165,8 @@ def _request(scope: Scope) -> h11.Request:
         # It was sent in chunks, whatever length it also names: RFC 9112, section 6.3.
         headers = [header for header in headers if header[0] != b"content-length"]
         headers.append((b"transfer-encoding", b"chunked"))
+    if not any(name == b"host" for name, _ in headers):
+        headers.append((b"host", b""))  # HTTP/1.0 may leave it out, and HTTP/1.1 may not
     client = scope.get("client")
     if client is not None:
         headers.append((PEER_HEADER, f"{client[0]} {client[1]}".encode()))

@@ -89,6 +89,15 @@ async def parent(tmp_path):
         await each.stop()
 
 
+async def talk(parent, request):
+    """All that is answered to these octets until the connection ends."""
+    reader, writer = await asyncio.open_connection(*parent.url.removeprefix("http://").split(":"))
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
 async def test_a_request_and_its_answer_are_passed_on_with_who_asked(parent):
     await parent.start("a")
     answer = await parent.http.get("/asked?x=1&y=%20", headers={"X-Mine": "1"})
@@ -123,13 +132,19 @@ async def test_bodies_are_passed_on_of_known_and_of_unknown_length(parent):
 
 async def test_a_body_in_chunks_is_as_long_as_they_are_whatever_else_it_says(parent):
     await parent.start("a")
-    reader, writer = await asyncio.open_connection(*parent.url.removeprefix("http://").split(":"))
-    writer.write(
+    answer = await talk(
+        parent,
         b"POST /echo HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 1\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n",
     )
-    assert (await reader.read()).endswith(b"\r\n\r\nbody")
-    writer.close()
+    assert answer.endswith(b"\r\n\r\nbody")
+
+
+async def test_a_request_of_http_1_0_need_not_name_a_host(parent):
+    await parent.start("a")
+    answer = await talk(parent, b"GET /asked?x HTTP/1.0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"'host'" in answer
 
 
 def test_a_caller_without_an_address_is_passed_on_without_one():
@@ -217,6 +232,12 @@ class TestAWorkerThatEnds:
         await serve(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
         with pytest.raises(httpx.RemoteProtocolError):
             await parent.http.get("/asked")
+
+    async def test_in_place_of_an_answer_that_has_no_end(self, parent, serve):
+        await serve(b"HTTP/1.1 200 OK\r\n\r\n")
+        request = b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert (await talk(parent, request)).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert (await parent.http.get("/asked")).status_code == 200
 
     async def test_what_it_says_first_is_no_answer(self, parent, serve):
         await serve(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
