@@ -1,0 +1,252 @@
+"""The client for asyncio, against a real node and against what is none."""
+
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+
+import grpc
+import pytest
+
+from ratelimitd_client import AsyncRateLimiterClient, Check, Reason
+from ratelimitd_client.testing import ManualClock
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.client.hostile import BEHAVIOURS, bytes_server, socket_server
+from tests.fake_node import fake_node
+from tests.servers import free_port
+
+PATIENT_S = 30.0
+"""A deadline that no answer of a living node misses, however busy the machine is."""
+
+
+@pytest.fixture
+async def client(real_node):
+    async with AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
+        yield client
+
+
+async def test_the_limit_of_a_real_node_is_kept_to_the_check(client):
+    decisions = [await client.check("async", "user", "/five") for _ in range(7)]
+    assert [decision.allowed for decision in decisions] == [True] * 5 + [False] * 2
+    assert decisions[5].headers()["Retry-After"] == str(decisions[5].retry_after_seconds)
+
+
+async def test_checks_that_are_asked_together_are_decided_in_their_order(client):
+    decisions = await asyncio.gather(
+        *(client.check("together", "user", "/five", cost=cost) for cost in (3, 3, 2))
+    )
+    assert [decision.allowed for decision in decisions] == [True, False, True]
+
+
+async def test_checks_that_are_asked_together_travel_in_one_call():
+    with fake_node() as node:
+        node.limit = 1_000
+        async with AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
+            await asyncio.gather(*(client.check("alice", "user", "/x") for _ in range(50)))
+            await client.check("alice", "user", "/x")
+        assert node.methods() == ["BatchRateLimit", "RateLimit"]
+
+
+async def test_many_checks_are_decided_in_one_call(client):
+    checks = [Check("many-async", "user", "/five", cost=cost) for cost in (3, 3, 2)]
+    decisions = await client.check_many(checks)
+    assert [decision.allowed for decision in decisions] == [True, False, True]
+    assert await client.check_many([]) == []
+
+
+async def test_rules_and_resets_go_over_the_same_channel_as_messages(client):
+    assert [rule.endpoint async for rule in client.admin.rules()] == ["/five"]
+    await client.check("reset-async", "user", "/five", cost=5)
+    await client.admin.reset("reset-async", "user", "/five")
+    assert (await client.check("reset-async", "user", "/five", cost=5)).allowed
+    with pytest.raises(grpc.RpcError):
+        await client.admin.delete_rule("00000000-0000-0000-0000-000000000000")
+
+
+async def test_wrong_arguments_raise_before_anything_is_sent():
+    with fake_node() as node:
+        async with AsyncRateLimiterClient(node.address) as client:
+            with pytest.raises(ValueError, match="identifier_type"):
+                await client.check("alice", "nobody", "/x")
+            with pytest.raises(ValueError, match="up to 1000 checks, not 1001"):
+                await client.check_many([Check("alice", "user", "/x")] * 1_001)
+            with pytest.raises(ValueError, match="timeout_s"):
+                await client.check("alice", "user", "/x", timeout_s=0)
+        assert node.seen == []
+    for linger_us in (-1, 1_000_001):
+        with pytest.raises(ValueError, match="linger_us"):
+            AsyncRateLimiterClient(linger_us=linger_us)
+
+
+async def test_the_deadline_travels_with_the_check_and_its_end_lets_through():
+    left_s, arrived = [], threading.Event()
+
+    def never(_request, context):
+        left_s.append(context.time_remaining())
+        gone = threading.Event()
+        context.add_callback(gone.set)
+        arrived.set()
+        gone.wait()
+        return b""
+
+    with bytes_server(never) as address:
+        async with AsyncRateLimiterClient(address) as client:
+            assert await client.wait_until_ready(PATIENT_S)
+            decisions = await asyncio.gather(*(client.check("a", "user", "/x") for _ in range(3)))
+            assert {decision.error for decision in decisions} == {"DEADLINE_EXCEEDED"}
+            await asyncio.to_thread(arrived.wait)
+    assert left_s[0] <= 0.02
+
+
+@pytest.mark.parametrize("behave", BEHAVIOURS, ids=lambda behave: behave.__name__)
+async def test_whatever_a_peer_does_every_check_is_let_through(behave):
+    with socket_server(behave) as address:
+        async with AsyncRateLimiterClient(address, clock=ManualClock()) as client:
+            decisions = [await client.check("alice", "user", "/x") for _ in range(6)]
+            decisions += await client.check_many([Check("alice", "user", "/x")])
+    assert all(decision.fail_open for decision in decisions)
+    assert [d.reason for d in decisions] == [Reason.NO_ANSWER] * 5 + [Reason.NOT_ASKED] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"\xff" * 10, "GARBLED"),
+        (b"\x0a\x00" * 100_000, "GARBLED"),
+        (bytes(100_000_000), "RESOURCE_EXHAUSTED"),
+    ],
+    ids=["garbage", "too long", "100 MB"],
+)
+async def test_bytes_that_are_no_answer_let_through(answer, error, caplog):
+    caplog.set_level(logging.WARNING)
+    with bytes_server(lambda _request, _context: answer) as address:
+        async with AsyncRateLimiterClient(address, timeout_s=PATIENT_S) as client:
+            decision = await client.check("alice", "user", "/x")
+    assert (decision.fail_open, decision.error) == (True, error)
+    assert [r.name for r in caplog.records if r.name != "asyncio"] == ["ratelimitd_client"]
+
+
+async def test_an_error_inside_the_library_lets_through_too(real_node, monkeypatch):
+    async with AsyncRateLimiterClient(real_node.grpc_address) as client:
+
+        def breaks(*_args, **_kwargs):
+            raise OSError
+
+        monkeypatch.setitem(
+            client._opened()._methods, "/ratelimiter.v1.RateLimiter/CheckRateLimit", breaks
+        )
+        assert (await client.check("alice", "user", "/five")).error == "OSError"
+
+
+async def test_a_service_that_returns_is_asked_again_and_nobody_waits_for_the_probe():
+    clock, port = ManualClock(), free_port()
+    async with AsyncRateLimiterClient(
+        f"127.0.0.1:{port}", timeout_s=PATIENT_S, clock=clock
+    ) as client:
+        for _ in range(5):
+            assert (await client.check("alice", "user", "/x")).error == "UNAVAILABLE"
+        assert (await client.check("alice", "user", "/x")).reason is Reason.NOT_ASKED
+        with fake_node(port=port) as node:
+            assert await client.wait_until_ready(PATIENT_S)
+            assert (await client.check("alice", "user", "/x")).reason is Reason.NOT_ASKED
+            clock.advance(1)
+            assert (await client.check("alice", "user", "/probe")).reason is Reason.NOT_ASKED
+            await asyncio.gather(*client._opened()._probes)
+            assert (await client.check("alice", "user", "/x")).reason is Reason.WITHIN_LIMIT
+            assert node.seen[0].request.endpoint == "/probe"
+
+
+async def test_closing_waits_for_the_checks_that_are_under_way():
+    with fake_node() as node:
+        client = AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S)
+        check = asyncio.ensure_future(client.check("alice", "user", "/x"))
+        await asyncio.sleep(0)
+        await client.close()
+        assert not (await check).fail_open
+    with pytest.raises(RuntimeError, match="closed"):
+        await client.check("alice", "user", "/x")
+    await client.close()
+
+
+async def test_waiting_for_a_service_that_is_not_there_ends():
+    async with AsyncRateLimiterClient(f"127.0.0.1:{free_port()}") as client:
+        assert not await client.wait_until_ready(0.01)
+
+
+async def test_the_token_travels_with_checks_and_a_bad_one_is_refused():
+    with fake_node() as node:
+        async with AsyncRateLimiterClient(
+            node.address, token="s3cret", timeout_s=PATIENT_S
+        ) as client:
+            await client.check("alice", "user", "/x")
+            await client.admin.health()
+        assert [call.metadata["authorization"] for call in node.seen] == ["Bearer s3cret"] * 2
+    with pytest.raises(ValueError, match="bearer token"):
+        AsyncRateLimiterClient(token="two words")
+
+
+def test_a_client_serves_one_event_loop_after_another(real_node):
+    client = AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S)
+
+    async def ask():
+        return await client.check("loops", "user", "/five")
+
+    assert [asyncio.run(ask()).remaining_tokens for _ in range(2)] == [4, 3]
+    asyncio.run(client.close())
+
+
+async def test_every_other_call_takes_and_returns_messages():
+    with fake_node() as node:
+        node.page_size = 1
+        async with AsyncRateLimiterClient(node.address) as client:
+            admin = client.admin
+            rule = await admin.create_rule(pb.RateLimit(endpoint="/x", limit=1), timeout_s=30)
+            await admin.create_rule(pb.RateLimit(endpoint="/y", limit=1), timeout_s=30)
+            changed = await admin.update_rule(
+                pb.RateLimit(id=rule.id, limit=2), ["limit"], timeout_s=30
+            )
+            assert changed.limit == 2
+            await admin.update_rule(changed, timeout_s=30)
+            assert [rule.endpoint async for rule in admin.rules(timeout_s=30)] == ["/x", "/y"]
+            assert (await admin.metrics(["m"], timeout_s=30)) == node.metrics_answer
+            await admin.delete_rule(rule.id, etag="", timeout_s=30)
+            assert [rule.endpoint for rule in node.rules.values()] == ["/y"]
+
+
+FORKS = """
+import asyncio, logging, os, sys
+from ratelimitd_client import AsyncRateLimiterClient, Check
+client = AsyncRateLimiterClient(sys.argv[1], timeout_s=30)
+
+async def ask():
+    return (await client.check("alice", "user", "/x")), (await client.check_many([Check("a", "user", "/x")]))[0]
+
+async def admin():
+    return client.admin
+
+used = sys.argv[2] == "used"
+if used:
+    assert not any(decision.fail_open for decision in asyncio.run(ask()))
+child = os.fork()
+decisions = asyncio.run(ask())
+if child == 0:
+    assert [decision.fail_open for decision in decisions] == [used, used], decisions
+    if used:
+        try:
+            asyncio.run(admin())
+        except RuntimeError as error:
+            assert "forked" in str(error)
+        asyncio.run(client.close())
+    os._exit(0)
+assert not any(decision.fail_open for decision in decisions), decisions
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.parametrize("before", ["used", "unused"])
+def test_after_a_fork_a_client_works_or_lets_through_and_never_hangs(real_node, before):
+    command = [sys.executable, "-c", FORKS, real_node.grpc_address, before]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ("ForkedError" in ended.stderr) == (before == "used")

@@ -1,0 +1,106 @@
+"""Checks of one turn travel together: what goes into a batch, and what each caller gets back."""
+
+import asyncio
+
+import pytest
+
+from ratelimitd_client import Check, Reason
+from ratelimitd_client.coalescing import Coalescer
+from ratelimitd_client.decision import let_through
+
+
+class Asked:
+    """Answers each check with its own endpoint as the error text, and keeps the batches."""
+
+    def __init__(self):
+        self.batches = []
+        self.answering = asyncio.Event()
+        self.answering.set()
+
+    async def __call__(self, requests, timeout_s):
+        self.batches.append(([request.endpoint for request in requests], timeout_s))
+        await self.answering.wait()
+        return [let_through(Reason.NO_ANSWER, request.endpoint, 0.0) for request in requests]
+
+
+def request(endpoint):
+    return Check("alice", "user", endpoint).message()
+
+
+@pytest.fixture
+async def asked():
+    return Asked()
+
+
+@pytest.fixture
+async def coalescer(asked):
+    return Coalescer(asked, linger_s=0, loop=asyncio.get_running_loop())
+
+
+async def test_checks_of_one_turn_travel_together_and_each_gets_its_own_answer(asked, coalescer):
+    futures = [coalescer.add(request(name), 1.0) for name in ("/a", "/b", "/c")]
+    assert [(await future).error for future in futures] == ["/a", "/b", "/c"]
+    assert [batch for batch, _ in asked.batches] == [["/a", "/b", "/c"]]
+
+
+async def test_checks_of_two_turns_travel_apart(asked, coalescer):
+    asked.answering.clear()
+    first = coalescer.add(request("/a"), 1.0)
+    await asyncio.sleep(0)
+    second = coalescer.add(request("/b"), 1.0)
+    asked.answering.set()
+    await asyncio.gather(first, second)
+    assert [batch for batch, _ in asked.batches] == [["/a"], ["/b"]]
+
+
+async def test_checks_with_different_deadlines_travel_apart(asked, coalescer):
+    await asyncio.gather(*(coalescer.add(request("/a"), timeout_s) for timeout_s in (1.0, 2.0)))
+    (_, first_s), (_, second_s) = asked.batches
+    assert first_s <= 1.0 < second_s <= 2.0
+
+
+async def test_no_batch_is_larger_than_a_node_takes(asked, coalescer):
+    futures = [coalescer.add(request(f"/{number}"), 1.0) for number in range(2_500)]
+    answers = [decision.error for decision in await asyncio.gather(*futures)]
+    assert answers == [f"/{number}" for number in range(2_500)]
+    assert [len(batch) for batch, _ in asked.batches] == [1_000, 1_000, 500]
+
+
+async def test_a_check_that_is_given_up_before_its_batch_leaves_is_not_sent(asked, coalescer):
+    given_up, kept = coalescer.add(request("/a"), 1.0), coalescer.add(request("/b"), 1.0)
+    given_up.cancel()
+    await kept
+    coalescer.add(request("/c"), 1.0).cancel()
+    await coalescer.finish()
+    assert [batch for batch, _ in asked.batches] == [["/b"]]
+
+
+async def test_a_check_that_is_given_up_on_its_way_does_not_hurt_its_neighbours(asked, coalescer):
+    asked.answering.clear()
+    given_up, kept = coalescer.add(request("/a"), 1.0), coalescer.add(request("/b"), 1.0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    given_up.cancel()
+    asked.answering.set()
+    assert (await kept).error == "/b"
+
+
+async def test_a_pause_gathers_the_checks_of_many_turns_and_counts_against_the_deadline(asked):
+    coalescer = Coalescer(asked, linger_s=0.005, loop=asyncio.get_running_loop())
+    futures = []
+    for name in ("/a", "/b"):
+        futures.append(coalescer.add(request(name), 1.0))
+        await asyncio.sleep(0)
+    assert not asked.batches
+    await asyncio.gather(*futures)
+    [(batch, left_s)] = asked.batches
+    assert batch == ["/a", "/b"]
+    assert left_s <= 1.0 - 0.004  # the event loop rounds its timers to a millisecond
+
+
+async def test_finishing_sends_what_waits_and_waits_for_what_is_under_way(asked):
+    coalescer = Coalescer(asked, linger_s=60, loop=asyncio.get_running_loop())
+    waiting = coalescer.add(request("/a"), 1.0)
+    await coalescer.finish()
+    assert waiting.done()
+    await coalescer.finish()
