@@ -20,7 +20,10 @@ from ratelimitd.stats import CheckStats
 from tests.servers import free_port
 from tests.unit.sharedstate.asking import soon
 
-RULE = Rule("1", "/a", IdentifierType.USER, 1_000, 3_600, Algorithm.FIXED_WINDOW, revision=1)
+WINDOW_S = 2**31 - 1
+"""From 1970 to 2038: no test meets the edge of such a window, as it may that of an hour."""
+
+RULE = Rule("1", "/a", IdentifierType.USER, 1_000, WINDOW_S, Algorithm.FIXED_WINDOW, revision=1)
 KEY = b"a key of a bucket"
 SECRET = "s" * 32
 
