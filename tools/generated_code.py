@@ -1,4 +1,4 @@
-"""Generate the code and the OpenAPI document of the wire contract (`--write`), or fail when they differ (`--check`)."""
+"""Generate the code and the documents of the wire contract (`--write`), or fail when they differ (`--check`)."""
 
 import argparse
 import difflib
@@ -15,6 +15,8 @@ PROTO = ROOT / "proto"
 CLIENT = ROOT / "clients" / "python"
 TARGET = CLIENT / "src"
 DOCUMENT = ROOT / "src" / "ratelimitd" / "web" / "openapi.json"
+THIRD_PARTY = ROOT / "third_party"
+DESCRIPTORS = ROOT / "src" / "ratelimitd" / "services" / "envoy" / "descriptors.binpb"
 # pip puts the plugins of mypy-protobuf beside the interpreter.
 SCRIPTS = Path(sys.executable).parent
 
@@ -39,10 +41,13 @@ def main() -> int:
         for name, text in fresh.items():
             (TARGET / name).write_text(text)
         DOCUMENT.write_text(openapi_document())
+        DESCRIPTORS.write_bytes(third_party_descriptors())
         return 0
     problems = [*differences(fresh), *outdated_bounds("\n".join(fresh.values()))]
     if DOCUMENT.read_text() != openapi_document():
         problems.append("openapi.json differs: run `make proto` and commit the result")
+    if DESCRIPTORS.read_bytes() != third_party_descriptors():
+        problems.append("descriptors.binpb differs: run `make proto` and commit the result")
     print("\n".join(problems) or "generated code: current")
     return 1 if problems else 0
 
@@ -75,6 +80,24 @@ def generate(directory: Path) -> None:
     )
     if result.returncode:
         raise SystemExit(result.stderr)
+
+
+def third_party_descriptors() -> bytes:
+    """Return the descriptors of the contracts that are not ours, each behind those it imports."""
+    contracts = sorted(THIRD_PARTY.rglob("*.proto"))
+    with tempfile.TemporaryDirectory() as directory:
+        target = Path(directory) / "descriptors.binpb"
+        command = [
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
+            f"--proto_path={THIRD_PARTY}",
+            "--include_imports",
+            f"--descriptor_set_out={target}",
+            *(str(path.relative_to(THIRD_PARTY)) for path in contracts),
+        ]
+        subprocess.run(command, check=True)
+        return target.read_bytes()
 
 
 def openapi_document() -> str:

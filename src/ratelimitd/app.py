@@ -46,6 +46,8 @@ from ratelimitd.services import grpc_health, reflection
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.services.catalogue import OUR_SERVICES, admission, guarded, names_of
 from ratelimitd.services.config import ConfigService
+from ratelimitd.services.envoy.messages import SERVICE as ENVOY
+from ratelimitd.services.envoy.service import EnvoyOptions, EnvoyService
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.health import HealthService
 from ratelimitd.services.rate_limiter import RateLimiterService
@@ -349,6 +351,12 @@ class Node:
         settings = self._settings
         offers = [
             RateLimiterService(limiter, self.stats, time.perf_counter).methods(),
+            EnvoyService(
+                limiter,
+                self.stats,
+                time.perf_counter,
+                EnvoyOptions.of(settings.envoy_identifiers, settings.envoy_fields),
+            ).methods(),
             ConfigService(store, self._clustering or feed, access.actor).methods(),
             HealthService(
                 limiter, report=self._health.report, samples=metrics.samples, actor=access.actor
@@ -356,7 +364,7 @@ class Node:
             self._grpc_health.methods(),
         ]
         if settings.reflection:
-            shown = (*OUR_SERVICES, grpc_health.SERVICE, reflection.V1, reflection.V1ALPHA)
+            shown = (*OUR_SERVICES, ENVOY, grpc_health.SERVICE, reflection.V1, reflection.V1ALPHA)
             offers.append(ReflectionService(shown).methods())
         methods = guarded(offers, access, self._edge)
         return methods if self._tracer is None else traced(methods, self._tracer)

@@ -242,6 +242,20 @@ class Limiter:
                 answers.append(one)
         return answers
 
+    def all_pass(self, checks: Sequence[Check]) -> bool | Awaitable[bool]:
+        """Whether each of these checks would pass now; charges nothing, counts nothing, and knows no timestamps.
+
+        An awaitable only where buckets are shared. What cannot be known passes: whoever then charges the checks meets
+        the failure again, and has an answer to it.
+        """
+        now_us, missed = self._clock.now_us(), self._stats.bucket_missed_total
+        foreseen = [self._foresee(check, now_us) for check in checks]
+        # Each is looked for again when it is charged, and counts then.
+        self._stats.bucket_missed_total = missed
+        asked = [one for one in foreseen if not isinstance(one, bool)]
+        passes = False not in foreseen
+        return self._all_pass_there(asked) if asked and passes else passes
+
     async def reset(
         self, identifier: bytes, identifier_type: IdentifierType, endpoint: str
     ) -> Sequence[Rule]:
@@ -340,6 +354,36 @@ class Limiter:
         key = check.identifier + scope.key_suffix
         outcome = self._buckets.peek(key, scope.rule, scope.decide, now_us, check.cost)
         return None if outcome is None else self._counted(outcome, check.identifier, scope)
+
+    def _foresee(self, check: Check, now_us: int) -> bool | Awaitable[Outcome | RateLimitdError]:
+        try:
+            scope = self.scope(check.endpoint, check.identifier_type)
+            if scope is None:
+                return True
+            key = check.identifier + scope.key_suffix
+            outcome = self._buckets.peek(key, scope.rule, scope.decide, now_us, check.cost)
+            if outcome is not None or self._shared is None:
+                return outcome is None or outcome[0]
+            return self._shared.wait(key, scope.rule, now_us, check.cost, peek=True)
+        except Exception as error:  # noqa: BLE001 - whoever charges meets it again, and reports it
+            return self._passes_without_answer(error)
+
+    async def _all_pass_there(self, asked: Sequence[Awaitable[Outcome | RateLimitdError]]) -> bool:
+        passes = True
+        for one in asked:
+            try:
+                outcome = await one
+            except Exception as error:  # noqa: BLE001 - as above
+                passes &= self._passes_without_answer(error)
+            else:
+                if isinstance(outcome, RateLimitdError):
+                    passes &= self._passes_without_answer(outcome)
+                else:
+                    passes &= outcome[0]
+        return passes
+
+    def _passes_without_answer(self, error: Exception) -> bool:
+        return not (isinstance(error, BreakerOpenError) and self._breaker_denies)
 
     def _ask(self, check: Check) -> _Asked | Decision | CheckInvalidError:
         """Put a check to the shared state; an answer, where nobody need be asked."""

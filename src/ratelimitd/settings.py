@@ -21,6 +21,7 @@ from ratelimitd.settings_values import (
     address,
     database_url,
     fraction,
+    identifier_keys,
     key_secret,
     masked,
     masked_url,
@@ -156,6 +157,11 @@ class Settings:
     otel_sample_ratio: Annotated[float, _Setting("1", fraction,
         "how many of the traces that begin here are recorded, 0 to 1")]
     reflection: Annotated[bool, _Setting("on", on_off, "gRPC server reflection")]
+    envoy_identifiers: Annotated[tuple[str, ...], _Setting(
+        "remote_address=ip,ip=ip,user=user,user_id=user,x-user-id=user,api_key=api_key,authorization=api_key",
+        identifier_keys, "keys of Envoy's entries that say who is limited, and as what: KEY=TYPE, comma-separated")]
+    envoy_fields: Annotated[str, _Setting("all", one_of("all", "standard", "none"),
+        "header fields that Envoy is told to add; standard: no X-RateLimit-*")]
     # fmt: on
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

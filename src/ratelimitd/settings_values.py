@@ -11,10 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
+from ratelimitd.model import IdentifierType
 from ratelimitd.rules.database_url import parse as parse_database_url
 from ratelimitd.sharedstate.url import parse_redis_url
 
 T = TypeVar("T")
+
+_TYPES: Final = frozenset(IdentifierType)
 
 MASK: Final = "********"
 
@@ -116,6 +119,19 @@ def names(text: str) -> tuple[str, ...]:
     found = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
     if not all(name and name.isprintable() for name in found):
         message = "must be names separated by commas"
+        raise ValueError(message)
+    return found
+
+
+def identifier_keys(text: str) -> tuple[str, ...]:
+    """``KEY=TYPE`` separated by commas, TYPE one of the contract's; empty = none."""
+    found = names(text)
+    pairs = [pair.rpartition("=") for pair in found]
+    keys = [key for key, _, _ in pairs]
+    if not all(keys) or len(set(keys)) < len(keys) or not {kind for *_, kind in pairs} <= _TYPES:
+        message = (
+            f"must be KEY=TYPE separated by commas, each KEY once, TYPE {', '.join(IdentifierType)}"
+        )
         raise ValueError(message)
     return found
 

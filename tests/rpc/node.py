@@ -21,6 +21,9 @@ from ratelimitd.rules.sql import SqlRuleStore
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.services.catalogue import OUR_SERVICES, guarded, names_of
 from ratelimitd.services.config import ConfigService
+from ratelimitd.services.envoy.answers import ALL_FIELDS
+from ratelimitd.services.envoy.messages import SERVICE as ENVOY
+from ratelimitd.services.envoy.service import EnvoyOptions, EnvoyService
 from ratelimitd.services.grpc_health import SERVICE as GRPC_HEALTH
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.health import HealthService
@@ -32,6 +35,8 @@ from ratelimitd.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as pb_grpc
 from tests.rule_stores import sqlite_store
+
+ENVOY_IDENTIFIERS = ("remote_address=ip", "user_id=user", "api_key=api_key")
 
 
 @dataclass
@@ -121,6 +126,9 @@ async def running_node(
         )
         offers = (
             RateLimiterService(limiter, stats, perf_counter_s),
+            EnvoyService(
+                limiter, stats, perf_counter_s, EnvoyOptions.of(ENVOY_IDENTIFIERS, ALL_FIELDS)
+            ),
             ConfigService(store, feed, access.actor),
             HealthService(
                 limiter,
@@ -129,7 +137,7 @@ async def running_node(
                 actor=access.actor,
             ),
             grpc_health,
-            ReflectionService((*OUR_SERVICES, GRPC_HEALTH, V1, V1ALPHA)),
+            ReflectionService((*OUR_SERVICES, ENVOY, GRPC_HEALTH, V1, V1ALPHA)),
         )
         methods = guarded((offer.methods() for offer in offers), access, edge)
         server: Server = server_of(transport)(methods, listen=listen, stats=stats, **options)

@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 SERVICES = [
+    "envoy.service.ratelimit.v3.RateLimitService",
     "grpc.health.v1.Health",
     "grpc.reflection.v1.ServerReflection",
     "grpc.reflection.v1alpha.ServerReflection",

@@ -610,6 +610,26 @@ class TestReset:
             assert len(node.table) <= 2
 
 
+class TestForeseeing:
+    def test_checks_pass_together_when_each_does_and_nothing_is_spent_or_counted(self, node):
+        node.check(cost=9)
+        before = node.stats.allowed_total, node.stats.bucket_missed_total
+        one, bob = check_of(), check_of(b"bob", cost=10)
+        assert node.limiter.all_pass([one, bob, check_of(endpoint="/none")])
+        assert not node.limiter.all_pass([bob, check_of(cost=2)])
+        assert (node.stats.allowed_total, node.stats.bucket_missed_total) == before
+        assert node.denied == []
+        assert (node.remaining(), node.remaining(b"bob")) == (1, 10)
+
+    def test_without_a_rule_or_an_answer_a_check_passes(self, monkeypatch):
+        assert Node(book=False).limiter.all_pass([check_of()])
+        assert Node().limiter.all_pass([check_of()])
+        node = Node(ORDERS)
+        monkeypatch.setattr(node.table, "peek", None)
+        assert node.limiter.all_pass([check_of()])
+        assert node.errors == []
+
+
 class FakeSharedBuckets:
     """Has nothing to answer at once: each check waits until the test, or ``answers``, has an answer."""
 
@@ -844,3 +864,31 @@ class TestSharedBuckets:
         monkeypatch.setattr(node.shared, "reset", reset)
         with pytest.raises(StoreUnavailableError, match="no answer"):
             await node.limiter.reset(b"ada", USER, "/orders")
+
+    @pytest.mark.parametrize(
+        ("answers", "passes"),
+        [
+            ([GRANTED, GRANTED], True),
+            ([REFUSED, GRANTED], False),
+            ([GRANTED, REFUSED], False),
+            ([AWAY, GRANTED], True),
+            ([BreakerOpenError(1), GRANTED], True),
+            ([ValueError("defect"), GRANTED], True),
+        ],
+    )
+    async def test_the_shared_state_foresees_what_the_node_cannot(self, node, answers, passes):
+        node.shared.answers = answers
+        foreseen = node.limiter.all_pass([check_of(), check_of(b"bob", cost=2)])
+        assert await foreseen is passes
+        assert [(key, *asked[2:]) for key, *asked in node.shared.asked] == [
+            (b"ada", 1, True),
+            (b"bob", 2, True),
+        ]
+        assert (node.stats.allowed_total, node.errors) == (0, [])
+
+    async def test_an_open_breaker_that_denies_lets_no_checks_pass(self):
+        node = Sharing(breaker_denies=True)
+        node.shared.answers = [BreakerOpenError(1)]
+        assert not await node.limiter.all_pass([check_of()])
+        node.shared.at_once = BreakerOpenError(1)
+        assert not node.limiter.all_pass([check_of()])

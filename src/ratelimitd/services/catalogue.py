@@ -21,6 +21,7 @@ from ratelimitd.rpc.interface import (
 )
 from ratelimitd.services import config, grpc_health, health, rate_limiter, reflection
 from ratelimitd.services.auth import Access, Requirement, Role
+from ratelimitd.services.envoy import service as envoy
 from ratelimitd.services.status import ErrorEdge
 
 Source = TypeVar("Source")
@@ -32,6 +33,7 @@ ROLES: Final[Mapping[str, Role]] = MappingProxyType(
     {
         f"/{rate_limiter.SERVICE}/CheckRateLimit": Role.CHECK,
         f"/{rate_limiter.SERVICE}/CheckRateLimitBatch": Role.CHECK,
+        envoy.METHOD: Role.CHECK,
         f"/{config.SERVICE}/CreateRateLimit": Role.ADMIN,
         f"/{config.SERVICE}/UpdateRateLimit": Role.ADMIN,
         f"/{config.SERVICE}/DeleteRateLimit": Role.ADMIN,

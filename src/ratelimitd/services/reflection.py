@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
+from ratelimitd.services.envoy import messages as envoy
 from ratelimitd.services.wire import WHOLE_MESSAGE
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -131,6 +132,8 @@ def _served_files() -> DescriptorPool:
     for module in (empty_pb2, field_mask_pb2, ratelimiter_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
     pool.Add(_reflection_v1())
+    for file in envoy.files():
+        pool.Add(file)
     return pool
 
 

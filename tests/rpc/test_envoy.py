@@ -1,0 +1,97 @@
+"""Envoy's rate limit service as Envoy meets it: over both transports, on the port of everything else."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from ratelimitd.services.auth import Credentials
+from ratelimitd.services.envoy.service import METHOD
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.envoy_messages import Response, request_of
+from tests.rpc.node import running_node
+
+LOGIN = [("remote_address", "192.0.2.1"), ("path", "/login")]
+ADA = [("user_id", "ada")]
+
+
+async def ask(node, *arguments, **options):
+    data = request_of(*arguments, **options).SerializeToString()
+    return Response.FromString(await node.raw(METHOD, data))
+
+
+def fields_of(answer):
+    return {field.key: field.value for field in answer.response_headers_to_add}
+
+
+async def test_a_limit_is_reached_at_the_right_request(node):
+    rule = await node.rule("edge/path=/login", "ip", limit=2)
+    answers = [await ask(node, "edge", LOGIN) for _ in range(3)]
+    assert [answer.overall_code for answer in answers] == [1, 1, 2]
+    [status] = answers[0].statuses
+    assert (status.current_limit.requests_per_unit, status.limit_remaining) == (2, 1)
+    fields = fields_of(answers[2])
+    assert fields["RateLimit-Policy"] == f'"{rule.id}";q=2;w=60'
+    assert fields["X-RateLimit-Remaining"] == "0"
+    assert int(fields["Retry-After"]) == status.duration_until_reset.seconds
+
+
+async def test_buckets_are_those_of_other_callers(node):
+    await node.rule("edge/path=/login", "ip", limit=2)
+    await ask(node, "edge", LOGIN)
+    check = pb.RateLimitRequest(
+        identifier="192.0.2.1", identifier_type="ip", endpoint="edge/path=/login"
+    )
+    assert (await node.checks.CheckRateLimit(check)).remaining_tokens == 0
+    assert (await ask(node, "edge", LOGIN)).overall_code == Response.OVER_LIMIT
+
+
+async def test_nothing_is_charged_unless_all_descriptors_pass(node):
+    await node.rule("edge/path=/login", "ip", limit=5)
+    await node.rule("edge", "user", limit=1)
+    assert (await ask(node, "edge", LOGIN, ADA)).overall_code == Response.OK
+    denied = await ask(node, "edge", LOGIN, ADA)
+    assert [status.code for status in denied.statuses] == [1, 2]
+    [status] = (await ask(node, "edge", LOGIN)).statuses
+    assert status.limit_remaining == 3
+
+
+async def test_many_at_once_never_get_more_than_the_limit(node):
+    await node.rule("edge/path=/login", "ip", limit=7)
+    await node.rule("edge", "user", limit=100)
+    answers = await asyncio.gather(*(ask(node, "edge", LOGIN, ADA) for _ in range(20)))
+    assert sum(answer.overall_code == Response.OK for answer in answers) == 7
+    [status] = (await ask(node, "edge", ADA)).statuses
+    assert status.limit_remaining == 92
+
+
+async def test_an_unknown_rule_is_ok(node):
+    answer = await ask(node, "nowhere", LOGIN)
+    assert (answer.overall_code, fields_of(answer)) == (Response.OK, {})
+
+
+WRONG = {
+    "domain": request_of("", ADA),
+    "descriptors": request_of("edge"),
+    "descriptors[0].entries[0].value": request_of("edge", [("remote_address", "here")]),
+    "hits_addend": request_of("edge", ADA, hits=2**32 - 1),
+    "request": request_of("edge", [("path", "x" * 70_000)]),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+async def test_bad_input_is_refused_by_name_and_never_let_through(node, field):
+    await node.rule("edge", "user")
+    code, text = await node.outcome(METHOD, WRONG[field].SerializeToString())
+    assert (code, text.partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+    assert node.fail_opens() == (0, 0)
+    assert node.stats.allowed_total == 0
+
+
+async def test_it_asks_for_the_check_role(tmp_path, transport):
+    credentials = Credentials(check_token="the-check-token")
+    async with running_node(tmp_path, transport=transport, credentials=credentials) as node:
+        data = request_of("edge", ADA).SerializeToString()
+        assert (await node.outcome(METHOD, data))[0] is grpc.StatusCode.UNAUTHENTICATED
+        metadata = (("authorization", "Bearer the-check-token"),)
+        assert (await node.outcome(METHOD, data, metadata=metadata))[0] is grpc.StatusCode.OK

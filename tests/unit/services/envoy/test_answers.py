@@ -1,0 +1,87 @@
+import pytest
+
+from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
+from ratelimitd.services.envoy.answers import ALL_FIELDS, NO_FIELDS, STANDARD_FIELDS, answer_of
+from tests.envoy_messages import Response
+
+NOW_S = 1_000
+MINUTE = Rule("minute", "/a", IdentifierType.USER, 10, 60, Algorithm.FIXED_WINDOW)
+HALF = Rule("half", "/b", IdentifierType.USER, 10, 30, Algorithm.FIXED_WINDOW)
+PASSED = Decision(True, 4, NOW_S + 20, 0, Reason.WITHIN_LIMIT, MINUTE)
+DENIED = Decision(False, 0, NOW_S + 20, 20, Reason.LIMIT_EXCEEDED, MINUTE)
+LONGER = Decision(False, 2, NOW_S + 25, 25, Reason.LIMIT_EXCEEDED, HALF)
+NO_RULE = Decision(True, 2**31 - 1, 0, 0, Reason.NO_RULE, None)
+GIVEN_UP = Decision(False, 0, NOW_S + 5, 5, Reason.FAIL_OPEN_BREAKER, None)
+
+
+def answer(*decisions, fields=ALL_FIELDS, now_us=NOW_S * 1_000_000):
+    return Response.FromString(answer_of(decisions, now_us, fields))
+
+
+def added(*decisions, **options):
+    return {
+        field.key: field.value for field in answer(*decisions, **options).response_headers_to_add
+    }
+
+
+def test_each_descriptor_has_its_status_in_order():
+    read = answer(PASSED, NO_RULE, DENIED)
+    assert read.overall_code == Response.OVER_LIMIT
+    first, second, third = read.statuses
+    assert [status.code for status in read.statuses] == [1, 1, 2]
+    limit = first.current_limit
+    assert (limit.requests_per_unit, limit.unit, limit.name) == (10, 2, "minute")
+    assert (first.limit_remaining, first.duration_until_reset.seconds) == (4, 20)
+    assert not second.HasField("current_limit")
+    assert third.limit_remaining == 0
+
+
+def test_all_that_pass_are_ok():
+    assert answer(PASSED, NO_RULE).overall_code == Response.OK
+
+
+def test_a_window_that_envoy_has_no_name_for_has_no_unit():
+    assert answer(LONGER).statuses[0].current_limit.unit == 0
+
+
+def test_what_was_left_of_a_second_counts_as_one_and_what_is_over_as_none():
+    assert answer(PASSED, now_us=NOW_S * 10**6 + 1).statuses[0].duration_until_reset.seconds == 20
+    late = answer(PASSED, now_us=2 * NOW_S * 10**6)
+    assert late.statuses[0].duration_until_reset.seconds == 0
+
+
+def test_the_fields_are_those_of_the_limit_with_the_least_left():
+    assert added(NO_RULE, PASSED, PASSED._replace(remaining=3)) == {
+        "RateLimit-Policy": '"minute";q=10;w=60',
+        "RateLimit": '"minute";r=3;t=20',
+        "X-RateLimit-Limit": "10",
+        "X-RateLimit-Remaining": "3",
+        "X-RateLimit-Reset": "20",
+    }
+
+
+def test_a_denial_is_told_by_the_one_that_lasts_longest():
+    assert added(PASSED, LONGER, DENIED) == {
+        "Retry-After": "25",
+        "RateLimit-Policy": '"half";q=10;w=30',
+        "RateLimit": '"half";r=2;t=25',
+        "X-RateLimit-Limit": "10",
+        "X-RateLimit-Remaining": "2",
+        "X-RateLimit-Reset": "25",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        (STANDARD_FIELDS, ["Retry-After", "RateLimit-Policy", "RateLimit"]),
+        (NO_FIELDS, []),
+    ],
+)
+def test_fields_can_be_left_out(fields, names):
+    assert [*added(DENIED, fields=fields)] == names
+
+
+def test_without_a_rule_only_a_denial_has_something_to_tell():
+    assert added(NO_RULE) == {}
+    assert added(GIVEN_UP) == {"Retry-After": "5"}

@@ -1,0 +1,116 @@
+import pytest
+
+from ratelimitd.errors import CheckInvalidError
+from ratelimitd.model import INT32_MAX, Check, IdentifierType
+from ratelimitd.services.envoy.descriptors import MAX_DESCRIPTORS, MAX_ENTRIES, checks_of
+from ratelimitd.services.envoy.messages import parse_request
+from tests.envoy_messages import request_of
+
+IP, USER, API_KEY = IdentifierType.IP, IdentifierType.USER, IdentifierType.API_KEY
+IDENTIFIERS = {b"remote_address": IP, b"user_id": USER}
+PATH = ("path", "/login")
+
+
+def checks(*arguments, **options):
+    request = parse_request(request_of(*arguments, **options).SerializeToString())
+    return checks_of(request, IDENTIFIERS)
+
+
+@pytest.mark.parametrize(
+    ("entries", "check"),
+    [
+        ([("remote_address", "192.0.2.1")], Check(b"192.0.2.1", IP, "edge")),
+        ([("remote_address", "::ffff:192.0.2.1")], Check(b"192.0.2.1", IP, "edge")),
+        ([PATH, ("user_id", "ada")], Check(b"ada", USER, "edge/path=/login")),
+        (
+            [("user_id", "ada"), PATH, ("verb", "")],
+            Check(b"ada", USER, "edge/path=/login/verb="),
+        ),
+        (
+            [("user_id", "ada"), ("remote_address", "192.0.2.1")],
+            Check(b"ada", USER, "edge/remote_address=192.0.2.1"),
+        ),
+        ([("generic_key", "slow")], Check(b"slow", API_KEY, "edge/generic_key=slow")),
+        ([PATH, ("plan", "free")], Check(b"free", API_KEY, "edge/path=/login/plan=free")),
+    ],
+)
+def test_a_descriptor_is_a_check(entries, check):
+    assert checks("edge", entries) == [check]
+
+
+@pytest.mark.parametrize(
+    ("of_request", "of_descriptor", "cost", "peek"),
+    [
+        (0, None, 1, False),
+        (3, None, 3, False),
+        (3, 5, 5, False),
+        (INT32_MAX, None, INT32_MAX, False),
+        (3, 0, 1, True),
+    ],
+)
+def test_hits_are_the_cost_and_those_of_a_descriptor_come_first(
+    of_request, of_descriptor, cost, peek
+):
+    [check] = checks("edge", ([("user_id", "ada")], of_descriptor), hits=of_request)
+    assert (check.cost, check.peek) == (cost, peek)
+
+
+def test_descriptors_stay_in_order():
+    asked = checks("edge", [("user_id", "ada")], [("user_id", "bob")])
+    assert [check.identifier for check in asked] == [b"ada", b"bob"]
+
+
+ADA = [("user_id", "ada")]
+
+
+WRONG = {
+    "no domain": (request_of("", ADA), "domain"),
+    "a domain for rules only": (request_of("*", ADA), "domain"),
+    "a long domain": (request_of("d" * 256, ADA), "domain"),
+    "a domain that is no text": (request_of("\n", ADA), "domain"),
+    "no descriptors": (request_of("edge"), "descriptors"),
+    "many descriptors": (request_of("edge", *[ADA] * (MAX_DESCRIPTORS + 1)), "descriptors"),
+    "no entries": (request_of("edge", ADA, []), "descriptors[1].entries"),
+    "many entries": (request_of("edge", ADA * (MAX_ENTRIES + 1)), "descriptors[0].entries"),
+    "no key": (request_of("edge", [("", "x"), *ADA]), "descriptors[0].entries[0].key"),
+    "nobody": (request_of("edge", [PATH, ("user_id", "")]), "descriptors[0].entries[1].value"),
+    "no value": (request_of("edge", [("generic_key", "")]), "descriptors[0].entries[0].value"),
+    "a long user": (
+        request_of("edge", [("user_id", "x" * 257)]),
+        "descriptors[0].entries[0].value",
+    ),
+    "no address": (
+        request_of("edge", [("remote_address", "here")]),
+        "descriptors[0].entries[0].value",
+    ),
+    "a long path": (request_of("edge", [("path", "x" * 256), *ADA]), "descriptors[0].entries"),
+    "many hits": (request_of("edge", ADA, hits=2**31), "hits_addend"),
+    "many hits of one": (request_of("edge", (ADA, 2**31)), "descriptors[0].hits_addend"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_named(what):
+    request, field = WRONG[what]
+    with pytest.raises(CheckInvalidError) as refused:
+        checks_of(parse_request(request.SerializeToString()), IDENTIFIERS)
+    assert [violation.field for violation in refused.value.violations] == [field]
+
+
+def test_as_many_as_are_allowed_are_taken():
+    entries = [*[("k", "v")] * (MAX_ENTRIES - 1), *ADA]
+    assert len(checks("edge", *[entries] * MAX_DESCRIPTORS)) == MAX_DESCRIPTORS
+
+
+def test_hits_are_not_given_back():
+    request = request_of("edge", ADA)
+    request.descriptors[0].is_negative_hits = True
+    with pytest.raises(CheckInvalidError, match=r"descriptors\[0\]\.is_negative_hits: hits are"):
+        checks_of(parse_request(request.SerializeToString()), IDENTIFIERS)
+
+
+def test_no_value_is_repeated_in_what_is_wrong():
+    with pytest.raises(CheckInvalidError) as refused:
+        checks("edge", [("remote_address", "somewhere"), ("path", "secret" * 50)])
+    assert "secret" not in str(refused.value)
+    assert "somewhere" not in str(refused.value)

@@ -1,0 +1,175 @@
+import asyncio
+from itertools import count
+
+import pytest
+
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.errors import InvalidInputError
+from ratelimitd.limiter import Limiter
+from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.services.envoy.answers import ALL_FIELDS
+from ratelimitd.services.envoy.service import METHOD, EnvoyOptions, EnvoyService
+from ratelimitd.stats import CheckStats
+from ratelimitd.testing import ManualClock
+from tests.envoy_messages import Response, request_of
+from tests.unit.services.fake_call import FakeCall
+
+USER = IdentifierType.USER
+A = Rule("a", "edge/path=a", USER, 3, 60, Algorithm.FIXED_WINDOW)
+B = Rule("b", "edge/path=b", USER, 1, 60, Algorithm.FIXED_WINDOW)
+OPTIONS = EnvoyOptions.of(["user_id=user", "a=b=ip"], ALL_FIELDS)
+ADA_A = [("user_id", "ada"), ("path", "a")]
+ADA_B = [("user_id", "ada"), ("path", "b")]
+OK, OVER_LIMIT = Response.OK, Response.OVER_LIMIT
+
+
+class Node:
+    def __init__(self):
+        self.stats = CheckStats()
+        self.limiter = Limiter(
+            buckets=BucketTable(100, self.stats),
+            clock=ManualClock(),
+            stats=self.stats,
+            timestamps="bounded",
+            keys=BucketKeys(b"k" * 32),
+        )
+        self.limiter.replace_book(RuleBook.of([A, B], 1))
+        ticks = count()
+        self.service = EnvoyService(self.limiter, self.stats, lambda: next(ticks), OPTIONS)
+
+    def ask(self, *descriptors, **options):
+        data = request_of("edge", *descriptors, **options).SerializeToString()
+        answer = self.service.should_rate_limit(data, FakeCall())
+        assert isinstance(answer, bytes)
+        return Response.FromString(answer)
+
+    def left(self, descriptor):
+        [status] = self.ask((descriptor, 0)).statuses
+        return status.limit_remaining
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+def codes(answer):
+    return [status.code for status in answer.statuses]
+
+
+def test_the_method_is_envoys(node):
+    assert METHOD == "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit"
+    assert [*node.service.methods().unary] == [METHOD]
+
+
+def test_options_are_read_from_settings():
+    assert OPTIONS.identifiers == {b"user_id": USER, b"a=b": IdentifierType.IP}
+
+
+def test_a_limit_is_reached_at_the_right_request(node):
+    answers = [node.ask(ADA_A).overall_code for _ in range(4)]
+    assert answers == [OK, OK, OK, OVER_LIMIT]
+    assert (node.stats.allowed_total, node.stats.blocked_total) == (3, 1)
+    assert node.stats.by_rule["a"] == [3, 1]
+
+
+def test_hits_are_charged(node):
+    assert node.ask(ADA_A, hits=3).overall_code == OK
+    assert node.ask(ADA_A).overall_code == OVER_LIMIT
+
+
+def test_nothing_is_charged_unless_all_pass(node):
+    assert codes(node.ask(ADA_A, ADA_B)) == [OK, OK]
+    assert codes(node.ask(ADA_A, ADA_B)) == [OK, OVER_LIMIT]
+    assert node.left(ADA_A) == 1  # of 3: one was spent, and a look counts itself in
+
+
+def test_what_was_judged_twice_is_counted_once(node):
+    node.ask(ADA_A, ADA_B)
+    node.ask(ADA_A, ADA_B)
+    assert node.stats.by_rule == {"a": [2, 0], "b": [1, 1]}
+    assert sum(node.stats.latency_counts) == 4
+    assert node.stats.bucket_known_total >= 0
+
+
+def test_descriptors_of_one_bucket_share_it(node):
+    assert codes(node.ask(ADA_A, ADA_A)) == [OK, OK]
+    assert codes(node.ask(ADA_A, ADA_A)) == [OVER_LIMIT, OVER_LIMIT]
+    assert codes(node.ask(ADA_A)) == [OK]
+
+
+@pytest.mark.parametrize(
+    "descriptors", [[(ADA_A, 0), (ADA_A, 2)], [(ADA_A, 2), (ADA_A, 0)], [(ADA_A, 2)]]
+)
+def test_no_hits_beside_some_add_nothing(node, descriptors):
+    node.ask(*descriptors)
+    assert codes(node.ask(ADA_A)) == [OK]
+    assert codes(node.ask(ADA_A)) == [OVER_LIMIT]
+
+
+def test_no_hits_charge_nothing(node):
+    for _ in range(5):
+        assert node.ask((ADA_A, 0), (ADA_B, 0)).overall_code == OK
+
+
+def test_without_a_rule_everything_passes(node):
+    answer = node.ask([("user_id", "ada"), ("path", "c")])
+    assert (answer.overall_code, len(answer.response_headers_to_add)) == (OK, 0)
+
+
+def test_a_request_that_is_malformed_is_counted_and_charges_nothing(node):
+    with pytest.raises(InvalidInputError):
+        node.ask(ADA_A, [])
+    assert (node.stats.invalid_total, node.stats.allowed_total) == (1, 0)
+
+
+GRANTED = Decision(True, 2, 0, 0, Reason.WITHIN_LIMIT, A)
+REFUSED = Decision(False, 0, 0, 9, Reason.LIMIT_EXCEEDED, A)
+
+
+class FakeChecker:
+    """Knows nothing at once; the shared state foresees ``passes``, and answers what is then asked."""
+
+    def __init__(self, *answers, passes=True):
+        self.answers, self.passes, self.asked = [*answers], passes, []
+
+    def all_pass(self, _checks):
+        async def foresee():
+            await asyncio.sleep(0)
+            return self.passes
+
+        return foresee()
+
+    def check_batch(self, checks):
+        self.asked += [check.peek for check in checks]
+        return [None if check.endpoint.endswith("a") else GRANTED for check in checks]
+
+    async def wait(self, checks):
+        return [self.answers.pop(0) for _ in checks]
+
+    def now_us(self):
+        return 0
+
+
+async def ask(checker, *descriptors):
+    service = EnvoyService(checker, CheckStats(), lambda: 0.0, OPTIONS)
+    data = request_of("edge", *descriptors).SerializeToString()
+    return Response.FromString(await service.should_rate_limit(data, FakeCall()))
+
+
+async def test_what_only_the_shared_state_knows_is_waited_for():
+    assert codes(await ask(FakeChecker(REFUSED), ADA_A)) == [OVER_LIMIT]
+
+
+@pytest.mark.parametrize("passes", [True, False])
+async def test_all_are_charged_or_only_looked_at_as_the_shared_state_foresees(passes):
+    checker = FakeChecker(GRANTED, passes=passes)
+    assert codes(await ask(checker, ADA_B, ADA_A)) == [OK, OK]
+    assert checker.asked == [not passes] * 2
+
+
+async def test_a_spend_of_another_node_in_between_denies():
+    answer = await ask(FakeChecker(REFUSED), ADA_B, ADA_A)
+    assert (answer.overall_code, codes(answer)) == (OVER_LIMIT, [OK, OVER_LIMIT])
