@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -212,6 +213,26 @@ async def test_every_other_call_takes_and_returns_messages():
             assert (await admin.metrics(["m"], timeout_s=30)) == node.metrics_answer
             await admin.delete_rule(rule.id, etag="", timeout_s=30)
             assert [rule.endpoint for rule in node.rules.values()] == ["/y"]
+
+
+async def test_in_a_process_forked_from_one_that_used_it_nothing_of_grpc_is_touched(real_node):
+    async with AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
+        await client.check("forked", "user", "/five")
+        client._process = -1  # this process has another number than the one that used it
+        decisions = await client.check_many([Check("forked", "user", "/five")] * 2)
+        decisions.append(await client.check("forked", "user", "/five"))
+        assert [decision.error for decision in decisions] == ["ForkedError"] * 3
+        with pytest.raises(RuntimeError, match="before this process was forked"):
+            await client.wait_until_ready()
+        client._process = os.getpid()
+
+
+async def test_an_open_breaker_holds_for_batches_too():
+    async with AsyncRateLimiterClient(clock=ManualClock()) as client:
+        for _ in range(5):
+            client._opened().exchange.breaker.failed()
+        [decision] = await client.check_many([Check("alice", "user", "/x")])
+        assert decision.reason is Reason.NOT_ASKED
 
 
 FORKS = """

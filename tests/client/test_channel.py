@@ -4,9 +4,16 @@ import grpc
 import pytest
 import trustme
 
-from ratelimitd_client import NodeClient, Tls, open_channel
+from ratelimitd_client import (
+    AsyncRateLimiterClient,
+    NodeClient,
+    RateLimiterClient,
+    Tls,
+    open_channel,
+)
 from ratelimitd_client.channel import CHANNEL_OPTIONS
 from tests.fake_node import fake_node
+from tests.servers import free_port, until
 
 AUTHORITY = trustme.CA()
 SERVER = AUTHORITY.issue_cert("localhost")
@@ -68,6 +75,29 @@ def test_mutual_tls_shows_the_certificate_of_the_caller():
             pytest.raises(grpc.RpcError),
         ):
             client.check("alice", "user", "/x")
+
+
+async def test_the_clients_that_decide_speak_tls_too():
+    tls = Tls(ca=CA_PEM)
+    with fake_node(server_credentials(mutual=False)) as node:
+        with RateLimiterClient(node.address, tls=tls, timeout_s=30) as client:
+            assert not client.check("alice", "user", "/x").fail_open
+        async with AsyncRateLimiterClient(node.address, tls=tls, timeout_s=30) as client:
+            assert not (await client.check("alice", "user", "/x")).fail_open
+
+
+def test_checks_go_to_all_nodes_behind_a_name_and_a_node_that_is_down_is_passed_over():
+    with fake_node() as first, fake_node() as second:
+        target = f"ipv4:{first.address},{second.address}"
+        with RateLimiterClient(target, timeout_s=30) as client:
+            until(
+                lambda: client.check("alice", "user", "/x") and first.seen and second.seen,
+                "both were asked",
+            )
+        with RateLimiterClient(f"ipv4:{first.address},127.0.0.1:{free_port()}") as client:
+            assert client.wait_until_ready(30)
+            for _ in range(10):
+                assert not client.check("alice", "user", "/x", timeout_s=30).fail_open
 
 
 @pytest.mark.parametrize("half", [{"cert": b"pem"}, {"key": b"pem"}])

@@ -189,8 +189,6 @@ class _Session:
                 self.exchange.answered(call.result(), count)
             except grpc.RpcError as error:
                 self.failed(error, count)
-            except grpc.FutureCancelledError as error:  # the client was closed
-                self.exchange.broken(error, count)
 
         method = self.methods[path_of(requests)]
         call = method.future(question_of(requests), timeout=timeout_s, metadata=metadata)

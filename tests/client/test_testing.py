@@ -1,0 +1,99 @@
+"""The fakes for users' tests: they count, they go away, and they take what the real clients take."""
+
+import inspect
+
+import pytest
+
+from ratelimitd_client import AsyncRateLimiterClient, Check, RateLimiterClient, Reason
+from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter, ManualClock
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def limiter(clock):
+    with FakeRateLimiter(clock) as limiter:
+        limiter.limit("/x", "user", limit=2, window_seconds=60)
+        yield limiter
+
+
+def test_time_moves_when_it_is_told_to_and_never_backwards(clock):
+    began_s = clock.now_s()
+    clock.advance(1.5)
+    assert (clock.now_s() - began_s, clock.monotonic_s()) == (1.5, 1.5)
+    with pytest.raises(ValueError, match="backwards"):
+        clock.advance(-1)
+
+
+def test_a_window_is_spent_and_ends(limiter, clock):
+    decisions = [limiter.check("alice", "user", "/x") for _ in range(3)]
+    assert [decision.allowed for decision in decisions] == [True, True, False]
+    assert [decision.remaining_tokens for decision in decisions] == [1, 0, 0]
+    assert [decision.retry_after_seconds for decision in decisions] == [0, 60, 60]
+    assert limiter.check("bob", "user", "/x").allowed
+    clock.advance(decisions[2].retry_after_seconds)
+    assert limiter.check("alice", "user", "/x").remaining_tokens == 1
+
+
+def test_a_denial_has_the_headers_of_a_real_one(limiter, clock):
+    clock.advance(20)
+    limiter.check("alice", "user", "/x", cost=2)
+    assert limiter.check("alice", "user", "/x").headers() == {
+        "Retry-After": "40",
+        "RateLimit-Policy": '"default";q=2;w=60',
+        "RateLimit": '"default";r=0;t=40',
+    }
+
+
+def test_peeking_spends_nothing_and_a_denial_neither(limiter):
+    assert limiter.check("alice", "user", "/x", cost=2, peek=True).allowed
+    assert limiter.check("alice", "user", "/x", cost=3).reason is Reason.COST_EXCEEDS_LIMIT
+    assert limiter.check("alice", "user", "/x", cost=2).allowed
+
+
+def test_a_limit_for_all_holds_where_there_is_no_other(limiter):
+    limiter.limit("*", "user", limit=1)
+    assert limiter.check("alice", "user", "/y").limit == 1
+    assert limiter.check("alice", "user", "/x").limit == 2
+    decision = limiter.check("192.0.2.7", "ip", "/y")
+    assert (decision.allowed, decision.reason) == (True, Reason.NO_RULE)
+
+
+def test_an_outage_lets_everything_through_and_is_marked(limiter):
+    limiter.available = False
+    assert limiter.check("alice", "user", "/x", cost=9).fail_open
+    assert not limiter.wait_until_ready()
+    assert limiter.checks == [Check("alice", "user", "/x", 9)]
+
+
+def test_wrong_arguments_raise_as_with_a_real_client(limiter):
+    with pytest.raises(ValueError, match="identifier_type"):
+        limiter.check("alice", "nobody", "/x")
+    with pytest.raises(ValueError, match="at least 1"):
+        limiter.limit("/x", "user", limit=0)
+
+
+def test_many_checks_are_decided_in_their_order(limiter):
+    decisions = limiter.check_many([Check("alice", "user", "/x")] * 3)
+    assert [decision.allowed for decision in decisions] == [True, True, False]
+
+
+async def test_the_fake_for_asyncio_does_the_same():
+    async with AsyncFakeRateLimiter() as limiter:
+        limiter.limit("/x", "user", limit=1)
+        assert await limiter.wait_until_ready()
+        assert (await limiter.check("alice", "user", "/x")).allowed
+        [decision] = await limiter.check_many([Check("alice", "user", "/x")])
+        assert decision.reason is Reason.LIMIT_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    ("real", "fake"),
+    [(RateLimiterClient, FakeRateLimiter), (AsyncRateLimiterClient, AsyncFakeRateLimiter)],
+)
+@pytest.mark.parametrize("method", ["check", "check_many", "wait_until_ready", "close"])
+def test_a_fake_takes_what_the_real_one_takes(real, fake, method):
+    assert inspect.signature(getattr(fake, method)) == inspect.signature(getattr(real, method))

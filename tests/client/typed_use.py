@@ -1,0 +1,49 @@
+"""What users write, for the type checker alone (`make lint`): no part of it may be of unknown type."""
+# mypy: disallow-untyped-defs, disallow-untyped-calls, disallow-any-generics, disallow-any-expr, check-untyped-defs
+
+from typing import assert_type
+
+from ratelimitd_client import (
+    AsyncRateLimiter,
+    AsyncRateLimiterClient,
+    Check,
+    Decision,
+    RateLimiter,
+    RateLimiterClient,
+    Reason,
+    Tls,
+)
+from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter, ManualClock
+
+
+def blocking() -> None:
+    """A client that blocks."""
+    tls = Tls(ca=b"ca", cert=b"cert", key=b"key")
+    with RateLimiterClient("limiter:9090", tls=tls, token="t", timeout_s=0.01) as limiter:
+        decision = limiter.check("alice", "user", "/x", cost=2, peek=True, timeout_s=0.5)
+        assert_type(decision, Decision)
+        assert_type(decision.allowed, bool)
+        assert_type(decision.fail_open, bool)
+        assert_type(decision.reason, Reason)
+        assert_type(decision.headers(x_ratelimit=True), dict[str, str])
+        assert_type(limiter.check_many([Check("alice", "user", "/x")]), list[Decision])
+        assert_type(limiter.wait_until_ready(1.0), bool)
+        assert_type(limiter.admin.reset("alice", "user", "/x"), None)
+
+
+async def asynchronous() -> None:
+    """A client for asyncio."""
+    async with AsyncRateLimiterClient("limiter:9090", linger_us=200) as limiter:
+        assert_type(await limiter.check("alice", "user", "/x"), Decision)
+        assert_type(await limiter.check_many([Check("alice", "user", "/x")]), list[Decision])
+        assert_type(await limiter.wait_until_ready(), bool)
+        await limiter.admin.reset("alice", "user", "/x")
+
+
+def either_kind() -> tuple[list[RateLimiter], list[AsyncRateLimiter]]:
+    """The protocols are those of the clients and of the fakes."""
+    clock = ManualClock()
+    return (
+        [RateLimiterClient(clock=clock), FakeRateLimiter(clock)],
+        [AsyncRateLimiterClient(clock=clock), AsyncFakeRateLimiter(clock)],
+    )
