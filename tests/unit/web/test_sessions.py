@@ -66,7 +66,11 @@ def test_forms_are_bound_to_who_has_the_cookie(sessions, now_s):
     first, second = sessions.nonce(), sessions.nonce()
     assert sessions.form_token(first) == Sessions(TOKEN, now_s).form_token(first)
     assert sessions.form_token(first) != sessions.form_token(second)
-    assert sessions.form_token(first) != Sessions("another token", now_s).form_token(first)
+
+
+def test_a_form_tells_nothing_of_the_admin_token_to_who_is_not_logged_in(sessions, now_s):
+    nonce = sessions.nonce()
+    assert sessions.form_token(nonce) == Sessions("another token", now_s).form_token(nonce)
 
 
 def test_without_an_admin_token_nobody_logs_in_but_forms_are_bound_all_the_same(now_s):
