@@ -37,6 +37,9 @@ MAX_VIOLATIONS: Final = 16
 MAX_MASK_PATHS: Final = 100
 """Of a field mask; no message has more fields."""
 
+MAX_NAME: Final = 64
+"""Characters of an unknown field's name that an error quotes; those of the contract are shorter."""
+
 MAX_DIGITS: Final = 40
 """A longer number fits no field; making an integer of its text takes time that grows with the square of its length."""
 
@@ -207,7 +210,8 @@ def _fields_of(descriptor: Descriptor) -> Mapping[str, FieldDescriptor]:
 
 def _shown(name: str) -> str:
     """The name of a field that there is not, as an error may quote it."""
-    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", name)
+    shown = _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", name[:MAX_NAME])
+    return shown if len(name) <= MAX_NAME else shown + "…"
 
 
 def _text(content: object) -> str:

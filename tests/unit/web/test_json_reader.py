@@ -13,6 +13,7 @@ from ratelimitd.errors import InvalidInputError
 from ratelimitd.web.json_reader import (
     MAX_BODY_BYTES,
     MAX_MASK_PATHS,
+    MAX_NAME,
     MAX_VALUES,
     MAX_VIOLATIONS,
     SLICE_ITEMS,
@@ -111,6 +112,14 @@ def test_whatever_is_sent_is_read_or_refused_in_words_that_can_be_sent(message_c
 
 def test_a_name_that_is_no_text_is_told_as_one():
     assert complaints(b'{"a\\ud800": 1}') == {"a\ufffd": "is no field of RateLimitRequest"}
+
+
+def test_an_error_quotes_the_beginning_of_a_long_name():
+    assert complaints(b'{"' + b"k" * 1_000 + b'": 1}') == {
+        "k" * MAX_NAME + "…": "is no field of RateLimitRequest"
+    }
+    name = "k" * MAX_NAME
+    assert complaints(f'{{"{name}": 1}}'.encode()) == {name: "is no field of RateLimitRequest"}
 
 
 @pytest.mark.parametrize("message_class", REQUESTS, ids=lambda found: found.__name__)
