@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from bench import (
+    client,
     decisions,
     hpack,
     http2_core,
@@ -30,6 +31,7 @@ PARTS = {
     "native": ("The native transport, server on one core, load on another", native.measure),
     "rpc": ("Over gRPC, server on one core, load on another", rpc.measure),
     "shared": ("A node of a cluster, Valkey on the other core", shared.measure),
+    "client": ("The client, its callers on one core", client.measure),
     "rules": ("100,000 rules", rules.measure),
     "page": ("The page: a node that is watched, and a first render", page.measure),
 }

@@ -1,0 +1,95 @@
+"""What one core of a caller gets out of a node: the client for asyncio beside grpcio alone, as many callers on both.
+
+Each caller asks a check, waits for the answer, and asks the next. The node has one core and the callers the other, so
+the figures are theirs and not the node's. They take turns, and the best of each counts.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc.aio
+import uvloop
+
+from bench.report import Row, percentile
+from bench.servers import load_core, node
+from ratelimitd_client import AsyncRateLimiterClient, RateLimiterClient
+from ratelimitd_client.channel import CHANNEL_OPTIONS
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+
+CALLERS = (1, 64, 512)
+ROUNDS, SECONDS = 3, 1.5
+TIMEOUT_S = 5.0
+"""No check of a run may be let through for the deadline."""
+BLOCKING_CHECKS = 2_000
+IDENTIFIER, ENDPOINT = "user-000000000000000000000000000000042", "/api/orders"
+
+Ask = Callable[[], Awaitable[bool]]
+
+
+def measure() -> list[Row]:
+    """Checks per second of one core, and what waiting for one check costs."""
+    with load_core(), node() as server:
+        address = f"127.0.0.1:{server.port}"
+        best = uvloop.run(_all(address))
+        blocking_us = _blocking(address)
+    rows = []
+    for callers in CALLERS:
+        plain, ours = best["grpcio", callers], best["client", callers]
+        aim = "; aim 5" if callers > 1 else ""
+        rows.append(
+            Row(f"{callers} callers", ours[0], "checks/s", f"grpcio.aio alone{aim}", plain[0])
+        )
+        rows.append(Row(f"{callers} callers: p99", ours[1], "ms", "grpcio.aio alone", plain[1]))
+    return [*rows, Row("blocking client, one at a time: p50", blocking_us, "us")]
+
+
+async def _all(address: str) -> dict[tuple[str, int], tuple[float, float]]:
+    """Rate and p99 in ms by who asked and how many callers."""
+    request = pb.RateLimitRequest(identifier=IDENTIFIER, identifier_type="user", endpoint=ENDPOINT)
+    best: dict[tuple[str, int], tuple[float, float]] = {}
+    async with (
+        grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS.items())) as channel,
+        AsyncRateLimiterClient(address, timeout_s=TIMEOUT_S) as client,
+    ):
+        check = stubs.RateLimiterStub(channel).CheckRateLimit
+
+        async def plain() -> bool:
+            return (await check(request, timeout=TIMEOUT_S)).allowed
+
+        async def ours() -> bool:
+            decision = await client.check(IDENTIFIER, "user", ENDPOINT)
+            return decision.allowed and not decision.fail_open
+
+        for _ in range(ROUNDS):
+            for callers in CALLERS:
+                for name, ask in (("grpcio", plain), ("client", ours)):
+                    measured = await _closed_loop(ask, callers)
+                    if measured > best.get((name, callers), (0.0, 0.0)):
+                        best[name, callers] = measured
+    return best
+
+
+async def _closed_loop(ask: Ask, callers: int) -> tuple[float, float]:
+    latencies_ms: list[float] = []
+    end = time.perf_counter() + SECONDS
+
+    async def caller() -> None:
+        while (began := time.perf_counter()) < end:
+            assert await ask(), "a check was denied, or let through unchecked"
+            latencies_ms.append((time.perf_counter() - began) * 1000)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(callers)))
+    return len(latencies_ms) / (time.perf_counter() - began), percentile(latencies_ms, 0.99)
+
+
+def _blocking(address: str) -> float:
+    latencies_us = []
+    with RateLimiterClient(address, timeout_s=TIMEOUT_S) as client:
+        for _ in range(BLOCKING_CHECKS):
+            began = time.perf_counter()
+            assert not client.check(IDENTIFIER, "user", ENDPOINT).fail_open
+            latencies_us.append((time.perf_counter() - began) * 1e6)
+    return percentile(latencies_us, 0.5)
