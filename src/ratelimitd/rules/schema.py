@@ -63,6 +63,7 @@ rule_audit = sa.Table(
     sa.Column("before", sa.Text, nullable=True),
     sa.Column("after", sa.Text, nullable=True),
     sa.CheckConstraint("action IN ('create', 'update', 'delete')", name="rule_audit_action"),
+    sa.Index("rule_audit_rule", "rule_id", "revision"),
 )
 """Who changed what and when, one row for each revision; ``before`` and ``after`` are JSON, absent where no rule was."""
 

@@ -2,7 +2,7 @@ import asyncio
 import logging
 import sqlite3
 from contextlib import closing
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import sqlalchemy as sa
@@ -12,9 +12,12 @@ from alembic.migration import MigrationContext
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from ratelimitd.errors import SettingsError, StartupError, StoreUnavailableError
-from ratelimitd.rules import migrations
 from ratelimitd.rules.migrations import VERSION_TABLE, require_current, upgrade
 from ratelimitd.rules.schema import metadata
+
+NEWEST = "0002"
+NEWER = rf"newer ratelimitd \(schema 0999, .* up to {NEWEST}\)"
+AUDIT = "INSERT INTO rule_audit VALUES (1, '2026-01-01', 'ada', 'create', 'r', NULL, NULL)"
 
 
 @pytest.fixture
@@ -34,9 +37,44 @@ def contents(path):
 
 async def test_a_missing_file_is_made_with_the_newest_schema(path):
     await upgrade(f"sqlite:///{path}")
-    assert run(path, f"SELECT version_num FROM {VERSION_TABLE}") == [("0001",)]  # noqa: S608
+    assert run(path, f"SELECT version_num FROM {VERSION_TABLE}") == [(NEWEST,)]  # noqa: S608
     assert run(path, "SELECT revision FROM rule_revision") == [(0,)]
     assert run(path, "PRAGMA journal_mode") == [("wal",)]
+
+
+@pytest.fixture
+async def first_release(monkeypatch):
+    """Makes the tables of the first release."""
+
+    async def make(url):
+        with monkeypatch.context() as then:
+            then.setattr(command, "upgrade", partial(_upgrade_to, command.upgrade, "0001"))
+            await upgrade(url)
+
+    return make
+
+
+def _upgrade_to(real, revision, config, _newest):
+    real(config, revision)
+
+
+async def test_a_file_of_the_first_release_is_brought_up_to_date_with_what_is_in_it(
+    path, first_release
+):
+    await first_release(f"sqlite:///{path}")
+    run(path, AUDIT)
+    with pytest.raises(StoreUnavailableError, match=r"of an older release \(schema 0001\)"):
+        await require_current(f"sqlite:///{path}")
+    await upgrade(f"sqlite:///{path}")
+    await require_current(f"sqlite:///{path}")
+    assert run(path, "SELECT revision, actor, rule_id FROM rule_audit") == [(1, "ada", "r")]
+
+
+async def test_the_audit_trail_of_one_rule_is_found_by_an_index(path):
+    await upgrade(f"sqlite:///{path}")
+    of_one = "SELECT actor FROM rule_audit WHERE rule_id = 'r' AND revision < 9"
+    [plan] = run(path, f"EXPLAIN QUERY PLAN {of_one} ORDER BY revision DESC LIMIT 20")
+    assert "USING INDEX rule_audit_rule" in plan[-1]
 
 
 async def test_the_migrated_schema_is_the_one_the_code_uses(path):
@@ -103,7 +141,7 @@ async def test_a_database_of_a_newer_release_is_refused_and_left_alone(path):
     await upgrade(f"sqlite:///{path}")
     run(path, f"UPDATE {VERSION_TABLE} SET version_num = '0999'")  # noqa: S608
     before = contents(path)
-    with pytest.raises(StartupError, match=r"newer ratelimitd \(schema 0999, .* up to 0001\)"):
+    with pytest.raises(StartupError, match=NEWER):
         await upgrade(f"sqlite:///{path}")
     assert contents(path) == before
 
@@ -183,8 +221,21 @@ async def test_an_empty_postgresql_gets_the_newest_schema_and_a_current_one_is_l
 ):
     for _ in range(2):
         await upgrade(empty_url)
-        assert ask(empty_url, f"SELECT version_num FROM {VERSION_TABLE}") == ["0001"]  # noqa: S608
+        assert ask(empty_url, f"SELECT version_num FROM {VERSION_TABLE}") == [NEWEST]  # noqa: S608
         assert ask(empty_url, "SELECT revision FROM rule_revision") == ["0"]
+
+
+async def test_a_postgresql_of_the_first_release_is_brought_up_to_date_with_what_is_in_it(
+    empty_url, ask, first_release
+):
+    await first_release(empty_url)
+    ask(empty_url, AUDIT)
+    with pytest.raises(StoreUnavailableError, match=r"older release \(schema 0001\): run `rate"):
+        await require_current(empty_url)
+    await upgrade(empty_url)
+    await require_current(empty_url)
+    assert ask(empty_url, "SELECT actor FROM rule_audit") == ["ada"]
+    assert "rule_audit_rule" in ask(empty_url, "SELECT indexname FROM pg_indexes")
 
 
 async def test_the_schema_on_postgresql_is_the_one_the_code_uses(postgresql_url):
@@ -234,7 +285,7 @@ async def test_a_foreign_postgresql_is_refused_and_left_alone(empty_url, ask):
 async def test_a_postgresql_of_a_newer_release_is_refused_and_left_alone(postgresql_url, ask):
     ask(postgresql_url, f"UPDATE {VERSION_TABLE} SET version_num = '0999'")  # noqa: S608
     for attempt in (upgrade, require_current):
-        with pytest.raises(StartupError, match=r"newer ratelimitd \(schema 0999, .* up to 0001\)"):
+        with pytest.raises(StartupError, match=NEWER):
             await attempt(postgresql_url)
 
 
@@ -262,19 +313,6 @@ async def test_a_current_schema_is_enough_to_begin_and_a_missing_one_names_the_c
         match=r"has no tables yet: run `ratelimitd db upgrade`: 127\.0\.0\.1:.*",
     ):
         await require_current(empty_url)
-
-
-async def test_an_older_schema_names_itself_and_the_command(postgresql_url, monkeypatch):
-    class Later:
-        def get_current_head(self):
-            return "0002"
-
-        def walk_revisions(self):
-            return [SimpleNamespace(revision=name) for name in ("0002", "0001")]
-
-    monkeypatch.setattr(migrations.ScriptDirectory, "from_config", lambda _config: Later())
-    with pytest.raises(StoreUnavailableError, match=r"older release \(schema 0001\): run `rate"):
-        await require_current(postgresql_url)
 
 
 async def test_a_schema_of_its_own_is_enough_beside_somebody_elses_tables(empty_url, ask):
