@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Self, cast
 
 import uvicorn
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ratelimitd.errors import StartupError
@@ -36,8 +36,14 @@ CLOSING_GRACE_S: Final = 10.0
 KEEP_ALIVE_S: Final = 5
 """How long a connection may idle between two requests."""
 
-STOP_GRACE_S: Final = 1
+STOP_GRACE_S: Final = 1.0
 """How long a stopping server waits for answers being read; they are short."""
+
+STOP_POLL_S: Final = 0.01
+"""How often a stopping server looks whether they have been."""
+
+DATE_S: Final = 1.0
+"""How often the header ``Date`` is renewed."""
 
 MAX_HEADER_BYTES: Final = 16_384
 """Request line and headers together."""
@@ -55,7 +61,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
         self._server = _Server(
             uvicorn.Config(
-                EventStreams(app),
+                self._until_stopped(EventStreams(app)),
                 http=BoundedProtocol,
                 ws="none",
                 lifespan="off",
@@ -65,7 +71,6 @@ class HttpServer:
                 proxy_headers=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=STOP_GRACE_S,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             )
         )
@@ -96,16 +101,26 @@ class HttpServer:
     async def stop(self) -> None:
         """Close the address and every connection. Safe to call at any time, also more than once."""
         if self._serving is not None:
-            self._server.should_exit = True
+            self._server.stop()
             await self._serving
             self._serving = None
-            for connection in self._server.server_state.connections:
-                connection.transport.abort()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
             if self._path is not None:
                 self._path.unlink(missing_ok=True)
+
+    def _until_stopped(self, app: ASGIApp) -> ASGIApp:
+        """The application; an answer that the end of the server cuts off ends without a word in the log."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            except asyncio.CancelledError:
+                if not self._server.should_exit:
+                    raise
+
+        return answer
 
 
 async def bind(host: str, port: int) -> socket.socket:
@@ -146,11 +161,49 @@ def _address_of(sock: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn as a guest: the supervisor owns the signals."""
+    """uvicorn as a guest: the supervisor owns the signals, and it is told to stop instead of looking for it."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        """End :meth:`serve`, after at most about :data:`STOP_GRACE_S`."""
+        self.should_exit = True
+        self._stopped.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        """Renew what all answers have in common until the server is stopped."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATE_S):
+                    await self._stopped.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
+        """Let answers end that are short, and cut off the others.
+
+        uvicorn's own logs a traceback of each that it cuts off, and its caller closes the sockets.
+        """
+        state = self.server_state
+        for server in self.servers:
+            server.close()
+        for connection in [*state.connections]:
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                while state.connections or state.tasks:  # noqa: ASYNC110 -- uvicorn keeps two sets
+                    await asyncio.sleep(STOP_POLL_S)
+        for connection in [*state.connections]:
+            connection.transport.abort()
+        await asyncio.sleep(0)  # now they know that they are gone
+        if left := [*state.tasks]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=STOP_GRACE_S)
 
 
 class BoundedProtocol(H11Protocol):

@@ -82,20 +82,69 @@ async def test_after_stopping_the_address_is_free_and_connections_are_closed(lis
     await server.stop()
 
 
-async def test_stopping_does_not_wait_for_a_peer_that_never_ends():
-    began = asyncio.Event()
+async def test_an_answer_that_does_not_end_is_cut_off_by_a_stop_without_a_word_in_the_log(
+    monkeypatch, caplog
+):
+    began, cut_off = asyncio.Event(), asyncio.Event()
 
-    async def endless(_scope, _receive, _send):
+    async def endless(_scope, _receive, send):
+        await send({"type": "http.response.start", "status": 200})
         began.set()
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cut_off.set()
 
+    monkeypatch.setattr(web_server, "STOP_GRACE_S", 0.02)
     server = HttpServer(endless, "127.0.0.1", 0)
-    server._server.config.timeout_graceful_shutdown = 0
     host, _, port = (await server.start()).rpartition(":")
     reader, writer = await talk((host, int(port)))
     await began.wait()
     await server.stop()
+    assert cut_off.is_set()
     assert await closed_by_server(reader)
+    assert [one.message for one in caplog.records if one.levelname == "ERROR"] == []
+    writer.close()
+
+
+async def test_an_answer_that_is_nearly_done_is_finished_by_a_stop(listening):
+    began, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope, receive, send):
+        began.set()
+        await go_on.wait()
+        await hello(scope, receive, send)
+
+    server = HttpServer(slow, "127.0.0.1", 0)
+    host, _, port = (await server.start()).rpartition(":")
+    reader, writer = await talk((host, int(port)))
+    await began.wait()
+    stopping = asyncio.create_task(server.stop())
+    await asyncio.sleep(0)
+    go_on.set()
+    await stopping
+    assert (await reader.read()).endswith(b"hello")
+    writer.close()
+
+
+async def test_an_answer_that_is_cancelled_otherwise_is_told_to_the_log(listening, caplog):
+    async def cancelled(_scope, _receive, _send):
+        raise asyncio.CancelledError
+
+    reader, writer = await talk(await listening(cancelled))
+    assert b" 500 " in await reader.readline()
+    assert "Exception in ASGI application" in caplog.text
+    writer.close()
+
+
+async def test_the_date_is_renewed(listening, monkeypatch):
+    monkeypatch.setattr(web_server, "DATE_S", 0.0)
+    address = await listening()
+    monkeypatch.setattr("uvicorn.server.formatdate", lambda *_, **__: "later")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    reader, writer = await talk(address)
+    assert b"date: later\r\n" in await reader.readuntil(b"hello")
     writer.close()
 
 
