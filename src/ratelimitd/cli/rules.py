@@ -13,6 +13,7 @@ from ratelimitd.cli.apply import apply, export
 from ratelimitd.cli.check import TypeArgument, int32
 from ratelimitd.cli.command_help import help_of
 from ratelimitd.cli.failures import UsageError
+from ratelimitd.cli.import_envoy import import_envoy
 from ratelimitd.cli.output import as_dict
 from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.model import Algorithm, IdentifierType
@@ -187,5 +188,6 @@ for name, command in {
     "delete": delete,
     "apply": apply,
     "export": export,
+    "import-envoy": import_envoy,
 }.items():
     app.command(name, help=help_of(command))(command)

@@ -1,0 +1,54 @@
+import pytest
+
+from ratelimitd.rules.rules_file import parse_rules
+
+CONFIG = """\
+domain: messaging
+descriptors:
+- key: to_number
+  rate_limit: {unit: day, requests_per_unit: 100}
+- key: spam
+  value: "yes"
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    return file
+
+
+def test_the_rules_are_printed_and_what_else_is_to_be_known_is_told(run, config):
+    ended = run("rules", "import-envoy", config, "--identifiers", "ip=ip")
+    [rule] = parse_rules(ended.out.encode())
+    assert (rule.endpoint, rule.identifier_type, rule.limit) == ("messaging", "api_key", 100)
+    assert (ended.status, ended.err.splitlines()) == (
+        0,
+        [
+            "line 5: messaging/spam=yes: has no limit, so it needs no rule",
+            "nodes need ENVOY_IDENTIFIERS=ip=ip,to_number=api_key",
+        ],
+    )
+
+
+def test_identifiers_are_a_nodes_unless_told_otherwise(run, config):
+    config.write_text(CONFIG.replace("to_number", "remote_address"))
+    assert "identifier_type: ip" in run("rules", "import-envoy", config).out
+    ended = run("rules", "import-envoy", config, "--identifiers", "")
+    assert "identifier_type: api_key" in ended.out
+    assert ended.err.splitlines()[-1] == "nodes need ENVOY_IDENTIFIERS=remote_address=api_key"
+
+
+def test_a_file_that_is_none_is_refused(run, config):
+    config.write_text("rules: []")
+    ended = run("rules", "import-envoy", config)
+    assert (ended.status, ended.out) == (1, "")
+    assert "must be a mapping with a domain" in ended.err
+
+
+def test_a_file_that_is_not_there_and_wrong_identifiers_are_a_wrong_command_line(run, config):
+    missing = run("rules", "import-envoy", config.with_name("none.yaml"))
+    assert (missing.status, "No such file" in missing.err) == (2, True)
+    wrong = run("rules", "import-envoy", config, "--identifiers", "ip")
+    assert (wrong.status, "--identifiers must be KEY=TYPE" in wrong.err) == (2, True)

@@ -1,0 +1,202 @@
+"""The examples are those of the other's README, by their number there, in our own words."""
+
+import pytest
+import yaml
+
+from ratelimitd.errors import RuleInvalidError
+from ratelimitd.model import IdentifierType
+from ratelimitd.rules.envoy_config import MAX_FILE_BYTES, import_config
+from ratelimitd.rules.rules_file import dump_rules, parse_rules
+from ratelimitd.services.envoy.descriptors import checks_of
+from ratelimitd.services.envoy.messages import parse_request
+from tests.envoy_messages import request_of
+
+IP, USER, API_KEY = IdentifierType.IP, IdentifierType.USER, IdentifierType.API_KEY
+IDENTIFIERS = {"remote_address": IP, "user": USER}
+
+
+def limit(number=10, unit="second", **fields):
+    return {"rate_limit": {"unit": unit, "requests_per_unit": number, **fields}}
+
+
+def entry(key, value=None, *below, **fields):
+    found = {"key": key, **fields}
+    if value is not None:
+        found["value"] = value
+    if below:
+        found["descriptors"] = list(below)
+    return found
+
+
+def imported(*descriptors, domain="d"):
+    data = yaml.safe_dump({"domain": domain, "descriptors": list(descriptors)}).encode()
+    return import_config(data, IDENTIFIERS)
+
+
+def rules_of(found):
+    return [
+        (rule.endpoint, rule.identifier_type, rule.limit, rule.window_seconds)
+        for rule in found.rules
+    ]
+
+
+def texts(found):
+    return [note.text for note in found.notes]
+
+
+EXAMPLES = {
+    "1": (
+        [entry("database", "users", **limit(500)), entry("database", "default", **limit(500))],
+        [("d/database=users", "api_key", 500, 1), ("d/database=default", "api_key", 500, 1)],
+        [([("database", "users")], b"users"), ([("database", "default")], b"default")],
+    ),
+    "2": (
+        [
+            entry("message_type", "marketing", entry("to_number", **limit(5, "day"))),
+            entry("to_number", **limit(100, "day")),
+        ],
+        [("d/message_type=marketing", "api_key", 5, 86_400), ("d", "api_key", 100, 86_400)],
+        [([("message_type", "marketing"), ("to_number", "2")], b"2"), ([("to_number", "2")], b"2")],
+    ),
+    "3, without the address": (
+        [entry("remote_address", **limit())],
+        [("d", "ip", 10, 1)],
+        [([("remote_address", "50.0.0.1")], b"50.0.0.1")],
+    ),
+    "4": (
+        [entry("key", "value", entry("subkey", **limit(300)))],
+        [("d/key=value", "api_key", 300, 1)],
+        [([("key", "value"), ("subkey", "subvalue")], b"subvalue")],
+    ),
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_limits_the_descriptors_that_it_did(example):
+    descriptors, rules, asked = EXAMPLES[example]
+    found = imported(*descriptors)
+    assert rules_of(found) == rules
+    assert found.notes == []
+    table = {key.encode(): kind for key, kind in (IDENTIFIERS | found.new_identifiers).items()}
+    request = request_of("d", *[entries for entries, _ in asked])
+    checks = checks_of(parse_request(request.SerializeToString()), table)
+    assert [(check.endpoint, check.identifier_type) for check in checks] == [
+        rule[:2] for rule in rules
+    ]
+    assert [check.identifier for check in checks] == [identifier for _, identifier in asked]
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "text"),
+    [
+        # 3, the address
+        (entry("remote_address", "50.0.0.5", **limit(0)), "left out: a limit is at least 1; "),
+        (entry("remote_address", "50.0.0.5", **limit(1)), "left out: it is for one ip only"),
+        # 5
+        (entry("ldap", rate_limit={"unlimited": True}), "left out: unlimited needs no rule; "),
+        # 6
+        (
+            entry("service", None, entry("user", "user-b", **limit(20))),
+            "left out: it is for one user only, and a rule is for all of them; without user in ",
+        ),
+        # 7
+        (
+            entry("key_2", "value_2", **limit(replaces=[{"name": "specific"}])),
+            "left out: replaces has no equivalent",
+        ),
+        # 9
+        (entry("key1", "value*", **limit()), "left out: it is for all values of key1 with a "),
+        (entry("a", None, entry("b", **limit())), "left out: it is for each value of a, "),
+        (entry("a", None, entry("user", **limit())), "left out: it is for each value of a, "),
+        (entry("a", "b", **limit(unit="month")), "left out: a month is no fixed number of "),
+        (entry("a", "b", **limit(unit="YEAR")), "left out: a year is no fixed number of "),
+        (entry("a", "b", **limit(unit="moon")), "left out: the unit must be one of second, "),
+        (entry("a", "b", rate_limit=5), "left out: the unit must be one of second, "),
+        (entry("a", "b", **limit("many")), "left out: requests_per_unit must be a whole number"),
+        (entry("a", "b", **limit(True)), "left out: requests_per_unit must be a whole number"),
+        (entry("a", "b", **limit(2**31)), "left out: the limit must be at most 2147483647"),
+        (entry("a", "b", **limit(sliding=True)), "left out: sliding has no equivalent"),
+        (entry("a", "x" * 260, **limit()), "left out: the endpoint must be at most 255 "),
+        (entry("a", "b"), "has no limit, so it needs no rule"),
+        (entry("a", "b", descriptors="c"), "descriptors are no list: left out"),
+        ({"value": "b"}, "a descriptor without a key: left out"),
+        ("a", "a descriptor without a key: left out"),
+    ],
+)
+def test_what_has_no_equivalent_is_left_out_and_told(descriptor, text):
+    found = imported(descriptor)
+    assert found.rules == []
+    [told] = texts(found)
+    assert told.startswith(text)
+
+
+def test_a_limit_that_only_watches_is_a_rule_that_is_disabled():
+    found = imported(entry("a", "b", shadow_mode=True, **limit()))
+    assert [rule.enabled for rule in found.rules] == [False]
+    assert texts(found) == [
+        "shadow_mode has no equivalent: the rule is disabled, so that it denies nothing"
+    ]
+
+
+def test_what_is_only_told_does_not_keep_a_limit_out():
+    found = imported(entry("user", detailed_metric=True, **limit(name="each")))  # 8
+    assert rules_of(found) == [("d", "user", 10, 1)]
+    assert texts(found) == ["detailed_metric has no equivalent"]
+
+
+def test_a_limit_for_each_value_and_one_for_a_certain_one_do_not_go_together():
+    found = imported(entry("key1", **limit(10)), entry("key1", "value1", **limit(20)))  # 8
+    assert rules_of(found) == [("d", "api_key", 10, 1)]
+    assert found.new_identifiers == {"key1": API_KEY}
+    assert texts(found)[0].startswith("left out: it is for one api_key only")
+
+
+def test_of_two_limits_for_the_same_rule_the_first_stays():
+    found = imported(entry("a", **limit(1)), entry("b", **limit(2)))
+    assert rules_of(found) == [("d", "api_key", 1, 1)]
+    assert texts(found) == ["left out: an earlier limit has the same endpoint and type"]
+
+
+def test_an_unlimited_key_is_no_identifier():
+    assert imported(entry("ldap", rate_limit={"unlimited": True})).new_identifiers == {}
+
+
+def test_a_limit_with_limits_below_it_holds_beside_them():
+    found = imported(entry("a", "b", entry("user", **limit(2)), **limit(1, "hour")))
+    assert rules_of(found) == [("d/a=b", "api_key", 1, 3600), ("d/a=b", "user", 2, 1)]
+
+
+def test_notes_say_where_in_the_order_of_the_file():
+    data = b"domain: d\ndescriptors:\n- key: a\n  value: 404\n- key: b\n  value: true\n"
+    notes = import_config(data, {}).notes
+    assert [*map(str, notes)] == [
+        "line 3: d/a=404: has no limit, so it needs no rule",
+        "line 5: d/b=true: has no limit, so it needs no rule",
+    ]
+
+
+def test_the_rules_are_a_file_that_can_be_applied():
+    found = imported(*(each for descriptors, *_ in EXAMPLES.values() for each in descriptors))
+    assert list(parse_rules(dump_rules(found.rules).encode())) == found.rules
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "the file must be a mapping with a domain and descriptors"),
+        (b"descriptors: []", "the file must be a mapping with a domain and descriptors"),
+        (b"- a", "the file must be a mapping with a domain and descriptors"),
+        (b"\xff", "not a UTF-8 text"),
+        (b"a: [", "line 2: not a YAML text"),
+        (b"a" * (MAX_FILE_BYTES + 1), "larger than"),
+    ],
+    ids=["empty", "no domain", "a list", "no text", "no YAML", "too large"],
+)
+def test_what_is_no_configuration_is_refused(data, text):
+    with pytest.raises(RuleInvalidError) as refused:
+        import_config(data, {})
+    assert refused.value.violations[0].description.startswith(text)
+
+
+def test_a_domain_without_descriptors_has_no_rules():
+    assert rules_of(import_config(b"domain: d", {})) == []
