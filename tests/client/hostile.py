@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import grpc
 
@@ -70,7 +71,7 @@ def socket_server(behave: Callable[[socket.socket], None]) -> Iterator[str]:
 
 class _Answers(grpc.GenericRpcHandler):
     def __init__(self, answer: Callable[[bytes, grpc.ServicerContext], bytes]) -> None:
-        self._handler = grpc.unary_unary_rpc_method_handler(answer)
+        self._handler: Any = grpc.unary_unary_rpc_method_handler(answer)
 
     def service(self, _call_details):
         return self._handler

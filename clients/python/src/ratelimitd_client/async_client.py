@@ -22,7 +22,7 @@ from ratelimitd_client.channel import (
     authorization,
     open_async_channel,
 )
-from ratelimitd_client.check import Check
+from ratelimitd_client.check import Check, request_of
 from ratelimitd_client.client import DEFAULT_TIMEOUT_S, Methods, requests_of, valid_timeout_s
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.coalescing import Coalescer
@@ -124,7 +124,9 @@ class AsyncRateLimiterClient:
             ValueError, TypeError: an argument is not valid; nothing was sent.
             RuntimeError: the client is closed.
         """
-        request = Check(identifier, identifier_type, endpoint, cost, timestamp, peek).message()
+        request = request_of(
+            identifier, identifier_type, endpoint, cost=cost, timestamp=timestamp, peek=peek
+        )
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         if self._is_forked():
             return self._forked.broken(ForkedError(), 1)[0]

@@ -48,26 +48,50 @@ class Check:
     peek: bool = False
 
     def __post_init__(self) -> None:
-        _refuse(_identifier_problem(self.identifier, self.identifier_type))
-        _refuse(_endpoint_problem(self.endpoint))
-        _refuse(_number_problem("cost", self.cost, 1, MAX_COST))
-        _refuse(_number_problem("timestamp", self.timestamp, 0, MAX_TIMESTAMP))
+        self.message()
 
     def message(self) -> pb.RateLimitRequest:
         """The check as the contract has it."""
-        return pb.RateLimitRequest(
-            identifier=self.identifier,
-            identifier_type=self.identifier_type,
-            endpoint=self.endpoint,
-            tokens_requested=self.cost,
+        return request_of(
+            self.identifier,
+            self.identifier_type,
+            self.endpoint,
+            cost=self.cost,
             timestamp=self.timestamp,
             peek=self.peek,
         )
 
 
-def _refuse(problem: Exception | None) -> None:
+def request_of(
+    identifier: str,
+    identifier_type: str,
+    endpoint: str,
+    *,
+    cost: int = 1,
+    timestamp: int = 0,
+    peek: bool = False,
+) -> pb.RateLimitRequest:
+    """The message of a check, without the value in between; the arguments are those of :class:`Check`.
+
+    Raises:
+        ValueError, TypeError: an argument is not valid; its value is not in the message.
+    """
+    problem = (
+        _identifier_problem(identifier, identifier_type)
+        or _endpoint_problem(endpoint)
+        or _number_problem("cost", cost, 1, MAX_COST)
+        or _number_problem("timestamp", timestamp, 0, MAX_TIMESTAMP)
+    )
     if problem is not None:
         raise problem
+    return pb.RateLimitRequest(
+        identifier=identifier,
+        identifier_type=identifier_type,
+        endpoint=endpoint,
+        tokens_requested=cost,
+        timestamp=timestamp,
+        peek=peek,
+    )
 
 
 def _identifier_problem(identifier: object, identifier_type: object) -> Exception | None:

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import grpc
 
 from ratelimitd_client.channel import CHECKING_OPTIONS, Tls, authorization, open_channel
-from ratelimitd_client.check import MAX_BATCH, Check
+from ratelimitd_client.check import MAX_BATCH, Check, request_of
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.exchange import Exchange, path_of, question_of
@@ -110,8 +110,10 @@ class RateLimiterClient:
             ValueError, TypeError: an argument is not valid; nothing was sent.
             RuntimeError: the client is closed.
         """
-        check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek)
-        return self._decide([check.message()], timeout_s)[0]
+        request = request_of(
+            identifier, identifier_type, endpoint, cost=cost, timestamp=timestamp, peek=peek
+        )
+        return self._decide([request], timeout_s)[0]
 
     def check_many(
         self, checks: Iterable[Check], *, timeout_s: float | None = None

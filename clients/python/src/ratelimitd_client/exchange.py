@@ -1,7 +1,7 @@
 """What goes out for checks and what becomes of what comes back: the part that both clients have in common.
 
 The only place that fails open. Whatever a call ends with – an answer, a status, bytes that mean nothing – becomes
-decisions here, and the breaker and the log hear of it. Never does I/O itself.
+decisions here, and the breaker and the log hear of it. Never does I/O itself. See ADR 0034.
 """
 
 from __future__ import annotations
