@@ -72,6 +72,7 @@ def live_of(
             hit_ratio=judged.local_cache_hit_ratio,
             hit_ratio_met=judged.hit_ratio_met,
             average_latency_ms=judged.average_latency_ms,
+            latency_met=judged.latency_met,
             error_rate=judged.error_rate,
             breaker_state=judged.breaker_state,
             retry_s=health.shared_state().retry_s,

@@ -145,6 +145,7 @@ def _status(number: int, samples: Sequence[Sample]) -> NodeStatus:
         hit_ratio=0.987 + number / 1_000,
         hit_ratio_met=True,
         average_latency_ms=0.021,
+        latency_met=True,
         error_rate=0.0,
         breaker_state="closed",
         retry_s=0.0,

@@ -31,6 +31,7 @@ class Accuracy:
         self.forgiven_total = 0
         self._stats = stats
         self._worst = WorstRecent(STRETCH_US)
+        self._largest_promise = WorstRecent(STRETCH_US)
 
     def settled(self, bucket: Bucket, tokens: int, now_us: int) -> None:
         """A batch was acknowledged that charged so many ``tokens`` to a bucket; its view has heard of that."""
@@ -60,6 +61,10 @@ class Accuracy:
     def worst_excess(self, now_us: int) -> float:
         """The most by which a bucket was overdrawn in the last one to two minutes, as a part of its limit."""
         return self._worst.note(now_us, 0.0)
+
+    def largest_promise(self, now_us: int, promise: float) -> float:
+        """The largest promise of the same minutes, ``promise`` being that of now: one slow answer is in both."""
+        return self._largest_promise.note(now_us, promise)
 
 
 def promised_excess(members: int, round_trip_us: int, skew_us: int) -> float:

@@ -213,10 +213,11 @@ class Cluster:
 
     @property
     def promised_excess(self) -> float:
-        """The most that may be, of a window of one second, as things are."""
-        shared_time = self._shared_time
-        skew_us = abs(shared_time.wall_us() - self._clock.now_us())
-        return promised_excess(self.membership.count, shared_time.round_trip_us, skew_us)
+        """The most that may be, of a window of one second, as things were in the time of :attr:`worst_excess`."""
+        now_us, shared_time = self._clock.now_us(), self._shared_time
+        skew_us = abs(shared_time.wall_us() - now_us)
+        promise = promised_excess(self.membership.count, shared_time.round_trip_us, skew_us)
+        return self.accuracy.largest_promise(now_us, promise)
 
     @property
     def is_connected(self) -> bool:

@@ -17,9 +17,9 @@ from ratelimitd.stats import CheckStats
 MIN_CACHE_HIT_RATIO: Final = 0.90
 """The hit ratio must be above this (specification, health status)."""
 
-MIN_CHECKS_FOR_HIT_RATIO: Final = 100
-"""With fewer that looked for a bucket the ratio says nothing yet, and counts as met as it does without traffic: the
-first checks of a node are of buckets that it cannot know."""
+MIN_CHECKS_TO_TELL: Final = 100
+"""With fewer the hit ratio and the average latency say nothing yet, and count as met as they do without traffic: the
+first checks of a node are of buckets that it cannot know, and one that waits for the shared state outweighs many."""
 
 MAX_AVERAGE_LATENCY_MS: Final = 2.0
 """The average latency of a check must be below this (specification, health status)."""
@@ -82,17 +82,21 @@ class Health:
         latency_ms = MS_PER_S * recent.latency_sum_s / max(1, recent.latency_count)
         error_rate = recent.fail_open / max(1, recent.checks)
         hit_ratio_met = (
-            hit_ratio > MIN_CACHE_HIT_RATIO or recent.buckets_looked < MIN_CHECKS_FOR_HIT_RATIO
+            hit_ratio > MIN_CACHE_HIT_RATIO or recent.buckets_looked < MIN_CHECKS_TO_TELL
+        )
+        latency_met = (
+            latency_ms < MAX_AVERAGE_LATENCY_MS or recent.latency_count < MIN_CHECKS_TO_TELL
         )
         return HealthReport(
             healthy=shared_state.connected
             and hit_ratio_met
-            and latency_ms < MAX_AVERAGE_LATENCY_MS
+            and latency_met
             and error_rate < MAX_ERROR_RATE,
             shared_state_connected=shared_state.connected,
             local_cache_hit_ratio=hit_ratio,
             hit_ratio_met=hit_ratio_met,
             average_latency_ms=latency_ms,
+            latency_met=latency_met,
             error_rate=error_rate,
             node_id=self._node_id,
             breaker_state=shared_state.breaker_state,

@@ -38,7 +38,7 @@ MAX_NUMBER: Final = 2**53
 class NodeStatus:
     """One node at one moment. Its ``sample`` says which, and what it did lately.
 
-    ``healthy`` and the five that follow are those of :class:`ratelimitd.observe.samples.HealthReport`. ``retry_s``: in
+    ``healthy`` and the six that follow are those of :class:`ratelimitd.observe.samples.HealthReport`. ``retry_s``: in
     how many seconds an open breaker is to be tried again; 0 while it is closed. ``clock_error_s``: how far the wall
     clock, in a cluster that of the shared state, is ahead of the node's.
     """
@@ -53,6 +53,7 @@ class NodeStatus:
     hit_ratio: float
     hit_ratio_met: bool
     average_latency_ms: float
+    latency_met: bool
     error_rate: float
     breaker_state: BreakerStateName
     retry_s: float
@@ -200,6 +201,7 @@ _FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "hit_ratio": _number,
     "hit_ratio_met": _flag,
     "average_latency_ms": _number,
+    "latency_met": _flag,
     "error_rate": _number,
     "breaker_state": _breaker_state,
     "retry_s": _number,

@@ -51,7 +51,7 @@ class HealthReport:
 
     ``healthy`` is their conjunction. ``local_cache_hit_ratio`` and ``error_rate`` are fractions from 0 to 1,
     ``average_latency_ms`` is in milliseconds; ``rules_revision`` is 0 before the first rule book is there.
-    ``hit_ratio_met``: that condition holds, perhaps only because there were too few checks to tell.
+    ``hit_ratio_met``, ``latency_met``: that condition holds, perhaps only because there were too few checks to tell.
     """
 
     healthy: bool
@@ -63,6 +63,7 @@ class HealthReport:
     breaker_state: BreakerStateName
     rules_revision: int
     hit_ratio_met: bool = True
+    latency_met: bool = True
 
 
 class TransportStatus(Protocol):

@@ -28,6 +28,8 @@ WARN: Final = "warn"
 BAD: Final = "bad"
 """How a figure is marked, beside what it says."""
 
+_TOO_FEW: Final = ", once there are checks enough to tell"
+
 
 class Tile(NamedTuple):
     """One figure; ``note`` is what it is compared with, ``tone`` empty or one of the marks."""
@@ -156,7 +158,10 @@ def _health_text(alive: Sequence[NodeStatus]) -> str:
 def _conditions(status: NodeStatus) -> Sequence[Condition]:
     ratio_wanted = f"more than {percent(MIN_CACHE_HIT_RATIO)}"
     if status.hit_ratio_met and status.hit_ratio <= MIN_CACHE_HIT_RATIO:
-        ratio_wanted += ", once there are checks enough to tell"
+        ratio_wanted += _TOO_FEW
+    latency_wanted = f"less than {milliseconds(MAX_AVERAGE_LATENCY_MS)}"
+    if status.latency_met and status.average_latency_ms >= MAX_AVERAGE_LATENCY_MS:
+        latency_wanted += _TOO_FEW
     return (
         Condition(
             "Shared state",
@@ -168,8 +173,8 @@ def _conditions(status: NodeStatus) -> Sequence[Condition]:
         Condition(
             "Average latency",
             milliseconds(status.average_latency_ms),
-            f"less than {milliseconds(MAX_AVERAGE_LATENCY_MS)}",
-            status.average_latency_ms < MAX_AVERAGE_LATENCY_MS,
+            latency_wanted,
+            status.latency_met,
         ),
         Condition(
             "Fail-open answers",
@@ -216,16 +221,20 @@ def _breaker(alive: Sequence[NodeStatus]) -> Tile:
 
 
 def _over_admission(alive: Sequence[NodeStatus]) -> Tile:
-    """Of the node that was furthest over; a node by itself is exact."""
-    worst = max(alive, key=lambda one: one.excess_ratio)
+    """Of the node that was furthest over, beyond its promise before all; a node by itself is exact."""
+    worst = max(alive, key=lambda one: (_is_beyond(one), one.excess_ratio, one.excess_bound_ratio))
     if not worst.excess_bound_ratio:
         return Tile("Over-admission", "none", "a single node is exact")
     return Tile(
         "Over-admission",
         percent(worst.excess_ratio),
         f"of a limit; at most {percent(worst.excess_bound_ratio)} is promised",
-        BAD if worst.excess_ratio > worst.excess_bound_ratio else "",
+        BAD if _is_beyond(worst) else "",
     )
+
+
+def _is_beyond(status: NodeStatus) -> bool:
+    return status.excess_ratio > status.excess_bound_ratio
 
 
 def _node_row(node: NodeView, newest_revision: int) -> NodeRow:
@@ -236,7 +245,6 @@ def _node_row(node: NodeView, newest_revision: int) -> NodeRow:
     breaker = BREAKER_WORDS[status.breaker_state]
     if status.breaker_state != "closed":
         breaker += f", {seconds(round(status.retry_s))}"
-    within = status.excess_ratio <= status.excess_bound_ratio
     figures = (
         Tile("Allowed", short(sample.allowed_per_s)),
         Tile("Blocked", short(sample.blocked_per_s)),
@@ -259,7 +267,7 @@ def _node_row(node: NodeView, newest_revision: int) -> NodeRow:
             f"{percent(status.excess_ratio)} of {percent(status.excess_bound_ratio)}"
             if status.excess_bound_ratio
             else NONE,
-            tone="" if within else BAD,
+            tone=BAD if _is_beyond(status) else "",
         ),
     )
     return NodeRow(

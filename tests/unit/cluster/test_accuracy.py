@@ -37,6 +37,12 @@ def test_what_is_beyond_the_capacity_was_allowed_too_much_here_or_by_others(accu
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (8, 0.2)
 
 
+def test_a_promise_is_remembered_as_long_as_what_it_is_compared_with(accuracy):
+    assert accuracy.largest_promise(NOW_US, 1.5) == 1.5
+    assert accuracy.largest_promise(NOW_US + STRETCH_US, 0.5) == 1.5
+    assert accuracy.largest_promise(NOW_US + 2 * STRETCH_US, 0.5) == 0.5
+
+
 def test_the_worst_excess_is_forgotten_after_two_minutes(accuracy):
     accuracy.settled(a_bucket(103), 7, NOW_US)
     assert accuracy.worst_excess(NOW_US + STRETCH_US) == 0.03

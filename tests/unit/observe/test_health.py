@@ -1,7 +1,7 @@
 import pytest
 
 from ratelimitd.observe.health import (
-    MIN_CHECKS_FOR_HIT_RATIO,
+    MIN_CHECKS_TO_TELL,
     Health,
     SharedStateStatus,
     embedded,
@@ -54,23 +54,34 @@ def test_the_hit_ratio_must_be_above_90_percent(health, stats, known, healthy):
 
 
 def test_a_hit_ratio_of_few_checks_says_nothing_yet(health, stats):
-    stats.allowed_total = stats.bucket_missed_total = MIN_CHECKS_FOR_HIT_RATIO - 1
+    stats.allowed_total = stats.bucket_missed_total = MIN_CHECKS_TO_TELL - 1
     report = health.report()
     assert report.local_cache_hit_ratio == 0.0
     assert report.healthy
     assert report.hit_ratio_met
-    stats.allowed_total = stats.bucket_missed_total = MIN_CHECKS_FOR_HIT_RATIO
+    stats.allowed_total = stats.bucket_missed_total = MIN_CHECKS_TO_TELL
     assert not health.report().healthy
     assert not health.report().hit_ratio_met
 
 
-@pytest.mark.parametrize(("latency_s", "healthy"), [(0.001999, True), (0.002, False)])
+@pytest.mark.parametrize(("latency_s", "healthy"), [(0.001999, True), (0.002001, False)])
 def test_the_average_latency_must_be_below_2_ms(health, stats, latency_s, healthy):
-    stats.observe_latency(latency_s)
-    stats.observe_latency(latency_s)
+    for _ in range(MIN_CHECKS_TO_TELL):
+        stats.observe_latency(latency_s)
     report = health.report()
     assert report.average_latency_ms == pytest.approx(latency_s * 1000)
-    assert report.healthy is healthy
+    assert report.healthy is report.latency_met is healthy
+
+
+def test_a_latency_of_few_checks_says_nothing_yet(health, stats):
+    for _ in range(MIN_CHECKS_TO_TELL - 1):
+        stats.observe_latency(0.5)
+    report = health.report()
+    assert report.average_latency_ms == pytest.approx(500)
+    assert report.healthy
+    assert report.latency_met
+    stats.observe_latency(0.5)
+    assert not health.report().healthy
 
 
 @pytest.mark.parametrize(("errors", "healthy"), [(9, True), (10, False)])

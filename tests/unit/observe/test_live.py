@@ -23,6 +23,7 @@ def status_of(node_id="n1", *, at_ms=0, allowed_per_s=1.0, **fields):
         "hit_ratio": 1.0,
         "hit_ratio_met": True,
         "average_latency_ms": 0.0,
+        "latency_met": True,
         "error_rate": 0.0,
         "breaker_state": "closed",
         "retry_s": 0.0,

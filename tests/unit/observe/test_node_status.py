@@ -22,6 +22,7 @@ STATUS = NodeStatus(
     hit_ratio=0.98,
     hit_ratio_met=True,
     average_latency_ms=0.05,
+    latency_met=True,
     error_rate=0.0,
     breaker_state="closed",
     retry_s=0.0,

@@ -98,6 +98,19 @@ def test_over_admission_stands_beside_what_is_promised():
     assert figure(shown.nodes[1], "Over-admission")[1] == BAD
 
 
+def test_of_several_nodes_that_keep_their_promise_the_largest_promise_is_told():
+    one, other = (status_of(excess_bound_ratio=bound) for bound in (0.51, 0.6))
+    shown = tile(view(node_of(one), node_of(other)), "Over-admission")
+    assert shown == ("0 %", "of a limit; at most 60 % is promised", "")
+
+
+def test_a_promise_that_was_broken_is_told_before_a_larger_excess_within_its_own():
+    broken = status_of(excess_ratio=0.52, excess_bound_ratio=0.51)
+    kept = status_of(excess_ratio=0.6, excess_bound_ratio=2.0)
+    shown = tile(view(node_of(kept), node_of(broken)), "Over-admission")
+    assert shown == ("52 %", "of a limit; at most 51 % is promised", BAD)
+
+
 def test_the_four_conditions_are_told_with_what_is_wanted():
     [shared, known, latency, fail_open] = view(
         node_of(
@@ -107,6 +120,7 @@ def test_the_four_conditions_are_told_with_what_is_wanted():
                 hit_ratio=0.5,
                 hit_ratio_met=False,
                 average_latency_ms=2.0,
+                latency_met=False,
                 error_rate=0.01,
             )
         )
@@ -117,10 +131,14 @@ def test_the_four_conditions_are_told_with_what_is_wanted():
     assert all(one.met for one in view().conditions)
 
 
-def test_a_hit_ratio_of_few_checks_is_told_to_be_that():
-    shown = view(node_of(status_of(hit_ratio=0.5)))
-    assert shown.conditions[1].met
-    assert shown.conditions[1].wanted.endswith("once there are checks enough to tell")
+@pytest.mark.parametrize(
+    ("condition", "few"), [(1, {"hit_ratio": 0.5}), (2, {"average_latency_ms": 2.0})]
+)
+def test_a_condition_that_is_met_because_checks_are_few_is_told_to_be_that(condition, few):
+    shown = view(node_of(status_of(**few)))
+    assert shown.conditions[condition].met
+    assert shown.conditions[condition].wanted.endswith("once there are checks enough to tell")
+    assert not view().conditions[condition].wanted.endswith("to tell")
 
 
 def test_how_many_nodes_are_healthy_and_gone_is_told():
