@@ -33,5 +33,5 @@ password=$(sed 's/.*ratelimitd:\(.*\)@.*/\1/' redis_url)
 # Nodes need no more than this (docs/cluster.md). Whoever has no password may ask whether the server is there.
 write valkey_users <<END
 user default on nopass resetkeys resetchannels -@all +ping
-user ratelimitd on >$password resetkeys ~rl1:* resetchannels &rl1:* -@all +evalsha +script|load +mget +get +set +zadd +zrem +zrange +zremrangebyscore +expire +time +publish +subscribe +ping +role +client|setname
+user ratelimitd on >$password resetkeys ~rl1:* resetchannels &rl1:* -@all +evalsha +script|load +mget +get +getrange +set +zadd +zrem +zrange +zremrangebyscore +expire +time +publish +subscribe +ping +role +client|setname
 END

@@ -1,7 +1,6 @@
 """What nodes tell of themselves, in Valkey or Redis: one value for each incarnation, which expires by itself.
 
-All are under one hash tag, so that one command reads them in a Cluster, too. They take SET, MGET and EXPIRE, which
-nodes need anyway.
+All are under one hash tag, so that one server has them in a Cluster, too. They take SET, GETRANGE and EXPIRE.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from ratelimitd.sharedstate.store import MEMBERS_TAG
 
 _PREFIX: Final = b"rl1:{%02x}:status:" % MEMBERS_TAG
 
-Statuses = list[bytes | None]
+READ_BYTES: Final = 8_192
+"""Of what is longer than a status may be, enough is read to see that."""
 
-_NO_STATUSES: Final = StoreCorruptError("the reply to a reading of statuses is none")
+Statuses = list[bytes | None]
 
 
 class RedisStatuses:
@@ -40,10 +40,36 @@ class RedisStatuses:
     def get(
         self, incarnations: Sequence[str], done: Callable[[Statuses | RateLimitdError], None]
     ) -> None:
-        """Read the statuses of incarnations, at least one, in their order; ``None``: there is none."""
-        command = (b"MGET", *map(_key, incarnations))
-        answer = partial(_answer, done, len(incarnations))
-        self._shards.of_tag(MEMBERS_TAG).send(command, answer)
+        """Read the statuses of incarnations, at least one, in their order; ``None``: there is none.
+
+        Of each the beginning, :data:`READ_BYTES`: a status has less, and what somebody else put there may have 512 MB.
+        """
+        reading = _Reading(len(incarnations), done)
+        shard = self._shards.of_tag(MEMBERS_TAG)
+        for place, incarnation in enumerate(incarnations):
+            command = (b"GETRANGE", _key(incarnation), 0, READ_BYTES - 1)
+            shard.send(command, partial(reading.take, place))
+
+
+class _Reading:
+    """The replies of one question, until the last is there."""
+
+    def __init__(self, count: int, done: Callable[[Statuses | RateLimitdError], None]) -> None:
+        self._statuses: Statuses = [None] * count
+        self._missing = count
+        self._error: RateLimitdError | None = None
+        self._done = done
+
+    def take(self, place: int, reply: Any) -> None:
+        """Keep one reply. What is no text in the store is no status, and says nothing of the others."""
+        match reply:
+            case bytes():
+                self._statuses[place] = reply or None
+            case RateLimitdError() if not isinstance(reply, StoreCorruptError):
+                self._error = reply
+        self._missing -= 1
+        if not self._missing:
+            self._done(self._error or self._statuses)
 
 
 def _key(incarnation: str) -> bytes:
@@ -52,13 +78,3 @@ def _key(incarnation: str) -> bytes:
 
 def _ignore(_reply: object) -> None:
     """Nobody waits for it."""
-
-
-def _answer(done: Callable[[Statuses | RateLimitdError], None], count: int, reply: Any) -> None:
-    match reply:
-        case list() if len(reply) == count:
-            done([one if isinstance(one, bytes) else None for one in reply])
-        case RateLimitdError():
-            done(reply)
-        case _:
-            done(_NO_STATUSES)

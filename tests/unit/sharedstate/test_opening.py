@@ -57,8 +57,18 @@ async def test_each_topology_has_its_kind_of_shards(url, kind, wants_primary):
 
 
 PERMISSIONS = (
-    *("~rl1:*", "&rl1:*", "-@all", "+evalsha", "+script|load", "+get", "+mget", "+set", "+expire"),
-    *("+time", "+zadd", "+zrange", "+zrem", "+zremrangebyscore", "+publish", "+subscribe"),
+    *("~rl1:*", "&rl1:*", "-@all", "+evalsha", "+script|load", "+get", "+mget", "+set"),
+    *(
+        "+getrange",
+        "+expire",
+        "+time",
+        "+zadd",
+        "+zrange",
+        "+zrem",
+        "+zremrangebyscore",
+        "+publish",
+        "+subscribe",
+    ),
 )
 """What a node needs of one server: nothing that shows, changes or ends anything that is not its own."""
 

@@ -86,6 +86,7 @@ def _commands(asked: Asked) -> Iterator[tuple[str, Sequence[bytes | int | str]]]
     yield "set", ("SET", value, "1", "PX", 1_000)
     yield "get", ("GET", value)
     yield "mget", ("MGET", value)
+    yield "getrange", ("GETRANGE", value, 0, 0)
     yield "expire", ("EXPIRE", value, 1)
     yield "evalsha", ("EVALSHA", _SCRIPT.sha, 1, value)
     yield "zadd", ("ZADD", members, 1, "m")
