@@ -235,6 +235,8 @@ class BoundedProtocol(H11Protocol):
         self._expiry = self.loop.call_later(CLOSING_GRACE_S, self.transport.abort)
 
     def _streams(self) -> bool:
-        """Whether it is being answered with a stream of events."""
+        """Whether it is being answered with a stream of events, and takes them."""
         scope = cast("Scope | None", self.scope)  # before its first request it has none
-        return scope is not None and LASTING in scope and not self.cycle.response_complete
+        if scope is None or LASTING not in scope or self.cycle.response_complete:
+            return False
+        return not self.flow.write_paused  # a browser that sleeps, or is gone without a word

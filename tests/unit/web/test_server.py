@@ -281,6 +281,23 @@ async def test_a_stream_of_events_ends_in_the_end(listening, expiries, monkeypat
     writer.close()
 
 
+async def test_a_stream_of_events_that_nobody_reads_is_cut_off(listening, expiries):
+    cut_off = asyncio.Event()
+
+    async def many_events(scope, receive, send):
+        leaving = asyncio.create_task(events(scope, receive, send))
+        while not leaving.done():
+            body = b"data: 1\n\n" * 10_000
+            await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        cut_off.set()
+
+    _, writer = await talk(await listening(many_events))
+    await cut_off.wait()
+    assert not expiries.empty()
+    writer.close()
+
+
 async def test_a_server_can_be_at_a_path_and_takes_it_away_with_it(tmp_path):
     path = tmp_path / "http.sock"
     server = HttpServer.at(hello, path)
