@@ -23,6 +23,9 @@ from ratelimitd.web.unix_socket import short_name
 
 CONNECT_TIMEOUT_S: Final = 1.0
 
+ANSWER_TIMEOUT_S: Final = 15.0
+"""How long a worker may take to begin its answer. A page that waits for a rule database in vain takes 6 s."""
+
 READ_BYTES: Final = 65_536
 
 _HOP_BY_HOP: Final = frozenset(
@@ -140,8 +143,17 @@ async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send)
     """
     asking = asyncio.create_task(exchange.ask(scope, receive))
     answering = asyncio.create_task(exchange.answer(send))
+    both = {asking, answering}
     try:
-        await asyncio.wait({asking, answering}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            both, timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done and not exchange.started:
+            answering.cancel()
+            refusal = PlainTextResponse("the worker does not answer\n", 504)
+            await refusal(scope, receive, send)
+            return
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if asking.done() and asking.exception() is None:
             return  # nobody is left to answer
         await answering

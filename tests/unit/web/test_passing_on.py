@@ -191,6 +191,34 @@ async def test_a_worker_that_does_not_take_the_connection_is_passed_over(parent,
     assert (await parent.http.get("/asked")).status_code == 503
 
 
+async def test_a_worker_that_hangs_is_told(parent, tmp_path, monkeypatch):
+    monkeypatch.setattr(passing_on, "ANSWER_TIMEOUT_S", 0.001)
+    with listening_at(tmp_path / "a.sock"):
+        answer = await parent.http.get("/asked")
+    assert (answer.status_code, answer.text) == (504, "the worker does not answer\n")
+
+
+async def test_an_answer_that_has_begun_may_take_longer(parent, monkeypatch):
+    wait, begun, over = asyncio.wait, asyncio.Event(), asyncio.Event()
+
+    async def wait_until_begun(tasks, *, timeout=None, return_when):  # noqa: ASYNC109 -- as asyncio has it
+        if timeout != passing_on.ANSWER_TIMEOUT_S:
+            return await wait(tasks, timeout=timeout, return_when=return_when)
+        await begun.wait()
+        over.set()
+        return set(), set(tasks)
+
+    worker = await parent.start("a")
+    monkeypatch.setattr(asyncio, "wait", wait_until_begun)
+    async with parent.http.stream("GET", "/events") as answer:
+        pieces = answer.aiter_bytes(9)
+        assert await anext(pieces) == b"data: 1\n\n"
+        begun.set()
+        await over.wait()
+        assert await anext(pieces) == b"data: 1\n\n"
+    await worker.left.wait()
+
+
 async def test_a_stream_is_passed_on_as_it_comes_and_ends_when_its_reader_leaves(parent):
     worker = await parent.start("a")
     async with parent.http.stream("GET", "/events") as answer:
