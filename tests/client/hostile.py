@@ -69,6 +69,19 @@ def socket_server(behave: Callable[[socket.socket], None]) -> Iterator[str]:
         thread.join()
 
 
+def never_answering(left_s: list[float]) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+    """For ``bytes_server``: notes how long each caller waits yet, and leaves it waiting."""
+
+    def handle(_request: bytes, context: grpc.ServicerContext) -> bytes:
+        left_s.append(context.time_remaining())
+        gone = threading.Event()
+        if context.add_callback(gone.set):
+            gone.wait()
+        return b""
+
+    return handle
+
+
 class _Answers(grpc.GenericRpcHandler):
     def __init__(self, answer: Callable[[bytes, grpc.ServicerContext], bytes]) -> None:
         self._handler: Any = grpc.unary_unary_rpc_method_handler(answer)

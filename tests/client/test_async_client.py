@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 
 import grpc
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from ratelimitd_client import AsyncRateLimiterClient, Check, Reason
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.client.hostile import BEHAVIOURS, bytes_server, socket_server
+from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server
 from tests.fake_node import fake_node
 from tests.servers import free_port
 
@@ -81,23 +80,17 @@ async def test_wrong_arguments_raise_before_anything_is_sent():
 
 
 async def test_the_deadline_travels_with_the_check_and_its_end_lets_through():
-    left_s, arrived = [], threading.Event()
-
-    def never(_request, context):
-        left_s.append(context.time_remaining())
-        gone = threading.Event()
-        context.add_callback(gone.set)
-        arrived.set()
-        gone.wait()
-        return b""
-
-    with bytes_server(never) as address:
-        async with AsyncRateLimiterClient(address) as client:
+    left_s = []
+    with bytes_server(never_answering(left_s)) as address:
+        async with AsyncRateLimiterClient(address, timeout_s=0.2) as client:
             assert await client.wait_until_ready(PATIENT_S)
             decisions = await asyncio.gather(*(client.check("a", "user", "/x") for _ in range(3)))
             assert {decision.error for decision in decisions} == {"DEADLINE_EXCEEDED"}
-            await asyncio.to_thread(arrived.wait)
-    assert left_s[0] <= 0.02
+            # A busy machine may let it pass before the call has arrived; one of those that follow does arrive.
+            while not left_s:
+                await client.check("alice", "user", "/x")
+                await asyncio.sleep(0)
+    assert left_s[0] <= 0.2
 
 
 @pytest.mark.parametrize("behave", BEHAVIOURS, ids=lambda behave: behave.__name__)

@@ -13,7 +13,7 @@ from ratelimitd_client import Check, RateLimiterClient, Reason
 from ratelimitd_client.client import valid_timeout_s
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from tests.client.hostile import BEHAVIOURS, bytes_server, socket_server
+from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server
 from tests.fake_node import fake_node
 from tests.servers import free_port, until
 
@@ -76,19 +76,20 @@ def test_a_deadline_is_a_positive_number_of_seconds(timeout_s):
 def test_the_deadline_travels_with_the_check_and_its_end_lets_through():
     left_s = []
 
-    def never(_request, context):
-        left_s.append(context.time_remaining())
-        gone = threading.Event()
-        context.add_callback(gone.set)
-        gone.wait()
-        return b""
-
-    with bytes_server(never) as address, RateLimiterClient(address) as client:
+    with (
+        bytes_server(never_answering(left_s)) as address,
+        RateLimiterClient(address, timeout_s=0.2) as client,
+    ):
         assert client.wait_until_ready(PATIENT_S)
         decision = client.check("alice", "user", "/x")
         assert (decision.fail_open, decision.error) == (True, "DEADLINE_EXCEEDED")
-        until(lambda: left_s, "the call arrived")
-    assert left_s[0] <= 0.02
+        # A busy machine may let it pass before the call has arrived; one of those that follow does arrive.
+        until(lambda: left_s or not client.check("alice", "user", "/x"), "a call arrived")
+    assert left_s[0] <= 0.2
+
+
+def test_the_deadline_is_twenty_milliseconds_unless_told_otherwise():
+    assert RateLimiterClient()._timeout_s == 0.02
 
 
 @pytest.mark.parametrize("behave", BEHAVIOURS, ids=lambda behave: behave.__name__)
