@@ -17,7 +17,9 @@ TIMEOUT_MS = 100
 """Above the default, so that a busy machine is no failure, and far below a stall."""
 
 
-@pytest.mark.parametrize("consistency", ["strict", "eventual"])
+@pytest.mark.parametrize(
+    "consistency", [pytest.param("strict", marks=pytest.mark.long), "eventual"]
+)
 def test_a_node_that_stood_still_does_not_take_the_shared_state_for_slow(tmp_path, consistency):
     options = ("--consistency", consistency, "--redis-timeout-ms", str(TIMEOUT_MS))
     with (
