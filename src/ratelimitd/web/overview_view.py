@@ -213,7 +213,7 @@ def _breaker(alive: Sequence[NodeStatus]) -> Tile:
     """Of the node that has to wait longest, if any has."""
     worst = max(alive, key=lambda one: (one.breaker_state == "open", one.retry_s))
     if worst.breaker_state == "closed":
-        return Tile("Breaker", "closed", "shared state is asked", GOOD)
+        return Tile("Breaker", "closed", "checks are decided as usual", GOOD)
     note = f"next try in {seconds(round(worst.retry_s))}"
     if alive[1:]:
         note += f", on {worst.node_id}"

@@ -76,7 +76,7 @@ def test_what_nodes_hold_is_told_with_its_unit():
 
 
 def test_the_breaker_of_the_node_that_waits_longest_is_told():
-    assert tile(view(), "Breaker") == ("closed", "shared state is asked", GOOD)
+    assert tile(view(), "Breaker") == ("closed", "checks are decided as usual", GOOD)
     open_one = status_of("n2", breaker_state="open", retry_s=12.4)
     alone = view(node_of(open_one))
     assert tile(alone, "Breaker") == ("open", "next try in 12 s", BAD)
