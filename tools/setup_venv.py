@@ -81,7 +81,7 @@ def is_current(wanted: str) -> bool:
 
 def install(wanted: str) -> None:
     """Create or update `.venv`; stamp it last, so that an interrupted run is repeated."""
-    print("setup: installing the pinned packages into .venv", flush=True)
+    print("setup: installing the pinned packages into .venv: 1 GB, some minutes", flush=True)
     STAMP.unlink(missing_ok=True)
     pip = make_venv()
     pinned = [word for path in REQUIREMENTS for word in ("-r", str(path))]
