@@ -90,7 +90,7 @@ async def test_the_deadline_travels_with_the_check_and_its_end_lets_through():
             while not left_s:
                 await client.check("alice", "user", "/x")
                 await asyncio.sleep(0)
-    assert left_s[0] <= 0.2
+    assert left_s[0] < 0.3  # gRPC rounds deadlines up on the wire
 
 
 @pytest.mark.parametrize("behave", BEHAVIOURS, ids=lambda behave: behave.__name__)

@@ -85,7 +85,7 @@ def test_the_deadline_travels_with_the_check_and_its_end_lets_through():
         assert (decision.fail_open, decision.error) == (True, "DEADLINE_EXCEEDED")
         # A busy machine may let it pass before the call has arrived; one of those that follow does arrive.
         until(lambda: left_s or not client.check("alice", "user", "/x"), "a call arrived")
-    assert left_s[0] <= 0.2
+    assert left_s[0] < 0.3  # gRPC rounds deadlines up on the wire
 
 
 def test_the_deadline_is_twenty_milliseconds_unless_told_otherwise():
