@@ -100,7 +100,7 @@ class Settings:
     listen: Annotated[Address, _Setting("127.0.0.1:9090", address,
         "gRPC address as HOST:PORT; port 0 picks a free one")]
     http_listen: Annotated[Address | None, _Setting("127.0.0.1:8080", optional(address),
-        "HTTP address for metrics and probes; empty = off")]
+        "HTTP address for the page, JSON, metrics and probes; empty = off")]
     http_hosts: Annotated[tuple[str, ...], _Setting("", names,
         "further Host names, comma-separated, under which the HTTP page may be asked for")]
     database_url: Annotated[str, _Setting("sqlite:///ratelimitd.db", database_url,
