@@ -186,7 +186,13 @@ class SharedBuckets:
         if bucket is None:
             self._cache.forget_packed(name)
         else:
-            self._store.read(name, bucket.view.rule, partial(self._hear, bucket))
+            self._store.read(name, bucket.view.rule, partial(self._cleared_up, bucket))
+
+    def _cleared_up(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
+        self._hear(bucket, shared)
+        if isinstance(shared, RateLimitdError) and not bucket.tag.shard.is_open:
+            # Nobody says it again: until it is settled, the bucket would be what it is no more.
+            self._doubted.add(bucket.name)
 
     def resync(self) -> None:
         """News of others may have been lost: read again what is in use, and whatever is not when it is asked for."""

@@ -443,6 +443,18 @@ class TestNews:
         world.run(MS)
         assert world.at_once()[1] == 999
 
+    async def test_a_look_that_fails_is_repeated(self, world):
+        world.check(cost=900)
+        world.settle()
+        world.store.ledger.buckets[name_of(b"a")] = reset(None, RULE)
+        world.store.mode = "held"
+        world.buckets.doubt(name_of(b"a"))
+        world.store.held_one().done(StoreUnavailableError("no answer"))
+        world.store.mode = "up"
+        world.buckets.step()
+        world.run(MS)
+        assert world.at_once()[1] == 999
+
     @pytest.mark.parametrize("answer", [None, StoreUnavailableError("no answer")])
     async def test_a_look_that_finds_nothing_changes_nothing(self, world, answer):
         world.check(cost=900)

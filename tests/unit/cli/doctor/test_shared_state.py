@@ -100,5 +100,8 @@ async def test_sentinels_that_disagree_are_a_problem(tmp_path):
     ):
         url = f"redis+sentinel://{one.sentinels[0].address},{other.sentinels[0].address}/limits"
         until(lambda: one.nodes[0].runs and other.nodes[0].runs, "both run")
-        [finding] = worst(await look(url))
+        findings = worst(await look(url))
+        while "no sentinel answers" in findings[0].what:  # a busy machine is late
+            findings = worst(await look(url))
+        [finding] = findings
         assert "do not agree" in finding.what
