@@ -191,6 +191,7 @@ def test_buf_finds_every_service_by_reflection(asking):
     status, out, _ = asking.buf.run("--list-services", "")
     assert status == 0
     assert out.split() == [
+        "envoy.service.ratelimit.v3.RateLimitService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
