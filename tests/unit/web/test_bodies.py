@@ -57,17 +57,18 @@ async def test_a_caller_may_leave_before_the_end():
 def test_a_body_is_inflated_up_to_the_bound():
     assert uncompressed(b"ab", "identity", 1) == b"ab"
     assert uncompressed(b"", "gzip", 2) == b""
-    assert uncompressed(gzip.compress(b"ab"), "gzip", 2) == b"ab"
+    assert uncompressed(gzip.compress(b"ab", mtime=0), "gzip", 2) == b"ab"
     with pytest.raises(BodyTooLargeError):
-        uncompressed(gzip.compress(b"abc"), "gzip", 2)
+        uncompressed(gzip.compress(b"abc", mtime=0), "gzip", 2)
 
 
 @pytest.mark.parametrize(
     ("body", "encoding", "code"),
     [
         (b"ab", "gzip", StatusCode.INVALID_ARGUMENT),
-        (gzip.compress(b"ab")[:-1], "gzip", StatusCode.INVALID_ARGUMENT),
-        (gzip.compress(b"ab") + b"c", "gzip", StatusCode.INVALID_ARGUMENT),
+        # Without the time of day, which would be in the names of the tests.
+        (gzip.compress(b"ab", mtime=0)[:-1], "gzip", StatusCode.INVALID_ARGUMENT),
+        (gzip.compress(b"ab", mtime=0) + b"c", "gzip", StatusCode.INVALID_ARGUMENT),
     ],
 )
 def test_what_cannot_be_inflated_is_refused(body, encoding, code):
