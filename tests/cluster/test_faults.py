@@ -12,6 +12,7 @@ from tests.cluster.shared import TIMEOUT_MS, down, health, is_ready, open_breake
 from tests.servers import until
 
 PAUSE_MS = 4_000
+NEW_PASSWORD = "a-password-nobody-told-the-nodes"
 
 
 def clients_killed(cluster, kind):
@@ -19,8 +20,8 @@ def clients_killed(cluster, kind):
 
 
 def password_changed(cluster):
-    cluster.valkey.ask("CONFIG", "SET", "requirepass", "another")
-    cluster.valkey.password = "another"
+    cluster.valkey.ask("CONFIG", "SET", "requirepass", NEW_PASSWORD)
+    cluster.valkey.password = NEW_PASSWORD
     clients_killed(cluster, "normal")
 
 
@@ -240,7 +241,7 @@ def test_a_wrong_password_is_not_tried_over_and_over(cluster):
     attempts = cluster.proxies[0].accepted - before
     # Two connections, one for messages, each at most twice a second once it has given up hope.
     assert attempts <= 6 * (time.monotonic() - since_s) + 4
-    assert "another" not in cluster.nodes.log(0)
+    assert NEW_PASSWORD not in cluster.nodes.log(0)
 
 
 def test_a_script_of_somebody_else_that_never_ends_is_an_outage(cluster):
