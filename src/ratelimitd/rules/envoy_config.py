@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import Algorithm, IdentifierType
-from ratelimitd.rules.plain_yaml import Node, YamlError, read_yaml
+from ratelimitd.rules.plain_yaml import Node, YamlError, read_yaml_file
 from ratelimitd.rules.store import RuleDraft
 from ratelimitd.rules.validation import validated
 
@@ -92,12 +92,8 @@ def import_config(data: bytes, identifiers: Mapping[str, IdentifierType]) -> Imp
 
 
 def _domain_and_descriptors(data: bytes) -> tuple[str, Node]:
-    if len(data) > MAX_FILE_BYTES:
-        _refuse(f"larger than {MAX_FILE_BYTES} bytes")
     try:
-        document = read_yaml(data.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        _refuse("not a UTF-8 text")
+        document = read_yaml_file(data, MAX_FILE_BYTES)
     except YamlError as error:
         _refuse(str(error))
     top: Any = document.value if isinstance(document.value, dict) else {}

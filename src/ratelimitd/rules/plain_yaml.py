@@ -43,6 +43,23 @@ class Node(NamedTuple):
     line: int
 
 
+def read_yaml_file(data: bytes, max_bytes: int) -> Node:
+    """Return the one document of a file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        YamlError: see there; also of a file that is longer, or not in UTF-8.
+    """
+    if len(data) > max_bytes:
+        message = f"larger than {max_bytes} bytes"
+        raise YamlError(message)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        message = "not a UTF-8 text"
+        raise YamlError(message) from None
+    return read_yaml(text)
+
+
 def read_yaml(text: str) -> Node:
     """Return the one document of ``text``; an empty text is the scalar ``None``.
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 import yaml
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.rules.plain_yaml import Node, YamlError, read_yaml
+from ratelimitd.rules.plain_yaml import Node, YamlError, read_yaml_file
 from ratelimitd.rules.store import MAX_RULES, RuleDraft
 from ratelimitd.rules.validation import validated
 
@@ -59,12 +59,8 @@ def parse_rules(data: bytes) -> tuple[RuleDraft, ...]:
         RuleInvalidError: names every violated field by its place, such as ``rules[3].limit``; ``rules`` stands for the
             whole file.
     """
-    if len(data) > MAX_FILE_BYTES:
-        _refuse(f"larger than {MAX_FILE_BYTES} bytes")
     try:
-        document = read_yaml(data.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        _refuse("not a UTF-8 text")
+        document = read_yaml_file(data, MAX_FILE_BYTES)
     except YamlError as error:
         _refuse(str(error))
     violations: list[FieldViolation] = []

@@ -1,8 +1,4 @@
-"""``POST /v1/check``: a check whose answer can be forwarded: 429 when denied, with the fields HTTP has for limits.
-
-``RateLimit-Policy`` and ``RateLimit`` are those of draft-ietf-httpapi-ratelimit-headers-11: a rule is a policy, called
-by its id. Who is limited is not told (``pk``), for an identifier may be a secret. See ADR 0030.
-"""
+"""``POST /v1/check``: a check whose answer can be forwarded: 429 when denied, with the fields HTTP has for limits."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from collections.abc import Callable
 
 from starlette.responses import Response
 
+from ratelimitd.limit_fields import policy_fields
 from ratelimitd.web.connect import ConnectJson
 from ratelimitd.web.protocols import Types
 from ratelimiter.v1 import ratelimiter_pb2
@@ -35,11 +32,7 @@ class HttpCheck(ConnectJson):
 
 
 def limit_fields(decision: ratelimiter_pb2.RateLimitResponse, now_s: float) -> dict[str, str]:
-    """The fields for a decision: of the rule, if one decided, and when to try again, if it was denied.
-
-    The effective window ``t`` of a denial ends when the same check would pass, and so not after ``Retry-After``;
-    otherwise when the whole limit is free again, for whoever spends no more than ``r`` until then is not denied.
-    """
+    """The fields for a decision: of the rule, if one decided, and when to try again, if it was denied."""
     fields = {}
     retry_after_s = decision.retry_after_seconds
     if not decision.allowed:
@@ -47,8 +40,13 @@ def limit_fields(decision: ratelimiter_pb2.RateLimitResponse, now_s: float) -> d
     if decision.rule_id:
         # The check may have been judged at its caller's time, which may be far from ours.
         reset_s = min(max(0, math.ceil(decision.reset_time - now_s)), decision.window_seconds)
-        window_s = reset_s if decision.allowed else retry_after_s
-        policy = f'"{decision.rule_id}"'  # a UUID: nothing in it is to be escaped
-        fields["RateLimit-Policy"] = f"{policy};q={decision.limit};w={decision.window_seconds}"
-        fields["RateLimit"] = f"{policy};r={decision.remaining_tokens};t={window_s}"
+        fields |= policy_fields(
+            decision.rule_id,
+            limit=decision.limit,
+            window_s=decision.window_seconds,
+            remaining=decision.remaining_tokens,
+            allowed=decision.allowed,
+            reset_s=reset_s,
+            retry_after_s=retry_after_s,
+        )
     return fields

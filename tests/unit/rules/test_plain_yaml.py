@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.rules.plain_yaml import MAX_DEPTH, Node, YamlError, read_yaml
+from ratelimitd.rules.plain_yaml import MAX_DEPTH, Node, YamlError, read_yaml, read_yaml_file
 
 
 def values(node):
@@ -84,3 +84,15 @@ def test_any_text_is_read_or_refused_in_one_line(text):
     except YamlError as error:
         refusal = str(error)
     assert "\n" not in refusal
+
+
+def test_a_file_is_read_with_or_without_a_byte_order_mark():
+    assert read_yaml_file(b"\xef\xbb\xbfa", 4).value == read_yaml_file(b"a", 4).value == "a"
+
+
+@pytest.mark.parametrize(
+    ("data", "why"), [(b"aaaaa", "larger than 4 bytes"), (b"\xff", "not a UTF-8 text")]
+)
+def test_a_file_that_is_too_long_or_no_text_is_refused(data, why):
+    with pytest.raises(YamlError, match=why):
+        read_yaml_file(data, 4)

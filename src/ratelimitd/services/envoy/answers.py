@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
+from ratelimitd.limit_fields import policy_fields
 from ratelimitd.model import US_PER_S, Decision
 from ratelimitd.services.envoy.messages import Response
 
@@ -32,7 +33,7 @@ def answer_of(decisions: Sequence[Decision], now_us: int, fields: str) -> bytes:
     response.overall_code = Response.OVER_LIMIT if denied else Response.OK
     for decision in decisions:
         _write_status(response.statuses.add(), decision, now_us)
-    for name, value in _fields(_deciding(decisions), now_us, fields):
+    for name, value in _fields(_deciding(decisions), now_us, fields).items():
         response.response_headers_to_add.add(key=name.encode(), value=value.encode())
     answer: bytes = response.SerializeToString()
     return answer
@@ -62,24 +63,30 @@ def _deciding(decisions: Sequence[Decision]) -> Decision:
     )
 
 
-def _fields(decision: Decision, now_us: int, fields: str) -> Iterator[tuple[str, str]]:
-    """``RateLimit`` and ``RateLimit-Policy`` are those of draft-ietf-httpapi-ratelimit-headers-11, as in ADR 0030."""
+def _fields(decision: Decision, now_us: int, fields: str) -> dict[str, str]:
+    found: dict[str, str] = {}
     if fields == NO_FIELDS:
-        return
+        return found
     if not decision.allowed:
-        yield "Retry-After", str(decision.retry_after)
+        found["Retry-After"] = str(decision.retry_after)
     rule = decision.rule
     if rule is None:
-        return
+        return found
     reset_s = _reset_s(decision, now_us)
-    window_s = reset_s if decision.allowed else decision.retry_after
-    policy = f'"{rule.id}"'  # a UUID: nothing in it is to be escaped
-    yield "RateLimit-Policy", f"{policy};q={rule.limit};w={rule.window_seconds}"
-    yield "RateLimit", f"{policy};r={decision.remaining};t={window_s}"
+    found |= policy_fields(
+        rule.id,
+        limit=rule.limit,
+        window_s=rule.window_seconds,
+        remaining=decision.remaining,
+        allowed=decision.allowed,
+        reset_s=reset_s,
+        retry_after_s=decision.retry_after,
+    )
     if fields == ALL_FIELDS:
-        yield "X-RateLimit-Limit", str(rule.limit)
-        yield "X-RateLimit-Remaining", str(decision.remaining)
-        yield "X-RateLimit-Reset", str(reset_s)
+        found["X-RateLimit-Limit"] = str(rule.limit)
+        found["X-RateLimit-Remaining"] = str(decision.remaining)
+        found["X-RateLimit-Reset"] = str(reset_s)
+    return found
 
 
 def _reset_s(decision: Decision, now_us: int) -> int:
