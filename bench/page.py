@@ -10,7 +10,6 @@ counts.
 
 import contextlib
 import http.client
-import os
 import shutil
 import tempfile
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from bench.replay import Measured, replay
 from bench.report import Row, percentile
-from bench.servers import SERVER_CORE, Missing, Server, load_core, node
+from bench.servers import Missing, Server, load_core, node
 from tests.browser.large import MANY_NODES, MANY_RULES, large
 from tests.browser.visit import Visit, chromium, transferred
 
@@ -57,20 +56,21 @@ def measure() -> list[Row]:
 
 
 def _rendered() -> list[Row]:
-    with tempfile.TemporaryDirectory() as directory, large(Path(directory)) as served, load_core():
-        if len(os.sched_getaffinity(0)) > 1:
-            os.sched_setaffinity(served.process.pid, {SERVER_CORE})
-        with chromium() as browser:
-            paints_ms: dict[str, list[float]] = {path: [] for path in (NOTHING, *PAGES)}
-            sizes: dict[str, int] = {}
-            for _ in range(VISITS):
-                for path, found_ms in paints_ms.items():
-                    visit = Visit(browser, served.http_address)
-                    with transferred(visit) as octets:
-                        page = visit.go(path)
-                        found_ms.append(page.evaluate(FIRST_PAINT))
-                    sizes[path] = octets.count
-                    visit.close()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        large(Path(directory)) as served,
+        chromium() as browser,
+    ):
+        paints_ms: dict[str, list[float]] = {path: [] for path in (NOTHING, *PAGES)}
+        sizes: dict[str, int] = {}
+        for _ in range(VISITS):
+            for path, found_ms in paints_ms.items():
+                visit = Visit(browser, served.http_address)
+                with transferred(visit) as octets:
+                    page = visit.go(path)
+                    found_ms.append(page.evaluate(FIRST_PAINT))
+                sizes[path] = octets.count
+                visit.close()
     middle_ms = {path: percentile(found_ms, 0.5) for path, found_ms in paints_ms.items()}
     rows = []
     for path, what in PAGES.items():
