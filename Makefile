@@ -15,7 +15,8 @@ setup: ## create or update .venv from the pins; does nothing when it is current
 	@$(PYTHON) tools/setup_venv.py
 
 .PHONY: serve
-serve: setup ## serve from the checkout; a new rule book is seeded from examples/rules.yaml
+serve: ## serve from the checkout; a new rule book is seeded from examples/rules.yaml
+	@$(PYTHON) tools/setup_venv.py --to-serve
 	@$(BIN)/ratelimitd serve --rules-file examples/rules.yaml
 
 .PHONY: test

@@ -1,5 +1,7 @@
 """Make `.venv` in the checkout from the hashed pins; do nothing when it is current.
 
+With `--to-serve`, only what a node needs: a tenth of what tests and linters take.
+
 Runs before anything is installed, so it needs the standard library only; and it is written so that an interpreter too
 old for the project can still parse it and say so.
 """
@@ -20,7 +22,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "ratelimitd-setup.sha256"
-REQUIREMENTS = tuple(ROOT / "requirements" / name for name in ("build.txt", "base.txt", "dev.txt"))
+REQUIREMENTS = ROOT / "requirements"
+TO_SERVE = ("build.txt", "base.txt")
+ALL = (*TO_SERVE, "dev.txt")
 EDITABLE = (ROOT, ROOT / "clients" / "python")
 
 
@@ -28,8 +32,8 @@ def main() -> int:
     """Bring `.venv` up to date; return the exit status."""
     if sys.version_info < OLDEST:
         return use_newer_python()
-    wanted = fingerprint()
-    if is_current(wanted):
+    names = TO_SERVE if sys.argv[1:] == ["--to-serve"] else ALL
+    if is_current(names):
         return 0
     import fcntl  # noqa: PLC0415 - POSIX only; the version message above must come first everywhere
 
@@ -37,8 +41,8 @@ def main() -> int:
     # beside `.venv`, which may be thrown away while it is held.
     with (ROOT / ".venv.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not is_current(wanted):
-            install(wanted)
+        if not is_current(names):
+            install(names)
     return 0
 
 
@@ -59,13 +63,13 @@ def use_newer_python() -> int:
     return 1
 
 
-def fingerprint() -> str:
-    """Return a hash of all that decides what is installed."""
+def fingerprint(names: tuple[str, ...]) -> str:
+    """Return a hash of all that decides what is installed from these files of pins."""
     import tomllib  # noqa: PLC0415 - unknown to interpreters that are too old
 
     digest = hashlib.sha256(f"{sys.version_info[:2]}\n{ROOT}\n".encode())
-    for path in REQUIREMENTS:
-        digest.update(path.read_bytes())
+    for name in names:
+        digest.update((REQUIREMENTS / name).read_bytes())
     for directory in EDITABLE:
         settings = tomllib.loads((directory / "pyproject.toml").read_text(encoding="utf-8"))
         # The rest of the file configures linters and tests; editing that calls for no installation.
@@ -74,21 +78,24 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def is_current(wanted: str) -> bool:
-    """Tell whether `.venv` works and was made from exactly these inputs."""
-    return VENV_PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted
+def is_current(names: tuple[str, ...]) -> bool:
+    """Tell whether `.venv` works and was made from exactly these inputs, or from all of them."""
+    if not (VENV_PYTHON.exists() and STAMP.exists()):
+        return False
+    return STAMP.read_text() in {fingerprint(names), fingerprint(ALL)}
 
 
-def install(wanted: str) -> None:
+def install(names: tuple[str, ...]) -> None:
     """Create or update `.venv`; stamp it last, so that an interrupted run is repeated."""
-    print("setup: installing the pinned packages into .venv: 1 GB, some minutes", flush=True)
+    size = "150 MB" if names == TO_SERVE else "1.5 GB, some minutes"
+    print(f"setup: installing the pinned packages into .venv: {size}", flush=True)
     STAMP.unlink(missing_ok=True)
     pip = make_venv()
-    pinned = [word for path in REQUIREMENTS for word in ("-r", str(path))]
+    pinned = [word for name in names for word in ("-r", str(REQUIREMENTS / name))]
     run([*pip, "install", "--quiet", "--require-hashes", *pinned])
     editable = [word for path in EDITABLE for word in ("-e", str(path))]
     run([*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", *editable])
-    STAMP.write_text(wanted)
+    STAMP.write_text(fingerprint(names))
 
 
 def make_venv() -> list[str]:

@@ -55,7 +55,8 @@ class Cell:
     def schedule(self, seconds):
         rate = self.limit * self.load / self.cost / WINDOW_S
         if self.bursts:
-            every_s = WINDOW_S / 10
+            # Ten in a window, and none just when an earlier one leaves it: a millisecond would decide on both.
+            every_s = WINDOW_S / 10.3
             size = max(1, int(rate * every_s))
             return bursts(size, every_s, seconds, nodes=self.nodes, cost=self.cost)
         return steady(rate, seconds, nodes=self.nodes, cost=self.cost)
