@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Self, cast
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -22,7 +23,7 @@ from ratelimitd.web.event_streams import LASTING, EventStreams
 from ratelimitd.web.unix_socket import listening_at
 
 MAX_CONNECTIONS: Final = 100
-"""Connections at a time; one more is closed at once. Scrapers, probes and a browser need a handful."""
+"""Connections at a time; for one more, one that waits for its peer goes. Probes, scrapers and a browser need few."""
 
 CONNECTION_LIFE_S: Final = 30.0
 """A connection is closed after that long, between two requests if it can be: nobody holds one by sending slowly."""
@@ -210,15 +211,15 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 connection with a bound on how many there are and how long each lives."""
 
     _expiry: asyncio.TimerHandle | None = None
-    _opened_s = 0.0
+    opened_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuse the connection when there are too many, else start its time."""
+        """Take the connection, unless there are too many that all have an answer coming, and start its time."""
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        self.opened_s = self.loop.time()
+        if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
             transport.abort()
             return
-        self._opened_s = self.loop.time()
         self._expiry = self.loop.call_later(CONNECTION_LIFE_S, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -227,8 +228,23 @@ class BoundedProtocol(H11Protocol):
             self._expiry.cancel()
         super().connection_lost(exc)
 
+    def _make_room(self) -> bool:
+        """Close the oldest connection that waits for its peer, so that nobody keeps a probe out by saying nothing."""
+        others = cast("set[BoundedProtocol]", self.connections) - {self}
+        waiting = [one for one in others if one.waits_for_peer()]
+        if not waiting:
+            return False
+        oldest = min(waiting, key=lambda one: one.opened_s)
+        self.connections.discard(oldest)  # it would count until the loop has told it
+        oldest.transport.abort()
+        return True
+
+    def waits_for_peer(self) -> bool:
+        """Whether the peer has to go on: with a request, the rest of one, or with reading its answer."""
+        return self.conn.their_state in {h11.IDLE, h11.SEND_BODY} or self.flow.write_paused
+
     def _expire(self) -> None:
-        if self._streams() and self.loop.time() - self._opened_s < STREAM_LIFE_S:
+        if self._streams() and self.loop.time() - self.opened_s < STREAM_LIFE_S:
             self._expiry = self.loop.call_later(CONNECTION_LIFE_S, self._expire)
             return
         self.shutdown()  # at once, or after the answer that is being read

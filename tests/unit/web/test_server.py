@@ -172,18 +172,74 @@ async def test_a_head_that_is_too_long_is_refused(listening):
     writer.close()
 
 
-async def test_connections_beyond_the_bound_are_closed_at_once(listening, monkeypatch):
+BODY_TO_COME = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf"
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HT", BODY_TO_COME], ids=["nothing", "head", "body"])
+async def test_beyond_the_bound_the_oldest_connection_that_waits_for_its_peer_makes_room(
+    listening, monkeypatch, said
+):
+    async def reads(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        await hello(scope, receive, send)
+
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 2)
-    address = await listening()
-    held = [await talk(address, b"GET") for _ in range(2)]
-    answered, writer = await talk(address)
-    assert await closed_by_server(answered)
-    writer.close()
-    held[0][1].close()
-    await closed_by_server(held[0][0])
+    address = await listening(reads)
+    silent = await talk(address, said)
+    used = await talk(address)
+    assert b" 200 " in await used[0].readline()
+    newcomer = await talk(address)
+    assert b" 200 " in await newcomer[0].readline()
+    assert await closed_by_server(silent[0])
+    used[1].write(REQUEST)
+    assert (await used[0].readuntil(b"hello")).count(b"hello") == 1
+    for _, writer in (silent, used, newcomer):
+        writer.close()
+
+
+async def test_an_answer_that_nobody_reads_makes_room(listening, monkeypatch):
+    paused = asyncio.Event()
+    pause = web_server.BoundedProtocol.pause_writing
+
+    def pause_and_tell(self):
+        pause(self)
+        paused.set()
+
+    async def long(scope, receive, send):
+        body = bytes(32_000_000) if scope["path"] == "/long" else b"hello"
+        await PlainTextResponse(body)(scope, receive, send)
+
+    monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(web_server.BoundedProtocol, "pause_writing", pause_and_tell)
+    address = await listening(long)
+    _, unread = await talk(address, REQUEST.replace(b"/ ", b"/long "))
+    await paused.wait()
     reader, writer = await talk(address)
     assert b" 200 " in await reader.readline()
-    for each in (writer, held[1][1]):
+    writer.close()
+    unread.close()
+
+
+async def test_beyond_the_bound_no_connection_makes_room_whose_answer_is_coming(
+    listening, monkeypatch
+):
+    may_go_on, began = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope, receive, send):
+        began.set()
+        await may_go_on.wait()
+        await hello(scope, receive, send)
+
+    monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 1)
+    address = await listening(slow)
+    reader, writer = await talk(address)
+    await began.wait()
+    refused, refused_writer = await talk(address)
+    assert await closed_by_server(refused)
+    may_go_on.set()
+    assert b" 200 " in await reader.readline()
+    for each in (writer, refused_writer):
         each.close()
 
 
