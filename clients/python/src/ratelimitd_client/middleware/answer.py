@@ -1,0 +1,66 @@
+"""What a caller is told of its limit: the answer to a denied request, and headers for those that are allowed.
+
+Pure. A framework turns it into its own kind of response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple
+
+from ratelimitd_client.decision import Decision
+from ratelimitd_client.middleware.options import Options
+
+DENIED_STATUS: Final = int(HTTPStatus.TOO_MANY_REQUESTS)
+
+
+class Answer(NamedTuple):
+    """A whole HTTP answer."""
+
+    status: int
+    headers: dict[str, str]
+    """Without Content-Length."""
+    body: bytes
+
+
+class Answers:
+    """Tells callers of decisions, as the options say."""
+
+    __slots__ = ("_options",)
+
+    def __init__(self, options: Options[Any]) -> None:
+        self._options = options
+
+    def headers(self, decision: Decision) -> dict[str, str]:
+        """What the answer to the request is to have; empty where no rule decided."""
+        options = self._options
+        if options.headers:
+            return decision.headers(x_ratelimit=options.x_ratelimit, policy=options.policy)
+        retry_after_s = decision.retry_after_seconds
+        return {} if decision.allowed or not retry_after_s else {"Retry-After": str(retry_after_s)}
+
+    def denied(self, decision: Decision, accept: Sequence[str] = ()) -> Answer:
+        """The answer to a denied request: JSON for those that ask for it, else plain text.
+
+        Args:
+            decision: the denial.
+            accept: the values of the request's Accept header.
+        """
+        text = self._text(decision)
+        if any("json" in value.lower() for value in accept):
+            kind, body = "application/json", json.dumps({"detail": text})
+        else:
+            kind, body = "text/plain; charset=utf-8", f"{text}\n"
+        headers = {"Content-Type": kind, **self.headers(decision)}
+        return Answer(DENIED_STATUS, headers, body.encode(errors="replace"))
+
+    def _text(self, decision: Decision) -> str:
+        text = self._options.denied_text
+        if isinstance(text, str):
+            return text
+        if text is not None:
+            return text(decision)
+        wait_s = decision.retry_after_seconds
+        return f"Too many requests. Try again in {wait_s} s." if wait_s else "Too many requests."

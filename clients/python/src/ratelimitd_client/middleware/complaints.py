@@ -1,0 +1,51 @@
+"""Warnings of a middleware, at most one a second: what was let through unchecked, and which function is to blame.
+
+Never writes what an exception says, since that may hold an identifier: its type, and where it was raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from typing import Final
+
+from ratelimitd_client.clock import Clock
+
+INTERVAL_S: Final = 1.0
+
+_LOG: Final = logging.getLogger("ratelimitd_client.middleware")
+
+
+class Complaints:
+    """Tells of requests that were let through unchecked. Threads may share it."""
+
+    __slots__ = ("_clock", "_lock", "_next_s", "_untold")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next_s = clock.monotonic_s()
+        self._untold = 0
+
+    def complain(self, why: str, error: Exception | None = None) -> None:
+        """A request was let through unchecked."""
+        with self._lock:
+            self._untold += 1
+            now_s = self._clock.monotonic_s()
+            if now_s < self._next_s:
+                return
+            self._next_s = now_s + INTERVAL_S
+            requests, self._untold = self._untold, 0
+        _LOG.warning(
+            "%s%s: let through unchecked, %d since the last warning",
+            why,
+            "" if error is None else f" ({_blame(error)})",
+            requests,
+        )
+
+
+def _blame(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}"

@@ -1,0 +1,116 @@
+"""The road of a request through every middleware: what is asked, the check, what the caller is told.
+
+No request is lost here: what goes wrong lets it through, with a warning, unless the user chose to see the error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Final, Generic
+
+from ratelimitd_client.clock import Clock, SystemClock
+from ratelimitd_client.decision import Decision
+from ratelimitd_client.middleware.answer import Answer, Answers
+from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.complaints import Complaints
+from ratelimitd_client.middleware.identity import Identity
+from ratelimitd_client.middleware.options import Options, R
+from ratelimitd_client.middleware.questions import Place, Questions
+from ratelimitd_client.protocols import AsyncRateLimiter, RateLimiter
+
+NOBODY: Final = (
+    "a request has neither user nor key nor address (see the options anonymous and trusted_proxies)"
+)
+BROKEN_FUNCTION: Final = "a function of the options, or the user that the framework knows, failed"
+BROKEN_LIMITER: Final = "the limiter raised an error"
+
+
+class Guard(Generic[R]):
+    """What a middleware asks of each request, and says of it.
+
+    Args:
+        options: how requests are counted and answered.
+        clock: for the pauses between warnings; the machine's when ``None``.
+    """
+
+    __slots__ = ("_answers", "_complaints", "_options", "_questions")
+
+    def __init__(self, options: Options[R] | None = None, *, clock: Clock | None = None) -> None:
+        self._options: Options[R] = Options() if options is None else options
+        self._questions = Questions(self._options)
+        self._answers = Answers(self._options)
+        self._complaints = Complaints(SystemClock() if clock is None else clock)
+
+    def decide(self, limiter: RateLimiter, request: R, arrival: Arrival) -> Decision | None:
+        """The decision on a request; ``None`` lets it through unchecked.
+
+        Raises:
+            Exception: what a user's function raised, when the options say so.
+        """
+        try:
+            place = self._questions.place(request, arrival)
+            if place is None:
+                return None
+            given: object = None
+            if self._options.identify is not None:
+                given = self._options.identify(request)
+            identity = self._identity(given, arrival, place)
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            self._failed(error)
+            return None
+        if identity is None:
+            return None
+        try:
+            return limiter.check(
+                identity.identifier, identity.identifier_type, place.endpoint, cost=place.cost
+            )
+        except Exception as error:  # noqa: BLE001 - a limiter must not become the outage of those who ask it
+            self._complaints.complain(BROKEN_LIMITER, error)
+            return None
+
+    async def decide_async(
+        self, limiter: AsyncRateLimiter, request: R, arrival: Arrival
+    ) -> Decision | None:
+        """As :meth:`decide`, for asyncio: ``identify`` may be a coroutine function."""
+        try:
+            place = self._questions.place(request, arrival)
+            if place is None:
+                return None
+            given: object = None
+            if self._options.identify is not None:
+                given = self._options.identify(request)
+                if inspect.isawaitable(given):
+                    given = await given
+            identity = self._identity(given, arrival, place)
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            self._failed(error)
+            return None
+        if identity is None:
+            return None
+        try:
+            return await limiter.check(
+                identity.identifier, identity.identifier_type, place.endpoint, cost=place.cost
+            )
+        except Exception as error:  # noqa: BLE001 - a limiter must not become the outage of those who ask it
+            self._complaints.complain(BROKEN_LIMITER, error)
+            return None
+
+    def headers(self, decision: Decision) -> dict[str, str]:
+        """What the answer to an allowed request is to have; empty where no rule decided."""
+        return self._answers.headers(decision)
+
+    def denied(self, decision: Decision, accept: Sequence[str] = ()) -> Answer:
+        """The answer to a denied request; ``accept`` are the values of its Accept header."""
+        return self._answers.denied(decision, accept)
+
+    def _identity(self, given: object, arrival: Arrival, place: Place) -> Identity | None:
+        identity = self._questions.identity(given, arrival, place.identifier_type)
+        if identity is None:
+            self._complaints.complain(NOBODY)
+        return identity
+
+    def _failed(self, error: Exception) -> None:
+        if self._options.on_error == "raise":
+            raise error
+        self._complaints.complain(BROKEN_FUNCTION, error)

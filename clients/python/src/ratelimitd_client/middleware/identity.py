@@ -1,0 +1,71 @@
+"""Who is counted: an identifier and its type, as limits have them.
+
+Pure. What does not fit into a check is counted under its hash, so that no caller escapes by being long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+from ratelimitd_client.check import IDENTIFIER_TYPES, MAX_IDENTIFIER_BYTES
+from ratelimitd_client.middleware.client_address import address_of
+
+IdentifierType = Literal["user", "ip", "api_key"]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a request is counted for.
+
+    Args:
+        identifier: a user id, an address or an API key; not empty. Longer than 256 bytes, its SHA-256 is sent.
+        identifier_type: ``"user"``, ``"ip"`` or ``"api_key"``: which of the rules hold.
+
+    Raises:
+        ValueError, TypeError: an argument is not valid; its value is not in the message.
+    """
+
+    identifier: str
+    identifier_type: IdentifierType = "user"
+
+    def __post_init__(self) -> None:
+        if self.identifier_type not in IDENTIFIER_TYPES:
+            message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
+            raise ValueError(message)
+        _require_text(self.identifier)
+        if not self.identifier:
+            message = "identifier must not be empty"
+            raise ValueError(message)
+        if self.identifier_type == "ip":
+            address = address_of(self.identifier)
+            if address is None:
+                message = "identifier must be an IP address"
+                raise ValueError(message)
+            object.__setattr__(self, "identifier", str(address))
+        else:
+            object.__setattr__(self, "identifier", fitting(self.identifier))
+
+
+def fitting(text: str) -> str:
+    """The text itself if a check can carry it, else ``sha256:`` and its hash."""
+    # A server may make a text of octets that are no UTF-8; whatever it made of them is hashed.
+    octets = text.encode(errors="surrogatepass")
+    if len(octets) <= MAX_IDENTIFIER_BYTES and (text.isascii() or _is_utf8(octets)):
+        return text
+    return f"sha256:{hashlib.sha256(octets).hexdigest()}"
+
+
+def _require_text(identifier: object) -> None:
+    if not isinstance(identifier, str):
+        message = f"identifier must be text, not {type(identifier).__name__}"
+        raise TypeError(message)
+
+
+def _is_utf8(octets: bytes) -> bool:
+    try:
+        octets.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,118 @@
+"""What can be chosen of a middleware: one value for all frameworks, validated when it is made.
+
+``R`` is what the framework calls a request, and your functions are given: of ASGI the scope, of aiohttp, Flask and
+Django their request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, Generic, Literal, TypeVar
+
+from ratelimitd_client.check import MAX_COST
+from ratelimitd_client.decision import Decision, Reason
+from ratelimitd_client.middleware.client_address import ClientAddresses
+from ratelimitd_client.middleware.endpoint import is_valid_endpoint
+from ratelimitd_client.middleware.identity import Identity
+
+R = TypeVar("R", contravariant=True)  # noqa: PLC0105 - the request, by its usual letter
+
+OnError = Literal["allow", "raise"]
+
+_ANY_DECISION: Final = Decision(True, 1, 0, 0, Reason.NO_RULE)  # noqa: FBT003 - allowed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Generic[R]):
+    """How requests are counted and answered.
+
+    Args:
+        identify: who a request is counted for; ``None`` from it leaves that to what follows: the user whom the
+            framework knows, the API key, the address. In a middleware for asyncio it may be a coroutine function.
+        api_key_header: name of a header whose value is an API key. Only where something before has verified it: a
+            key that nobody knows is a new identity each time.
+        trusted_proxies: see :class:`ClientAddresses`.
+        forwarded_header: the header in which those proxies add the address of their peer.
+        ipv6_prefix: see :class:`ClientAddresses`.
+        anonymous: who a request is counted for that has no identity at all, as over a Unix socket without a trusted
+            proxy; ``None`` lets it through unchecked, with a warning.
+        on_error: what an exception in one of your functions does: ``"allow"`` lets the request through unchecked, with
+            a warning; ``"raise"`` leaves it to the framework, which answers 500.
+        endpoint: what a request is counted under; ``None`` from it stands for the route template.
+        unmatched: what requests are counted under that no route matches; ``None`` lets them through unchecked.
+        with_method: put the method before the route template: ``GET /orders/{id}``.
+        exempt: endpoints, without a method, whose requests are not checked.
+        cost: tokens that a request spends, or a function that says so; with 0 it is not checked.
+        headers: whether answers tell of the limit (``RateLimit``, ``RateLimit-Policy``), also those allowed.
+        x_ratelimit: whether they also have ``X-RateLimit-Limit``, ``-Remaining`` and ``-Reset``.
+        policy: the name of the limit in these headers.
+        denied_text: what a denied request is answered, or a function of the decision that says so.
+
+    Raises:
+        ValueError, TypeError: an option is not valid; the text names it.
+    """
+
+    identify: Callable[[R], Identity | Awaitable[Identity | None] | None] | None = None
+    api_key_header: str | None = None
+    trusted_proxies: Collection[str] = ()
+    forwarded_header: str = "X-Forwarded-For"
+    ipv6_prefix: int = 64
+    anonymous: Identity | None = None
+    on_error: OnError = "allow"
+    endpoint: Callable[[R], str | None] | None = None
+    unmatched: str | None = "unmatched"
+    with_method: bool = False
+    exempt: Collection[str] = ()
+    cost: int | Callable[[R], int] = 1
+    headers: bool = True
+    x_ratelimit: bool = False
+    policy: str = "default"
+    denied_text: str | Callable[[Decision], str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, (is_valid, what) in _VALID.items():
+            if not is_valid(getattr(self, name)):
+                message = f"{name} must be {what}"
+                raise ValueError(message)
+        self.client_addresses()
+        _ANY_DECISION.headers(policy=self.policy)
+
+    def client_addresses(self) -> ClientAddresses:
+        """What finds the address of a caller."""
+        return ClientAddresses(self.trusted_proxies, ipv6_prefix=self.ipv6_prefix)
+
+
+def _is_function_or_none(value: object) -> bool:
+    return value is None or callable(value)
+
+
+def _is_header_name(value: object) -> bool:
+    return (
+        isinstance(value, str)
+        and value.isascii()
+        and value.replace("-", "").replace("_", "").isalnum()
+    )
+
+
+def _is_cost(value: object) -> bool:
+    return callable(value) or (isinstance(value, int) and 0 <= value <= MAX_COST)
+
+
+_VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
+    "identify": (_is_function_or_none, "a function"),
+    "api_key_header": (lambda name: name is None or _is_header_name(name), "the name of a header"),
+    "forwarded_header": (_is_header_name, "the name of a header"),
+    "anonymous": (lambda value: value is None or isinstance(value, Identity), "an Identity"),
+    "on_error": (lambda value: value in {"allow", "raise"}, '"allow" or "raise"'),
+    "endpoint": (_is_function_or_none, "a function"),
+    "unmatched": (lambda text: text is None or is_valid_endpoint(text), "a valid endpoint"),
+    "exempt": (lambda texts: not isinstance(texts, str), "several texts, not one"),
+    "cost": (_is_cost, f"0 to {MAX_COST}, or a function"),
+    "policy": (lambda name: isinstance(name, str), "a text"),
+    "denied_text": (
+        lambda text: isinstance(text, str) or _is_function_or_none(text),
+        "a text, or a function",
+    ),
+}
+"""What each option must be; the others are judged by what uses them."""
