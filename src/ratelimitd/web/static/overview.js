@@ -4,6 +4,7 @@ import { Chart } from './chart.js';
 
 const SPAN_MS = 900_000;
 const SILENCE_MS = 8_000;
+const REFUSED_MS = 20_000;
 
 const PER_S = 1, LATENCY = 4, RATIO = 7, BUCKETS = 8; // where a row has what; it begins with its time
 const charts = {
@@ -63,16 +64,7 @@ function say(text) {
   if (state.textContent !== text) state.textContent = text;
 }
 
-const events = new EventSource(state.dataset.events);
-
-events.addEventListener('open', () => { rows = []; });
-
-events.addEventListener('past', (event) => {
-  rows.push(...JSON.parse(event.data));
-  draw();
-});
-
-events.addEventListener('now', (event) => {
+function take(event) {
   const { row, parts } = JSON.parse(event.data);
   // Nothing is drawn for who does not look; what is missed comes with the next event.
   last = Date.now();
@@ -82,11 +74,27 @@ events.addEventListener('now', (event) => {
   if (document.hidden) return;
   for (const [id, html] of Object.entries(parts)) renewPart(id, html);
   draw();
-});
+}
+
+// A browser opens a stream again that broke, but not one that was refused: by a balancer without a node for a moment,
+// or because this visitor has to log in again.
+function watch() {
+  const events = new EventSource(state.dataset.events);
+  events.addEventListener('open', () => { rows = []; });
+  events.addEventListener('past', (event) => {
+    rows.push(...JSON.parse(event.data));
+    draw();
+  });
+  events.addEventListener('now', take);
+  events.addEventListener('error', () => {
+    if (events.readyState !== EventSource.CLOSED) return;
+    last = 0;
+    say('Not live: load the page again, or wait.');
+    setTimeout(watch, REFUSED_MS);
+  });
+}
 
 setInterval(() => {
   if (last && Date.now() - last > SILENCE_MS) say('No news from this node: what is shown is old.');
 }, 1_000);
-events.addEventListener('error', () => {
-  if (events.readyState === EventSource.CLOSED) say('Not live: load the page again to see what is new.');
-});
+watch();
