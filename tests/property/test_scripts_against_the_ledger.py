@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ratelimitd.ledger import shared_state
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.ledger.batches import Batch, Reply
+from ratelimitd.ledger.batches import Batch, Ledger, Reply
 from ratelimitd.ledger.shared_state import Ask, FirstCheck, Settled, SharedState, Update
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
 from ratelimitd.sharedstate import encoding
@@ -68,18 +68,20 @@ class Model:
         return self.buckets[key]
 
     def decide(self, key, rule, now_us, *, cost, peek):
-        shared = shared_state.settle(self.buckets.get(key), Update(rule, None)).shared
+        stored = self.buckets.get(key)
+        shared = shared_state.settle(stored, Update(rule, None)).shared
+        is_edited = stored is not None and shared.limit != stored.limit
         ruling = rule_of(rule.algorithm, shared.limit, rule.window_seconds, 0)
         *outcome, state = ACCOUNTS[rule.algorithm].judge(shared.state, ruling, now_us, cost)
-        if outcome[0] and not peek:
+        if (outcome[0] or is_edited) and not peek:
             self.buckets[key] = shared._replace(state=state)
         outcome[2] = min(outcome[2], MAX_TIME_US)
         return (*outcome, None)
 
     def meet(self, check):
-        outcome, shared = shared_state.meet(self.buckets.get(check.name), check)
-        if outcome[0] and not check.peek:
-            self.buckets[check.name] = shared
+        ledger = Ledger()
+        ledger.buckets = self.buckets
+        outcome, shared = ledger.meet(check)
         return (*outcome[:2], min(outcome[2], MAX_TIME_US), *outcome[3:]), plain(shared)
 
 

@@ -152,10 +152,10 @@ class Node:
         outcome = view.check(now_us, self.members, waiting.cost)
         if outcome is not None:
             self._answer(waiting, outcome[0])
-            if outcome[0]:
+            if outcome[0] or view.knows_better:
                 self.dirty[key] = view
-                if view.is_due(now_us, self.members):
-                    self.flush()
+            if outcome[0] and view.is_due(now_us, self.members):
+                self.flush()
             return
         self.asks += 1
         waiting.ask = view.ask(now_us, waiting.cost)

@@ -294,8 +294,13 @@ class SharedBuckets:
 
     def _not_allowed(self, bucket: Bucket, outcome: Outcome | None) -> Outcome | None:
         """A check was denied, or cannot be decided here."""
-        if outcome is not None and not bucket.is_denied:
+        if outcome is None:
+            return None
+        if not bucket.is_denied:
             self._rereading.denied(bucket, self._clock.monotonic_us())
+        if bucket.view.knows_better and not bucket.is_dirty:
+            # Nothing is spent, so that nothing else would tell the store of the new limit.
+            bucket.tag.touch(bucket)
         return outcome
 
     @staticmethod

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from ratelimitd.ledger.shared_state import Settled, SharedState, Update, settle
+from ratelimitd.ledger.shared_state import (
+    FirstCheck,
+    Met,
+    Settled,
+    SharedState,
+    Update,
+    meet,
+    settle,
+)
 
 MAX_UPDATES: Final = 100
 """Of one batch, as the specification has it."""
@@ -103,3 +111,14 @@ class Ledger:
             self.buckets[key] = one.shared
         reply = self._replies[batch.sender] = Reply(batch.number, settled)
         return reply
+
+    def meet(self, check: FirstCheck) -> Met:
+        """Decide a first check. It has no number, so it must not be sent twice: it would be charged twice.
+
+        A bucket that is not there is made only for what is charged.
+        """
+        stored = self.buckets.get(check.name)
+        outcome, shared = meet(stored, check)
+        if stored is not None or (outcome[0] and not check.peek):
+            self.buckets[check.name] = shared
+        return outcome, shared

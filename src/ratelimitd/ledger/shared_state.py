@@ -68,7 +68,7 @@ class FirstCheck(NamedTuple):
 
 
 Met: TypeAlias = tuple[Outcome, SharedState]
-"""The outcome of a first check, without a state, and the bucket after it."""
+"""The outcome of a first check, without a state, and the bucket as the store has it then; a missing one is full."""
 
 
 def standing(shared: SharedState, rule: Rule) -> tuple[int, ...]:
@@ -108,13 +108,19 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
 
 
 def meet(stored: SharedState | None, check: FirstCheck) -> Met:
-    """Decide a first check. What comes of it is stored only when the check was charged."""
+    """Decide a first check.
+
+    A peek changes nothing, and a denial nothing but the limit, when it comes under a newer one: those who have not
+    heard of that learn it from the bucket, and while all who have are denied nothing is spent that would tell it.
+    """
     rule = check.rule
     shared = settle(stored, Update(rule, None)).shared
     ruling = rule if rule.limit == shared.limit else replace(rule, limit=shared.limit)
     outcome = ACCOUNTS[rule.algorithm].judge(shared.state, ruling, check.now_us, check.cost)
     if outcome[0] and not check.peek:
         shared = shared._replace(state=outcome[5])
+    elif stored is not None and (check.peek or shared.limit == stored.limit):
+        shared = stored
     return (*outcome[:5], None), shared
 
 

@@ -50,6 +50,8 @@ class View:
         in_flight: what that batch carries.
         asks: checks that wait for the next batch.
         forgiven: tokens that were allowed and are charged nowhere. Who counts them may set it back to 0.
+        knows_better: whether the limit is newer than the one that the store was last seen to go by. Any update tells
+            the store; a denial makes none, so one has to be sent for it.
         shared_out: what all nodes together may have unsettled, at least; -1 while that is not worked out.
         false_positives: checks that were denied, and that the state which came from the store next would have allowed.
             Who counts them may set it back to 0.
@@ -73,6 +75,7 @@ class View:
         "forgiven",
         "generation",
         "in_flight",
+        "knows_better",
         "rule",
         "shared_out",
         "unsent",
@@ -93,6 +96,7 @@ class View:
         self._denials = self._denied_at_us = self._denied_cost = 0
         self._state: BucketState
         self._latest_us: int
+        self.knows_better: bool
         self.shared_out: int
         self._decide: Decide
         if base is not None:
@@ -321,8 +325,12 @@ class View:
     def _recompute(self) -> None:
         rule, account, base = self.rule, self._account, self.base
         state: Any = None
+        self.knows_better = False
         if base is not None:
-            state = base.state if base.limit == rule.limit else account.capped(base.state, rule)
+            state = base.state
+            if base.limit != rule.limit:
+                state = account.capped(state, rule)
+                self.knows_better = rule.revision > base.revision
         if self.in_flight.tokens:
             state = account.charged(state, rule, self.in_flight.runs())
         if self.unsent.tokens:

@@ -396,6 +396,28 @@ class TestRules:
         assert world.check(rule=lower)[0]
         assert not world.check(rule=lower)[0]
 
+    async def test_a_denial_under_a_new_limit_tells_the_store_of_it_once(self):
+        world = World(TEN)
+        world.store.spend(b"a", TEN, 10, world.clock.now_us())
+        world.know()
+        lower = limited(5, revision=2)
+        for _ in range(3):
+            assert not world.at_once(rule=lower)[0]
+        world.settle()
+        assert world.store.ledger.buckets[name_of(b"a")].limit == 5
+        assert not world.at_once(rule=lower)[0]
+        world.settle()
+        assert len(world.store.asked("settle")) == 1
+
+    async def test_a_denial_under_the_limit_that_the_store_goes_by_tells_nothing(self):
+        world = World(TEN)
+        world.store.spend(b"a", TEN, 10, world.clock.now_us())
+        world.know()
+        assert not world.at_once()[0]
+        assert not world.at_once(rule=limited(10, revision=2))[0]
+        world.settle()
+        assert world.store.asked("settle") == []
+
     async def test_a_rule_of_an_older_book_than_a_state_has_told_of_changes_nothing(self, world):
         world.know()
         world.store.spend(b"a", limited(5, revision=9), 1, world.clock.now_us())

@@ -16,7 +16,7 @@ from ratelimitd.cluster.store import HASH_TAGS
 from ratelimitd.cluster.tag import Surroundings, Tag
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.ledger.batches import Ledger
-from ratelimitd.ledger.shared_state import Ask, SharedState, Update, meet, reset, settle
+from ratelimitd.ledger.shared_state import Ask, SharedState, Update, reset, settle
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
@@ -115,14 +115,7 @@ class FakeStore:
         self._take("read", name, lambda: self.ledger.buckets.get(name), done)
 
     def meet(self, check, done):
-        def met():
-            buckets = self.ledger.buckets
-            outcome, shared = meet(buckets.get(check.name), check)
-            if outcome[0] and not check.peek:
-                buckets[check.name] = shared
-            return outcome, shared
-
-        self._take("meet", check.name, met, done)
+        self._take("meet", check.name, partial(self.ledger.meet, check), done)
 
     def settle(self, tag, batch, done):
         # What a sender was answered is kept with each hash tag.

@@ -1,7 +1,9 @@
-"""Batches are sent until they are acknowledged, and applied once."""
+"""Batches are sent until they are acknowledged, and applied once; first checks are sent once."""
+
+from dataclasses import replace
 
 from ratelimitd.ledger.batches import Batch, Ledger, Reply, Sender
-from ratelimitd.ledger.shared_state import Update
+from ratelimitd.ledger.shared_state import FirstCheck, SharedState, Update
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 
 NOW = 1_700_000_000_000_000
@@ -70,3 +72,27 @@ def test_senders_are_told_apart():
     for name in ("a/0", "a/1", "b/0"):
         ledger.apply(Sender(name).freeze(updates(), NOW))
     assert count(ledger) == 3
+
+
+def meet(ledger, cost, *, rule=RULE, peek=False):
+    outcome, shared = ledger.meet(FirstCheck(b"key", rule, NOW, cost, peek))
+    return outcome[0], shared
+
+
+def test_a_first_check_makes_the_bucket_if_it_is_charged():
+    ledger = Ledger()
+    assert meet(ledger, 4, peek=True)[0]
+    assert not meet(ledger, 11)[0]
+    assert ledger.buckets == {}
+    assert meet(ledger, 4) == (True, ledger.buckets[b"key"])
+    assert count(ledger) == 4
+
+
+def test_a_denied_first_check_leaves_a_newer_limit_behind_and_a_peek_nothing():
+    ledger, lower = Ledger(), replace(RULE, limit=5, revision=1)
+    meet(ledger, 8)
+    before = ledger.buckets[b"key"]
+    assert meet(ledger, 1, rule=lower, peek=True) == (False, before)
+    assert ledger.buckets[b"key"] is before
+    assert meet(ledger, 1, rule=lower) == (False, SharedState(0, 1, 5, (5, NOW)))
+    assert ledger.buckets[b"key"].limit == 5

@@ -112,6 +112,13 @@ def test_a_first_check_goes_by_the_newer_of_two_rules():
     assert (outcome[:2], shared) == ((True, 0), stored(4, rule=LOWER))
 
 
+def test_a_denied_first_check_tells_the_bucket_of_a_newer_limit_and_a_peek_does_not():
+    assert met(stored(7), 5, rule=LOWER)[1] == stored(4, rule=LOWER)
+    assert met(stored(7), 5, rule=LOWER, peek=True)[1] == stored(7)
+    other_rule_edited = replace(RULE, revision=LOWER.revision)
+    assert met(stored(7), 5, rule=other_rule_edited)[1] == stored(7)
+
+
 def test_a_reset_is_a_full_bucket_of_the_next_generation():
     assert reset(None, RULE) == stored(generation=1)
     assert reset(stored(9, generation=4), LOWER) == stored(generation=5, rule=LOWER)

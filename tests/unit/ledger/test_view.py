@@ -248,6 +248,25 @@ def test_a_state_tells_of_an_edit_that_the_node_has_not_heard_of():
     assert own.check(*FIVE, 1)[0] is False
 
 
+def test_a_view_knows_better_than_the_store_until_that_has_heard_of_the_limit():
+    own, lower = view(30), replace(RULE, limit=20, revision=2)
+    assert not own.knows_better
+    own.edit(lower)
+    assert own.knows_better
+    assert View(lower, shared(30)).knows_better  # made after the edit, of a base that is older
+    settled = settle(shared(30), own.freeze()).shared
+    assert settled == shared(20, rule=lower)
+    own.acknowledge(settled)
+    assert not own.knows_better
+
+
+def test_a_view_of_an_older_rule_or_of_no_state_knows_nothing_better():
+    other_rule_edited = replace(RULE, revision=2)
+    assert not View(other_rule_edited, shared(30)).knows_better
+    assert not View(RULE, shared(3, rule=replace(RULE, limit=20, revision=2))).knows_better
+    assert not View(RULE, None).knows_better
+
+
 @pytest.mark.parametrize("revision", [1, 2])
 def test_an_edit_of_another_rule_changes_nothing_but_the_revision(revision):
     own = view(110)

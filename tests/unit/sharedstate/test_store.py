@@ -147,6 +147,19 @@ async def test_one_that_only_asks_writes_nothing(store, valkey):
     assert valkey.ask("EXISTS", bucket_key(NAME)) == 0
 
 
+async def test_a_denial_writes_a_newer_limit_and_nothing_else(store, valkey):
+    await settle(store, Sender("node/1"), (NAME, update(4)))
+    lower = FirstCheck(NAME, replace(RULE, limit=3, revision=4), NOW_US, 1, peek=False)
+    value = valkey.ask("GET", bucket_key(NAME))
+    assert (await meet(store, 8))[0][0] is False
+    outcome, shared = await asked(store.meet, lower._replace(peek=True))
+    assert (outcome[0], shared) == (False, SharedState(0, 3, 10, (4, NOW_US)))
+    assert valkey.ask("GET", bucket_key(NAME)) == value
+    outcome, shared = await asked(store.meet, lower)
+    assert (outcome[0], shared) == (False, SharedState(0, 4, 3, (3, NOW_US)))
+    assert await asked(store.read, NAME, RULE) == shared
+
+
 async def test_first_checks_of_one_turn_are_decided_together_each_with_its_own_answer(
     store, valkey
 ):

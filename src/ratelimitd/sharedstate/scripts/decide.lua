@@ -5,7 +5,7 @@
 --          time in µs, or -1 for the store's own clock (8, signed)
 --
 -- Returns allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8) · time in µs (8).
--- A peek and a denial write nothing.
+-- A peek writes nothing, and a denial nothing but a newer limit, of which others may not have heard.
 --
 -- A value that is no bucket is answered with the error CORRUPT, and replaced by a bucket that begins anew, unless it was
 -- a peek: the error says once that something was lost, and does not keep the caller unlimited for ever.
@@ -20,8 +20,8 @@ if now_us < 0 then
   now_us = now[1] * US_PER_S + now[2]
 end
 
-local generation, x, y, at_us, is_corrupt
-generation, revision, limit, x, y, at_us, is_corrupt =
+local generation, x, y, at_us, is_corrupt, is_edited
+generation, revision, limit, x, y, at_us, is_corrupt, is_edited =
   opened(algorithm, value_at(KEYS[1]), -1, revision, limit, window_us)
 
 local allowed, remaining, reset_time, retry_after, reason
@@ -29,7 +29,7 @@ if not is_corrupt then
   allowed, x, y, at_us, remaining, reset_time, retry_after, reason =
     algorithm.judged(x, y, at_us, limit, window_us, now_us, cost)
 end
-if (allowed or is_corrupt) and peek == 0 then
+if (allowed or is_corrupt or is_edited) and peek == 0 then
   local value = written(algorithm, generation, revision, limit, x, y, at_us)
   call('SET', KEYS[1], value, 'EX', ttl_of(window_us))
 end

@@ -37,8 +37,8 @@ local function written(algorithm, generation, revision, limit, x, y, at_us)
 end
 
 -- A bucket as a node finds it that is at `revision` with `limit`, and charged `generation`, or -1. A bucket that is not
--- there, or no bucket, or of an older generation begins anew; an edit of the limit caps what is owed. The last value tells whether
--- there was something that is no bucket.
+-- there, or no bucket, or of an older generation begins anew; an edit of the limit caps what is owed. The last two
+-- values tell whether there was something that is no bucket, and whether the limit was another one before.
 local function opened(algorithm, value, generation, revision, limit, window_us)
   local its_generation, its_revision, its_limit, x, y, at_us
   if value then
@@ -49,13 +49,14 @@ local function opened(algorithm, value, generation, revision, limit, window_us)
     if generation < 0 then
       generation = 0
     end
-    return generation, revision, limit, nil, nil, nil, corrupt
+    return generation, revision, limit, nil, nil, nil, corrupt, false
   end
   if revision > its_revision then
-    if limit ~= its_limit then
+    local edited = limit ~= its_limit
+    if edited then
       x, y, at_us = algorithm.capped(x, y, at_us, limit)
     end
-    return its_generation, revision, limit, x, y, at_us, corrupt
+    return its_generation, revision, limit, x, y, at_us, corrupt, edited
   end
-  return its_generation, its_revision, its_limit, x, y, at_us, corrupt
+  return its_generation, its_revision, its_limit, x, y, at_us, corrupt, false
 end

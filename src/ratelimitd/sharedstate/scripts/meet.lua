@@ -5,10 +5,12 @@
 --          time in µs (8)
 --
 -- Returns { how many values were no buckets,
---           of each: allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8) · the value … }
+--           of each: allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8) · the value
+--           as it is stored then, or what a missing one is taken for … }
 --
--- A peek and a denial write nothing. Nothing is numbered: a node sends this once, and takes a check whose reply is lost
--- for one that was perhaps charged. A value that is no bucket is taken for one that begins anew, and replaced.
+-- A peek writes nothing, and a denial nothing but a newer limit, of which others may not have heard. Nothing is
+-- numbered: a node sends this once, and takes a check whose reply is lost for one that was perhaps charged. A value that
+-- is no bucket is taken for one that begins anew, and replaced.
 
 local CHECK = '<BBI8I4I4I4I8'
 local ANSWER = '<BBI4I4I8'
@@ -27,9 +29,10 @@ for index = 1, #KEYS do
     algorithms[kind] = algorithm
   end
 
-  local generation, x, y, at_us, is_corrupt
-  generation, revision, limit, x, y, at_us, is_corrupt =
-    opened(algorithm, value_at(key), -1, revision, limit, window_us)
+  local value = value_at(key)
+  local generation, x, y, at_us, is_corrupt, is_edited
+  generation, revision, limit, x, y, at_us, is_corrupt, is_edited =
+    opened(algorithm, value, -1, revision, limit, window_us)
   if is_corrupt then
     corrupt = corrupt + 1
   end
@@ -38,8 +41,11 @@ for index = 1, #KEYS do
   if allowed and peek == 0 then
     x, y, at_us = x_after, y_after, after_us
   end
-  local value = written(algorithm, generation, revision, limit, x, y, at_us)
-  if (allowed or is_corrupt) and peek == 0 then
+  local is_stored = peek == 0 and (allowed or is_corrupt or is_edited)
+  if is_stored or is_corrupt or not value then
+    value = written(algorithm, generation, revision, limit, x, y, at_us)
+  end
+  if is_stored then
     call('SET', key, value, 'EX', ttl_of(window_us))
   end
   local answer = pack(ANSWER, allowed and 1 or 0, reason, remaining, retry_after, saturated(reset_time))
