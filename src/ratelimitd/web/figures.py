@@ -31,6 +31,11 @@ def short(value: float) -> str:
     return number(round(value))
 
 
+def faded(value: float) -> str:
+    """A count that fades with time: what little is left of it is not told to the hundredth."""
+    return f"<{_GAP}1" if value < 1 else short(value)
+
+
 def milliseconds(value_ms: float | None) -> str:
     """A latency: ``35 µs`` or ``1.5 ms``."""
     if value_ms is None:

@@ -16,7 +16,7 @@ from ratelimitd.observe.history import Sample, summed
 from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.observe.node_status import NodeStatus
 from ratelimitd.web.chart_rows import HIT_RATIO, P99, row
-from ratelimitd.web.figures import NONE, milliseconds, percent, seconds, short, size
+from ratelimitd.web.figures import NONE, faded, milliseconds, percent, seconds, short, size
 
 RECENT_SAMPLES: Final = 5
 """Ratios and percentiles are of the last ten seconds: of two there would be too few checks."""
@@ -100,10 +100,10 @@ def view_of(overview: Overview, history: Sequence[Sample], *, named: bool) -> Vi
         nodes=[_node_row(node, newest) for node in overview.nodes],
         gone=sum(node.gone for node in overview.nodes),
         endpoints=[
-            DeniedRow(one.endpoint, "", short(one.per_minute)) for one in overview.endpoints
+            DeniedRow(one.endpoint, "", faded(one.per_minute)) for one in overview.endpoints
         ],
         identifiers=[
-            DeniedRow(_shown(one), one.identifier_type, short(one.per_minute))
+            DeniedRow(_shown(one), one.identifier_type, faded(one.per_minute))
             for one in overview.identifiers
         ],
         named=named,

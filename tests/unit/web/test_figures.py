@@ -1,6 +1,6 @@
 import pytest
 
-from ratelimitd.web.figures import NONE, milliseconds, percent, seconds, short, size
+from ratelimitd.web.figures import NONE, faded, milliseconds, percent, seconds, short, size
 
 
 def plain(text):
@@ -23,6 +23,13 @@ def plain(text):
 )
 def test_decimals_are_there_while_they_matter(value, expected):
     assert plain(short(value)) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0.08, "< 1"), (0.99, "< 1"), (1.0, "1"), (3.46, "3.5")]
+)
+def test_what_little_is_left_of_a_count_is_not_told_to_the_hundredth(value, expected):
+    assert plain(faded(value)) == expected
 
 
 @pytest.mark.parametrize(
