@@ -1,0 +1,81 @@
+"""Middleware for aiohttp's server. Your functions are given the request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from ratelimitd_client.decision import Decision
+from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.guard import Guard
+from ratelimitd_client.middleware.options import Options
+from ratelimitd_client.protocols import AsyncRateLimiter
+
+# Typed keys are newer than the rest that is needed of aiohttp.
+_HEADERS: Final[Any] = (
+    web.RequestKey("ratelimitd_headers", dict)
+    if hasattr(web, "RequestKey")
+    else "ratelimitd_headers"
+)
+
+
+def setup(
+    app: web.Application,
+    limiter: AsyncRateLimiter,
+    options: Options[web.Request] | None = None,
+) -> None:
+    """Check each request of an application and of what is mounted in it, before its handler runs.
+
+    Call it after the middlewares that are to run before it were added, and before the application starts.
+
+    Args:
+        app: the application.
+        limiter: a client for asyncio, or a fake. Whoever made it closes it.
+        options: how requests are counted and answered.
+    """
+    guard = Guard(options)
+
+    @web.middleware
+    async def rate_limit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        arrival = _arrival(request)
+        decision = await guard.decide_async(limiter, request, arrival)
+        if decision is not None:
+            if not decision.allowed:
+                return _denied(guard, decision, arrival)
+            request[_HEADERS] = guard.headers(decision)
+        return await handler(request)
+
+    app.middlewares.append(rate_limit)
+    # A response that a handler streams has left before the middleware sees it.
+    app.on_response_prepare.append(_tell)
+
+
+async def _tell(request: web.Request, response: web.StreamResponse) -> None:
+    headers: dict[str, str] = request.get(_HEADERS, {})
+    for name, value in headers.items():
+        response.headers.setdefault(name, value)
+
+
+def _arrival(request: web.Request) -> Arrival:
+    route = request.match_info.route
+    resource = route.resource
+
+    def header(name: str) -> Sequence[str]:
+        return request.headers.getall(name, [])
+
+    return Arrival(
+        request.method,
+        None if resource is None else resource.canonical,
+        request.match_info.handler,
+        lambda: None,
+        request.remote,
+        header,
+    )
+
+
+def _denied(guard: Guard[web.Request], decision: Decision, arrival: Arrival) -> web.Response:
+    answer = guard.denied(decision, arrival.header("accept"))
+    return web.Response(status=answer.status, headers=answer.headers, body=answer.body)

@@ -1,0 +1,76 @@
+"""Which route of a Starlette or FastAPI application a request will take, found before the application does.
+
+Pure: runs nothing of the application but its patterns, on a copy of the scope, and remembers nothing. It knows routes
+by what they offer – ``matches``, ``routes``, ``path_format`` – and so imports no framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+NOTHING_INSIDE: Final = "/{path}"
+"""How Starlette ends the template of a mount, and so ours of an application that is no router."""
+
+NONE, PARTIAL, FULL = 0, 1, 2
+"""The values of Starlette's ``Match``; PARTIAL is a path with another method, answered 405."""
+
+
+class Found(NamedTuple):
+    """The route of a request."""
+
+    template: str
+    """Its path with the names of its parameters, and with what it is mounted under; without convertors."""
+    view: object
+    """The function, class or application that answers."""
+    is_full: bool = True
+    """Whether the search ends here: the method matches, too."""
+
+
+_NOT_FOUND: Final = Found("", None)
+"""What is mounted has the request, and no route for it."""
+
+
+def find_route(app: object, scope: Mapping[str, Any]) -> Found | None:
+    """The route that the application will choose; ``None`` if it will answer 404, or has no routes at all."""
+    try:
+        found = _search(_routes_of(app), dict(scope), "")
+    except Exception:  # noqa: BLE001 - a pattern of the application fails for this path, as it will once more in a moment
+        return None
+    return None if found is _NOT_FOUND else found
+
+
+def _routes_of(app: object) -> Iterable[Any]:
+    routes = getattr(app, "routes", None)
+    return routes if isinstance(routes, list | tuple) else ()
+
+
+def _search(routes: Iterable[Any], scope: dict[str, Any], prefix: str) -> Found | None:
+    """The first that matches fully, else the first that would but for the method."""
+    partial = None
+    for route in routes:
+        found = _look_at(route, scope, prefix)
+        if found is not None:
+            if found.is_full:
+                return found
+            partial = partial or found
+    return partial
+
+
+def _look_at(route: Any, scope: dict[str, Any], prefix: str) -> Found | None:
+    # FastAPI keeps a router that was included as one route, whose candidates know their whole path.
+    included = getattr(route, "effective_candidates", None)
+    if included is not None:
+        return _search(included(), scope, prefix)
+    route = getattr(route, "starlette_route", None) or route
+    match, child_scope = route.matches(scope)
+    if match.value == NONE:
+        return None
+    template = getattr(route, "path_format", "")  # a host has none
+    inside = _routes_of(route)
+    if inside:
+        below = prefix + template.removesuffix(NOTHING_INSIDE)
+        found = _search(inside, {**scope, **child_scope}, below) or _NOT_FOUND
+        return found._replace(is_full=True) if not found.is_full else found
+    view = getattr(route, "endpoint", None)
+    return Found(prefix + (template or NOTHING_INSIDE), view, is_full=match.value == FULL)

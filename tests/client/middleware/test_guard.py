@@ -1,0 +1,140 @@
+"""The road of a request: whatever goes wrong lets it through, unless the user chose to see it."""
+
+import pytest
+
+from ratelimitd_client import Check
+from ratelimitd_client.middleware import Identity, Options, limited
+from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.guard import Guard
+from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter, ManualClock
+
+ARRIVAL = Arrival("GET", "/orders/{id}", None, lambda: None, "192.0.2.7", lambda name: [])
+CHECK = Check("192.0.2.7", "ip", "/orders/{id}")
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def decide(request):
+    """Asks a guard about a request; returns the decision and the checks that were made."""
+
+    async def decided(options=None, arrival=ARRIVAL, *, limiter=None, guard=None):
+        guard = guard or Guard(options, clock=ManualClock())
+        if request.param == "blocking":
+            limiter = limiter or FakeRateLimiter()
+            return guard.decide(limiter, "request", arrival), limiter.checks
+        limiter = limiter or AsyncFakeRateLimiter()
+        return await guard.decide_async(limiter, "request", arrival), limiter.checks
+
+    decided.kind = request.param
+    return decided
+
+
+async def test_a_request_is_checked_for_its_identity_and_route(decide):
+    decision, checks = await decide()
+    assert decision.allowed
+    assert checks == [CHECK]
+
+
+async def test_cost_and_type_are_those_of_the_view(decide):
+    view = limited(cost=3, identifier_type="ip")(lambda: None)
+    arrival = ARRIVAL._replace(view=view, user=lambda: "alice")
+    assert (await decide(arrival=arrival))[1] == [Check("192.0.2.7", "ip", "/orders/{id}", 3)]
+
+
+async def test_what_is_exempt_asks_nobody_and_calls_no_function(decide):
+    def fails(request):
+        raise AssertionError
+
+    options = Options(identify=fails, exempt=["/orders/{id}"], on_error="raise")
+    assert await decide(options) == (None, [])
+
+
+async def test_a_function_says_who_it_is_or_leaves_it_to_the_rest(decide):
+    options = Options(identify=lambda request: Identity(request, "api_key"))
+    assert (await decide(options))[1] == [Check("request", "api_key", "/orders/{id}")]
+    assert (await decide(Options(identify=lambda request: None)))[1] == [CHECK]
+
+
+async def test_a_request_without_identity_is_let_through_with_a_warning(decide, caplog):
+    assert await decide(arrival=ARRIVAL._replace(peer=None)) == (None, [])
+    assert "neither user nor key nor address" in caplog.text
+
+
+async def test_a_request_without_identity_is_counted_for_whom_the_options_name(decide, caplog):
+    options = Options(anonymous=Identity("nobody"))
+    _, checks = await decide(options, ARRIVAL._replace(peer=None))
+    assert checks == [Check("nobody", "user", "/orders/{id}")]
+    assert not caplog.records
+
+
+def raises(*_):
+    raise LookupError("alice is not there")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"identify": raises},
+        {"identify": lambda request: "alice"},
+        {"identify": lambda request: Identity("")},
+        {"endpoint": raises},
+        {"cost": raises},
+        {"cost": lambda request: -1},
+    ],
+    ids=["identify", "no-identity", "empty", "endpoint", "cost", "no-cost"],
+)
+async def test_an_exception_of_a_function_follows_the_users_choice(decide, caplog, options):
+    assert await decide(Options(**options)) == (None, [])
+    assert "a function of the options" in caplog.text
+    assert "alice" not in caplog.text
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        await decide(Options(**options, on_error="raise"))
+
+
+async def test_a_user_who_cannot_be_told_follows_it_as_well(decide):
+    arrival = ARRIVAL._replace(user=raises)
+    assert await decide(arrival=arrival) == (None, [])
+    with pytest.raises(LookupError):
+        await decide(Options(on_error="raise"), arrival)
+
+
+async def test_an_error_of_the_limiter_never_breaks_a_request(decide, caplog):
+    class Broken:
+        checks = ()
+
+        def check(self, *_, **__):
+            raise RuntimeError("closed")
+
+    assert await decide(Options(on_error="raise"), limiter=Broken()) == (None, ())
+    assert "the limiter raised an error (RuntimeError" in caplog.text
+
+
+async def test_a_denial_becomes_an_answer_and_a_permission_headers(decide):
+    guard = Guard(Options(), clock=ManualClock())
+    limiter = FakeRateLimiter() if decide.kind == "blocking" else AsyncFakeRateLimiter()
+    limiter.limit("/orders/{id}", "ip", 1)
+    allowed, _ = await decide(limiter=limiter, guard=guard)
+    assert guard.headers(allowed)["RateLimit"] == '"default";r=0;t=60'
+    denied, _ = await decide(limiter=limiter, guard=guard)
+    assert guard.denied(denied, ["application/json"]).status == 429
+
+
+async def test_for_asyncio_the_function_may_be_a_coroutine():
+    async def identify(request):
+        return Identity(request)
+
+    limiter = AsyncFakeRateLimiter()
+    await Guard(Options(identify=identify)).decide_async(limiter, "alice", ARRIVAL)
+    assert limiter.checks == [Check("alice", "user", "/orders/{id}")]
+
+
+async def test_for_asyncio_a_coroutine_that_fails_follows_the_users_choice():
+    async def identify(request):
+        raise LookupError
+
+    limiter = AsyncFakeRateLimiter()
+    guard = Guard(Options(identify=identify))
+    assert await guard.decide_async(limiter, "alice", ARRIVAL) is None
+    with pytest.raises(LookupError):
+        await Guard(Options(identify=identify, on_error="raise")).decide_async(
+            limiter, "alice", ARRIVAL
+        )

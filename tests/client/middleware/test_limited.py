@@ -1,0 +1,84 @@
+"""The mark on a view: what it says, and where it is found again."""
+
+import functools
+
+import pytest
+
+from ratelimitd_client.middleware import limited
+from ratelimitd_client.middleware.limited import UNMARKED, Mark, mark_of
+
+
+def plain():
+    return "plain"
+
+
+@limited(cost=5, endpoint="export", identifier_type="ip")
+def marked():
+    return "marked"
+
+
+MARK = Mark(5, "export", exempt=False, identifier_type="ip")
+
+
+def test_a_mark_changes_nothing_about_the_function():
+    assert marked() == "marked"
+    assert mark_of(marked) == MARK
+    assert mark_of(plain) is UNMARKED
+    assert mark_of(None) is UNMARKED
+
+
+def test_a_mark_passes_through_decorators_that_wrap():
+    @functools.wraps(marked)
+    def wrapper():
+        return marked()
+
+    assert mark_of(wrapper) == MARK
+    assert mark_of(functools.partial(functools.partial(marked))) == MARK
+
+
+def test_the_outer_of_two_marks_holds():
+    @limited(cost=7)
+    @limited(cost=9)
+    def view():
+        """Marked twice."""
+
+    assert mark_of(view) == Mark(7)
+
+
+def test_methods_of_a_class_have_marks_of_their_own():
+    @limited(cost=2)
+    class View:
+        @limited(cost=9)
+        def post(self):
+            """The one that is expensive."""
+
+        def get(self):
+            """The one that is not."""
+
+    assert mark_of(View, "POST") == Mark(9)
+    assert mark_of(View, "GET") == Mark(2)
+    assert mark_of(View, "PUT") == Mark(2)
+    assert mark_of(View().post) == Mark(9)
+
+
+def test_an_attribute_of_that_name_which_is_no_mark_is_none():
+    class Anything:
+        def __getattr__(self, name):
+            return 42
+
+    assert mark_of(Anything()) is UNMARKED
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cost", -1),
+        ("cost", 2**31),
+        ("endpoint", ""),
+        ("endpoint", "x" * 256),
+        ("identifier_type", "x"),
+    ],
+)
+def test_a_wrong_argument_is_refused_when_the_view_is_defined(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        limited(**{name: value})

@@ -1,0 +1,57 @@
+"""Options: wrong ones end a start, and are named."""
+
+import pytest
+
+from ratelimitd_client.middleware import Identity, Options
+
+
+def test_all_have_a_default():
+    options = Options()
+    assert options.client_addresses().of("192.0.2.7", ["203.0.113.1"]) == "192.0.2.7"
+    assert options.anonymous is None
+    assert options.on_error == "allow"
+
+
+def test_what_is_valid_is_taken():
+    assert Options(
+        identify=lambda request: Identity("alice"),
+        api_key_header="X-API-Key",
+        trusted_proxies={"10.0.0.0/8", "unix"},
+        anonymous=Identity("nobody"),
+        on_error="raise",
+        endpoint=lambda request: None,
+        unmatched=None,
+        exempt={"/health"},
+        cost=lambda request: 2,
+        policy="per user",
+        denied_text="No.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("identify", "user"),
+        ("api_key_header", ""),
+        ("api_key_header", "X Key"),
+        ("api_key_header", b"x-key"),
+        ("forwarded_header", None),
+        ("trusted_proxies", ["proxy"]),
+        ("trusted_proxies", "10.0.0.0/8"),
+        ("ipv6_prefix", 0),
+        ("anonymous", "anonymous"),
+        ("on_error", "deny"),
+        ("endpoint", "/x"),
+        ("unmatched", ""),
+        ("unmatched", "*"),
+        ("exempt", "/health"),
+        ("cost", -1),
+        ("cost", "1"),
+        ("policy", 'a "name"'),
+        ("policy", None),
+        ("denied_text", b"No."),
+    ],
+)
+def test_a_wrong_option_is_named(name, value):
+    with pytest.raises((ValueError, TypeError), match=f"{name} must|name of a {name}"):
+        Options(**{name: value})
