@@ -67,7 +67,7 @@ async def test_a_request_without_identity_is_counted_for_whom_the_options_name(d
 
 
 def raises(*_):
-    raise LookupError("alice is not there")
+    return {}["alice"]
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ async def test_an_exception_of_a_function_follows_the_users_choice(decide, caplo
     assert await decide(Options(**options)) == (None, [])
     assert "a function of the options" in caplog.text
     assert "alice" not in caplog.text
-    with pytest.raises((LookupError, TypeError, ValueError)):
+    with pytest.raises((KeyError, TypeError, ValueError)):
         await decide(Options(**options, on_error="raise"))
 
 
 async def test_a_user_who_cannot_be_told_follows_it_as_well(decide):
     arrival = ARRIVAL._replace(user=raises)
     assert await decide(arrival=arrival) == (None, [])
-    with pytest.raises(LookupError):
+    with pytest.raises(KeyError):
         await decide(Options(on_error="raise"), arrival)
 
 
@@ -102,7 +102,7 @@ async def test_an_error_of_the_limiter_never_breaks_a_request(decide, caplog):
         checks = ()
 
         def check(self, *_, **__):
-            raise RuntimeError("closed")
+            raise RuntimeError
 
     assert await decide(Options(on_error="raise"), limiter=Broken()) == (None, ())
     assert "the limiter raised an error (RuntimeError" in caplog.text

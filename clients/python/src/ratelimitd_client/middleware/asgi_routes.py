@@ -72,5 +72,5 @@ def _look_at(route: Any, scope: dict[str, Any], prefix: str) -> Found | None:
         below = prefix + template.removesuffix(NOTHING_INSIDE)
         found = _search(inside, {**scope, **child_scope}, below) or _NOT_FOUND
         return found._replace(is_full=True) if not found.is_full else found
-    view = getattr(route, "endpoint", None)
+    view = child_scope.get("endpoint")
     return Found(prefix + (template or NOTHING_INSIDE), view, is_full=match.value == FULL)

@@ -1,0 +1,166 @@
+"""The route of a request is found as FastAPI and Starlette find it, whatever it is nested in."""
+
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI, Request
+from starlette.applications import Starlette
+from starlette.endpoints import HTTPEndpoint
+from starlette.responses import PlainTextResponse
+from starlette.routing import Host, Mount, Route, Router, WebSocketRoute
+from starlette.staticfiles import StaticFiles
+
+from ratelimitd_client.middleware.asgi_routes import find_route
+
+
+def scope(path, method="GET", *, kind="http", host="example.org"):
+    return {
+        "type": kind,
+        "method": method,
+        "path": path,
+        "root_path": "",
+        "headers": [(b"host", host.encode())],
+    }
+
+
+async def orders(request: Request):
+    return PlainTextResponse("orders")
+
+
+async def items(request: Request):
+    return PlainTextResponse("items")
+
+
+class Reports(HTTPEndpoint):
+    async def get(self, request):
+        return PlainTextResponse("Reports")
+
+
+async def unrouted(scope, receive, send):
+    await PlainTextResponse("unrouted")(scope, receive, send)
+
+
+def fastapi():
+    app = FastAPI()
+    app.get("/orders/{order_id:int}")(orders)
+    app.post("/orders/{order_id:int}")(orders)
+    inner, outer = APIRouter(prefix="/inner"), APIRouter(prefix="/outer")
+    inner.get("/{name}/items/{path:path}")(items)
+    inner.websocket("/live/{name}")(items)
+    inner.add_route("/plain/{name}", orders)
+    outer.include_router(inner)
+    app.include_router(outer, prefix="/v1")
+    app.include_router(outer, prefix="/v2")
+    within = FastAPI()
+    within.get("/things/{thing}")(items)
+    app.mount("/within/{tenant}", within)
+    return app
+
+
+def starlette():
+    return Starlette(
+        routes=[
+            Route("/orders/{order_id:int}", orders, methods=["GET", "POST"]),
+            Route("/reports/{report}", Reports),
+            WebSocketRoute("/live/{name}", items),
+            Host("{tenant}.example.com", Router([Route("/hosted/{thing}", items)])),
+            Host("bare.example.net", unrouted),
+            Mount(
+                "/api",
+                routes=[
+                    Route("/{name}/orders", orders, methods=["POST"]),
+                    Mount("/deep/{depth}", routes=[Route("/", items)]),
+                ],
+            ),
+            Mount("/static", StaticFiles(directory=".")),
+            Route("/api/late", orders),
+            Mount("", unrouted),
+        ]
+    )
+
+
+async def expect_the_same_of(app, path, method, view):
+    """What the framework makes of the request: the same view, or none for lack of a route or of the method."""
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://example.org") as client:
+        answer = await client.request(method, path)
+    if view is None:
+        assert answer.status_code in {307, 404}
+    else:
+        assert answer.status_code == 405 or answer.text in {view.__name__, ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "template", "view"),
+    [
+        ("/orders/42", "GET", "/orders/{order_id}", orders),
+        ("/orders/42", "POST", "/orders/{order_id}", orders),
+        ("/orders/42", "DELETE", "/orders/{order_id}", orders),
+        ("/orders/none", "GET", None, None),
+        ("/orders/42/", "GET", None, None),
+        ("/v1/outer/inner/a/items/b/c", "GET", "/v1/outer/inner/{name}/items/{path}", items),
+        ("/v2/outer/inner/a/items/b/c", "GET", "/v2/outer/inner/{name}/items/{path}", items),
+        ("/v1/outer/plain/a", "GET", "/v1/outer/plain/{name}", orders),
+        ("/v1/outer/other", "GET", None, None),
+        ("/within/acme/things/7", "GET", "/within/{tenant}/things/{thing}", items),
+        ("/within/acme/nothing", "GET", None, None),
+        ("/nothing", "GET", None, None),
+    ],
+)
+async def test_in_fastapi(path, method, template, view):
+    app = fastapi()
+    found = find_route(app, scope(path, method))
+    assert (found and (found.template, found.view)) == (template and (template, view))
+    await expect_the_same_of(app, path, method, view)
+
+
+def test_a_websocket_of_fastapi_has_its_route_too():
+    app = fastapi()
+    found = find_route(app, scope("/v1/outer/inner/live/a", kind="websocket"))
+    assert (found.template, found.view) == ("/v1/outer/inner/live/{name}", items)
+    assert find_route(app, scope("/v1/outer/inner/live/a")) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "template", "view"),
+    [
+        ("/orders/42", "HEAD", "/orders/{order_id}", orders),
+        ("/reports/7", "GET", "/reports/{report}", Reports),
+        ("/api/a/orders", "POST", "/api/{name}/orders", orders),
+        ("/api/a/orders", "GET", "/api/{name}/orders", orders),
+        ("/api/deep/3/", "GET", "/api/deep/{depth}/", items),
+        ("/api/late", "GET", None, None),
+        ("/elsewhere/7", "GET", "/{path}", unrouted),
+    ],
+)
+async def test_in_starlette(path, method, template, view):
+    app = starlette()
+    found = find_route(app, scope(path, method))
+    assert (found and (found.template, found.view)) == (template and (template, view))
+    await expect_the_same_of(app, path, method, view)
+
+
+def test_hosts_and_files_in_starlette():
+    app = starlette()
+    assert find_route(app, scope("/hosted/7", host="a.example.com")).template == "/hosted/{thing}"
+    assert find_route(app, scope("/hosted/7", host="bare.example.net")).template == "/{path}"
+    assert find_route(app, scope("/static/a/b.css")).template == "/static/{path}"
+
+
+def test_the_scope_is_left_as_it_is():
+    given = scope("/v1/outer/inner/a/items/b")
+    before = dict(given)
+    assert find_route(fastapi(), given)
+    assert given == before
+
+
+def test_an_application_without_such_routes_has_none():
+    class Other:
+        routes = ("GET /x",)
+
+    assert find_route(unrouted, scope("/x")) is None
+    assert find_route(Other(), scope("/x")) is None
+
+
+def test_a_path_on_which_a_pattern_fails_has_no_route():
+    # Starlette reads the digits as a number, and Python refuses to read so many.
+    assert find_route(fastapi(), scope("/orders/" + "9" * 5_000)) is None
