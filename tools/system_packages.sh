@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes sure that what the end-to-end tests need is there: builds the Go programs, pinned and verified by
-# tests/system/go/go.sum, unpacks or installs Debian packages where it may; else says what is missing and fails. A test
-# that needs a package adds it to a list, with its reason.
+# tests/system/go/go.sum, and the examples in other languages; unpacks or installs Debian packages where it may; else
+# says what is missing and fails. A test that needs a package adds it to a list, with its reason.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -13,6 +13,8 @@ fi
 # Does nothing when they are current. The Go caches are the user's own.
 "$go" build -C "$root/tests/system/go" -mod=readonly -trimpath -buildvcs=false -o "$root/.venv/go/" \
     ./client github.com/summerwind/h2spec/cmd/h2spec
+
+"$root/tools/languages.sh"
 
 # Only unpacked, into .venv, which takes no root: installed, each would be a service that starts with the machine. So a
 # package is for this list if its programs need nothing of other packages but the C library.
