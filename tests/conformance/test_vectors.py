@@ -2,15 +2,16 @@
 
 import pytest
 
+from ratelimitd.conformance.answers import Answer
+from ratelimitd.conformance.cases import cases
 from tests.outcomes import NAMED_DECIDE
 
-from .vectors import CASES, expected, rule_of
 
-
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", cases(), ids=str)
 def test_every_step_of_a_vector_holds_to_the_last_unit(case):
-    rule, state = rule_of(case), None
+    rule, state = case.rule("/e"), None
     for number, step in enumerate(case.steps):
-        outcome = NAMED_DECIDE[rule.algorithm](state, rule, step["at_us"], step["cost"])
-        assert (*outcome[:4], outcome.reason.name) == expected(step), f"step {number}"
+        outcome = NAMED_DECIDE[rule.algorithm](state, rule, step.at_us, step.cost)
+        told = (*outcome[:4], outcome.reason.name, rule.limit, rule.window_seconds)
+        assert Answer(*told) == step.expected, f"step {number}"
         state = outcome.state

@@ -1,72 +1,42 @@
-"""The conformance vectors over the wire: a real node that trusts its callers' time."""
+"""The conformance vectors over the wire: the command, against a real node that trusts its callers' time."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
 
 import grpc.aio
-import pytest
 
+from ratelimitd.conformance.cases import cases
 from ratelimitd.testing import running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from ratelimiter.v1 import ratelimiter_pb2_grpc as pb_grpc
-from tests.conformance.vectors import CASES, expected
+from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+
+COMMAND = Path(sys.executable).with_name("ratelimitd")
+
+OTHERS = pb.RateLimit(
+    endpoint="*", identifier_type="user", limit=1, window_seconds=1, algorithm="token_bucket"
+)
 
 
-@pytest.fixture
-async def channel(transport):
-    """A channel to a node with one rule for each case; the endpoint is the case's number."""
+async def test_every_vector_holds_alone_in_batches_and_in_one(transport):
     async with (
         running_node(timestamps="caller", http_listen="", transport=transport) as node,
         grpc.aio.insecure_channel(node.grpc_address) as channel,
     ):
-        config = pb_grpc.RateLimiterConfigStub(channel)
-        for number, case in enumerate(CASES):
-            rule = pb.RateLimit(
-                endpoint=f"/{number}",
-                identifier_type="user",
-                limit=case.limit,
-                window_seconds=case.window_seconds,
-                algorithm=case.algorithm,
-            )
-            await config.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule))
-        yield channel
-
-
-def requests_of(number, case, identifier):
-    return [
-        pb.RateLimitRequest(
-            identifier=identifier,
-            identifier_type="user",
-            endpoint=f"/{number}",
-            tokens_requested=step["cost"],
-            timestamp=step["at_us"],
-        )
-        for step in case.steps
-    ]
-
-
-def answered(response):
-    reason = pb.Reason.Name(response.reason)
-    times = (response.reset_time, response.retry_after_seconds)
-    return (response.allowed, response.remaining_tokens, *times, reason)
-
-
-async def test_every_vector_holds_check_by_check(channel):
-    checks = pb_grpc.RateLimiterStub(channel)
-    for number, case in enumerate(CASES):
-        answers = [await checks.CheckRateLimit(ask) for ask in requests_of(number, case, "single")]
-        assert list(map(answered, answers)) == list(map(expected, case.steps)), case.name
-        assert {(answer.limit, answer.window_seconds) for answer in answers} == {
-            (case.limit, case.window_seconds)
-        }
-
-
-async def test_every_vector_holds_in_one_batch(channel):
-    """All cases at once, each step of a case behind the same step of the others, under one identifier."""
-    asked = [
-        (index, number, case, request)
-        for number, case in enumerate(CASES)
-        for index, request in enumerate(requests_of(number, case, "batch"))
-    ]
-    asked.sort(key=lambda item: item[:2])
-    batch = pb.BatchRateLimitRequest(requests=[request for *_, request in asked])
-    answers = (await pb_grpc.RateLimiterStub(channel).CheckRateLimitBatch(batch)).responses
-    for (index, _, case, _), answer in zip(asked, answers, strict=True):
-        assert answered(answer) == expected(case.steps[index]), f"{case.name}, step {index}"
+        rules = stubs.RateLimiterConfigStub(channel)
+        others = await rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=OTHERS))
+        # A process of its own: beside the node, in another thread, it takes five times as long.
+        command = [COMMAND, "conformance", "--target", node.grpc_address, "--one-batch", "--json"]
+        run = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        printed, _ = await run.communicate()
+        left = await rules.ListRateLimits(pb.ListRateLimitsRequest())
+    report = json.loads(printed)
+    assert [case for case in report["cases"] if not case["ok"]] == []
+    assert (run.returncode, report["ok"]) == (0, True)
+    sent = [check["sent"] for case in report["cases"] for check in case["checks"]]
+    checks = sum(len(case.steps) for case in cases())
+    assert {way: sent.count(way) for way in sent} == dict.fromkeys(
+        ("alone", "in batches", "in one batch"), checks
+    )
+    assert list(left.rate_limits) == [others]

@@ -19,6 +19,7 @@ from ratelimitd.cli import config, db, dev, rules
 from ratelimitd.cli.bench import bench
 from ratelimitd.cli.check import check
 from ratelimitd.cli.command_help import help_of
+from ratelimitd.cli.conformance import conformance
 from ratelimitd.cli.doctor import Given, doctor
 from ratelimitd.cli.failures import EXIT_ERROR, EXIT_INTERRUPTED, CliError
 from ratelimitd.cli.health import health, metrics, reset
@@ -40,7 +41,7 @@ app = typer.Typer(
 )
 
 app.command(help=help_of(serve))(takes_settings(serve))
-for command in (check, reset, health, metrics, top, bench):
+for command in (check, reset, health, metrics, top, bench, conformance):
     app.command(help=help_of(command))(command)
 app.command(help=help_of(doctor))(takes_settings(doctor, load=Given))
 app.add_typer(rules.app, name="rules")

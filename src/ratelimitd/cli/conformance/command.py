@@ -1,0 +1,96 @@
+"""The command: which server, whose clock, and what the answer means for whoever started it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated
+
+import typer
+
+from ratelimitd.cli.conformance.own_rules import own_rules
+from ratelimitd.cli.conformance.report import as_json, passed, print_table
+from ratelimitd.cli.conformance.run import RealTime, Runner
+from ratelimitd.cli.failures import EXIT_ERROR, UsageError
+from ratelimitd.cli.progress import working
+from ratelimitd.cli.target import Target, asks_node
+from ratelimitd.conformance.cases import cases
+from ratelimitd.model import US_PER_S
+
+
+class SystemTime:
+    """The wall clock of this machine, as :class:`~ratelimitd.cli.conformance.run.WallTime`."""
+
+    def now_us(self) -> int:
+        """What time it is, in µs since the Unix epoch."""
+        return time.time_ns() // 1_000
+
+    def wait_until(self, at_us: int) -> None:
+        """Sleep until then."""
+        while (left_us := at_us - self.now_us()) > 0:
+            time.sleep(left_us / US_PER_S)
+
+
+@asks_node
+def conformance(
+    target: Target,
+    *,
+    one_batch: Annotated[
+        bool,
+        typer.Option("--one-batch", help="Send all checks in one batch, too. Not to a cluster."),
+    ] = False,
+    real_time: Annotated[
+        bool, typer.Option("--real-time", help="Go by the server's own clock, and really wait.")
+    ] = False,
+    longest: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            max=86_400,
+            metavar="SECONDS",
+            help="In real time: leave out what takes longer.",
+        ),
+    ] = 30.0,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            max=1_000,
+            metavar="MS",
+            help="In real time: how late a check may be answered.",
+        ),
+    ] = 20.0,
+) -> None:
+    """See whether a server answers as the contract says, and print a table of what it was asked.
+
+    Any server of the contract: it makes rules for endpoints of its own (/conformance- and something random), asks
+    checks, and deletes the rules again, also after Ctrl-C. It needs the admin role. The checks carry the time that they
+    are to be judged at, so the server must go by it (TIMESTAMPS=caller); with --real-time it goes by its own.
+
+    Exit status: 0 as expected, 1 when an answer differs or none could be judged, 2 when the server cannot be asked.
+
+    Example:
+      ratelimitd conformance --target 127.0.0.1:9090
+      ratelimitd conformance --real-time --longest 5 --json
+    """
+    if one_batch and real_time:
+        message = "--one-batch is for checks that carry their time: not with --real-time"
+        raise UsageError(message)
+    name = f"conformance-{secrets.token_hex(6)}"
+    chosen = cases()
+    clock = SystemTime()
+    how = RealTime(round(longest * US_PER_S), round(tolerance * 1_000))
+    with target.client() as client, own_rules(target, client, f"/{name}", chosen) as endpoints:
+        runner = Runner(client, chosen, endpoints, name=name, time=clock)
+        with working("asking checks"):
+            results = (
+                runner.with_real_time(how)
+                if real_time
+                else runner.with_virtual_time(one_batch=one_batch)
+            )
+    if target.output.as_json:
+        target.output.json(as_json(results, target.address, real_time=real_time))
+    else:
+        print_table(results, target.output)
+    if not passed(results):
+        raise typer.Exit(EXIT_ERROR)

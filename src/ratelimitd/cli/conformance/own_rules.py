@@ -1,0 +1,80 @@
+"""The rules of a run: made for it under endpoints that nobody else has, and taken away at its end, however that comes.
+
+Never touches another rule.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ratelimitd.cli.failures import CliError
+from ratelimitd.cli.target import Target
+from ratelimitd.conformance.cases import IDENTIFIER_TYPE, Case
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+if TYPE_CHECKING:
+    from ratelimitd_client import NodeClient
+
+
+@contextmanager
+def own_rules(
+    target: Target, client: NodeClient, prefix: str, cases: Sequence[Case]
+) -> Iterator[list[str]]:
+    """Yield the endpoint of each case while it has its rule.
+
+    Raises:
+        CliError: a rule cannot be made, or not be deleted, and then it is said which are left.
+    """
+    endpoints = [f"{prefix}/{number}" for number in range(len(cases))]
+    made: dict[str, str] = {}
+    """The ids by endpoint; an empty one as long as nobody knows whether the rule is there."""
+    try:
+        for endpoint, case in zip(endpoints, cases, strict=True):
+            made[endpoint] = ""
+            made[endpoint] = client.create_rule(_rule_of(case, endpoint)).id
+        yield endpoints
+    finally:
+        with _undisturbed():
+            _delete(target, client, prefix, made)
+
+
+def _rule_of(case: Case, endpoint: str) -> pb.RateLimit:
+    return pb.RateLimit(
+        endpoint=endpoint,
+        identifier_type=IDENTIFIER_TYPE,
+        limit=case.limit,
+        window_seconds=case.window_seconds,
+        algorithm=case.algorithm,
+    )
+
+
+def _delete(target: Target, client: NodeClient, prefix: str, made: dict[str, str]) -> None:
+    try:
+        with target.explained():
+            for endpoint, rule_id in made.items():
+                # Interrupted while it was made: only the server knows.
+                found = [rule_id] if rule_id else [r.id for r in client.rules(endpoint=endpoint)]
+                for known_id in found:
+                    client.delete_rule(known_id)
+    except CliError as failure:
+        if not any(made.values()):
+            return  # nothing was made, and why that failed is on its way already
+        message = f"{failure}; rules of endpoints that begin with {prefix} may be left there"
+        raise CliError(message, failure.exit_code) from None
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore Ctrl-C until the end of the block, which a server that hangs delays by one timeout at most."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,99 @@
+"""What came of a run, as a table and as JSON. Pure but for what it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from ratelimitd.cli.conformance.run import CaseResult, Checked
+from ratelimitd.cli.output import Output
+
+HEAD: Final = ("algorithm", "case", "checks", "expected", "got", "ok")
+
+MOST_DIFFERENCES: Final = 3
+"""Of a case that the table shows; the first usually explains the others, and JSON has all."""
+
+
+def print_table(results: Sequence[CaseResult], output: Output) -> None:
+    """Print a row for each case, below it one for each check that was answered otherwise, and a sentence."""
+    output.table(HEAD, (row for result in results for row in _rows(result)))
+    output.line()
+    judged = [result for result in results if not result.not_judged]
+    wrong = sum(not result.ok for result in judged)
+    output.line(
+        output.styled(f"{wrong} of {len(judged)} cases differ", "bad")
+        if wrong
+        else output.styled(f"{len(judged)} cases as expected", "good")
+    )
+    if len(judged) < len(results):
+        output.line(f"{len(results) - len(judged)} not judged")
+
+
+def as_json(results: Sequence[CaseResult], target: str, *, real_time: bool) -> dict[str, Any]:
+    """All of a run, with every check."""
+    return {
+        "target": target,
+        "clock": "server" if real_time else "caller",
+        "ok": passed(results),
+        "cases": [
+            {
+                "algorithm": result.case.algorithm,
+                "name": result.case.name,
+                "limit": result.case.limit,
+                "window_seconds": result.case.window_seconds,
+                "ok": None if result.not_judged else result.ok,
+                "not_judged": result.not_judged or None,
+                "checks": [
+                    {
+                        "number": check.number,
+                        "sent": check.way,
+                        "tokens_requested": check.cost,
+                        "expected": check.expected._asdict(),
+                        "got": check.got._asdict(),
+                        "differences": check.differences,
+                    }
+                    for check in result.checks
+                ],
+            }
+            for result in results
+        ],
+    }
+
+
+def passed(results: Sequence[CaseResult]) -> bool:
+    """Whether at least one case was judged, and none differs."""
+    return all(result.ok for result in results) and any(not result.not_judged for result in results)
+
+
+def _rows(result: CaseResult) -> Iterator[tuple[object, ...]]:
+    case = result.case
+    name = (str(case.algorithm), case.name)
+    if result.not_judged:
+        yield (*name, "", "", f"not judged: {result.not_judged}", "–")
+        return
+    told = tuple(
+        _verdicts([answer.allowed for answer in answers])
+        for answers in zip(*((check.expected, check.got) for check in result.checks), strict=True)
+    )
+    yield (*name, str(len(result.checks)), *told, "yes" if result.ok else "NO")
+    different = [check for check in result.checks if check.differences]
+    for check in different[:MOST_DIFFERENCES]:
+        yield from _difference_rows(check)
+    if len(different) > MOST_DIFFERENCES:
+        yield ("", f"  and {len(different) - MOST_DIFFERENCES} more checks", "", "", "", "")
+
+
+def _difference_rows(check: Checked) -> Iterator[tuple[object, ...]]:
+    label = f"  check {check.number + 1} {check.way}, cost {check.cost}"
+    for name in check.differences:
+        expected, got = getattr(check.expected, name), getattr(check.got, name)
+        yield ("", label, "", f"{name} {_text(expected)}", _text(got), "")
+        label = ""
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _verdicts(allowed: Sequence[bool]) -> str:
+    return f"{sum(allowed)} allowed, {len(allowed) - sum(allowed)} denied"

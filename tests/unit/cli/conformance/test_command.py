@@ -1,0 +1,93 @@
+"""`conformance`, against a node of canned answers: what it prints and how it ends."""
+
+import json
+import time
+
+import pytest
+
+from ratelimitd.cli.conformance import command
+from ratelimitd.cli.conformance.command import SystemTime
+from ratelimitd.testing import ManualClock
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+
+class SetTime:
+    """Wall time that moves when somebody waits for it."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.now_us = clock.now_us
+
+    def wait_until(self, at_us):
+        self.clock.advance(us=max(0, at_us - self.clock.now_us()))
+
+
+def canned(**fields):
+    return pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, **fields)
+
+
+def test_a_server_that_differs_is_status_1_and_its_rules_are_gone(ask, node):
+    node.answer = canned(reset_time=1_700_006_460)
+    ended = ask("conformance", "--token", "t")
+    assert (ended.status, ended.err) == (1, "")
+    assert "33 of 33 cases differ" in ended.out
+    assert node.rules == {}
+    creation = node.seen[0]
+    assert creation.metadata["authorization"] == "Bearer t"
+    assert creation.request.rate_limit.endpoint.startswith("/conformance-")
+
+
+def test_every_run_has_endpoints_and_identifiers_of_its_own(ask, node):
+    node.answer = canned(reset_time=1_700_006_460)
+    for _ in range(2):
+        ask("conformance")
+    checks = [call.request for call in node.seen if call.method == "RateLimit"]
+    assert len({check.endpoint.split("/")[1] for check in checks}) == 2
+    assert len({check.identifier for check in checks}) == 2
+
+
+def test_json_tells_every_check(ask, node):
+    node.answer = canned(reset_time=1_700_006_460)
+    report = json.loads(ask("conformance", "--json", "--one-batch").out)
+    assert (report["target"], report["ok"], len(report["cases"])) == (node.address, False, 33)
+    ways = [check["sent"] for check in report["cases"][0]["checks"]]
+    assert ways == ["alone"] * 5 + ["in batches"] * 5 + ["in one batch"] * 5
+
+
+def test_a_server_with_a_clock_of_its_own_is_status_2(ask, node):
+    node.answer = canned(reset_time=1_795_000_000)
+    ended = ask("conformance")
+    assert (ended.status, ended.out) == (2, "")
+    assert "TIMESTAMPS=caller" in ended.err
+    assert node.rules == {}
+
+
+def test_in_real_time_no_check_carries_a_time(ask, node, monkeypatch):
+    node.answer = canned()
+    monkeypatch.setattr(command, "SystemTime", lambda: SetTime(ManualClock()))
+    ended = ask("conformance", "--real-time", "--longest", "1", "--json")
+    report = json.loads(ended.out)
+    assert (ended.status, report["clock"]) == (1, "server")
+    batches = [call.request for call in node.seen if call.method == "BatchRateLimit"]
+    assert [check.timestamp for batch in batches[1:] for check in batch.requests] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "options", [("--one-batch", "--real-time"), ("--longest", "0"), ("--tolerance", "0")]
+)
+def test_misuse_is_status_2(run, options):
+    assert run("conformance", *options).status == 2
+
+
+def test_a_node_that_is_away_is_status_2(run, unused_tcp_port):
+    ended = run("conformance", "--target", f"127.0.0.1:{unused_tcp_port}")
+    assert ended.status == 2
+    assert ended.err.startswith("Error: cannot reach a node")
+
+
+def test_the_clock_of_this_machine_is_waited_for():
+    clock = SystemTime()
+    assert abs(clock.now_us() - time.time() * 1_000_000) < 5_000_000
+    at_us = clock.now_us() + 1_000
+    clock.wait_until(at_us)
+    assert clock.now_us() >= at_us

@@ -1,0 +1,107 @@
+"""The rules of a run: there while it lasts, gone afterwards, and nobody else's are touched."""
+
+import signal
+import threading
+
+import grpc
+import pytest
+
+from ratelimitd.cli.conformance.own_rules import own_rules
+from ratelimitd.cli.failures import CliError
+from ratelimitd.cli.target import Target
+from ratelimitd.conformance.cases import cases
+from tests.fake_node import status
+
+CHOSEN = cases()[:3]
+
+
+@pytest.fixture
+def with_rules(node):
+    target = Target(node.address, 5.0)
+    node.add_rule("/others", id="others")
+
+    def run(inside=lambda: None):
+        with target.client() as client, own_rules(target, client, "/c", CHOSEN) as endpoints:
+            inside()
+            return endpoints
+
+    return run
+
+
+def test_each_case_has_its_rule_while_the_run_lasts(with_rules, node):
+    seen = []
+    endpoints = with_rules(lambda: seen.extend(node.rules.values()))
+    assert endpoints == ["/c/0", "/c/1", "/c/2"]
+    assert [
+        (rule.endpoint, rule.limit, rule.window_seconds, rule.algorithm) for rule in seen[1:]
+    ] == [
+        (endpoint, case.limit, case.window_seconds, case.algorithm)
+        for endpoint, case in zip(endpoints, CHOSEN, strict=True)
+    ]
+    assert list(node.rules) == ["others"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_they_are_deleted_however_the_run_ends(with_rules, node, error):
+    def fail():
+        raise error
+
+    with pytest.raises(error):
+        with_rules(fail)
+    assert list(node.rules) == ["others"]
+
+
+def test_a_rule_that_was_being_made_when_ctrl_c_came_is_deleted_too(with_rules, node, monkeypatch):
+    saw = node._saw
+
+    def interrupted(request, context):
+        saw(request, context)
+        if node.methods() == ["CreateRateLimit"] * 2:
+            node.add_rule(request.rate_limit.endpoint)
+            given_up = threading.Event()
+            context.add_callback(given_up.set)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            given_up.wait()
+            context.abort(grpc.StatusCode.CANCELLED, "nobody waits")
+
+    monkeypatch.setattr(node, "_saw", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        with_rules()
+    assert list(node.rules) == ["others"]
+
+
+def test_ctrl_c_does_not_disturb_the_deletion(with_rules, node, monkeypatch):
+    saw, before = node._saw, signal.getsignal(signal.SIGINT)
+
+    def interrupted(request, context):
+        saw(request, context)
+        if node.methods()[-1] == "DeleteRateLimit":
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    monkeypatch.setattr(node, "_saw", interrupted)
+    with_rules()
+    assert list(node.rules) == ["others"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_node_that_is_away_at_the_end_is_named_with_what_is_left(with_rules, node):
+    def gone():
+        node.error = status(grpc.StatusCode.UNAVAILABLE, "draining")
+
+    with pytest.raises(
+        CliError, match=r"draining.*rules of endpoints that begin with /c may be left"
+    ):
+        with_rules(gone)
+
+
+def test_where_no_rule_could_be_made_only_that_is_told(with_rules, node):
+    node.error = status(grpc.StatusCode.PERMISSION_DENIED, "not yours")
+    with pytest.raises(CliError, match=r"^permission denied: not yours$"):
+        with_rules()
+
+
+def test_in_another_thread_they_are_deleted_as_well(with_rules, node):
+    thread = threading.Thread(target=with_rules)
+    thread.start()
+    thread.join()
+    assert list(node.rules) == ["others"]

@@ -1,0 +1,79 @@
+"""The table and the JSON of a run."""
+
+import io
+
+from ratelimitd.cli.conformance.report import as_json, passed, print_table
+from ratelimitd.cli.conformance.run import CaseResult, Checked
+from ratelimitd.cli.output import Output
+from ratelimitd.conformance.cases import cases
+
+CASE, OTHER = cases()[:2]
+
+
+def checked(number, **changes):
+    expected = CASE.steps[number].expected
+    got = expected._replace(**changes)
+    return Checked(number, "alone", 1, expected, got, expected.differences(got))
+
+
+RIGHT = CaseResult(CASE, [checked(number) for number in range(5)])
+WRONG = CaseResult(CASE, [checked(0), checked(1, allowed=False, reset_time=7), checked(2)])
+LEFT_OUT = CaseResult(OTHER, [], "it takes longer")
+
+
+def printed(*results):
+    stream = io.StringIO()
+    print_table(results, Output(stream=stream))
+    return stream.getvalue().splitlines()
+
+
+def test_a_case_as_expected_is_one_row():
+    head, row, _, sentence = printed(RIGHT)
+    assert head.split() == ["algorithm", "case", "checks", "expected", "got", "ok"]
+    assert row.split("  ")[0] == "fixed_window"
+    assert row.endswith("5       3 allowed, 2 denied  3 allowed, 2 denied  yes")
+    assert sentence == "1 cases as expected"
+
+
+def test_a_difference_is_told_field_by_field_below_its_case():
+    lines = printed(WRONG)
+    assert lines[1].endswith("NO")
+    assert lines[2].strip().startswith("check 2 alone, cost 1")
+    assert lines[2].endswith("allowed true           false")
+    assert lines[3].split() == ["reset_time", "1700006460", "7"]
+    assert lines[-1] == "1 of 1 cases differ"
+
+
+def test_only_the_first_differences_are_told_and_how_many_there_are_more():
+    many = CaseResult(CASE, [checked(number, limit=9) for number in range(5)])
+    text = "\n".join(printed(many))
+    assert text.count("limit 2") == 3
+    assert "  and 2 more checks" in text
+
+
+def test_a_case_that_was_not_judged_says_why():
+    lines = printed(RIGHT, LEFT_OUT)
+    assert "not judged: it takes longer" in lines[2]
+    assert lines[-2:] == ["1 cases as expected", "1 not judged"]
+
+
+def test_json_has_every_check_with_the_names_of_the_contract():
+    report = as_json([WRONG, LEFT_OUT], "h:1", real_time=False)
+    assert (report["target"], report["clock"], report["ok"]) == ("h:1", "caller", False)
+    wrong, left_out = report["cases"]
+    assert (wrong["ok"], wrong["not_judged"]) == (False, None)
+    assert (left_out["ok"], left_out["not_judged"]) == (None, "it takes longer")
+    assert wrong["checks"][1] == {
+        "number": 1,
+        "sent": "alone",
+        "tokens_requested": 1,
+        "expected": CASE.steps[1].expected._asdict(),
+        "got": CASE.steps[1].expected._replace(allowed=False, reset_time=7)._asdict(),
+        "differences": ["allowed", "reset_time"],
+    }
+
+
+def test_a_run_in_which_nothing_was_judged_has_not_passed():
+    assert passed([RIGHT, LEFT_OUT])
+    assert not passed([WRONG, RIGHT])
+    assert not passed([LEFT_OUT])

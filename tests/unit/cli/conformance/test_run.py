@@ -1,0 +1,141 @@
+"""Runs against a real node whose clock is set by hand, and against one that answers wrongly."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from ratelimitd.cli.conformance.own_rules import own_rules
+from ratelimitd.cli.conformance.run import RealTime, Runner
+from ratelimitd.cli.failures import CliError, UsageError
+from ratelimitd.cli.target import Target
+from ratelimitd.conformance.cases import cases
+from ratelimitd.model import Algorithm
+from ratelimitd.testing import ManualClock, running_node
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+HOW = RealTime(30_000_000, 20_000)
+
+CHOSEN = [case for case in cases() if len(case.steps) in {5, 9, 11, 13, 14} or case.goes_back]
+"""Some of all algorithms: a rule takes its time."""
+
+
+class SetTime:
+    """Wall time that is the node's, and moves when somebody waits for it."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.late_us = 0
+
+    def now_us(self):
+        return self.clock.now_us()
+
+    def wait_until(self, at_us):
+        self.clock.advance(us=max(0, at_us + self.late_us - self.clock.now_us()))
+
+
+def run_in_real_time(address, time):
+    target, chosen = Target(address, 5.0), CHOSEN
+    with target.client() as client, own_rules(target, client, "/c", chosen) as endpoints:
+        return Runner(client, chosen, endpoints, name="c", time=time).with_real_time(HOW)
+
+
+async def test_in_real_time_the_cases_that_can_be_are_as_expected():
+    clock = ManualClock(1_795_000_000_300_000)
+    async with running_node(clock=clock, http_listen="") as node:
+        results = await asyncio.to_thread(run_in_real_time, node.grpc_address, SetTime(clock))
+    judged = [result for result in results if not result.not_judged]
+    assert {result.case.algorithm for result in judged} == {*Algorithm}
+    assert [(str(result.case), result.checks) for result in judged if not result.ok] == []
+    assert all(result.checks for result in judged)
+    assert {result.not_judged for result in results} == {
+        "",
+        "its time goes back",
+        "it takes longer",
+    }
+    assert clock.monotonic_us() < HOW.longest_us + 2_000_000
+
+
+class Answering:
+    """A server that gives these answers to every batch, the last one again and again; alone, a refusal."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.asked = []
+
+    def check_batch(self, requests):
+        self.asked.append(requests)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return [answer] * len(requests)
+
+    def check(self, *arguments, **_):
+        self.asked.append(arguments)
+        return pb.RateLimitResponse()
+
+
+def runner(client, *chosen):
+    time = SetTime(ManualClock())
+    endpoints = [f"/{number}" for number in range(len(chosen))]
+    return Runner(client, chosen, endpoints, name="c", time=time), time
+
+
+CASE = cases()[0]
+
+IN_FORCE = pb.RateLimitResponse(reason=pb.WITHIN_LIMIT, reset_time=1_700_006_460)
+
+
+def test_rules_that_come_into_force_late_are_waited_for():
+    client = Answering(pb.RateLimitResponse(reason=pb.NO_RULE), IN_FORCE)
+    run, time = runner(client, CASE)
+    run.with_virtual_time(one_batch=False)
+    assert time.clock.monotonic_us() == 100_000
+    assert all(request.peek for batch in client.asked[:2] for request in batch)
+
+
+def test_rules_that_never_come_into_force_end_the_run():
+    run, time = runner(Answering(pb.RateLimitResponse(reason=pb.NO_RULE)), CASE)
+    with pytest.raises(CliError, match=r"^rules are not in force 10 s after they were made$"):
+        run.with_virtual_time(one_batch=False)
+    assert time.clock.monotonic_us() == 10_000_000
+
+
+def test_a_server_that_refuses_the_first_check_ends_the_run_with_its_words():
+    refused = pb.RateLimitResponse(reason=pb.INVALID_REQUEST, error="timestamp: too old")
+    run, _ = runner(Answering(refused), CASE)
+    with pytest.raises(CliError, match=r"^the server refuses a check: timestamp: too old$"):
+        run.with_virtual_time(one_batch=False)
+
+
+def test_a_server_with_a_clock_of_its_own_is_recognised_before_anything_is_spent():
+    now = pb.RateLimitResponse(reason=pb.WITHIN_LIMIT, reset_time=1_795_000_060)
+    client = Answering(now)
+    run, _ = runner(client, CASE)
+    with pytest.raises(UsageError, match=r"TIMESTAMPS=caller for this, or give --real-time$"):
+        run.with_virtual_time(one_batch=False)
+    assert [request.peek for batch in client.asked for request in batch] == [True]
+
+
+def test_wrong_answers_are_results():
+    run, _ = runner(Answering(IN_FORCE), CASE)
+    [result] = run.with_virtual_time(one_batch=True)
+    assert not result.ok
+    assert [(check.number, check.way) for check in result.checks] == [
+        (number, way) for way in ("alone", "in batches", "in one batch") for number in range(5)
+    ]
+    assert "remaining_tokens" in result.checks[0].differences
+
+
+def test_a_batch_that_is_not_answered_check_by_check_ends_the_run():
+    client = SimpleNamespace(check_batch=lambda _requests: [])
+    run, _ = runner(client, CASE)
+    with pytest.raises(CliError, match=r"^the server gave 0 answers to a batch of 1$"):
+        run.with_virtual_time(one_batch=False)
+
+
+def test_a_case_whose_answers_come_too_late_is_not_judged():
+    case = next(case for case in cases() if case.name == "limit 1 allows one")
+    run, time = runner(Answering(IN_FORCE), case)
+    time.late_us = 25_000
+    [result] = run.with_real_time(HOW)
+    assert result.not_judged == "an answer came 25 ms after it was due"
+    assert result.checks == []
