@@ -1,4 +1,4 @@
-"""The programs of examples/languages, as ``tools/languages.sh`` built them: each line in is a check, each out its answer."""
+"""The programs of examples/languages, as ``tools/languages.sh`` built them: a line in is a check, a line out its end."""
 
 from __future__ import annotations
 
