@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from ratelimitd_client import Check
 from ratelimitd_client.middleware import Identity, Options, limited
 from ratelimitd_client.middleware.aiohttp import setup
-from ratelimitd_client.testing import AsyncFakeRateLimiter
+from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 
 
 @limited(cost=2)
@@ -144,3 +144,8 @@ async def test_while_the_service_is_away_everything_is_let_through(limiter):
     async with caller(application(limiter)) as client:
         answers = [await client.get("/stream") for _ in range(6)]
     assert {answer.status for answer in answers} == {200}
+
+
+def test_a_limiter_that_blocks_is_refused_at_the_start():
+    with pytest.raises(TypeError, match="AsyncRateLimiterClient"):
+        setup(web.Application(), FakeRateLimiter())

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from ratelimitd_client import Check
 from ratelimitd_client.middleware import Identity, Options, limited
 from ratelimitd_client.middleware.asgi import RateLimitMiddleware
-from ratelimitd_client.testing import AsyncFakeRateLimiter
+from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 
 
 class Users(AuthenticationBackend):
@@ -280,3 +280,8 @@ async def test_a_user_is_told_by_what_its_class_has(limiter, user, identifier):
     scope = {**websocket("/x"), "user": user}
     await converse(RateLimitMiddleware(app, limiter), scope)
     assert limiter.checks[0].identifier == identifier
+
+
+def test_a_limiter_that_blocks_is_refused_at_the_start():
+    with pytest.raises(TypeError, match="AsyncRateLimiterClient"):
+        RateLimitMiddleware(application(AsyncFakeRateLimiter()), FakeRateLimiter())

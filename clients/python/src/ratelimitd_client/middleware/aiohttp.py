@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.arrival import Arrival
 from ratelimitd_client.middleware.guard import Guard
+from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.protocols import AsyncRateLimiter
 
@@ -35,7 +36,11 @@ def setup(
         app: the application.
         limiter: a client for asyncio, or a fake. Whoever made it closes it.
         options: how requests are counted and answered.
+
+    Raises:
+        TypeError: the limiter is one that blocks, or none.
     """
+    require_kind(limiter, asynchronous=True)
     guard = Guard(options)
 
     @web.middleware

@@ -13,6 +13,7 @@ from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.arrival import Arrival
 from ratelimitd_client.middleware.asgi_routes import find_route
 from ratelimitd_client.middleware.guard import Guard
+from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.protocols import AsyncRateLimiter
 
@@ -40,11 +41,15 @@ class RateLimitMiddleware:
         app: the application.
         limiter: a client for asyncio, or a fake. Whoever made it closes it.
         options: how requests are counted and answered.
+
+    Raises:
+        TypeError: the limiter is one that blocks, or none.
     """
 
     def __init__(
         self, app: ASGIApp, limiter: AsyncRateLimiter, options: Options[Scope] | None = None
     ) -> None:
+        require_kind(limiter, asynchronous=True)
         self._app = app
         self._limiter = limiter
         self._guard = Guard(options)

@@ -20,7 +20,7 @@ class Found(NamedTuple):
     """The route of a request."""
 
     template: str
-    """Its path with the names of its parameters, and with what it is mounted under; without convertors."""
+    """Its path with the names of its parameters, and with what it is mounted under; without converters."""
     view: object
     """The function, class or application that answers."""
     is_full: bool = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from ratelimitd_client.check import MAX_ENDPOINT_CHARS, request_of
+from ratelimitd_client.check import MAX_ENDPOINT_CHARS, Check
 
 REMEMBERED: Final = 1_024
 """How many endpoints are remembered as valid or not."""
@@ -41,7 +41,7 @@ def is_valid_endpoint(text: object) -> bool:
 @lru_cache(REMEMBERED)
 def _is_valid(text: str) -> bool:
     try:
-        request_of("-", "user", text)
+        Check("-", "user", text)
     except ValueError:
         return False
     return True
