@@ -1,0 +1,75 @@
+"""What settings.RATELIMITD may hold, and what keeps a server from starting."""
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.test import override_settings
+
+from ratelimitd_client import AsyncRateLimiterClient, RateLimiterClient
+from ratelimitd_client.middleware.django_settings import chosen
+from ratelimitd_client.testing import FakeRateLimiter
+from tests.client.middleware import django_project
+
+LIMITER = FakeRateLimiter()
+
+
+def chosen_of(settings):
+    with override_settings(RATELIMITD=settings):
+        return chosen()
+
+
+def test_a_client_of_either_kind_is_made_of_what_is_for_it():
+    settings = chosen_of({"target": "limiter:9090", "timeout_s": 0.1, "token": "t"})
+    assert isinstance(settings.blocking_limiter(), RateLimiterClient)
+    assert isinstance(settings.async_limiter(), AsyncRateLimiterClient)
+
+
+def test_the_rest_are_options_of_the_middleware():
+    settings = chosen_of({"target": "limiter:9090", "cost": 2, "exempt": ["/healthz"]})
+    assert settings.options.cost == 2
+    assert settings.options.exempt == ["/healthz"]
+
+
+def test_limiter_and_functions_may_be_named_by_their_paths():
+    paths = {"limiter": f"{__name__}.LIMITER", "identify": f"{django_project.__name__}.identify"}
+    settings = chosen_of(paths)
+    assert isinstance(settings.blocking_limiter(), FakeRateLimiter)
+    assert settings.options.identify is django_project.identify
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        "127.0.0.1:9090",
+        {},
+        {"limiter": FakeRateLimiter(), "target": "127.0.0.1:9090"},
+        {"cost": 2},
+    ],
+)
+def test_either_a_limiter_or_what_it_is_made_of_is_needed(wrong):
+    with pytest.raises(ImproperlyConfigured, match="RATELIMITD must"):
+        chosen_of(wrong)
+
+
+def test_a_limiter_of_the_other_kind_is_refused():
+    settings = chosen_of({"limiter": FakeRateLimiter()})
+    with pytest.raises(TypeError, match="limiter must be"):
+        settings.async_limiter()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"target": "t", "limit": 5}, TypeError),
+        ({"target": "t", "cost": -1}, ValueError),
+        ({"limiter": "no.such.module"}, ImportError),
+    ],
+)
+def test_what_is_wrong_raises(settings, error):
+    with pytest.raises(error):
+        chosen_of(settings)
+
+
+def test_what_the_client_refuses_raises():
+    with pytest.raises(ValueError, match="timeout_s"):
+        chosen_of({"target": "t", "timeout_s": 0}).blocking_limiter()
