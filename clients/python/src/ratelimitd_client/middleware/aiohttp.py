@@ -17,7 +17,7 @@ from ratelimitd_client.protocols import AsyncRateLimiter
 
 # Typed keys are newer than the rest that is needed of aiohttp.
 _HEADERS: Final[Any] = (
-    web.RequestKey("ratelimitd_headers", dict)
+    web.RequestKey[dict[str, str]]("ratelimitd_headers", dict)
     if hasattr(web, "RequestKey")
     else "ratelimitd_headers"
 )

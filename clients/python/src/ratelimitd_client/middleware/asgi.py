@@ -130,7 +130,7 @@ def _with_headers(send: Send, headers: RawHeaders) -> Send:
 
     def sending(message: Message) -> Awaitable[None]:
         if message["type"] in HEADED:
-            own = list(message.get("headers") or ())
+            own: RawHeaders = list(message.get("headers") or ())
             names = {name.lower() for name, _ in own}
             added = [header for header in headers if header[0] not in names]
             message = {**message, "headers": [*own, *added]}

@@ -7,7 +7,7 @@ by what they offer – ``matches``, ``routes``, ``path_format`` – and so impor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 NOTHING_INSIDE: Final = "/{path}"
 """How Starlette ends the template of a mount, and so ours of an application that is no router."""
@@ -41,8 +41,8 @@ def find_route(app: object, scope: Mapping[str, Any]) -> Found | None:
 
 
 def _routes_of(app: object) -> Iterable[Any]:
-    routes = getattr(app, "routes", None)
-    return routes if isinstance(routes, list | tuple) else ()
+    routes: Any = getattr(app, "routes", None)
+    return cast("Iterable[Any]", routes) if isinstance(routes, list | tuple) else ()
 
 
 def _search(routes: Iterable[Any], scope: dict[str, Any], prefix: str) -> Found | None:
