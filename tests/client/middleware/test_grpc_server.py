@@ -1,0 +1,113 @@
+"""The interceptor for servers with threads, in a real server, called over a real channel."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from ratelimitd_client import Check
+from ratelimitd_client.middleware import Identity, Options
+from ratelimitd_client.middleware.grpc_server import RateLimitInterceptor
+from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
+from tests.client.middleware.grpc_shop import (
+    BLOCKING,
+    EXEMPT,
+    LIST,
+    SERVICE,
+    SUM,
+    TALK,
+    UNARY,
+    ask,
+    service_of,
+)
+
+DENIED = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@contextmanager
+def shop(limiter, options=None, address="127.0.0.1:0"):
+    """A channel to a server with the interceptor."""
+    with ThreadPoolExecutor(2) as threads:
+        server = grpc.server(threads, interceptors=[RateLimitInterceptor(limiter, options)])
+        server.add_generic_rpc_handlers([service_of(BLOCKING)])
+        port = server.add_insecure_port(address)
+        server.start()
+        try:
+            with grpc.insecure_channel(address.replace(":0", f":{port}")) as channel:
+                yield channel
+        finally:
+            server.stop(None).wait()
+
+
+@pytest.fixture
+def limiter():
+    limiter = FakeRateLimiter()
+    limiter.limit("*", "ip", limit=1, window_seconds=60)
+    return limiter
+
+
+@pytest.mark.parametrize(
+    ("method", "answers"),
+    [(UNARY, [b"x"]), (LIST, [b"x", b"x"]), (SUM, [b"xx"]), (TALK, [b"x", b"x"])],
+)
+def test_calls_of_every_kind_are_let_through_until_the_limit(limiter, method, answers):
+    with shop(limiter) as channel:
+        given, code, _, metadata = ask(channel, method)
+        assert (given, code) == (answers, grpc.StatusCode.OK)
+        assert metadata == {
+            "ratelimit": '"default";r=0;t=60',
+            "ratelimit-policy": '"default";q=1;w=60',
+        }
+        given, code, details, metadata = ask(channel, method)
+    assert (given, code) == ([], DENIED)
+    assert details == "Too many requests. Try again in 60 s."
+    assert metadata["retry-after"] == "60"
+    assert limiter.checks == [Check("127.0.0.1", "ip", method)] * 2
+
+
+def test_a_handler_may_set_metadata_of_its_own(limiter):
+    with shop(limiter) as channel:
+        assert ask(channel, UNARY, b"own")[3] == {"own": "yes"}
+
+
+def test_a_mark_on_a_handler_is_heeded_and_what_is_no_method_is_not_checked(limiter):
+    with shop(limiter) as channel:
+        assert ask(channel, EXEMPT)[0] == [b"x"]
+        assert ask(channel, f"/{SERVICE}/Nothing")[1] is grpc.StatusCode.UNIMPLEMENTED
+    assert limiter.checks == []
+
+
+def test_an_api_key_comes_in_the_metadata(limiter):
+    with shop(limiter, Options(api_key_header="X-API-Key")) as channel:
+        ask(channel, UNARY, metadata=[("x-api-key", "k")])
+        ask(channel, UNARY)
+    assert limiter.checks == [Check("k", "api_key", UNARY), Check("127.0.0.1", "ip", UNARY)]
+
+
+def test_functions_are_given_the_call(limiter):
+    def identify(call):
+        assert call.context.peer().startswith("ipv4:")
+        return Identity(f"{call.method} {call.peer.partition(':')[0]}")
+
+    with shop(limiter, Options(identify=identify)) as channel:
+        ask(channel, UNARY)
+    assert limiter.checks == [Check(f"{UNARY} 127.0.0.1", "user", UNARY)]
+
+
+def test_a_proxy_on_a_unix_socket_says_for_whom_it_calls(limiter, tmp_path_factory):
+    address = f"unix:{tmp_path_factory.mktemp('s')}/s"
+    with shop(limiter, Options(trusted_proxies=["unix"]), address) as channel:
+        ask(channel, UNARY, metadata=[("x-forwarded-for", "203.0.113.9")])
+    assert limiter.checks == [Check("203.0.113.9", "ip", UNARY)]
+
+
+def test_without_the_service_or_a_rule_calls_pass_and_are_told_nothing(limiter):
+    limiter.available = False
+    with shop(limiter) as channel:
+        assert [ask(channel, UNARY)[1:] for _ in range(2)] == [(grpc.StatusCode.OK, "", {})] * 2
+
+
+def test_a_limiter_for_asyncio_is_refused():
+    with pytest.raises(TypeError, match="limiter"):
+        RateLimitInterceptor(AsyncFakeRateLimiter())
