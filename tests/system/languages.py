@@ -1,4 +1,4 @@
-"""The programs of examples/languages, as ``tools/languages.sh`` built them: a line in is a check, a line out its end."""
+"""The programs of examples/languages, as ``tools/languages.sh`` built them: each answers a line by a line."""
 
 from __future__ import annotations
 
