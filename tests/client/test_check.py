@@ -1,21 +1,59 @@
 """What a valid check is: wrong arguments raise, name the argument, and never show its value."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ratelimitd_client import Check
+from ratelimitd_client.check import MAX_BATCH, batch_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
+TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=64)
+CHECKS = st.builds(
+    Check,
+    TEXT,
+    st.sampled_from(["user", "api_key"]),
+    TEXT.filter(lambda endpoint: endpoint != "*"),
+    st.integers(1, 2**31 - 1),
+    st.integers(0, 2**63 - 1),
+    st.booleans(),
+)
 
-def test_a_check_is_the_message_of_the_contract():
-    check = Check("alice", "user", "/x", cost=3, timestamp=1_700_000_000, peek=True)
-    assert check.message() == pb.RateLimitRequest(
-        identifier="alice",
-        identifier_type="user",
-        endpoint="/x",
-        tokens_requested=3,
-        timestamp=1_700_000_000,
-        peek=True,
+
+def contract(check):
+    return pb.RateLimitRequest(
+        identifier=check.identifier,
+        identifier_type=check.identifier_type,
+        endpoint=check.endpoint,
+        tokens_requested=check.cost,
+        timestamp=check.timestamp,
+        peek=check.peek,
     )
+
+
+@given(CHECKS)
+def test_a_check_is_the_message_of_the_contract(check):
+    assert pb.RateLimitRequest.FromString(check.message()) == contract(check)
+
+
+@given(st.lists(CHECKS, max_size=5))
+def test_several_checks_are_the_message_of_the_contract(checks):
+    batch = batch_of(check.message() for check in checks)
+    assert list(pb.BatchRateLimitRequest.FromString(batch).requests) == list(map(contract, checks))
+
+
+@pytest.mark.parametrize("count", [1, MAX_BATCH])
+def test_the_longest_checks_are_encoded_too(count):
+    longest = Check("é" * 128, "api_key", "\U0001f600" * 255, 2**31 - 1, 2**63 - 1, peek=True)
+    batch = batch_of([longest.message()] * count)
+    assert list(pb.BatchRateLimitRequest.FromString(batch).requests) == [contract(longest)] * count
+
+
+def test_what_only_equals_a_valid_argument_is_refused_after_it_too():
+    assert Check("alice", "user", "/x", 1, 0)
+    for cost, timestamp in ((1.0, 0), (1, 0.0)):
+        with pytest.raises(TypeError, match="must be a whole number, not float"):
+            Check("alice", "user", "/x", cost, timestamp)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +75,7 @@ def test_what_a_node_takes_is_valid(check):
     [
         ("identifier_type", ValueError, ("alice", "USER", "/x")),
         ("identifier_type", ValueError, ("alice", None, "/x")),
+        ("identifier_type", ValueError, ("alice", ["user"], "/x")),
         ("identifier", TypeError, (42, "user", "/x")),
         ("identifier", ValueError, ("", "user", "/x")),
         ("identifier", ValueError, ("é" * 129, "user", "/x")),
@@ -44,6 +83,7 @@ def test_what_a_node_takes_is_valid(check):
         ("identifier", ValueError, ("not an address", "ip", "/x")),
         ("identifier", ValueError, ("fe80::1%eth0", "ip", "/x")),
         ("endpoint", TypeError, ("alice", "user", None)),
+        ("endpoint", TypeError, ("alice", "user", ["/x"])),
         ("endpoint", ValueError, ("alice", "user", "")),
         ("endpoint", ValueError, ("alice", "user", "x" * 256)),
         ("endpoint", ValueError, ("alice", "user", "*")),
@@ -52,6 +92,7 @@ def test_what_a_node_takes_is_valid(check):
         ("cost", ValueError, ("alice", "user", "/x", 0)),
         ("cost", ValueError, ("alice", "user", "/x", 2**31)),
         ("cost", TypeError, ("alice", "user", "/x", 1.5)),
+        ("cost", TypeError, ("alice", "user", "/x", [1])),
         ("timestamp", ValueError, ("alice", "user", "/x", 1, -1)),
         ("timestamp", TypeError, ("alice", "user", "/x", 1, None)),
     ],

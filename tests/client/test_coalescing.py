@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from ratelimitd_client import Check, Reason
-from ratelimitd_client.coalescing import Coalescer
+from ratelimitd_client.coalescing import MAX_UNDER_WAY, Coalescer
 from ratelimitd_client.decision import let_through
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
 class Asked:
@@ -14,13 +15,16 @@ class Asked:
 
     def __init__(self):
         self.batches = []
+        self.sent = asyncio.Queue()
         self.answering = asyncio.Event()
         self.answering.set()
 
     async def __call__(self, requests, timeout_s):
-        self.batches.append(([request.endpoint for request in requests], timeout_s))
+        endpoints = [pb.RateLimitRequest.FromString(request).endpoint for request in requests]
+        self.batches.append((endpoints, timeout_s))
+        self.sent.put_nowait(None)
         await self.answering.wait()
-        return [let_through(Reason.NO_ANSWER, request.endpoint, 0.0) for request in requests]
+        return [let_through(Reason.NO_ANSWER, endpoint, 0.0) for endpoint in endpoints]
 
 
 def request(endpoint):
@@ -51,6 +55,52 @@ async def test_checks_of_two_turns_travel_apart(asked, coalescer):
     asked.answering.set()
     await asyncio.gather(first, second)
     assert [batch for batch, _ in asked.batches] == [["/a"], ["/b"]]
+
+
+async def under_way(coalescer, asked):
+    """As many batches as may be, none of which is answered before the test says so."""
+    asked.answering.clear()
+    for number in range(MAX_UNDER_WAY):
+        coalescer.add(request(f"/{number}"), 1.0)
+        await asked.sent.get()
+
+
+async def test_checks_wait_for_an_answer_while_two_batches_are_under_way(
+    asked, coalescer, monkeypatch
+):
+    monkeypatch.setattr("ratelimitd_client.coalescing.MAX_WAIT_S", 60)
+    await under_way(coalescer, asked)
+    waiting = []
+    for name in ("/a", "/b"):
+        waiting.append(coalescer.add(request(name), 1.0))
+        await asyncio.sleep(0)
+    later = coalescer.add(request("/c"), 2.0)
+    assert len(asked.batches) == MAX_UNDER_WAY
+    asked.answering.set()
+    assert [(await future).error for future in (*waiting, later)] == ["/a", "/b", "/c"]
+    assert [batch for batch, _ in asked.batches[MAX_UNDER_WAY:]] == [["/a", "/b"], ["/c"]]
+
+
+async def test_a_batch_that_is_never_answered_holds_nobody_up(asked, coalescer):
+    await under_way(coalescer, asked)
+    coalescer.add(request("/a"), 1.0)
+    await asked.sent.get()
+    batch, left_s = asked.batches[-1]
+    assert batch == ["/a"]
+    assert left_s < 1.0  # the pause counts against the deadline
+    asked.answering.set()
+    await coalescer.finish()
+
+
+async def test_checks_that_linger_leave_at_their_time_whatever_is_under_way(asked):
+    coalescer = Coalescer(asked, linger_s=0.001, loop=asyncio.get_running_loop())
+    asked.answering.clear()
+    for number in range(MAX_UNDER_WAY + 1):
+        coalescer.add(request(f"/{number}"), 1.0)
+        await asked.sent.get()
+    asked.answering.set()
+    await coalescer.finish()
+    assert len(asked.batches) == MAX_UNDER_WAY + 1
 
 
 async def test_checks_with_different_deadlines_travel_apart(asked, coalescer):

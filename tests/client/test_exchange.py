@@ -5,7 +5,7 @@ import logging
 import grpc
 import pytest
 
-from ratelimitd_client import Reason
+from ratelimitd_client import Check, Reason
 from ratelimitd_client.exchange import (
     BATCH,
     CHECK,
@@ -17,7 +17,7 @@ from ratelimitd_client.exchange import (
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
-ONE = pb.RateLimitRequest(identifier="alice", identifier_type="user", endpoint="/x")
+ONE = Check("alice", "user", "/x").message()
 OPEN_AFTER = 5
 
 
@@ -33,9 +33,9 @@ def exchange(clock):
 
 def test_one_check_travels_alone_and_several_as_a_batch():
     assert (path_of([ONE]), path_of([ONE, ONE])) == (CHECK, BATCH)
-    assert question_of([ONE]) == ONE.SerializeToString()
+    assert question_of([ONE]) == ONE
     batch = pb.BatchRateLimitRequest.FromString(question_of([ONE, ONE]))
-    assert list(batch.requests) == [ONE, ONE]
+    assert list(batch.requests) == [pb.RateLimitRequest.FromString(ONE)] * 2
 
 
 def test_decisions_are_in_the_order_of_the_answers(exchange):

@@ -28,7 +28,6 @@ from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.coalescing import Coalescer
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.exchange import Exchange, path_of, question_of
-from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 MAX_LINGER_US: Final = 1_000_000
 
@@ -128,9 +127,10 @@ class AsyncRateLimiterClient:
             identifier, identifier_type, endpoint, cost=cost, timestamp=timestamp, peek=peek
         )
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
-        if self._is_forked():
-            return self._forked.broken(ForkedError(), 1)[0]
-        session = self._opened()
+        try:
+            session = self._opened()
+        except ForkedError as error:
+            return self._forked.broken(error, 1)[0]
         if not session.exchange.breaker.allows():
             return session.unasked([request], deadline_s)[0]
         return await session.coalescer.add(request, deadline_s)
@@ -146,9 +146,10 @@ class AsyncRateLimiterClient:
         """
         requests = requests_of(checks)
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
-        if self._is_forked():
-            return self._forked.broken(ForkedError(), len(requests))
-        session = self._opened()
+        try:
+            session = self._opened()
+        except ForkedError as error:
+            return self._forked.broken(error, len(requests))
         if not requests:
             return []
         if not session.exchange.breaker.allows():
@@ -229,9 +230,7 @@ class _Session:
         self._methods = Methods(channel)
         self._probes: set[asyncio.Task[list[Decision]]] = set()
 
-    async def ask(
-        self, requests: Sequence[pb.RateLimitRequest], timeout_s: float
-    ) -> list[Decision]:
+    async def ask(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """The decisions on checks, within so many seconds; never raises."""
         count = len(requests)
         method = self._methods[path_of(requests)]
@@ -243,7 +242,7 @@ class _Session:
             return self.exchange.broken(error, count)
         return self.exchange.answered(answer, count)
 
-    def unasked(self, requests: Sequence[pb.RateLimitRequest], timeout_s: float) -> list[Decision]:
+    def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """The decisions on checks while the breaker is not closed. They are the probe, when one is due."""
         if self.exchange.breaker.begin_probe():
             probe = self.loop.create_task(self.ask(requests, timeout_s))

@@ -20,7 +20,6 @@ from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.exchange import Exchange, path_of, question_of
 from ratelimitd_client.node_client import NodeClient
-from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 DEFAULT_TIMEOUT_S: Final = 0.02
 """Deadline of a check unless told otherwise: within one network a node answers in a tenth of it."""
@@ -126,9 +125,7 @@ class RateLimiterClient:
         """
         return self._decide(requests_of(checks), timeout_s)
 
-    def _decide(
-        self, requests: Sequence[pb.RateLimitRequest], timeout_s: float | None
-    ) -> list[Decision]:
+    def _decide(self, requests: Sequence[bytes], timeout_s: float | None) -> list[Decision]:
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         session, count = self._session(), len(requests)
         if not requests:
@@ -179,7 +176,7 @@ class _Session:
 
     def probe(
         self,
-        requests: Sequence[pb.RateLimitRequest],
+        requests: Sequence[bytes],
         timeout_s: float,
         metadata: tuple[tuple[str, str], ...],
     ) -> None:
@@ -226,7 +223,7 @@ def valid_timeout_s(timeout_s: float) -> float:
     return timeout_s
 
 
-def requests_of(checks: Iterable[Check]) -> list[pb.RateLimitRequest]:
+def requests_of(checks: Iterable[Check]) -> list[bytes]:
     """The messages of a batch.
 
     Raises:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -35,6 +34,8 @@ _REASONS: Final = {
     number: Reason(name) for name, number in pb.Reason.items() if name in Reason.__members__
 }
 
+_OTHER: Final = Reason.OTHER
+
 _FAIL_OPEN: Final = frozenset(
     {Reason.FAIL_OPEN_BREAKER, Reason.FAIL_OPEN_ERROR, Reason.NO_ANSWER, Reason.NOT_ASKED}
 )
@@ -43,8 +44,7 @@ FAIL_OPEN_REMAINING: Final = 1
 """What a node says that is left when it lets a check through unchecked; the client says the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The answer to one check; go by ``allowed``. The fields are the contract's."""
 
     allowed: bool
@@ -103,17 +103,21 @@ class Decision:
 
 def decision_of(answer: pb.RateLimitResponse, now_s: float) -> Decision:
     """The decision that a node's answer holds."""
-    return Decision(
-        answer.allowed,
-        answer.remaining_tokens,
-        answer.reset_time,
-        answer.retry_after_seconds,
-        _REASONS.get(answer.reason, Reason.OTHER),
-        answer.limit,
-        answer.window_seconds,
-        answer.rule_id,
-        answer.error,
-        now_s,
+    # As NamedTuple's own constructor does it, in two thirds of the time: it is made for every check.
+    return tuple.__new__(
+        Decision,
+        (
+            answer.allowed,
+            answer.remaining_tokens,
+            answer.reset_time,
+            answer.retry_after_seconds,
+            _REASONS.get(answer.reason, _OTHER),
+            answer.limit,
+            answer.window_seconds,
+            answer.rule_id,
+            answer.error,
+            now_s,
+        ),
     )
 
 

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ratelimitd_client.breaker import Breaker
+from ratelimitd_client.check import batch_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, Reason, decision_of, let_through, refused
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -34,16 +35,14 @@ GARBLED: Final = "GARBLED"
 _LOG: Final = logging.getLogger("ratelimitd_client")
 
 
-def path_of(requests: Sequence[pb.RateLimitRequest]) -> str:
+def path_of(requests: Sequence[bytes]) -> str:
     """The method that answers so many checks."""
     return CHECK if len(requests) == 1 else BATCH
 
 
-def question_of(requests: Sequence[pb.RateLimitRequest]) -> bytes:
+def question_of(requests: Sequence[bytes]) -> bytes:
     """The message that asks them."""
-    if len(requests) == 1:
-        return requests[0].SerializeToString()
-    return pb.BatchRateLimitRequest(requests=requests).SerializeToString()
+    return requests[0] if len(requests) == 1 else batch_of(requests)
 
 
 class Exchange:
