@@ -13,6 +13,7 @@ from bench import (
     http2_core,
     loop,
     memory,
+    middleware,
     native,
     page,
     report,
@@ -32,6 +33,7 @@ PARTS = {
     "rpc": ("Over gRPC, server on one core, load on another", rpc.measure),
     "shared": ("A node of a cluster, Valkey on the other core", shared.measure),
     "client": ("The client, its callers on one core", client.measure),
+    "middleware": ("The middleware for ASGI: FastAPI on one core", middleware.measure),
     "rules": ("100,000 rules", rules.measure),
     "page": ("The page: a node that is watched, and a first render", page.measure),
 }

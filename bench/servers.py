@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +21,10 @@ import trustme
 SERVER_CORE, LOAD_CORE = 0, 1
 LIMIT, WINDOW_SECONDS = 1_000_000_000, 86_400
 """So high that no check of a run is denied."""
+ENDPOINT = "/api/orders"
 RULES = f"""
 rules:
-  - {{endpoint: /api/orders, identifier_type: user, limit: {LIMIT}, window_seconds: {WINDOW_SECONDS},
+  - {{endpoint: {ENDPOINT}, identifier_type: user, limit: {LIMIT}, window_seconds: {WINDOW_SECONDS},
       algorithm: token_bucket}}
 """
 FILE = b"Hello, world\n"
@@ -60,7 +61,7 @@ def load_core() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def node(*options: str, tls: bool = False) -> Iterator[Server]:
+def node(*options: str, tls: bool = False, core: int = SERVER_CORE) -> Iterator[Server]:
     """A ``ratelimitd`` with one rule, its database and state in a directory that goes with it."""
     with tempfile.TemporaryDirectory() as directory:
         rules = Path(directory) / "rules.yaml"
@@ -73,7 +74,7 @@ def node(*options: str, tls: bool = False) -> Iterator[Server]:
         if tls:
             cert, key = _certificate(Path(directory))
             command += ["--tls-cert", str(cert), "--tls-key", str(key)]
-        with _started(command) as process:
+        with _started(command, core=core) as process:
             assert process.stdout
             line = process.stdout.readline()
             found = re.search(r"grpc=\S+:(\d+) http=(?:\S*:(\d+))?", line)
@@ -87,6 +88,16 @@ def echo() -> Iterator[Server]:
     with _started([sys.executable, "-m", "bench.echo"]) as process:
         assert process.stdout
         yield Server(int(process.stdout.readline()), process.pid)
+
+
+@contextlib.contextmanager
+def uvicorn(app: str, **environment: str) -> Iterator[Server]:
+    """An application, ``module:name``, on Uvicorn."""
+    port = _free_port()
+    command = [sys.executable, "-m", "uvicorn", app, "--port", str(port), "--log-level", "error"]
+    with _started(command, environment=environment) as process:
+        _wait_until_connectable(port)
+        yield Server(port, process.pid)
 
 
 @contextlib.contextmanager
@@ -116,10 +127,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def _started(
+    command: list[str], *, core: int = SERVER_CORE, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, **(environment or {})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     # Before it has threads: they inherit it.
-    os.sched_setaffinity(process.pid, {SERVER_CORE})
+    os.sched_setaffinity(process.pid, {core})
     try:
         yield process
     finally:
@@ -136,13 +150,13 @@ def _certificate(directory: Path) -> tuple[Path, Path]:
 
 
 def _free_port() -> int:
-    """For nghttpd, which cannot pick one itself."""
+    """For servers that cannot pick one themselves, or do not say which."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def _wait_until_connectable(port: int) -> None:
-    """For nghttpd, which does not say when it listens."""
+    """For servers that do not say when they listen."""
     end = time.monotonic() + START_SECONDS
     while True:
         try:

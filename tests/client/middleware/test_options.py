@@ -12,6 +12,10 @@ def test_all_have_a_default():
     assert options.on_error == "allow"
 
 
+def test_the_type_of_requests_may_be_named():
+    assert Options[object](cost=2).cost == 2
+
+
 def test_what_is_valid_is_taken():
     assert Options(
         identify=lambda request: Identity("alice"),

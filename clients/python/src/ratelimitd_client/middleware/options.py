@@ -23,7 +23,8 @@ OnError = Literal["allow", "raise"]
 _ANY_DECISION: Final = Decision(True, 1, 0, 0, Reason.NO_RULE)  # noqa: FBT003 - allowed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Without slots, which Python 3.11 cannot have together with Options[Request](…).
+@dataclass(frozen=True, kw_only=True)
 class Options(Generic[R]):
     """How requests are counted and answered.
 
