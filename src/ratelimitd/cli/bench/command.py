@@ -1,17 +1,20 @@
-"""The command: what load to send, and what came of it, as a picture or as JSON."""
+"""The command: what load to send, and where what came of it goes."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ratelimitd.cli.bench.latencies import QUANTILES, US_PER_MS, Latencies
-from ratelimitd.cli.failures import EXIT_ERROR
-from ratelimitd.cli.output import Output
+from ratelimitd.cli.bench.arrivals import Arrival, Arrivals
+from ratelimitd.cli.bench.keys import Distribution, Keys
+from ratelimitd.cli.bench.report import as_json, print_report
+from ratelimitd.cli.failures import EXIT_ERROR, CliError, UsageError
 from ratelimitd.cli.progress import working
 from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.model import IdentifierType
@@ -19,11 +22,6 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
     from ratelimitd.cli.bench.load import Load, Result  # with grpc, see target.py
-
-BAR_WIDTH: Final = 40
-
-_EIGHTHS: Final = " ▏▎▍▌▋▊▉"
-_FULL: Final = "█"
 
 
 @asks_node
@@ -49,16 +47,40 @@ def bench(
             help="Checks a second, whether answers come or not; without, as fast as they come.",
         ),
     ] = None,
+    arrival: Annotated[
+        Arrival | None,
+        typer.Option(help="At a rate: evenly (the default), or at random like callers."),
+    ] = None,
     endpoint: Annotated[
         str, typer.Option(metavar="ENDPOINT", help="The endpoint, as in the rules.")
     ] = "/bench",
     identifier_type: Annotated[IdentifierType, typer.Option(help="What identifiers are.")] = (
         IdentifierType.USER
     ),
-    identifiers: Annotated[
-        int, typer.Option(min=1, max=1_000_000, metavar="N", help="How many, taken in turn.")
+    keys: Annotated[
+        int, typer.Option(min=1, max=1_000_000, metavar="N", help="How many identifiers.")
     ] = 1_000,
+    distribution: Annotated[
+        Distribution, typer.Option(help="How checks are spread over them.")
+    ] = Distribution.IN_TURN,
+    exponent: Annotated[
+        float,
+        typer.Option(
+            min=0, max=10, metavar="S", help="Of zipf: key n is asked for as n to the power of -S."
+        ),
+    ] = 1.0,
+    hot_share: Annotated[
+        float,
+        typer.Option(min=0, max=1, metavar="SHARE", help="Of hot: what one key has of all checks."),
+    ] = 0.5,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="The same seed draws the same keys and arrivals.")
+    ] = 1,
     peek: Annotated[bool, typer.Option("--peek", help="Spend nothing.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Draw latency by percentile and answers over time."),
+    ] = None,
 ) -> None:
     """Put load on a node, and show how long its answers took.
 
@@ -66,36 +88,60 @@ def bench(
     endpoint of its own. It is one process of Python and gRPC, good for some thousands of checks a second: it shows what
     a caller gets, and reaches its own limits before those of a node. Ctrl-C ends it early.
 
+    At a --rate a latency counts from when the check was due, not from when it could be sent, so that a node that stalls
+    looks as it does to callers who do not wait for each other.
+
     Exit status: 0 when every check was answered, 1 when not.
 
     Example:
       ratelimitd bench --duration 5
-      ratelimitd bench --rate 1000 --concurrency 200 --json
+      ratelimitd bench --rate 1000 --arrival poisson --concurrency 200 --json
+      ratelimitd bench --rate 500 --keys 100000 --distribution zipf --picture load.svg
     """
     from ratelimitd.cli.bench.load import Load  # noqa: PLC0415 -- with grpc, see target.py
 
-    checks = [
-        pb.RateLimitRequest(
-            identifier=_identifier(number, identifier_type),
+    if arrival is not None and rate is None:
+        message = "--arrival needs --rate: without, a check comes when another is answered"
+        raise UsageError(message)
+    _refuse_unwritable(picture)
+
+    def check_of(key: int) -> pb.RateLimitRequest:
+        return pb.RateLimitRequest(
+            identifier=_identifier(key, identifier_type),
             identifier_type=identifier_type,
             endpoint=endpoint,
             peek=peek,
         )
-        for number in range(identifiers)
-    ]
+
+    arrivals = (
+        None
+        if rate is None
+        else Arrivals(rate=rate, arrival=arrival or Arrival.CONSTANT, seed=seed)
+    )
     load = Load(
-        checks=checks,
+        check_of=check_of,
+        keys=Keys(
+            count=keys,
+            distribution=distribution,
+            exponent=exponent,
+            hot_share=hot_share,
+            seed=seed,
+        ),
         seconds=duration,
         concurrency=concurrency,
-        rate=rate,
+        arrivals=arrivals,
         timeout_s=target.timeout_s,
     )
     with target.explained(), working("sending checks"):
         result = asyncio.run(_send(target, load, connections))
     if target.output.as_json:
-        target.output.json(_as_json(result))
+        target.output.json(as_json(result, load))
     else:
-        _print(result, target.output)
+        print_report(result, load, target.output)
+    if picture is not None:
+        from ratelimitd.cli.bench.picture import picture as drawn  # noqa: PLC0415 -- as seldom
+
+        _write(picture, drawn(result, load))
     if result.errors:
         raise typer.Exit(EXIT_ERROR)
 
@@ -122,61 +168,16 @@ def _identifier(number: int, identifier_type: IdentifierType) -> str:
     return f"198.{18 + (number >> 16 & 1)}.{number >> 8 & 255}.{number & 255}"
 
 
-def _print(result: Result, output: Output) -> None:
-    latencies = result.latencies
-    output.line(
-        f"{latencies.count:,} checks in {result.seconds:.2f} s: {_rate(result):,.0f} a second"
-    )
-    output.line(
-        f"{result.allowed:,} allowed, {result.denied:,} denied, {result.fail_open:,} fail open"
-    )
-    for name, count in sorted(result.errors.items()):
-        output.line(output.styled(f"{count:,} not answered: {name}", "bad"))
-    if not latencies.count:
-        return
-    output.line()
-    output.pairs((name, f"{value:.3f} ms") for name, value in _figures(latencies).items())
-    output.line()
-    bars = latencies.bars()
-    most = max(bar.checks for bar in bars)
-    for bar in bars:
-        share = bar.checks / latencies.count
-        label = f"≤ {bar.up_to_us / US_PER_MS:g} ms"
-        output.line(
-            f"{label:>12}  {_bar(bar.checks / most):<{BAR_WIDTH}}  {share:6.1%}  {bar.checks:,}"
-        )
+def _refuse_unwritable(file: Path | None) -> None:
+    """Not only when the load is over."""
+    if file is not None and not os.access(file if file.exists() else file.parent, os.W_OK):
+        message = f"--picture: cannot write {file}"
+        raise UsageError(message)
 
 
-def _bar(share: float) -> str:
-    eighths = round(share * BAR_WIDTH * len(_EIGHTHS))
-    whole, part = divmod(eighths, len(_EIGHTHS))
-    return _FULL * whole + (_EIGHTHS[part] if part else "")
-
-
-def _figures(latencies: Latencies) -> dict[str, float]:
-    """In ms."""
-    figures = {"mean": latencies.mean_us, "min": latencies.min_us}
-    figures |= {f"p{share * 100:g}": latencies.quantile_us(share) for share in QUANTILES}
-    figures["max"] = latencies.max_us
-    return {name: value / US_PER_MS for name, value in figures.items()}
-
-
-def _rate(result: Result) -> float:
-    return result.latencies.count / result.seconds if result.seconds else 0.0
-
-
-def _as_json(result: Result) -> dict[str, Any]:
-    return {
-        "checks": result.latencies.count,
-        "seconds": result.seconds,
-        "checks_per_s": _rate(result),
-        "allowed": result.allowed,
-        "denied": result.denied,
-        "fail_open": result.fail_open,
-        "errors": dict(result.errors),
-        "latency_ms": _figures(result.latencies),
-        "histogram": [
-            {"up_to_ms": bar.up_to_us / US_PER_MS, "checks": bar.checks}
-            for bar in result.latencies.bars()
-        ],
-    }
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        message = f"--picture: cannot write {file}: {error.strerror}"
+        raise CliError(message) from None

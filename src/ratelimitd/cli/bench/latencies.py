@@ -24,6 +24,13 @@ class Bar(NamedTuple):
     checks: int
 
 
+class Point(NamedTuple):
+    """The share of answers that took up to so long."""
+
+    share: float
+    up_to_us: int
+
+
 class Latencies:
     """Latencies in µs."""
 
@@ -57,6 +64,14 @@ class Latencies:
             if seen >= wanted:
                 return min(up_to_us, self.max_us)
         return 0
+
+    def curve(self) -> list[Point]:
+        """All buckets with something in them, from the shortest latencies to the longest."""
+        points, seen = [], 0
+        for up_to_us, count in sorted(self._counts.items()):
+            seen += count
+            points.append(Point(seen / self.count, min(up_to_us, self.max_us)))
+        return points
 
     def bars(self) -> list[Bar]:
         """Coarse buckets of 1, 2, 5, 10 … µs, from the first that is not empty to the last."""

@@ -1,13 +1,13 @@
-"""Checks sent to a node: as fast as it answers so many callers, or at a rate of one's own.
+"""Checks sent to a node: as fast as it answers so many callers (a closed loop), or when they are due (an open one).
 
-At a rate a check's latency counts from when it was due, not from when it could be sent: a node that stalls is not
-spared the checks that would have come meanwhile.
+In an open loop a check's latency counts from when it was due, not from when it could be sent: a node that stalls is not
+spared the checks that would have come meanwhile, and what that does to them is in the percentiles (no coordinated
+omission). How late checks were sent is told as well.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,10 @@ from typing import Final
 
 import grpc
 
+from ratelimitd.cli.bench.arrivals import Arrivals
+from ratelimitd.cli.bench.keys import Keys
 from ratelimitd.cli.bench.latencies import Latencies
+from ratelimitd.cli.bench.timeline import Timeline
 from ratelimitd_client.channel import CHANNEL_OPTIONS, Tls
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
@@ -24,32 +27,46 @@ FAIL_OPEN: Final = frozenset({pb.FAIL_OPEN_BREAKER, pb.FAIL_OPEN_ERROR})
 
 US_PER_S: Final = 1_000_000
 
+TIMER_S: Final = 0.002
+"""The event loop's timers are late by a millisecond and more, which is a node's whole latency: so long before a check
+is due, the loop goes round without sleeping."""
+
 Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What to send for ``seconds``. Without ``arrivals``: as fast as ``concurrency`` callers get their answers."""
+
+    check_of: Callable[[int], pb.RateLimitRequest]
+    """The check of a key."""
+    keys: Keys
+    seconds: float
+    concurrency: int
+    """Most checks that are under way at a time."""
+    arrivals: Arrivals | None
+    timeout_s: float
 
 
 @dataclass(slots=True)
 class Result:
     """What came back, and how fast."""
 
+    timeline: Timeline
     latencies: Latencies = field(default_factory=Latencies)
+    """From when a check was due in an open loop, from when it was sent in a closed one."""
+    delays: Latencies = field(default_factory=Latencies)
+    """In an open loop: from when a check was due until it was sent. They are in the latencies."""
+    waited: int = 0
+    """In an open loop: checks that were sent late because as many as may be were under way."""
+    unsent: int = 0
+    """In an open loop: about how many were due, and never sent: it was over a whole timeout ago."""
     seconds: float = 0.0
     allowed: int = 0
     denied: int = 0
     fail_open: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     """Calls that ended with another status than OK, by its name; their latencies are not counted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What to send. ``rate`` in checks a second, ``None``: as fast as ``concurrency`` callers get their answers."""
-
-    checks: Sequence[pb.RateLimitRequest]
-    """Sent in turn, again and again."""
-    seconds: float
-    concurrency: int
-    rate: float | None
-    timeout_s: float
 
 
 def channels(target: str, tls: Tls | None, count: int) -> list[grpc.aio.Channel]:
@@ -75,46 +92,109 @@ async def run(
     Raises:
         grpc.RpcError: the first check of a channel, which also connects it, is not answered.
     """
-    asked = [stubs.RateLimiterStub(channel).CheckRateLimit for channel in open_channels]
-    peek = pb.RateLimitRequest()
-    peek.CopyFrom(load.checks[0])
-    peek.peek = True
-    for ask in asked:
-        await ask(peek, timeout=load.timeout_s, metadata=metadata)
-    result = Result()
-    numbers = itertools.count()
-    began_s = time_s()
-    end_s = began_s + load.seconds
+    sender = _Sender(load, open_channels, metadata, stop=stop, time_s=time_s)
+    await sender.connect()
+    await sender.send()
+    return sender.result
 
-    async def send(caller: int) -> None:
-        ask = asked[caller % len(asked)]
-        while not stop.is_set():
-            number = next(numbers)
-            due_s = time_s() if load.rate is None else began_s + number / load.rate
-            if due_s >= end_s:
+
+class _Sender:
+    """Sends a load once."""
+
+    def __init__(
+        self,
+        load: Load,
+        open_channels: Sequence[grpc.aio.Channel],
+        metadata: Metadata,
+        *,
+        stop: asyncio.Event,
+        time_s: Callable[[], float],
+    ) -> None:
+        self.result = Result(Timeline(load.seconds))
+        self._load = load
+        self._asks = [stubs.RateLimiterStub(channel).CheckRateLimit for channel in open_channels]
+        self._metadata = metadata
+        self._stop = stop
+        self._time_s = time_s
+        self._keys = load.keys.drawn()
+        self._began_s = 0.0
+        self._end_s = 0.0
+
+    async def connect(self) -> None:
+        peek = self._load.check_of(0)
+        peek.peek = True
+        for ask in self._asks:
+            await ask(peek, timeout=self._load.timeout_s, metadata=self._metadata)
+
+    async def send(self) -> None:
+        self._began_s = self._time_s()
+        self._end_s = self._began_s + self._load.seconds
+        async with asyncio.TaskGroup() as under_way:
+            if self._load.arrivals is None:
+                for caller in range(self._load.concurrency):
+                    under_way.create_task(self._call_again_and_again(caller))
+            else:
+                await self._send_when_due(self._load.arrivals, under_way)
+        self.result.seconds = self._time_s() - self._began_s
+
+    async def _call_again_and_again(self, caller: int) -> None:
+        while not self._stop.is_set() and (now_s := self._time_s()) < self._end_s:
+            await self._ask(caller, now_s)
+
+    async def _send_when_due(self, arrivals: Arrivals, under_way: asyncio.TaskGroup) -> None:
+        free = asyncio.Semaphore(self._load.concurrency)
+
+        async def send(number: int, due_s: float) -> None:
+            self.result.delays.add(max(0, round((self._time_s() - due_s) * US_PER_S)))
+            await self._ask(number, due_s)
+            free.release()
+
+        is_behind = False
+        for number, offset_s in enumerate(arrivals.due_s()):
+            due_s = self._began_s + offset_s
+            if due_s >= self._end_s:
                 return
-            if (early_s := due_s - time_s()) > 0 and await _is_set_within(stop, early_s):
+            is_behind |= free.locked()
+            await free.acquire()
+            # Late ones after one that had to wait are late because of it, until one is in time again.
+            is_behind &= self._time_s() > due_s
+            self.result.waited += is_behind
+            await self._wait_until(due_s)
+            if self._stop.is_set():
                 return
-            check = load.checks[number % len(load.checks)]
-            try:
-                answer = await ask(check, timeout=load.timeout_s, metadata=metadata)
-            except grpc.aio.AioRpcError as error:
-                result.errors[error.code().name] += 1
+            if self._time_s() > self._end_s + self._load.timeout_s:
+                self.result.unsent = max(1, round((self._end_s - due_s) * arrivals.rate))
+                return
+            under_way.create_task(send(number, due_s))
+
+    async def _wait_until(self, due_s: float) -> None:
+        """Return when it is time, or at once when the load is stopped; others have their turn in any case."""
+        await asyncio.sleep(0)
+        while (early_s := due_s - self._time_s()) > 0 and not self._stop.is_set():
+            if early_s <= TIMER_S:
+                await asyncio.sleep(0)
                 continue
-            result.latencies.add(max(0, round((time_s() - due_s) * US_PER_S)))
-            _count(answer, result)
+            try:
+                async with asyncio.timeout(early_s - TIMER_S):
+                    await self._stop.wait()
+            except TimeoutError:
+                continue
 
-    await asyncio.gather(*(send(caller) for caller in range(load.concurrency)))
-    result.seconds = time_s() - began_s
-    return result
-
-
-async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return False
+    async def _ask(self, caller: int, due_s: float) -> None:
+        result = self.result
+        check = self._load.check_of(next(self._keys))
+        ask = self._asks[caller % len(self._asks)]
+        try:
+            answer = await ask(check, timeout=self._load.timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            result.errors[error.code().name] += 1
+            result.timeline.failed(self._time_s() - self._began_s)
+            return
+        now_s = self._time_s()
+        latency_us = max(0, round((now_s - due_s) * US_PER_S))
+        result.latencies.add(latency_us)
+        result.timeline.answered(now_s - self._began_s, latency_us)
+        _count(answer, result)
 
 
 def _count(answer: pb.RateLimitResponse, result: Result) -> None:

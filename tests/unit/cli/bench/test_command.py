@@ -27,6 +27,11 @@ def test_json_has_all_figures(ask):
     seen = json.loads(ask("bench", "--duration", "0.1", "--json").out)
     assert seen["checks"] == seen["allowed"] == sum(bar["checks"] for bar in seen["histogram"])
     assert set(seen["latency_ms"]) == {"mean", "min", "p50", "p90", "p95", "p99", "p99.9", "max"}
+    assert (seen["loop"], seen["latency_from"], seen["distribution"]) == (
+        "closed",
+        "sent",
+        "in-turn",
+    )
     assert seen["checks_per_s"] == pytest.approx(seen["checks"] / seen["seconds"])
 
 
@@ -39,7 +44,7 @@ def test_json_has_all_figures(ask):
 )
 def test_identifiers_are_sent_in_turn_with_the_credentials(ask, node, options, names):
     ask(
-        *("bench", "--duration", "0.5", "--concurrency", "1", "--identifiers", "3", "--token", "t"),
+        *("bench", "--duration", "0.5", "--concurrency", "1", "--keys", "3", "--token", "t"),
         *("--endpoint", "/x", "--peek", *options),
     )
     asked = [call.request.identifier for call in node.seen]
@@ -80,3 +85,48 @@ def test_ctrl_c_ends_it_early_with_what_there_is(ask, node):
     ended = ask("bench", "--duration", "3600")
     assert ended.status == 0
     assert " checks in " in ended.out
+
+
+def test_the_same_seed_sends_the_same_keys(ask, node):
+    asked = []
+    for _ in range(2):
+        node.seen.clear()
+        ask(
+            *("bench", "--duration", "0.2", "--rate", "100", "--concurrency", "1"),
+            *("--keys", "50", "--distribution", "zipf", "--seed", "3"),
+        )
+        asked.append([call.request.identifier for call in node.seen])
+    assert len(asked[0]) == 21
+    assert asked[0] == asked[1]
+
+
+def test_the_hot_key_is_the_first(ask, node):
+    ask("bench", "--duration", "0.1", "--distribution", "hot", "--hot-share", "1")
+    assert {call.request.identifier for call in node.seen} == {"bench-0"}
+
+
+def test_the_picture_is_a_file(ask, tmp_path):
+    file = tmp_path / "load.svg"
+    ended = ask("bench", "--duration", "0.1", "--rate", "50", "--picture", file)
+    assert ended.status == 0
+    assert "50 a second, constant, latencies from when each was due" in ended.out
+    assert file.read_text(encoding="utf-8").startswith("<svg ")
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_sent(ask, node, tmp_path):
+    ended = ask("bench", "--picture", tmp_path / "none" / "load.svg")
+    assert (ended.status, node.seen) == (2, [])
+    assert "--picture: cannot write" in ended.err
+
+
+def test_a_picture_that_cannot_be_written_at_the_end_is_an_error(ask, tmp_path):
+    ended = ask("bench", "--duration", "0.1", "--picture", tmp_path)
+    assert ended.status == 1
+    assert " checks in " in ended.out
+    assert "--picture: cannot write" in ended.err
+
+
+def test_an_arrival_without_a_rate_is_refused(run):
+    ended = run("bench", "--arrival", "poisson")
+    assert ended.status == 2
+    assert "--arrival needs --rate" in ended.err

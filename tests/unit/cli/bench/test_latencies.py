@@ -43,3 +43,9 @@ def test_memory_does_not_grow_with_the_load():
 def test_bars_are_those_from_the_first_to_the_last_with_what_is_between():
     assert of(0, 3, 3, 30).bars() == [(1, 1), (2, 0), (5, 2), (10, 0), (20, 0), (50, 1)]
     assert of(150).bars() == [(200, 1)]
+
+
+def test_the_curve_goes_up_to_all_answers_and_the_longest_of_them():
+    curve = of(3, 3, 30, 1_000).curve()
+    assert curve == [(0.5, 3), (0.75, 30), (1.0, 1_000)]
+    assert of().curve() == []

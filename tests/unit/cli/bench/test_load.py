@@ -6,6 +6,9 @@ import time
 import grpc
 import pytest
 
+from ratelimitd.cli.bench import load
+from ratelimitd.cli.bench.arrivals import Arrivals
+from ratelimitd.cli.bench.keys import Keys
 from ratelimitd.cli.bench.load import Load, channels, run
 from ratelimitd.testing import running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -14,9 +17,10 @@ from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 RULE = pb.RateLimit(
     endpoint="/b", identifier_type="user", limit=3, window_seconds=3_600, algorithm="fixed_window"
 )
-CHECKS = [
-    pb.RateLimitRequest(identifier=name, identifier_type="user", endpoint="/b") for name in "ab"
-]
+
+
+def check_of(key):
+    return pb.RateLimitRequest(identifier="ab"[key], identifier_type="user", endpoint="/b")
 
 
 class SteppingClock:
@@ -31,8 +35,17 @@ class SteppingClock:
         return self.now_s
 
 
-async def sent(address, *, metadata=(), stop=None, time_s=None, connections=1, **changes):
-    settings = {"checks": CHECKS, "seconds": 1.0, "concurrency": 4, "rate": None, "timeout_s": 5.0}
+async def sent(
+    address, *, metadata=(), stop=None, time_s=None, connections=1, rate=None, **changes
+):
+    settings = {
+        "check_of": check_of,
+        "keys": Keys(count=2),
+        "seconds": 1.0,
+        "concurrency": 4,
+        "arrivals": None if rate is None else Arrivals(rate=rate),
+        "timeout_s": 5.0,
+    }
     opened = channels(address, None, connections)
     try:
         return await run(
@@ -98,23 +111,57 @@ async def test_at_a_rate_so_many_are_sent(address):
     result = await sent(
         address, metadata=TOKEN, seconds=0.2, rate=100, time_s=time.perf_counter, concurrency=3
     )
-    assert result.latencies.count == 20
+    assert result.latencies.count == result.delays.count == 20
+    assert result.unsent == 0
+    assert sum(slot.answers for slot in result.timeline.slots(result.seconds)) == 20
 
 
 async def test_at_a_rate_a_check_that_had_to_wait_is_as_late_as_it_is(address):
     # Time runs away: the second check was due 0.01 s after the first, and can be sent only seconds later.
     result = await sent(
-        address, metadata=TOKEN, seconds=0.05, rate=100, concurrency=1, time_s=SteppingClock(1.0)
+        address,
+        metadata=TOKEN,
+        seconds=0.05,
+        rate=100,
+        concurrency=1,
+        time_s=SteppingClock(1.0),
+        timeout_s=100.0,
     )
     assert result.latencies.count == 5
     assert result.latencies.max_us > 5_000_000
+    assert result.latencies.max_us > result.delays.max_us > 4_000_000
+    assert result.waited == 4
+
+
+async def test_at_a_rate_that_cannot_be_kept_it_ends_a_timeout_late_and_tells_how_many_are_missing(
+    address,
+):
+    result = await sent(
+        address, metadata=TOKEN, seconds=2.0, rate=1_000, concurrency=1, time_s=SteppingClock(0.5)
+    )
+    assert result.latencies.count < 20
+    assert result.latencies.count + result.unsent == 2_000
+    assert result.seconds < 10
+
+
+async def test_a_check_is_sent_when_it_is_due_and_not_before(address, monkeypatch):
+    # Due after 0.1 s; the clock says 0.001 s more whenever it is read, and no timer waits for it.
+    monkeypatch.setattr(load, "TIMER_S", 1.0)
+    result = await sent(address, metadata=TOKEN, seconds=0.15, rate=10, time_s=SteppingClock(0.001))
+    assert result.latencies.count == 2
+    assert result.delays.max_us < 20_000
 
 
 async def test_checks_that_are_not_answered_are_counted_by_why(address):
-    wrong = [*CHECKS, pb.RateLimitRequest(identifier_type="user", endpoint="/b")]
-    result = await sent(address, metadata=TOKEN, checks=wrong)
+    def wrong_of(key):
+        return pb.RateLimitRequest(identifier="ab"[key:], identifier_type="user", endpoint="/b")
+
+    result = await sent(address, metadata=TOKEN, check_of=wrong_of, keys=Keys(count=3))
     assert set(result.errors) == {"INVALID_ARGUMENT"}
     assert result.latencies.count == result.allowed + result.denied
+    assert sum(slot.errors for slot in result.timeline.slots(result.seconds)) == sum(
+        result.errors.values()
+    )
 
 
 async def test_a_node_without_rules_for_a_time_is_fail_open_and_told(tmp_path):
