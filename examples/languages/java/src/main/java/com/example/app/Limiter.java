@@ -23,7 +23,9 @@ public final class Limiter implements AutoCloseable {
   /** How long a check may take before the request is let through. */
   public static final Duration DEFAULT_DEADLINE = Duration.ofMillis(20);
 
-  private static final Duration READY_DEADLINE = Duration.ofSeconds(1);
+  /** Half of it may pass with loading classes. */
+  private static final Duration READY_DEADLINE = Duration.ofSeconds(2);
+
   private static final int CONNECT_TIMEOUT_MS = 1_000;
   private static final long RECONNECT_NANOS = TimeUnit.MILLISECONDS.toNanos(250);
 
@@ -56,7 +58,7 @@ public final class Limiter implements AutoCloseable {
   }
 
   /**
-   * Connects, for a second at most, by a check that charges nothing. Call it at start: connecting, and loading the
+   * Connects, for two seconds at most, by a check that charges nothing. Call it at start: connecting, and loading the
    * classes that this needs, takes longer than a check may, so that the first ones would be let through.
    */
   public void waitUntilReady() {
