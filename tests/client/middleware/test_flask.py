@@ -112,6 +112,13 @@ def test_what_a_view_says_of_itself_is_heeded(app, limiter):
     ]
 
 
+def test_an_answer_tells_of_no_other_request(app, limiter):
+    client = visitor(app, limiter)
+    with app.app_context():
+        assert "RateLimit" in client.get("/orders/7").headers
+        assert "RateLimit" not in client.get("/healthz").headers
+
+
 def test_static_files_are_not_checked_but_views_of_like_names_are(app, limiter):
     client = visitor(app, limiter)
     for path in (f"{app.static_url_path}/logo.txt", "/shelf/x/static"):

@@ -7,8 +7,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from ratelimitd_client import Check
-from ratelimitd_client.middleware import Options
+from ratelimitd_client import AsyncRateLimiterClient, Check
+from ratelimitd_client.middleware import Identity, Options
 from ratelimitd_client.middleware.grpc_aio import RateLimitInterceptor
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 from tests.client.middleware.grpc_shop import (
@@ -94,6 +94,16 @@ async def test_without_the_service_calls_pass_and_are_told_nothing(limiter):
     limiter.available = False
     async with shop(limiter) as asked:
         assert (await asked(UNARY))[1:] == (grpc.StatusCode.OK, "", {})
+
+
+async def test_a_real_node_is_asked(real_node):
+    options = Options(identify=lambda call: Identity("asyncio"), endpoint=lambda call: "/five")
+    async with (
+        AsyncRateLimiterClient(real_node.grpc_address, timeout_s=30) as limiter,
+        shop(limiter, options=options) as asked,
+    ):
+        codes = [(await asked(method))[1] for method in (UNARY, LIST, SUM, TALK, UNARY, UNARY)]
+    assert codes == [grpc.StatusCode.OK] * 5 + [DENIED]
 
 
 def test_a_limiter_that_blocks_is_refused():

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from ratelimitd_client import Check
+from ratelimitd_client import Check, RateLimiterClient
 from ratelimitd_client.middleware import Identity, Options
 from ratelimitd_client.middleware.grpc_server import RateLimitInterceptor
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
@@ -106,6 +106,16 @@ def test_without_the_service_or_a_rule_calls_pass_and_are_told_nothing(limiter):
     limiter.available = False
     with shop(limiter) as channel:
         assert [ask(channel, UNARY)[1:] for _ in range(2)] == [(grpc.StatusCode.OK, "", {})] * 2
+
+
+def test_a_real_node_is_asked(real_node):
+    options = Options(identify=lambda call: Identity("threads"), endpoint=lambda call: "/five")
+    with (
+        RateLimiterClient(real_node.grpc_address, timeout_s=30) as limiter,
+        shop(limiter, options) as channel,
+    ):
+        codes = [ask(channel, method)[1] for method in (UNARY, LIST, SUM, TALK, UNARY, UNARY)]
+    assert codes == [grpc.StatusCode.OK] * 5 + [DENIED]
 
 
 def test_a_limiter_for_asyncio_is_refused():

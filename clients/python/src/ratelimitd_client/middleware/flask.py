@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from flask import Flask, Request, Response, current_app, g, request
+from flask import Flask, Request, Response, current_app, request
 from werkzeug.exceptions import TooManyRequests
 
 from ratelimitd_client.decision import Decision
@@ -20,8 +20,9 @@ from ratelimitd_client.middleware.views import marked_part
 from ratelimitd_client.middleware.wsgi import arrival_of, header_of
 from ratelimitd_client.protocols import RateLimiter
 
-ATTRIBUTE: Final = "ratelimitd_decision"
-"""Where the decision on a request is kept on ``flask.g``, for the headers of its answer."""
+KEY: Final = "ratelimitd.decision"
+"""Where the decision on a request is kept in its environ, for the headers of its answer. Not on ``flask.g``: in a test
+with an application context of its own, all requests share that."""
 
 
 def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = None) -> None:
@@ -69,7 +70,7 @@ class _Limits:
         decision = self._guard.decide(self._limiter, flask_request, arrival)
         if decision is None:
             return
-        setattr(g, ATTRIBUTE, decision)
+        request.environ[KEY] = decision
         if not decision.allowed:
             answer = self._guard.denied(decision, header_of(request.environ, "accept"))
             response = Response(answer.body, answer.status, answer.headers)
@@ -77,7 +78,7 @@ class _Limits:
 
     def tell(self, response: Response) -> Response:
         """The answer with what it tells of the limit; headers that the view has set itself stay as they are."""
-        decision: Decision | None = g.get(ATTRIBUTE)
+        decision: Decision | None = request.environ.get(KEY)
         if decision is not None:
             for name, value in self._guard.headers(decision).items():
                 response.headers.setdefault(name, value)
