@@ -38,7 +38,7 @@ soak: setup ## of test-long the node under load alone, for SOAK_S seconds (600),
 	@$(BIN)/python -m pytest -q -s -m long -o asyncio_debug=false tests/system/test_soak.py
 
 # One target for each check, so that one that fails does not hide the others.
-LINTS := format ruff mypy imports spelling contract generated pins layout docs
+LINTS := format ruff mypy pyright imports spelling contract generated pins layout docs
 
 .PHONY: lint $(LINTS:%=lint-%)
 lint: setup ## check style, types, layers, spelling, the contract, the generated code and the layout
@@ -52,6 +52,9 @@ lint-ruff:
 
 lint-mypy:
 	@$(BIN)/mypy
+
+lint-pyright:
+	@$(BIN)/basedpyright
 
 lint-imports:
 	@$(BIN)/lint-imports --no-logo

@@ -102,7 +102,7 @@ class Breaker:
         self._jitter_s = jitter_s
         self._lock = threading.Lock()
         self._failures = 0
-        self.state = State.CLOSED
+        self.state: State = State.CLOSED
         self.retry_at_s: float | None = None
         """When a probe is due, on the monotonic clock; ``None`` while closed."""
 

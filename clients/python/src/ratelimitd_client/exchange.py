@@ -51,7 +51,7 @@ class Exchange:
     __slots__ = ("_clock", "_warnings", "breaker")
 
     def __init__(self, clock: Clock) -> None:
-        self.breaker = Breaker(clock)
+        self.breaker: Breaker = Breaker(clock)
         self._clock = clock
         self._warnings = _Warnings(clock)
 
