@@ -12,6 +12,7 @@ import httpx
 import pytest
 from google.protobuf.empty_pb2 import Empty
 
+from ratelimitd.cli import main
 from ratelimitd.rpc.transports import TRANSPORTS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
@@ -130,6 +131,14 @@ def test_checks_in_json_reach_the_workers_through_their_parent_and_share_the_lim
         wrong = client.post(f"{page}/ratelimiter.v1.RateLimiter/CheckRateLimit", json={"x": 1})
         assert (wrong.status_code, wrong.json()["code"]) == (400, "invalid_argument")
         assert client.get(f"{page}/openapi.json").json()["openapi"].startswith("3.1")
+
+
+@pytest.mark.parametrize("options", [(), ("--consistency", "strict")])
+def test_workers_answer_the_conformance_vectors(files, several, options, capfd):
+    options = ("--timestamps", "caller", "--redis-timeout-ms", "1000", *options)
+    with files.serving(*several, *options) as node:
+        assert main(["conformance", "--target", node.grpc_address]) == 0
+    assert "33 cases as expected" in capfd.readouterr().out
 
 
 class Load(threading.Thread):

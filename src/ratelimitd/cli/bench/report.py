@@ -112,9 +112,9 @@ def warnings(result: Result) -> list[str]:
     if late_us > LATE_US:
         late = f"1 check in 100 was sent {late_us / US_PER_MS:.1f} ms late or later, which its latency contains"
         if result.waited * 100 > result.delays.count:
-            reason = "as many as --concurrency allows were under way: too few, or the node or this process is at its end"
+            reason = "as many as --concurrency allows were under way: too few, or node or generator are at their limit"
         else:
-            reason = "this process did not keep up with the rate"
+            reason = "the generator did not keep up with the rate"
         found.append(f"{late}: {reason}")
     return found
 

@@ -84,7 +84,7 @@ def test_checks_that_were_sent_in_time_need_no_warning():
 
 
 @pytest.mark.parametrize(
-    ("waited", "why"), [(0, "this process did not keep up"), (2, "--concurrency allows")]
+    ("waited", "why"), [(0, "the generator did not keep up"), (2, "--concurrency allows")]
 )
 def test_checks_that_were_sent_late_are_warned_of_with_the_reason(waited, why):
     [warning] = warnings(result(delays_us=[5_000] * 100, waited=waited))
