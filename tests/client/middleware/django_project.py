@@ -81,7 +81,7 @@ async def async_order(request, order_id):
 
 @limited(cost=3, endpoint="/find")
 def search(request):
-    return HttpResponse("found")
+    return HttpResponse(request.ratelimitd_decision.reason)
 
 
 def stream(request):

@@ -74,6 +74,10 @@ async def test_what_a_view_says_of_itself_is_heeded(visitor):
     ]
 
 
+async def test_a_view_finds_the_decision_on_its_request(visitor):
+    assert (await visitor.get("/search")).content == b"NO_RULE"
+
+
 async def test_what_no_route_matches_is_counted_as_one(visitor):
     visitor.limiter.limit("unmatched", "ip", limit=2, window_seconds=60)
     answers = [await visitor.get(f"/nothing/{number}") for number in range(3)]

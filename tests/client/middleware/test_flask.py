@@ -5,10 +5,14 @@ import pytest
 from flask import Blueprint, Flask
 from flask.views import MethodView
 
-from ratelimitd_client import Check
+from ratelimitd_client import Check, Decision
 from ratelimitd_client.middleware import Identity, Options, limited
 from ratelimitd_client.middleware.flask import setup
+from ratelimitd_client.middleware.wsgi import DECISION
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
+
+found: list[Decision | None] = []
+"""What a view found on its requests."""
 
 HERE = {"REMOTE_ADDR": "192.0.2.7"}
 
@@ -37,6 +41,7 @@ def app(tmp_path):
 
     @app.route("/orders/<int:order_id>")
     def order(order_id):
+        found.append(flask.request.environ.get(DECISION))
         return f"order {order_id}"
 
     @app.route("/search")
@@ -85,6 +90,14 @@ def test_requests_are_let_through_until_the_limit_and_told_of_it(app, limiter):
     assert second.headers["Retry-After"] == "60"
     assert second.headers["RateLimit-Policy"] == '"default";q=1;w=60'
     assert limiter.checks == [Check("192.0.2.7", "ip", "/orders/{order_id}")] * 2
+
+
+def test_a_view_finds_the_decision_on_a_request_that_was_checked(app, limiter):
+    client = visitor(app, limiter, Options(cost=lambda request: int(request.args["cost"])))
+    found.clear()
+    client.get("/orders/7?cost=1")
+    client.get("/orders/7?cost=0")
+    assert [decision and decision.remaining_tokens for decision in found] == [0, None]
 
 
 def test_the_application_may_write_the_answer_itself(app, limiter):

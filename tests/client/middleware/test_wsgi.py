@@ -5,10 +5,13 @@ from wsgiref.validate import validator
 
 import pytest
 
-from ratelimitd_client import Check
+from ratelimitd_client import Check, Decision
 from ratelimitd_client.middleware import Options
-from ratelimitd_client.middleware.wsgi import RateLimitMiddleware
+from ratelimitd_client.middleware.wsgi import DECISION, RateLimitMiddleware
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
+
+found: list[Decision | None] = []
+"""What the application found on its requests."""
 
 
 def endpoint(environ):
@@ -18,6 +21,7 @@ def endpoint(environ):
 def application(environ, start_response):
     own = [("X-RateLimit-Limit", "mine")] if environ["PATH_INFO"] == "/orders/own" else []
     start_response("200 OK", [("Content-Type", "text/plain"), *own])
+    found.append(environ.get(DECISION))
     return [b"an order"]
 
 
@@ -63,6 +67,13 @@ def test_requests_are_let_through_until_the_limit_and_told_of_it(limiter):
     }
     assert body == b"Too many requests. Try again in 60 s.\n"
     assert limiter.checks == [Check("192.0.2.7", "ip", "/orders/{id}")] * 2
+
+
+def test_the_application_finds_the_decision_on_a_request_that_was_checked(limiter):
+    found.clear()
+    asked(limiter)
+    asked(limiter, REMOTE_ADDR="")
+    assert [decision and decision.remaining_tokens for decision in found] == [0, None]
 
 
 def test_whoever_takes_json_is_answered_in_json(limiter):

@@ -27,8 +27,8 @@ from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.views import marked_part
 from ratelimitd_client.middleware.wsgi import arrival_of, header_of
 
-ATTRIBUTE: Final = "ratelimitd_decision"
-"""Where the decision on a request is kept on it, for the headers of its answer."""
+DECISION: Final = "ratelimitd_decision"
+"""The attribute under which a view finds the ``Decision`` on a request that was checked."""
 
 NOT_FOUND: Final = 404
 
@@ -163,7 +163,7 @@ def _denial(
     """The answer to a denied request; ``None`` lets it through."""
     if decision is None:
         return None
-    setattr(request, ATTRIBUTE, decision)
+    setattr(request, DECISION, decision)
     if decision.allowed:
         return None
     answer = guard.denied(decision, header_of(request.META, "accept"))
@@ -174,7 +174,7 @@ def _told(
     guard: Guard[HttpRequest], request: HttpRequest, response: HttpResponseBase
 ) -> HttpResponseBase:
     """The answer with what it tells of the limit; headers that the view has set itself stay as they are."""
-    decision: Decision | None = getattr(request, ATTRIBUTE, None)
+    decision: Decision | None = getattr(request, DECISION, None)
     if decision is not None:
         for name, value in guard.headers(decision).items():
             response.setdefault(name, value)

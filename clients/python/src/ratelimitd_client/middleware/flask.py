@@ -6,8 +6,6 @@ A user is whom the server has authenticated (``REMOTE_USER``); whoever logs user
 
 from __future__ import annotations
 
-from typing import Final
-
 from flask import Flask, Request, Response, current_app, request
 from werkzeug.exceptions import TooManyRequests
 
@@ -17,12 +15,8 @@ from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.views import marked_part
-from ratelimitd_client.middleware.wsgi import arrival_of, header_of
+from ratelimitd_client.middleware.wsgi import DECISION, arrival_of, header_of
 from ratelimitd_client.protocols import RateLimiter
-
-KEY: Final = "ratelimitd.decision"
-"""Where the decision on a request is kept in its environ, for the headers of its answer. Not on ``flask.g``: in a test
-with an application context of its own, all requests share that."""
 
 
 def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = None) -> None:
@@ -70,7 +64,8 @@ class _Limits:
         decision = self._guard.decide(self._limiter, flask_request, arrival)
         if decision is None:
             return
-        request.environ[KEY] = decision
+        # Not on flask.g: in a test with an application context of its own, all requests share that.
+        request.environ[DECISION] = decision
         if not decision.allowed:
             answer = self._guard.denied(decision, header_of(request.environ, "accept"))
             response = Response(answer.body, answer.status, answer.headers)
@@ -78,7 +73,7 @@ class _Limits:
 
     def tell(self, response: Response) -> Response:
         """The answer with what it tells of the limit; headers that the view has set itself stay as they are."""
-        decision: Decision | None = request.environ.get(KEY)
+        decision: Decision | None = request.environ.get(DECISION)
         if decision is not None:
             for name, value in self._guard.headers(decision).items():
                 response.headers.setdefault(name, value)

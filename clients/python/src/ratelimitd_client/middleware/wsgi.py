@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from types import TracebackType
+from typing import Final
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from ratelimitd_client.decision import Decision
@@ -17,6 +18,9 @@ from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.protocols import RateLimiter
+
+DECISION: Final = "ratelimitd.decision"
+"""The key of the environ under which the application finds the ``Decision`` on a request that was checked."""
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
 
@@ -50,6 +54,7 @@ class RateLimitMiddleware:
         decision = self._guard.decide(self._limiter, environ, arrival_of(environ))
         if decision is None:
             return self._app(environ, start_response)
+        environ[DECISION] = decision
         if not decision.allowed:
             answer = self._guard.denied(decision, header_of(environ, "accept"))
             return _answered(answer, environ, start_response)
