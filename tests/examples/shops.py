@@ -87,4 +87,4 @@ def left_of(answer):
 
 def added_lines(path):
     """The marked lines of a file, by what is marked."""
-    return re.findall(r"# ratelimitd: (\d of \d)$", path.read_text(), re.MULTILINE)
+    return re.findall(r"# (?:ratelimitd: )?(\d of \d)$", path.read_text(), re.MULTILINE)

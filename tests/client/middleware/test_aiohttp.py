@@ -3,18 +3,18 @@
 import contextlib
 
 import pytest
-from aiohttp import web
+from aiohttp import WSServerHandshakeError, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from ratelimitd_client import Check
 from ratelimitd_client.middleware import Identity, Options, limited
-from ratelimitd_client.middleware.aiohttp import setup
+from ratelimitd_client.middleware.aiohttp import DECISION, setup
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 
 
 @limited(cost=2)
 async def order(request):
-    return web.json_response({"order": request.match_info["order_id"]})
+    return web.json_response({"left": request[DECISION].remaining_tokens})
 
 
 async def stream(request):
@@ -42,12 +42,20 @@ class Reports(web.View):
         return web.Response(text="read")
 
 
+async def live(request):
+    socket = web.WebSocketResponse()
+    await socket.prepare(request)
+    await socket.close()
+    return socket
+
+
 def application(limiter, options=None):
     app, mounted = web.Application(), web.Application()
     setup(app, limiter, options)
     mounted.router.add_get(r"/orders/{order_id:\d+}", order)
     app.add_subapp("/api/", mounted)
     app.router.add_get("/stream", stream)
+    app.router.add_get("/live", live)
     app.router.add_get("/health", health)
     app.router.add_get("/forbidden", forbidden)
     app.router.add_view("/reports/{report}", Reports)
@@ -70,8 +78,10 @@ async def caller(app):
 async def test_a_request_beyond_the_limit_is_answered_429_before_its_handler(limiter):
     async with caller(application(limiter)) as client:
         answers = [await client.get(f"/api/orders/{number}") for number in range(3)]
+        lefts = [(await answer.json())["left"] for answer in answers[:2]]
         text = await answers[2].text()
     assert [answer.status for answer in answers] == [200, 200, 429]
+    assert lefts == [2, 0]
     assert [answer.headers["RateLimit"] for answer in answers] == [
         f'"default";r={left};t=60' for left in (2, 0, 0)
     ]
@@ -118,6 +128,15 @@ async def test_methods_of_a_view_have_their_own_cost(limiter):
         ("/reports/{report}", 1),
         ("/reports/{report}", 3),
     ]
+
+
+async def test_a_websocket_is_checked_before_it_is_accepted(limiter):
+    async with caller(application(limiter, Options(cost=4))) as client:
+        async with client.ws_connect("/live") as socket:
+            assert socket._response.headers["RateLimit"] == '"default";r=0;t=60'
+        with pytest.raises(WSServerHandshakeError) as denied:
+            await client.ws_connect("/live")
+    assert denied.value.status == 429
 
 
 async def test_a_forged_header_counts_only_from_a_trusted_proxy(limiter):

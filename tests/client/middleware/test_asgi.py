@@ -6,13 +6,16 @@ import json
 import httpx
 import pytest
 from fastapi import APIRouter, FastAPI, WebSocket
+from starlette.applications import Starlette
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
+from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Mount, Route
 
 from ratelimitd_client import Check
 from ratelimitd_client.middleware import Identity, Options, limited
-from ratelimitd_client.middleware.asgi import RateLimitMiddleware
+from ratelimitd_client.middleware.asgi import DECISION, RateLimitMiddleware
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 
 
@@ -149,6 +152,20 @@ async def test_headers_come_with_errors_and_streams_too_and_leave_the_applicatio
     assert (wrong.status_code, wrong.headers["X-RateLimit-Remaining"]) == (422, "2")
 
 
+async def test_a_view_finds_the_decision_in_the_scope(limiter):
+    found = []
+
+    async def app(scope, receive, send):
+        found.append(scope.get(DECISION))
+        await JSONResponse({})(scope, receive, send)
+
+    async with caller(RateLimitMiddleware(app, limiter)) as client:
+        await client.get("/")
+    async with caller(RateLimitMiddleware(app, limiter, Options(unmatched=None))) as client:
+        await client.get("/")
+    assert [decision and decision.remaining_tokens for decision in found] == [3, None]
+
+
 async def test_an_error_of_the_application_is_still_its_own(limiter):
     async with caller(application(limiter)) as client:
         assert (await client.get("/api/broken")).status_code == 500
@@ -184,6 +201,30 @@ async def test_it_may_stand_around_the_whole_application(limiter):
     async with caller(RateLimitMiddleware(application(AsyncFakeRateLimiter()), limiter)) as client:
         await client.get("/api/orders/1")
     assert [check.endpoint for check in limiter.checks] == ["/api/orders/{order_id}"]
+
+
+async def test_it_may_stand_before_a_part_of_the_application(limiter):
+    async def answer(request):
+        return JSONResponse({})
+
+    middleware = [Middleware(RateLimitMiddleware, limiter)]
+    within = Starlette(routes=[Route("/things/{thing}", answer)], middleware=middleware)
+    app = Starlette(
+        routes=[
+            Mount("/api/{tenant}", routes=[Route("/orders/{id}", answer)], middleware=middleware),
+            Mount("/within", within),
+            Route("/single/{id}", answer, middleware=middleware),
+            Route("/orders/{other}", answer),
+        ]
+    )
+    async with caller(app) as client:
+        for path in ("/api/acme/orders/7", "/within/things/7", "/single/7", "/orders/7"):
+            assert (await client.get(path)).status_code == 200
+    assert [check.endpoint for check in limiter.checks] == [
+        "/api/{tenant}/orders/{id}",
+        "/things/{thing}",  # of the application that has the middleware
+        "/single/{id}",
+    ]
 
 
 async def test_an_application_of_another_kind_names_its_endpoints(limiter):

@@ -1,6 +1,10 @@
 """Whose address a request came from: headers count only from trusted proxies, and only from their right end."""
 
+import ipaddress
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ratelimitd_client.middleware.client_address import MAX_HOPS, ClientAddresses, address_of
 
@@ -88,6 +92,20 @@ def test_addresses_of_ipv6_count_by_their_first_64_bits():
     assert ClientAddresses(ipv6_prefix=48).of("2001:db8:1:2::7") == "2001:db8:1::"
     assert ClientAddresses(ipv6_prefix=128).of("2001:db8:1:2::7") == "2001:db8:1:2::7"
     assert PROXIES.of("::ffff:198.51.100.7") == "198.51.100.7"
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(max_size=80), max_size=3), st.text(max_size=80))
+def test_whatever_a_caller_writes_changes_nothing(lines, start):
+    assert PROXIES.of("203.0.113.9", [*lines, start]) == "203.0.113.9"
+    assert PROXIES.of("10.0.0.1", [*lines, f"{start},203.0.113.9"]) == "203.0.113.9"
+
+
+@settings(max_examples=60)
+@given(st.text(max_size=80), st.lists(st.text(max_size=80), max_size=3))
+def test_the_answer_is_an_address_or_none(peer, lines):
+    for found in (PROXIES.of(peer, lines), PROXIES.of("10.0.0.1", [peer, *lines])):
+        assert found is None or ipaddress.ip_address(found)
 
 
 class CountedLines(list):

@@ -1,6 +1,8 @@
 """The road of a request: whatever goes wrong lets it through, unless the user chose to see it."""
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ratelimitd_client import Check
 from ratelimitd_client.middleware import Identity, Options, limited
@@ -106,6 +108,22 @@ async def test_an_error_of_the_limiter_never_breaks_a_request(decide, caplog):
 
     assert await decide(Options(on_error="raise"), limiter=Broken()) == (None, ())
     assert "the limiter raised an error (RuntimeError" in caplog.text
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    value=st.text(st.characters(exclude_categories=()), max_size=300),
+    peer=st.sampled_from(["192.0.2.7", "10.0.0.1"]),
+)
+async def test_nothing_that_a_caller_sends_lets_it_through_unchecked(decide, value, peer):
+    """(I9)."""
+    options = Options(
+        api_key_header="x-api-key", trusted_proxies=["10.0.0.1"], endpoint=lambda request: value
+    )
+    arrival = ARRIVAL._replace(method=value, peer=peer, header=lambda name: [value])
+    decision, checks = await decide(options, arrival)
+    assert decision is not None
+    assert len(checks) == 1
 
 
 async def test_a_denial_becomes_an_answer_and_a_permission_headers(decide):

@@ -16,11 +16,12 @@ from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.protocols import AsyncRateLimiter
 
 # Typed keys are newer than the rest that is needed of aiohttp.
-_HEADERS: Final[Any] = (
-    web.RequestKey[dict[str, str]]("ratelimitd_headers", dict)
+DECISION: Final[Any] = (
+    web.RequestKey("ratelimitd_decision", Decision)
     if hasattr(web, "RequestKey")
-    else "ratelimitd_headers"
+    else "ratelimitd_decision"
 )
+"""Where a handler finds in the request how it was decided, if it was checked."""
 
 
 def setup(
@@ -50,18 +51,18 @@ def setup(
         if decision is not None:
             if not decision.allowed:
                 return _denied(guard, decision, arrival)
-            request[_HEADERS] = guard.headers(decision)
+            request[DECISION] = decision
         return await handler(request)
+
+    async def tell(request: web.Request, response: web.StreamResponse) -> None:
+        decision: Decision | None = request.get(DECISION)
+        if decision is not None:
+            for name, value in guard.headers(decision).items():
+                response.headers.setdefault(name, value)
 
     app.middlewares.append(rate_limit)
     # A response that a handler streams has left before the middleware sees it.
-    app.on_response_prepare.append(_tell)
-
-
-async def _tell(request: web.Request, response: web.StreamResponse) -> None:
-    headers: dict[str, str] = request.get(_HEADERS, {})
-    for name, value in headers.items():
-        response.headers.setdefault(name, value)
+    app.on_response_prepare.append(tell)
 
 
 def _arrival(request: web.Request) -> Arrival:

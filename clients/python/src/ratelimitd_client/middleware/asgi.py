@@ -30,6 +30,8 @@ HEADED: Final = frozenset(
     {"http.response.start", "websocket.accept", "websocket.http.response.start"}
 )
 """The messages that carry the headers of an answer."""
+DECISION: Final = "ratelimitd_decision"
+"""Where a view finds in the scope how its request was decided, if it was checked."""
 POLICY_VIOLATION: Final = 1008
 """Why a WebSocket is closed where its request cannot be answered (RFC 6455, 7.4.1); a server makes 403 of it."""
 
@@ -64,6 +66,7 @@ class RateLimitMiddleware:
         if decision is None:
             await self._app(scope, receive, send)
         elif decision.allowed:
+            scope[DECISION] = decision
             headers = _raw(self._guard.headers(decision))
             await self._app(scope, receive, _with_headers(send, headers) if headers else send)
         else:

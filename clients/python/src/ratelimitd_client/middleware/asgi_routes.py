@@ -34,10 +34,19 @@ _NOT_FOUND: Final = Found("", None)
 def find_route(app: object, scope: Mapping[str, Any]) -> Found | None:
     """The route that the application will choose; ``None`` if it will answer 404, or has no routes at all."""
     try:
-        found = _search(_routes_of(app), dict(scope), "")
+        found = _search(_routes_of(app), _scope_of(app, scope), "")
     except Exception:  # noqa: BLE001 - a pattern of the application fails for this path, as it will once more in a moment
         return None
     return None if found is _NOT_FOUND else found
+
+
+def _scope_of(app: object, scope: Mapping[str, Any]) -> dict[str, Any]:
+    """The scope as the application itself saw it, also where a mount has already taken its part of the path."""
+    seen = dict(scope)
+    router = scope.get("router")
+    if router is not None and router is getattr(app, "router", None):
+        seen["root_path"] = scope.get("app_root_path", scope.get("root_path", ""))
+    return seen
 
 
 def _routes_of(app: object) -> Iterable[Any]:
