@@ -29,5 +29,5 @@ def test_what_is_no_class_is_not_taken_for_one():
     def view():
         return "a view"
 
-    view.cls = "a word"
+    view.view_class = "a word"
     assert marked_part(view) is view

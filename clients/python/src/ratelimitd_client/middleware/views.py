@@ -9,16 +9,13 @@ from typing import Final
 
 from ratelimitd_client.middleware.limited import UNMARKED, mark_of
 
-CLASS_ATTRIBUTES: Final = ("view_class", "cls")
-"""Under which names the class is kept: by Django and Flask, and by Django REST framework."""
+CLASS_ATTRIBUTE: Final = "view_class"
+"""Under which name Django and Flask keep the class."""
 
 
 def marked_part(view: object) -> object:
     """The function that a framework would call, or the class that it was made of, if the function has no mark."""
     if mark_of(view) is not UNMARKED:
         return view
-    for name in CLASS_ATTRIBUTES:
-        of_class = getattr(view, name, None)
-        if isinstance(of_class, type):
-            return of_class
-    return view
+    of_class = getattr(view, CLASS_ATTRIBUTE, None)
+    return of_class if isinstance(of_class, type) else view
