@@ -40,7 +40,7 @@ def no_spend_is_lost_or_doubled(played: Played) -> str:
     if books.paid_twice:
         return "a grant was paid for twice"
     allowed = sum(one.cost for some in books.admissions.values() for one in some)
-    accounted = books.arrived - books.wasted + books.lost + played.forgiven
+    accounted = books.arrived - books.wasted + books.lost + books.unchecked + played.forgiven
     return "" if allowed == accounted else f"{allowed} allowed, {accounted} accounted for"
 
 
@@ -139,12 +139,12 @@ def _outage_after(told: Scenario, at_s: float) -> float:
 
 
 def no_node_allows_more_than_one_may(played: Played) -> str:
-    """Whatever became of the store: what one node allows by itself is within the limit."""
+    """Whatever became of the store: what one node allows by itself is within the limit, if it knows the bucket."""
     told = played.scenario
     if told.edit_s or told.reset_s or told.may_begin_afresh:
         return ""
     spends: dict[str, list[Spend]] = {}
-    for one in played.admissions:
+    for one in played.checked:
         spends.setdefault(one.node, []).append((one.at_us, one.cost))
     # What the store grants it beside, when the node had not heard yet that others have spent less.
     late_us = played.world.books.longest_batch_us + 20 * MS
@@ -159,7 +159,7 @@ def what_was_spent_beside_each_other_is_paid_back(played: Played) -> str:
     others = (told.edit_s, told.reset_s, told.crash_s, told.may_begin_afresh)
     if told.algorithm is not Algorithm.TOKEN_BUCKET or any(others):
         return ""
-    spends = [(one.at_us, one.cost) for one in played.admissions]
+    spends = [(one.at_us, one.cost) for one in played.checked]
     excess = excess_of(told, spends, told.limit)
     most = slack(played, told.limit) + (told.nodes - 1) * told.limit
     return "" if excess <= most else f"{excess:.1f} over the limit, {most:.1f} is the bound"

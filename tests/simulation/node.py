@@ -2,32 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Reply, Sender
-from ratelimitd.ledger.shared_state import Ask, SharedState
+from ratelimitd.ledger.shared_state import Met, SharedState
 from ratelimitd.ledger.view import STALE_US, View
 from ratelimitd.model import Rule
-from tests.simulation.world import MS, SECOND, Admission, World
+from tests.simulation.giving_up import GivingUp
+from tests.simulation.meetings import BURIED_US, Meetings, Waiting
+from tests.simulation.world import ANSWER_US, MS, SECOND, Admission, World
 
 SYNC_US = 100 * MS
-ANSWER_US = 20 * MS
-"""How long a check waits for the store before the view decides."""
 RESEND_US = 60 * MS
 REREAD_US = (100 * MS, 300 * MS, 700 * MS, 1_000 * MS)
 BEAT_US = SECOND
 MAX_PENDING = 50
 """Evicted buckets with something to settle; beyond that none is evicted but clean ones."""
-
-
-@dataclass(eq=False, slots=True)
-class Waiting:
-    """A check that waits for the store, or did."""
-
-    key: bytes
-    cost: int
-    ask: Ask | None = None
-    answered: bool = False
-    charged: bool = False
 
 
 @dataclass(eq=False)
@@ -41,7 +31,10 @@ class Node:
     members: int = 1
     wrong_members: int = 0
     max_views: int = 1_000
+    decides_alone: bool = False
+    """Whether it gives the store up; else it asks each time."""
     make_view: Callable[[Rule, SharedState | None], View] = View
+    make_meetings: ClassVar[type[Meetings]] = Meetings
     views: dict[bytes, View] = field(default_factory=dict)
     """In the order of their last use, while some may have to leave."""
     pending: dict[bytes, View] = field(default_factory=dict)
@@ -49,7 +42,6 @@ class Node:
     packed: dict[bytes, SharedState] = field(default_factory=dict)
     """The last bases of some that were evicted."""
     dirty: dict[bytes, View] = field(default_factory=dict)
-    reading: dict[bytes, list[Waiting]] = field(default_factory=dict)
     asking: dict[bytes, list[Waiting]] = field(default_factory=dict)
     asked: dict[bytes, list[Waiting]] = field(default_factory=dict)
     denied: dict[bytes, tuple[int, int]] = field(default_factory=dict)
@@ -79,6 +71,8 @@ class Node:
         self.published_us: dict[bytes, int] = {}
         self.news_numbers: dict[str, int] = {}
         world = self.world
+        self.giving_up = GivingUp(world, self)
+        self.meetings = self.make_meetings(self)
         world.after(int(world.chance() * SYNC_US), self._sync, self.incarnation)
         self._beat(self.incarnation)
 
@@ -86,32 +80,60 @@ class Node:
     def now_us(self) -> int:
         return self.world.now_us + self.skew_us
 
+    @property
+    def is_cut_off(self) -> bool:
+        return self.decides_alone and self.giving_up.is_cut_off
+
     # Checks
 
     def check(self, key: bytes, cost: int) -> None:
         if not self.alive:
             return
-        view = self.views.get(key)
+        view, waiting = self.views.get(key), Waiting(key, cost)
         if view is None:
             view = self._known(key)
         if view is not None:
-            self._decide(view, Waiting(key, cost))
+            self._decide(view, waiting)
+        else:
+            self.meetings.wait(waiting)
+
+    def met(self, waiting: list[Waiting], met: Met) -> None:
+        """The store has decided the first of some checks, and says what the bucket is now."""
+        self.giving_up.answered()
+        (first, *others), (outcome, shared) = waiting, met
+        key = first.key
+        self._answer(first, outcome[0])
+        left, half = outcome[1], self.rule.limit // 2
+        is_low = not outcome[0] or left <= half <= left + first.cost
+        view = self.views.get(key)
+        if view is None and key in self.pending:
+            view = self._known(key)
+        if view is not None:  # made while the store was given up
+            self.heard(key, shared)
+        elif is_low or others:
+            view = self.make_view(self.rule, shared)
+            self._use(key, view)
+        else:
+            self.packed[key] = shared
             return
-        waiting = Waiting(key, cost)
-        self.world.after(ANSWER_US, self._too_late, waiting, self.incarnation)
-        if key in self.reading:
-            self.reading[key].append(waiting)
-            return
-        self.reading[key] = [waiting]
-        self._read(key, self.incarnation)
+        if is_low and outcome[0]:
+            self._tell(key, view, None)
+        for one in others:
+            self._decide(view, one)
+
+    def not_met(self, waiting: list[Waiting]) -> None:
+        """The store has not answered: nobody knows the bucket, so nobody can decide."""
+        self.giving_up.failed()
+        for one in waiting:
+            self._answer(one, allowed=True, alone=True, unchecked=True)
 
     def _known(self, key: bytes) -> View | None:
         """The view of a bucket that is not in use."""
         view = self.pending.pop(key, None)
         if view is None:
-            if key not in self.packed:
+            if key not in self.packed and not self.is_cut_off:
                 return None
-            view = self.make_view(self.rule, self.packed.pop(key))
+            view = self.make_view(self.rule, self.packed.pop(key, None))
         self._use(key, view)
         return view
 
@@ -149,6 +171,9 @@ class Node:
             self.views[key] = self.views.pop(key)
         if view.rule is not rule and rule.revision >= view.rule.revision:
             view.edit(rule)
+        if self.is_cut_off:
+            self._decide_alone(view, waiting)
+            return
         outcome = view.check(now_us, self.members, waiting.cost)
         if outcome is not None:
             self._answer(waiting, outcome[0])
@@ -168,23 +193,26 @@ class Node:
         if waiting.answered or self.incarnation != incarnation:
             return
         key = waiting.key
-        view = self.views.get(key) or self.pending.get(key) or self._known(key)
-        if view is None:
-            self._open(key, None)  # which decides it, or asks after all
-            return
+        view = self.views.get(key) or self.pending[key]
         if waiting.ask is not None and view.withdraw(waiting.ask):
             self.asking[key].remove(waiting)
+        self._decide_alone(view, waiting)
+
+    def _decide_alone(self, view: View, waiting: Waiting) -> None:
         outcome = view.check_alone(self.now_us, waiting.cost)
         waiting.charged = outcome[0]
         if outcome[0]:
-            self.dirty[key] = view
+            self.dirty[waiting.key] = view
         self._answer(waiting, outcome[0], alone=True)
 
-    def _answer(self, waiting: Waiting, allowed: bool, *, alone: bool = False) -> None:
+    def _answer(
+        self, waiting: Waiting, allowed: bool, *, alone: bool = False, unchecked: bool = False
+    ) -> None:
         waiting.answered = True
         key, world = waiting.key, self.world
         if allowed:
-            admission = Admission(world.now_us, waiting.cost, self.sender_name, alone)
+            name, cost = self.sender_name, waiting.cost
+            admission = Admission(world.now_us, cost, name, alone, unchecked)
             world.books.admissions[key].append(admission)
         elif key not in self.denied:
             self.denied[key] = (0, self.now_us + REREAD_US[0])
@@ -193,27 +221,11 @@ class Node:
 
     def _read(self, key: bytes, incarnation: int) -> None:
         def found(shared: SharedState | None) -> None:
-            if self.incarnation != incarnation:
-                return
-            if key in self.views or key in self.pending:
-                if shared is not None:
-                    self.heard(key, shared)
-            elif key in self.reading:
-                self._open(key, shared)
+            is_known = key in self.views or key in self.pending
+            if self.incarnation == incarnation and is_known and shared is not None:
+                self.heard(key, shared)
 
         self.world.read(self, key, found)
-        self.world.after(RESEND_US, self._read_again, key, incarnation)
-
-    def _read_again(self, key: bytes, incarnation: int) -> None:
-        if self.incarnation == incarnation and key in self.reading:
-            self._read(key, incarnation)
-
-    def _open(self, key: bytes, shared: SharedState | None) -> None:
-        view = self.make_view(self.rule, shared)
-        self._use(key, view)
-        for waiting in self.reading.pop(key, ()):
-            if not waiting.answered:
-                self._decide(view, waiting)
 
     def _reread(self) -> None:
         for key, (before, due_us) in list(self.denied.items()):
@@ -247,7 +259,18 @@ class Node:
             del self.dirty[key]
             updates.append((key, view.freeze()))
         self.asked = {key: self.asking.pop(key, []) for key, _ in taken}
-        self._transmit(self.sender.freeze(updates, self.now_us), self.incarnation)
+        batch = self.sender.freeze(updates, self.now_us)
+        self._transmit(batch, self.incarnation)
+        if any(self.asked.values()):
+            self.world.after(ANSWER_US, self._is_answered, batch, self.incarnation)
+
+    def _is_answered(self, batch: Batch, incarnation: int) -> None:
+        """Tell whether a round trip of checks has gone well."""
+        if self.incarnation == incarnation:
+            if self.sender.outstanding is batch:
+                self.giving_up.failed()
+            else:
+                self.giving_up.answered()
 
     def _flush_now(self, incarnation: int) -> None:
         if self.incarnation == incarnation:
@@ -323,16 +346,14 @@ class Node:
     # News
 
     def _tell(self, key: bytes, view: View, before: SharedState | None) -> None:
-        """Publish a state that has crossed into its last half, or has another limit; at most once per interval."""
+        """Publish a state that has crossed into its last half; at most once per interval."""
         shared, account, now_us = view.base, view._account, self.now_us
         if shared is None or shared is before:
             return
         half = shared.limit / 2
         used = account.used(shared.state, view.rule, now_us)
         used_before = 0 if before is None else account.used(before.state, view.rule, now_us)
-        crossed = used > half >= used_before
-        edited = before is not None and before.limit != shared.limit
-        if (crossed or edited) and now_us - self.published_us.get(key, 0) >= SYNC_US:
+        if used > half >= used_before and now_us - self.published_us.get(key, 0) >= SYNC_US:
             self.news(key, shared)
 
     def news(self, key: bytes, shared: SharedState) -> None:
@@ -387,11 +408,12 @@ class Node:
         batch = self.sender.outstanding
         if batch is not None:
             # When all is quiet: whether it has arrived, and whom it has granted what.
-            self.world.at(self.world.now_us + 5 * SECOND, self._bury, batch)
+            self.world.after(BURIED_US, self._bury, batch)
+        self.meetings.end()
         self.alive = False
         self.incarnation += 1
         self.views, self.pending, self.packed, self.dirty = {}, {}, {}, {}
-        self.reading, self.asking, self.asked, self.denied = {}, {}, {}, {}
+        self.asking, self.asked, self.denied = {}, {}, {}
 
     def _bury(self, batch: Batch) -> None:
         """Book the last batch of a life. Nobody is left to send it again, and none is under way for so long."""

@@ -34,6 +34,11 @@ class Played:
         """Checks of :data:`KEY` that were allowed."""
         return self.world.books.admissions[KEY]
 
+    @property
+    def checked(self) -> list[Admission]:
+        """Without those that nobody has decided."""
+        return [one for one in self.admissions if not one.unchecked]
+
     @cached_property
     def forgiven(self) -> int:
         """Tokens that are charged nowhere."""
@@ -71,6 +76,7 @@ def play(
             members=max(1, told.nodes + told.wrong_members),
             wrong_members=told.wrong_members,
             max_views=told.max_views,
+            decides_alone=told.decides_alone,
             make_view=make_view,
         )
     made.members_changed()

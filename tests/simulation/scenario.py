@@ -55,6 +55,8 @@ class Scenario:
     wrong_members: int = 0
     buckets: int = FEW
     max_views: int = 1_000
+    decides_alone: bool = False
+    """Nodes give the store up after some failures, and decide by what they know."""
 
     @property
     def rule(self) -> Rule:
@@ -70,8 +72,8 @@ class Scenario:
 
     @property
     def may_begin_afresh(self) -> bool:
-        """Whether a node may forget a bucket, and then decide about it while the store does not answer."""
-        return self.max_views < self.buckets and not self.is_calm
+        """Whether a node may forget a bucket, and then decide about it while it has given the store up."""
+        return self.decides_alone and self.max_views < self.buckets and not self.is_calm
 
     @property
     def is_calm(self) -> bool:
@@ -118,7 +120,8 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
         made = replace(made, nodes=pick([1, 2]), max_views=views, seconds=seconds)
     # Others have to be able to spend, that a state tells the first.
     tells = made.nodes > 1 and 2 * made.cost <= made.edited_limit
-    return replace(made, first_is_not_told=made.first_is_not_told and tells)
+    made = replace(made, first_is_not_told=made.first_is_not_told and tells)
+    return replace(made, decides_alone=chance() < 0.5)
 
 
 def _cost(limit: int, window: int, load: float, source: random.Random) -> int:
@@ -187,10 +190,21 @@ def _long_outage(made: Scenario, source: random.Random) -> Plot:
 
 
 def _much_lower_limit(made: Scenario, source: random.Random) -> Plot:
-    """A limit becomes so much lower that what is unsent would fill it many times."""
+    """A limit becomes so much lower that what is unsent would fill it many times, or what is charged already."""
+    if made.seed % 20 == 16:
+        return _lower_limit_of_a_full_log(made, source)
     made = replace(made, limit=20_000, window_seconds=1, load=0.8, cost=40, seconds=5.0)
     made = replace(made, nodes=source.choice([1, 2]), bursts=False)
     return made, {"edit_s": 1.5, "edited_limit": 200}
+
+
+def _lower_limit_of_a_full_log(made: Scenario, source: random.Random) -> Plot:
+    """All who know of the edit are denied, until the log has come down to it; one who does not is not."""
+    made = replace(made, algorithm=Algorithm.SLIDING_WINDOW, limit=100, window_seconds=5, cost=1)
+    load, nodes = source.choice([4, 8]), source.choice([2, 3])
+    made = replace(made, load=load, nodes=nodes, bursts=False, buckets=FEW, seconds=10.0)
+    edit = {"edit_s": 3.5, "edited_limit": 10, "first_is_not_told": True}
+    return made, {**edit, "outages": (), "crash_s": None, "mute": None, "deaf": None}
 
 
 def _reset_under_attack(made: Scenario, source: random.Random) -> Plot:

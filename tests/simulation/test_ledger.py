@@ -51,7 +51,7 @@ def test_a_wrong_ledger_is_caught(name):
 
 
 def test_runs_are_what_they_are_meant_to_be():
-    """What is to be simulated does happen: full batches, buckets that are evicted, grants that come late."""
+    """What is to be simulated does happen: full batches, evictions, grants that come late, a store that is given up."""
     seen = set()
 
     class Seeing(Ledger):
@@ -60,6 +60,11 @@ def test_runs_are_what_they_are_meant_to_be():
                 seen.add("full batch")
             seen.update("ask" for update in batch.updates.values() if update.asks)
             return super().apply(batch)
+
+        def meet(self, check):
+            outcome, shared = super().meet(check)
+            seen.add("met" if outcome[0] else "met and denied")
+            return outcome, shared
 
     for seed in range(150):
         played = play(scenario(seed), ledger=Seeing)
@@ -73,7 +78,9 @@ def test_runs_are_what_they_are_meant_to_be():
                 "wasted": world.books.wasted,
                 "lost": world.books.lost,
                 "forgiven": played.forgiven,
-                "alone": any(one.alone for one in played.admissions),
+                "alone": any(one.alone for one in played.checked),
+                "let through": any(one.unchecked for one in played.admissions),
+                "given up": any(node.giving_up.times for node in world.nodes),
                 "wrong number of members": told.wrong_members == 0 and world.books.most_held > 1.01,
                 "false positive": any(node.false_positives for node in world.nodes),
             }.items()
@@ -82,6 +89,10 @@ def test_runs_are_what_they_are_meant_to_be():
     assert seen == {
         "full batch",
         "ask",
+        "met",
+        "met and denied",
+        "let through",
+        "given up",
         "news",
         "gap",
         "evicted unsettled",

@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ratelimitd.ledger.batches import Batch, Ledger, Reply
-from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.ledger.shared_state import Met, SharedState
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.sharedstate.encoding import settle_request
+from ratelimitd.sharedstate.encoding import Request, meet_request, settle_request
 from tests.simulation.node import Node
-from tests.simulation.world import SECOND, START_US, Network, World
+from tests.simulation.world import SECOND, START_US, Meeting, Network, World
 
 NODES = (1, 2, 4, 8, 16)
 WARM_S = 1
 VALUE_BYTES = 42
 """Of a token bucket in the store."""
+OUTCOME_BYTES = 18
+"""Of a first check."""
 NAME = bytes(16)
 
 
@@ -67,11 +69,15 @@ class CountingWorld(World):
 
     def send(self, node: Node, batch: Batch, back: Callable[[Reply], None]) -> None:
         named = {NAME + key: update for key, update in batch.updates.items()}
-        keys, arguments = settle_request(0, batch._replace(updates=named))
-        command = (b"EVALSHA", bytes(40), b"%d" % len(keys), *keys, *arguments)
+        command = script_call(settle_request(0, batch._replace(updates=named)))
         grants = sum(len(update.asks) for update in batch.updates.values())
         self._count(command, len(batch.updates) * (VALUE_BYTES + 7) + 4 * grants + 4)
         super().send(node, batch, back)
+
+    def meet(self, node: Node, meeting: Meeting, back: Callable[[Met], None]) -> None:
+        check = meeting.check._replace(name=NAME + meeting.check.name)
+        self._count(script_call(meet_request([check])), VALUE_BYTES + OUTCOME_BYTES + 11)
+        super().meet(node, meeting, back)
 
     def read(self, node: Node, key: bytes, back: Callable[..., None]) -> None:
         self._count((b"GET", NAME + key), VALUE_BYTES + 7)
@@ -84,6 +90,12 @@ class CountingWorld(World):
         )  # one to the store, and one to each of the others
         self.counts["bytes"] += len(self.nodes) * (VALUE_BYTES + 60)
         super().publish(sender, number, key, shared)
+
+
+def script_call(request: Request) -> tuple[bytes, ...]:
+    """The command of a call of a script that the store knows."""
+    keys, arguments = request
+    return (b"EVALSHA", bytes(40), b"%d" % len(keys), *keys, *arguments)
 
 
 def on_wire(command: Iterable[bytes]) -> int:

@@ -8,10 +8,11 @@ from unittest import mock
 from ratelimitd.ledger import batches, shared_state
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.batches import Batch, Ledger, Reply
-from ratelimitd.ledger.shared_state import Settled, SharedState, settle, standing
+from ratelimitd.ledger.shared_state import Settled, SharedState, meet, settle, standing
 from ratelimitd.ledger.view import View
+from tests.simulation.meetings import Meetings
 from tests.simulation.node import Node
-from tests.simulation.world import World
+from tests.simulation.world import ANSWER_US, World
 
 # Of the view
 
@@ -107,6 +108,14 @@ class EditTrimsNothing(View):
             self.rule = replace(self.rule, limit=shared.limit, revision=shared.revision)
 
 
+class TellsNoEdit(View):
+    """Keeps a new limit to itself where it denies."""
+
+    def _recompute(self):
+        super()._recompute()
+        self.knows_better = False
+
+
 # Of the store
 
 
@@ -118,6 +127,13 @@ class NoNumbers(Ledger):
         reply = super().apply(batch)
         assert reply is not None
         return reply
+
+
+class MeetsForNothing(Ledger):
+    """Decides a first check as if it were a peek."""
+
+    def meet(self, check):
+        return meet(self.buckets.get(check.name), check)
 
 
 class OtherSettlement(Ledger):
@@ -207,6 +223,35 @@ class NeverResends(Node):
         pass
 
 
+class RepeatedMeetings(Meetings):
+    """Brings a first check again that is not answered, as if it had a number."""
+
+    def bring(self, meeting):
+        super().bring(meeting)
+        self.world.after(ANSWER_US // 2, self._again, meeting)
+
+    def _again(self, meeting):
+        if self.is_on_its_way(meeting):
+            super().bring(meeting)
+
+
+class MeetsAgain(Node):
+    """Has two of them charged for one."""
+
+    make_meetings = RepeatedMeetings
+
+
+class ChargesWhatItLetThrough(Node):
+    """Takes a first check that was not answered for one that was not charged."""
+
+    def not_met(self, waiting):
+        super().not_met(waiting)
+        key, cost = waiting[0].key, waiting[0].cost
+        self._use(key, self.make_view(self.rule, None))
+        self.views[key].check_alone(self.now_us, cost)
+        self.dirty[key] = self.views[key]
+
+
 class ForgetsWhatItEvicts(Node):
     """Lets a bucket go with what is to be settled."""
 
@@ -236,7 +281,9 @@ TWINS = MappingProxyType(
         "never withdraws": {"view": NeverWithdraws},
         "knows no generations": {"view": KnowsNoGenerations},
         "an edit trims nothing": {"view": EditTrimsNothing},
+        "tells no edit": {"view": TellsNoEdit},
         "no numbers": {"ledger": NoNumbers},
+        "meets for nothing": {"ledger": MeetsForNothing},
         "last writer wins": {"ledger": LastWriterWins},
         "never overdrawn": {"ledger": NeverOverdrawn},
         "charges on arrival": {"ledger": ChargesOnArrival},
@@ -245,6 +292,8 @@ TWINS = MappingProxyType(
         "older rules fit": {"ledger": OlderRulesFit},
         "reset without generation": {"world": ResetWithoutGeneration},
         "never resends": {"node": NeverResends},
+        "meets again": {"node": MeetsAgain},
+        "charges what it let through": {"node": ChargesWhatItLetThrough},
         "forgets what it evicts": {"node": ForgetsWhatItEvicts},
         "never reads again": {"node": NeverReadsAgain},
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ratelimitd.ledger.batches import Batch, Ledger, Reply
-from ratelimitd.ledger.shared_state import SharedState, reset
+from ratelimitd.ledger.shared_state import FirstCheck, Met, SharedState, reset
 from ratelimitd.model import MAX_TIME_US, Rule
 
 MS = 1_000
@@ -19,6 +19,8 @@ SECOND = 1_000_000
 START_US = 1_700_000_000 * SECOND
 MEMBER_TTL_US = 5 * SECOND
 RETRY_US = 100 * MS
+ANSWER_US = 20 * MS
+"""How long a check waits for the store before the view decides, or nobody where there is no view."""
 
 
 @dataclass
@@ -41,7 +43,9 @@ class Admission(NamedTuple):
     node: str
     """Which node allowed it, and in which of its lives."""
     alone: bool
-    """By the view of a node that had no answer from the store in time."""
+    """By a node that had no answer from the store in time."""
+    unchecked: bool
+    """And did not know the bucket, so that it was let through."""
 
 
 class Charge(NamedTuple):
@@ -66,12 +70,22 @@ class Books:
     """By nodes: never sent."""
     lost: int = 0
     """With a node that crashed."""
+    unchecked: int = 0
+    """Let through, and charged nowhere."""
     charges: dict[bytes, list[Charge]] = field(default_factory=lambda: defaultdict(list))
     admissions: dict[bytes, list[Admission]] = field(default_factory=lambda: defaultdict(list))
     paid_twice: bool = False
     longest_batch_us: int = 0
     most_held: float = 0.0
     """The sum of 1/N over the nodes, each by the N it believed in; 1 while all were right."""
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    """A first check, and whether the store has charged it."""
+
+    check: FirstCheck
+    is_charged: bool = False
 
 
 class World:
@@ -113,13 +127,15 @@ class World:
 
     # Messages
 
-    def deliver(self, act: Callable[..., None], *arguments: Any, loss: float = 0.0) -> None:
-        """Bring a message one way: late, never, or twice."""
+    def deliver(
+        self, act: Callable[..., None], *arguments: Any, loss: float = 0.0, is_repeated: bool = True
+    ) -> None:
+        """Bring a message one way: late, never, or twice where that is possible."""
         network, chance = self.network, self.chance
         span_us = network.most_us - network.least_us
         if not loss + network.loss or chance() >= loss + network.loss:
             self.after(network.least_us + int(chance() * span_us), act, *arguments)
-        if network.duplicates and chance() < network.duplicates:
+        if is_repeated and network.duplicates and chance() < network.duplicates:
             self.after(network.least_us + int(chance() * span_us), act, *arguments)
 
     # The store
@@ -155,6 +171,25 @@ class World:
                 if grant:
                     books.arrived += ask.cost
                     charges.append(Charge(ask.at_us, ask.cost, generation, is_grant=True))
+
+    def meet(self, node: Any, meeting: Meeting, back: Callable[[Met], None]) -> None:
+        """Bring a first check to the store. Nothing repeats it on the way: it has no number."""
+        if not node.is_mute:
+            self.deliver(self._meet, node, meeting, back, is_repeated=False)
+
+    def _meet(self, node: Any, meeting: Meeting, back: Callable[[Met], None]) -> None:
+        if not self.store_up:
+            return
+        self.store_calls += 1
+        check, books = meeting.check, self.books
+        outcome, shared = self.ledger.meet(check)
+        if outcome[0]:
+            meeting.is_charged = True
+            books.arrived += check.cost
+            charge = Charge(check.now_us, check.cost, shared.generation, is_grant=True)
+            books.charges[check.name].append(charge)
+        if not node.is_deaf:
+            self.deliver(back, (outcome, shared), is_repeated=False)
 
     def read(self, node: Any, key: bytes, back: Callable[..., None]) -> None:
         if not node.is_mute:

@@ -1,0 +1,73 @@
+"""When a node of the simulated cluster gives the store up, and when it asks again: the real breaker in simulated time.
+
+A node that has given up decides by what it knows, as with ON_BREAKER_OPEN=local. See ADR 0012 and 0026.
+"""
+
+from typing import Any
+
+from ratelimitd.breaker import Breaker, State
+from tests.simulation.world import ANSWER_US, SECOND, World
+
+RECOVERY_US = SECOND
+"""Shorter than a node's: windows and outages are a few seconds."""
+PROBED = b"probed"
+
+
+class WorldClock:
+    """The time of the world, for what takes a clock."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def now_us(self) -> int:
+        return self._world.now_us
+
+    def monotonic_us(self) -> int:
+        return self._world.now_us
+
+    @staticmethod
+    def remeasure() -> int:
+        return 0
+
+
+class GivingUp:
+    """What one life of a node has come to think of the store."""
+
+    def __init__(self, world: World, node: Any) -> None:
+        self._world = world
+        self._node = node
+        self._breaker = Breaker(WorldClock(world), recovery_us=RECOVERY_US)
+        self.times = 0
+        """How often it was given up."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the store is not to be asked now."""
+        return not self._breaker.allows()
+
+    def answered(self) -> None:
+        """A round trip of checks went well; one that began before the store was given up says nothing of it now."""
+        if not self.is_cut_off:
+            self._breaker.succeeded()
+
+    def failed(self) -> None:
+        """A round trip of checks did not."""
+        if not self.is_cut_off:
+            self._breaker.failed()
+            if self.is_cut_off:
+                self.times += 1
+                self._world.after(RECOVERY_US, self._probe)
+
+    def _probe(self) -> None:
+        if self._breaker.begin_probe():
+            self._world.read(self._node, PROBED, lambda _shared: self._probe_answered())
+            self._world.after(ANSWER_US, self._probe_is_over)
+
+    def _probe_answered(self) -> None:
+        if self._breaker.state is State.HALF_OPEN:
+            self._breaker.succeeded()
+
+    def _probe_is_over(self) -> None:
+        if self._breaker.state is State.HALF_OPEN:
+            self._breaker.failed()
+            self._world.after(RECOVERY_US, self._probe)
