@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ratelimitd.cli.failures import CliError
+from ratelimitd.cli.failures import EXIT_ERROR, CliError
 from ratelimitd.cli.target import Target
 from ratelimitd.conformance.cases import IDENTIFIER_TYPE, Case
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -32,14 +32,31 @@ def own_rules(
     endpoints = [f"{prefix}/{number}" for number in range(len(cases))]
     made: dict[str, str] = {}
     """The ids by endpoint; an empty one as long as nobody knows whether the rule is there."""
+    with _on_signal(signal.SIGTERM, signal.default_int_handler):
+        try:
+            for endpoint, case in zip(endpoints, cases, strict=True):
+                made[endpoint] = ""
+                made[endpoint] = _make(target, client, endpoint, case)
+            yield endpoints
+        finally:
+            # A server that hangs delays Ctrl-C by one timeout at most.
+            with (
+                _on_signal(signal.SIGINT, signal.SIG_IGN),
+                _on_signal(signal.SIGTERM, signal.SIG_IGN),
+            ):
+                _delete(target, client, prefix, made)
+
+
+def _make(target: Target, client: NodeClient, endpoint: str, case: Case) -> str:
+    """Return the id of the rule; say of which case it is when it is refused."""
     try:
-        for endpoint, case in zip(endpoints, cases, strict=True):
-            made[endpoint] = ""
-            made[endpoint] = client.create_rule(_rule_of(case, endpoint)).id
-        yield endpoints
-    finally:
-        with _undisturbed():
-            _delete(target, client, prefix, made)
+        with target.explained():
+            return client.create_rule(_rule_of(case, endpoint)).id
+    except CliError as failure:
+        if failure.exit_code != EXIT_ERROR:
+            raise
+        message = f"no rule for {case}: {failure}"
+        raise CliError(message) from None
 
 
 def _rule_of(case: Case, endpoint: str) -> pb.RateLimit:
@@ -68,13 +85,15 @@ def _delete(target: Target, client: NodeClient, prefix: str, made: dict[str, str
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C until the end of the block, which a server that hangs delays by one timeout at most."""
+def _on_signal(
+    number: signal.Signals, handler: Callable[..., object] | signal.Handlers
+) -> Iterator[None]:
+    """Let a signal do this until the end of the block; outside the main thread nothing can be said of signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)

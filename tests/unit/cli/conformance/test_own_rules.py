@@ -41,14 +41,22 @@ def test_each_case_has_its_rule_while_the_run_lasts(with_rules, node):
     assert list(node.rules) == ["others"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_they_are_deleted_however_the_run_ends(with_rules, node, error):
+def test_they_are_deleted_when_the_run_fails(with_rules, node):
     def fail():
-        raise error
+        raise RuntimeError
 
-    with pytest.raises(error):
+    with pytest.raises(RuntimeError):
         with_rules(fail)
     assert list(node.rules) == ["others"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_they_are_deleted_when_a_signal_ends_the_run(with_rules, node, number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        with_rules(lambda: signal.raise_signal(number))
+    assert list(node.rules) == ["others"]
+    assert signal.getsignal(number) is before
 
 
 def test_a_rule_that_was_being_made_when_ctrl_c_came_is_deleted_too(with_rules, node, monkeypatch):
@@ -96,8 +104,18 @@ def test_a_node_that_is_away_at_the_end_is_named_with_what_is_left(with_rules, n
 
 def test_where_no_rule_could_be_made_only_that_is_told(with_rules, node):
     node.error = status(grpc.StatusCode.PERMISSION_DENIED, "not yours")
-    with pytest.raises(CliError, match=r"^permission denied: not yours$"):
+    with pytest.raises(CliError, match=r"^no rule for fixed_window: counts .*denied: not yours$"):
         with_rules()
+
+
+def test_a_node_that_is_away_at_the_beginning_is_no_matter_of_a_case(unused_tcp_port):
+    target = Target(f"127.0.0.1:{unused_tcp_port}", 5.0)
+    with (
+        pytest.raises(CliError, match=r"^cannot reach a node"),
+        target.client() as client,
+        own_rules(target, client, "/c", CHOSEN),
+    ):
+        pass
 
 
 def test_in_another_thread_they_are_deleted_as_well(with_rules, node):
