@@ -102,20 +102,17 @@ def test_a_node_that_is_away_at_the_end_is_named_with_what_is_left(with_rules, n
         with_rules(gone)
 
 
-def test_where_no_rule_could_be_made_only_that_is_told(with_rules, node):
-    node.error = status(grpc.StatusCode.PERMISSION_DENIED, "not yours")
-    with pytest.raises(CliError, match=r"^no rule for fixed_window: counts .*denied: not yours$"):
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (grpc.StatusCode.PERMISSION_DENIED, r"^permission denied: no$"),
+        (grpc.StatusCode.INVALID_ARGUMENT, r"^no rule for fixed_window: counts down, .*: no$"),
+    ],
+)
+def test_where_no_rule_could_be_made_only_that_is_told(with_rules, node, code, told):
+    node.error = status(code, "no")
+    with pytest.raises(CliError, match=told):
         with_rules()
-
-
-def test_a_node_that_is_away_at_the_beginning_is_no_matter_of_a_case(unused_tcp_port):
-    target = Target(f"127.0.0.1:{unused_tcp_port}", 5.0)
-    with (
-        pytest.raises(CliError, match=r"^cannot reach a node"),
-        target.client() as client,
-        own_rules(target, client, "/c", CHOSEN),
-    ):
-        pass
 
 
 def test_in_another_thread_they_are_deleted_as_well(with_rules, node):
