@@ -12,8 +12,8 @@ def test_one_warning_a_second_counts_those_that_were_left_out(caplog):
     clock.advance(1)
     complaints.complain("broken")
     assert [record.getMessage() for record in caplog.records] == [
-        "broken: let through unchecked, 1 since the last warning",
-        "broken: let through unchecked, 3 since the last warning",
+        "broken; 1 such requests since the last warning",
+        "broken; 3 such requests since the last warning",
     ]
     assert {record.name for record in caplog.records} == {"ratelimitd_client.middleware"}
 
@@ -30,4 +30,4 @@ def test_an_exception_is_told_by_its_type_and_place_but_not_by_what_it_says(capl
 
 def test_an_exception_that_was_never_raised_has_no_place(caplog):
     Complaints(ManualClock()).complain("broken", KeyError("alice"))
-    assert caplog.records[0].getMessage().startswith("broken (KeyError): ")
+    assert caplog.records[0].getMessage().startswith("broken (KeyError); ")

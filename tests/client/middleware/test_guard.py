@@ -136,6 +136,17 @@ async def test_a_denial_becomes_an_answer_and_a_permission_headers(decide):
     assert guard.denied(denied, ["application/json"]).status == 429
 
 
+async def test_a_text_that_cannot_be_made_leaves_the_usual_one(caplog):
+    limiter = FakeRateLimiter()
+    limiter.limit("/orders/{id}", "ip", 1)
+    guard = Guard(Options(denied_text=raises, cost=2))
+    decision = guard.decide(limiter, "request", ARRIVAL)
+    assert guard.denied(decision).body == b"Too many requests. Try again in 60 s.\n"
+    assert "denied with the usual text: the function denied_text failed (KeyError" in caplog.text
+    with pytest.raises(KeyError):
+        Guard(Options(denied_text=raises, on_error="raise")).denied(decision)
+
+
 async def test_for_asyncio_the_function_may_be_a_coroutine():
     async def identify(request):
         return Identity(request)

@@ -41,14 +41,21 @@ class Answers:
         retry_after_s = decision.retry_after_seconds
         return {} if decision.allowed or not retry_after_s else {"Retry-After": str(retry_after_s)}
 
-    def denied(self, decision: Decision, accept: Sequence[str] = ()) -> Answer:
+    def denied(
+        self, decision: Decision, accept: Sequence[str] = (), *, text: str | None = None
+    ) -> Answer:
         """The answer to a denied request: JSON for those that ask for it, else plain text.
 
         Args:
             decision: the denial.
             accept: the values of the request's Accept header.
+            text: what is said in place of what the options say.
+
+        Raises:
+            Exception: whatever a user's function for the text raises.
         """
-        text = self._text(decision)
+        if text is None:
+            text = self._text(decision)
         if any("json" in value.lower() for value in accept):
             kind, body = "application/json", json.dumps({"detail": text})
         else:
@@ -58,9 +65,12 @@ class Answers:
 
     def _text(self, decision: Decision) -> str:
         text = self._options.denied_text
-        if isinstance(text, str):
-            return text
-        if text is not None:
-            return text(decision)
-        wait_s = decision.retry_after_seconds
-        return f"Too many requests. Try again in {wait_s} s." if wait_s else "Too many requests."
+        if text is None:
+            return usual_text(decision)
+        return text if isinstance(text, str) else text(decision)
+
+
+def usual_text(decision: Decision) -> str:
+    """What a denied request is told, unless the options say something else."""
+    wait_s = decision.retry_after_seconds
+    return f"Too many requests. Try again in {wait_s} s." if wait_s else "Too many requests."

@@ -1,4 +1,4 @@
-"""Warnings of a middleware, at most one a second: what was let through unchecked, and which function is to blame.
+"""Warnings of a middleware, at most one a second: what went wrong, what became of it, and which function is to blame.
 
 Never writes what an exception says, since that may hold an identifier: its type, and where it was raised.
 """
@@ -18,7 +18,7 @@ _LOG: Final = logging.getLogger("ratelimitd_client.middleware")
 
 
 class Complaints:
-    """Tells of requests that were let through unchecked. Threads may share it."""
+    """Tells of requests with which something went wrong. Threads may share it."""
 
     __slots__ = ("_clock", "_lock", "_next_s", "_untold")
 
@@ -29,7 +29,7 @@ class Complaints:
         self._untold = 0
 
     def complain(self, why: str, error: Exception | None = None) -> None:
-        """A request was let through unchecked."""
+        """Say what happened to a request, and of which error."""
         with self._lock:
             self._untold += 1
             now_s = self._clock.monotonic_s()
@@ -38,7 +38,7 @@ class Complaints:
             self._next_s = now_s + INTERVAL_S
             requests, self._untold = self._untold, 0
         _LOG.warning(
-            "%s%s: let through unchecked, %d since the last warning",
+            "%s%s; %d such requests since the last warning",
             why,
             "" if error is None else f" ({_blame(error)})",
             requests,

@@ -11,7 +11,7 @@ from typing import Final, Generic
 
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.middleware.answer import Answer, Answers
+from ratelimitd_client.middleware.answer import Answer, Answers, usual_text
 from ratelimitd_client.middleware.arrival import Arrival
 from ratelimitd_client.middleware.complaints import Complaints
 from ratelimitd_client.middleware.identity import Identity
@@ -19,11 +19,15 @@ from ratelimitd_client.middleware.options import Options, R
 from ratelimitd_client.middleware.questions import Place, Questions
 from ratelimitd_client.protocols import AsyncRateLimiter, RateLimiter
 
+UNCHECKED: Final = "let through unchecked: "
 NOBODY: Final = (
-    "a request has neither user nor key nor address (see the options anonymous and trusted_proxies)"
+    f"{UNCHECKED}neither user nor key nor address (see the options anonymous and trusted_proxies)"
 )
-BROKEN_FUNCTION: Final = "a function of the options, or the user that the framework knows, failed"
-BROKEN_LIMITER: Final = "the limiter raised an error"
+BROKEN_FUNCTION: Final = (
+    f"{UNCHECKED}a function of the options, or the user that the framework knows, failed"
+)
+BROKEN_LIMITER: Final = f"{UNCHECKED}the limiter raised an error"
+BROKEN_TEXT: Final = "denied with the usual text: the function denied_text failed"
 
 
 class Guard(Generic[R]):
@@ -101,8 +105,18 @@ class Guard(Generic[R]):
         return self._answers.headers(decision)
 
     def denied(self, decision: Decision, accept: Sequence[str] = ()) -> Answer:
-        """The answer to a denied request; ``accept`` are the values of its Accept header."""
-        return self._answers.denied(decision, accept)
+        """The answer to a denied request; ``accept`` are the values of its Accept header.
+
+        Raises:
+            Exception: what the user's function for the text raised, when the options say so.
+        """
+        try:
+            return self._answers.denied(decision, accept)
+        except Exception as error:
+            if self._options.on_error == "raise":
+                raise
+            self._complaints.complain(BROKEN_TEXT, error)
+            return self._answers.denied(decision, accept, text=usual_text(decision))
 
     def _identity(self, given: object, arrival: Arrival, place: Place) -> Identity | None:
         identity = self._questions.identity(given, arrival, place.identifier_type)
