@@ -79,18 +79,18 @@ def conformance(
     name = f"conformance-{secrets.token_hex(6)}"
     chosen = cases()
     clock = SystemTime()
-    how = RealTime(round(longest * US_PER_S), round(tolerance * 1_000))
+    how = RealTime(round(longest * US_PER_S), round(tolerance * 1_000)) if real_time else None
     with target.client() as client, own_rules(target, client, f"/{name}", chosen) as endpoints:
         runner = Runner(client, chosen, endpoints, name=name, time=clock)
         with working("asking checks"):
             results = (
-                runner.with_real_time(how)
-                if real_time
-                else runner.with_virtual_time(one_batch=one_batch)
+                runner.with_virtual_time(one_batch=one_batch)
+                if how is None
+                else runner.with_real_time(how)
             )
     if target.output.as_json:
-        target.output.json(as_json(results, target.address, real_time=real_time))
+        target.output.json(as_json(results, target.address, how))
     else:
-        print_table(results, target.output)
+        print_table(results, target.output, how)
     if not passed(results):
         raise typer.Exit(EXIT_ERROR)

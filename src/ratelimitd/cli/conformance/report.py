@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from ratelimitd.cli.conformance.run import CaseResult, Checked
+from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime
 from ratelimitd.cli.output import Output
+from ratelimitd.conformance.real_time import TOLERANCE_S
 
 HEAD: Final = ("algorithm", "case", "checks", "expected", "got", "ok")
+
+US_PER_MS: Final = 1_000
 
 MOST_DIFFERENCES: Final = 3
 """Of a case that the table shows; the first usually explains the others, and JSON has all."""
 
 
-def print_table(results: Sequence[CaseResult], output: Output) -> None:
-    """Print a row for each case, below it one for each check that was answered otherwise, and a sentence."""
+def print_table(results: Sequence[CaseResult], output: Output, how: RealTime | None) -> None:
+    """Print a row for each case, below it one for each check that was answered otherwise, and what that comes to."""
     output.table(HEAD, (row for result in results for row in _rows(result)))
     output.line()
     judged = [result for result in results if not result.not_judged]
@@ -27,13 +30,19 @@ def print_table(results: Sequence[CaseResult], output: Output) -> None:
     )
     if len(judged) < len(results):
         output.line(f"{len(results) - len(judged)} not judged")
+    if how is not None:
+        within = f"{how.tolerance_us / US_PER_MS:g} ms"
+        output.line(
+            f"in real time: every answer came within {within}, and may tell times that differ by {TOLERANCE_S} s"
+        )
 
 
-def as_json(results: Sequence[CaseResult], target: str, *, real_time: bool) -> dict[str, Any]:
+def as_json(results: Sequence[CaseResult], target: str, how: RealTime | None) -> dict[str, Any]:
     """All of a run, with every check."""
     return {
         "target": target,
-        "clock": "server" if real_time else "caller",
+        "clock": "caller" if how is None else "server",
+        "tolerance_ms": how and how.tolerance_us / US_PER_MS,
         "ok": passed(results),
         "cases": [
             {

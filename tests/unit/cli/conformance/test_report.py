@@ -3,7 +3,7 @@
 import io
 
 from ratelimitd.cli.conformance.report import as_json, passed, print_table
-from ratelimitd.cli.conformance.run import CaseResult, Checked
+from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime
 from ratelimitd.cli.output import Output
 from ratelimitd.conformance.cases import cases
 
@@ -21,9 +21,9 @@ WRONG = CaseResult(CASE, [checked(0), checked(1, allowed=False, reset_time=7), c
 LEFT_OUT = CaseResult(OTHER, [], "it takes longer")
 
 
-def printed(*results):
+def printed(*results, how=None):
     stream = io.StringIO()
-    print_table(results, Output(stream=stream))
+    print_table(results, Output(stream=stream), how)
     return stream.getvalue().splitlines()
 
 
@@ -58,7 +58,7 @@ def test_a_case_that_was_not_judged_says_why():
 
 
 def test_json_has_every_check_with_the_names_of_the_contract():
-    report = as_json([WRONG, LEFT_OUT], "h:1", real_time=False)
+    report = as_json([WRONG, LEFT_OUT], "h:1", None)
     assert (report["target"], report["clock"], report["ok"]) == ("h:1", "caller", False)
     wrong, left_out = report["cases"]
     assert (wrong["ok"], wrong["not_judged"]) == (False, None)
@@ -77,3 +77,12 @@ def test_a_run_in_which_nothing_was_judged_has_not_passed():
     assert passed([RIGHT, LEFT_OUT])
     assert not passed([WRONG, RIGHT])
     assert not passed([LEFT_OUT])
+
+
+def test_in_real_time_the_tolerances_are_told():
+    how = RealTime(30_000_000, 20_000)
+    assert printed(RIGHT, how=how)[-1] == (
+        "in real time: every answer came within 20 ms, and may tell times that differ by 1 s"
+    )
+    report = as_json([RIGHT], "h:1", how)
+    assert (report["clock"], report["tolerance_ms"]) == ("server", 20.0)
