@@ -15,6 +15,7 @@ from bench import (
     memory,
     middleware,
     native,
+    outage,
     page,
     report,
     rpc,
@@ -34,6 +35,7 @@ PARTS = {
     "shared": ("A node of a cluster, Valkey on the other core", shared.measure),
     "client": ("The client, its callers on one core", client.measure),
     "middleware": ("The middleware for ASGI: FastAPI on one core", middleware.measure),
+    "outage": ("The limiter is away, and an application at load", outage.measure),
     "rules": ("100,000 rules", rules.measure),
     "page": ("The page: a node that is watched, and a first render", page.measure),
 }
