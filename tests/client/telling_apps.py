@@ -12,7 +12,7 @@ from ratelimitd_client.middleware import Identity, Options
 from ratelimitd_client.middleware.asgi import RateLimitMiddleware
 from ratelimitd_client.middleware.flask import setup
 
-TOLD = ContextVar("TOLD")
+TOLD: ContextVar[tuple[str, str, float]] = ContextVar("TOLD")
 """The decision on the request that is answered, and how long it was waited for."""
 
 
@@ -39,7 +39,7 @@ def told():
 
 
 NODE, TIMEOUT_S = os.environ["RATELIMITD"], float(os.environ["TIMEOUT_S"])
-OPTIONS = Options(identify=lambda _request: Identity("u"))
+OPTIONS: Options[object] = Options(identify=lambda _request: Identity("u"))
 
 asgi = FastAPI()
 asgi.add_middleware(RateLimitMiddleware, AsyncTelling(NODE, timeout_s=TIMEOUT_S), OPTIONS)
