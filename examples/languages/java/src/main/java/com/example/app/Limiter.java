@@ -23,9 +23,10 @@ public final class Limiter implements AutoCloseable {
   /** How long a check may take before the request is let through. */
   public static final Duration DEFAULT_DEADLINE = Duration.ofMillis(20);
 
-  /** Half of it may pass with loading classes. */
-  private static final Duration READY_DEADLINE = Duration.ofSeconds(2);
+  /** Most of it is for a busy machine, on which loading classes takes a second. */
+  private static final Duration READY_DEADLINE = Duration.ofSeconds(5);
 
+  private static final int READY_CALLS = 50;
   private static final int CONNECT_TIMEOUT_MS = 1_000;
   private static final long RECONNECT_NANOS = TimeUnit.MILLISECONDS.toNanos(250);
 
@@ -58,8 +59,9 @@ public final class Limiter implements AutoCloseable {
   }
 
   /**
-   * Connects, for two seconds at most, by a check that charges nothing. Call it at start: connecting, and loading the
-   * classes that this needs, takes longer than a check may, so that the first ones would be let through.
+   * Connects, for five seconds at most, by checks that charge nothing. Call it at start: connecting, and loading the
+   * classes that this needs, takes longer than a check may, so that the first ones would be let through. The next few
+   * are slow, too, as nothing is compiled yet.
    */
   public void waitUntilReady() {
     RateLimitRequest request =
@@ -69,8 +71,12 @@ public final class Limiter implements AutoCloseable {
             .setEndpoint("/")
             .setPeek(true)
             .build();
+    // One deadline for all of them.
+    var patient = checks.withWaitForReady().withDeadlineAfter(READY_DEADLINE);
     try {
-      checks.withWaitForReady().withDeadlineAfter(READY_DEADLINE).checkRateLimit(request);
+      for (int call = 0; call < READY_CALLS; call++) {
+        patient.checkRateLimit(request);
+      }
     } catch (StatusRuntimeException error) {
       // Checks are let through until there is a node.
     }
