@@ -5,6 +5,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -146,7 +148,7 @@ async def test_a_service_that_returns_is_asked_again_and_nobody_waits_for_the_pr
             assert (await client.check("alice", "user", "/x")).reason is Reason.NOT_ASKED
             clock.advance(1)
             assert (await client.check("alice", "user", "/probe")).reason is Reason.NOT_ASKED
-            await asyncio.gather(*client._opened()._probes)
+            await asyncio.gather(*client._opened()._under_way)
             assert (await client.check("alice", "user", "/x")).reason is Reason.WITHIN_LIMIT
             assert node.seen[0].request.endpoint == "/probe"
 
@@ -161,6 +163,35 @@ async def test_closing_waits_for_the_checks_that_are_under_way():
     with pytest.raises(RuntimeError, match="closed"):
         await client.check("alice", "user", "/x")
     await client.close()
+
+
+async def test_closing_waits_for_many_checks_in_one_call_too():
+    with fake_node() as node:
+        client = AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S)
+        assert await client.wait_until_ready(PATIENT_S)
+        node.answering.clear()
+        checks = asyncio.ensure_future(client.check_many([Check("alice", "user", "/x")] * 2))
+        while not node.seen:  # noqa: ASYNC110 - it is told by another thread
+            await asyncio.sleep(0.001)
+        closing = asyncio.ensure_future(client.close())
+        await asyncio.sleep(0)
+        node.answering.set()
+        await closing
+        assert [decision.reason for decision in await checks] == [Reason.WITHIN_LIMIT] * 2
+
+
+async def test_many_checks_that_are_given_up_are_given_up_by_grpc_as_well():
+    with fake_node() as node:
+        node.answering.clear()
+        async with AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
+            checks = asyncio.ensure_future(client.check_many([Check("alice", "user", "/x")] * 2))
+            await asyncio.sleep(0)
+            [call] = client._opened()._under_way
+            checks.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await checks
+            assert call.cancelled()
+            node.answering.set()
 
 
 async def test_waiting_for_a_service_that_is_not_there_ends():
@@ -188,6 +219,37 @@ def test_a_client_serves_one_event_loop_after_another(real_node):
 
     assert [asyncio.run(ask()).remaining_tokens for _ in range(2)] == [4, 3]
     asyncio.run(client.close())
+
+
+def test_each_of_many_loops_has_a_channel_that_goes_with_it(real_node):
+    client = AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S)
+    for _ in range(3):
+        assert not asyncio.run(client.check("many-loops", "user", "/five")).fail_open
+        assert len(client._sessions) == 1
+
+
+def test_loops_that_run_at_once_keep_their_channels_and_share_what_they_learn(real_node):
+    client = AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S)
+    both_asked = threading.Barrier(2)
+
+    async def ask():
+        decisions = [await client.check("at-once", "user", "/five") for _ in range(2)]
+        channel = client._opened().channel
+        await asyncio.to_thread(both_asked.wait)
+        decisions.append(await client.check("at-once", "user", "/five"))
+        assert client._opened().channel is channel
+        exchange = client._opened().exchange
+        await asyncio.to_thread(both_asked.wait)
+        await client.close()
+        return decisions, exchange
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(asyncio.run, ask()) for _ in range(2)]
+        (first, one), (second, other) = (future.result() for future in futures)
+    assert sorted(decision.remaining_tokens for decision in first + second if decision.allowed) == [
+        *range(5)
+    ]
+    assert one is other
 
 
 async def test_every_other_call_takes_and_returns_messages():

@@ -182,6 +182,21 @@ def test_a_probe_under_way_when_the_client_closes_ends_with_it():
         until(lambda: exchange.breaker.state == "open", "the probe ended")
 
 
+def test_a_channel_that_another_thread_closes_lets_through_and_raises_nothing():
+    clock = ManualClock()
+    with fake_node() as node:
+        client = RateLimiterClient(node.address, timeout_s=PATIENT_S, clock=clock)
+        session = client._session()
+        session.channel.close()
+        for _ in range(5):
+            assert client.check("alice", "user", "/x").error == "ValueError"
+        clock.advance(1)
+        assert client.check("alice", "user", "/probe").reason is Reason.NOT_ASKED
+        assert session.exchange.breaker.state == "open"
+        client.close()
+        assert node.seen == []
+
+
 def test_waiting_for_a_service_that_is_not_there_ends():
     with RateLimiterClient(f"127.0.0.1:{free_port()}") as client:
         assert not client.wait_until_ready(0.01)

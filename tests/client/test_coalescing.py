@@ -148,9 +148,16 @@ async def test_a_pause_gathers_the_checks_of_many_turns_and_counts_against_the_d
     assert left_s <= 1.0 - 0.004  # the event loop rounds its timers to a millisecond
 
 
+async def test_a_pause_never_takes_more_than_half_of_the_deadline(asked):
+    coalescer = Coalescer(asked, linger_s=60, loop=asyncio.get_running_loop())
+    await coalescer.add(request("/a"), 0.02)
+    [(_, left_s)] = asked.batches
+    assert left_s <= 0.011
+
+
 async def test_finishing_sends_what_waits_and_waits_for_what_is_under_way(asked):
     coalescer = Coalescer(asked, linger_s=60, loop=asyncio.get_running_loop())
-    waiting = coalescer.add(request("/a"), 1.0)
+    waiting = coalescer.add(request("/a"), 60.0)
     await coalescer.finish()
     assert waiting.done()
     await coalescer.finish()

@@ -33,14 +33,15 @@ MAX_LINGER_US: Final = 1_000_000
 
 
 class AsyncRateLimiterClient:
-    """Decides whether requests may proceed. One for an event loop; close it, or use ``async with``.
+    """Decides whether requests may proceed. One for a whole process; close it, or use ``async with``.
 
-    It may be made before the loop runs. A loop that follows another gets a channel of its own. The arguments are those
-    of :class:`RateLimiterClient`, and
+    It may be made before the event loop runs. Each loop that uses it gets a channel of its own, which goes with the
+    loop; what they learn of the service they share. The arguments are those of :class:`RateLimiterClient`, and
 
     Args:
-        linger_us: how long a check may wait, in µs, for others to travel with; 0 takes those of the same turn of the
-            event loop, which delays nobody.
+        linger_us: how long a check may wait, in µs, for others to travel with, and never more than half of its
+            deadline; 0 takes those of the same turn of the event loop, and those that come while two calls are under
+            way.
 
     Raises:
         ValueError: an argument is not valid.
@@ -68,9 +69,10 @@ class AsyncRateLimiterClient:
         self._metadata = authorization(token)
         self._options = {**CHECKING_OPTIONS, **(options or {})}
         self._clock = SystemClock() if clock is None else clock
-        self._session: _Session | None = None
-        self._left: list[_Session] = []
+        self._sessions: dict[asyncio.AbstractEventLoop, _Session] = {}
         self._process: int | None = None
+        self._exchange = Exchange(self._clock)
+        # Of its own: a lock of the other may have been held when the process was forked.
         self._forked = Exchange(self._clock)
         self._closed = False
 
@@ -86,12 +88,13 @@ class AsyncRateLimiterClient:
         await self.close()
 
     async def close(self) -> None:
-        """Answer the checks that are under way, then close the channel."""
+        """Answer the checks that are under way in this event loop, then close its channel."""
         self._closed = True
-        session, self._session = self._session, None
-        if session is None or self._is_forked() or session.loop is not asyncio.get_running_loop():
+        if self._is_forked():
             return
-        await session.close()
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
 
     async def wait_until_ready(self, timeout_s: float = 5.0) -> bool:
         """Connect, and tell whether that came about in time; else the first check does it, within its own deadline."""
@@ -131,7 +134,7 @@ class AsyncRateLimiterClient:
             session = self._opened()
         except ForkedError as error:
             return self._forked.broken(error, 1)[0]
-        if not session.exchange.breaker.allows():
+        if not self._exchange.breaker.allows():
             return session.unasked([request], deadline_s)[0]
         return await session.coalescer.add(request, deadline_s)
 
@@ -152,9 +155,9 @@ class AsyncRateLimiterClient:
             return self._forked.broken(error, len(requests))
         if not requests:
             return []
-        if not session.exchange.breaker.allows():
+        if not self._exchange.breaker.allows():
             return session.unasked(requests, deadline_s)
-        return await session.ask(requests, deadline_s)
+        return await session.begin(requests, deadline_s)
 
     def _is_forked(self) -> bool:
         """Whether gRPC was used in the process that forked this one."""
@@ -167,22 +170,25 @@ class AsyncRateLimiterClient:
             raise RuntimeError(message)
         if self._is_forked():
             raise ForkedError
-        session = self._session
         loop = asyncio.get_running_loop()
-        if session is not None and session.loop is loop:
-            return session
-        if session is not None:
-            self._left.append(session)  # of a loop that is over: it cannot be closed from this one
+        return self._sessions.get(loop) or self._open(loop)
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> _Session:
+        # An application may run one loop after another, as asgiref does for each request of a server that blocks.
+        for other in list(self._sessions):
+            if other.is_closed():
+                self._sessions.pop(other, None)
         self._process = os.getpid()
         channel = open_async_channel(self._target, tls=self._tls, options=self._options)
-        self._session = _Session(
+        session = _Session(
             channel,
             AsyncNodeClient(channel=channel, token=self._token),
-            Exchange(self._clock),
+            self._exchange,
             metadata=self._metadata,
             linger_s=self._linger_s,
         )
-        return self._session
+        self._sessions[loop] = session
+        return session
 
 
 class ForkedError(RuntimeError):
@@ -198,17 +204,17 @@ class ForkedError(RuntimeError):
 
 
 class _Session:
-    """A channel, and how its calls went so far."""
+    """The channel of one event loop, and what is under way there."""
 
     __slots__ = (
+        "_loop",
         "_metadata",
         "_methods",
-        "_probes",
+        "_under_way",
         "admin",
         "channel",
         "coalescer",
         "exchange",
-        "loop",
     )
 
     def __init__(
@@ -223,14 +229,33 @@ class _Session:
         self.channel = channel
         self.admin = admin
         self.exchange = exchange
-        self.loop = asyncio.get_running_loop()
-        self.coalescer = Coalescer(self.ask, linger_s=linger_s, loop=self.loop)
+        self._loop = asyncio.get_running_loop()
+        self.coalescer = Coalescer(self._ask, linger_s=linger_s, loop=self._loop)
         self._metadata = metadata
         # Bytes in and out: what a peer sends in place of an answer is judged by us, not logged by gRPC.
         self._methods = Methods(channel)
-        self._probes: set[asyncio.Task[list[Decision]]] = set()
+        self._under_way: set[asyncio.Task[list[Decision]]] = set()
 
-    async def ask(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
+    def begin(self, requests: Sequence[bytes], timeout_s: float) -> asyncio.Task[list[Decision]]:
+        """Ask checks within so many seconds; closing waits for the answer."""
+        task = self._loop.create_task(self._ask(requests, timeout_s))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
+
+    def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
+        """The decisions on checks while the breaker is not closed. They are the probe, when one is due."""
+        if self.exchange.breaker.begin_probe():
+            self.begin(requests, timeout_s)
+        return self.exchange.not_asked(len(requests))
+
+    async def close(self) -> None:
+        """Let what is under way end, within its deadlines."""
+        await self.coalescer.finish()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await self.channel.close()
+
+    async def _ask(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """The decisions on checks, within so many seconds; never raises."""
         count = len(requests)
         method = self._methods[path_of(requests)]
@@ -241,17 +266,3 @@ class _Session:
         except Exception as error:  # noqa: BLE001 - whatever gRPC raises, those who wait need an answer
             return self.exchange.broken(error, count)
         return self.exchange.answered(answer, count)
-
-    def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
-        """The decisions on checks while the breaker is not closed. They are the probe, when one is due."""
-        if self.exchange.breaker.begin_probe():
-            probe = self.loop.create_task(self.ask(requests, timeout_s))
-            self._probes.add(probe)
-            probe.add_done_callback(self._probes.discard)
-        return self.exchange.not_asked(len(requests))
-
-    async def close(self) -> None:
-        """Let what is under way end, within its deadlines."""
-        await self.coalescer.finish()
-        await asyncio.gather(*self._probes)
-        await self.channel.close()

@@ -81,9 +81,11 @@ class RateLimiterClient:
 
     def wait_until_ready(self, timeout_s: float = 5.0) -> bool:
         """Connect, and tell whether that came about in time; else the first check does it, within its own deadline."""
+        ready = grpc.channel_ready_future(self._session().channel)
         try:
-            grpc.channel_ready_future(self._session().channel).result(timeout=timeout_s)
+            ready.result(timeout=timeout_s)
         except grpc.FutureTimeoutError:
+            ready.cancel()  # else it is watched for good
             return False
         return True
 
@@ -139,6 +141,8 @@ class RateLimiterClient:
             answer = method(question_of(requests), timeout=deadline_s, metadata=self._metadata)
         except grpc.RpcError as error:
             return session.failed(error, count)
+        except Exception as error:  # noqa: BLE001 - whatever gRPC raises, such as of a channel that another thread closes
+            return session.exchange.broken(error, count)
         return session.exchange.answered(answer, count)
 
     def _session(self) -> _Session:
@@ -190,8 +194,12 @@ class _Session:
                 self.failed(error, count)
 
         method = self.methods[path_of(requests)]
-        call = method.future(question_of(requests), timeout=timeout_s, metadata=metadata)
-        call.add_done_callback(ended)
+        try:
+            call = method.future(question_of(requests), timeout=timeout_s, metadata=metadata)
+        except Exception as error:  # noqa: BLE001 - as in a check: nobody is to hear of it
+            self.exchange.broken(error, count)
+        else:
+            call.add_done_callback(ended)
 
     def failed(self, error: grpc.RpcError, count: int) -> list[Decision]:
         """The decisions on checks whose call raised."""

@@ -41,7 +41,8 @@ class Coalescer:
 
     With ``linger_s`` 0 a batch leaves at the end of the turn in which its first check came; while ``MAX_UNDER_WAY``
     others are under way, when one of these is answered, or after ``MAX_WAIT_S``. Else it leaves ``linger_s`` after its
-    first check. The pause counts against the deadline. Checks with different deadlines travel apart.
+    first check. The pause counts against the deadline and takes no more than half of it. Checks with different
+    deadlines travel apart.
     """
 
     __slots__ = ("_ask", "_linger_s", "_loop", "_queues", "_tasks")
@@ -70,12 +71,11 @@ class Coalescer:
 
     def _begin(self, timeout_s: float) -> _Queue:
         queue = self._queues[timeout_s] = _Queue(self._loop.time())
-        if self._linger_s:
-            queue.leaving = self._loop.call_later(self._linger_s, self._leave, timeout_s)
-        elif len(self._tasks) < MAX_UNDER_WAY:
+        if not self._linger_s and len(self._tasks) < MAX_UNDER_WAY:
             queue.leaving = self._loop.call_soon(self._leave, timeout_s)
         else:
-            queue.leaving = self._loop.call_later(MAX_WAIT_S, self._leave, timeout_s)
+            pause_s = min(self._linger_s or MAX_WAIT_S, timeout_s / 2)
+            queue.leaving = self._loop.call_later(pause_s, self._leave, timeout_s)
         return queue
 
     def _leave(self, timeout_s: float) -> None:
