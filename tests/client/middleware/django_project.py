@@ -101,6 +101,12 @@ class Bills(View):
         return HttpResponse("bills")
 
 
+class Report(View):
+    @limited(cost=4)
+    def get(self, request):
+        return HttpResponse("a report")
+
+
 def identify(request):
     """Touches the user as code that blocks does, which Django forbids in an event loop."""
     return Identity(f"u{request.user.pk}") if request.user.is_authenticated else None
@@ -117,6 +123,7 @@ urlpatterns = [
     path("search", search),
     path("healthz", limited(exempt=True)(lambda request: HttpResponse("well"))),
     path("bills", Bills.as_view()),
+    path("report", Report.as_view()),
     path("stream", stream),
     path("fails", fails),
 ]

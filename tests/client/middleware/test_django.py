@@ -74,6 +74,11 @@ async def test_what_a_view_says_of_itself_is_heeded(visitor):
     ]
 
 
+async def test_head_costs_what_the_method_costs_that_answers_it(visitor):
+    assert (await visitor.get("/report", "head")).status_code == 200
+    assert [check.cost for check in visitor.limiter.checks] == [4]
+
+
 async def test_a_view_finds_the_decision_on_its_request(visitor):
     assert (await visitor.get("/search")).content == b"NO_RULE"
 

@@ -26,6 +26,12 @@ class Bills(MethodView):
         return "bills"
 
 
+class Report(MethodView):
+    @limited(cost=4)
+    def get(self):
+        return "a report"
+
+
 @pytest.fixture
 def limiter():
     limiter = FakeRateLimiter()
@@ -67,6 +73,7 @@ def app(tmp_path):
         return name
 
     app.add_url_rule("/bills", view_func=Bills.as_view("bills"))
+    app.add_url_rule("/report", view_func=Report.as_view("report"))
     app.register_blueprint(shelf)
     return app
 
@@ -103,11 +110,11 @@ def test_a_view_finds_the_decision_on_a_request_that_was_checked(app, limiter):
 def test_the_application_may_write_the_answer_itself(app, limiter):
     @app.errorhandler(429)
     def too_many(error):
-        return {"error": error.description.strip()}, 429
+        return {"error": error.description}, 429
 
     client = visitor(app, limiter)
     client.get("/orders/7")
-    answer = client.get("/orders/7")
+    answer = client.get("/orders/7", headers={"Accept": "application/json"})
     assert answer.json == {"error": "Too many requests. Try again in 60 s."}
     assert answer.status_code == 429
     assert answer.headers["Retry-After"] == "60"
@@ -123,6 +130,11 @@ def test_what_a_view_says_of_itself_is_heeded(app, limiter):
         ("/bills", 1),
         ("/bills", 5),
     ]
+
+
+def test_head_costs_what_the_method_costs_that_answers_it(app, limiter):
+    assert visitor(app, limiter).head("/report").status_code == 200
+    assert [check.cost for check in limiter.checks] == [4]
 
 
 def test_an_answer_tells_of_no_other_request(app, limiter):

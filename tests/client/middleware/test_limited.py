@@ -17,6 +17,10 @@ def marked():
     return "marked"
 
 
+async def coroutine(request):
+    """Nothing waits for the cost."""
+
+
 MARK = Mark(5, "export", exempt=False, identifier_type="ip")
 
 
@@ -61,6 +65,20 @@ def test_methods_of_a_class_have_marks_of_their_own():
     assert mark_of(View().post) == Mark(9)
 
 
+def test_head_has_the_mark_of_what_answers_it():
+    class View:
+        @limited(cost=9)
+        def get(self):
+            """Also called for HEAD."""
+
+    class WithHead(View):
+        def head(self):
+            """Called for HEAD in its place."""
+
+    assert mark_of(View, "HEAD") == Mark(9)
+    assert mark_of(WithHead, "HEAD") is UNMARKED
+
+
 def test_an_attribute_of_that_name_which_is_no_mark_is_none():
     class Anything:
         def __getattr__(self, name):
@@ -74,7 +92,12 @@ def test_an_attribute_of_that_name_which_is_no_mark_is_none():
     [
         ("cost", -1),
         ("cost", 2**31),
+        ("cost", "10"),
+        ("cost", 1.5),
+        ("cost", coroutine),
         ("endpoint", ""),
+        ("endpoint", "*"),
+        ("endpoint", b"/orders"),
         ("endpoint", "x" * 256),
         ("identifier_type", "x"),
     ],

@@ -5,6 +5,10 @@ import pytest
 from ratelimitd_client.middleware import Identity, Options
 
 
+async def coroutine(request):
+    """Nothing waits for what it answers, but for ``identify``."""
+
+
 def test_all_have_a_default():
     options = Options()
     assert options.client_addresses().of("192.0.2.7", ["203.0.113.1"]) == "192.0.2.7"
@@ -42,15 +46,27 @@ def test_what_is_valid_is_taken():
         ("forwarded_header", None),
         ("trusted_proxies", ["proxy"]),
         ("trusted_proxies", "10.0.0.0/8"),
+        ("trusted_proxies", None),
+        ("trusted_proxies", iter(["10.0.0.0/8"])),
         ("ipv6_prefix", 0),
+        ("ipv6_prefix", "64"),
         ("anonymous", "anonymous"),
         ("on_error", "deny"),
+        ("on_error", []),
         ("endpoint", "/x"),
         ("unmatched", ""),
         ("unmatched", "*"),
+        ("with_method", "no"),
         ("exempt", "/health"),
+        ("exempt", None),
+        ("exempt", [1]),
         ("cost", -1),
         ("cost", "1"),
+        ("headers", "no"),
+        ("x_ratelimit", "no"),
+        ("cost", coroutine),
+        ("endpoint", coroutine),
+        ("denied_text", coroutine),
         ("policy", 'a "name"'),
         ("policy", None),
         ("denied_text", b"No."),

@@ -99,7 +99,7 @@ def test_an_identity_is_looked_for_in_order():
 def test_a_header_with_a_key_counts_only_where_it_is_named_and_sent_once():
     assert identity(Options(), arrival(x_api_key=["k1"])) == Identity("192.0.2.7", "ip")
     options = Options(api_key_header="X-API-Key")
-    for keys in ([""], ["k1", "k2"]):
+    for keys in ([""], [" "], ["k1", "k2"], ["k1,k2"]):
         assert identity(options, arrival(x_api_key=keys)) == Identity("192.0.2.7", "ip")
 
 

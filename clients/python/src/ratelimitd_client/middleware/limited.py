@@ -6,10 +6,12 @@ Pure. The mark changes nothing about the function. It passes through decorators 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ratelimitd_client.check import IDENTIFIER_TYPES, MAX_COST, MAX_ENDPOINT_CHARS
+from ratelimitd_client.check import IDENTIFIER_TYPES, MAX_COST
+from ratelimitd_client.middleware.endpoint import is_valid_endpoint
 from ratelimitd_client.middleware.identity import IdentifierType
 
 V = TypeVar("V", bound=Callable[..., Any])
@@ -27,6 +29,15 @@ class Mark(NamedTuple):
 
 
 UNMARKED: Final = Mark()
+
+VALID_COST: Final = f"0 to {MAX_COST}, or a function that is no coroutine"
+
+
+def is_valid_cost(value: object) -> bool:
+    """Whether a view, or the options, can have this cost."""
+    if callable(value):
+        return not inspect.iscoroutinefunction(value)
+    return isinstance(value, int) and 0 <= value <= MAX_COST
 
 
 def limited(
@@ -47,11 +58,11 @@ def limited(
     Raises:
         ValueError: an argument is not valid.
     """
-    if isinstance(cost, int) and not 0 <= cost <= MAX_COST:
-        message = f"cost must be 0 to {MAX_COST}"
+    if cost is not None and not is_valid_cost(cost):
+        message = f"cost must be {VALID_COST}"
         raise ValueError(message)
-    if endpoint is not None and not 0 < len(endpoint) <= MAX_ENDPOINT_CHARS:
-        message = f"endpoint must be 1 to {MAX_ENDPOINT_CHARS} characters"
+    if endpoint is not None and not is_valid_endpoint(endpoint):
+        message = "endpoint must be a valid endpoint"
         raise ValueError(message)
     if identifier_type is not None and identifier_type not in IDENTIFIER_TYPES:
         message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
@@ -70,7 +81,11 @@ def mark_of(view: object, method: str = "") -> Mark:
     while isinstance(view, functools.partial):
         view = view.func
     if isinstance(view, type):
-        mark = getattr(getattr(view, method.lower(), None), ATTRIBUTE, None)
+        name = method.lower()
+        # Frameworks let get answer HEAD, all of it: its mark must not be passed by.
+        if name == "head" and not hasattr(view, name):
+            name = "get"
+        mark = getattr(getattr(view, name, None), ATTRIBUTE, None)
         if isinstance(mark, Mark):
             return mark
     mark = getattr(view, ATTRIBUTE, None)

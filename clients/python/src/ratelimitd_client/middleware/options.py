@@ -6,15 +6,16 @@ Django their request.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
-from ratelimitd_client.check import MAX_COST
 from ratelimitd_client.decision import Decision, Reason
 from ratelimitd_client.middleware.client_address import ClientAddresses
 from ratelimitd_client.middleware.endpoint import is_valid_endpoint
 from ratelimitd_client.middleware.identity import Identity
+from ratelimitd_client.middleware.limited import VALID_COST, is_valid_cost
 
 R = TypeVar("R", contravariant=True)  # noqa: PLC0105 - the request, by its usual letter
 
@@ -96,24 +97,48 @@ def _is_header_name(value: object) -> bool:
     )
 
 
-def _is_cost(value: object) -> bool:
-    return callable(value) or (isinstance(value, int) and 0 <= value <= MAX_COST)
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_texts(value: object) -> bool:
+    # No iterator: it would be empty when it is read for the second time.
+    return (
+        isinstance(value, Collection)
+        and not isinstance(value, str | bytes)
+        and all(isinstance(text, str) for text in value)
+    )
+
+
+def _answers_at_once(value: object) -> bool:
+    return callable(value) and not inspect.iscoroutinefunction(value)
 
 
 _VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "identify": (_is_function_or_none, "a function"),
     "api_key_header": (lambda name: name is None or _is_header_name(name), "the name of a header"),
     "forwarded_header": (_is_header_name, "the name of a header"),
+    "trusted_proxies": (_are_texts, "several texts, not one"),
+    "ipv6_prefix": (lambda bits: isinstance(bits, int), "a whole number"),
     "anonymous": (lambda value: value is None or isinstance(value, Identity), "an Identity"),
-    "on_error": (lambda value: value in {"allow", "raise"}, '"allow" or "raise"'),
-    "endpoint": (_is_function_or_none, "a function"),
+    "on_error": (
+        lambda value: isinstance(value, str) and value in {"allow", "raise"},
+        '"allow" or "raise"',
+    ),
+    "endpoint": (
+        lambda value: value is None or _answers_at_once(value),
+        "a function that is no coroutine",
+    ),
     "unmatched": (lambda text: text is None or is_valid_endpoint(text), "a valid endpoint"),
-    "exempt": (lambda texts: not isinstance(texts, str), "several texts, not one"),
-    "cost": (_is_cost, f"0 to {MAX_COST}, or a function"),
+    "with_method": (_is_bool, "True or False"),
+    "exempt": (_are_texts, "several texts, not one"),
+    "cost": (is_valid_cost, VALID_COST),
+    "headers": (_is_bool, "True or False"),
+    "x_ratelimit": (_is_bool, "True or False"),
     "policy": (lambda name: isinstance(name, str), "a text"),
     "denied_text": (
-        lambda text: isinstance(text, str) or _is_function_or_none(text),
-        "a text, or a function",
+        lambda text: text is None or isinstance(text, str) or _answers_at_once(text),
+        "a text, or a function that is no coroutine",
     ),
 }
 """What each option must be; the others are judged by what uses them."""

@@ -94,8 +94,8 @@ class Questions(Generic[R]):
             yield Identity(user, "user")
         if self._api_key_header:
             keys = arrival.header(self._api_key_header)
-            # With two of them it is not known which one was verified.
-            if len(keys) == 1 and keys[0]:
+            # With two of them it is not known which one was verified; servers and proxies may have joined their lines.
+            if len(keys) == 1 and keys[0].strip() and "," not in keys[0]:
                 yield Identity(keys[0], "api_key")
         if address := self._addresses.of(arrival.peer, arrival.header(self._forwarded_header)):
             yield Identity(address, "ip")
