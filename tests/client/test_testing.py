@@ -74,6 +74,10 @@ def test_wrong_arguments_raise_as_with_a_real_client(limiter):
         limiter.check("alice", "nobody", "/x")
     with pytest.raises(ValueError, match="at least 1"):
         limiter.limit("/x", "user", limit=0)
+    with pytest.raises(ValueError, match="identifier_type"):
+        limiter.limit("*", "tenant", limit=1)
+    with pytest.raises(ValueError, match="endpoint"):
+        limiter.limit("", "user", limit=1)
 
 
 def test_many_checks_are_decided_in_their_order(limiter):

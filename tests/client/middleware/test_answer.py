@@ -29,6 +29,7 @@ def test_a_denial_is_a_429_with_a_text_and_the_headers_of_the_limit():
             "RateLimit": '"default";r=0;t=60',
         },
         b"Too many requests. Try again in 12 s.\n",
+        "Too many requests. Try again in 12 s.",
     )
 
 
@@ -36,13 +37,14 @@ def test_a_denial_is_a_429_with_a_text_and_the_headers_of_the_limit():
     "accept", [["application/json"], ["text/html", "Application/Problem+JSON;q=0.5"]]
 )
 def test_it_is_json_for_those_that_ask_for_it(accept):
-    _, headers, body = Answers(Options()).denied(DENIED, accept)
+    _, headers, body, text = Answers(Options()).denied(DENIED, accept)
     assert headers["Content-Type"] == "application/json"
-    assert json.loads(body) == {"detail": "Too many requests. Try again in 12 s."}
+    assert json.loads(body) == {"detail": text}
+    assert text == "Too many requests. Try again in 12 s."
 
 
 def test_where_waiting_does_not_help_nothing_is_said_of_it():
-    _, headers, body = Answers(Options()).denied(REFUSED, ["*/*"])
+    _, headers, body, _ = Answers(Options()).denied(REFUSED, ["*/*"])
     assert set(headers) == {"Content-Type"}
     assert body == b"Too many requests.\n"
 

@@ -62,12 +62,16 @@ def test_a_limiter_of_the_other_kind_is_refused():
     [
         ({"target": "t", "limit": 5}, TypeError),
         ({"target": "t", "cost": -1}, ValueError),
-        ({"limiter": "no.such.module"}, ImportError),
     ],
 )
 def test_what_is_wrong_raises(settings, error):
     with pytest.raises(error):
         chosen_of(settings)
+
+
+def test_a_path_that_leads_nowhere_is_told_with_its_setting():
+    with pytest.raises(ImproperlyConfigured, match="RATELIMITD: identify: No module named 'no'"):
+        chosen_of({"target": "t", "identify": "no.such.module"})
 
 
 def test_what_the_client_refuses_raises():

@@ -36,6 +36,11 @@ async def test_a_request_is_checked_for_its_identity_and_route(decide):
     assert checks == [CHECK]
 
 
+def test_options_that_are_something_else_are_refused():
+    with pytest.raises(TypeError, match=r"options must be Options\(…\), not dict"):
+        Guard({"exempt": ["/healthz"]})
+
+
 async def test_cost_and_type_are_those_of_the_view(decide):
     view = limited(cost=3, identifier_type="ip")(lambda: None)
     arrival = ARRIVAL._replace(view=view, user=lambda: "alice")

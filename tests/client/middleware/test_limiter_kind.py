@@ -18,6 +18,11 @@ def test_clients_and_fakes_are_told_apart():
             require_kind(asynchronous, asynchronous=False)
 
 
+def test_a_class_is_no_limiter():
+    with pytest.raises(TypeError, match="not a class"):
+        require_kind(AsyncRateLimiterClient, asynchronous=True)
+
+
 def test_what_has_no_check_is_no_limiter():
     with pytest.raises(TypeError, match="not str"):
         require_kind("127.0.0.1:9090", asynchronous=False)

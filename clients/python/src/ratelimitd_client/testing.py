@@ -68,8 +68,9 @@ class _Counts:
         """Limit an endpoint, or with ``*`` all that have no limit of their own.
 
         Raises:
-            ValueError: a limit or a window below 1.
+            ValueError, TypeError: a limit or a window below 1, or an endpoint or type that no check can have.
         """
+        Check("192.0.2.1", identifier_type, "/" if endpoint == "*" else endpoint)
         if limit < 1 or window_seconds < 1:
             message = "a limit and its window are at least 1"
             raise ValueError(message)

@@ -23,6 +23,8 @@ class Answer(NamedTuple):
     headers: dict[str, str]
     """Without Content-Length."""
     body: bytes
+    text: str
+    """What it says, whatever form the body has."""
 
 
 class Answers:
@@ -61,7 +63,7 @@ class Answers:
         else:
             kind, body = "text/plain; charset=utf-8", f"{text}\n"
         headers = {"Content-Type": kind, **self.headers(decision)}
-        return Answer(DENIED_STATUS, headers, body.encode(errors="replace"))
+        return Answer(DENIED_STATUS, headers, body.encode(errors="replace"), text)
 
     def _text(self, decision: Decision) -> str:
         text = self._options.denied_text

@@ -82,4 +82,10 @@ def chosen() -> Chosen:
 
 
 def _imported(name: str, value: object) -> Any:
-    return import_string(value) if name in MAY_BE_PATHS and isinstance(value, str) else value
+    if name not in MAY_BE_PATHS or not isinstance(value, str):
+        return value
+    try:
+        return import_string(value)
+    except ImportError as error:
+        message = f"settings.{NAME}: {name}: {error}"
+        raise ImproperlyConfigured(message) from error

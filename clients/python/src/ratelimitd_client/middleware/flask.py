@@ -69,7 +69,7 @@ class _Limits:
         if not decision.allowed:
             answer = self._guard.denied(decision, header_of(request.environ, "accept"))
             response = Response(answer.body, answer.status, answer.headers)
-            raise TooManyRequests(response.get_data(as_text=True), response)
+            raise TooManyRequests(answer.text, response)
 
     def tell(self, response: Response) -> Response:
         """The answer with what it tells of the limit; headers that the view has set itself stay as they are."""

@@ -36,11 +36,18 @@ class Guard(Generic[R]):
     Args:
         options: how requests are counted and answered.
         clock: for the pauses between warnings; the machine's when ``None``.
+
+    Raises:
+        TypeError: the options are something else.
     """
 
     __slots__ = ("_answers", "_complaints", "_options", "_questions")
 
     def __init__(self, options: Options[R] | None = None, *, clock: Clock | None = None) -> None:
+        given: object = options
+        if not (given is None or isinstance(given, Options)):
+            message = f"options must be Options(…), not {type(given).__name__}"
+            raise TypeError(message)
         self._options: Options[R] = Options() if options is None else options
         self._questions = Questions(self._options)
         self._answers = Answers(self._options)

@@ -16,8 +16,11 @@ def require_kind(limiter: RateLimiter | AsyncRateLimiter, *, asynchronous: bool)
     Raises:
         TypeError: it is of the other kind, or none at all.
     """
-    check = getattr(limiter, "check", None)
-    if not callable(check) or inspect.iscoroutinefunction(check) is not asynchronous:
+    given: object = limiter
+    check = getattr(given, "check", None)
+    is_class = isinstance(given, type)
+    if is_class or not callable(check) or inspect.iscoroutinefunction(check) is not asynchronous:
         wanted = "an AsyncRateLimiterClient" if asynchronous else "a RateLimiterClient"
-        message = f"limiter must be {wanted}, or what has its methods, not {type(limiter).__name__}"
+        what = "a class" if is_class else type(given).__name__
+        message = f"limiter must be {wanted}, or what has its methods, not {what}"
         raise TypeError(message)
