@@ -169,3 +169,11 @@ async def test_a_limiter_of_the_other_kind_keeps_the_server_from_starting(kind, 
         handler = kind().handler
         with pytest.raises(ImproperlyConfigured, match="RATELIMITD: limiter must be"):
             handler.load_middleware(is_async=kind is AsyncClient)
+
+
+async def test_a_coroutine_keeps_a_server_that_blocks_from_starting():
+    chosen = {"limiter": FakeRateLimiter(), "identify": django_project.identify_async}
+    with override_settings(RATELIMITD=chosen):
+        handler = Client().handler
+        with pytest.raises(ImproperlyConfigured, match="RATELIMITD: identify must be"):
+            handler.load_middleware()

@@ -211,3 +211,11 @@ def test_without_the_service_requests_pass(app, limiter):
 def test_a_limiter_for_asyncio_is_refused(app):
     with pytest.raises(TypeError, match="limiter"):
         setup(app, AsyncFakeRateLimiter())
+
+
+def test_a_coroutine_that_says_who_it_is_is_refused(app, limiter):
+    async def identify(request):
+        return Identity("nobody waits for it")
+
+    with pytest.raises(TypeError, match="identify must be"):
+        setup(app, limiter, Options(identify=identify))

@@ -121,3 +121,11 @@ def test_a_real_node_is_asked(real_node):
 def test_a_limiter_for_asyncio_is_refused():
     with pytest.raises(TypeError, match="limiter"):
         RateLimitInterceptor(AsyncFakeRateLimiter())
+
+
+def test_a_coroutine_that_says_who_it_is_is_refused():
+    async def identify(call):
+        """Nobody would wait for it."""
+
+    with pytest.raises(TypeError, match="identify must be"):
+        RateLimitInterceptor(FakeRateLimiter(), Options(identify=identify))

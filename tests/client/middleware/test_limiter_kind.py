@@ -3,6 +3,7 @@
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient, RateLimiterClient
+from ratelimitd_client.middleware import Options
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 
@@ -16,6 +17,17 @@ def test_clients_and_fakes_are_told_apart():
         require_kind(asynchronous, asynchronous=True)
         with pytest.raises(TypeError, match="must be a RateLimiterClient"):
             require_kind(asynchronous, asynchronous=False)
+
+
+async def coroutine(request):
+    """Nobody would wait for it."""
+
+
+def test_a_coroutine_is_refused_where_nobody_would_wait_for_it():
+    options = Options(identify=coroutine)
+    require_kind(AsyncFakeRateLimiter(), options, asynchronous=True)
+    with pytest.raises(TypeError, match="identify must be a function that is no coroutine"):
+        require_kind(FakeRateLimiter(), options, asynchronous=False)
 
 
 def test_a_class_is_no_limiter():

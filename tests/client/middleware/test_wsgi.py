@@ -128,3 +128,11 @@ def test_a_function_for_the_endpoint_and_a_limiter_that_blocks_are_needed(limite
         RateLimitMiddleware(application, limiter, Options())
     with pytest.raises(TypeError, match="limiter"):
         RateLimitMiddleware(application, AsyncFakeRateLimiter(), Options(endpoint=endpoint))
+
+
+def test_a_coroutine_that_says_who_it_is_is_refused(limiter):
+    async def identify(environ):
+        """Nobody would wait for it."""
+
+    with pytest.raises(TypeError, match="identify must be"):
+        RateLimitMiddleware(application, limiter, Options(endpoint=endpoint, identify=identify))

@@ -44,7 +44,7 @@ class Chosen(NamedTuple):
             TypeError, ValueError: there is none.
         """
         limiter: Any = RateLimiterClient(**self.client) if self.limiter is None else self.limiter
-        require_kind(limiter, asynchronous=False)
+        require_kind(limiter, self.options, asynchronous=False)
         blocking: RateLimiter = limiter
         return blocking
 

@@ -31,9 +31,9 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
         options: how requests are counted and answered; functions in it are given the ``flask.Request``.
 
     Raises:
-        TypeError: ``limiter`` is none that blocks.
+        TypeError: ``limiter`` is none that blocks, or ``identify`` is a coroutine function.
     """
-    require_kind(limiter, asynchronous=False)
+    require_kind(limiter, options, asynchronous=False)
     limits = _Limits(limiter, Guard(options))
     app.before_request(limits.ask)
     app.after_request(limits.tell)

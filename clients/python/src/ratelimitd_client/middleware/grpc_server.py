@@ -25,11 +25,11 @@ class RateLimitInterceptor(grpc.ServerInterceptor):
         options: how calls are counted and answered. The endpoint is the full name of the method.
 
     Raises:
-        TypeError: ``limiter`` is none that blocks.
+        TypeError: ``limiter`` is none that blocks, or ``identify`` is a coroutine function.
     """
 
     def __init__(self, limiter: RateLimiter, options: Options[Call] | None = None) -> None:
-        require_kind(limiter, asynchronous=False)
+        require_kind(limiter, options, asynchronous=False)
         self._limiter = limiter
         self._guard = Guard(options)
 

@@ -1,4 +1,4 @@
-"""Which kind of limiter a middleware was given: the wrong one is refused at the start, not with the first request.
+"""Whether what a middleware was given blocks, as its framework does, or is for asyncio: refused at the start if not.
 
 Pure.
 """
@@ -6,15 +6,22 @@ Pure.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
+from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.protocols import AsyncRateLimiter, RateLimiter
 
 
-def require_kind(limiter: RateLimiter | AsyncRateLimiter, *, asynchronous: bool) -> None:
-    """See that a limiter is for asyncio, or that it blocks.
+def require_kind(
+    limiter: RateLimiter | AsyncRateLimiter,
+    options: Options[Any] | None = None,
+    *,
+    asynchronous: bool,
+) -> None:
+    """See that a limiter is for asyncio, or that it blocks, and ``identify`` with it.
 
     Raises:
-        TypeError: it is of the other kind, or none at all.
+        TypeError: one of them is of the other kind, or the limiter is none at all.
     """
     given: object = limiter
     check = getattr(given, "check", None)
@@ -23,4 +30,8 @@ def require_kind(limiter: RateLimiter | AsyncRateLimiter, *, asynchronous: bool)
         wanted = "an AsyncRateLimiterClient" if asynchronous else "a RateLimiterClient"
         what = "a class" if is_class else type(given).__name__
         message = f"limiter must be {wanted}, or what has its methods, not {what}"
+        raise TypeError(message)
+    # For asyncio both kinds will do. Here nobody would wait for it, and each request would pass unchecked.
+    if not asynchronous and options is not None and inspect.iscoroutinefunction(options.identify):
+        message = "identify must be a function that is no coroutine, since the framework blocks"
         raise TypeError(message)

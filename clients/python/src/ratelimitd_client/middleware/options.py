@@ -31,7 +31,8 @@ class Options(Generic[R]):
 
     Args:
         identify: who a request is counted for; ``None`` from it leaves that to what follows: the user whom the
-            framework knows, the API key, the address. In a middleware for asyncio it may be a coroutine function.
+            framework knows, the API key, the address. In a middleware for asyncio it may be a coroutine function; one
+            that blocks refuses that.
         api_key_header: name of a header whose value is an API key. Only where something before has verified it: a
             key that nobody knows is a new identity each time.
         trusted_proxies: see :class:`ClientAddresses`.

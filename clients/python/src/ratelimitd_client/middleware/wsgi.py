@@ -44,7 +44,7 @@ class RateLimitMiddleware:
         if options.endpoint is None:
             message = "endpoint must be a function: WSGI knows no routes"
             raise ValueError(message)
-        require_kind(limiter, asynchronous=False)
+        require_kind(limiter, options, asynchronous=False)
         self._app = app
         self._limiter = limiter
         self._guard = Guard(options)
