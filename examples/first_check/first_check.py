@@ -1,11 +1,16 @@
 """The first check in Python: `python first_check.py` against a node on this machine."""
 
+import os
+
 from ratelimitd_client import RateLimiterClient
+
+TARGET = os.environ.get("RATELIMITCTL_TARGET", "127.0.0.1:9090")
+"""Where the node is, as for the command ratelimitd."""
 
 
 def main() -> None:
     """Ask seven times whether one address may try to log in; examples/rules.yaml allows five a minute."""
-    with RateLimiterClient("127.0.0.1:9090", timeout_s=0.5) as limiter:
+    with RateLimiterClient(TARGET, timeout_s=0.5) as limiter:
         for _ in range(7):
             print(answer(limiter, "192.0.2.7"))
 

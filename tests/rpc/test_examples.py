@@ -74,6 +74,11 @@ async def test_the_python_example_answers_as_a_web_application_would(node):
     assert answers[5:] == ["429 Too Many Requests (Retry-After: 60)"] * 2
 
 
+def test_the_python_example_asks_the_node_that_the_command_asks(monkeypatch):
+    monkeypatch.setenv("RATELIMITCTL_TARGET", "127.0.0.1:9191")
+    assert example(EXAMPLES / "first_check" / "first_check.py").TARGET == "127.0.0.1:9191"
+
+
 async def test_the_python_example_lets_requests_through_when_nobody_answers():
     script = example(EXAMPLES / "first_check" / "first_check.py")
 
