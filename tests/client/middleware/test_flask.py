@@ -213,6 +213,11 @@ def test_a_limiter_for_asyncio_is_refused(app):
         setup(app, AsyncFakeRateLimiter())
 
 
+def test_options_that_are_none_are_refused(app, limiter):
+    with pytest.raises(TypeError, match="options must be"):
+        setup(app, limiter, {"cost": 2})
+
+
 def test_a_coroutine_that_says_who_it_is_is_refused(app, limiter):
     async def identify(request):
         return Identity("nobody waits for it")

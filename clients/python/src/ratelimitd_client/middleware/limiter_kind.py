@@ -32,6 +32,7 @@ def require_kind(
         message = f"limiter must be {wanted}, or what has its methods, not {what}"
         raise TypeError(message)
     # For asyncio both kinds will do. Here nobody would wait for it, and each request would pass unchecked.
-    if not asynchronous and options is not None and inspect.iscoroutinefunction(options.identify):
+    identify = options.identify if isinstance(options, Options) else None
+    if not asynchronous and inspect.iscoroutinefunction(identify):
         message = "identify must be a function that is no coroutine, since the framework blocks"
         raise TypeError(message)
