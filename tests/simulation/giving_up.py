@@ -52,11 +52,12 @@ class GivingUp:
 
     def failed(self) -> None:
         """A round trip of checks did not."""
-        if not self.is_cut_off:
-            self._breaker.failed()
-            if self.is_cut_off:
-                self.times += 1
-                self._world.after(RECOVERY_US, self._probe)
+        if not self._breaker.allows():
+            return
+        self._breaker.failed()
+        if not self._breaker.allows():
+            self.times += 1
+            self._world.after(RECOVERY_US, self._probe)
 
     def _probe(self) -> None:
         if self._breaker.begin_probe():
