@@ -227,6 +227,22 @@ async def test_it_may_stand_before_a_part_of_the_application(limiter):
     ]
 
 
+async def test_what_it_stands_before_may_be_mounted_with_it(limiter):
+    @limited(cost=2)
+    async def answer(request):
+        return JSONResponse({})
+
+    within = Starlette(routes=[Route("/things/{thing}", answer)])
+    app = Starlette(routes=[Mount("/within", RateLimitMiddleware(within, limiter))])
+    async with caller(app) as client:
+        assert (await client.get("/within/things/7")).status_code == 200
+        assert (await client.get("/within/nothing")).status_code == 404
+    assert [(check.endpoint, check.cost) for check in limiter.checks] == [
+        ("/within/things/{thing}", 2),
+        ("unmatched", 1),
+    ]
+
+
 async def test_an_application_of_another_kind_names_its_endpoints(limiter):
     async def app(scope, receive, send):
         await JSONResponse({})(scope, receive, send)

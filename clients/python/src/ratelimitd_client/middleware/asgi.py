@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.arrival import Arrival
-from ratelimitd_client.middleware.asgi_routes import find_route
+from ratelimitd_client.middleware.asgi_routes import find_route, routes_of
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
@@ -55,6 +55,11 @@ class RateLimitMiddleware:
         self._app = app
         self._limiter = limiter
         self._guard = Guard(options)
+
+    @property
+    def routes(self) -> list[Any]:
+        """The application's own: what this and the application are mounted in together looks for them here."""
+        return [*routes_of(self._app)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it; other scopes, such as the lifespan, are passed on."""

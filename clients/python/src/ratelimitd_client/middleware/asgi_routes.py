@@ -34,7 +34,7 @@ _NOT_FOUND: Final = Found("", None)
 def find_route(app: object, scope: Mapping[str, Any]) -> Found | None:
     """The route that the application will choose; ``None`` if it will answer 404, or has no routes at all."""
     try:
-        found = _search(_routes_of(app), _scope_of(app, scope), "")
+        found = _search(routes_of(app), _scope_of(app, scope), "")
     except Exception:  # noqa: BLE001 - a pattern of the application fails for this path, as it will once more in a moment
         return None
     return None if found is _NOT_FOUND else found
@@ -49,7 +49,8 @@ def _scope_of(app: object, scope: Mapping[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def _routes_of(app: object) -> Iterable[Any]:
+def routes_of(app: object) -> Iterable[Any]:
+    """The routes of an application or of a route; none where it has none that are known."""
     routes: Any = getattr(app, "routes", None)
     return cast("Iterable[Any]", routes) if isinstance(routes, list | tuple) else ()
 
@@ -76,7 +77,7 @@ def _look_at(route: Any, scope: dict[str, Any], prefix: str) -> Found | None:
     if match.value == NONE:
         return None
     template = getattr(route, "path_format", "")  # a host has none
-    inside = _routes_of(route)
+    inside = routes_of(route)
     if inside:
         below = prefix + template.removesuffix(NOTHING_INSIDE)
         found = _search(inside, {**scope, **child_scope}, below) or _NOT_FOUND
