@@ -77,7 +77,7 @@ export class Limiter {
    * @returns {Promise<Decision>}
    */
   async check(identifier, identifierType, endpoint) {
-    if (identifier === "" || Buffer.byteLength(identifier) > MAX_IDENTIFIER_BYTES) {
+    if (typeof identifier !== "string" || identifier === "" || Buffer.byteLength(identifier) > MAX_IDENTIFIER_BYTES) {
       return denied("INVALID_REQUEST");
     }
     return this.#ask({ identifier, identifierType, endpoint }, { deadline: Date.now() + this.#deadlineMs });

@@ -82,12 +82,11 @@ def raises(*_):
     [
         {"identify": raises},
         {"identify": lambda request: "alice"},
-        {"identify": lambda request: Identity("")},
         {"endpoint": raises},
         {"cost": raises},
         {"cost": lambda request: -1},
     ],
-    ids=["identify", "no-identity", "empty", "endpoint", "cost", "no-cost"],
+    ids=["identify", "no-identity", "endpoint", "cost", "no-cost"],
 )
 async def test_an_exception_of_a_function_follows_the_users_choice(decide, caplog, options):
     assert await decide(Options(**options)) == (None, [])

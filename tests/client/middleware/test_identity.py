@@ -33,10 +33,8 @@ def test_an_address_has_one_form(text):
 @pytest.mark.parametrize(
     ("identifier", "kind", "error", "problem"),
     [
-        ("", "user", ValueError, "identifier must not be empty"),
         (42, "user", TypeError, "identifier must be text, not int"),
         (None, "user", TypeError, "identifier must be text, not NoneType"),
-        ("secret", "ip", ValueError, "identifier must be an IP address"),
         ("secret", "customer", ValueError, "identifier_type must be one of user, ip, api_key"),
     ],
 )
@@ -44,3 +42,11 @@ def test_what_is_no_identity_is_refused_without_its_value(identifier, kind, erro
     with pytest.raises(error) as refused:
         Identity(identifier, kind)
     assert str(refused.value) == problem
+
+
+@pytest.mark.parametrize(
+    ("identifier", "kind"), [("", "user"), ("", "api_key"), ("", "ip"), ("not an address", "ip")]
+)
+def test_what_names_nobody_is_no_error(identifier, kind):
+    assert Identity(identifier, kind).is_nobody
+    assert not Identity("192.0.2.7", kind).is_nobody

@@ -138,3 +138,11 @@ def test_a_user_is_not_looked_up_for_an_identity_that_was_given():
 def test_something_else_in_place_of_an_identity_is_an_error_of_the_function():
     with pytest.raises(TypeError, match="identify must return an Identity or None, not str"):
         identity(Options(), arrival(), given="alice")
+
+
+@pytest.mark.parametrize(
+    "given", [Identity(""), Identity("", "api_key"), Identity("no address", "ip")]
+)
+def test_who_names_nobody_is_counted_as_without_a_name_and_not_let_through(given):
+    assert identity(Options(), arrival(), given=given) == Identity("192.0.2.7", "ip")
+    assert identity(Options(), arrival(peer=None), given=given) is None

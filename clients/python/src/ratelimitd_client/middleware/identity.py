@@ -19,8 +19,11 @@ IdentifierType = Literal["user", "ip", "api_key"]
 class Identity:
     """Who a request is counted for.
 
+    One that is empty, or of type ``"ip"`` and no address, names nobody: the request is counted as if there were none.
+    It is no error, since it may be what a caller has sent, who must not be let through for it.
+
     Args:
-        identifier: a user id, an address or an API key; not empty. Longer than 256 bytes, its SHA-256 is sent.
+        identifier: a user id, an address or an API key. Longer than 256 bytes, its SHA-256 is sent.
         identifier_type: ``"user"``, ``"ip"`` or ``"api_key"``: which of the rules hold.
 
     Raises:
@@ -35,17 +38,16 @@ class Identity:
             message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
             raise ValueError(message)
         _require_text(self.identifier)
-        if not self.identifier:
-            message = "identifier must not be empty"
-            raise ValueError(message)
         if self.identifier_type == "ip":
             address = address_of(self.identifier)
-            if address is None:
-                message = "identifier must be an IP address"
-                raise ValueError(message)
-            object.__setattr__(self, "identifier", str(address))
+            object.__setattr__(self, "identifier", "" if address is None else str(address))
         else:
             object.__setattr__(self, "identifier", fitting(self.identifier))
+
+    @property
+    def is_nobody(self) -> bool:
+        """Whether there is nothing to count it under."""
+        return not self.identifier
 
 
 def fitting(text: str) -> str:

@@ -121,7 +121,10 @@ _VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "forwarded_header": (_is_header_name, "the name of a header"),
     "trusted_proxies": (_are_texts, "several texts, not one"),
     "ipv6_prefix": (lambda bits: isinstance(bits, int), "a whole number"),
-    "anonymous": (lambda value: value is None or isinstance(value, Identity), "an Identity"),
+    "anonymous": (
+        lambda value: value is None or (isinstance(value, Identity) and not value.is_nobody),
+        "an Identity that names somebody",
+    ),
     "on_error": (
         lambda value: isinstance(value, str) and value in {"allow", "raise"},
         '"allow" or "raise"',

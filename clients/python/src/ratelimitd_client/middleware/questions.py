@@ -88,7 +88,7 @@ class Questions(Generic[R]):
         return first or self._options.anonymous
 
     def _identities(self, given: Identity | None, arrival: Arrival) -> Iterator[Identity]:
-        if given is not None:
+        if given is not None and not given.is_nobody:
             yield given
         if user := arrival.user():
             yield Identity(user, "user")
