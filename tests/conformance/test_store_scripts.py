@@ -156,9 +156,22 @@ def test_a_peek_and_a_denial_write_nothing(store, algorithm):
     store.config_resetstat()
     assert decide(store, rule)[0][0] is False
     assert (
-        decide(store, rule_of(algorithm, 1, revision=2), cost=2)[0][4] is Reason.COST_EXCEEDS_LIMIT
+        decide(store, rule_of(algorithm, 2, revision=2), cost=3)[0][4] is Reason.COST_EXCEEDS_LIMIT
     )
     assert writes(store) == 0
+
+
+@algorithms
+def test_a_denial_under_a_newer_limit_writes_that_limit_once(store, algorithm):
+    rule = rule_of(algorithm, 2)
+    assert decide(store, rule, cost=2)[0][0] is True
+    store.config_resetstat()
+    edited = rule_of(algorithm, 1, revision=2)
+    assert decide(store, edited, peek=True)[0][0] is False
+    assert writes(store) == 0
+    for _ in range(2):
+        assert decide(store, edited)[0][0] is False
+    assert writes(store) == 1
 
 
 @algorithms

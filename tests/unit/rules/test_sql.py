@@ -288,6 +288,8 @@ async def test_who_sees_a_revision_sees_everything_up_to_it(postgresql_url):
         )
         seen = 0
         while seen < 40:
+            if writing.done():
+                await writing  # raises what went wrong: they would be waited for in vain
             changes = await two.changes_since(None)
             assert sorted(rule.revision for rule in changes.changed) == list(
                 range(1, changes.revision + 1)

@@ -15,6 +15,14 @@ from tests.fake_node import status
 CHOSEN = cases()[:3]
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """As in a terminal: a shell that runs the tests in its background has them ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def with_rules(node):
     target = Target(node.address, 5.0)
