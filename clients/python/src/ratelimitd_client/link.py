@@ -1,4 +1,4 @@
-"""One connection to one node, on the event loop: moves octets, keeps the connection alive, ends calls at their deadline.
+"""One connection to one node, on the event loop: moves octets, keeps the connection alive, tells who waits.
 
 What the octets mean is the business of :mod:`ratelimitd_client.http2`. Never connects itself, and never connects again.
 """
@@ -157,7 +157,8 @@ class Link(asyncio.Protocol):
 
     def _write(self) -> None:
         octets = self._connection.octets_to_send()
-        if octets and self._transport is not None:
+        # A transport that is closing would log what cannot be sent; whoever waits for it hears of that in a moment.
+        if octets and self._transport is not None and not self._transport.is_closing():
             self._transport.write(octets)
 
     def _settle(self) -> None:
@@ -167,10 +168,10 @@ class Link(asyncio.Protocol):
         if not self.over.done():
             self.over.set_result(None)
             self._changed()
-        if self._connection.is_idle and self._transport is not None and not self.lost.done():
-            if not self._transport.is_closing():
-                self._transport.close()
-                self._loop.call_later(GOODBYE_S, self.abort)
+        transport = self._transport
+        if self._connection.is_idle and transport is not None and not transport.is_closing():
+            transport.close()
+            self._loop.call_later(GOODBYE_S, transport.abort)
 
     def _keep_alive(self) -> None:
         self._connection.ping()

@@ -1,4 +1,4 @@
-"""The asyncio client's own way to nodes, for calls with one question and one answer: it takes the place of gRPC's channel.
+"""The asyncio client's own way to nodes, in the place of gRPC's channel: calls with one question and one answer.
 
 Keeps a connection to each address of a name, from the first call on, and asks them in turn. One that is down is passed
 over and tried again. What it cannot do is left to gRPC, see :func:`open_native_channel` and ADR 0040.
@@ -62,7 +62,7 @@ class CallError(Exception):
 def open_native_channel(target: str, tls: Tls | None) -> NativeChannel | None:
     """Return a channel that connects with its first call, or ``None`` if it takes gRPC.
 
-    That is so for names that :mod:`ratelimitd_client.targets` does not know, and for TLS with the roots that gRPC ships.
+    That is so for names that :mod:`ratelimitd_client.targets` does not know, and for TLS with the roots of gRPC.
     """
     parsed = parse(target)
     if parsed is None or (tls is not None and tls.ca is None):
@@ -144,8 +144,9 @@ class NativeChannel:
         loop = self._loop
         ends_s = loop.time() + timeout
         begin = self._blocks.get((path, metadata)) or self._block(path, metadata)
-        for tries in range(1, MAX_TRIES + 1):
-            left_s = timeout if tries == 1 else ends_s - loop.time()
+        left_s, tries = timeout, 0
+        while True:
+            tries += 1
             link = self._next() or await self._first_ready(left_s)
             block = begin + heads.deadline(heads.milliseconds(left_s))
             call = AskedCall(block, question, max_answer_bytes, loop.create_future())
@@ -160,9 +161,9 @@ class NativeChannel:
                 timer.cancel()
             if call.answer is not None:
                 return call.answer
-            if not call.unprocessed:
-                break
-        raise CallError(call.code, call.details)
+            left_s = ends_s - loop.time()
+            if not call.unprocessed or tries == MAX_TRIES or left_s <= 0:
+                raise CallError(call.code, call.details)
 
     def _next(self) -> Link | None:
         """The connection whose turn it is."""
@@ -277,7 +278,8 @@ class NativeChannel:
                     backoff_s = FIRST_BACKOFF_S
                     continue
             self._lookup_due.set()
-            await asyncio.sleep(backoff_s * random.uniform(1 - BACKOFF_JITTER, 1 + BACKOFF_JITTER))
+            jitter = random.uniform(1 - BACKOFF_JITTER, 1 + BACKOFF_JITTER)  # noqa: S311 - no secret
+            await asyncio.sleep(backoff_s * jitter)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _connect(self, address: Address) -> Link | None:

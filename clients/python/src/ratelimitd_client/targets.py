@@ -17,6 +17,11 @@ from typing import Final
 DEFAULT_PORT: Final = 443
 """As gRPC has it for a name without one."""
 
+MAX_PORT: Final = 65_535
+
+_IPV4: Final = 4
+_IPV6: Final = 6
+
 MAX_ADDRESSES: Final = 100
 """Of one name; each gets a connection."""
 
@@ -74,7 +79,7 @@ def parse(target: str) -> Target | None:
         return Target("localhost", "localhost", (Address(path=path),)) if known else None
     if scheme == "dns":
         return _named(rest.removeprefix("///"))
-    return _listed(rest, 4 if scheme == "ipv4" else 6)
+    return _listed(rest, _IPV4 if scheme == "ipv4" else _IPV6)
 
 
 def _named(rest: str) -> Target | None:
@@ -104,7 +109,7 @@ def _host_and_port(text: str) -> tuple[str, int] | None:
         return None
     bracketed, plain, digits = matched.groups()
     port = int(digits) if digits else DEFAULT_PORT
-    if port > 0xFFFF or (bracketed and _version(bracketed) != 6):
+    if port > MAX_PORT or (bracketed and _version(bracketed) != _IPV6):
         return None
     return bracketed or plain, port
 

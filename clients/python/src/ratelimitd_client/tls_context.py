@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import tempfile
+from pathlib import Path
 
 from ratelimitd_client.channel import Tls
 
@@ -37,4 +38,4 @@ def _load_own(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
         # Without a password OpenSSL would ask for one at the terminal, should the key have one.
         context.load_cert_chain(path, password=bytes)
     finally:
-        os.unlink(path)
+        Path(path).unlink()

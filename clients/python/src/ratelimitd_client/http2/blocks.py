@@ -25,6 +25,14 @@ NO_TABLE: Final = b"\x20"
 MAX_CONTINUATION_OCTETS: Final = 5
 """Of an integer: 35 bits hold every value with a meaning. More octets are zeros, sent to waste our time."""
 
+_INDEXED: Final = 0x80
+_FOR_THE_TABLE: Final = 0x40
+_TABLE_SIZE: Final = 0x20
+"""The lowest first octets of the representations of section 6; below them are literals for no table."""
+
+_CONTINUED: Final = 0x80
+_HUFFMAN: Final = 0x80
+
 _SECRET_NAMES: Final = frozenset({"authorization"})
 
 _STATIC_INDEX: Final = {field: index for index, field in enumerate(STATIC_TABLE, 1)}
@@ -50,10 +58,10 @@ def decode(block: bytes) -> list[Field]:
         while at < len(block):
             octet = block[at]
             at += 1
-            if octet >= 0x80:
+            if octet >= _INDEXED:
                 index, at = _integer(block, at, octet, 0x7F)
                 field = _static(index)
-            elif 0x20 <= octet < 0x40:
+            elif _TABLE_SIZE <= octet < _FOR_THE_TABLE:
                 size, at = _integer(block, at, octet, 0x1F)
                 if size or fields:
                     raise _malformed()
@@ -73,7 +81,7 @@ def _field(name: str, value: str) -> bytes:
     encoded = (name.encode("ascii"), value.encode("ascii"))
     index = _STATIC_INDEX.get(encoded)
     if index is not None:
-        return bytes((0x80 | index,))
+        return bytes((_INDEXED | index,))
     pattern = 0x10 if name in _SECRET_NAMES else 0x00
     name_index = _STATIC_NAME_INDEX.get(encoded[0], 0)
     begin = _write_integer(name_index, 0x0F, pattern)
@@ -91,8 +99,8 @@ def _write_integer(value: int, prefix_max: int, pattern: int) -> bytes:
         return bytes((pattern | value,))
     octets = bytearray((pattern | prefix_max,))
     value -= prefix_max
-    while value >= 0x80:
-        octets.append(value & 0x7F | 0x80)
+    while value >= _CONTINUED:
+        octets.append(value & 0x7F | _CONTINUED)
         value >>= 7
     octets.append(value)
     return bytes(octets)
@@ -107,7 +115,7 @@ def _integer(block: bytes, at: int, octet: int, prefix_max: int) -> tuple[int, i
         more = block[at]
         at += 1
         value += (more & 0x7F) << (7 * count)
-        if more < 0x80:
+        if more < _CONTINUED:
             return value, at
     raise _malformed()
 
@@ -117,7 +125,7 @@ def _literal(block: bytes, at: int, octet: int) -> tuple[Field, int]:
 
     One that is to be added to the table leaves a table of size 0 as it is (section 4.4).
     """
-    index, at = _integer(block, at, octet, 0x3F if octet >= 0x40 else 0x0F)
+    index, at = _integer(block, at, octet, 0x3F if octet >= _FOR_THE_TABLE else 0x0F)
     if index:
         name = _static(index)[0]
     else:
@@ -132,7 +140,7 @@ def _string(block: bytes, at: int) -> tuple[bytes, int]:
     string = block[at : at + size]
     if len(string) < size:
         raise _malformed()
-    return (huffman.decode(string) if octet & 0x80 else string), at + size
+    return (huffman.decode(string) if octet & _HUFFMAN else string), at + size
 
 
 def _static(index: int) -> Field:

@@ -171,17 +171,21 @@ class Connection(Generic[CallT]):
         elif kind == frames.CONTINUATION:
             self._take_continuation(flags, stream_id, payload)
         else:
-            self._count_useless()
-            if kind == frames.WINDOW_UPDATE:
-                self._take_window_update(stream_id, payload)
-            elif kind == frames.RST_STREAM:
-                self._take_reset(stream_id, payload)
-            elif kind == frames.PUSH_PROMISE:
-                raise PeerError(ErrorCode.PROTOCOL_ERROR, "a push was forbidden")
-            elif kind in _ON_THE_CONNECTION:
-                if stream_id:
-                    raise PeerError(ErrorCode.PROTOCOL_ERROR, "it belongs on the connection")
-                _ON_THE_CONNECTION[kind](self, flags, payload)
+            self._take_other(kind, flags, stream_id, payload)
+
+    def _take_other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        """Take a frame that holds nothing of an answer; types that nobody knows are ignored."""
+        self._count_useless()
+        if kind == frames.WINDOW_UPDATE:
+            self._take_window_update(stream_id, payload)
+        elif kind == frames.RST_STREAM:
+            self._take_reset(stream_id, payload)
+        elif kind == frames.PUSH_PROMISE:
+            raise PeerError(ErrorCode.PROTOCOL_ERROR, "a push was forbidden")
+        elif kind in _ON_THE_CONNECTION:
+            if stream_id:
+                raise PeerError(ErrorCode.PROTOCOL_ERROR, "it belongs on the connection")
+            _ON_THE_CONNECTION[kind](self, flags, payload)
 
     def _take_data(self, flags: int, stream_id: int, payload: bytes) -> None:
         self._own_window -= len(payload)

@@ -85,7 +85,9 @@ def read(block: bytes) -> Head:
     )
 
 
-def question(path: str, authority: str, scheme: str, metadata: tuple[tuple[str, str], ...]) -> bytes:
+def question(
+    path: str, authority: str, scheme: str, metadata: tuple[tuple[str, str], ...]
+) -> bytes:
     """The block of a call, but for its deadline."""
     return blocks.encode(
         [

@@ -71,6 +71,7 @@ via
 www-authenticate"""
 
 STATIC_TABLE: Final[tuple[Field, ...]] = tuple(
-    (name, value) for name, _, value in (line.partition(b" ") for line in _LINES.encode().splitlines())
+    (name, value)
+    for name, _, value in (line.partition(b" ") for line in _LINES.encode().splitlines())
 )
 """Position 0 has index 1."""
