@@ -1,4 +1,4 @@
-"""A server that answers by the h2 library as a test wants it: what a node of another make, or a broken one, might do."""
+"""A server that answers by the h2 library as a test wants it: a node of another make, or a broken one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -8,6 +8,7 @@ import h2.config
 import h2.connection
 import h2.events
 import h2.exceptions
+from h2.settings import SettingCodes, Settings
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -18,11 +19,11 @@ TRAILERS = [("grpc-status", "0")]
 class Peer:
     """One connection that the server took."""
 
-    def __init__(self, writer: asyncio.StreamWriter, settings: dict[int, int]) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, settings: dict[SettingCodes, int]) -> None:
         self.writer = writer
         config = h2.config.H2Configuration(client_side=False, header_encoding="utf-8")
         self.h2 = h2.connection.H2Connection(config)
-        self.h2.local_settings.update(settings)
+        self.h2.local_settings = Settings(client=False, initial_values=settings)
         self.h2.initiate_connection()
         self.headers: dict[int, dict[str, str]] = {}
         self.resets: list[int] = []
@@ -43,7 +44,9 @@ class Peer:
 class H2Node:
     """The server: its address, the connections it took, and how it treats a question."""
 
-    def __init__(self, behave: Callable[[Peer, int], None], settings: dict[int, int]) -> None:
+    def __init__(
+        self, behave: Callable[[Peer, int], None], settings: dict[SettingCodes, int]
+    ) -> None:
         self.behave = behave
         self.peers: list[Peer] = []
         self.address = ""
@@ -92,7 +95,7 @@ class H2Node:
 async def h2_node(
     behave: Callable[[Peer, int], None] = Peer.answer,
     *,
-    settings: dict[int, int] | None = None,
+    settings: dict[SettingCodes, int] | None = None,
     **listen: object,
 ) -> AsyncIterator[H2Node]:
     """A server that treats questions so; ``listen`` are arguments of the loop's ``create_server``."""

@@ -336,9 +336,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("before", ["used", "unused"])
-def test_after_a_fork_a_client_works_or_lets_through_and_never_hangs(
-    real_node, before, transport
-):
+def test_after_a_fork_a_client_works_or_lets_through_and_never_hangs(real_node, before, transport):
     command = [sys.executable, "-c", FORKS, real_node.grpc_address, before, transport]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -15,7 +15,11 @@ from ratelimitd_client.targets import MAX_ADDRESSES, Address, Target, parse
         ("[::1]:9090", "[::1]:9090", [Address("::1", 9090)]),
         ("dns:///127.0.0.1:9090", "127.0.0.1:9090", [Address("127.0.0.1", 9090)]),
         ("127.0.0.1", "127.0.0.1", [Address("127.0.0.1", 443)]),
-        ("ipv4:10.0.0.1:1,10.0.0.2:2", "10.0.0.1:1", [Address("10.0.0.1", 1), Address("10.0.0.2", 2)]),
+        (
+            "ipv4:10.0.0.1:1,10.0.0.2:2",
+            "10.0.0.1:1",
+            [Address("10.0.0.1", 1), Address("10.0.0.2", 2)],
+        ),
         ("ipv6:[::1]:5", "[::1]:5", [Address("::1", 5)]),
         ("unix:/run/node.sock", "localhost", [Address(path="/run/node.sock")]),
         ("unix:///run/node.sock", "localhost", [Address(path="/run/node.sock")]),

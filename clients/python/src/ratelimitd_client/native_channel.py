@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -98,7 +99,7 @@ class NativeChannel:
         self._is_unknown = False
         """The last look-up of the name failed."""
         self._lookup_due = asyncio.Event()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
         self._keeper: asyncio.Task[None] | None = None
         self._is_closed = False
         self._blocks: dict[tuple[str, Metadata], bytes] = {}
@@ -200,11 +201,11 @@ class NativeChannel:
     async def _change(self) -> None:
         """Wait until it is another with a connection."""
         waiter = self._loop.create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         try:
             await waiter
         finally:
-            self._waiters.discard(waiter)
+            del self._waiters[waiter]
 
     def _changed(self) -> None:
         links = [node.link for node in self._nodes.values()]
@@ -246,7 +247,7 @@ class NativeChannel:
     async def _look_up(self) -> None:
         try:
             addresses = await self._target.addresses(self._loop)
-        except (OSError, UnicodeError):  # the latter is for names that no DNS can hold
+        except Exception:  # noqa: BLE001 - whatever it is, the name is looked up again
             self._is_unknown = True
             return
         self._is_unknown = False
@@ -291,7 +292,7 @@ class NativeChannel:
             async with asyncio.timeout(CONNECT_S):
                 await self._open(address, link)
                 await link.ready
-        except (OSError, TimeoutError, ValueError):
+        except Exception:  # noqa: BLE001 - whatever keeps it from connecting, it is tried again
             return None
         finally:
             if not link.is_usable:
@@ -315,11 +316,9 @@ class NativeChannel:
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     """Wait for an event, for so long at most."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
-    except TimeoutError:
-        pass
 
 
 def _expire(call: AskedCall) -> None:
