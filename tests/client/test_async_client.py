@@ -243,15 +243,17 @@ def test_each_of_many_loops_has_a_channel_that_goes_with_it(real_node):
         assert len(client._sessions) == 1
 
 
-def test_loops_that_run_at_once_keep_their_channels_and_share_what_they_learn(real_node):
+def test_loops_that_run_at_once_keep_their_channels_and_share_what_they_learn(
+    real_node, transport
+):
     client = AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S)
     both_asked = threading.Barrier(2)
 
     async def ask():
-        decisions = [await client.check("at-once", "user", "/five") for _ in range(2)]
+        decisions = [await client.check(f"at-once {transport}", "user", "/five") for _ in range(2)]
         channel = client._opened().channel
         await asyncio.to_thread(both_asked.wait)
-        decisions.append(await client.check("at-once", "user", "/five"))
+        decisions.append(await client.check(f"at-once {transport}", "user", "/five"))
         assert client._opened().channel is channel
         exchange = client._opened().exchange
         await asyncio.to_thread(both_asked.wait)
