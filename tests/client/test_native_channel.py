@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import ssl
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
@@ -10,7 +11,8 @@ import trustme
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from ratelimitd_client import Tls, native_channel
+from ratelimitd import testing
+from ratelimitd_client import AsyncRateLimiterClient, Check, Tls, native_channel
 from ratelimitd_client.exchange import BATCH, CHECK
 from ratelimitd_client.http2 import blocks
 from ratelimitd_client.native_channel import CallError, open_native_channel
@@ -311,3 +313,45 @@ async def test_a_loop_that_ends_takes_the_connections_with_it():
             asyncio.run(use())
 
         await asyncio.to_thread(leave)
+
+
+@pytest.mark.parametrize("transport", ["native", "grpcio"])
+async def test_a_node_over_either_of_its_own_transports_decides_a_thousand_checks(transport):
+    checks = [Check(f"user-{number}", "user", "/x" * 100) for number in range(1_000)]
+    async with (
+        testing.running_node(log_level="error", transport=transport) as node,
+        AsyncRateLimiterClient(node.grpc_address, timeout_s=PATIENT_S) as client,
+    ):
+        for _ in range(3):
+            decisions = await client.check_many(checks)
+            assert not any(decision.fail_open for decision in decisions)
+
+
+async def test_no_check_is_let_through_unchecked_while_one_of_two_nodes_drains():
+    async with (
+        testing.running_node(log_level="error") as stays,
+        AsyncExitStack() as leaves,
+    ):
+        leaving = await leaves.enter_async_context(testing.running_node(log_level="error"))
+        target = f"ipv4:{stays.grpc_address},{leaving.grpc_address}"
+        async with AsyncRateLimiterClient(target, timeout_s=PATIENT_S) as client:
+            channel = client._opened().channel
+            await client.wait_until_ready(PATIENT_S)
+            while len(channel._ready) < 2:
+                await channel._change()
+            asking = True
+
+            async def ask_on():
+                decisions = []
+                while asking:
+                    decisions += await client.check_many([Check("alice", "user", "/x")])
+                return decisions
+
+            callers = [asyncio.ensure_future(ask_on()) for _ in range(8)]
+            await asyncio.sleep(0)
+            await leaves.aclose()
+            while len(channel._ready) > 1:
+                await channel._change()
+            asking = False
+            for decisions in await asyncio.gather(*callers):
+                assert not any(decision.fail_open for decision in decisions)
