@@ -243,9 +243,7 @@ def test_each_of_many_loops_has_a_channel_that_goes_with_it(real_node):
         assert len(client._sessions) == 1
 
 
-def test_loops_that_run_at_once_keep_their_channels_and_share_what_they_learn(
-    real_node, transport
-):
+def test_loops_that_run_at_once_keep_their_channels_and_share_what_they_learn(real_node, transport):
     client = AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S)
     both_asked = threading.Barrier(2)
 
