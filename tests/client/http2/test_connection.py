@@ -438,3 +438,19 @@ def test_whatever_comes_a_call_ends_once_or_stays(parts):
         ended += client.lose()
     assert sorted(map(id, ended)) == sorted(map(id, calls))
     assert all(call.ended for call in calls)
+
+
+def test_of_a_connection_that_breaks_what_was_not_sent_may_be_sent_again():
+    pair = Pair(MAX_CONCURRENT_STREAMS=1)
+    sent, waiting = pair.asked(), pair.asked()
+    assert pair.client.lose() == [sent, waiting]
+    assert [call.unprocessed for call in (sent, waiting)] == [False, True]
+
+
+def test_calls_wait_together_for_the_window_of_the_connection():
+    pair = Pair()
+    first, second = pair.asked(bytes(100_000)), pair.asked(bytes(10))
+    third = pair.asked(bytes(10))
+    pair.server.increment_flow_control_window(10)
+    assert pair.served() == []
+    assert all(call.unsent for call in (first, second, third))
