@@ -7,11 +7,14 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import get_args
 
 import grpc
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient, Check, Reason
+from ratelimitd_client.async_client import Transport
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server
@@ -22,21 +25,29 @@ PATIENT_S = 30.0
 """A deadline that no answer of a living node misses, however busy the machine is."""
 
 
+@pytest.fixture(autouse=True, params=get_args(Transport))
+def transport(request, monkeypatch):
+    """Every test is made over both."""
+    made = partial(AsyncRateLimiterClient, transport=request.param)
+    monkeypatch.setattr(sys.modules[__name__], "AsyncRateLimiterClient", made)
+    return request.param
+
+
 @pytest.fixture
 async def client(real_node):
     async with AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
         yield client
 
 
-async def test_the_limit_of_a_real_node_is_kept_to_the_check(client):
-    decisions = [await client.check("async", "user", "/five") for _ in range(7)]
+async def test_the_limit_of_a_real_node_is_kept_to_the_check(client, transport):
+    decisions = [await client.check(f"async {transport}", "user", "/five") for _ in range(7)]
     assert [decision.allowed for decision in decisions] == [True] * 5 + [False] * 2
     assert decisions[5].headers()["Retry-After"] == str(decisions[5].retry_after_seconds)
 
 
-async def test_checks_that_are_asked_together_are_decided_in_their_order(client):
+async def test_checks_that_are_asked_together_are_decided_in_their_order(client, transport):
     decisions = await asyncio.gather(
-        *(client.check("together", "user", "/five", cost=cost) for cost in (3, 3, 2))
+        *(client.check(f"together {transport}", "user", "/five", cost=cost) for cost in (3, 3, 2))
     )
     assert [decision.allowed for decision in decisions] == [True, False, True]
 
@@ -50,8 +61,8 @@ async def test_checks_that_are_asked_together_travel_in_one_call():
         assert node.methods() == ["BatchRateLimit", "RateLimit"]
 
 
-async def test_many_checks_are_decided_in_one_call(client):
-    checks = [Check("many-async", "user", "/five", cost=cost) for cost in (3, 3, 2)]
+async def test_many_checks_are_decided_in_one_call(client, transport):
+    checks = [Check(f"many-async {transport}", "user", "/five", cost=cost) for cost in (3, 3, 2)]
     decisions = await client.check_many(checks)
     assert [decision.allowed for decision in decisions] == [True, False, True]
     assert await client.check_many([]) == []
@@ -76,6 +87,8 @@ async def test_wrong_arguments_raise_before_anything_is_sent():
             with pytest.raises(ValueError, match="timeout_s"):
                 await client.check("alice", "user", "/x", timeout_s=0)
         assert node.seen == []
+    with pytest.raises(ValueError, match="native or grpcio"):
+        AsyncRateLimiterClient(transport="carrier pigeon")
     for linger_us in (-1, 1_000_001):
         with pytest.raises(ValueError, match="linger_us"):
             AsyncRateLimiterClient(linger_us=linger_us)
@@ -109,12 +122,14 @@ async def test_whatever_a_peer_does_every_check_is_let_through(behave):
     ("answer", "error"),
     [
         (b"\xff" * 10, "GARBLED"),
-        (b"\x0a\x00" * 100_000, "GARBLED"),
+        (b"\x0a\x00" * 100_000, "too long"),
         (bytes(100_000_000), "RESOURCE_EXHAUSTED"),
     ],
     ids=["garbage", "too long", "100 MB"],
 )
-async def test_bytes_that_are_no_answer_let_through(answer, error, caplog):
+async def test_bytes_that_are_no_answer_let_through(answer, error, caplog, transport):
+    if error == "too long":  # gRPC has read it before it is judged
+        error = "RESOURCE_EXHAUSTED" if transport == "native" else "GARBLED"
     caplog.set_level(logging.WARNING)
     with bytes_server(lambda _request, _context: answer) as address:
         async with AsyncRateLimiterClient(address, timeout_s=PATIENT_S) as client:
@@ -211,11 +226,11 @@ async def test_the_token_travels_with_checks_and_a_bad_one_is_refused():
         AsyncRateLimiterClient(token="two words")
 
 
-def test_a_client_serves_one_event_loop_after_another(real_node):
+def test_a_client_serves_one_event_loop_after_another(real_node, transport):
     client = AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S)
 
     async def ask():
-        return await client.check("loops", "user", "/five")
+        return await client.check(f"loops {transport}", "user", "/five")
 
     assert [asyncio.run(ask()).remaining_tokens for _ in range(2)] == [4, 3]
     asyncio.run(client.close())
@@ -228,15 +243,15 @@ def test_each_of_many_loops_has_a_channel_that_goes_with_it(real_node):
         assert len(client._sessions) == 1
 
 
-def test_loops_that_run_at_once_keep_their_channels_and_share_what_they_learn(real_node):
+def test_loops_that_run_at_once_keep_their_channels_and_share_what_they_learn(real_node, transport):
     client = AsyncRateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S)
     both_asked = threading.Barrier(2)
 
     async def ask():
-        decisions = [await client.check("at-once", "user", "/five") for _ in range(2)]
+        decisions = [await client.check(f"at-once {transport}", "user", "/five") for _ in range(2)]
         channel = client._opened().channel
         await asyncio.to_thread(both_asked.wait)
-        decisions.append(await client.check("at-once", "user", "/five"))
+        decisions.append(await client.check(f"at-once {transport}", "user", "/five"))
         assert client._opened().channel is channel
         exchange = client._opened().exchange
         await asyncio.to_thread(both_asked.wait)
@@ -293,7 +308,7 @@ async def test_an_open_breaker_holds_for_batches_too():
 FORKS = """
 import asyncio, logging, os, sys
 from ratelimitd_client import AsyncRateLimiterClient, Check
-client = AsyncRateLimiterClient(sys.argv[1], timeout_s=30)
+client = AsyncRateLimiterClient(sys.argv[1], timeout_s=30, transport=sys.argv[3])
 
 async def ask():
     return (await client.check("alice", "user", "/x")), (await client.check_many([Check("a", "user", "/x")]))[0]
@@ -321,8 +336,8 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("before", ["used", "unused"])
-def test_after_a_fork_a_client_works_or_lets_through_and_never_hangs(real_node, before):
-    command = [sys.executable, "-c", FORKS, real_node.grpc_address, before]
+def test_after_a_fork_a_client_works_or_lets_through_and_never_hangs(real_node, before, transport):
+    command = [sys.executable, "-c", FORKS, real_node.grpc_address, before, transport]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ("ForkedError" in ended.stderr) == (before == "used")

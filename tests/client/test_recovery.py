@@ -2,11 +2,15 @@
 
 import asyncio
 import signal
+import sys
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from typing import get_args
 
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient
+from ratelimitd_client.async_client import Transport
 from tests.chaos_proxy import ChaosProxy
 from tests.servers import START_S, free_port
 from tests.system.process import Files
@@ -14,6 +18,13 @@ from tests.system.process import Files
 pytestmark = pytest.mark.system
 
 CALLERS = 8
+
+
+@pytest.fixture(autouse=True, params=get_args(Transport))
+def transport(request, monkeypatch):
+    """Every test is made over both."""
+    made = partial(AsyncRateLimiterClient, transport=request.param)
+    monkeypatch.setattr(sys.modules[__name__], "AsyncRateLimiterClient", made)
 
 
 class Load:

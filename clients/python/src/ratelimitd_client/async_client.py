@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Literal, Self, get_args
 
 import grpc
 import grpc.aio
@@ -28,8 +28,12 @@ from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.coalescing import Coalescer
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.exchange import Exchange, path_of, question_of
+from ratelimitd_client.native_channel import CallError, NativeChannel, open_native_channel
 
 MAX_LINGER_US: Final = 1_000_000
+
+Transport = Literal["native", "grpcio"]
+DEFAULT_TRANSPORT: Final = "native"
 
 
 class AsyncRateLimiterClient:
@@ -42,6 +46,8 @@ class AsyncRateLimiterClient:
         linger_us: how long a check may wait, in µs, for others to travel with, and never more than half of its
             deadline; 0 takes those of the same turn of the event loop, and those that come while two calls are under
             way.
+        transport: what carries the checks. ``native`` is the client's own HTTP/2, and costs a process much less;
+            ``grpcio`` is gRPC's channel. With ``options``, or a target that only gRPC knows, it is gRPC's all the same.
 
     Raises:
         ValueError: an argument is not valid.
@@ -56,8 +62,12 @@ class AsyncRateLimiterClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         linger_us: int = 0,
         options: Mapping[str, int | str] | None = None,
+        transport: Transport = DEFAULT_TRANSPORT,
         clock: Clock | None = None,
     ) -> None:
+        if transport not in get_args(Transport):
+            message = "transport must be native or grpcio"
+            raise ValueError(message)
         if not 0 <= linger_us <= MAX_LINGER_US:
             message = f"linger_us must be 0 to {MAX_LINGER_US}"
             raise ValueError(message)
@@ -68,6 +78,7 @@ class AsyncRateLimiterClient:
         self._linger_s = linger_us / 1_000_000
         self._metadata = authorization(token)
         self._options = {**CHECKING_OPTIONS, **(options or {})}
+        self._is_native = transport == "native" and not options
         self._clock = SystemClock() if clock is None else clock
         self._sessions: dict[asyncio.AbstractEventLoop, _Session] = {}
         self._process: int | None = None
@@ -106,8 +117,8 @@ class AsyncRateLimiterClient:
 
     @property
     def admin(self) -> AsyncNodeClient:
-        """Rules, health and metrics over the same channel: messages in and out, errors raised, a deadline of 1 s."""
-        return self._opened().admin
+        """Rules, health and metrics over gRPC: messages in and out, errors raised, a deadline of 1 s."""
+        return AsyncNodeClient(channel=self._opened().grpc_channel, token=self._token)
 
     async def check(
         self,
@@ -179,16 +190,19 @@ class AsyncRateLimiterClient:
             if other.is_closed():
                 self._sessions.pop(other, None)
         self._process = os.getpid()
-        channel = open_async_channel(self._target, tls=self._tls, options=self._options)
+        native = open_native_channel(self._target, self._tls) if self._is_native else None
         session = _Session(
-            channel,
-            AsyncNodeClient(channel=channel, token=self._token),
+            native,
+            self._open_grpc,
             self._exchange,
             metadata=self._metadata,
             linger_s=self._linger_s,
         )
         self._sessions[loop] = session
         return session
+
+    def _open_grpc(self) -> grpc.aio.Channel:
+        return open_async_channel(self._target, tls=self._tls, options=self._options)
 
 
 class ForkedError(RuntimeError):
@@ -204,14 +218,15 @@ class ForkedError(RuntimeError):
 
 
 class _Session:
-    """The channel of one event loop, and what is under way there."""
+    """The channels of one event loop, and what is under way there."""
 
     __slots__ = (
+        "_grpc_channel",
         "_loop",
         "_metadata",
         "_methods",
+        "_open_grpc",
         "_under_way",
-        "admin",
         "channel",
         "coalescer",
         "exchange",
@@ -219,22 +234,30 @@ class _Session:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
-        admin: AsyncNodeClient,
+        native: NativeChannel | None,
+        open_grpc: Callable[[], grpc.aio.Channel],
         exchange: Exchange,
         *,
         metadata: Metadata,
         linger_s: float,
     ) -> None:
-        self.channel = channel
-        self.admin = admin
+        self._open_grpc = open_grpc
+        self._grpc_channel = open_grpc() if native is None else None
+        self.channel = native or self.grpc_channel
         self.exchange = exchange
         self._loop = asyncio.get_running_loop()
         self.coalescer = Coalescer(self._ask, linger_s=linger_s, loop=self._loop)
         self._metadata = metadata
         # Bytes in and out: what a peer sends in place of an answer is judged by us, not logged by gRPC.
-        self._methods = Methods(channel)
+        self._methods = Methods(self.channel)
         self._under_way: set[asyncio.Task[list[Decision]]] = set()
+
+    @property
+    def grpc_channel(self) -> grpc.aio.Channel:
+        """That of gRPC, opened when it is first needed."""
+        if self._grpc_channel is None:
+            self._grpc_channel = self._open_grpc()
+        return self._grpc_channel
 
     def begin(self, requests: Sequence[bytes], timeout_s: float) -> asyncio.Task[list[Decision]]:
         """Ask checks within so many seconds; closing waits for the answer."""
@@ -254,6 +277,8 @@ class _Session:
         await self.coalescer.finish()
         await asyncio.gather(*self._under_way, return_exceptions=True)
         await self.channel.close()
+        if self._grpc_channel is not None:
+            await self._grpc_channel.close()
 
     async def _ask(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """The decisions on checks, within so many seconds; never raises."""
@@ -261,7 +286,7 @@ class _Session:
         method = self._methods[path_of(requests)]
         try:
             answer = await method(question_of(requests), timeout=timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
+        except (CallError, grpc.aio.AioRpcError) as error:
             return self.exchange.failed(error.code(), error.details() or "", count)
         except Exception as error:  # noqa: BLE001 - whatever gRPC raises, those who wait need an answer
             return self.exchange.broken(error, count)

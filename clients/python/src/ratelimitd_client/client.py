@@ -19,6 +19,7 @@ from ratelimitd_client.check import MAX_BATCH, Check, request_of
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.exchange import Exchange, path_of, question_of
+from ratelimitd_client.native_channel import NativeChannel
 from ratelimitd_client.node_client import NodeClient
 
 DEFAULT_TIMEOUT_S: Final = 0.02
@@ -209,7 +210,7 @@ class _Session:
 class Methods(dict[str, Any]):
     """The calls of a channel by their paths, each made when it is first needed."""
 
-    def __init__(self, channel: grpc.Channel | grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.Channel | grpc.aio.Channel | NativeChannel) -> None:
         super().__init__()
         self._channel = channel
 

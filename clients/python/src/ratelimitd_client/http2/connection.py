@@ -1,0 +1,410 @@
+"""The state of one connection: calls go in, octets for the peer come out; octets go in, ended calls come out.
+
+Never does I/O. What an honest server never sends ends the connection, and what it may send has bounds: the memory of a
+connection is what its calls may answer, and a little.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Generic, TypeVar
+
+import grpc
+
+from ratelimitd_client.http2 import blocks, frames, heads
+from ratelimitd_client.http2.call import Call
+from ratelimitd_client.http2.errors import ErrorCode, PeerError
+
+WINDOW_BYTES: Final = 8 * 1024 * 1024
+"""Of the connection and of each stream: more than the longest answer, so that no stream's ever has to be opened."""
+
+MAX_BUFFERED_BYTES: Final = 8 * 1024 * 1024
+"""Of answers that have begun to come. An honest node has answers of 100 KB under way."""
+
+MAX_BLOCK_BYTES: Final = 16_384
+"""Of a header block with all its CONTINUATION frames."""
+
+MAX_USELESS_FRAMES: Final = 10_000
+"""Frames that brought no call on, between two answers or two keepalives. An honest peer sends a few."""
+
+MAX_STREAM_ID: Final = 2**30
+"""Then another connection is due: stream identifiers end at 2³¹."""
+
+DEFAULT_WINDOW_BYTES: Final = 65_535
+MAX_WINDOW_BYTES: Final = 2**31 - 1
+
+_FRAME_SIZE_LIMITS: Final = (16_384, 2**24 - 1)
+
+_START: Final = (
+    frames.PREFACE
+    + frames.settings(
+        {
+            frames.HEADER_TABLE_SIZE: 0,
+            frames.ENABLE_PUSH: 0,
+            frames.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
+            frames.MAX_HEADER_LIST_SIZE: blocks.MAX_LIST_BYTES,
+        }
+    )
+    + frames.window_update(0, WINDOW_BYTES - DEFAULT_WINDOW_BYTES)
+)
+
+CallT = TypeVar("CallT", bound=Call)
+
+
+class Connection(Generic[CallT]):
+    """A client's connection. Whatever it is told, take :meth:`octets_to_send` afterwards.
+
+    Attributes:
+        is_ready: the peer has said its settings, and so that it lives.
+        is_draining: it takes no further calls; those under way may end.
+        answers: how many calls had an answer or a status of the peer's.
+        awaits_ping: a keepalive is not answered yet.
+    """
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.is_draining = False
+        self.answers = 0
+        self.awaits_ping = False
+        self._out = [_START]
+        self._rest = b""
+        self._calls: dict[int, CallT] = {}
+        self._waiting: dict[CallT, None] = {}
+        """For one of the streams that the peer allows."""
+        self._blocked: dict[int, CallT] = {}
+        """Begun, and their bodies wait for the peer's windows."""
+        self._ended: list[CallT] = []
+        self._next_id = 1
+        self._max_calls = MAX_WINDOW_BYTES
+        self._peer_window = DEFAULT_WINDOW_BYTES
+        self._peer_initial_window = DEFAULT_WINDOW_BYTES
+        self._own_window = WINDOW_BYTES
+        self._buffered = 0
+        self._useless = 0
+        self._owes_update = False
+        # A header block whose CONTINUATION is due: its stream, whether the stream ends with it, and what came of it.
+        self._block_id = 0
+        self._block_ends = False
+        self._block = b""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way."""
+        return not self._calls and not self._waiting
+
+    def octets_to_send(self) -> bytes:
+        """What the peer is to get; each octet is returned once."""
+        octets = b"".join(self._out)
+        self._out.clear()
+        return octets
+
+    def begin(self, call: CallT) -> None:
+        """Send a call, or keep it until the peer allows another stream."""
+        if self._waiting or len(self._calls) >= self._max_calls:
+            self._waiting[call] = None
+        else:
+            self._open(call)
+
+    def cancel(self, call: CallT) -> None:
+        """Give up a call, which may have ended."""
+        if call in self._waiting:
+            del self._waiting[call]
+        elif self._calls.get(call.stream_id) is call:
+            self._close(call, ErrorCode.CANCEL)
+
+    def ping(self) -> None:
+        """Ask for a sign of life; to be called at the intervals of a keepalive."""
+        self._useless = 0
+        self.awaits_ping = True
+        self._out.append(frames.frame(frames.PING, 0, 0, bytes(8)))
+
+    def lose(self) -> list[CallT]:
+        """End all calls: the connection is gone."""
+        self.is_draining = True
+        for call in self._calls.values():
+            call.fail(grpc.StatusCode.UNAVAILABLE, "the connection was lost")
+        for call in self._waiting:
+            call.fail(grpc.StatusCode.UNAVAILABLE, "the connection was lost", unprocessed=True)
+        ended = [*self._calls.values(), *self._waiting]
+        self._calls.clear()
+        self._waiting.clear()
+        self._blocked.clear()
+        return ended
+
+    def receive(self, octets: bytes) -> list[CallT]:
+        """Take what came, and return the calls that it ended.
+
+        Raises:
+            PeerError: the connection cannot go on; it is to be closed after what there is to send, and be lost.
+        """
+        if self._rest:
+            octets = self._rest + octets
+        at, end = 0, len(octets)
+        while end - at >= frames.FRAME_HEADER_BYTES:
+            high, low, kind, flags, stream_id = frames.read_header(octets, at)
+            if high or low > frames.MAX_FRAME_BYTES:
+                raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame is too long")
+            begin = at + frames.FRAME_HEADER_BYTES
+            if begin + low > end:
+                break
+            at = begin + low
+            self._take(kind, flags, stream_id & frames.STREAM_ID_MASK, octets[begin:at])
+        self._rest = octets[at:]
+        ended, self._ended = self._ended, []
+        return ended
+
+    def give_up(self, error: PeerError) -> list[CallT]:
+        """Tell the peer why the connection ends, and end all calls, also those that ended with the octet before."""
+        self._out.append(frames.go_away(error.code))
+        ended, self._ended = self._ended, []
+        return ended + self.lose()
+
+    def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        """Take one frame."""
+        if self._block_id and (kind != frames.CONTINUATION or stream_id != self._block_id):
+            raise PeerError(ErrorCode.PROTOCOL_ERROR, "a header block was interrupted")
+        if not self.is_ready and (kind != frames.SETTINGS or flags & frames.ACK):
+            raise PeerError(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
+        if kind == frames.DATA:
+            self._take_data(flags, stream_id, payload)
+        elif kind == frames.HEADERS:
+            self._take_headers(flags, stream_id, payload)
+        elif kind == frames.CONTINUATION:
+            self._take_continuation(flags, stream_id, payload)
+        else:
+            self._take_other(kind, flags, stream_id, payload)
+
+    def _take_other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        """Take a frame that holds nothing of an answer; types that nobody knows are ignored."""
+        self._count_useless()
+        if kind == frames.WINDOW_UPDATE:
+            self._take_window_update(stream_id, payload)
+        elif kind == frames.RST_STREAM:
+            self._take_reset(stream_id, payload)
+        elif kind == frames.PUSH_PROMISE:
+            raise PeerError(ErrorCode.PROTOCOL_ERROR, "a push was forbidden")
+        elif kind in _ON_THE_CONNECTION:
+            if stream_id:
+                raise PeerError(ErrorCode.PROTOCOL_ERROR, "it belongs on the connection")
+            _ON_THE_CONNECTION[kind](self, flags, payload)
+
+    def _take_data(self, flags: int, stream_id: int, payload: bytes) -> None:
+        self._own_window -= len(payload)
+        if self._own_window < 0:
+            raise PeerError(ErrorCode.FLOW_CONTROL_ERROR, "more came than the window allows")
+        if self._own_window < WINDOW_BYTES // 2:
+            self._out.append(frames.window_update(0, WINDOW_BYTES - self._own_window))
+            self._own_window = WINDOW_BYTES
+        call = self._call(stream_id)
+        data = frames.without_padding(flags, payload)
+        if call is None or not data:
+            self._count_useless()
+        if call is None:
+            return
+        if data:
+            call.take_data(data)
+            self._buffered += len(data)
+            if self._buffered > MAX_BUFFERED_BYTES:
+                raise PeerError(ErrorCode.ENHANCE_YOUR_CALM, "the answers are too long")
+        if flags & frames.END_STREAM and not call.ended:
+            call.end_without_trailers()
+        self._end(call, is_over=bool(flags & frames.END_STREAM))
+
+    def _take_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
+        block = frames.without_padding(flags, payload)
+        if flags & frames.PRIORITY:
+            block = block[5:]
+        if flags & frames.END_HEADERS:
+            self._take_block(stream_id, block, last=bool(flags & frames.END_STREAM))
+        else:
+            self._block_id = stream_id
+            self._block_ends = bool(flags & frames.END_STREAM)
+            self._block = block
+            self._call(stream_id)
+
+    def _take_continuation(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if not self._block_id:
+            raise PeerError(ErrorCode.PROTOCOL_ERROR, "there is no header block to continue")
+        self._count_useless()
+        self._block += payload
+        if len(self._block) > MAX_BLOCK_BYTES:
+            raise PeerError(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too long")
+        if flags & frames.END_HEADERS:
+            block, self._block, self._block_id = self._block, b"", 0
+            self._take_block(stream_id, block, last=self._block_ends)
+
+    def _take_block(self, stream_id: int, block: bytes, *, last: bool) -> None:
+        call = self._call(stream_id)
+        if call is None:  # what it says changes no table, so that it need not be read
+            self._count_useless()
+            return
+        call.take_block(block, last=last)
+        self._end(call, is_over=last)
+
+    def _take_reset(self, stream_id: int, payload: bytes) -> None:
+        frames.demand_size(payload, 4)
+        call = self._call(stream_id)
+        if call is None:
+            return
+        code = int.from_bytes(payload, "big")
+        call.fail(
+            heads.status_of_reset(code),
+            "the server reset the call",
+            unprocessed=code == ErrorCode.REFUSED_STREAM,
+        )
+        self._end(call, is_over=True)
+
+    def _take_window_update(self, stream_id: int, payload: bytes) -> None:
+        frames.demand_size(payload, 4)
+        increment = frames.u32(payload)
+        if stream_id == 0:
+            if not increment:
+                raise PeerError(ErrorCode.PROTOCOL_ERROR, "a window was opened by nothing")
+            self._peer_window += increment
+            if self._peer_window > MAX_WINDOW_BYTES:
+                raise PeerError(ErrorCode.FLOW_CONTROL_ERROR, "a window is too large")
+            self._send_blocked()
+            return
+        call = self._call(stream_id)
+        if call is None or not call.unsent:
+            return
+        call.window_bytes += increment
+        if not increment or call.window_bytes > MAX_WINDOW_BYTES:
+            call.fail(grpc.StatusCode.INTERNAL, "the server opened its window wrongly")
+            self._end(call, is_over=False)
+        else:
+            self._send_blocked()
+
+    def _take_settings(self, flags: int, payload: bytes) -> None:
+        if flags & frames.ACK:
+            frames.demand_size(payload, 0)
+            return
+        if len(payload) % 6:
+            raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame has not the size of its type")
+        for name, value in frames.read_setting(payload):
+            self._set(name, value)
+        self.is_ready = True
+        self._out.append(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        self._send_blocked()
+        self._begin_waiting()
+
+    def _set(self, name: int, value: int) -> None:
+        if name == frames.MAX_CONCURRENT_STREAMS:
+            self._max_calls = value
+        elif name == frames.INITIAL_WINDOW_SIZE:
+            if value > MAX_WINDOW_BYTES:
+                raise PeerError(ErrorCode.FLOW_CONTROL_ERROR, "a window is too large")
+            for call in self._blocked.values():
+                call.window_bytes += value - self._peer_initial_window
+            self._peer_initial_window = value
+        elif name == frames.HEADER_TABLE_SIZE:
+            self._owes_update = True
+        elif name == frames.MAX_FRAME_SIZE:
+            smallest, largest = _FRAME_SIZE_LIMITS
+            if not smallest <= value <= largest:
+                raise PeerError(ErrorCode.PROTOCOL_ERROR, "no frame may have such a size")
+        elif name == frames.ENABLE_PUSH and value:
+            raise PeerError(ErrorCode.PROTOCOL_ERROR, "a push was forbidden")
+
+    def _take_ping(self, flags: int, payload: bytes) -> None:
+        frames.demand_size(payload, 8)
+        if flags & frames.ACK:
+            self.awaits_ping = False
+        else:
+            self._out.append(frames.frame(frames.PING, frames.ACK, 0, payload))
+
+    def _take_go_away(self, _flags: int, payload: bytes) -> None:
+        if len(payload) < 8:  # noqa: PLR2004 - the last stream and the code
+            raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame has not the size of its type")
+        self.is_draining = True
+        last_id = frames.u32(payload)
+        unprocessed = [call for id_, call in self._calls.items() if id_ > last_id]
+        for call in unprocessed:
+            self._forget(call)
+        unprocessed += self._waiting
+        self._waiting.clear()
+        for call in unprocessed:
+            call.fail(grpc.StatusCode.UNAVAILABLE, "the server is leaving", unprocessed=True)
+        self._ended += unprocessed
+
+    def _call(self, stream_id: int) -> CallT | None:
+        """The call on a stream; none if it has ended."""
+        call = self._calls.get(stream_id)
+        if call is None and (not stream_id & 1 or stream_id >= self._next_id):
+            raise PeerError(ErrorCode.PROTOCOL_ERROR, "nothing was asked on this stream")
+        return call
+
+    def _open(self, call: CallT) -> None:
+        call.stream_id = stream_id = self._next_id
+        self._next_id = stream_id + 2
+        if stream_id >= MAX_STREAM_ID:
+            self.is_draining = True
+        self._calls[stream_id] = call
+        block = call.block
+        if self._owes_update:
+            self._owes_update = False
+            block = blocks.NO_TABLE + block
+        self._out.append(frames.headers(stream_id, block))
+        call.window_bytes = self._peer_initial_window
+        if not self._send_body(call):
+            self._blocked[stream_id] = call
+
+    def _send_body(self, call: CallT) -> bool:
+        """Send what the peer's windows allow; tell whether that is all."""
+        while True:
+            body = call.unsent
+            size = min(len(body), frames.MAX_FRAME_BYTES, call.window_bytes, self._peer_window)
+            if size <= 0:
+                return False
+            part, call.unsent = body[:size], body[size:]
+            call.window_bytes -= size
+            self._peer_window -= size
+            flags = 0 if call.unsent else frames.END_STREAM
+            self._out.append(frames.frame(frames.DATA, flags, call.stream_id, part))
+            if flags:
+                return True
+
+    def _send_blocked(self) -> None:
+        for stream_id, call in list(self._blocked.items()):
+            if self._peer_window <= 0:
+                return
+            if self._send_body(call):
+                del self._blocked[stream_id]
+
+    def _begin_waiting(self) -> None:
+        while self._waiting and len(self._calls) < self._max_calls:
+            call = next(iter(self._waiting))
+            del self._waiting[call]
+            self._open(call)
+
+    def _end(self, call: CallT, *, is_over: bool) -> None:
+        """Return a call, if it has ended; ``is_over``: the peer sends nothing more on its stream."""
+        if not call.ended:
+            return
+        self.answers += 1
+        self._useless = 0
+        self._ended.append(call)
+        self._close(call, None if is_over and not call.unsent else ErrorCode.CANCEL)
+
+    def _close(self, call: CallT, code: ErrorCode | None) -> None:
+        if code is not None:
+            self._out.append(frames.rst_stream(call.stream_id, code))
+        self._forget(call)
+        if self._waiting:
+            self._begin_waiting()
+
+    def _forget(self, call: CallT) -> None:
+        self._buffered -= len(call.received)
+        del self._calls[call.stream_id]
+        self._blocked.pop(call.stream_id, None)
+
+    def _count_useless(self) -> None:
+        self._useless += 1
+        if self._useless > MAX_USELESS_FRAMES:
+            raise PeerError(ErrorCode.ENHANCE_YOUR_CALM, "too many frames are of no use")
+
+
+_ON_THE_CONNECTION: Final = {
+    frames.SETTINGS: Connection._take_settings,  # noqa: SLF001 - a table of its own methods
+    frames.PING: Connection._take_ping,  # noqa: SLF001
+    frames.GOAWAY: Connection._take_go_away,  # noqa: SLF001
+}

@@ -1,0 +1,329 @@
+"""The asyncio client's own way to nodes, in the place of gRPC's channel: calls with one question and one answer.
+
+Keeps a connection to each address of a name, from the first call on, and asks them in turn. One that is down is passed
+over and tried again. What it cannot do is left to gRPC, see :func:`open_native_channel` and ADR 0040.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+import grpc
+
+from ratelimitd_client.channel import MAX_MESSAGE_BYTES, Metadata, Tls
+from ratelimitd_client.exchange import CHECK, MAX_ANSWER_BYTES
+from ratelimitd_client.http2 import heads
+from ratelimitd_client.link import AskedCall, Link
+from ratelimitd_client.targets import Address, Target, parse
+from ratelimitd_client.tls_context import open_context
+
+CONNECT_S: Final = 1.0
+"""How long an attempt to connect may take, until the node has said its settings."""
+
+FIRST_BACKOFF_S: Final = 0.1
+MAX_BACKOFF_S: Final = 0.5
+"""Between two attempts: a node that comes back is found within a second."""
+
+BACKOFF_JITTER: Final = 0.2
+
+LOOKUP_INTERVAL_S: Final = 30.0
+"""How long the addresses of a name are good while all goes well."""
+
+LOOKUP_PAUSE_S: Final = 1.0
+"""Between two look-ups of a name when it does not."""
+
+MAX_TRIES: Final = 2
+"""Of a call that no server has begun to work on."""
+
+Method = Callable[..., Awaitable[bytes]]
+
+
+class CallError(Exception):
+    """A call ended without an answer. What gRPC's error says: a status, and a text that may be the node's."""
+
+    def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
+        super().__init__(code.name)
+        self._code = code
+        self._details = details
+
+    def code(self) -> grpc.StatusCode:
+        """The status."""
+        return self._code
+
+    def details(self) -> str:
+        """Its text."""
+        return self._details
+
+
+def open_native_channel(target: str, tls: Tls | None) -> NativeChannel | None:
+    """Return a channel that connects with its first call, or ``None`` if it takes gRPC.
+
+    That is so for names that :mod:`ratelimitd_client.targets` does not know, and for TLS with the roots of gRPC.
+    """
+    parsed = parse(target)
+    if parsed is None or (tls is not None and tls.ca is None):
+        return None
+    return NativeChannel(parsed, tls)
+
+
+class _Node:
+    """An address, and how it is with the connection to it."""
+
+    __slots__ = ("address", "is_failing", "keeper", "link")
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.link: Link | None = None
+        self.is_failing = False
+        """The last attempt to connect failed."""
+        self.keeper: asyncio.Task[None] | None = None
+
+
+class NativeChannel:
+    """Connections to the nodes behind a name, for the event loop that is running."""
+
+    def __init__(self, target: Target, tls: Tls | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._target = target
+        self._tls = tls
+        self._scheme = "http" if tls is None else "https"
+        self._nodes: dict[Address, _Node] = {}
+        self._ready: list[Link] = []
+        self._turn = 0
+        self._links: set[Link] = set()
+        self._is_unknown = False
+        """The last look-up of the name failed."""
+        self._lookup_due = asyncio.Event()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
+        self._keeper: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._blocks: dict[tuple[str, Metadata], bytes] = {}
+
+    def unary_unary(self, path: str) -> Method:
+        """The method of a path: ``await method(question, timeout=seconds, metadata=…)`` gives the answer's octets.
+
+        It raises ``CallError``, and nothing else.
+        """
+        max_answer_bytes = MAX_ANSWER_BYTES if path == CHECK else MAX_MESSAGE_BYTES
+        return partial(self._call, path, max_answer_bytes)
+
+    async def channel_ready(self) -> None:
+        """Wait until a node is connected."""
+        self._start()
+        while not self._ready:
+            await self._change()
+
+    async def close(self) -> None:
+        """Let the calls that are under way end, and close all connections."""
+        self._is_closed = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+        lost = [link.lost for link in self._links]
+        for link in list(self._links):
+            link.leave()
+        if lost:
+            await asyncio.wait(lost)
+
+    async def _call(
+        self,
+        path: str,
+        max_answer_bytes: int,
+        question: bytes,
+        *,
+        timeout: float,  # noqa: ASYNC109 - as gRPC's own calls have it
+        metadata: Metadata,
+    ) -> bytes:
+        if timeout <= 0:
+            raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED)
+        self._start()
+        loop = self._loop
+        ends_s = loop.time() + timeout
+        begin = self._blocks.get((path, metadata)) or self._block(path, metadata)
+        left_s, tries = timeout, 0
+        while True:
+            tries += 1
+            link = self._next() or await self._first_ready(left_s)
+            block = begin + heads.deadline(heads.milliseconds(left_s))
+            call = AskedCall(block, question, max_answer_bytes, loop.create_future())
+            timer = loop.call_at(ends_s, _expire, call)
+            link.ask(call)
+            try:
+                await call.end
+            except asyncio.CancelledError:
+                link.cancel(call)
+                raise
+            finally:
+                timer.cancel()
+            if call.answer is not None:
+                return call.answer
+            left_s = ends_s - loop.time()
+            if not call.unprocessed or tries == MAX_TRIES or left_s <= 0:
+                raise CallError(call.code, call.details)
+
+    def _next(self) -> Link | None:
+        """The connection whose turn it is."""
+        ready = self._ready
+        if not ready:
+            return None
+        self._turn += 1
+        return ready[self._turn % len(ready)]
+
+    async def _first_ready(self, timeout_s: float) -> Link:
+        """Wait for a connection.
+
+        Raises:
+            CallError: all addresses fail, or there was none in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    link = self._next()
+                    if link is not None:
+                        return link
+                    if self._is_closed or self._is_hopeless():
+                        raise CallError(grpc.StatusCode.UNAVAILABLE, "no node can be reached")
+                    await self._change()
+        except TimeoutError:
+            raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED) from None
+
+    def _is_hopeless(self) -> bool:
+        """Whether all that was tried last failed."""
+        if not self._nodes:
+            return self._is_unknown
+        return all(node.is_failing for node in self._nodes.values())
+
+    async def _change(self) -> None:
+        """Wait until it is another with a connection."""
+        waiter = self._loop.create_future()
+        self._waiters[waiter] = None
+        try:
+            await waiter
+        finally:
+            del self._waiters[waiter]
+
+    def _changed(self) -> None:
+        links = [node.link for node in self._nodes.values()]
+        self._ready = [link for link in links if link is not None and link.is_usable]
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _block(self, path: str, metadata: Metadata) -> bytes:
+        block = heads.question(path, self._target.authority, self._scheme, metadata)
+        self._blocks[path, metadata] = block
+        return block
+
+    def _start(self) -> None:
+        if self._keeper is None and not self._is_closed:
+            self._keeper = self._loop.create_task(self._keep_nodes())
+
+    async def _keep_nodes(self) -> None:
+        """Know the addresses of the name, and keep a connection to each."""
+        try:
+            while True:
+                await self._look_up()
+                self._changed()
+                if self._target.fixed:
+                    await self._loop.create_future()  # they never change
+                if not self._is_unknown:
+                    await _wait(self._lookup_due, LOOKUP_INTERVAL_S)
+                await asyncio.sleep(LOOKUP_PAUSE_S)
+                self._lookup_due.clear()
+        finally:
+            for node in self._nodes.values():
+                if node.keeper is not None:
+                    node.keeper.cancel()
+            if not self._is_closed:  # the loop ends, and nobody waits any more
+                for link in self._links:
+                    link.abort()
+            self._changed()
+
+    async def _look_up(self) -> None:
+        try:
+            addresses = await self._target.addresses(self._loop)
+        except Exception:  # noqa: BLE001 - whatever it is, the name is looked up again
+            self._is_unknown = True
+            return
+        self._is_unknown = False
+        for address in set(self._nodes) - set(addresses):
+            node = self._nodes.pop(address)
+            if node.keeper is not None:
+                node.keeper.cancel()
+            if node.link is not None:
+                node.link.leave()
+        for address in addresses:
+            if address not in self._nodes:
+                node = self._nodes[address] = _Node(address)
+                node.keeper = self._loop.create_task(self._keep(node))
+
+    async def _keep(self, node: _Node) -> None:
+        """Keep a connection to one node."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            link = await self._connect(node.address)
+            node.is_failing = link is None
+            node.link = link
+            self._changed()
+            if link is not None:
+                await link.over
+                node.link = None
+                self._changed()
+                self._lookup_due.set()
+                if link.has_answered:
+                    backoff_s = FIRST_BACKOFF_S
+                    continue
+            self._lookup_due.set()
+            jitter = random.uniform(1 - BACKOFF_JITTER, 1 + BACKOFF_JITTER)  # noqa: S311 - no secret
+            await asyncio.sleep(backoff_s * jitter)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _connect(self, address: Address) -> Link | None:
+        """Return a connection whose node has said its settings, or ``None`` for whatever reason there is none."""
+        link = Link(self._loop, self._changed)
+        self._links.add(link)
+        link.lost.add_done_callback(lambda _: self._links.discard(link))
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._open(address, link)
+                await link.ready
+        except Exception:  # noqa: BLE001 - whatever keeps it from connecting, it is tried again
+            return None
+        finally:
+            if not link.is_usable:
+                link.abort()
+                if not link.is_made:
+                    self._links.discard(link)
+        return link
+
+    async def _open(self, address: Address, link: Link) -> None:
+        context = None if self._tls is None else open_context(self._tls)
+        name = None if context is None else self._target.server_name
+        if address.path:
+            await self._loop.create_unix_connection(
+                lambda: link, address.path, ssl=context, server_hostname=name
+            )
+        else:
+            await self._loop.create_connection(
+                lambda: link, address.host, address.port, ssl=context, server_hostname=name
+            )
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for an event, for so long at most."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
+def _expire(call: AskedCall) -> None:
+    """End a call whose deadline has passed."""
+    if call.link is not None:
+        call.link.cancel(call)
+    call.fail(grpc.StatusCode.DEADLINE_EXCEEDED)
+    call.tell()

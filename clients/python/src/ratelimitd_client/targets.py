@@ -1,0 +1,122 @@
+"""Names of nodes as gRPC writes them: which of them the client can connect to itself, and where they lead.
+
+Known are ``host:port``, ``dns:///host:port``, ``ipv4:`` and ``ipv6:`` with one address or several, ``unix:path`` and
+``unix:///path``. gRPC knows more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+DEFAULT_PORT: Final = 443
+"""As gRPC has it for a name without one."""
+
+MAX_PORT: Final = 65_535
+
+_IPV4: Final = 4
+_IPV6: Final = 6
+
+MAX_ADDRESSES: Final = 100
+"""Of one name; each gets a connection."""
+
+_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6|unix):(.*)", re.DOTALL)
+_HOST_AND_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to connect: a numeric host and its port, or the path of a socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A name that was understood.
+
+    Attributes:
+        authority: what a call names as its host.
+        server_name: what a certificate has to name.
+        fixed: the addresses, if no look-up is needed.
+        name: what is looked up otherwise.
+        port: for the addresses of ``name``.
+    """
+
+    authority: str
+    server_name: str
+    fixed: tuple[Address, ...] = ()
+    name: str = ""
+    port: int = 0
+
+    async def addresses(self, loop: asyncio.AbstractEventLoop) -> Sequence[Address]:
+        """Where the name leads now.
+
+        Raises:
+            OSError: nowhere, or nobody knows.
+        """
+        if self.fixed:
+            return self.fixed
+        found = await loop.getaddrinfo(self.name, self.port, type=socket.SOCK_STREAM)
+        unique = dict.fromkeys(Address(str(end[0]), self.port) for *_, end in found)
+        return list(unique)[:MAX_ADDRESSES]
+
+
+def parse(target: str) -> Target | None:
+    """Return what a name means, or ``None`` for one that only gRPC knows."""
+    matched = _SCHEME.fullmatch(target)
+    scheme, rest = matched.groups() if matched else ("dns", target)
+    if scheme == "unix":
+        path = rest.removeprefix("//") if rest.startswith("///") else rest
+        known = bool(path) and not path.startswith("//")
+        return Target("localhost", "localhost", (Address(path=path),)) if known else None
+    if scheme == "dns":
+        return _named(rest.removeprefix("///"))
+    return _listed(rest, _IPV4 if scheme == "ipv4" else _IPV6)
+
+
+def _named(rest: str) -> Target | None:
+    found = _host_and_port(rest)
+    if found is None:
+        return None
+    host, port = found
+    if _version(host):
+        return Target(rest, host, (Address(host, port),))
+    return Target(rest, host, name=host, port=port)
+
+
+def _listed(rest: str, version: int) -> Target | None:
+    addresses = []
+    for part in rest.removeprefix("///").split(","):
+        found = _host_and_port(part)
+        if found is None or _version(found[0]) != version:
+            return None
+        addresses.append(Address(*found))
+    first = rest.removeprefix("///").split(",")[0]
+    return Target(first, addresses[0].host, tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES])
+
+
+def _host_and_port(text: str) -> tuple[str, int] | None:
+    matched = _HOST_AND_PORT.fullmatch(text)
+    if matched is None:
+        return None
+    bracketed, plain, digits = matched.groups()
+    port = int(digits) if digits else DEFAULT_PORT
+    if port > MAX_PORT or (bracketed and _version(bracketed) != _IPV6):
+        return None
+    return bracketed or plain, port
+
+
+def _version(host: str) -> int:
+    """4 or 6, or 0 for what is no address."""
+    try:
+        return ipaddress.ip_address(host).version
+    except ValueError:
+        return 0

@@ -1,0 +1,106 @@
+"""Header blocks: agreed on with the hpack library, RFC 7541's own examples, and whatever octets come."""
+
+from contextlib import suppress
+
+import hpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratelimitd_client.http2 import blocks
+from ratelimitd_client.http2.errors import ErrorCode, PeerError
+from ratelimitd_client.http2.static_table import STATIC_TABLE
+from tests import rfc7541_examples as rfc
+
+SEQUENCES = (
+    rfc.REQUESTS_PLAIN,
+    rfc.REQUESTS_HUFFMAN,
+    rfc.RESPONSES_PLAIN,
+    rfc.RESPONSES_HUFFMAN,
+)
+WITHOUT_A_TABLE = [*rfc.SINGLE, *(sequence[0] for sequence in SEQUENCES)]
+WITH_A_TABLE = [example for sequence in SEQUENCES for example in sequence[1:]]
+
+TEXT = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=300)
+NAMES = TEXT | st.sampled_from([name.decode() for name, _ in STATIC_TABLE])
+
+
+def without_a_table():
+    """The encoder of a peer that was told to keep none."""
+    encoder = hpack.Encoder()
+    encoder.header_table_size = 0
+    return encoder
+
+
+def test_the_static_table_is_that_of_another_library():
+    assert STATIC_TABLE == hpack.table.HeaderTable.STATIC_TABLE
+
+
+@given(st.lists(st.tuples(NAMES, TEXT), max_size=10), st.booleans())
+def test_what_another_library_wrote_is_read(fields, huffman):
+    encoder = without_a_table()
+    expected = [(name.encode(), value.encode()) for name, value in fields]
+    for _ in range(2):
+        assert blocks.decode(encoder.encode(fields, huffman=huffman)) == expected
+
+
+@given(st.lists(st.tuples(NAMES, TEXT), max_size=10))
+def test_another_library_reads_what_is_written(fields):
+    read = hpack.Decoder(max_header_list_size=2**20).decode(blocks.encode(fields), raw=True)
+    assert [tuple(field) for field in read] == [(n.encode(), v.encode()) for n, v in fields]
+
+
+def test_a_secret_is_never_to_be_indexed():
+    [field] = hpack.Decoder().decode(blocks.encode([("authorization", "Bearer s3cret")]), raw=True)
+    assert isinstance(field, hpack.NeverIndexedHeaderTuple)
+    [field] = hpack.Decoder().decode(blocks.encode([("grpc-timeout", "20m")]), raw=True)
+    assert not isinstance(field, hpack.NeverIndexedHeaderTuple)
+
+
+@pytest.mark.parametrize("example", WITHOUT_A_TABLE, ids=lambda example: example.section)
+def test_the_examples_of_the_rfc_are_read(example):
+    assert blocks.decode(example.block) == list(example.fields)
+
+
+@pytest.mark.parametrize("example", WITH_A_TABLE, ids=lambda example: example.section)
+def test_those_that_point_into_a_dynamic_table_are_refused(example):
+    with pytest.raises(PeerError):
+        blocks.decode(example.block)
+
+
+@given(st.binary(max_size=200))
+def test_any_octets_are_read_or_refused(block):
+    with suppress(PeerError):
+        blocks.decode(block)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [b"\x80", b"\xbe", b"\x00\x05ab", b"\x00", b"\xff" * 7, b"\x88\x20", b"\x3f\xe1\x1f", b"\x0f"],
+    ids=[
+        "index 0",
+        "a table",
+        "cut off",
+        "no name",
+        "an endless integer",
+        "a late update",
+        "a table of 4096",
+        "half an index",
+    ],
+)
+def test_what_is_malformed_is_refused(block):
+    with pytest.raises(PeerError) as refused:
+        blocks.decode(block)
+    assert refused.value.code is ErrorCode.COMPRESSION_ERROR
+
+
+@pytest.mark.parametrize("block", [b"\x88" * 400, b"\x00\x00\x00" * 600], ids=["status", "empty"])
+def test_a_list_that_is_too_large_is_not_read_to_its_end(block):
+    with pytest.raises(PeerError) as refused:
+        blocks.decode(block)
+    assert refused.value.code is ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_long_values_keep_their_length():
+    fields = [("authorization", "Bearer " + "x" * 5_000)]
+    assert blocks.decode(blocks.encode(fields)) == [(b"authorization", b"Bearer " + b"x" * 5_000)]

@@ -1,0 +1,357 @@
+"""The client's own channel: which nodes it asks, what it does when they leave, and that every call ends."""
+
+import asyncio
+import socket
+import ssl
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+import trustme
+from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
+
+from ratelimitd import testing
+from ratelimitd_client import AsyncRateLimiterClient, Check, Tls, native_channel
+from ratelimitd_client.exchange import BATCH, CHECK
+from ratelimitd_client.http2 import blocks
+from ratelimitd_client.native_channel import CallError, open_native_channel
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests import http2_peer as peer
+from tests.client.h2_node import h2_node
+from tests.fake_node import fake_node
+from tests.servers import free_port
+
+PATIENT_S = 30.0
+QUESTION = pb.RateLimitRequest(identifier="alice").SerializeToString()
+
+AUTHORITY = trustme.CA()
+SERVER = AUTHORITY.issue_cert("localhost", "127.0.0.1")
+CALLER = AUTHORITY.issue_cert("caller.internal")
+CA_PEM = AUTHORITY.cert_pem.bytes()
+MUTUAL = Tls(
+    ca=CA_PEM,
+    cert=CALLER.cert_chain_pems[0].bytes(),
+    key=CALLER.private_key_pem.bytes(),
+)
+
+
+@pytest.fixture
+async def channels():
+    """Opens channels, and closes them at the end."""
+    opened = []
+
+    def open_channel(target, tls=None):
+        opened.append(open_native_channel(target, tls))
+        return opened[-1]
+
+    yield open_channel
+    for channel in opened:
+        await channel.close()
+
+
+async def ask(channel, timeout_s=PATIENT_S, path=CHECK, metadata=()):
+    """Whether a check is allowed, or the name of the status that came in place of an answer."""
+    try:
+        answer = await channel.unary_unary(path)(QUESTION, timeout=timeout_s, metadata=metadata)
+    except CallError as error:
+        return error.code().name
+    return pb.RateLimitResponse.FromString(answer).allowed
+
+
+async def test_a_call_says_what_grpc_says(channels):
+    async with h2_node() as node:
+        channel = channels(node.address)
+        assert await ask(channel, 0.5, metadata=(("authorization", "Bearer t"),)) is True
+        headers = node.peers[0].headers[1]
+    assert headers[":path"] == CHECK
+    assert headers[":authority"] == node.address
+    assert headers["authorization"] == "Bearer t"
+    assert headers["grpc-timeout"] == "500m"
+
+
+@pytest.mark.parametrize(
+    ("target", "tls"), [("xds:///limiter", None), ("127.0.0.1:1", Tls())], ids=["name", "roots"]
+)
+async def test_what_takes_grpc_is_left_to_it(target, tls):
+    assert open_native_channel(target, tls) is None
+
+
+async def test_all_addresses_are_asked_in_turn_and_one_that_is_down_is_passed_over(channels):
+    async with h2_node() as first, h2_node() as second:
+        channel = channels(f"ipv4:{first.address},127.0.0.1:{free_port()},{second.address}")
+        await channel.channel_ready()
+        while len(channel._ready) < 2:
+            await channel._change()
+        assert [await ask(channel) for _ in range(10)] == [True] * 10
+        assert [len(node.peers[0].headers) for node in (first, second)] == [5, 5]
+        await second.end()
+        while len(channel._ready) > 1:
+            await channel._change()
+        assert [await ask(channel) for _ in range(4)] == [True] * 4
+
+
+async def test_a_node_that_returns_is_asked_again(channels):
+    port = free_port()
+    channel = channels(f"127.0.0.1:{port}")
+    assert await ask(channel) == "UNAVAILABLE"
+    async with h2_node(host="127.0.0.1", port=port):
+        await channel.channel_ready()
+        assert await ask(channel) is True
+    while channel._ready:
+        await channel._change()
+    assert await ask(channel) == "UNAVAILABLE"
+
+
+async def test_names_are_looked_up_and_an_unknown_one_fails_at_once(channels, monkeypatch):
+    async with h2_node() as node:
+        port = int(node.address.rpartition(":")[2])
+        assert await ask(channels(f"localhost:{port}")) is True
+        assert await ask(channels(f"dns:///localhost:{port}")) is True
+
+    async def unknown(*_arguments, **_more):
+        raise socket.gaierror
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
+    assert await ask(channels("no.such.name:1")) == "UNAVAILABLE"
+
+
+async def test_an_address_that_a_name_loses_is_left_and_a_new_one_taken(channels, monkeypatch):
+    monkeypatch.setattr(native_channel, "LOOKUP_PAUSE_S", 0)
+    async with h2_node() as old, h2_node(host="127.0.0.2", port=0) as new:
+        ports = {node.address.partition(":")[0]: node.address for node in (old, new)}
+        hosts = ["127.0.0.1"]
+
+        async def found(*_arguments, **_more):
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in hosts]
+
+        loop = asyncio.get_running_loop()
+        connect = loop.create_connection
+
+        async def connected(made, host, _port, **more):
+            return await connect(made, host, int(ports[host].partition(":")[2]), **more)
+
+        monkeypatch.setattr(loop, "getaddrinfo", found)
+        monkeypatch.setattr(loop, "create_connection", connected)
+        channel = channels("limiter:1")
+        assert await ask(channel) is True
+        hosts[:] = ["127.0.0.2"]
+        channel._lookup_due.set()
+        [link] = channel._links
+        await link.lost
+        await channel.channel_ready()
+        assert await ask(channel) is True
+        assert [len(node.peers[0].headers) for node in (old, new)] == [1, 1]
+
+
+async def test_a_socket_of_the_machine_is_an_address_too(channels, tmp_path):
+    path = tmp_path / "node.sock"
+    with fake_node() as node:
+        host, _, port = node.address.rpartition(":")
+
+        async def forward(reader, writer):
+            there, back = await asyncio.open_connection(host, int(port))
+
+            async def copy(source, sink):
+                while octets := await source.read(65_536):
+                    sink.write(octets)
+                sink.close()
+
+            await asyncio.gather(copy(reader, back), copy(there, writer))
+
+        async with await asyncio.start_unix_server(forward, path):
+            channel = channels(f"unix:{path}")
+            assert isinstance(await ask(channel), bool)
+            await channel.close()
+
+
+async def test_the_deadline_ends_a_call_and_the_server_is_told(channels):
+    async with h2_node(lambda _peer, _stream: None) as node:
+        channel = channels(node.address)
+        await channel.channel_ready()
+        assert await ask(channel, 0.05) == "DEADLINE_EXCEEDED"
+        await node.until(lambda: node.peers[0].resets == [ErrorCodes.CANCEL])
+        assert await ask(channel, 0) == "DEADLINE_EXCEEDED"
+
+
+async def test_a_caller_who_leaves_has_the_call_reset(channels):
+    async with h2_node(lambda _peer, _stream: None) as node:
+        call = asyncio.ensure_future(ask(channels(node.address)))
+        await node.until(lambda: node.peers and node.peers[0].headers)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await node.until(lambda: node.peers[0].resets == [ErrorCodes.CANCEL])
+
+
+async def test_a_server_that_only_takes_connections_lets_the_deadline_pass(channels):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        channel = channels(f"127.0.0.1:{silent.getsockname()[1]}")
+        assert await ask(channel, 0.05) == "DEADLINE_EXCEEDED"
+
+
+async def test_a_call_that_was_refused_is_sent_once_more(channels):
+    def refuse_first(took, stream_id):
+        if stream_id == 1:
+            took.h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+        else:
+            took.answer(stream_id)
+
+    async with h2_node(refuse_first) as node:
+        assert await ask(channels(node.address)) is True
+        assert len(node.peers[0].headers) == 2
+
+    async with h2_node(
+        lambda took, stream_id: took.h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+    ) as node:
+        assert await ask(channels(node.address)) == "UNAVAILABLE"
+        assert len(node.peers[0].headers) == 2
+
+
+async def test_a_node_that_leaves_costs_nobody_an_answer(channels):
+    held = []
+
+    def leave_at_the_third(took, stream_id):
+        if len(node.peers) > 1 or stream_id not in {1, 3, 5}:
+            took.answer(stream_id)
+        elif stream_id == 5:
+            took.h2.close_connection(last_stream_id=3)
+            took.send()
+        else:
+            held.append((took, stream_id))
+
+    async with h2_node(leave_at_the_third) as node:
+        channel = channels(node.address)
+        calls = [asyncio.ensure_future(ask(channel)) for _ in range(3)]
+        assert await calls[2] is True  # on a new connection, while the old one still works on two
+        assert len(node.peers) == 2
+        assert not calls[0].done()
+        for took, stream_id in held:
+            # The library takes a connection that it has left for closed, so the answer is sent past it.
+            took.writer.write(answer_by_hand(stream_id))
+        assert [await call for call in calls] == [True] * 3
+        [old] = channel._links - set(channel._ready)
+        await old.lost
+
+
+def answer_by_hand(stream_id):
+    """The octets of an answer."""
+    message = pb.RateLimitResponse(allowed=True).SerializeToString()
+    body = b"\0" + len(message).to_bytes(4, "big") + message
+    headers = blocks.encode([(":status", "200"), ("content-type", "application/grpc")])
+    return (
+        peer.frame(peer.HEADERS, peer.END_HEADERS, stream_id, headers)
+        + peer.frame(peer.DATA, 0, stream_id, body)
+        + peer.frame(
+            peer.HEADERS,
+            peer.END_HEADERS | peer.END_STREAM,
+            stream_id,
+            blocks.encode([("grpc-status", "0")]),
+        )
+    )
+
+
+async def test_closing_lets_calls_end(channels):
+    async with h2_node(lambda _peer, _stream: None) as node:
+        channel = channels(node.address)
+        call = asyncio.ensure_future(ask(channel))
+        await node.until(lambda: node.peers and node.peers[0].headers)
+        closing = asyncio.ensure_future(channel.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        node.peers[0].answer(1)
+        assert await call is True
+        await closing
+        assert await ask(channel) == "UNAVAILABLE"
+
+
+async def test_no_more_calls_are_open_than_a_node_allows(channels):
+    async with h2_node(settings={SettingCodes.MAX_CONCURRENT_STREAMS: 1}) as node:
+        channel = channels(node.address)
+        assert await asyncio.gather(*(ask(channel) for _ in range(20))) == [True] * 20
+
+
+@pytest.mark.parametrize("tls", [Tls(ca=CA_PEM), MUTUAL], ids=["TLS", "mTLS"])
+async def test_tls_proves_both_sides(channels, tls):
+    credentials = grpc.ssl_server_credentials(
+        [(SERVER.private_key_pem.bytes(), SERVER.cert_chain_pems[0].bytes())],
+        root_certificates=CA_PEM if tls is MUTUAL else None,
+        require_client_auth=tls is MUTUAL,
+    )
+    with fake_node(credentials) as node:
+        assert isinstance(await ask(channels(node.address, tls)), bool)
+        stranger = Tls(ca=trustme.CA().cert_pem.bytes())
+        assert await ask(channels(node.address, stranger)) == "UNAVAILABLE"
+        assert await ask(channels(node.address)) in {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
+        if tls is MUTUAL:
+            nameless = channels(node.address, Tls(ca=CA_PEM))
+            assert await ask(nameless, 0.5) in {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
+
+
+async def test_a_certificate_of_another_name_or_a_server_without_http2_is_not_spoken_to(channels):
+    for names, protocols in ((("elsewhere",), ["h2"]), (("localhost", "127.0.0.1"), [])):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        AUTHORITY.issue_cert(*names).configure_cert(context)
+        if protocols:
+            context.set_alpn_protocols(protocols)
+        async with h2_node(host="127.0.0.1", port=0, ssl=context) as node:
+            assert await ask(channels(node.address, Tls(ca=CA_PEM))) == "UNAVAILABLE"
+
+
+async def test_what_is_no_pem_makes_a_channel_without_nodes(channels):
+    assert await ask(channels("127.0.0.1:1", Tls(ca=b"?"))) == "UNAVAILABLE"
+
+
+async def test_a_loop_that_ends_takes_the_connections_with_it():
+    # A transport that stays open is an error of the tests' own.
+    async with h2_node() as node:
+
+        def leave():
+            async def use():
+                assert await ask(open_native_channel(node.address, None), path=BATCH) is True
+
+            asyncio.run(use())
+
+        await asyncio.to_thread(leave)
+
+
+@pytest.mark.parametrize("transport", ["native", "grpcio"])
+async def test_a_node_over_either_of_its_own_transports_decides_a_thousand_checks(transport):
+    checks = [Check(f"user-{number}", "user", "/x" * 100) for number in range(1_000)]
+    async with (
+        testing.running_node(log_level="error", transport=transport) as node,
+        AsyncRateLimiterClient(node.grpc_address, timeout_s=PATIENT_S) as client,
+    ):
+        for _ in range(3):
+            decisions = await client.check_many(checks)
+            assert not any(decision.fail_open for decision in decisions)
+
+
+async def test_no_check_is_let_through_unchecked_while_one_of_two_nodes_drains():
+    async with (
+        testing.running_node(log_level="error") as stays,
+        AsyncExitStack() as leaves,
+    ):
+        leaving = await leaves.enter_async_context(testing.running_node(log_level="error"))
+        target = f"ipv4:{stays.grpc_address},{leaving.grpc_address}"
+        async with AsyncRateLimiterClient(target, timeout_s=PATIENT_S) as client:
+            channel = client._opened().channel
+            await client.wait_until_ready(PATIENT_S)
+            while len(channel._ready) < 2:
+                await channel._change()
+            asking = True
+
+            async def ask_on():
+                decisions = []
+                while asking:
+                    decisions += await client.check_many([Check("alice", "user", "/x")])
+                return decisions
+
+            callers = [asyncio.ensure_future(ask_on()) for _ in range(8)]
+            await asyncio.sleep(0)
+            await leaves.aclose()
+            while len(channel._ready) > 1:
+                await channel._change()
+            asking = False
+            for decisions in await asyncio.gather(*callers):
+                assert not any(decision.fail_open for decision in decisions)
