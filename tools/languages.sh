@@ -38,10 +38,11 @@ chmod +x "$PROTOC"
 
 # rustup looks for its toolchains under HOME; in an environment with another HOME they still lie beside cargo.
 cargo() {
-    local home
-    home=$(dirname "$(dirname "$(dirname "$(type -P cargo)")")")
-    if [ ! -d "${RUSTUP_HOME:-$HOME/.rustup}" ] && [ -d "$home/.rustup" ]; then
-        RUSTUP_HOME=$home/.rustup command cargo "$@"
+    local beside
+    beside=$(dirname "$(dirname "$(dirname "$(type -P cargo)")")")/.rustup
+    # Not whether HOME has the directory: rustup makes one when it is asked and finds none.
+    if ! command cargo --version >/dev/null 2>&1 && [ -d "$beside" ]; then
+        RUSTUP_HOME=$beside command cargo "$@"
     else
         command cargo "$@"
     fi
