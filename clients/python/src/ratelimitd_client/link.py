@@ -30,7 +30,7 @@ class AskedCall(Call):
         self, block: bytes, message: bytes, max_answer_bytes: int, end: asyncio.Future[None]
     ) -> None:
         super().__init__(block, message, max_answer_bytes)
-        self.end = end
+        self.end: asyncio.Future[None] = end
         self.link: Link | None = None
 
     def tell(self) -> None:

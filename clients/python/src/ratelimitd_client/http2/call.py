@@ -48,16 +48,16 @@ class Call:
     )
 
     def __init__(self, block: bytes, message: bytes, max_answer_bytes: int) -> None:
-        self.block = block
-        self.unsent = b"\0" + len(message).to_bytes(4, "big") + message
-        self.window_bytes = 0
-        self.stream_id = 0
+        self.block: bytes = block
+        self.unsent: bytes = b"\0" + len(message).to_bytes(4, "big") + message
+        self.window_bytes: int = 0
+        self.stream_id: int = 0
         self.received: bytes | bytearray = b""
         self.answer: bytes | None = None
-        self.code = grpc.StatusCode.OK
-        self.details = ""
-        self.ended = False
-        self.unprocessed = False
+        self.code: grpc.StatusCode = grpc.StatusCode.OK
+        self.details: str = ""
+        self.ended: bool = False
+        self.unprocessed: bool = False
         self._begun = False
         self._max_answer_bytes = max_answer_bytes
 

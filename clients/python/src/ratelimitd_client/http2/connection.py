@@ -61,10 +61,10 @@ class Connection(Generic[CallT]):
     """
 
     def __init__(self) -> None:
-        self.is_ready = False
-        self.is_draining = False
-        self.answers = 0
-        self.awaits_ping = False
+        self.is_ready: bool = False
+        self.is_draining: bool = False
+        self.answers: int = 0
+        self.awaits_ping: bool = False
         self._out = [_START]
         self._rest = b""
         self._calls: dict[int, CallT] = {}

@@ -6,6 +6,7 @@ Never decides whether a frame may come.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from ratelimitd_client.http2.errors import ErrorCode, PeerError
@@ -42,10 +43,12 @@ INITIAL_WINDOW_SIZE: Final = 0x4
 MAX_FRAME_SIZE: Final = 0x5
 MAX_HEADER_LIST_SIZE: Final = 0x6
 
-read_header = struct.Struct(">BHBBI").unpack_from
+read_header: Callable[[bytes, int], tuple[int, int, int, int, int]] = struct.Struct(
+    ">BHBBI"
+).unpack_from
 """(upper 8 bits of the length, lower 16, type, flags, stream identifier with its reserved bit)."""
 
-read_setting = struct.Struct(">HI").iter_unpack
+read_setting: Callable[[bytes], Iterator[tuple[int, int]]] = struct.Struct(">HI").iter_unpack
 
 _write_header = struct.Struct(">BHBBI").pack
 _write_setting = struct.Struct(">HI").pack
