@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -91,6 +92,7 @@ class NativeChannel:
         self._loop = asyncio.get_running_loop()
         self._target = target
         self._tls = tls
+        self._context: ssl.SSLContext | None = None
         self._scheme = "http" if tls is None else "https"
         self._nodes: dict[Address, _Node] = {}
         self._ready: list[Link] = []
@@ -302,7 +304,9 @@ class NativeChannel:
         return link
 
     async def _open(self, address: Address, link: Link) -> None:
-        context = None if self._tls is None else open_context(self._tls)
+        if self._context is None and self._tls is not None:
+            self._context = open_context(self._tls)
+        context = self._context
         name = None if context is None else self._target.server_name
         if address.path:
             await self._loop.create_unix_connection(
