@@ -7,7 +7,6 @@ decisions here, and the breaker and the log hear of it. Never does I/O itself. S
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,6 +17,7 @@ from ratelimitd_client.breaker import Breaker
 from ratelimitd_client.check import batch_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, Reason, decision_of, let_through, refused
+from ratelimitd_client.pace import Pace
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 CHECK: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
@@ -26,8 +26,6 @@ BATCH: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
 MAX_ANSWER_BYTES: Final = 4_096
 """More than the answer to one check ever takes: what is longer is not ours, and is not parsed. Empty messages in
 4 MiB would take longer than a deadline."""
-
-WARNING_INTERVAL_S: Final = 1.0
 
 GARBLED: Final = "GARBLED"
 """What came in place of an answer, when it was no message of the contract, or not one for each check."""
@@ -104,23 +102,16 @@ def _messages(answer: bytes, count: int) -> Sequence[pb.RateLimitResponse] | Non
 class _Warnings:
     """One line a second at most. It tells no more than the name of a status: what a peer writes is not ours to log."""
 
-    __slots__ = ("_clock", "_lock", "_next_s", "_untold")
+    __slots__ = ("_pace",)
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._next_s = clock.monotonic_s()
-        self._untold = 0
+        self._pace = Pace(clock)
 
     def warn(self, why: str) -> None:
         """A call had no usable answer."""
-        with self._lock:
-            self._untold += 1
-            now_s = self._clock.monotonic_s()
-            if now_s < self._next_s:
-                return
-            self._next_s = now_s + WARNING_INTERVAL_S
-            calls, self._untold = self._untold, 0
+        calls = self._pace.count()
+        if not calls:
+            return
         _LOG.warning(
             "the rate limiter gave no usable answer (%s), %d since the last warning: its checks are let through",
             why,

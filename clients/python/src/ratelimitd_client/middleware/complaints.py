@@ -6,13 +6,11 @@ Never writes what an exception says, since that may hold an identifier: its type
 from __future__ import annotations
 
 import logging
-import threading
 import traceback
 from typing import Final
 
 from ratelimitd_client.clock import Clock
-
-INTERVAL_S: Final = 1.0
+from ratelimitd_client.pace import Pace
 
 _LOG: Final = logging.getLogger("ratelimitd_client.middleware")
 
@@ -20,23 +18,16 @@ _LOG: Final = logging.getLogger("ratelimitd_client.middleware")
 class Complaints:
     """Tells of requests with which something went wrong. Threads may share it."""
 
-    __slots__ = ("_clock", "_lock", "_next_s", "_untold")
+    __slots__ = ("_pace",)
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._next_s = clock.monotonic_s()
-        self._untold = 0
+        self._pace = Pace(clock)
 
     def complain(self, why: str, error: Exception | None = None) -> None:
         """Say what happened to a request, and of which error."""
-        with self._lock:
-            self._untold += 1
-            now_s = self._clock.monotonic_s()
-            if now_s < self._next_s:
-                return
-            self._next_s = now_s + INTERVAL_S
-            requests, self._untold = self._untold, 0
+        requests = self._pace.count()
+        if not requests:
+            return
         _LOG.warning(
             "%s%s; %d such requests since the last warning",
             why,
