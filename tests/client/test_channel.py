@@ -9,6 +9,7 @@ from ratelimitd_client import (
     NodeClient,
     RateLimiterClient,
     Tls,
+    open_async_channel,
     open_channel,
 )
 from ratelimitd_client.channel import CHANNEL_OPTIONS
@@ -98,6 +99,15 @@ def test_checks_go_to_all_nodes_behind_a_name_and_a_node_that_is_down_is_passed_
             assert client.wait_until_ready(30)
             for _ in range(10):
                 assert not client.check("alice", "user", "/x", timeout_s=30).fail_open
+
+
+@pytest.mark.parametrize(
+    "make",
+    [RateLimiterClient, AsyncRateLimiterClient, NodeClient, open_channel, open_async_channel],
+)
+def test_a_wrong_target_is_refused_before_anything_is_sent(make):
+    with pytest.raises(ValueError, match=r"^target must be host:port"):
+        make("http://127.0.0.1:9090")
 
 
 @pytest.mark.parametrize("half", [{"cert": b"pem"}, {"key": b"pem"}])

@@ -60,8 +60,8 @@ def test_a_limiter_of_the_other_kind_is_refused():
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"target": "t", "limit": 5}, TypeError),
-        ({"target": "t", "cost": -1}, ValueError),
+        ({"target": "limiter:9090", "limit": 5}, TypeError),
+        ({"target": "limiter:9090", "cost": -1}, ValueError),
     ],
 )
 def test_what_is_wrong_raises(settings, error):
@@ -71,9 +71,9 @@ def test_what_is_wrong_raises(settings, error):
 
 def test_a_path_that_leads_nowhere_is_told_with_its_setting():
     with pytest.raises(ImproperlyConfigured, match="RATELIMITD: identify: No module named 'no'"):
-        chosen_of({"target": "t", "identify": "no.such.module"})
+        chosen_of({"target": "limiter:9090", "identify": "no.such.module"})
 
 
 def test_what_the_client_refuses_raises():
     with pytest.raises(ValueError, match="timeout_s"):
-        chosen_of({"target": "t", "timeout_s": 0}).blocking_limiter()
+        chosen_of({"target": "limiter:9090", "timeout_s": 0}).blocking_limiter()

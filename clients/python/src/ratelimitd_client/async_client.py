@@ -29,6 +29,7 @@ from ratelimitd_client.coalescing import Coalescer
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.exchange import Exchange, path_of, question_of
 from ratelimitd_client.native_channel import CallError, NativeChannel, open_native_channel
+from ratelimitd_client.targets import require_target
 
 MAX_LINGER_US: Final = 1_000_000
 
@@ -50,7 +51,7 @@ class AsyncRateLimiterClient:
             ``grpcio`` is gRPC's channel. With ``options``, or a target that only gRPC knows, it is gRPC's all the same.
 
     Raises:
-        ValueError: an argument is not valid.
+        ValueError, TypeError: an argument is not valid.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class AsyncRateLimiterClient:
         if not 0 <= linger_us <= MAX_LINGER_US:
             message = f"linger_us must be 0 to {MAX_LINGER_US}"
             raise ValueError(message)
+        require_target(target)
         self._target = target
         self._tls = tls
         self._token = token

@@ -13,6 +13,8 @@ from typing import Final
 import grpc
 import grpc.aio
 
+from ratelimitd_client.targets import require_target
+
 KEEPALIVE_MS: Final = 10_000
 """Ping interval, with or without calls. Nodes welcome it; another gRPC server may close such a connection."""
 
@@ -84,7 +86,11 @@ def open_channel(
         target: ``host:port`` or any gRPC name, such as ``dns:///limiter.internal:9090``.
         tls: ``None`` speaks plaintext.
         options: gRPC channel options that are added to ``CHANNEL_OPTIONS`` or replace them.
+
+    Raises:
+        ValueError, TypeError: no node has this target.
     """
+    require_target(target)
     arguments = _arguments(options)
     if tls is None:
         return grpc.insecure_channel(target, options=arguments)
@@ -95,6 +101,7 @@ def open_async_channel(
     target: str, *, tls: Tls | None = None, options: Mapping[str, int | str] | None = None
 ) -> grpc.aio.Channel:
     """As :func:`open_channel`, for the event loop that is running."""
+    require_target(target)
     arguments = _arguments(options)
     if tls is None:
         return grpc.aio.insecure_channel(target, options=arguments)

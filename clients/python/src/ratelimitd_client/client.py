@@ -21,6 +21,7 @@ from ratelimitd_client.decision import Decision
 from ratelimitd_client.exchange import Exchange, path_of, question_of
 from ratelimitd_client.native_channel import NativeChannel
 from ratelimitd_client.node_client import NodeClient
+from ratelimitd_client.targets import require_target
 
 DEFAULT_TIMEOUT_S: Final = 0.02
 """Deadline of a check unless told otherwise: within one network a node answers in a tenth of it."""
@@ -39,7 +40,7 @@ class RateLimiterClient:
         clock: where pauses and calendar times come from.
 
     Raises:
-        ValueError: an argument is not valid.
+        ValueError, TypeError: an argument is not valid.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class RateLimiterClient:
         options: Mapping[str, int | str] | None = None,
         clock: Clock | None = None,
     ) -> None:
+        require_target(target)
         self._target = target
         self._tls = tls
         self._token = token

@@ -38,6 +38,9 @@ class NodeClient:
         timeout_s: deadline of every call in seconds; each method takes its own as well.
         channel: an open channel to use instead; its owner closes it.
 
+    Raises:
+        ValueError, TypeError: an argument is not valid.
+
     Every method raises ``grpc.RpcError``.
     """
 

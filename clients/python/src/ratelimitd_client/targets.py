@@ -1,7 +1,8 @@
-"""Names of nodes as gRPC writes them: which of them the client can connect to itself, and where they lead.
+"""Names of nodes as gRPC writes them: which are none, which the client can connect to itself, and where they lead.
 
 Known are ``host:port``, ``dns:///host:port``, ``ipv4:`` and ``ipv6:`` with one address or several, ``unix:path`` and
-``unix:///path``. gRPC knows more.
+``unix:///path``. gRPC knows more. To it a name without a port is one on port 443, where no node listens: here the port
+is always written out. Never connects and never looks a name up.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-DEFAULT_PORT: Final = 443
-"""As gRPC has it for a name without one."""
-
 MAX_PORT: Final = 65_535
 
 _IPV4: Final = 4
@@ -26,7 +24,15 @@ MAX_ADDRESSES: Final = 100
 """Of one name; each gets a connection."""
 
 _SCHEME: Final = re.compile(r"(dns|ipv4|ipv6|unix):(.*)", re.DOTALL)
-_HOST_AND_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
+_HOST_AND_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})")
+
+_OTHER_SCHEMES: Final = re.compile(
+    r"(?:google-c2p|passthrough|unix-abstract|vsock|xds):/*[^/].*", re.DOTALL | re.IGNORECASE
+)
+"""Of those that gRPC knows beside; whether it knows them here, and what they say, is left to it."""
+
+_NAME_SERVER: Final = re.compile(r"dns:(?://[^/]*)?/")
+_ZONE: Final = re.compile(r"%[^\]]+(?=\])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,34 @@ class Target:
         return list(unique)[:MAX_ADDRESSES]
 
 
+def require_target(target: str) -> None:
+    """See that a client can have this target: with a wrong one, every check would be let through.
+
+    Raises:
+        ValueError: it names no node. It is not in the message, since a URL may hold a password.
+        TypeError: it is no text.
+    """
+    given: object = target
+    if not isinstance(given, str):
+        message = f"target must be a text such as limiter.internal:9090, not {type(given).__name__}"
+        raise TypeError(message)
+    if parse(target) is None and not _is_for_grpc(target):
+        message = (
+            f"target must be host:port with a port of 1 to {MAX_PORT}, such as limiter.internal:9090, without http://;"
+            " or a name of gRPC's such as dns:///limiter.internal:9090 or unix:/run/node.sock"
+        )
+        raise ValueError(message)
+
+
+def _is_for_grpc(target: str) -> bool:
+    """Whether it is a name in a form that only gRPC reads: another scheme, a name server, a zone, or in capitals."""
+    if _OTHER_SCHEMES.fullmatch(target):
+        return True
+    scheme, colon, rest = target.partition(":")
+    plain = _NAME_SERVER.sub("dns:", f"{scheme.lower()}{colon}{rest}")
+    return parse(_ZONE.sub("", plain)) is not None
+
+
 def parse(target: str) -> Target | None:
     """Return what a name means, or ``None`` for one that only gRPC knows."""
     matched = _SCHEME.fullmatch(target)
@@ -108,8 +142,8 @@ def _host_and_port(text: str) -> tuple[str, int] | None:
     if matched is None:
         return None
     bracketed, plain, digits = matched.groups()
-    port = int(digits) if digits else DEFAULT_PORT
-    if port > MAX_PORT or (bracketed and _version(bracketed) != _IPV6):
+    port = int(digits)
+    if not 1 <= port <= MAX_PORT or (bracketed and _version(bracketed) != _IPV6):
         return None
     return bracketed or plain, port
 
