@@ -94,14 +94,35 @@ def test_an_attribute_of_that_name_which_is_no_mark_is_none():
         ("cost", 2**31),
         ("cost", "10"),
         ("cost", 1.5),
+        ("cost", True),
         ("cost", coroutine),
         ("endpoint", ""),
         ("endpoint", "*"),
         ("endpoint", b"/orders"),
         ("endpoint", "x" * 256),
         ("identifier_type", "x"),
+        ("identifier_type", ["ip"]),
+        ("exempt", "no"),
+        ("exempt", 1),
+        ("exempt", None),
     ],
 )
 def test_a_wrong_argument_is_refused_when_the_view_is_defined(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be"):
         limited(**{name: value})
+
+
+def test_a_limit_is_refused_and_told_to_be_a_rule_of_the_service():
+    with pytest.raises(
+        TypeError, match=r"limits are rules of the service, see docs/middleware\.md"
+    ):
+        limited("5/minute")
+    with pytest.raises(TypeError, match=r"^limited takes cost, .* by their names"):
+        limited(5, "ip")
+
+
+def test_a_mark_without_parentheses_is_refused_and_told_how_it_is_written():
+    with pytest.raises(
+        TypeError, match=r"^limited is called above a view, such as @limited\(cost=2\)$"
+    ):
+        limited(plain)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Never, TypeVar
 
 from ratelimitd_client.check import IDENTIFIER_TYPES, MAX_COST
 from ratelimitd_client.middleware.endpoint import is_valid_endpoint
@@ -37,11 +37,11 @@ def is_valid_cost(value: object) -> bool:
     """Whether a view, or the options, can have this cost."""
     if callable(value):
         return not inspect.iscoroutinefunction(value)
-    return isinstance(value, int) and 0 <= value <= MAX_COST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COST
 
 
 def limited(
-    *,
+    *misplaced: Never,
     cost: int | Callable[[Any], int] | None = None,
     endpoint: str | None = None,
     exempt: bool = False,
@@ -50,14 +50,18 @@ def limited(
     """Mark a view: how its requests are counted. It stands below the decorator that makes the view a route.
 
     Args:
+        misplaced: none: the others are given by their names.
         cost: tokens that a request spends, or a function of the request that says so; with 0 it is not checked.
         endpoint: what is counted in place of the route template. Views with the same share one limit.
         exempt: its requests are not checked at all.
         identifier_type: count for an identity of this type where the request has one, such as ``"ip"`` for a login.
 
     Raises:
-        ValueError: an argument is not valid.
+        ValueError: an argument is not valid; the text names it.
+        TypeError: an argument has no name, such as a limit, which only a rule of the service can be.
     """
+    if misplaced:
+        raise _misplaced(*misplaced)
     if cost is not None and not is_valid_cost(cost):
         message = f"cost must be {VALID_COST}"
         raise ValueError(message)
@@ -67,6 +71,11 @@ def limited(
     if identifier_type is not None and identifier_type not in IDENTIFIER_TYPES:
         message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
         raise ValueError(message)
+    given: object = exempt
+    # Not whatever is true: "no" would leave the view without a limit.
+    if given is not True and given is not False:
+        message = "exempt must be True or False"
+        raise ValueError(message)
     mark = Mark(cost, endpoint, exempt, identifier_type)
 
     def marked(view: V) -> V:
@@ -74,6 +83,16 @@ def limited(
         return view
 
     return marked
+
+
+def _misplaced(first: object, *_: object) -> TypeError:
+    """What is wrong with an argument that has no name: other libraries have limits there."""
+    if callable(first):
+        return TypeError("limited is called above a view, such as @limited(cost=2)")
+    return TypeError(
+        "limited takes cost, endpoint, exempt and identifier_type, by their names, and no limit such as 5/minute:"
+        " limits are rules of the service, see docs/middleware.md and `ratelimitd rules create --help`"
+    )
 
 
 def mark_of(view: object, method: str = "") -> Mark:
