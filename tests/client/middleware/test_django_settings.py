@@ -43,7 +43,9 @@ def test_limiter_and_functions_may_be_named_by_their_paths():
         "127.0.0.1:9090",
         {},
         {"limiter": FakeRateLimiter(), "target": "127.0.0.1:9090"},
+        {"limiter": FakeRateLimiter(), "token": "t"},
         {"cost": 2},
+        {"timeout_s": 0.1, "token": "t"},
     ],
 )
 def test_either_a_limiter_or_what_it_is_made_of_is_needed(wrong):
@@ -57,16 +59,14 @@ def test_a_limiter_of_the_other_kind_is_refused():
         settings.async_limiter()
 
 
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"target": "limiter:9090", "limit": 5}, TypeError),
-        ({"target": "limiter:9090", "cost": -1}, ValueError),
-    ],
-)
-def test_what_is_wrong_raises(settings, error):
-    with pytest.raises(error):
-        chosen_of(settings)
+def test_a_name_that_is_no_option_is_told():
+    with pytest.raises(ImproperlyConfigured, match=r"RATELIMITD has what is no option: 5, limit$"):
+        chosen_of({"target": "limiter:9090", "limit": "5/minute", "cost": 2, 5: 5})
+
+
+def test_an_option_that_is_not_valid_raises():
+    with pytest.raises(ValueError, match=r"^cost must be"):
+        chosen_of({"target": "limiter:9090", "cost": -1})
 
 
 def test_a_path_that_leads_nowhere_is_told_with_its_setting():
@@ -74,6 +74,9 @@ def test_a_path_that_leads_nowhere_is_told_with_its_setting():
         chosen_of({"target": "limiter:9090", "identify": "no.such.module"})
 
 
-def test_what_the_client_refuses_raises():
-    with pytest.raises(ValueError, match="timeout_s"):
-        chosen_of({"target": "limiter:9090", "timeout_s": 0}).blocking_limiter()
+@pytest.mark.parametrize("wrong", [{"timeout_s": 0}, {"target": "http://limiter:9090"}])
+def test_what_the_client_refuses_raises(wrong):
+    settings = chosen_of({"target": "limiter:9090", **wrong})
+    for make in settings.blocking_limiter, settings.async_limiter:
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be"):
+            make()

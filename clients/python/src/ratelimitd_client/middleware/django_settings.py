@@ -6,6 +6,7 @@ A mistake in it keeps the server from starting.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Final, NamedTuple
 
 from django.conf import settings
@@ -26,6 +27,9 @@ OF_CLIENT: Final = frozenset({"target", "tls", "token", "timeout_s"})
 
 MAY_BE_PATHS: Final = frozenset({"limiter", "identify", "endpoint", "cost"})
 """What may be named by its path (``"shop.limits.identify"``), since settings cannot import models."""
+
+
+OPTIONS: Final = frozenset(field.name for field in fields(Options))
 
 
 class Chosen(NamedTuple):
@@ -75,8 +79,12 @@ def chosen() -> Chosen:
     found = {name: _imported(name, value) for name, value in given.items()}
     client = {name: found.pop(name) for name in OF_CLIENT & found.keys()}
     limiter = found.pop("limiter", None)
-    if (limiter is None) is not bool(client):
+    # The client has a target of its own accord, but settings that forgot theirs must not ask whoever is there.
+    if client if limiter is not None else "target" not in client:
         message = f"settings.{NAME} must have either 'limiter', or 'target' with what belongs to it"
+        raise ImproperlyConfigured(message)
+    if unknown := sorted(map(str, found.keys() - OPTIONS)):
+        message = f"settings.{NAME} has what is no option: {', '.join(unknown)}"
         raise ImproperlyConfigured(message)
     return Chosen(limiter, client, Options(**found))
 
