@@ -4,7 +4,14 @@ import inspect
 
 import pytest
 
-from ratelimitd_client import AsyncRateLimiterClient, Check, RateLimiterClient, Reason
+from ratelimitd_client import (
+    AsyncRateLimiter,
+    AsyncRateLimiterClient,
+    Check,
+    RateLimiter,
+    RateLimiterClient,
+    Reason,
+)
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter, ManualClock
 
 
@@ -96,8 +103,13 @@ async def test_the_fake_for_asyncio_does_the_same():
 
 @pytest.mark.parametrize(
     ("real", "fake"),
-    [(RateLimiterClient, FakeRateLimiter), (AsyncRateLimiterClient, AsyncFakeRateLimiter)],
+    [
+        (RateLimiterClient, FakeRateLimiter),
+        (AsyncRateLimiterClient, AsyncFakeRateLimiter),
+        (RateLimiterClient, RateLimiter),
+        (AsyncRateLimiterClient, AsyncRateLimiter),
+    ],
 )
 @pytest.mark.parametrize("method", ["check", "check_many", "wait_until_ready", "close"])
-def test_a_fake_takes_what_the_real_one_takes(real, fake, method):
+def test_a_fake_takes_what_the_real_one_takes_and_so_does_its_protocol(real, fake, method):
     assert inspect.signature(getattr(fake, method)) == inspect.signature(getattr(real, method))

@@ -40,6 +40,24 @@ async def asynchronous() -> None:
         await limiter.admin.reset("alice", "user", "/x")
 
 
+def of_either_kind(limiter: RateLimiter) -> list[Decision]:
+    """All that the client and the fake have in common."""
+    if not limiter.wait_until_ready(1.0):
+        limiter.close()
+    with limiter as entered:
+        assert_type(entered.check("alice", "user", "/x", timeout_s=0.5), Decision)
+        return entered.check_many([Check("alice", "user", "/x")], timeout_s=0.5)
+
+
+async def of_either_kind_for_asyncio(limiter: AsyncRateLimiter) -> list[Decision]:
+    """All that the client and the fake for asyncio have in common."""
+    if not await limiter.wait_until_ready(1.0):
+        await limiter.close()
+    async with limiter as entered:
+        assert_type(await entered.check("alice", "user", "/x", timeout_s=0.5), Decision)
+        return await entered.check_many([Check("alice", "user", "/x")], timeout_s=0.5)
+
+
 def either_kind() -> tuple[list[RateLimiter], list[AsyncRateLimiter]]:
     """The protocols are those of the clients and of the fakes."""
     clock = ManualClock()
