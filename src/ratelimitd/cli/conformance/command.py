@@ -67,7 +67,8 @@ def conformance(
     checks, and deletes the rules again, also after Ctrl-C. It needs the admin role. The checks carry the time that they
     are to be judged at, so the server must go by it (TIMESTAMPS=caller); with --real-time it goes by its own.
 
-    Exit status: 0 as expected, 1 when an answer differs or none could be judged, 2 when the server cannot be asked.
+    Exit status: 0 as expected, 1 when an answer differs, a check is refused or none could be judged, 2 when the server
+    cannot be asked.
 
     Example:
       ratelimitd conformance --target 127.0.0.1:9090

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime
+from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime, Refused
 from ratelimitd.cli.output import Output
 from ratelimitd.conformance.real_time import TOLERANCE_S
 
 HEAD: Final = ("algorithm", "case", "checks", "expected", "got", "ok")
+
+MOST_WORDS: Final = 100
+"""Characters of what a server said that the table shows; JSON has all."""
 
 US_PER_MS: Final = 1_000
 
@@ -52,6 +55,13 @@ def as_json(results: Sequence[CaseResult], target: str, how: RealTime | None) ->
                 "window_seconds": result.case.window_seconds,
                 "ok": None if result.not_judged else result.ok,
                 "not_judged": result.not_judged or None,
+                "refused": result.refused
+                and {
+                    "number": result.refused.number,
+                    "sent": result.refused.way,
+                    "tokens_requested": result.refused.cost,
+                    "error": result.refused.words,
+                },
                 "checks": [
                     {
                         "number": check.number,
@@ -80,11 +90,12 @@ def _rows(result: CaseResult) -> Iterator[tuple[object, ...]]:
     if result.not_judged:
         yield (*name, "", "", f"not judged: {result.not_judged}", "–")
         return
-    told = tuple(
-        _verdicts([answer.allowed for answer in answers])
-        for answers in zip(*((check.expected, check.got) for check in result.checks), strict=True)
-    )
-    yield (*name, str(len(result.checks)), *told, "yes" if result.ok else "NO")
+    expected = _verdicts([check.expected.allowed for check in result.checks])
+    got = _verdicts([check.got.allowed for check in result.checks])
+    yield (*name, str(len(result.checks)), expected, got, "yes" if result.ok else "NO")
+    if result.refused is not None:
+        words = f"refused: {result.refused.words[:MOST_WORDS]}"
+        yield ("", _label(result.refused), "", "a decision", words, "")
     different = [check for check in result.checks if check.differences]
     for check in different[:MOST_DIFFERENCES]:
         yield from _difference_rows(check)
@@ -92,8 +103,12 @@ def _rows(result: CaseResult) -> Iterator[tuple[object, ...]]:
         yield ("", f"  and {len(different) - MOST_DIFFERENCES} more checks", "", "", "", "")
 
 
+def _label(check: Checked | Refused) -> str:
+    return f"  check {check.number + 1} {check.way}, cost {check.cost}"
+
+
 def _difference_rows(check: Checked) -> Iterator[tuple[object, ...]]:
-    label = f"  check {check.number + 1} {check.way}, cost {check.cost}"
+    label = _label(check)
     for name in check.differences:
         expected, got = getattr(check.expected, name), getattr(check.got, name)
         yield ("", label, "", f"{name} {_text(expected)}", _text(got), "")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from ratelimitd.cli.conformance.asking import Answered, Asking, Refusal
 from ratelimitd.cli.failures import CliError, UsageError
 from ratelimitd.conformance.answers import Answer
 from ratelimitd.conformance.cases import IDENTIFIER_TYPE, Case
@@ -20,6 +21,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 if TYPE_CHECKING:
     from ratelimitd_client import NodeClient
 
+BEFOREHAND: Final = "beforehand"
 ALONE: Final = "alone"
 IN_BATCHES: Final = "in batches"
 IN_ONE_BATCH: Final = "in one batch"
@@ -57,17 +59,27 @@ class Checked(NamedTuple):
     differences: list[str]
 
 
+class Refused(NamedTuple):
+    """A check that the server did not decide, and its words; the rest of the case is not asked."""
+
+    number: int
+    way: str
+    cost: int
+    words: str
+
+
 class CaseResult(NamedTuple):
     """What came of a case; ``not_judged`` says why nothing did."""
 
     case: Case
     checks: Sequence[Checked]
     not_judged: str = ""
+    refused: Refused | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether there is no difference."""
-        return not any(check.differences for check in self.checks)
+        """Whether every check was decided, and there is no difference."""
+        return self.refused is None and not any(check.differences for check in self.checks)
 
 
 class RealTime(NamedTuple):
@@ -89,11 +101,12 @@ class Runner:
         name: str,
         time: WallTime,
     ) -> None:
-        self._client = client
+        self._asking = Asking(client)
         self._cases = cases
         self._endpoints = endpoints
         self._name = name
         self._time = time
+        self._refused: dict[int, Refused] = {}
 
     def with_virtual_time(self, *, one_batch: bool) -> list[CaseResult]:
         """Run every case check by check, then all cases in batches, each with the next check of every case.
@@ -116,7 +129,10 @@ class Runner:
             self._check(IN_BATCHES, together, checked)
         if one_batch:
             self._check(IN_ONE_BATCH, list(chain.from_iterable(rounds)), checked)
-        return list(map(CaseResult, self._cases, checked))
+        return [
+            CaseResult(case, checks, refused=self._refused.get(number))
+            for number, (case, checks) in enumerate(zip(self._cases, checked, strict=True))
+        ]
 
     def with_real_time(self, how: RealTime) -> list[CaseResult]:
         """Run the cases that can be, all at once."""
@@ -126,7 +142,7 @@ class Runner:
         due = {
             number: timetable(case, start_us, how.tolerance_us)
             for number, case in enumerate(self._cases)
-            if not reasons[number]
+            if not reasons[number] and number not in self._refused
         }
         results: list[list[Checked]] = [[] for _ in self._cases]
         # (when, which case, which check), the next one first.
@@ -138,19 +154,23 @@ class Runner:
             while waiting and waiting[0][0] == at_us:
                 together.append(heapq.heappop(waiting)[1:])
             self._time.wait_until(at_us)
-            responses = self._responses(
+            answers = self._asking.together(
                 [
                     self._request(number, ON_ITS_CLOCK, due[number][index].cost)
                     for number, index in together
                 ]
             )
             late_us = self._time.now_us() - at_us
-            for (number, index), response in zip(together, responses, strict=True):
+            for (number, index), answer in zip(together, answers, strict=True):
+                check = due[number][index]
+                if isinstance(answer, Refusal):
+                    self._refuse(number, Refused(index, ON_ITS_CLOCK, check.cost, answer.words))
+                    continue
                 if late_us > how.tolerance_us:
                     reasons[number] = f"an answer came {late_us / 1_000:.0f} ms after it was due"
                     results[number].clear()
                     continue
-                check, got = due[number][index], Answer.of(response)
+                got = Answer.of(answer)
                 differences = check.expected.differences(got, tolerance_s=TOLERANCE_S)
                 results[number].append(
                     Checked(index, ON_ITS_CLOCK, check.cost, check.expected, got, differences)
@@ -158,38 +178,49 @@ class Runner:
                 if index + 1 < len(due[number]):
                     following = (due[number][index + 1].at_us, number, index + 1)
                     heapq.heappush(waiting, following)
-        return list(map(CaseResult, self._cases, results, reasons))
+        return [
+            CaseResult(case, checks, why, None if why else self._refused.get(number))
+            for number, (case, checks, why) in enumerate(
+                zip(self._cases, results, reasons, strict=True)
+            )
+        ]
 
-    def _in_force(self) -> Sequence[pb.RateLimitResponse]:
+    def _in_force(self) -> Sequence[Answered]:
         """Wait until all rules are, and return what the first check of each case would be answered.
 
         Raises:
-            CliError: they are not, or the server refuses the check.
+            CliError: they are not, or the server refuses all these checks.
         """
         asked = [
-            self._request(number, "first", 1, case.steps[0].at_us, peek=True)
+            self._request(number, BEFOREHAND, 1, case.steps[0].at_us, peek=True)
             for number, case in enumerate(self._cases)
         ]
         until_us = self._time.now_us() + IN_FORCE_WITHIN_US
         while True:
-            answers = self._responses(asked)
-            if all(answer.reason != pb.NO_RULE for answer in answers):
+            answers = self._asking.together(asked)
+            if not any(_has_no_rule(answer) for answer in answers):
                 break
             if self._time.now_us() >= until_us:
                 message = f"rules are not in force {IN_FORCE_WITHIN_US // US_PER_S} s after they were made"
                 raise CliError(message)
             self._time.wait_until(self._time.now_us() + ASK_AGAIN_US)
-        refused = next(
-            (answer.error for answer in answers if answer.reason == pb.INVALID_REQUEST), None
-        )
-        if refused is not None:
-            message = f"the server refuses a check: {refused}"
+        for number, answer in enumerate(answers):
+            if isinstance(answer, Refusal):
+                self._refuse(number, Refused(0, BEFOREHAND, 1, answer.words))
+        if len(self._refused) == len(self._cases):
+            message = f"the server refuses every check: {self._refused[0].words}"
             raise CliError(message)
         return answers
 
-    def _see_whose_time_counts(self, answers: Sequence[pb.RateLimitResponse]) -> None:
+    def _refuse(self, number: int, refused: Refused) -> None:
+        """End a case; what was refused first counts."""
+        self._refused.setdefault(number, refused)
+
+    def _see_whose_time_counts(self, answers: Sequence[Answered]) -> None:
         """Raise if a bucket is whole again later than a window after the time that was sent, and about now."""
         for case, answer in zip(self._cases, answers, strict=True):
+            if isinstance(answer, Refusal):
+                continue
             sent_us = case.steps[0].at_us
             latest_s = sent_us // US_PER_S + case.window_seconds + TOLERANCE_S
             between_s = (sent_us + self._time.now_us()) // 2 // US_PER_S
@@ -204,16 +235,25 @@ class Runner:
         self, way: str, numbers: Sequence[tuple[int, int]], checked: Sequence[list[Checked]]
     ) -> None:
         """Ask the checks whose numbers these are, of their case and within it, at their times; add what came."""
-        steps = [self._cases[number].steps[index] for number, index in numbers]
+        asked = [check for check in numbers if check[0] not in self._refused]
+        steps = [self._cases[number].steps[index] for number, index in asked]
         requests = [
             self._request(number, way, step.cost, step.at_us)
-            for (number, _), step in zip(numbers, steps, strict=True)
+            for (number, _), step in zip(asked, steps, strict=True)
         ]
-        responses = self._alone(requests[0]) if way == ALONE else self._responses(requests)
-        for (number, index), step, response in zip(numbers, steps, responses, strict=True):
-            got = Answer.of(response)
-            differences = step.expected.differences(got)
-            checked[number].append(Checked(index, way, step.cost, step.expected, got, differences))
+        if way == ALONE:
+            answers = [self._asking.alone(request) for request in requests]
+        else:
+            answers = self._asking.together(requests)
+        for (number, index), step, answer in zip(asked, steps, answers, strict=True):
+            if isinstance(answer, Refusal):
+                self._refuse(number, Refused(index, way, step.cost, answer.words))
+            elif number not in self._refused:  # as it may be by now in one batch, by a check before
+                got = Answer.of(answer)
+                differences = step.expected.differences(got)
+                checked[number].append(
+                    Checked(index, way, step.cost, step.expected, got, differences)
+                )
 
     def _request(
         self, number: int, way: str, cost: int, timestamp: int = 0, *, peek: bool = False
@@ -227,30 +267,6 @@ class Runner:
             peek=peek,
         )
 
-    def _alone(self, request: pb.RateLimitRequest) -> list[pb.RateLimitResponse]:
-        response = self._client.check(
-            request.identifier,
-            request.identifier_type,
-            request.endpoint,
-            cost=request.tokens_requested,
-            timestamp=request.timestamp,
-        )
-        return [response]
 
-    def _responses(self, requests: Sequence[pb.RateLimitRequest]) -> list[pb.RateLimitResponse]:
-        """The answers to any number of checks.
-
-        Raises:
-            CliError: there are more or fewer.
-        """
-        from ratelimitd_client.check import MAX_BATCH  # noqa: PLC0415 - see target.py
-
-        responses: list[pb.RateLimitResponse] = []
-        for start in range(0, len(requests), MAX_BATCH):
-            batch = requests[start : start + MAX_BATCH]
-            answers = self._client.check_batch(batch)
-            if len(answers) != len(batch):
-                message = f"the server gave {len(answers)} answers to a batch of {len(batch)}"
-                raise CliError(message)
-            responses += answers
-        return responses
+def _has_no_rule(answer: Answered) -> bool:
+    return not isinstance(answer, Refusal) and answer.reason == pb.NO_RULE

@@ -3,6 +3,7 @@
 import json
 import time
 
+import grpc
 import pytest
 
 from ratelimitd.cli.conformance import command
@@ -35,6 +36,23 @@ def test_a_server_that_differs_is_status_1_and_its_rules_are_gone(ask, node):
     creation = node.seen[0]
     assert creation.metadata["authorization"] == "Bearer t"
     assert creation.request.rate_limit.endpoint.startswith("/conformance-")
+
+
+def test_a_server_that_refuses_checks_of_one_case_is_asked_all_others(ask, node, monkeypatch):
+    saw = node._saw
+
+    def refused(request, context):
+        saw(request, context)
+        if getattr(request, "tokens_requested", 0) > 1_000_000:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "tokens_requested: too many")
+
+    monkeypatch.setattr(node, "_saw", refused)
+    node.answer = canned(reset_time=1_700_006_460)
+    ended = ask("conformance")
+    assert (ended.status, ended.err) == (1, "")
+    assert "refused: INVALID_ARGUMENT: tokens_requested: too many" in ended.out
+    assert "33 of 33 cases differ" in ended.out
+    assert node.rules == {}
 
 
 def test_every_run_has_endpoints_and_identifiers_of_its_own(ask, node):

@@ -1,9 +1,10 @@
 """The table and the JSON of a run."""
 
 import io
+import re
 
 from ratelimitd.cli.conformance.report import as_json, passed, print_table
-from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime
+from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime, Refused
 from ratelimitd.cli.output import Output
 from ratelimitd.conformance.cases import cases
 
@@ -18,6 +19,11 @@ def checked(number, **changes):
 
 RIGHT = CaseResult(CASE, [checked(number) for number in range(5)])
 WRONG = CaseResult(CASE, [checked(0), checked(1, allowed=False, reset_time=7), checked(2)])
+REFUSED = CaseResult(
+    CASE,
+    [checked(0)],
+    refused=Refused(1, "alone", 1, "INVALID_ARGUMENT: cost: " + "too large " * 20),
+)
 LEFT_OUT = CaseResult(OTHER, [], "it takes longer")
 
 
@@ -57,11 +63,31 @@ def test_a_case_that_was_not_judged_says_why():
     assert lines[-2:] == ["1 cases as expected", "1 not judged"]
 
 
+def test_a_check_that_was_refused_is_told_below_its_case_with_the_words_of_the_server():
+    lines = printed(REFUSED)
+    assert re.split(" {2,}", lines[1])[2:] == [
+        "1",
+        "1 allowed, 0 denied",
+        "1 allowed, 0 denied",
+        "NO",
+    ]
+    assert lines[2].strip().startswith("check 2 alone, cost 1")
+    assert "a decision           refused: INVALID_ARGUMENT: cost: too large too" in lines[2]
+    assert lines[2].count("too large") == 7
+    assert lines[-1] == "1 of 1 cases differ"
+
+
+def test_a_case_whose_first_check_was_refused_has_no_verdicts():
+    lines = printed(CaseResult(CASE, [], refused=Refused(0, "beforehand", 1, "INTERNAL")))
+    assert re.split(" {2,}", lines[1])[-3:] == ["0 allowed, 0 denied", "0 allowed, 0 denied", "NO"]
+    assert lines[2].strip().startswith("check 1 beforehand, cost 1")
+
+
 def test_json_has_every_check_with_the_names_of_the_contract():
     report = as_json([WRONG, LEFT_OUT], "h:1", None)
     assert (report["target"], report["clock"], report["ok"]) == ("h:1", "caller", False)
     wrong, left_out = report["cases"]
-    assert (wrong["ok"], wrong["not_judged"]) == (False, None)
+    assert (wrong["ok"], wrong["not_judged"], wrong["refused"]) == (False, None, None)
     assert (left_out["ok"], left_out["not_judged"]) == (None, "it takes longer")
     assert wrong["checks"][1] == {
         "number": 1,
@@ -73,9 +99,21 @@ def test_json_has_every_check_with_the_names_of_the_contract():
     }
 
 
+def test_json_has_all_that_was_said_to_a_check_that_was_refused():
+    [refused] = as_json([REFUSED], "h:1", None)["cases"]
+    assert not refused["ok"]
+    assert refused["refused"] == {
+        "number": 1,
+        "sent": "alone",
+        "tokens_requested": 1,
+        "error": REFUSED.refused.words,
+    }
+
+
 def test_a_run_in_which_nothing_was_judged_has_not_passed():
     assert passed([RIGHT, LEFT_OUT])
     assert not passed([WRONG, RIGHT])
+    assert not passed([REFUSED, RIGHT])
     assert not passed([LEFT_OUT])
 
 

@@ -1,12 +1,13 @@
 """Runs against a real node whose clock is set by hand, and against one that answers wrongly."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from ratelimitd.cli.conformance.own_rules import own_rules
-from ratelimitd.cli.conformance.run import RealTime, Runner
+from ratelimitd.cli.conformance.run import RealTime, Refused, Runner
 from ratelimitd.cli.failures import CliError, UsageError
 from ratelimitd.cli.target import Target
 from ratelimitd.conformance.cases import cases
@@ -99,10 +100,12 @@ def test_rules_that_never_come_into_force_end_the_run():
     assert time.clock.monotonic_us() == 10_000_000
 
 
-def test_a_server_that_refuses_the_first_check_ends_the_run_with_its_words():
+def test_a_server_that_refuses_every_check_ends_the_run_with_its_words():
     refused = pb.RateLimitResponse(reason=pb.INVALID_REQUEST, error="timestamp: too old")
     run, _ = runner(Answering(refused), CASE)
-    with pytest.raises(CliError, match=r"^the server refuses a check: timestamp: too old$"):
+    with pytest.raises(
+        CliError, match=r"^the server refuses every check: INVALID_REQUEST: timestamp: too old$"
+    ):
         run.with_virtual_time(one_batch=False)
 
 
@@ -123,6 +126,83 @@ def test_wrong_answers_are_results():
         (number, way) for way in ("alone", "in batches", "in one batch") for number in range(5)
     ]
     assert "remaining_tokens" in result.checks[0].differences
+
+
+class Refusing(Answering):
+    """A server that answers, but for some checks of one endpoint that are asked in one way."""
+
+    def __init__(self, endpoint, *, way, after=0, upto=1_000):
+        super().__init__(IN_FORCE)
+        self.refused = (f"c {way}", endpoint)
+        self.which = range(after + 1, upto + 1)
+        self.seen = Counter()
+
+    def answer(self, request):
+        asked = (request.identifier, request.endpoint)
+        self.seen[asked] += 1
+        if asked == self.refused and self.seen[asked] in self.which:
+            return pb.RateLimitResponse(reason=pb.INVALID_REQUEST, error="no")
+        return IN_FORCE
+
+    def check_batch(self, requests):
+        self.asked.append(requests)
+        return list(map(self.answer, requests))
+
+    def check(self, *arguments, **_):
+        self.asked.append(arguments)
+        names = ("identifier", "identifier_type", "endpoint")
+        return self.answer(pb.RateLimitRequest(**dict(zip(names, arguments, strict=True))))
+
+
+def test_a_check_that_is_refused_ends_its_case_and_no_other():
+    client = Refusing("/1", way="alone", after=2)
+    run, _ = runner(client, CASE, CASE, CASE)
+    first, refused, last = run.with_virtual_time(one_batch=False)
+    assert refused.refused == Refused(2, "alone", CASE.steps[2].cost, "INVALID_REQUEST: no")
+    assert not refused.ok
+    assert [(check.number, check.way) for check in refused.checks] == [(0, "alone"), (1, "alone")]
+    assert (first.refused, last.refused) == (None, None)
+    assert len(first.checks) == len(last.checks) == 2 * len(CASE.steps)
+    assert client.seen["c alone", "/1"] == 3
+    assert client.seen["c in batches", "/1"] == 0
+
+
+def test_in_one_batch_nothing_counts_that_comes_after_a_check_that_is_refused():
+    run, _ = runner(Refusing("/0", after=1, upto=2, way="in one batch"), CASE, CASE)
+    refused, other = run.with_virtual_time(one_batch=True)
+    assert refused.refused == Refused(1, "in one batch", CASE.steps[1].cost, "INVALID_REQUEST: no")
+    assert [check.way for check in refused.checks].count("in one batch") == 1
+    assert [check.way for check in other.checks].count("in one batch") == len(CASE.steps)
+
+
+def test_a_check_that_is_refused_beforehand_is_not_asked():
+    client = Refusing("/0", way="beforehand")
+    run, _ = runner(client, CASE, CASE)
+    refused, other = run.with_virtual_time(one_batch=False)
+    assert refused.refused == Refused(0, "beforehand", 1, "INVALID_REQUEST: no")
+    assert refused.checks == []
+    assert other.refused is None
+    assert client.seen["c alone", "/0"] == 0
+
+
+def test_in_real_time_a_check_that_is_refused_ends_its_case_and_no_other():
+    case = next(case for case in cases() if case.name == "limit 1 allows one")
+    for asked, refused_as in (0, "beforehand"), (1, "on its clock"):
+        client = Refusing("/0", way=refused_as)
+        run, _ = runner(client, case, case)
+        refused, other = run.with_real_time(HOW)
+        assert (refused.refused.number, refused.refused.way) == (0, refused_as)
+        assert refused.checks == []
+        assert other.refused is None
+        assert other.checks
+        assert client.seen["c on its clock", "/0"] == asked
+
+
+def test_what_is_not_judged_is_not_refused():
+    case = next(case for case in cases() if case.goes_back)
+    run, _ = runner(Refusing("/0", way="beforehand"), case, CASE)
+    left_out = run.with_real_time(HOW)[0]
+    assert (left_out.not_judged, left_out.refused) == ("its time goes back", None)
 
 
 def test_a_batch_that_is_not_answered_check_by_check_ends_the_run():

@@ -1,0 +1,106 @@
+"""Checks that are asked: which of them a server refused, and what ends the asking."""
+
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from ratelimitd.cli.conformance.asking import ENDS_ALL, Asking, Refusal
+from ratelimitd.cli.failures import CliError
+from ratelimitd_client import NodeClient
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.fake_node import status
+
+REQUESTS = [
+    pb.RateLimitRequest(identifier="alice", identifier_type="user", endpoint=f"/{n}", timestamp=n)
+    for n in range(5)
+]
+
+
+@pytest.fixture
+def asking(node):
+    with NodeClient(node.address, timeout_s=30) as client:
+        yield Asking(client)
+
+
+@pytest.fixture
+def refuses(node, monkeypatch):
+    """Let the node refuse every call with a check of this endpoint in it."""
+
+    def refuse(endpoint, code=grpc.StatusCode.INVALID_ARGUMENT):
+        saw = node._saw
+
+        def refused(request, context):
+            saw(request, context)
+            if endpoint in {check.endpoint for check in getattr(request, "requests", [request])}:
+                context.abort(code, "too much")
+
+        monkeypatch.setattr(node, "_saw", refused)
+
+    return refuse
+
+
+def test_one_check_is_answered_alone(asking, node):
+    assert asking.alone(REQUESTS[3]).allowed
+    assert node.seen[0].request == REQUESTS[3]
+
+
+def test_many_checks_are_asked_in_one_batch(asking, node):
+    node.limit = 3
+    answers = asking.together(REQUESTS)
+    assert [answer.allowed for answer in answers] == [True, True, True, False, False]
+    assert node.methods() == ["BatchRateLimit"]
+
+
+def test_more_checks_than_a_batch_holds_are_asked_in_several(asking, node):
+    node.limit = 1_001
+    answers = asking.together(REQUESTS[:1] * 1_002)
+    assert [len(call.request.requests) for call in node.seen] == [1_000, 2]
+    assert [answer.allowed for answer in answers] == [True] * 1_001 + [False]
+
+
+def test_no_checks_are_not_asked(asking, node):
+    assert asking.together([]) == []
+    assert node.seen == []
+
+
+def test_a_check_that_is_refused_has_the_words_of_the_server(asking, refuses):
+    refuses("/1")
+    assert asking.alone(REQUESTS[1]) == Refusal("INVALID_ARGUMENT: too much")
+    assert asking.alone(REQUESTS[2]).allowed
+
+
+def test_which_check_of_a_refused_batch_it_was_is_found(asking, node, refuses):
+    node.limit = 10
+    refuses("/1", grpc.StatusCode.INTERNAL)
+    answers = asking.together(REQUESTS)
+    assert answers[1] == Refusal("INTERNAL: too much")
+    assert [answer.allowed for answer in answers if answer is not answers[1]] == [True] * 4
+
+
+def test_a_check_that_is_not_valid_is_refused_in_its_answer(asking, node):
+    node.answer = pb.RateLimitResponse(reason=pb.INVALID_REQUEST, error="cost: too large")
+    refusal = Refusal("INVALID_REQUEST: cost: too large")
+    assert asking.alone(REQUESTS[0]) == refusal
+    assert asking.together(REQUESTS) == [refusal] * 5
+
+
+def test_a_server_that_says_nothing_beside_is_quoted_by_the_name(asking, node):
+    node.answer = pb.RateLimitResponse(reason=pb.INVALID_REQUEST)
+    assert asking.alone(REQUESTS[0]) == Refusal("INVALID_REQUEST")
+
+
+@pytest.mark.parametrize("name", sorted(ENDS_ALL))
+def test_what_is_about_more_than_a_check_ends_all(asking, node, name):
+    node.error = status(grpc.StatusCode[name], "no")
+    with pytest.raises(grpc.RpcError):
+        asking.alone(REQUESTS[0])
+    with pytest.raises(grpc.RpcError):
+        asking.together(REQUESTS)
+    assert len(node.seen) == 2
+
+
+def test_a_batch_has_as_many_answers_as_checks():
+    asking = Asking(SimpleNamespace(check_batch=lambda _requests: []))
+    with pytest.raises(CliError, match=r"^the server gave 0 answers to a batch of 5$"):
+        asking.together(REQUESTS)
