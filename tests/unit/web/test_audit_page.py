@@ -1,5 +1,6 @@
 import pytest_asyncio
 
+from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.testing import running_node
 from ratelimitd.web import audit_trail
 from tests.page_visitor import PageVisitor
@@ -57,3 +58,19 @@ async def test_an_address_that_says_nothing_sensible_lists_the_newest(visitor):
     page = await visitor.get("/audit?rule=<b>")
     assert "No changes are recorded." in page.text
     assert "<b></b>" not in page.text
+
+
+async def test_while_the_database_is_away_the_page_says_so_and_is_no_success(visitor, monkeypatch):
+    await create(visitor, "/orders")
+
+    async def away(*_args):
+        message = "the rule database is away"
+        raise StoreUnavailableError(message)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ratelimitd.rules.sql.SqlRuleStore.audit", away)
+        page = await visitor.get("/audit")
+        assert page.status_code == 503
+        assert "The rule database does not answer" in page.text
+        assert "/orders" not in page.text
+    assert (await visitor.get("/audit")).status_code == 200
