@@ -19,11 +19,12 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
 from ratelimitd.cluster.cluster import Cluster, Options
 from ratelimitd.cluster.shared_time import SharedTime
+from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.sharedstate.bus import Bus
-from ratelimitd.sharedstate.encoding import DECIDE, decide_request
+from ratelimitd.sharedstate.encoding import DECIDE, checks_request
 from ratelimitd.sharedstate.opening import open_shards
 from ratelimitd.sharedstate.shards import Shards
 from ratelimitd.sharedstate.store import RedisStore
@@ -266,7 +267,9 @@ def _by_pipe(node: _Node) -> Any:
     loop = asyncio.get_running_loop()
     scope = node.keys.scope(RULE, RULE.endpoint)
     names = [node.keys.stored(b"hot-%034d" % number + scope) for number in range(HOT)]
-    requests = [decide_request(name, RULE, None, cost=1, peek=False) for name in names]
+    requests = [
+        checks_request([StoreCheck(name, RULE, STORE_TIME, 1, peek=False)]) for name in names
+    ]
 
     async def ask(number: int) -> None:
         answer: asyncio.Future[Any] = loop.create_future()

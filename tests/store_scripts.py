@@ -10,10 +10,18 @@ from typing import Any
 
 from ratelimitd.algorithms.sliding_window import runs_of
 from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import SharedState
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.ledger.shared_state import SharedState, StoreCheck
+from ratelimitd.model import Algorithm, IdentifierType, Outcome, Rule
 from ratelimitd.sharedstate.bucket_value import FORMAT, NUMBERS
-from ratelimitd.sharedstate.encoding import SETTLE, Request, settle_reply, settle_request
+from ratelimitd.sharedstate.encoding import (
+    DECIDE,
+    SETTLE,
+    Request,
+    checks_request,
+    decided,
+    settle_reply,
+    settle_request,
+)
 from ratelimitd.sharedstate.script import Script
 
 TAG = 0xA7
@@ -33,6 +41,11 @@ def run(client: Any, script: Script, request: Request) -> Any:
     """What the script answers to a request."""
     keys, arguments = request
     return client.eval(script.text, len(keys), *keys, *arguments)
+
+
+def decide(client: Any, *checks: StoreCheck) -> list[Outcome | None]:
+    """What the store makes of checks, all in one call."""
+    return decided(checks, run(client, DECIDE, checks_request(checks)))
 
 
 def settle(client: Any, batch: Batch) -> Reply | None:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from ratelimitd.ledger import shared_state
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.batches import Batch, Ledger, Reply
-from ratelimitd.ledger.shared_state import Ask, FirstCheck, Settled, SharedState, Update
+from ratelimitd.ledger.shared_state import Ask, Settled, SharedState, StoreCheck, Update
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
 from ratelimitd.sharedstate import encoding
 from ratelimitd.sharedstate.bucket_value import state_of
 from tests.servers import Valkey
-from tests.store_scripts import TAG, key_of, plain, rule_of, run, settle, value_of
+from tests.store_scripts import TAG, decide, key_of, plain, rule_of, run, settle, value_of
 
 KEYS = tuple(key_of(number) for number in range(3))
 REVISIONS = 3
@@ -67,7 +67,8 @@ class Model:
         self.buckets[key] = shared_state.reset(self.buckets.get(key), rule)
         return self.buckets[key]
 
-    def decide(self, key, rule, now_us, *, cost, peek):
+    def decide(self, check):
+        key, rule, now_us, cost, peek = check
         stored = self.buckets.get(key)
         shared = shared_state.settle(stored, Update(rule, None)).shared
         is_edited = stored is not None and shared.limit != stored.limit
@@ -157,10 +158,10 @@ def updates(draw, rules, around_us):
 
 
 @st.composite
-def first_checks(draw, name, rules, around_us):
+def store_checks(draw, name, rules, around_us):
     rule = draw(st.sampled_from(rules))
     now_us = draw(times(rule, around_us))
-    return FirstCheck(name, rule, now_us, draw(costs(rule)), draw(st.booleans()))
+    return StoreCheck(name, rule, now_us, draw(costs(rule)), draw(st.booleans()))
 
 
 starts = st.one_of(
@@ -224,16 +225,13 @@ def test_a_trace_ends_as_in_the_ledger(store, data, rules, around_us):
             reply = run(store, encoding.RESET, encoding.reset_request([key], [rule]))
             assert encoding.reset_reply([rule], reply) == [model.reset(key, rule)]
         elif step == "decide":
-            rule = data.draw(st.sampled_from(versions))
-            now_us = data.draw(times(rule, around_us))
-            cost, peek = data.draw(costs(rule)), data.draw(st.booleans())
-            request = encoding.decide_request(key, rule, now_us, cost=cost, peek=peek)
-            outcome = encoding.outcome_of(run(store, encoding.DECIDE, request))
-            assert outcome == (model.decide(key, rule, now_us, cost=cost, peek=peek), now_us)
+            told = data.draw(st.lists(st.sampled_from(range(len(KEYS))), min_size=1))
+            checks = [data.draw(store_checks(KEYS[one], rules[one], around_us)) for one in told]
+            assert decide(store, *checks) == [*map(model.decide, checks)]
         elif step == "meet":
             told = data.draw(st.lists(st.sampled_from(range(len(KEYS))), min_size=1, unique=True))
-            checks = [data.draw(first_checks(KEYS[one], rules[one], around_us)) for one in told]
-            reply = run(store, encoding.MEET, encoding.meet_request(checks))
+            checks = [data.draw(store_checks(KEYS[one], rules[one], around_us)) for one in told]
+            reply = run(store, encoding.MEET, encoding.checks_request(checks))
             corrupt, met = encoding.met(checks, reply)
             assert corrupt == 0
             assert [(outcome, plain(shared)) for outcome, shared in met] == [
@@ -312,9 +310,8 @@ def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
     model = Model({key: shared for key, (_, shared, _) in cases.items()})
     for key, (rule, _, now_us) in cases.items():
         for cost in (rule.limit, any_size(chance, rule.limit)):
-            request = encoding.decide_request(key, rule, now_us, cost=cost, peek=True)
-            outcome = encoding.outcome_of(run(store, encoding.DECIDE, request))
-            assert outcome == (model.decide(key, rule, now_us, cost=cost, peek=True), now_us)
+            check = StoreCheck(key, rule, now_us, cost, peek=True)
+            assert decide(store, check) == [model.decide(check)]
     batch = Batch(
         "node",
         1,
@@ -358,9 +355,8 @@ def test_small_numbers_meet_every_boundary(store, algorithm, seed):
         rule, cost = chance.choice(rules), chance.randint(1, 4)
         if chance.random() < 0.5:
             at_us = time_us()
-            request = encoding.decide_request(key, rule, at_us, cost=cost, peek=False)
-            outcome = encoding.outcome_of(run(store, encoding.DECIDE, request))
-            assert outcome == (model.decide(key, rule, at_us, cost=cost, peek=False), at_us)
+            check = StoreCheck(key, rule, at_us, cost, peek=False)
+            assert decide(store, check) == [model.decide(check)]
         else:
             runs = sorted((time_us(), chance.randint(1, 3)) for _ in range(chance.randint(0, 3)))
             asks = [Ask(time_us(), cost) for _ in range(chance.randint(0, 2))]

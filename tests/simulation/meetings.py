@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ratelimitd.ledger.shared_state import Ask, FirstCheck, Met
+from ratelimitd.ledger.shared_state import Ask, Met, StoreCheck
 from tests.simulation.world import ANSWER_US, SECOND, Meeting
 
 BURIED_US = 5 * SECOND
@@ -36,7 +36,7 @@ class Meetings:
             self._waiting[key][1].append(waiting)
             return
         node = self.node
-        meeting = Meeting(FirstCheck(key, node.rule, node.now_us, waiting.cost, peek=False))
+        meeting = Meeting(StoreCheck(key, node.rule, node.now_us, waiting.cost, peek=False))
         self._waiting[key] = meeting, [waiting]
         self.bring(meeting)
         self.world.after(ANSWER_US, self._is_answered, meeting)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ratelimitd.ledger.batches import Batch, Ledger, Reply
 from ratelimitd.ledger.shared_state import Met, SharedState
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.sharedstate.encoding import Request, meet_request, settle_request
+from ratelimitd.sharedstate.encoding import Request, checks_request, settle_request
 from tests.simulation.node import Node
 from tests.simulation.world import SECOND, START_US, Meeting, Network, World
 
@@ -76,7 +76,7 @@ class CountingWorld(World):
 
     def meet(self, node: Node, meeting: Meeting, back: Callable[[Met], None]) -> None:
         check = meeting.check._replace(name=NAME + meeting.check.name)
-        self._count(script_call(meet_request([check])), VALUE_BYTES + OUTCOME_BYTES + 11)
+        self._count(script_call(checks_request([check])), VALUE_BYTES + OUTCOME_BYTES + 11)
         super().meet(node, meeting, back)
 
     def read(self, node: Node, key: bytes, back: Callable[..., None]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ratelimitd.ledger.batches import Batch, Ledger, Reply
-from ratelimitd.ledger.shared_state import FirstCheck, Met, SharedState, reset
+from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck, reset
 from ratelimitd.model import MAX_TIME_US, Rule
 
 MS = 1_000
@@ -84,7 +84,7 @@ class Books:
 class Meeting:
     """A first check, and whether the store has charged it."""
 
-    check: FirstCheck
+    check: StoreCheck
     is_charged: bool = False
 
 

@@ -18,7 +18,7 @@ from ratelimitd.cluster.rereading import Rereading
 from ratelimitd.cluster.store import SharedStore
 from ratelimitd.cluster.tag import Tag
 from ratelimitd.errors import RateLimitdError
-from ratelimitd.ledger.shared_state import FirstCheck, Met, SharedState
+from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import Outcome
 from ratelimitd.stats import CheckStats
 
@@ -64,7 +64,7 @@ class Meetings:
         self._waiting[key] = [question]
         fields = name, question.rule, question.now_us, question.cost, question.peek
         # To call the class itself takes 0.5 µs longer.
-        self._store.meet(tuple.__new__(FirstCheck, fields), partial(self._met, key, name))
+        self._store.meet(tuple.__new__(StoreCheck, fields), partial(self._met, key, name))
 
     def _met(self, key: bytes, name: bytes, met: Met | RateLimitdError) -> None:
         questions = self._waiting.pop(key)

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import FirstCheck, Met, SharedState
+from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import Outcome, Rule
 
 HASH_TAGS: Final = 256
@@ -36,7 +36,7 @@ class SharedStore(Protocol):
     ) -> None:
         """Read a bucket; ``None``: it is full."""
 
-    def meet(self, check: FirstCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
+    def meet(self, check: StoreCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
         """Decide a first check by the bucket itself. With an error nobody knows whether it was charged."""
 
     def settle(
@@ -44,17 +44,8 @@ class SharedStore(Protocol):
     ) -> None:
         """Apply a batch, once however often it is sent; ``None``: it is older than the last of its sender."""
 
-    def decide(
-        self,
-        name: bytes,
-        rule: Rule,
-        now_us: int | None,
-        cost: int,
-        *,
-        peek: bool,
-        done: Callable[[Outcome | RateLimitdError], None],
-    ) -> None:
-        """Decide one check by the buckets themselves, at ``now_us`` or else at the store's own time."""
+    def decide(self, check: StoreCheck, done: Callable[[Outcome | RateLimitdError], None]) -> None:
+        """Decide a check by the bucket itself, for ``strict``; its time may be ``STORE_TIME``. As with :meth:`meet`."""
 
     def reset(
         self,

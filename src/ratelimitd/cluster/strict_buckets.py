@@ -11,9 +11,11 @@ from functools import partial
 
 from ratelimitd.algorithms import Decide
 from ratelimitd.cluster.resets import reset_buckets
+from ratelimitd.cluster.shard import Shard
 from ratelimitd.cluster.store import SharedStore
 from ratelimitd.cluster.tag import Tag
 from ratelimitd.errors import RateLimitdError
+from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
 from ratelimitd.model import Outcome, Rule
 
 
@@ -59,24 +61,10 @@ class StrictBuckets:
             answer.set_result(shard.open_error())
             return answer
         self.asked_total += 1
-        at_us = now_us if self._callers_time else None
-        done = partial(self._decided, answer, name)
-        self._store.decide(name, rule, at_us, cost, peek=peek, done=done)
+        at_us = now_us if self._callers_time else STORE_TIME
+        check = tuple.__new__(StoreCheck, (name, rule, at_us, cost, peek))
+        self._store.decide(check, partial(_decided, answer, shard))
         return answer
-
-    def _decided(
-        self,
-        answer: asyncio.Future[Outcome | RateLimitdError],
-        name: bytes,
-        outcome: Outcome | RateLimitdError,
-    ) -> None:
-        shard = self._tags[name[0]].shard
-        if isinstance(outcome, RateLimitdError):
-            shard.failed(outcome)
-        else:
-            shard.answered()
-        if not answer.done():
-            answer.set_result(outcome)
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Rule]) -> None:
         """Let buckets start afresh.
@@ -86,3 +74,16 @@ class StrictBuckets:
         """
         names = [*map(self._stored_name, keys)]
         await reset_buckets(self._store, names, rules, lambda _name, _shared: None)
+
+
+def _decided(
+    answer: asyncio.Future[Outcome | RateLimitdError],
+    shard: Shard,
+    outcome: Outcome | RateLimitdError,
+) -> None:
+    if isinstance(outcome, RateLimitdError):
+        shard.failed(outcome)
+    else:
+        shard.answered()
+    if not answer.done():
+        answer.set_result(outcome)

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from ratelimitd.ledger.shared_state import (
-    FirstCheck,
     Met,
     Settled,
     SharedState,
+    StoreCheck,
     Update,
     meet,
     settle,
@@ -112,7 +112,7 @@ class Ledger:
         reply = self._replies[batch.sender] = Reply(batch.number, settled)
         return reply
 
-    def meet(self, check: FirstCheck) -> Met:
+    def meet(self, check: StoreCheck) -> Met:
         """Decide a first check. It has no number, so it must not be sent twice: it would be charged twice.
 
         A bucket that is not there is made only for what is charged.

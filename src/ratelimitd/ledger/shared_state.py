@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Run
 from ratelimitd.model import Outcome, Rule
@@ -57,8 +57,12 @@ class Settled(NamedTuple):
     grants: tuple[bool, ...]
 
 
-class FirstCheck(NamedTuple):
-    """A check of a bucket that a node does not know, on the node's clock: the bucket itself has to decide it."""
+STORE_TIME: Final = -1
+"""In the place of a time: the store's own clock at that moment."""
+
+
+class StoreCheck(NamedTuple):
+    """A check that a bucket itself is to decide: the first one of a node that does not know it, or under ``strict``."""
 
     name: bytes
     rule: Rule
@@ -107,7 +111,7 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
     return Settled(stored._replace(state=state), tuple(grants))
 
 
-def meet(stored: SharedState | None, check: FirstCheck) -> Met:
+def meet(stored: SharedState | None, check: StoreCheck) -> Met:
     """Decide a first check.
 
     A peek changes nothing, and a denial nothing but the limit, when it comes under a newer one: those who have not

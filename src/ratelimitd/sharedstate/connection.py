@@ -25,16 +25,16 @@ from ratelimitd.sharedstate.replies import error_of
 from ratelimitd.sharedstate.request import Request
 
 MAX_REQUESTS: Final = 8_192
-"""Requests in flight: eight batches of 1,000 checks decided one by one (CONSISTENCY=strict) pass at once. A server
-answers as many in about 50 ms, so that a longer queue would only hold requests that nobody waits for any more."""
+"""Requests in flight, each by its weight: 24 batches of 1,000 checks decided there (CONSISTENCY=strict) pass at once. A
+server answers as many in 50 to 200 ms, so that a longer queue would only hold what nobody waits for any more."""
 
 MAX_BYTES: Final = 16 * 1024 * 1024
 """Octets of requests in flight: what a hanging server may cost this process in memory, whatever a request carries."""
 
 REQUEST_S: Final = 0.000_05
-"""What each request that is ahead adds to the time that one may take: three times what a script costs a server, and
-what it cost on a busy machine. Else the last of 1,000 that were sent at once would be told that the server is slow, and
-the breaker with them."""
+"""What each request that is ahead adds, by its weight, to the time that one may take: three times what a script costs a
+server, and what it cost on a busy machine. Else the last of 1,000 that were sent at once would be told that the server
+is slow, and the breaker with them."""
 
 SILENCE_S: Final = 1.0
 """A server that has not answered for so long is either gone, with nobody left to say so, or of no use. Many times the
@@ -82,6 +82,8 @@ class Connection(asyncio.Protocol):
         self._outgoing: list[bytes] = []
         self._waiting: deque[Request] = deque()
         self._bytes = 0
+        # Of the requests that wait, and of those among them whose callers do not any more.
+        self._weight = self._expired_weight = 0
         # Requests are numbered by their place: `_answered` before the oldest that waits, `_expired` before the oldest
         # whose caller still waits. A write is (when, the number of the first request after it, when its time is over).
         self._answered = 0
@@ -101,19 +103,34 @@ class Connection(asyncio.Protocol):
     def submit(self, request: Request) -> None:
         """Send ``request`` with all others of this turn, unless as much is in flight as may be, or the end has come."""
         size = len(request.packed)
-        waiting = self._waiting
-        if len(waiting) >= self._max_requests or self._bytes + size > self._max_bytes:
+        if self._weight >= self._max_requests or self._bytes + size > self._max_bytes:
             self._refuse(request, StoreOverloadedError("too much waits for the shared state"))
             return
         if self.lost is not None:
             self._refuse(request, again(self.lost))
             return
         self._bytes += size
-        waiting.append(request)
+        self._weight += request.weight
+        self._waiting.append(request)
         outgoing = self._outgoing
         if not outgoing:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         outgoing.append(request.packed)
+
+    def flush(self) -> None:
+        """Send what this turn has gathered now, and not at its end."""
+        outgoing, self._outgoing = self._outgoing, []
+        if self.lost is not None or not outgoing:
+            return
+        self._transport.write(b"".join(outgoing))
+        now_s = self._time_s()
+        end = self._answered + len(self._waiting)
+        ahead = self._weight - self._expired_weight
+        due_s = now_s + self.timeout_s + ahead * REQUEST_S
+        self._writes.append((now_s, end, due_s))
+        # A timer that is there may be for a silence, or a greeting, and too late for these.
+        if self._timer is None or self._timer_due_s > due_s:
+            self._look_in(due_s - now_s, now_s)
 
     def drop(self, error: RateLimitdError) -> None:
         """End the connection; what is in flight gets ``error``."""
@@ -140,6 +157,9 @@ class Connection(asyncio.Protocol):
                 request = waiting.popleft()
                 self._answered += 1
                 self._bytes -= len(request.packed)
+                self._weight -= request.weight
+                if self._answered <= self._expired:
+                    self._expired_weight -= request.weight
                 if request.done is not None:
                     if reply.__class__ is ReplyError:
                         self._on_error(request, str(reply))
@@ -206,6 +226,7 @@ class Connection(asyncio.Protocol):
             )
             self._expired = write[1]
             for request in list(late):
+                self._expired_weight += request.weight
                 request.tell(StoreUnavailableError("the shared state was too slow"))
         return bool(writes)
 
@@ -216,20 +237,6 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(seconds, self.look)
 
     # Private
-
-    def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
-        if self.lost is not None:
-            return
-        self._transport.write(b"".join(outgoing))
-        now_s = self._time_s()
-        end = self._answered + len(self._waiting)
-        ahead = end - max(self._answered, self._expired)
-        due_s = now_s + self.timeout_s + ahead * REQUEST_S
-        self._writes.append((now_s, end, due_s))
-        # A timer that is there may be for a silence, or a greeting, and too late for these.
-        if self._timer is None or self._timer_due_s > due_s:
-            self._look_in(due_s - now_s, now_s)
 
     def _refuse(self, request: Request, error: RateLimitdError) -> None:
         self._loop.call_soon(request.tell, error)

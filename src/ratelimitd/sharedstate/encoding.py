@@ -7,12 +7,13 @@ and what is not ours is a :class:`StoreCorruptError`, never another exception. S
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from struct import Struct, error
 from typing import Any, Final
 
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import FirstCheck, Met, Settled, SharedState, Update
+from ratelimitd.ledger.shared_state import Met, Settled, SharedState, StoreCheck, Update
 from ratelimitd.model import Outcome, Reason, Rule
 from ratelimitd.sharedstate.bucket_value import NUMBERS, bucket_of
 from ratelimitd.sharedstate.script import load
@@ -21,7 +22,7 @@ SETTLE: Final = load("settle")
 """Applies one batch of one sender, exactly once."""
 
 DECIDE: Final = load("decide")
-"""Decides one check."""
+"""Decides checks, one after the other."""
 
 MEET: Final = load("meet")
 """Decides one check of each of several buckets, and says what they are then."""
@@ -33,18 +34,18 @@ Request = tuple[list[bytes], list[bytes]]
 """The keys and the arguments of a script."""
 
 _NO_GENERATION: Final = -1
-_STORE_TIME: Final = -1
 
 _NUMBER: Final = Struct("<Q")
 _UPDATE: Final = Struct("<BiQIIII")
 _UPDATE_OF_ONE_RUN: Final = Struct("<BiQIIIIQQ")
 _PAIR: Final = Struct("<QQ")
 _CHECK: Final = Struct("<BBQIIIq")
-_OUTCOME: Final = Struct("<BBIIQQ")
 _ANSWER: Final = Struct("<BBIIQ")
 _RULE: Final = Struct("<BQII")
 
 _GRANTED: Final = 1
+
+_NO_ANSWERS: Final = "the shared state answered checks with something else"
 
 _REASONS: Final = dict(enumerate(Reason, start=1))
 """To look a reason up in the enumeration itself takes twice as long."""
@@ -130,38 +131,11 @@ def _settled(batch: Batch, reply: Any) -> tuple[bytes, Sequence[Any]]:
     raise StoreCorruptError(message)
 
 
-# One check
+# Checks
 
 
-def decide_request(key: bytes, rule: Rule, now_us: int | None, *, cost: int, peek: bool) -> Request:
-    """What ``DECIDE`` takes for a check; without ``now_us`` it is judged at the store's time."""
-    argument = _CHECK.pack(
-        NUMBERS[rule.algorithm],
-        peek,
-        rule.revision,
-        rule.limit,
-        rule.window_seconds,
-        cost,
-        _STORE_TIME if now_us is None else now_us,
-    )
-    return [bucket_key(key)], [argument]
-
-
-def outcome_of(reply: Any) -> tuple[Outcome, int]:
-    """The outcome of a check, without the state, which stays in the store; and the time it was judged at, in µs."""
-    try:
-        allowed, reason, remaining, retry_after, reset_time, now_us = _OUTCOME.unpack(reply)
-        return (allowed == 1, remaining, reset_time, retry_after, Reason(reason), None), now_us
-    except (TypeError, ValueError, error):
-        message = "the shared state answered a check with something else"
-        raise StoreCorruptError(message) from None
-
-
-# First checks
-
-
-def meet_request(checks: Sequence[FirstCheck]) -> Request:
-    """What ``MEET`` takes for checks of different buckets."""
+def checks_request(checks: Sequence[StoreCheck]) -> Request:
+    """What ``DECIDE`` takes for checks, and ``MEET`` for checks of different buckets."""
     arguments = [
         _CHECK.pack(
             NUMBERS[rule.algorithm],
@@ -177,7 +151,26 @@ def meet_request(checks: Sequence[FirstCheck]) -> Request:
     return [bucket_key(check[0]) for check in checks], [b"".join(arguments)]
 
 
-def met(checks: Sequence[FirstCheck], reply: Any) -> tuple[int, list[Met]]:
+def decided(checks: Sequence[StoreCheck], reply: Any) -> list[Outcome | None]:
+    """The outcomes of checks, without the states, which stay in the store; ``None``: the value there was no bucket.
+
+    Raises:
+        StoreCorruptError: no reply to these.
+    """
+    if isinstance(reply, bytes) and len(reply) == len(checks) * _ANSWER.size:
+        with suppress(KeyError):
+            return [
+                (allowed == 1, remaining, reset_time, retry_after, _REASONS[reason], None)
+                if reason
+                else None
+                for allowed, reason, remaining, retry_after, reset_time in _ANSWER.iter_unpack(
+                    reply
+                )
+            ]
+    raise StoreCorruptError(_NO_ANSWERS)
+
+
+def met(checks: Sequence[StoreCheck], reply: Any) -> tuple[int, list[Met]]:
     """How many values were no buckets, and what became of checks and their buckets.
 
     Raises:
@@ -188,8 +181,7 @@ def met(checks: Sequence[FirstCheck], reply: Any) -> tuple[int, list[Met]]:
             return count, [
                 _met(check[1], value) for check, value in zip(checks, values, strict=True)
             ]
-    message = "the shared state answered checks with something else"
-    raise StoreCorruptError(message)
+    raise StoreCorruptError(_NO_ANSWERS)
 
 
 def _met(rule: Rule, reply: Any) -> Met:
@@ -197,8 +189,7 @@ def _met(rule: Rule, reply: Any) -> Met:
         allowed, reason, remaining, retry_after, reset_time = _ANSWER.unpack_from(reply)
         outcome = allowed == 1, remaining, reset_time, retry_after, _REASONS[reason], None
     except (TypeError, KeyError, error):
-        message = "the shared state answered a check with something else"
-        raise StoreCorruptError(message) from None
+        raise StoreCorruptError(_NO_ANSWERS) from None
     return outcome, bucket_of(reply[_ANSWER.size :], rule)
 
 

@@ -94,12 +94,22 @@ class Link:
         """Send ``command``; ``done`` gets the reply or an error, exactly once, after this method has returned."""
         self.submit(Request(pack(tuple(command)), done))
 
-    def run(
-        self, script: Script, keys: Sequence[bytes], arguments: Sequence[bytes | int], done: Done
+    def run(  # noqa: PLR0917 - called once a check under strict: keywords would cost it 50 ns
+        self,
+        script: Script,
+        keys: Sequence[bytes],
+        arguments: Sequence[bytes | int],
+        done: Done,
+        weight: int = 1,
     ) -> None:
-        """Run ``script`` in the store; ``done`` as with :meth:`send`."""
+        """Run ``script`` in the store; ``done`` as with :meth:`send`. It counts as ``weight`` requests."""
         packed = pack((b"EVALSHA", script.sha, len(keys), *keys, *arguments))
-        self.submit(Request(packed, done, script))
+        self.submit(Request(packed, done, script, weight))
+
+    def flush(self) -> None:
+        """Send what was asked in this turn now, and not at its end."""
+        if self._connection is not None:
+            self._connection.flush()
 
     def submit(self, request: Request) -> None:
         """Send ``request``; its ``done`` is called as with :meth:`send`."""

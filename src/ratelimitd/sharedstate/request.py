@@ -20,10 +20,14 @@ pack: Final = cast("Callable[[tuple[bytes | int | str, ...]], bytes]", pack_comm
 class Request:
     """A command, and ``done``: ``None`` once it was called."""
 
-    __slots__ = ("asking", "done", "had_script", "packed", "redirected", "script")
+    __slots__ = ("asking", "done", "had_script", "packed", "redirected", "script", "weight")
 
-    def __init__(self, packed: bytes, done: Done, script: Script | None = None) -> None:
+    def __init__(
+        self, packed: bytes, done: Done, script: Script | None = None, weight: int = 1
+    ) -> None:
         self.packed = packed
+        self.weight = weight
+        """As how many it counts: the work of the server."""
         self.done: Done | None = done
         self.script = script
         """What it runs, if it may have to be loaded."""

@@ -9,23 +9,22 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
 from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import FirstCheck, Met, SharedState
+from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import Outcome, Rule
 from ratelimitd.sharedstate.bucket_value import state_of
+from ratelimitd.sharedstate.combining import Combiner
 from ratelimitd.sharedstate.encoding import (
     DECIDE,
     MEET,
     RESET,
     SETTLE,
     bucket_key,
-    decide_request,
-    meet_request,
+    decided,
     met,
-    outcome_of,
     replaced,
     reset_reply,
     reset_request,
@@ -54,9 +53,7 @@ Beat = tuple[int, str, tuple[str, ...]]
 
 READS_PER_COMMAND: Final = 256
 
-MEETS_PER_COMMAND: Final = 100
-"""First checks in one script call: as many as a batch may have updates, less than 1 ms of the store."""
-
+_NO_BUCKET: Final = StoreCorruptError("the value of a bucket is none")
 _NO_VALUES: Final = StoreCorruptError("the reply to a reading is none")
 
 
@@ -68,9 +65,6 @@ class _Reading(NamedTuple):
     done: Callable[[SharedState | RateLimitdError | None], None]
 
 
-_Meeting = tuple[FirstCheck, Callable[[Met | RateLimitdError], None]]
-
-
 class RedisStore:
     """A :class:`ratelimitd.cluster.store.SharedStore` over ``shards``."""
 
@@ -78,7 +72,8 @@ class RedisStore:
         self._shards = shards
         self._loop = asyncio.get_running_loop()
         self._readings: list[_Reading] = []
-        self._first_checks: list[_Meeting] = []
+        self._meetings = Combiner(shards, MEET, self._met)
+        self._decisions = Combiner(shards, DECIDE, self._decided)
         self._prober = f"probe/{secrets.token_hex(_PROBER_BYTES)}"
         self._probes = 0
         self.corrupt_total = 0
@@ -137,47 +132,27 @@ class RedisStore:
             self.corrupt_total += 1
             return None
 
-    def meet(self, check: FirstCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
+    def meet(self, check: StoreCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
         """Decide a first check by the bucket itself. Those of one turn, and of one server, are one script call."""
-        if not self._first_checks:
-            self._loop.call_soon(self._meet_all)
-        self._first_checks.append((check, done))
+        self._meetings.add(check, done)
 
-    def _meet_all(self) -> None:
-        meetings, self._first_checks = self._first_checks, []
-        groups = [meetings]
-        if self._shards.is_cluster:
-            # All keys of a call have to be of one slot there.
-            by_tag: dict[int, list[_Meeting]] = {}
-            for meeting in meetings:
-                by_tag.setdefault(meeting[0].name[0], []).append(meeting)
-            groups = [*by_tag.values()]
-        for group in groups:
-            for start in range(0, len(group), MEETS_PER_COMMAND):
-                self._meet(group[start : start + MEETS_PER_COMMAND])
+    def _met(self, checks: Sequence[StoreCheck], reply: Any) -> Sequence[Met]:
+        replaced_now, answers = met(checks, reply)
+        self.corrupt_total += replaced_now
+        return answers
 
-    def _meet(self, meetings: Sequence[_Meeting]) -> None:
-        checks = [check for check, _ in meetings]
-        try:
-            keys, arguments = meet_request(checks)
-        except Exception as error:  # noqa: BLE001 - a defect, and nobody must wait for ever for it
-            self._met(checks, meetings, StoreCorruptError(f"first checks cannot be sent: {error}"))
-            return
-        link = self._shards.of_tag(checks[0].name[0])
-        link.run(MEET, keys, arguments, partial(self._met, checks, meetings))
+    def decide(self, check: StoreCheck, done: Callable[[Outcome | RateLimitdError], None]) -> None:
+        """Decide a check by the bucket itself. Those of one turn, and of one server, are one script call."""
+        self._decisions.add(check, done)
 
-    def _met(self, checks: Sequence[FirstCheck], meetings: Sequence[_Meeting], reply: Any) -> None:
-        answers: Sequence[Met | RateLimitdError]
-        if isinstance(reply, RateLimitdError):
-            answers = [reply] * len(meetings)
-        else:
-            try:
-                replaced_now, answers = met(checks, reply)
-                self.corrupt_total += replaced_now
-            except StoreCorruptError as error:
-                answers = [error] * len(meetings)
-        for (_, done), answer in zip(meetings, answers, strict=True):
-            tell(done, answer)
+    def _decided(
+        self, checks: Sequence[StoreCheck], reply: Any
+    ) -> Sequence[Outcome | RateLimitdError]:
+        answers = decided(checks, reply)
+        if None not in answers:
+            return cast("list[Outcome]", answers)
+        self.corrupt_total += answers.count(None)
+        return [_NO_BUCKET if answer is None else answer for answer in answers]
 
     def settle(
         self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
@@ -191,21 +166,6 @@ class RedisStore:
     ) -> None:
         self.corrupt_total += replaced(reply)
         _answer(done, partial(settle_reply, batch), reply)
-
-    def decide(
-        self,
-        name: bytes,
-        rule: Rule,
-        now_us: int | None,
-        cost: int,
-        *,
-        peek: bool,
-        done: Callable[[Outcome | RateLimitdError], None],
-    ) -> None:
-        """Decide one check by the bucket itself, at ``now_us`` or else at the store's own time."""
-        keys, arguments = decide_request(name, rule, now_us, cost=cost, peek=peek)
-        answer = partial(_answer, done, lambda reply: outcome_of(reply)[0])
-        self._shards.of_tag(name[0]).run(DECIDE, keys, arguments, answer)
 
     def reset(
         self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError], None]

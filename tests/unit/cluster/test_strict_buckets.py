@@ -5,6 +5,7 @@ import pytest
 
 from ratelimitd.cluster.strict_buckets import StrictBuckets
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
+from ratelimitd.ledger.shared_state import STORE_TIME
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import MS, RULE, FakeStore, ManualTimers, name_of
 
@@ -69,8 +70,8 @@ async def test_the_stores_time_counts_unless_the_callers_does(callers_time):
     scene = Scene(callers_time=callers_time)
     scene.store.mode = "held"
     scene.wait()
-    ((_, now_us, _, _),) = scene.store.asked("decide")
-    assert now_us == (scene.clock.now_us() if callers_time else None)
+    (check,) = scene.store.asked("decide")
+    assert check.now_us == (scene.clock.now_us() if callers_time else STORE_TIME)
 
 
 async def test_an_error_is_told_to_the_check_and_to_the_breaker(scene):

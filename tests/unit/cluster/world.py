@@ -123,7 +123,9 @@ class FakeStore:
         ledger.buckets = self.ledger.buckets
         self._take("settle", batch, partial(ledger.apply, batch), done)
 
-    def decide(self, name, rule, now_us, cost, *, peek, done):
+    def decide(self, check, done):
+        name, rule, now_us, cost, peek = check
+
         def decided():
             shared = self.ledger.buckets.get(name)
             outcome = DECIDE[rule.algorithm](shared and shared.state, rule, now_us, cost)
@@ -132,7 +134,7 @@ class FakeStore:
                 self.ledger.buckets[name] = settle(shared, update).shared
             return outcome
 
-        self._take("decide", (name, now_us, cost, peek), decided, done)
+        self._take("decide", check, decided, done)
 
     def reset(self, name, rule, done):
         def was_reset():

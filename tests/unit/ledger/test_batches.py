@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ratelimitd.ledger.batches import Batch, Ledger, Reply, Sender
-from ratelimitd.ledger.shared_state import FirstCheck, SharedState, Update
+from ratelimitd.ledger.shared_state import SharedState, StoreCheck, Update
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 
 NOW = 1_700_000_000_000_000
@@ -75,7 +75,7 @@ def test_senders_are_told_apart():
 
 
 def meet(ledger, cost, *, rule=RULE, peek=False):
-    outcome, shared = ledger.meet(FirstCheck(b"key", rule, NOW, cost, peek))
+    outcome, shared = ledger.meet(StoreCheck(b"key", rule, NOW, cost, peek))
     return outcome[0], shared
 
 

@@ -7,8 +7,8 @@ import pytest
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.shared_state import (
     Ask,
-    FirstCheck,
     SharedState,
+    StoreCheck,
     Update,
     meet,
     overdrawn,
@@ -93,7 +93,7 @@ def test_spends_of_a_bucket_that_the_node_has_not_heard_of_are_charged_to_the_on
 
 
 def met(before, cost=1, *, rule=RULE, peek=False):
-    return meet(before, FirstCheck(b"", rule, NOW, cost, peek))
+    return meet(before, StoreCheck(b"", rule, NOW, cost, peek))
 
 
 def test_a_first_check_is_charged_if_it_is_allowed():

@@ -53,15 +53,15 @@ class Setup:
         )
         self.connection.connection_made(self.transport)
 
-    def ask(self, packed=PING):
+    def ask(self, packed=PING, *, weight=1):
         """What the request is told, as it comes."""
         told = []
-        self.connection.submit(Request(packed, told.append))
+        self.connection.submit(Request(packed, told.append, weight=weight))
         return told
 
-    async def asked(self, packed=PING):
+    async def asked(self, packed=PING, *, weight=1):
         """Likewise, and the request has left."""
-        told = self.ask(packed)
+        told = self.ask(packed, weight=weight)
         await turn()
         return told
 
@@ -270,6 +270,36 @@ async def test_a_loop_that_was_held_up_gets_its_replies(valkey):
     loop.call_soon(time.sleep, 10 * TIMEOUT_S)
     assert await reply == b"PONG"
     connection.drop(StoreUnavailableError("end"))
+
+
+async def test_a_request_counts_by_its_weight_until_it_is_told_or_answered():
+    setup = Setup(max_requests=40)
+    late = await setup.asked(weight=20)
+    assert setup.connection._timer_due_s == pytest.approx(100 + TIMEOUT_S + 20 * REQUEST_S)
+    setup.timer()
+    assert len(late) == 1
+    due_s = setup.now_s + TIMEOUT_S + 20 * REQUEST_S
+    first, second = await setup.asked(weight=20), await setup.asked()
+    assert setup.connection._timer_due_s == pytest.approx(due_s), "what is told is not waited for"
+    assert isinstance(second[0], StoreOverloadedError), "but is in flight"
+    setup.connection.data_received(b"+1\r\n+2\r\n")
+    assert first == [b"2"]
+    await setup.asked(weight=7)
+    setup.timer()
+    assert setup.now_s == pytest.approx(due_s - 13 * REQUEST_S)
+    setup.connection.drop(StoreUnavailableError("end"))
+
+
+async def test_what_is_flushed_leaves_at_once_and_once():
+    setup = Setup()
+    setup.connection.flush()
+    assert setup.transport.writes == []
+    setup.ask()
+    setup.connection.flush()
+    assert setup.transport.writes == [PING]
+    await turn()
+    assert setup.transport.writes == [PING]
+    setup.connection.drop(StoreUnavailableError("end"))
 
 
 async def test_more_requests_than_may_be_in_flight_are_refused():

@@ -4,14 +4,13 @@ import pytest
 
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import Ask, FirstCheck, Settled, SharedState, Update
+from ratelimitd.ledger.shared_state import STORE_TIME, Ask, Settled, SharedState, StoreCheck, Update
 from ratelimitd.model import Algorithm, Reason
 from ratelimitd.sharedstate.encoding import (
     bucket_key,
-    decide_request,
-    meet_request,
+    checks_request,
+    decided,
     met,
-    outcome_of,
     replaced,
     reset_reply,
     reset_request,
@@ -99,37 +98,38 @@ def test_what_is_no_reply_to_a_batch_is_an_error(reply):
         settle_reply(batch_of(one=Update(RULE, 0, (), (Ask(1, 1),))), reply)
 
 
-def test_a_check_goes_with_its_time_or_is_judged_at_that_of_the_store():
-    keys, [argument] = decide_request(ONE, RULE, 1000, cost=2, peek=True)
-    assert keys == [bucket_key(ONE)]
-    assert argument == pack("<BBQIIIq", 1, 1, 3, 10, 60, 2, 1000)
-    _, [argument] = decide_request(ONE, RULE, None, cost=2, peek=False)
-    assert argument == pack("<BBQIIIq", 1, 0, 3, 10, 60, 2, -1)
+FIRST = StoreCheck(ONE, RULE, 1000, 2, peek=False)
+SECOND = StoreCheck(OTHER, WINDOW, 1001, 3, peek=True)
 
 
-def test_an_outcome_comes_with_the_time_of_the_check():
-    allowed = outcome_of(pack("<BBIIQQ", 1, 1, 9, 0, 50, 1000))
-    assert allowed == ((True, 9, 50, 0, Reason.WITHIN_LIMIT, None), 1000)
-    denied = outcome_of(pack("<BBIIQQ", 0, 2, 0, 3, 50, 1000))
-    assert denied == ((False, 0, 50, 3, Reason.LIMIT_EXCEEDED, None), 1000)
-
-
-@pytest.mark.parametrize("reply", [None, 7, b"", [], pack("<BBIIQQ", 1, 99, 9, 0, 50, 1000)])
-def test_what_is_no_outcome_is_an_error(reply):
-    with pytest.raises(StoreCorruptError):
-        outcome_of(reply)
-
-
-FIRST = FirstCheck(ONE, RULE, 1000, 2, peek=False)
-SECOND = FirstCheck(OTHER, WINDOW, 1001, 3, peek=True)
-
-
-def test_first_checks_go_each_with_its_bucket_rule_and_time():
-    keys, [argument] = meet_request([FIRST, SECOND])
+def test_checks_go_each_with_its_bucket_rule_and_time():
+    keys, [argument] = checks_request([FIRST, SECOND])
     assert keys == [bucket_key(ONE), bucket_key(OTHER)]
     assert argument == pack("<BBQIIIq", 1, 0, 3, 10, 60, 2, 1000) + pack(
         "<BBQIIIq", 2, 1, 4, 11, 61, 3, 1001
     )
+
+
+def test_a_check_may_be_judged_at_the_time_of_the_store():
+    _, [argument] = checks_request([FIRST._replace(now_us=STORE_TIME)])
+    assert argument == pack("<BBQIIIq", 1, 0, 3, 10, 60, 2, -1)
+
+
+def test_each_decision_comes_back_or_that_the_value_was_no_bucket():
+    reply = pack("<BBIIQ", 1, 1, 9, 0, 50) + pack("<BBIIQ", 0, 2, 0, 3, 50) + bytes(18)
+    assert decided([FIRST, SECOND, FIRST], reply) == [
+        (True, 9, 50, 0, Reason.WITHIN_LIMIT, None),
+        (False, 0, 50, 3, Reason.LIMIT_EXCEEDED, None),
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    "reply", [None, 7, b"", [], bytes(19), bytes(36), pack("<BBIIQ", 1, 99, 9, 0, 50)]
+)
+def test_what_is_no_reply_to_checks_is_an_error(reply):
+    with pytest.raises(StoreCorruptError):
+        decided([FIRST], reply)
 
 
 def test_each_comes_back_with_its_outcome_and_the_bucket_and_how_many_values_were_none():

@@ -7,12 +7,11 @@ import pytest
 
 from ratelimitd.errors import StoreCorruptError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.ledger.batches import Sender
-from ratelimitd.ledger.shared_state import Ask, FirstCheck, SharedState, Update
+from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
 from ratelimitd.model import LIMIT_EXCEEDED, WITHIN_LIMIT, Algorithm, IdentifierType, Rule
 from ratelimitd.sharedstate.encoding import bucket_key
 from ratelimitd.sharedstate.shards import TAGS, standalone
 from ratelimitd.sharedstate.store import (
-    MEETS_PER_COMMAND,
     READS_PER_COMMAND,
     TAGS_PER_BATCH,
     RedisStore,
@@ -54,8 +53,11 @@ class Liar:
     def send(self, _command, done):
         asyncio.get_running_loop().call_soon(done, self.reply)
 
-    def run(self, _script, _keys, _arguments, done):
+    def run(self, _script, _keys, _arguments, done, _weight=1):
         self.send((), done)
+
+    def flush(self):
+        pass
 
 
 def update(tokens=0, *asks):
@@ -68,17 +70,11 @@ async def settle(store, sender, *updates):
 
 
 async def decide(store, cost, *, peek=False, now_us=NOW_US):
-    answer = asyncio.get_running_loop().create_future()
-    store.decide(NAME, RULE, now_us, cost, peek=peek, done=answer.set_result)
-    return await answer
+    return await asked(store.decide, StoreCheck(NAME, RULE, now_us, cost, peek))
 
 
 async def meet(store, cost=1, *, name=NAME, peek=False):
-    return await asked(store.meet, FirstCheck(name, RULE, NOW_US, cost, peek))
-
-
-def script_calls(valkey):
-    return valkey.info("commandstats")["cmdstat_evalsha"]["calls"]
+    return await asked(store.meet, StoreCheck(name, RULE, NOW_US, cost, peek))
 
 
 async def beat(store, name, ttl_us=5_000_000, fingerprint="ours"):
@@ -149,7 +145,7 @@ async def test_one_that_only_asks_writes_nothing(store, valkey):
 
 async def test_a_denial_writes_a_newer_limit_and_nothing_else(store, valkey):
     await settle(store, Sender("node/1"), (NAME, update(4)))
-    lower = FirstCheck(NAME, replace(RULE, limit=3, revision=4), NOW_US, 1, peek=False)
+    lower = StoreCheck(NAME, replace(RULE, limit=3, revision=4), NOW_US, 1, peek=False)
     value = valkey.ask("GET", bucket_key(NAME))
     assert (await meet(store, 8))[0][0] is False
     outcome, shared = await asked(store.meet, lower._replace(peek=True))
@@ -160,40 +156,17 @@ async def test_a_denial_writes_a_newer_limit_and_nothing_else(store, valkey):
     assert await asked(store.read, NAME, RULE) == shared
 
 
-async def test_first_checks_of_one_turn_are_decided_together_each_with_its_own_answer(
-    store, valkey
-):
-    await meet(store, 4)  # the script is there
-    before = script_calls(valkey)
-    names = [b"a%015d" % number for number in range(MEETS_PER_COMMAND)]
-    met = await asyncio.gather(*(meet(store, 1, name=name) for name in (*names, NAME)))
-    assert [outcome[1] for outcome, _ in met] == [9] * MEETS_PER_COMMAND + [5]
-    assert script_calls(valkey) == before + 2
-
-
-async def test_in_a_cluster_those_of_one_hash_tag_are_decided_together(shards, valkey, monkeypatch):
-    monkeypatch.setattr(shards, "is_cluster", True, raising=False)
-    store = RedisStore(shards)
-    await meet(store)
-    before = script_calls(valkey)
-    names = [bytes([tag, number]) * 8 for tag in (1, 2) for number in range(3)]
-    met = await asyncio.gather(*(meet(store, 1, name=name) for name in names))
-    assert [outcome[1] for outcome, _ in met] == [9] * 6
-    assert script_calls(valkey) == before + 2
-
-
-async def test_one_that_cannot_be_sent_is_an_error_for_all_of_its_turn(store):
-    unheard_of = FirstCheck(NAME, replace(RULE, limit=2**40), NOW_US, 1, peek=False)
-    plain = unheard_of._replace(rule=RULE)
-    met = await asyncio.gather(asked(store.meet, unheard_of), asked(store.meet, plain))
-    assert [type(answer) for answer in met] == [StoreCorruptError] * 2
-
-
 async def test_a_first_check_of_a_value_that_is_no_bucket_begins_one(store, valkey):
     valkey.ask("SET", bucket_key(NAME), b"not ours")
     outcome, _ = await meet(store, 4)
     assert (outcome[:2], store.corrupt_total) == ((True, 6), 1)
     assert (await asked(store.read, NAME, RULE)).state == (4, NOW_US)
+
+
+async def test_a_check_of_a_value_that_is_no_bucket_is_an_error_once(store, valkey):
+    valkey.ask("SET", bucket_key(NAME), b"not ours")
+    first, second = await asyncio.gather(decide(store, 4), decide(store, 4))
+    assert (type(first), second[:2], store.corrupt_total) == (StoreCorruptError, (True, 6), 1)
 
 
 async def test_a_value_that_is_no_bucket_counts_as_a_full_one_and_the_next_batch_replaces_it(
@@ -215,7 +188,7 @@ async def test_one_check_is_decided_by_the_store(store):
 
 
 async def test_without_a_time_the_store_has_its_own(store, valkey):
-    await decide(store, 7, now_us=None)
+    await decide(store, 7, now_us=STORE_TIME)
     state = (await asked(store.read, NAME, RULE)).state
     seconds, _ = valkey.ask("TIME")
     assert abs(state[1] // 1_000_000 - seconds) < 60

@@ -1,39 +1,56 @@
--- Decides one check in the store, for CONSISTENCY=strict: `decide` of the algorithms, on the bucket that all share.
+-- Decides checks in the store, for CONSISTENCY=strict: `decide` of the algorithms, on the buckets that all share.
 --
--- KEYS[1]  the bucket
--- ARGV[1]  algorithm (1) · peek: 0 or 1 (1) · revision (8) · limit (4) · window in s (4) · cost (4) ·
+-- KEYS     the bucket of each check; one that is there twice is charged by the first check before the second is judged
+-- ARGV[1]  of each: algorithm (1) · peek: 0 or 1 (1) · revision (8) · limit (4) · window in s (4) · cost (4) ·
 --          time in µs, or -1 for the store's own clock (8, signed)
 --
--- Returns allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8) · time in µs (8).
+-- Returns of each, in one text: allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8).
 -- A peek writes nothing, and a denial nothing but a newer limit, of which others may not have heard.
 --
--- A value that is no bucket is answered with the error CORRUPT, and replaced by a bucket that begins anew, unless it was
--- a peek: the error says once that something was lost, and does not keep the caller unlimited for ever.
+-- Of a value that is no bucket the reason is 0, and it is replaced by a bucket that begins anew, unless it was a peek:
+-- that says once that something was lost, and does not keep the caller unlimited for ever.
 
 local CHECK = '<BBI8I4I4I4i8'
-local OUTCOME = '<BBI4I4I8I8'
+local ANSWER = '<BBI4I4I8'
+local NO_BUCKET = pack(ANSWER, 0, 0, 0, 0, 0)
 
-local kind, peek, revision, limit, window_s, cost, now_us = unpack(CHECK, ARGV[1])
-local algorithm, window_us = make_algorithm(kind), window_s * US_PER_S
-if now_us < 0 then
-  local now = call('TIME')
-  now_us = now[1] * US_PER_S + now[2]
+local text, place = ARGV[1], 1
+local algorithms = {}
+local answers = {}
+local store_us
+
+for index = 1, #KEYS do
+  local key = KEYS[index]
+  local kind, peek, revision, limit, window_s, cost, now_us
+  kind, peek, revision, limit, window_s, cost, now_us, place = unpack(CHECK, text, place)
+  local algorithm, window_us = algorithms[kind], window_s * US_PER_S
+  if not algorithm then
+    algorithm = make_algorithm(kind)
+    algorithms[kind] = algorithm
+  end
+  if now_us < 0 then
+    if not store_us then
+      local now = call('TIME')
+      store_us = now[1] * US_PER_S + now[2]
+    end
+    now_us = store_us
+  end
+
+  local generation, x, y, at_us, is_corrupt, is_edited
+  generation, revision, limit, x, y, at_us, is_corrupt, is_edited =
+    opened(algorithm, value_at(key), -1, revision, limit, window_us)
+  local answer, allowed = NO_BUCKET, false
+  if not is_corrupt then
+    local remaining, reset_time, retry_after, reason
+    allowed, x, y, at_us, remaining, reset_time, retry_after, reason =
+      algorithm.judged(x, y, at_us, limit, window_us, now_us, cost)
+    answer = pack(ANSWER, allowed and 1 or 0, reason, remaining, retry_after, saturated(reset_time))
+  end
+  if (allowed or is_corrupt or is_edited) and peek == 0 then
+    local value = written(algorithm, generation, revision, limit, x, y, at_us)
+    call('SET', key, value, 'EX', ttl_of(window_us))
+  end
+  answers[index] = answer
 end
 
-local generation, x, y, at_us, is_corrupt, is_edited
-generation, revision, limit, x, y, at_us, is_corrupt, is_edited =
-  opened(algorithm, value_at(KEYS[1]), -1, revision, limit, window_us)
-
-local allowed, remaining, reset_time, retry_after, reason
-if not is_corrupt then
-  allowed, x, y, at_us, remaining, reset_time, retry_after, reason =
-    algorithm.judged(x, y, at_us, limit, window_us, now_us, cost)
-end
-if (allowed or is_corrupt or is_edited) and peek == 0 then
-  local value = written(algorithm, generation, revision, limit, x, y, at_us)
-  call('SET', KEYS[1], value, 'EX', ttl_of(window_us))
-end
-if is_corrupt then
-  return redis.error_reply('CORRUPT the value of a bucket is none')
-end
-return pack(OUTCOME, allowed and 1 or 0, reason, remaining, retry_after, saturated(reset_time), now_us)
+return table.concat(answers)

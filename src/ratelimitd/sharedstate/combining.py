@@ -1,0 +1,110 @@
+"""Checks of one turn of the event loop, in as few calls of a script as may be.
+
+A call costs the server as much as three checks in it do (ADR 0041): many are cheap together, and dear alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Generic, TypeVar
+
+from ratelimitd.errors import RateLimitdError, StoreCorruptError
+from ratelimitd.ledger.shared_state import StoreCheck
+from ratelimitd.sharedstate.encoding import checks_request
+from ratelimitd.sharedstate.request import tell
+from ratelimitd.sharedstate.script import Script
+from ratelimitd.sharedstate.shards import Shards
+
+CHECKS_PER_CALL: Final = 100
+"""Checks in one script call: as many as a batch may have updates, less than 1 ms of the store."""
+
+Answer = TypeVar("Answer")
+
+
+CHECKS_PER_WEIGHT: Final = 3
+"""As many of a call cost the server what a call costs it."""
+
+
+class Combiner(Generic[Answer]):
+    """The checks that one script decides.
+
+    ``read`` makes an answer to each of some checks of the reply to their call, in their order, or raises
+    ``StoreCorruptError``.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        script: Script,
+        read: Callable[[Sequence[StoreCheck], Any], Sequence[Answer | RateLimitdError]],
+    ) -> None:
+        self._shards = shards
+        self._script = script
+        self._read = read
+        self._call_soon = asyncio.get_running_loop().call_soon
+        self._checks: list[StoreCheck] = []
+        self._dones: list[Callable[[Answer | RateLimitdError], None]] = []
+
+    def add(self, check: StoreCheck, done: Callable[[Answer | RateLimitdError], None]) -> None:
+        """Let a check leave with the others of this turn."""
+        if not self._checks:
+            self._call_soon(self._leave)
+        self._checks.append(check)
+        self._dones.append(done)
+
+    def _leave(self) -> None:
+        checks, self._checks = self._checks, []
+        dones, self._dones = self._dones, []
+        if not self._shards.is_cluster:
+            self._send_all(checks, dones)
+            return
+        # All keys of a call have to be of one slot there.
+        places: dict[int, list[int]] = {}
+        for place, check in enumerate(checks):
+            places.setdefault(check.name[0], []).append(place)
+        for of_tag in places.values():
+            self._send_all([checks[place] for place in of_tag], [dones[place] for place in of_tag])
+
+    def _send_all(
+        self,
+        checks: Sequence[StoreCheck],
+        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+    ) -> None:
+        for start in range(0, len(checks), CHECKS_PER_CALL):
+            end = start + CHECKS_PER_CALL
+            self._send(checks[start:end], dones[start:end])
+
+    def _send(
+        self,
+        checks: Sequence[StoreCheck],
+        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+    ) -> None:
+        try:
+            keys, arguments = checks_request(checks)
+        except Exception as error:  # noqa: BLE001 - a defect, and nobody must wait for ever for it
+            self._answered(checks, dones, StoreCorruptError(f"checks cannot be sent: {error}"))
+            return
+        link = self._shards.of_tag(checks[0].name[0])
+        weight = 1 + len(checks) // CHECKS_PER_WEIGHT
+        link.run(self._script, keys, arguments, partial(self._answered, checks, dones), weight)
+        # The turn in which these checks came is over: to wait for another end would cost them 5 µs.
+        link.flush()
+
+    def _answered(
+        self,
+        checks: Sequence[StoreCheck],
+        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+        reply: Any,
+    ) -> None:
+        answers: Sequence[Answer | RateLimitdError]
+        if isinstance(reply, RateLimitdError):
+            answers = [reply] * len(checks)
+        else:
+            try:
+                answers = self._read(checks, reply)
+            except StoreCorruptError as error:
+                answers = [error] * len(checks)
+        for done, answer in zip(dones, answers, strict=True):
+            tell(done, answer)

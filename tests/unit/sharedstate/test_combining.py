@@ -1,0 +1,112 @@
+"""Checks of one turn that travel together, to a real Valkey."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ratelimitd.errors import StoreCorruptError
+from ratelimitd.ledger.shared_state import StoreCheck
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.sharedstate.combining import CHECKS_PER_CALL, CHECKS_PER_WEIGHT, Combiner
+from ratelimitd.sharedstate.encoding import DECIDE, decided
+from ratelimitd.sharedstate.link import Link
+from ratelimitd.sharedstate.shards import standalone
+from ratelimitd.sharedstate.url import parse_redis_url
+from tests.unit.sharedstate.asking import PATIENT, asked
+
+RULE = Rule("1", "/a", IdentifierType.USER, 10, 3_600, Algorithm.FIXED_WINDOW, revision=3)
+NAME = b"a" * 16
+
+
+@pytest.fixture
+async def shards(valkey):
+    shards = standalone(parse_redis_url(valkey.url), PATIENT)
+    await shards.start()
+    yield shards
+    await shards.close()
+
+
+@pytest.fixture
+async def combiner(shards):
+    return Combiner(shards, DECIDE, decided)
+
+
+def decide(combiner, cost=1, *, name=NAME, rule=RULE):
+    return asked(combiner.add, StoreCheck(name, rule, 1_700_006_400_000_000, cost, peek=False))
+
+
+def script_calls(valkey):
+    return valkey.info("commandstats")["cmdstat_evalsha"]["calls"]
+
+
+async def test_checks_of_one_turn_are_one_call_each_with_its_own_answer(combiner, valkey):
+    await decide(combiner, 4)  # the script is there
+    before = script_calls(valkey)
+    names = [b"a%015d" % number for number in range(CHECKS_PER_CALL)]
+    outcomes = await asyncio.gather(*(decide(combiner, name=name) for name in (*names, NAME)))
+    assert [outcome[1] for outcome in outcomes] == [9] * CHECKS_PER_CALL + [5]
+    assert script_calls(valkey) == before + 2
+
+
+async def test_those_of_one_bucket_are_decided_in_their_order(combiner):
+    outcomes = await asyncio.gather(decide(combiner, 7), decide(combiner, 4), decide(combiner, 3))
+    assert [outcome[:2] for outcome in outcomes] == [(True, 3), (False, 3), (True, 0)]
+
+
+async def test_in_a_cluster_those_of_one_hash_tag_are_one_call(shards, valkey, monkeypatch):
+    monkeypatch.setattr(shards, "is_cluster", True, raising=False)
+    combiner = Combiner(shards, DECIDE, decided)
+    await decide(combiner)
+    before = script_calls(valkey)
+    names = [bytes([tag, number]) * 8 for number in range(3) for tag in (1, 2)]
+    costs = range(1, 7)
+    asking = [decide(combiner, cost, name=name) for name, cost in zip(names, costs, strict=True)]
+    assert [outcome[1] for outcome in await asyncio.gather(*asking)] == [9, 8, 7, 6, 5, 4]
+    assert script_calls(valkey) == before + 2
+
+
+async def test_a_call_counts_as_the_work_that_it_is(shards, monkeypatch):
+    weights = []
+
+    def run(_link, _script, _keys, _arguments, _done, weight):
+        weights.append(weight)
+
+    monkeypatch.setattr(Link, "run", run)
+    combiner = Combiner(shards, DECIDE, decided)
+    for number in range(CHECKS_PER_CALL + 1):
+        decide(combiner, name=b"a%015d" % number)
+    await asyncio.sleep(0)
+    assert weights == [1 + CHECKS_PER_CALL // CHECKS_PER_WEIGHT, 1]
+
+
+async def test_they_leave_at_the_end_of_their_turn_and_not_of_the_next(shards, monkeypatch):
+    sent = []
+    monkeypatch.setattr(Link, "flush", lambda link: sent.append(link.in_flight))
+    answer = decide(Combiner(shards, DECIDE, decided))
+    assert sent == []
+    await asyncio.sleep(0)
+    assert sent == [1]
+    assert (await answer)[1] == 9
+
+
+async def test_what_cannot_be_sent_is_an_error_for_all_of_its_call(combiner):
+    unheard_of = decide(combiner, rule=replace(RULE, limit=2**40))
+    answers = await asyncio.gather(unheard_of, decide(combiner))
+    assert [type(answer) for answer in answers] == [StoreCorruptError] * 2
+
+
+async def test_what_cannot_be_read_is_one_too(shards):
+    def read(_checks, _reply):
+        message = "no reply"
+        raise StoreCorruptError(message)
+
+    combiner = Combiner(shards, DECIDE, read)
+    answers = await asyncio.gather(decide(combiner), decide(combiner))
+    assert [type(answer) for answer in answers] == [StoreCorruptError] * 2
+
+
+async def test_without_a_connection_each_hears_the_error(valkey):
+    combiner = Combiner(standalone(parse_redis_url(valkey.url), PATIENT), DECIDE, decided)
+    first, second = await asyncio.gather(decide(combiner), decide(combiner))
+    assert first is second
