@@ -138,16 +138,18 @@ async def test_bytes_that_are_no_answer_let_through(answer, error, caplog, trans
     assert [r.name for r in caplog.records if r.name != "asyncio"] == ["ratelimitd_client"]
 
 
-async def test_an_error_inside_the_library_lets_through_too(real_node, monkeypatch):
+async def test_an_error_inside_the_library_lets_through_too(real_node, monkeypatch, transport):
     async with AsyncRateLimiterClient(real_node.grpc_address) as client:
 
         def breaks(*_args, **_kwargs):
             raise OSError
 
-        monkeypatch.setitem(
-            client._opened()._methods, "/ratelimiter.v1.RateLimiter/CheckRateLimit", breaks
-        )
+        session = client._opened()
+        monkeypatch.setitem(session._methods, "/ratelimiter.v1.RateLimiter/CheckRateLimit", breaks)
+        if transport == "native":
+            monkeypatch.setattr(session.channel, "begin", breaks)
         assert (await client.check("alice", "user", "/five")).error == "OSError"
+        assert (await client.check_many([Check("alice", "user", "/five")]))[0].error == "OSError"
 
 
 async def test_a_service_that_returns_is_asked_again_and_nobody_waits_for_the_probe():

@@ -64,16 +64,22 @@ async def connected(line):
     return link, changes
 
 
-def call():
-    end = asyncio.get_running_loop().create_future()
-    return AskedCall(heads.question("/s/m", "node", "http", ()), b"question", 100, end)
+class ToldCall(AskedCall):
+    """A call, and a future that is done when it has been told that it has ended."""
+
+    def __init__(self):
+        super().__init__(heads.question("/s/m", "node", "http", ()), b"question", 100)
+        self.end = asyncio.get_running_loop().create_future()
+
+    def tell(self):
+        self.end.set_result(None)
 
 
 async def test_a_node_that_does_not_answer_a_ping_is_given_up(line, monkeypatch):
     monkeypatch.setattr(module, "KEEPALIVE_S", 0.02)
     monkeypatch.setattr(module, "KEEPALIVE_TIMEOUT_S", 0.01)
     link, changes = await connected(line)
-    asked = call()
+    asked = ToldCall()
     link.ask(asked)
     await line.until(peer.PING)
     await asked.end
@@ -125,7 +131,7 @@ async def test_a_connection_that_breaks_before_it_was_ready_says_so(line):
 
 async def test_a_call_that_is_asked_of_a_link_that_closes_ends(line):
     link, _ = await connected(line)
-    asked = call()
+    asked = ToldCall()
     link.abort()
     link.ask(asked)
     await asked.end

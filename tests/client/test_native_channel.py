@@ -62,6 +62,7 @@ async def ask(channel, timeout_s=PATIENT_S, path=CHECK, metadata=()):
 async def test_a_call_says_what_grpc_says(channels):
     async with h2_node() as node:
         channel = channels(node.address)
+        await channel.channel_ready()
         assert await ask(channel, 0.5, metadata=(("authorization", "Bearer t"),)) is True
         headers = node.peers[0].headers[1]
     assert headers[":path"] == CHECK
@@ -165,6 +166,18 @@ async def test_a_socket_of_the_machine_is_an_address_too(channels, tmp_path):
             await channel.close()
 
 
+async def test_a_caller_who_leaves_before_there_is_a_connection_is_forgotten(channels):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        channel = channels(f"127.0.0.1:{silent.getsockname()[1]}")
+        call = asyncio.ensure_future(ask(channel))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert not channel._calls
+        assert not channel._waiting
+
+
 async def test_the_deadline_ends_a_call_and_the_server_is_told(channels):
     async with h2_node(lambda _peer, _stream: None) as node:
         channel = channels(node.address)
@@ -172,6 +185,35 @@ async def test_the_deadline_ends_a_call_and_the_server_is_told(channels):
         assert await ask(channel, 0.05) == "DEADLINE_EXCEEDED"
         await node.until(lambda: node.peers[0].resets == [ErrorCodes.CANCEL])
         assert await ask(channel, 0) == "DEADLINE_EXCEEDED"
+
+
+async def test_each_call_has_its_own_deadline_whatever_others_have(channels):
+    async with h2_node(lambda _peer, _stream: None) as node:
+        channel = channels(node.address)
+        patient = asyncio.ensure_future(ask(channel))  # waits for the connection, too
+        await asyncio.sleep(0)
+        assert await ask(channel, 0.2) == "DEADLINE_EXCEEDED"
+        assert await ask(channel, 0.02) == "DEADLINE_EXCEEDED"
+        assert not patient.done()
+        await node.until(lambda: node.peers and 1 in node.peers[0].headers)
+        node.peers[0].answer(1)
+        assert await patient is True
+
+
+async def test_a_call_that_cannot_be_sent_is_an_error_and_leaves_nothing_behind(
+    channels, monkeypatch
+):
+    async with h2_node() as node:
+        channel = channels(node.address)
+        await channel.channel_ready()
+
+        def breaks(_call):
+            raise OSError
+
+        monkeypatch.setattr(channel._ready[0], "ask", breaks)
+        with pytest.raises(OSError):
+            await ask(channel)
+        assert not channel._calls
 
 
 async def test_a_caller_who_leaves_has_the_call_reset(channels):
@@ -226,11 +268,11 @@ async def test_a_node_that_leaves_costs_nobody_an_answer(channels):
         assert await calls[2] is True  # on a new connection, while the old one still works on two
         assert len(node.peers) == 2
         assert not calls[0].done()
+        [old] = channel._links - set(channel._ready)
         for took, stream_id in held:
             # The library takes a connection that it has left for closed, so the answer is sent past it.
             took.writer.write(answer_by_hand(stream_id))
         assert [await call for call in calls] == [True] * 3
-        [old] = channel._links - set(channel._ready)
         await old.lost
 
 

@@ -76,3 +76,18 @@ def test_a_stream_that_ends_with_its_body_has_no_status():
     call = Call(b"", b"", 10)
     call.end_without_trailers()
     assert call.code is grpc.StatusCode.UNKNOWN
+
+
+def test_a_call_that_is_restarted_is_as_new():
+    call = Call(b"block", b"question", 100)
+    call.stream_id, call.unsent = 7, b""
+    call.fail(grpc.StatusCode.UNAVAILABLE, "refused", unprocessed=True)
+    call.restart(b"another")
+    assert (call.block, call.stream_id, call.ended, call.unprocessed) == (
+        b"another",
+        0,
+        False,
+        False,
+    )
+    assert (call.code, call.details) == (grpc.StatusCode.OK, "")
+    assert call.unsent == b"\0\0\0\0\x08question"

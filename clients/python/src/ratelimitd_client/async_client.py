@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Final, Literal, Self, get_args
 
@@ -25,10 +26,15 @@ from ratelimitd_client.channel import (
 from ratelimitd_client.check import Check, request_of
 from ratelimitd_client.client import DEFAULT_TIMEOUT_S, Methods, requests_of, valid_timeout_s
 from ratelimitd_client.clock import Clock, SystemClock
-from ratelimitd_client.coalescing import Coalescer
+from ratelimitd_client.coalescing import Coalescer, Told
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.exchange import Exchange, path_of, question_of
-from ratelimitd_client.native_channel import CallError, NativeChannel, open_native_channel
+from ratelimitd_client.native_channel import (
+    CallError,
+    NativeChannel,
+    NodeCall,
+    open_native_channel,
+)
 from ratelimitd_client.targets import require_target
 
 MAX_LINGER_US: Final = 1_000_000
@@ -46,7 +52,7 @@ class AsyncRateLimiterClient:
     Args:
         linger_us: how long a check may wait, in µs, for others to travel with, and never more than half of its
             deadline; 0 takes those of the same turn of the event loop, and those that come while two calls are under
-            way.
+            way. Then a check waits for nothing if the one before it had no company.
         transport: what carries the checks. ``native`` is the client's own HTTP/2, and costs a process much less;
             ``grpcio`` is gRPC's channel. With ``options``, or a target that only gRPC knows, it is gRPC's all the same.
 
@@ -248,7 +254,8 @@ class _Session:
         self.channel = native or self.grpc_channel
         self.exchange = exchange
         self._loop = asyncio.get_running_loop()
-        self.coalescer = Coalescer(self._ask, linger_s=linger_s, loop=self._loop)
+        ask = self._ask_grpc if native is None else partial(self._ask_native, native)
+        self.coalescer = Coalescer(ask, linger_s=linger_s, loop=self._loop)
         self._metadata = metadata
         # Bytes in and out: what a peer sends in place of an answer is judged by us, not logged by gRPC.
         self._methods = Methods(self.channel)
@@ -263,7 +270,7 @@ class _Session:
 
     def begin(self, requests: Sequence[bytes], timeout_s: float) -> asyncio.Task[list[Decision]]:
         """Ask checks within so many seconds; closing waits for the answer."""
-        task = self._loop.create_task(self._ask(requests, timeout_s))
+        task = self._loop.create_task(self._decisions(requests, timeout_s))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         return task
@@ -282,7 +289,34 @@ class _Session:
         if self._grpc_channel is not None:
             await self._grpc_channel.close()
 
-    async def _ask(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
+    def _ask_native(
+        self, channel: NativeChannel, requests: Sequence[bytes], timeout_s: float, told: Told
+    ) -> None:
+        """Ask checks, and tell of the decisions on them; without a task, which costs as much as the call."""
+        count = len(requests)
+
+        def done(call: NodeCall) -> None:
+            if call.answer is None:
+                told(self.exchange.failed(call.code, call.details, count))
+            else:
+                told(self.exchange.answered(call.answer, count))
+
+        path, question = path_of(requests), question_of(requests)
+        try:
+            channel.begin(path, question, done, timeout_s=timeout_s, metadata=self._metadata)
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait need an answer
+            told(self.exchange.broken(error, count))
+
+    def _ask_grpc(self, requests: Sequence[bytes], timeout_s: float, told: Told) -> None:
+        """The same over gRPC's own channel."""
+
+        def done(task: asyncio.Task[list[Decision]]) -> None:
+            if not task.cancelled():  # the loop ends, and with it those who wait
+                told(task.result())
+
+        self.begin(requests, timeout_s).add_done_callback(done)
+
+    async def _decisions(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """The decisions on checks, within so many seconds; never raises."""
         count = len(requests)
         method = self._methods[path_of(requests)]

@@ -7,7 +7,8 @@ ADR 0038.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from ratelimitd_client.check import MAX_BATCH
@@ -19,8 +20,11 @@ MAX_UNDER_WAY: Final = 2
 MAX_WAIT_S: Final = 0.001
 """How long it waits at most: a call that hangs must not hold up those behind it."""
 
-Ask = Callable[[Sequence[bytes], float], Awaitable[list[Decision]]]
-"""Asks up to ``MAX_BATCH`` encoded checks within so many seconds. Raises nothing, and has a decision for each."""
+Told = Callable[[Sequence[Decision]], None]
+
+Ask = Callable[[Sequence[bytes], float, Told], None]
+"""Asks up to ``MAX_BATCH`` encoded checks within so many seconds, and tells once of a decision for each; raises
+nothing."""
 
 
 class _Queue:
@@ -40,23 +44,34 @@ class Coalescer:
     """Gathers the checks of one event loop.
 
     With ``linger_s`` 0 a batch leaves at the end of the turn in which its first check came; while ``MAX_UNDER_WAY``
-    others are under way, when one of these is answered, or after ``MAX_WAIT_S``. Else it leaves ``linger_s`` after its
+    others are under way, when one of these is answered, or after ``MAX_WAIT_S``. A check that finds nothing under way
+    leaves at once if the one before it was alone until it was answered. Else a batch leaves ``linger_s`` after its
     first check. The pause counts against the deadline and takes no more than half of it. Checks with different
     deadlines travel apart.
     """
 
-    __slots__ = ("_ask", "_linger_s", "_loop", "_queues", "_tasks")
+    __slots__ = ("_ask", "_idle", "_is_alone", "_linger_s", "_loop", "_queues", "_under_way")
 
     def __init__(self, ask: Ask, *, linger_s: float, loop: asyncio.AbstractEventLoop) -> None:
         self._ask = ask
         self._linger_s = linger_s
         self._loop = loop
         self._queues: dict[float, _Queue] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._under_way = 0
+        self._is_alone = False
+        """Since nothing was under way, one check has come."""
+        self._idle: asyncio.Event | None = None
 
     def add(self, request: bytes, timeout_s: float) -> asyncio.Future[Decision]:
         """The decision to come. A check whose future is cancelled before its batch leaves is not sent."""
         decision: asyncio.Future[Decision] = self._loop.create_future()
+        if self._under_way or self._queues:
+            self._is_alone = False
+        else:
+            was_alone, self._is_alone = self._is_alone, True
+            if was_alone and not self._linger_s:
+                self._send([request], [decision], timeout_s)
+                return decision
         queue = self._queues.get(timeout_s) or self._begin(timeout_s)
         queue.requests.append(request)
         queue.decisions.append(decision)
@@ -66,12 +81,13 @@ class Coalescer:
         """Send what waits, and wait until all is answered."""
         for timeout_s in list(self._queues):
             self._leave(timeout_s)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        while self._under_way:
+            self._idle = self._idle or asyncio.Event()
+            await self._idle.wait()
 
     def _begin(self, timeout_s: float) -> _Queue:
         queue = self._queues[timeout_s] = _Queue(self._loop.time())
-        if not self._linger_s and len(self._tasks) < MAX_UNDER_WAY:
+        if not self._linger_s and self._under_way < MAX_UNDER_WAY:
             queue.leaving = self._loop.call_soon(self._leave, timeout_s)
         else:
             pause_s = min(self._linger_s or MAX_WAIT_S, timeout_s / 2)
@@ -89,19 +105,33 @@ class Coalescer:
         ]
         left_s = max(0.0, timeout_s - (self._loop.time() - queue.since_s))
         for start in range(0, len(waiting), MAX_BATCH):
-            task = self._loop.create_task(self._travel(waiting[start : start + MAX_BATCH], left_s))
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
+            requests, decisions = zip(*waiting[start : start + MAX_BATCH], strict=True)
+            self._send(requests, decisions, left_s)
 
-    async def _travel(
-        self, waiting: Sequence[tuple[bytes, asyncio.Future[Decision]]], timeout_s: float
+    def _send(
+        self,
+        requests: Sequence[bytes],
+        waiting: Sequence[asyncio.Future[Decision]],
+        timeout_s: float,
     ) -> None:
-        decisions = await self._ask([request for request, _ in waiting], timeout_s)
-        for (_, future), decision in zip(waiting, decisions, strict=True):
+        self._under_way += 1
+        self._ask(requests, timeout_s, partial(self._answered, waiting))
+
+    def _answered(
+        self, waiting: Sequence[asyncio.Future[Decision]], decisions: Sequence[Decision]
+    ) -> None:
+        for future, decision in zip(waiting, decisions, strict=True):
             if not future.done():  # its caller may have left meanwhile
                 future.set_result(decision)
+        self._under_way -= 1
+        if self._queues and not self._linger_s:
+            self._loop.call_soon(
+                self._go_on
+            )  # behind those who have an answer now, and may ask again
+        if self._idle is not None and not self._under_way:
+            self._idle.set()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._queues and not self._linger_s and len(self._tasks) < MAX_UNDER_WAY:
+    def _go_on(self) -> None:
+        """Let those leave who wait for the answer that has come."""
+        if self._queues and self._under_way < MAX_UNDER_WAY:
             self._leave(next(iter(self._queues)))  # the one that waits longest

@@ -6,6 +6,7 @@ What the octets mean is the business of :mod:`ratelimitd_client.http2`. Never co
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Final, cast
 
@@ -22,21 +23,17 @@ GOODBYE_S: Final = 0.2
 
 
 class AskedCall(Call):
-    """A call, and the future that says that it has ended."""
+    """A call, and the connection that carries it."""
 
-    __slots__ = ("end", "link")
+    __slots__ = ("link",)
 
-    def __init__(
-        self, block: bytes, message: bytes, max_answer_bytes: int, end: asyncio.Future[None]
-    ) -> None:
+    def __init__(self, block: bytes, message: bytes, max_answer_bytes: int) -> None:
         super().__init__(block, message, max_answer_bytes)
-        self.end: asyncio.Future[None] = end
         self.link: Link | None = None
 
+    @abstractmethod
     def tell(self) -> None:
-        """Wake up who waits for it."""
-        if not self.end.done():
-            self.end.set_result(None)
+        """Do what is to be done when it has ended; raises nothing."""
 
 
 class Link(asyncio.Protocol):
@@ -79,7 +76,7 @@ class Link(asyncio.Protocol):
         return self._connection.answers > 0
 
     def ask(self, call: AskedCall) -> None:
-        """Send a call; its future is done when it has ended."""
+        """Send a call. It is told when it has ended, and never before this returns."""
         call.link = self
         self._connection.begin(call)
         self._write()
@@ -123,12 +120,13 @@ class Link(asyncio.Protocol):
             self.abort()
         else:
             self._write()
-        for call in ended:
-            call.tell()
         if not self.ready.done() and connection.is_ready:
             self.ready.set_result(None)
+        # Before those are told who will ask again: elsewhere, if this connection is over.
         if connection.is_draining:
             self._settle()
+        for call in ended:
+            call.tell()
 
     def eof_received(self) -> None:
         """The node will say no more: the transport closes itself."""
@@ -147,13 +145,14 @@ class Link(asyncio.Protocol):
         """Closed, by whomever: end what is under way."""
         if self._timer is not None:
             self._timer.cancel()
-        for call in self._connection.lose():
-            call.tell()
+        ended = self._connection.lose()
         if not self.ready.done():
             self.ready.set_exception(ConnectionError("the connection was lost"))
             self.ready.exception()  # nobody may have waited for it
         self.lost.set_result(None)
         self._settle()
+        for call in ended:
+            call.tell()
 
     def _write(self) -> None:
         octets = self._connection.octets_to_send()

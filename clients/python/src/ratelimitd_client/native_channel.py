@@ -7,12 +7,13 @@ over and tried again. What it cannot do is left to gRPC, see :func:`open_native_
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import grpc
 
@@ -40,6 +41,9 @@ LOOKUP_PAUSE_S: Final = 1.0
 
 MAX_TRIES: Final = 2
 """Of a call that no server has begun to work on."""
+
+TIMER_ROUNDING_S: Final = 0.000_5
+"""So much too early a timer of an event loop may be: they count milliseconds."""
 
 Method = Callable[..., Awaitable[bytes]]
 
@@ -85,6 +89,44 @@ class _Node:
         self.keeper: asyncio.Task[None] | None = None
 
 
+class _Method(NamedTuple):
+    """What all calls of a method have in common."""
+
+    head: bytes
+    """The header block, but for the deadline."""
+    max_answer_bytes: int
+
+
+class NodeCall(AskedCall):
+    """A call of a channel, whichever of its nodes will answer it.
+
+    Attributes:
+        done: called with it when it has ended.
+        ends_s: its deadline, by the clock of the loop.
+        tries: how often it was sent.
+    """
+
+    __slots__ = ("_channel", "done", "ends_s", "method", "tries")
+
+    def __init__(
+        self,
+        channel: NativeChannel,
+        method: _Method,
+        question: bytes,
+        done: Callable[[NodeCall], None],
+    ) -> None:
+        super().__init__(method.head, question, method.max_answer_bytes)
+        self._channel = channel
+        self.method: _Method = method
+        self.done: Callable[[NodeCall], None] = done
+        self.ends_s: float = 0.0
+        self.tries: int = 0
+
+    def tell(self) -> None:
+        """Hear from its connection that it has ended."""
+        self._channel.ended(self)
+
+
 class NativeChannel:
     """Connections to the nodes behind a name, for the event loop that is running."""
 
@@ -104,15 +146,20 @@ class NativeChannel:
         self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
         self._keeper: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._blocks: dict[tuple[str, Metadata], bytes] = {}
+        self._methods: dict[tuple[str, Metadata], _Method] = {}
+        self._calls: dict[NodeCall, None] = {}
+        """All that have not ended."""
+        self._waiting: dict[NodeCall, None] = {}
+        """Those of them that wait for a connection."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._expires_at_s = math.inf
 
     def unary_unary(self, path: str) -> Method:
         """The method of a path: ``await method(question, timeout=seconds, metadata=…)`` gives the answer's octets.
 
         It raises ``CallError``, and nothing else.
         """
-        max_answer_bytes = MAX_ANSWER_BYTES if path == CHECK else MAX_MESSAGE_BYTES
-        return partial(self._call, path, max_answer_bytes)
+        return partial(self._call, path)
 
     async def channel_ready(self) -> None:
         """Wait until a node is connected."""
@@ -131,42 +178,117 @@ class NativeChannel:
             link.leave()
         if lost:
             await asyncio.wait(lost)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def begin(
+        self,
+        path: str,
+        question: bytes,
+        done: Callable[[NodeCall], None],
+        *,
+        timeout_s: float,
+        metadata: Metadata,
+    ) -> NodeCall:
+        """Ask. ``done(call)`` is called once, when it has ended; that may be before this returns."""
+        method = self._methods.get((path, metadata)) or self._method(path, metadata)
+        call = NodeCall(self, method, question, done)
+        call.ends_s = ends_s = self._loop.time() + timeout_s
+        self._calls[call] = None
+        if timeout_s <= 0:
+            self._end(call, grpc.StatusCode.DEADLINE_EXCEEDED)
+            return call
+        self._start()
+        if ends_s < self._expires_at_s:
+            self._expire_at(ends_s)
+        try:
+            self._send(call, timeout_s)
+        except Exception:
+            self._calls.pop(call, None)
+            raise
+        return call
+
+    def cancel(self, call: NodeCall) -> None:
+        """Give up a call, which may have ended; nobody is told."""
+        self._calls.pop(call, None)
+        self._waiting.pop(call, None)
+        if call.link is not None:
+            call.link.cancel(call)
+
+    def ended(self, call: NodeCall) -> None:
+        """A connection is done with a call."""
+        if call.unprocessed and call.tries < MAX_TRIES:
+            left_s = call.ends_s - self._loop.time()
+            if left_s > 0:
+                self._send(call, left_s)
+                return
+        del self._calls[call]
+        call.done(call)
 
     async def _call(
         self,
         path: str,
-        max_answer_bytes: int,
         question: bytes,
         *,
         timeout: float,  # noqa: ASYNC109 - as gRPC's own calls have it
         metadata: Metadata,
     ) -> bytes:
-        if timeout <= 0:
-            raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED)
-        self._start()
-        loop = self._loop
-        ends_s = loop.time() + timeout
-        begin = self._blocks.get((path, metadata)) or self._block(path, metadata)
-        left_s, tries = timeout, 0
-        while True:
-            tries += 1
-            link = self._next() or await self._first_ready(left_s)
-            block = begin + heads.deadline(heads.milliseconds(left_s))
-            call = AskedCall(block, question, max_answer_bytes, loop.create_future())
-            timer = loop.call_at(ends_s, _expire, call)
+        end = self._loop.create_future()
+
+        def done(_: NodeCall) -> None:
+            if not end.done():
+                end.set_result(None)
+
+        call = self.begin(path, question, done, timeout_s=timeout, metadata=metadata)
+        try:
+            await end
+        except asyncio.CancelledError:
+            self.cancel(call)
+            raise
+        if call.answer is None:
+            raise CallError(call.code, call.details)
+        return call.answer
+
+    def _send(self, call: NodeCall, left_s: float) -> None:
+        """Send a call, or keep it until there is a connection."""
+        link = self._next()
+        if link is not None:
+            call.restart(call.method.head + heads.deadline(heads.milliseconds(left_s)))
+            call.tries += 1
+            call.link = link
             link.ask(call)
-            try:
-                await call.end
-            except asyncio.CancelledError:
-                link.cancel(call)
-                raise
-            finally:
-                timer.cancel()
-            if call.answer is not None:
-                return call.answer
-            left_s = ends_s - loop.time()
-            if not call.unprocessed or tries == MAX_TRIES or left_s <= 0:
-                raise CallError(call.code, call.details)
+        elif self._is_closed or self._is_hopeless():
+            self._end(call, grpc.StatusCode.UNAVAILABLE, "no node can be reached")
+        else:
+            self._waiting[call] = None
+
+    def _end(self, call: NodeCall, code: grpc.StatusCode, details: str = "") -> None:
+        """End a call that its connection, if it has one, knows nothing of any more."""
+        call.fail(code, details)
+        del self._calls[call]
+        call.done(call)
+
+    def _expire_at(self, ends_s: float) -> None:
+        """See then whether deadlines have passed: one timer for all calls, which few of them live to see."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._expires_at_s = ends_s
+        self._timer = self._loop.call_at(ends_s, self._expire)
+
+    def _expire(self) -> None:
+        """End the calls whose deadlines have passed."""
+        self._expires_at_s = math.inf
+        now_s = self._loop.time() + TIMER_ROUNDING_S
+        due = [call for call in self._calls if call.ends_s <= now_s]
+        for call in due:  # all of them first: leaving a connection may send those who wait
+            self._waiting.pop(call, None)
+        for call in due:
+            self.cancel(call)
+            call.fail(grpc.StatusCode.DEADLINE_EXCEEDED)
+            call.done(call)
+        next_s = min((call.ends_s for call in self._calls), default=math.inf)
+        if next_s < self._expires_at_s:
+            self._expire_at(next_s)
 
     def _next(self) -> Link | None:
         """The connection whose turn it is."""
@@ -175,24 +297,6 @@ class NativeChannel:
             return None
         self._turn += 1
         return ready[self._turn % len(ready)]
-
-    async def _first_ready(self, timeout_s: float) -> Link:
-        """Wait for a connection.
-
-        Raises:
-            CallError: all addresses fail, or there was none in time.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    link = self._next()
-                    if link is not None:
-                        return link
-                    if self._is_closed or self._is_hopeless():
-                        raise CallError(grpc.StatusCode.UNAVAILABLE, "no node can be reached")
-                    await self._change()
-        except TimeoutError:
-            raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED) from None
 
     def _is_hopeless(self) -> bool:
         """Whether all that was tried last failed."""
@@ -215,11 +319,15 @@ class NativeChannel:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        waiting, self._waiting = self._waiting, {}
+        for call in waiting:
+            self._send(call, call.ends_s - self._loop.time())
 
-    def _block(self, path: str, metadata: Metadata) -> bytes:
-        block = heads.question(path, self._target.authority, self._scheme, metadata)
-        self._blocks[path, metadata] = block
-        return block
+    def _method(self, path: str, metadata: Metadata) -> _Method:
+        head = heads.question(path, self._target.authority, self._scheme, metadata)
+        max_answer_bytes = MAX_ANSWER_BYTES if path == CHECK else MAX_MESSAGE_BYTES
+        method = self._methods[path, metadata] = _Method(head, max_answer_bytes)
+        return method
 
     def _start(self) -> None:
         if self._keeper is None and not self._is_closed:
@@ -323,11 +431,3 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
-
-
-def _expire(call: AskedCall) -> None:
-    """End a call whose deadline has passed."""
-    if call.link is not None:
-        call.link.cancel(call)
-    call.fail(grpc.StatusCode.DEADLINE_EXCEEDED)
-    call.tell()

@@ -40,6 +40,7 @@ class Call:
         "code",
         "details",
         "ended",
+        "message",
         "received",
         "stream_id",
         "unprocessed",
@@ -48,6 +49,13 @@ class Call:
     )
 
     def __init__(self, block: bytes, message: bytes, max_answer_bytes: int) -> None:
+        self.message: bytes = message
+        self._max_answer_bytes = max_answer_bytes
+        self.restart(block)
+
+    def restart(self, block: bytes) -> None:
+        """Make it a call that is yet to be sent, with this header block."""
+        message = self.message
         self.block: bytes = block
         self.unsent: bytes = b"\0" + len(message).to_bytes(4, "big") + message
         self.window_bytes: int = 0
@@ -59,7 +67,6 @@ class Call:
         self.ended: bool = False
         self.unprocessed: bool = False
         self._begun = False
-        self._max_answer_bytes = max_answer_bytes
 
     def fail(self, code: grpc.StatusCode, details: str = "", *, unprocessed: bool = False) -> None:
         """End with a status."""
