@@ -164,3 +164,13 @@ def test_an_application_without_such_routes_has_none():
 def test_a_path_on_which_a_pattern_fails_has_no_route():
     # Starlette reads the digits as a number, and Python refuses to read so many.
     assert find_route(fastapi(), scope("/orders/" + "9" * 5_000)) is None
+
+
+def test_a_route_of_a_users_own_kind_may_match_without_its_pattern():
+    class AnyCase(Route):
+        def matches(self, scope):
+            return super().matches({**scope, "path": scope["path"].lower()})
+
+    app = Starlette(routes=[AnyCase("/orders", orders), Route("/{rest}", items)])
+    assert find_route(app, scope("/ORDERS")).view is orders
+    assert find_route(app, scope("/others")).view is items

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -42,6 +43,10 @@ _FAIL_OPEN: Final = frozenset(
 
 FAIL_OPEN_REMAINING: Final = 1
 """What a node says that is left when it lets a check through unchecked; the client says the same."""
+
+
+KEPT_NAMES: Final = 64
+"""How many names of policies are kept with their quotes: an application has one or a few."""
 
 
 class Decision(NamedTuple):
@@ -84,21 +89,28 @@ class Decision(NamedTuple):
         Raises:
             ValueError: ``policy`` is not printable ASCII without quotes and backslashes.
         """
-        if not (policy.isascii() and policy.isprintable()) or '"' in policy or "\\" in policy:
-            message = "the name of a policy is printable ASCII without quotes and backslashes"
-            raise ValueError(message)
+        name = _quoted(policy)
         headers: dict[str, str] = {}
         if not self.allowed and self.retry_after_seconds:
             headers["Retry-After"] = str(self.retry_after_seconds)
         if self.limit:
             reset_s = self.reset_after_seconds
-            headers["RateLimit-Policy"] = f'"{policy}";q={self.limit};w={self.window_seconds}'
-            headers["RateLimit"] = f'"{policy}";r={self.remaining_tokens};t={reset_s}'
+            headers["RateLimit-Policy"] = f"{name};q={self.limit};w={self.window_seconds}"
+            headers["RateLimit"] = f"{name};r={self.remaining_tokens};t={reset_s}"
             if x_ratelimit:
                 headers["X-RateLimit-Limit"] = str(self.limit)
                 headers["X-RateLimit-Remaining"] = str(self.remaining_tokens)
                 headers["X-RateLimit-Reset"] = str(self.reset_time)
         return headers
+
+
+@lru_cache(KEPT_NAMES)
+def _quoted(policy: str) -> str:
+    """The name of a policy as headers have it."""
+    if not (policy.isascii() and policy.isprintable()) or '"' in policy or "\\" in policy:
+        message = "the name of a policy is printable ASCII without quotes and backslashes"
+        raise ValueError(message)
+    return f'"{policy}"'
 
 
 def decision_of(answer: pb.RateLimitResponse, now_s: float) -> Decision:

@@ -7,6 +7,7 @@ by what they offer – ``matches``, ``routes``, ``path_format`` – and so impor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, cast
 
 NOTHING_INSIDE: Final = "/{path}"
@@ -14,6 +15,13 @@ NOTHING_INSIDE: Final = "/{path}"
 
 NONE, PARTIAL, FULL = 0, 1, 2
 """The values of Starlette's ``Match``; PARTIAL is a path with another method, answered 405."""
+
+
+FRAMEWORKS: Final = frozenset({"starlette.routing", "fastapi.routing"})
+"""The modules whose routes have a pattern for the path in ``path_regex``, and match nothing without it."""
+
+REMEMBERED: Final = 64
+"""How many classes of routes are remembered; the frameworks have six."""
 
 
 class Found(NamedTuple):
@@ -58,13 +66,29 @@ def routes_of(app: object) -> Iterable[Any]:
 def _search(routes: Iterable[Any], scope: dict[str, Any], prefix: str) -> Found | None:
     """The first that matches fully, else the first that would but for the method."""
     partial = None
+    # Only where nothing is mounted: what is left of the path inside, each version of Starlette writes down differently.
+    path = None if scope.get("root_path") else scope["path"]
     for route in routes:
+        if path is not None and _is_passed_by(route, path):
+            continue
         found = _look_at(route, scope, prefix)
         if found is not None:
             if found.is_full:
                 return found
             partial = partial or found
     return partial
+
+
+def _is_passed_by(route: Any, path: str) -> bool:
+    """Whether the pattern of a route says no: most do, and their ``matches`` takes ten times as long to say it."""
+    pattern = getattr(route, "path_regex", None)
+    return pattern is not None and _obeys_pattern(route.__class__) and not pattern.match(path)
+
+
+@lru_cache(REMEMBERED)
+def _obeys_pattern(kind: type[Any]) -> bool:
+    """Whether routes of a class match no path that their pattern does not: a user's own may match by what they like."""
+    return getattr(kind.matches, "__module__", "") in FRAMEWORKS
 
 
 def _look_at(route: Any, scope: dict[str, Any], prefix: str) -> Found | None:
@@ -74,7 +98,8 @@ def _look_at(route: Any, scope: dict[str, Any], prefix: str) -> Found | None:
         return _search(included(), scope, prefix)
     route = getattr(route, "starlette_route", None) or route
     match, child_scope = route.matches(scope)
-    if match.value == NONE:
+    how = match.value
+    if how == NONE:
         return None
     template = getattr(route, "path_format", "")  # a host has none
     inside = routes_of(route)
@@ -83,4 +108,4 @@ def _look_at(route: Any, scope: dict[str, Any], prefix: str) -> Found | None:
         found = _search(inside, {**scope, **child_scope}, below) or _NOT_FOUND
         return found._replace(is_full=True) if not found.is_full else found
     view = child_scope.get("endpoint")
-    return Found(prefix + (template or NOTHING_INSIDE), view, is_full=match.value == FULL)
+    return Found(prefix + (template or NOTHING_INSIDE), view, is_full=how == FULL)

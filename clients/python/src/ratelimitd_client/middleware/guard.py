@@ -91,7 +91,8 @@ class Guard(Generic[R]):
             given: object = None
             if self._options.identify is not None:
                 given = self._options.identify(request)
-                if inspect.isawaitable(given):
+                # Asked last: of what is no coroutine it takes longer than all else here.
+                if not isinstance(given, Identity) and inspect.isawaitable(given):
                     given = await given
             identity = self._identity(given, arrival, place)
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises

@@ -38,6 +38,8 @@ class Identity:
             message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
             raise ValueError(message)
         _require_text(self.identifier)
+        if self.identifier_type != "ip" and fits_plainly(self.identifier):
+            return
         if self.identifier_type == "ip":
             address = address_of(self.identifier)
             object.__setattr__(self, "identifier", "" if address is None else str(address))
@@ -48,6 +50,11 @@ class Identity:
     def is_nobody(self) -> bool:
         """Whether there is nothing to count it under."""
         return not self.identifier
+
+
+def fits_plainly(text: str) -> bool:
+    """Whether it is seen at a glance that a check can carry it, as it is of nearly all."""
+    return len(text) <= MAX_IDENTIFIER_BYTES and text.isascii()
 
 
 def fitting(text: str) -> str:
