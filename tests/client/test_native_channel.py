@@ -200,20 +200,23 @@ async def test_each_call_has_its_own_deadline_whatever_others_have(channels):
         assert await patient is True
 
 
-async def test_a_call_that_cannot_be_sent_is_an_error_and_leaves_nothing_behind(
-    channels, monkeypatch
-):
+async def test_a_call_that_cannot_be_sent_is_an_error_and_ends_once(channels, monkeypatch, caplog):
     async with h2_node() as node:
         channel = channels(node.address)
         await channel.channel_ready()
+        [link] = channel._ready
 
-        def breaks(_call):
+        def breaks(_octets):
             raise OSError
 
-        monkeypatch.setattr(channel._ready[0], "ask", breaks)
+        monkeypatch.setattr(link._transport, "write", breaks)
         with pytest.raises(OSError):
             await ask(channel)
         assert not channel._calls
+        link.abort()
+        await link.lost
+        await asyncio.sleep(0)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_caller_who_leaves_has_the_call_reset(channels):

@@ -82,12 +82,9 @@ def test_a_call_that_is_restarted_is_as_new():
     call = Call(b"block", b"question", 100)
     call.stream_id, call.unsent = 7, b""
     call.fail(grpc.StatusCode.UNAVAILABLE, "refused", unprocessed=True)
-    call.restart(b"another")
-    assert (call.block, call.stream_id, call.ended, call.unprocessed) == (
-        b"another",
-        0,
-        False,
-        False,
-    )
+    call.restart()
+    assert (call.block, call.stream_id) == (b"block", 0)
+    assert not call.ended
+    assert not call.unprocessed
     assert (call.code, call.details) == (grpc.StatusCode.OK, "")
     assert call.unsent == b"\0\0\0\0\x08question"

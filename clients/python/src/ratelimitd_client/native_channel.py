@@ -217,6 +217,8 @@ class NativeChannel:
 
     def ended(self, call: NodeCall) -> None:
         """A connection is done with a call."""
+        if call not in self._calls:  # it could not be sent, and who asked knows that
+            return
         if call.unprocessed and call.tries < MAX_TRIES:
             left_s = call.ends_s - self._loop.time()
             if left_s > 0:
@@ -253,8 +255,10 @@ class NativeChannel:
         """Send a call, or keep it until there is a connection."""
         link = self._next()
         if link is not None:
-            call.restart(call.method.head + heads.deadline(heads.milliseconds(left_s)))
+            if call.tries:
+                call.restart()
             call.tries += 1
+            call.block = call.method.head + heads.deadline(heads.milliseconds(left_s))
             call.link = link
             link.ask(call)
         elif self._is_closed or self._is_hopeless():

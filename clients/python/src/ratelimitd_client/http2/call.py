@@ -51,12 +51,12 @@ class Call:
     def __init__(self, block: bytes, message: bytes, max_answer_bytes: int) -> None:
         self.message: bytes = message
         self._max_answer_bytes = max_answer_bytes
-        self.restart(block)
-
-    def restart(self, block: bytes) -> None:
-        """Make it a call that is yet to be sent, with this header block."""
-        message = self.message
         self.block: bytes = block
+        self.restart()
+
+    def restart(self) -> None:
+        """Make it a call that is yet to be sent."""
+        message = self.message
         self.unsent: bytes = b"\0" + len(message).to_bytes(4, "big") + message
         self.window_bytes: int = 0
         self.stream_id: int = 0

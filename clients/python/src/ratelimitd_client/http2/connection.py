@@ -147,7 +147,15 @@ class Connection(Generic[CallT]):
             if begin + low > end:
                 break
             at = begin + low
-            self._take(kind, flags, stream_id & frames.STREAM_ID_MASK, octets[begin:at])
+            stream_id &= frames.STREAM_ID_MASK
+            if self._block_id or not self.is_ready:
+                self._check_order(kind, flags, stream_id)
+            if kind == frames.DATA:
+                self._take_data(flags, stream_id, octets[begin:at])
+            elif kind == frames.HEADERS:
+                self._take_headers(flags, stream_id, octets[begin:at])
+            else:
+                self._take_other(kind, flags, stream_id, octets[begin:at])
         self._rest = octets[at:]
         ended, self._ended = self._ended, []
         return ended
@@ -158,23 +166,18 @@ class Connection(Generic[CallT]):
         ended, self._ended = self._ended, []
         return ended + self.lose()
 
-    def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """Take one frame."""
+    def _check_order(self, kind: int, flags: int, stream_id: int) -> None:
+        """See that a frame may come before the peer's settings, or within a header block."""
         if self._block_id and (kind != frames.CONTINUATION or stream_id != self._block_id):
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "a header block was interrupted")
         if not self.is_ready and (kind != frames.SETTINGS or flags & frames.ACK):
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
-        if kind == frames.DATA:
-            self._take_data(flags, stream_id, payload)
-        elif kind == frames.HEADERS:
-            self._take_headers(flags, stream_id, payload)
-        elif kind == frames.CONTINUATION:
-            self._take_continuation(flags, stream_id, payload)
-        else:
-            self._take_other(kind, flags, stream_id, payload)
 
     def _take_other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """Take a frame that holds nothing of an answer; types that nobody knows are ignored."""
+        """Take a frame of another type; those that nobody knows are ignored."""
+        if kind == frames.CONTINUATION:
+            self._take_continuation(flags, stream_id, payload)
+            return
         self._count_useless()
         if kind == frames.WINDOW_UPDATE:
             self._take_window_update(stream_id, payload)
@@ -194,8 +197,8 @@ class Connection(Generic[CallT]):
         if self._own_window < WINDOW_BYTES // 2:
             self._out.append(frames.window_update(0, WINDOW_BYTES - self._own_window))
             self._own_window = WINDOW_BYTES
-        call = self._call(stream_id)
-        data = frames.without_padding(flags, payload)
+        call = self._calls.get(stream_id) or self._call(stream_id)
+        data = frames.without_padding(flags, payload) if flags & frames.PADDED else payload
         if call is None or not data:
             self._count_useless()
         if call is None:
@@ -207,10 +210,11 @@ class Connection(Generic[CallT]):
                 raise PeerError(ErrorCode.ENHANCE_YOUR_CALM, "the answers are too long")
         if flags & frames.END_STREAM and not call.ended:
             call.end_without_trailers()
-        self._end(call, is_over=bool(flags & frames.END_STREAM))
+        if call.ended:
+            self._end(call, is_over=bool(flags & frames.END_STREAM))
 
     def _take_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
-        block = frames.without_padding(flags, payload)
+        block = frames.without_padding(flags, payload) if flags & frames.PADDED else payload
         if flags & frames.PRIORITY:
             block = block[5:]
         if flags & frames.END_HEADERS:
@@ -233,12 +237,13 @@ class Connection(Generic[CallT]):
             self._take_block(stream_id, block, last=self._block_ends)
 
     def _take_block(self, stream_id: int, block: bytes, *, last: bool) -> None:
-        call = self._call(stream_id)
+        call = self._calls.get(stream_id) or self._call(stream_id)
         if call is None:  # what it says changes no table, so that it need not be read
             self._count_useless()
             return
         call.take_block(block, last=last)
-        self._end(call, is_over=last)
+        if call.ended:
+            self._end(call, is_over=last)
 
     def _take_reset(self, stream_id: int, payload: bytes) -> None:
         frames.demand_size(payload, 4)
@@ -377,9 +382,7 @@ class Connection(Generic[CallT]):
             self._open(call)
 
     def _end(self, call: CallT, *, is_over: bool) -> None:
-        """Return a call, if it has ended; ``is_over``: the peer sends nothing more on its stream."""
-        if not call.ended:
-            return
+        """Return a call that has ended; ``is_over``: the peer sends nothing more on its stream."""
         self.answers += 1
         self._useless = 0
         self._ended.append(call)
