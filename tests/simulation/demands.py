@@ -18,6 +18,8 @@ Spend = tuple[int, int]
 
 def violations(played: Played) -> list[str]:
     """What does not hold, if anything."""
+    if played.world.is_endless:
+        return ["does not come to an end"]  # and so nothing else can be demanded of it
     found = []
     for name, demand in DEMANDS.items():
         problem = demand(played)

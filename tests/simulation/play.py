@@ -17,6 +17,8 @@ OTHERS = (b"two", b"three")
 LATEST_EDIT_S = 0.5
 """By then every node has heard of an edit."""
 REST_S = 10
+MOST_EVENTS = 100_000
+"""A run that comes to an end has less than a tenth of it."""
 
 
 @dataclass
@@ -61,6 +63,7 @@ def play(
     """Run a scenario, then let everything settle."""
     network = Network(loss=told.loss, duplicates=told.duplicates, news_loss=told.news_loss)
     made = world(told.seed, network, ledger())
+    made.most_events = MOST_EVENTS
     source = made.random
 
     def make_view(rule: Rule, base: SharedState | None) -> View:

@@ -11,6 +11,7 @@ import pytest
 
 from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Ledger
 from tests.simulation.demands import violations
+from tests.simulation.node import Node
 from tests.simulation.play import play
 from tests.simulation.scenario import scenario
 from tests.simulation.twins import TWINS
@@ -48,6 +49,14 @@ def test_a_wrong_ledger_is_caught(name):
     faulty = found(seeds, **twin)
     calm = found(range(TWIN_SEEDS // 4), calm=True, **twin)
     assert next(chain(faulty, calm), None) is not None
+
+
+def test_a_run_that_does_not_come_to_an_end_is_ended_and_told():
+    class NeverWaits(Node):
+        def _sync(self, incarnation):
+            self.world.after(0, self._sync, incarnation)
+
+    assert violations(play(scenario(0), node=NeverWaits)) == ["does not come to an end"]
 
 
 def test_runs_are_what_they_are_meant_to_be():

@@ -4,6 +4,7 @@ Here are time, the messages on their way, and the store; and the books of what b
 """
 
 import heapq
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -105,6 +106,10 @@ class World:
         self.applied: set[tuple[str, int]] = set()
         self._beats: dict[str, int] = {}
         self._resets = 0
+        self.most_events = math.inf
+        self.is_endless = False
+        """Whether that many things have happened: nothing more does."""
+        self._events = 0
         self._agenda: list[tuple[int, int, Callable[..., None], tuple]] = []
         self._order = 0
 
@@ -121,6 +126,11 @@ class World:
     def run_until(self, when_us: int) -> None:
         agenda, pop = self._agenda, heapq.heappop
         while agenda and agenda[0][0] <= when_us:
+            if self._events >= self.most_events:
+                self.is_endless = True
+                agenda.clear()
+                break
+            self._events += 1
             self.now_us, _, act, arguments = pop(agenda)
             act(*arguments)
         self.now_us = when_us
