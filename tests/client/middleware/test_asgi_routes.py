@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Host, Mount, Route, Router, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
-from ratelimitd_client.middleware.asgi_routes import find_route
+from ratelimitd_client.middleware.asgi_routes import RouteFinder, find_route
 
 
 def scope(path, method="GET", *, kind="http", host="example.org"):
@@ -174,3 +174,67 @@ def test_a_route_of_a_users_own_kind_may_match_without_its_pattern():
     app = Starlette(routes=[AnyCase("/orders", orders), Route("/{rest}", items)])
     assert find_route(app, scope("/ORDERS")).view is orders
     assert find_route(app, scope("/others")).view is items
+
+
+def finder():
+    """A finder of routes, and how often it has searched for one."""
+    searched = []
+
+    class Searched(Route):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            pattern = self.path_regex
+            self.path_regex = Pattern(pattern)
+
+    class Pattern:
+        def __init__(self, pattern):
+            self.pattern = pattern
+
+        def match(self, path):
+            searched.append(path)
+            return self.pattern.match(path)
+
+    return RouteFinder(), Searched, searched
+
+
+def test_the_route_of_a_path_without_parameters_is_searched_for_once():
+    routes, Searched, searched = finder()  # noqa: N806 - a class
+    app = Starlette(routes=[Searched("/orders", orders), Searched("/orders/{order_id}", items)])
+    assert routes.find(app, scope("/orders")).view is orders
+    searched.clear()
+    assert routes.find(app, scope("/orders")) == ("/orders", orders, True)
+    assert not searched
+    assert not routes.find(app, scope("/orders", "DELETE")).is_full
+    assert routes.find(app, scope("/orders", kind="websocket")) is None
+    assert routes.find(app, {**scope("/api/orders"), "root_path": "/api"}).view is orders
+    for _ in range(2):
+        searched.clear()
+        assert routes.find(app, scope("/orders/7")).template == "/orders/{order_id}"
+        assert searched
+
+
+def test_a_route_that_is_added_or_replaced_is_found():
+    routes, app = RouteFinder(), Starlette(routes=[Route("/orders", orders)])
+    assert routes.find(app, scope("/orders")).view is orders
+    assert routes.find(app, scope("/items")) is None
+    app.router.routes.append(Route("/items", items))
+    assert routes.find(app, scope("/items")).view is items
+    app.router.routes[0] = Route("/orders", items)
+    assert routes.find(app, scope("/orders")).view is items
+    assert routes.find(unrouted, scope("/orders")) is None
+
+
+def test_what_goes_by_more_than_the_path_is_searched_for_each_time():
+    shop = Host("shop.example.com", Router([Route("/orders", items)]))
+    app = Starlette(routes=[shop, Route("/orders", orders)])
+    routes = RouteFinder()
+    for host, view in (("example.org", orders), ("shop.example.com", items)) * 2:
+        assert routes.find(app, scope("/orders", host=host)).view is view
+
+
+def test_methods_that_callers_make_up_are_not_remembered_for_ever(monkeypatch):
+    monkeypatch.setattr("ratelimitd_client.middleware.asgi_routes.REMEMBERED", 3)
+    routes, app = RouteFinder(), Starlette(routes=[Route("/reports", Reports)])
+    for number in range(10):
+        assert routes.find(app, scope("/reports", f"M{number}")).view is Reports
+        assert len(routes._found) <= 3

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.arrival import Arrival
-from ratelimitd_client.middleware.asgi_routes import find_route, routes_of
+from ratelimitd_client.middleware.asgi_routes import Found, RouteFinder, routes_of
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
@@ -55,6 +55,7 @@ class RateLimitMiddleware:
         self._app = app
         self._limiter = limiter
         self._guard = Guard(options)
+        self._finder = RouteFinder()
 
     @property
     def routes(self) -> list[Any]:
@@ -66,7 +67,7 @@ class RateLimitMiddleware:
         if scope["type"] not in CHECKED:
             await self._app(scope, receive, send)
             return
-        arrival = _arrival(scope, scope.get("app", self._app))
+        arrival = _arrival(scope, self._finder.find(scope.get("app", self._app), scope))
         decision = await self._guard.decide_async(self._limiter, scope, arrival)
         if decision is None:
             await self._app(scope, receive, send)
@@ -91,8 +92,7 @@ class RateLimitMiddleware:
         await send({"type": f"{prefix}http.response.body", "body": answer.body})
 
 
-def _arrival(scope: Scope, app: object) -> Arrival:
-    found = find_route(app, scope)
+def _arrival(scope: Scope, found: Found | None) -> Arrival:
     lines: Iterable[tuple[bytes, bytes]] = scope["headers"]
 
     def header(name: str) -> Sequence[str]:

@@ -1,13 +1,14 @@
 """Which route of a Starlette or FastAPI application a request will take, found before the application does.
 
-Pure: runs nothing of the application but its patterns, on a copy of the scope, and remembers nothing. It knows routes
-by what they offer – ``matches``, ``routes``, ``path_format`` – and so imports no framework.
+Runs nothing of the application but its patterns, on a copy of the scope. It knows routes by what they offer –
+``matches``, ``routes``, ``path_format`` – and so imports no framework.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, Final, NamedTuple, cast
 
 NOTHING_INSIDE: Final = "/{path}"
@@ -20,8 +21,11 @@ NONE, PARTIAL, FULL = 0, 1, 2
 FRAMEWORKS: Final = frozenset({"starlette.routing", "fastapi.routing"})
 """The modules whose routes have a pattern for the path in ``path_regex``, and match nothing without it."""
 
-REMEMBERED: Final = 64
-"""How many classes of routes are remembered; the frameworks have six."""
+KNOWN_CLASSES: Final = 64
+"""How many classes of routes are known; the frameworks have six."""
+
+REMEMBERED: Final = 1_024
+"""How many requests are remembered with their route."""
 
 
 class Found(NamedTuple):
@@ -37,6 +41,49 @@ class Found(NamedTuple):
 
 _NOT_FOUND: Final = Found("", None)
 """What is mounted has the request, and no route for it."""
+
+
+class RouteFinder:
+    """Finds the routes of requests, as :func:`find_route` does, and remembers those of paths without parameters.
+
+    Of these there are as many as the application has. What is remembered holds while the application has the same
+    routes, and only of such as the path, the method and the type of the request decide about alone.
+    """
+
+    __slots__ = ("_found", "_plain", "_routes")
+
+    def __init__(self) -> None:
+        self._routes: Sequence[Any] = ()
+        self._plain: list[Any] = []
+        """Those of the routes before which there is none that may go by something else."""
+        self._found: dict[tuple[str, str, str], Found] = {}
+
+    def find(self, app: object, scope: Mapping[str, Any]) -> Found | None:
+        """The route that the application will choose; ``None`` if it will answer 404, or has no routes at all."""
+        if scope.get("root_path"):
+            return find_route(app, scope)
+        routes = routes_of(app)
+        if routes != self._routes:
+            self._routes, self._found = routes[:], {}
+            self._plain = list(takewhile(_is_plain, routes))
+        asked = scope["type"], scope.get("method", ""), scope["path"]
+        found = self._found.get(asked)
+        if found is None:
+            found = find_route(app, scope)
+            if found is not None and found.is_full and self._is_settled(found, scope["path"]):
+                self._remember(asked, found)
+        return found
+
+    def _is_settled(self, found: Found, path: str) -> bool:
+        return found.template == path and any(
+            route.path_format == path and getattr(route, "endpoint", None) is found.view
+            for route in self._plain
+        )
+
+    def _remember(self, asked: tuple[str, str, str], found: Found) -> None:
+        if len(self._found) >= REMEMBERED:  # a route may take any method that a caller makes up
+            self._found.clear()
+        self._found[asked] = found
 
 
 def find_route(app: object, scope: Mapping[str, Any]) -> Found | None:
@@ -57,10 +104,10 @@ def _scope_of(app: object, scope: Mapping[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def routes_of(app: object) -> Iterable[Any]:
+def routes_of(app: object) -> Sequence[Any]:
     """The routes of an application or of a route; none where it has none that are known."""
     routes: Any = getattr(app, "routes", None)
-    return cast("Iterable[Any]", routes) if isinstance(routes, list | tuple) else ()
+    return cast("Sequence[Any]", routes) if isinstance(routes, list | tuple) else ()
 
 
 def _search(routes: Iterable[Any], scope: dict[str, Any], prefix: str) -> Found | None:
@@ -69,8 +116,8 @@ def _search(routes: Iterable[Any], scope: dict[str, Any], prefix: str) -> Found 
     # Only where nothing is mounted: what is left of the path inside, each version of Starlette writes down differently.
     path = None if scope.get("root_path") else scope["path"]
     for route in routes:
-        if path is not None and _is_passed_by(route, path):
-            continue
+        if path is not None and _is_plain(route) and not route.path_regex.match(path):
+            continue  # most are: their ``matches`` takes ten times as long to say it
         found = _look_at(route, scope, prefix)
         if found is not None:
             if found.is_full:
@@ -79,16 +126,14 @@ def _search(routes: Iterable[Any], scope: dict[str, Any], prefix: str) -> Found 
     return partial
 
 
-def _is_passed_by(route: Any, path: str) -> bool:
-    """Whether the pattern of a route says no: most do, and their ``matches`` takes ten times as long to say it."""
-    pattern = getattr(route, "path_regex", None)
-    return pattern is not None and _obeys_pattern(route.__class__) and not pattern.match(path)
+def _is_plain(route: Any) -> bool:
+    """Whether a route has a pattern, and matches no path that this does not: a user's own may go by what they like."""
+    return getattr(route, "path_regex", None) is not None and _is_of_framework(route.__class__)
 
 
-@lru_cache(REMEMBERED)
-def _obeys_pattern(kind: type[Any]) -> bool:
-    """Whether routes of a class match no path that their pattern does not: a user's own may match by what they like."""
-    return getattr(kind.matches, "__module__", "") in FRAMEWORKS
+@lru_cache(KNOWN_CLASSES)
+def _is_of_framework(kind: type[Any]) -> bool:
+    return getattr(getattr(kind, "matches", None), "__module__", "") in FRAMEWORKS
 
 
 def _look_at(route: Any, scope: dict[str, Any], prefix: str) -> Found | None:
