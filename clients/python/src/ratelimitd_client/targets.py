@@ -27,9 +27,9 @@ _SCHEME: Final = re.compile(r"(dns|ipv4|ipv6|unix):(.*)", re.DOTALL)
 _HOST_AND_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})")
 
 _OTHER_SCHEMES: Final = re.compile(
-    r"(?:google-c2p|passthrough|unix-abstract|vsock|xds):/*[^/].*", re.DOTALL | re.IGNORECASE
+    r"(?:google-c2p|unix-abstract|xds):/*[^/].*", re.DOTALL | re.IGNORECASE
 )
-"""Of those that gRPC knows beside; whether it knows them here, and what they say, is left to it."""
+"""Of those that gRPC knows beside; what they say is left to it. Others, as Go's ``passthrough``, Python's does not know."""
 
 _NAME_SERVER: Final = re.compile(r"dns:(?://[^/]*)?/")
 _ZONE: Final = re.compile(r"%[^\]]+(?=\])")
