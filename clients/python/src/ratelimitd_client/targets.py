@@ -29,7 +29,7 @@ _HOST_AND_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):
 _OTHER_SCHEMES: Final = re.compile(
     r"(?:google-c2p|unix-abstract|xds):/*[^/].*", re.DOTALL | re.IGNORECASE
 )
-"""Of those that gRPC knows beside; what they say is left to it. Others, as Go's ``passthrough``, Python's does not know."""
+"""Those that gRPC knows beside; what they say is left to it. Go's ``passthrough`` is none of Python's."""
 
 _NAME_SERVER: Final = re.compile(r"dns:(?://[^/]*)?/")
 _ZONE: Final = re.compile(r"%[^\]]+(?=\])")
