@@ -17,7 +17,6 @@ NOTHING_INSIDE: Final = "/{path}"
 NONE, PARTIAL, FULL = 0, 1, 2
 """The values of Starlette's ``Match``; PARTIAL is a path with another method, answered 405."""
 
-
 FRAMEWORKS: Final = frozenset({"starlette.routing", "fastapi.routing"})
 """The modules whose routes have a pattern for the path in ``path_regex``, and match nothing without it."""
 
