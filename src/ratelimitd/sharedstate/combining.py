@@ -46,9 +46,15 @@ class Combiner(Generic[Answer]):
         self._call_soon = asyncio.get_running_loop().call_soon
         self._checks: list[StoreCheck] = []
         self._dones: list[Callable[[Answer | RateLimitdError], None]] = []
+        self._under_way = 0
+        self._come_alone = False
+        """Whether the last check was the only one of its turn, and of its round trip."""
 
     def add(self, check: StoreCheck, done: Callable[[Answer | RateLimitdError], None]) -> None:
-        """Let a check leave with the others of this turn."""
+        """Let a check leave with the others of this turn; at once, where there have not been any."""
+        if self._come_alone and not self._under_way:
+            self._send([check], [done])
+            return
         if not self._checks:
             self._call_soon(self._leave)
         self._checks.append(check)
@@ -57,6 +63,7 @@ class Combiner(Generic[Answer]):
     def _leave(self) -> None:
         checks, self._checks = self._checks, []
         dones, self._dones = self._dones, []
+        self._come_alone = len(checks) == 1 and not self._under_way
         if not self._shards.is_cluster:
             self._send_all(checks, dones)
             return
@@ -84,9 +91,11 @@ class Combiner(Generic[Answer]):
         try:
             keys, arguments = checks_request(checks)
         except Exception as error:  # noqa: BLE001 - a defect, and nobody must wait for ever for it
-            self._answered(checks, dones, StoreCorruptError(f"checks cannot be sent: {error}"))
+            defect = StoreCorruptError(f"checks cannot be sent: {error}")
+            self._call_soon(self._tell, dones, [defect] * len(dones))
             return
         link = self._shards.of_tag(checks[0].name[0])
+        self._under_way += 1
         weight = 1 + len(checks) // CHECKS_PER_WEIGHT
         link.run(self._script, keys, arguments, partial(self._answered, checks, dones), weight)
         # The turn in which these checks came is over: to wait for another end would cost them 5 µs.
@@ -98,6 +107,7 @@ class Combiner(Generic[Answer]):
         dones: Sequence[Callable[[Answer | RateLimitdError], None]],
         reply: Any,
     ) -> None:
+        self._under_way -= 1
         answers: Sequence[Answer | RateLimitdError]
         if isinstance(reply, RateLimitdError):
             answers = [reply] * len(checks)
@@ -106,5 +116,12 @@ class Combiner(Generic[Answer]):
                 answers = self._read(checks, reply)
             except StoreCorruptError as error:
                 answers = [error] * len(checks)
+        self._tell(dones, answers)
+
+    @staticmethod
+    def _tell(
+        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+        answers: Sequence[Answer | RateLimitdError],
+    ) -> None:
         for done, answer in zip(dones, answers, strict=True):
             tell(done, answer)

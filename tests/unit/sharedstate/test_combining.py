@@ -29,6 +29,8 @@ async def shards(valkey):
 
 @pytest.fixture
 async def combiner(shards):
+    """One that has sent nothing yet, though the server has the script."""
+    await decide(Combiner(shards, DECIDE, decided), 4)
     return Combiner(shards, DECIDE, decided)
 
 
@@ -41,7 +43,6 @@ def script_calls(valkey):
 
 
 async def test_checks_of_one_turn_are_one_call_each_with_its_own_answer(combiner, valkey):
-    await decide(combiner, 4)  # the script is there
     before = script_calls(valkey)
     names = [b"a%015d" % number for number in range(CHECKS_PER_CALL)]
     outcomes = await asyncio.gather(*(decide(combiner, name=name) for name in (*names, NAME)))
@@ -50,14 +51,14 @@ async def test_checks_of_one_turn_are_one_call_each_with_its_own_answer(combiner
 
 
 async def test_those_of_one_bucket_are_decided_in_their_order(combiner):
-    outcomes = await asyncio.gather(decide(combiner, 7), decide(combiner, 4), decide(combiner, 3))
-    assert [outcome[:2] for outcome in outcomes] == [(True, 3), (False, 3), (True, 0)]
+    outcomes = await asyncio.gather(decide(combiner, 4), decide(combiner, 3), decide(combiner, 2))
+    assert [outcome[:2] for outcome in outcomes] == [(True, 2), (False, 2), (True, 0)]
 
 
-async def test_in_a_cluster_those_of_one_hash_tag_are_one_call(shards, valkey, monkeypatch):
+async def test_in_a_cluster_those_of_one_hash_tag_are_one_call(
+    combiner, shards, valkey, monkeypatch
+):
     monkeypatch.setattr(shards, "is_cluster", True, raising=False)
-    combiner = Combiner(shards, DECIDE, decided)
-    await decide(combiner)
     before = script_calls(valkey)
     names = [bytes([tag, number]) * 8 for number in range(3) for tag in (1, 2)]
     costs = range(1, 7)
@@ -80,20 +81,51 @@ async def test_a_call_counts_as_the_work_that_it_is(shards, monkeypatch):
     assert weights == [1 + CHECKS_PER_CALL // CHECKS_PER_WEIGHT, 1]
 
 
-async def test_they_leave_at_the_end_of_their_turn_and_not_of_the_next(shards, monkeypatch):
+async def test_they_leave_at_the_end_of_their_turn_and_not_of_the_next(combiner, monkeypatch):
     sent = []
     monkeypatch.setattr(Link, "flush", lambda link: sent.append(link.in_flight))
-    answer = decide(Combiner(shards, DECIDE, decided))
+    answer = decide(combiner)
     assert sent == []
     await asyncio.sleep(0)
     assert sent == [1]
-    assert (await answer)[1] == 9
+    assert (await answer)[1] == 5
+
+
+async def test_a_check_that_comes_alone_leaves_at_once_if_the_last_one_did(combiner, monkeypatch):
+    await decide(combiner)
+    sent, flush = [], Link.flush
+
+    def counted(link):
+        sent.append(link.in_flight)
+        flush(link)
+
+    monkeypatch.setattr(Link, "flush", counted)
+    first = decide(combiner)
+    assert sent == [1]
+    others = [decide(combiner), decide(combiner)]
+    assert sent == [1]
+    await asyncio.gather(first, *others)
+    assert len(sent) == 2
+    last = [decide(combiner), decide(combiner)]
+    assert len(sent) == 2, "for those before were several"
+    assert [outcome[1] for outcome in await asyncio.gather(*last)] == [1, 0]
+    assert len(sent) == 3
+
+
+async def test_two_that_come_again_and_again_do_not_leave_apart(combiner, valkey):
+    await decide(combiner)
+    before = script_calls(valkey)
+    for _ in range(3):
+        await asyncio.gather(decide(combiner), decide(combiner))
+    assert script_calls(valkey) == before + 4
 
 
 async def test_what_cannot_be_sent_is_an_error_for_all_of_its_call(combiner):
     unheard_of = decide(combiner, rule=replace(RULE, limit=2**40))
     answers = await asyncio.gather(unheard_of, decide(combiner))
     assert [type(answer) for answer in answers] == [StoreCorruptError] * 2
+    await decide(combiner)
+    assert type(await decide(combiner, rule=replace(RULE, limit=2**40))) is StoreCorruptError
 
 
 async def test_what_cannot_be_read_is_one_too(shards):
