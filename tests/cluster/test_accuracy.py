@@ -71,28 +71,32 @@ class Cell:
         return steady(self.checks_per_s, seconds, nodes=nodes, cost=cost)
 
 
+SETTINGS = {
+    "eventual": [],
+    # Accuracy is measured here: a machine that is busy with its own load is no outage of the shared state.
+    "patient": ["--redis-timeout-ms", "200"],
+    "strict": ["--consistency", "strict", "--redis-timeout-ms", "1000"],
+}
+
+
 @pytest.fixture(scope="module")
 def nodes(request, tmp_path_factory):
-    """So many nodes, of such a consistency; pytest runs those tests together that ask for the same."""
-    count, consistency = request.param
+    """So many nodes, of such settings; pytest runs those tests together that ask for the same."""
+    count, settings = request.param
     directory = tmp_path_factory.mktemp("nodes")
-    arguments = ["--consistency", consistency]
-    if consistency == "strict":
-        # Accuracy is measured here: a machine that is busy with its own load is no outage of the shared state.
-        arguments += ["--redis-timeout-ms", "1000"]
     with (
         Valkey(directory / "valkey") as valkey,
-        Nodes(directory, valkey.url, *arguments, count=count) as nodes,
+        Nodes(directory, valkey.url, *SETTINGS[settings], count=count) as nodes,
     ):
         nodes.meet()
         yield nodes
 
 
-def on(*cells, consistency="eventual"):
+def on(*cells, settings="eventual"):
     """Parameters of a test: each cell, and the nodes that it is measured on."""
     return pytest.mark.parametrize(
         ("cell", "nodes"),
-        [pytest.param(cell, (cell.nodes, consistency), id=str(cell)) for cell in cells],
+        [pytest.param(cell, (cell.nodes, settings), id=str(cell)) for cell in cells],
         indirect=["nodes"],
         scope="module",
     )
@@ -144,6 +148,11 @@ class Measured:
             most = MOST_ABOVE * self.entitled + drift + self.late_tokens + one_each
             assert self.excess <= most, self
 
+    def holds_within_two_per_cent(self):
+        assert not self.unanswered
+        assert self.late_tokens == 0, self
+        assert self.excess <= MOST_ABOVE * self.entitled, self
+
     def holds_strictly(self):
         assert not self.unanswered
         assert self.reasons.keys() <= {"WITHIN_LIMIT", "LIMIT_EXCEEDED"}, self
@@ -182,19 +191,29 @@ def test_nodes_allow_together_what_one_would_everywhere(cell, nodes):
     Measured(cell, nodes, LONG_S).holds()
 
 
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@on(
+    *(cell for cell in ALL if cell.limit > 10 and cell.load == 4 and cell.bursts),
+    settings="patient",
+)
+def test_nodes_that_are_answered_in_time_allow_little_more_even_in_bursts(cell, nodes):
+    Measured(cell, nodes, LONG_S).holds_within_two_per_cent()
+
+
 STRICT = [
     Cell(3, algorithm, 1_000, 4.0, burst)
     for algorithm, burst in zip(Algorithm, (False, True, False), strict=True)
 ]
 
 
-@on(*STRICT, consistency="strict")
+@on(*STRICT, settings="strict")
 def test_strict_nodes_never_allow_more(cell, nodes):
     Measured(cell, nodes, 2.0).holds_strictly()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
-@on(*(cell for cell in ALL if cell.limit != 100_000), consistency="strict")
+@on(*(cell for cell in ALL if cell.limit != 100_000), settings="strict")
 def test_strict_nodes_never_allow_more_anywhere(cell, nodes):
     Measured(cell, nodes, LONG_S).holds_strictly()
