@@ -18,7 +18,7 @@ from ratelimitd.sharedstate.script import Script
 from ratelimitd.sharedstate.shards import Shards
 
 CHECKS_PER_CALL: Final = 100
-"""Checks in one script call: as many as a batch may have updates, less than 1 ms of the store."""
+"""Checks in one script call: as many as a batch may have updates, about 1 ms of the store."""
 
 Answer = TypeVar("Answer")
 
