@@ -13,6 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
 from ratelimitd.ledger.shared_state import StoreCheck
 from ratelimitd.sharedstate.encoding import checks_request
+from ratelimitd.sharedstate.link import Link
 from ratelimitd.sharedstate.request import tell
 from ratelimitd.sharedstate.script import Script
 from ratelimitd.sharedstate.shards import Shards
@@ -20,11 +21,10 @@ from ratelimitd.sharedstate.shards import Shards
 CHECKS_PER_CALL: Final = 100
 """Checks in one script call: as many as a batch may have updates, about 1 ms of the store."""
 
-Answer = TypeVar("Answer")
-
-
 CHECKS_PER_WEIGHT: Final = 3
 """As many of a call cost the server what a call costs it."""
+
+Answer = TypeVar("Answer")
 
 
 class Combiner(Generic[Answer]):
@@ -46,14 +46,17 @@ class Combiner(Generic[Answer]):
         self._call_soon = asyncio.get_running_loop().call_soon
         self._checks: list[StoreCheck] = []
         self._dones: list[Callable[[Answer | RateLimitdError], None]] = []
+        self._links: set[Link] = set()
+        """To servers that something was sent to, and has not left."""
         self._under_way = 0
         self._come_alone = False
         """Whether the last check was the only one of its turn, and of its round trip."""
 
     def add(self, check: StoreCheck, done: Callable[[Answer | RateLimitdError], None]) -> None:
         """Let a check leave with the others of this turn; at once, where there have not been any."""
-        if self._come_alone and not self._under_way:
+        if self._come_alone and not self._under_way and not self._checks:
             self._send([check], [done])
+            self._flush()
             return
         if not self._checks:
             self._call_soon(self._leave)
@@ -64,10 +67,24 @@ class Combiner(Generic[Answer]):
         checks, self._checks = self._checks, []
         dones, self._dones = self._dones, []
         self._come_alone = len(checks) == 1 and not self._under_way
-        if not self._shards.is_cluster:
+        if self._shards.is_cluster:
+            self._send_by_tag(checks, dones)
+        else:
             self._send_all(checks, dones)
-            return
-        # All keys of a call have to be of one slot there.
+        self._flush()
+
+    def _flush(self) -> None:
+        """Let all that was sent leave: the turn in which it came is over, and to wait for another would take 5 µs."""
+        for link in self._links:
+            link.flush()
+        self._links.clear()
+
+    def _send_by_tag(
+        self,
+        checks: Sequence[StoreCheck],
+        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+    ) -> None:
+        """All keys of a call have to be of one slot in a Cluster."""
         places: dict[int, list[int]] = {}
         for place, check in enumerate(checks):
             places.setdefault(check.name[0], []).append(place)
@@ -98,8 +115,7 @@ class Combiner(Generic[Answer]):
         self._under_way += 1
         weight = 1 + len(checks) // CHECKS_PER_WEIGHT
         link.run(self._script, keys, arguments, partial(self._answered, checks, dones), weight)
-        # The turn in which these checks came is over: to wait for another end would cost them 5 µs.
-        link.flush()
+        self._links.add(link)
 
     def _answered(
         self,

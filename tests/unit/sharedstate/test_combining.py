@@ -62,9 +62,12 @@ async def test_in_a_cluster_those_of_one_hash_tag_are_one_call(
     before = script_calls(valkey)
     names = [bytes([tag, number]) * 8 for number in range(3) for tag in (1, 2)]
     costs = range(1, 7)
+    flushed = []
+    monkeypatch.setattr(Link, "flush", lambda link: flushed.append(link.in_flight))
     asking = [decide(combiner, cost, name=name) for name, cost in zip(names, costs, strict=True)]
     assert [outcome[1] for outcome in await asyncio.gather(*asking)] == [9, 8, 7, 6, 5, 4]
     assert script_calls(valkey) == before + 2
+    assert flushed == [2], "both in one write"
 
 
 async def test_a_call_counts_as_the_work_that_it_is(shards, monkeypatch):
