@@ -152,6 +152,23 @@ async def test_an_error_inside_the_library_lets_through_too(real_node, monkeypat
         assert (await client.check_many([Check("alice", "user", "/five")]))[0].error == "OSError"
 
 
+async def test_a_call_whose_task_is_cancelled_lets_through_and_holds_up_no_close(transport):
+    if transport == "native":
+        pytest.skip("it makes no tasks")
+    with bytes_server(never_answering([])) as address:
+        client = AsyncRateLimiterClient(address, timeout_s=PATIENT_S)
+        check = asyncio.ensure_future(client.check("alice", "user", "/x"))
+        session = client._opened()
+        for _ in range(2):
+            await asyncio.sleep(0)
+        [asking] = session._under_way
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert session.coalescer._under_way == 0
+        assert (await check).error == "CancelledError"
+        await client.close()
+
+
 async def test_a_service_that_returns_is_asked_again_and_nobody_waits_for_the_probe():
     clock, port = ManualClock(), free_port()
     async with AsyncRateLimiterClient(

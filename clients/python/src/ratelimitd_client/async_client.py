@@ -311,7 +311,10 @@ class _Session:
         """The same over gRPC's own channel."""
 
         def done(task: asyncio.Task[list[Decision]]) -> None:
-            if not task.cancelled():  # the loop ends, and with it those who wait
+            if task.cancelled():
+                # Mostly since the loop ends; whoever closes the client then waits for this all the same.
+                told(self.exchange.broken(asyncio.CancelledError(), len(requests)))
+            else:
                 told(task.result())
 
         self.begin(requests, timeout_s).add_done_callback(done)
