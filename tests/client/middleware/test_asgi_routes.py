@@ -232,9 +232,17 @@ def test_what_goes_by_more_than_the_path_is_searched_for_each_time():
         assert routes.find(app, scope("/orders", host=host)).view is view
 
 
-def test_methods_that_callers_make_up_are_not_remembered_for_ever(monkeypatch):
-    monkeypatch.setattr("ratelimitd_client.middleware.asgi_routes.REMEMBERED", 3)
+def test_a_route_behind_one_that_goes_by_more_is_searched_for_though_an_earlier_one_looks_like_it():
+    shop = Host("shop.example.com", Router([Route("/orders", items)]))
+    taken = Route("/orders", orders, methods=["POST"])
+    app = Starlette(routes=[taken, shop, Route("/orders", orders)])
+    routes = RouteFinder()
+    for host, view in (("example.org", orders), ("shop.example.com", items)):
+        assert routes.find(app, scope("/orders", host=host)).view is view
+
+
+def test_methods_that_callers_make_up_are_not_remembered():
     routes, app = RouteFinder(), Starlette(routes=[Route("/reports", Reports)])
-    for number in range(10):
-        assert routes.find(app, scope("/reports", f"M{number}")).view is Reports
-        assert len(routes._found) <= 3
+    for method in ("GET", "PURGE", "M" * 10_000):
+        assert routes.find(app, scope("/reports", method)).view is Reports
+    assert [*routes._found] == [("http", "GET", "/reports")]

@@ -11,6 +11,8 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Final, NamedTuple, cast
 
+from ratelimitd_client.middleware.endpoint import METHODS
+
 NOTHING_INSIDE: Final = "/{path}"
 """How Starlette ends the template of a mount, and so ours of an application that is no router."""
 
@@ -22,9 +24,6 @@ FRAMEWORKS: Final = frozenset({"starlette.routing", "fastapi.routing"})
 
 KNOWN_CLASSES: Final = 64
 """How many classes of routes are known; the frameworks have six."""
-
-REMEMBERED: Final = 1_024
-"""How many requests are remembered with their route."""
 
 
 class Found(NamedTuple):
@@ -69,20 +68,21 @@ class RouteFinder:
         found = self._found.get(asked)
         if found is None:
             found = find_route(app, scope)
-            if found is not None and found.is_full and self._is_settled(found, scope["path"]):
-                self._remember(asked, found)
+            if found is not None and found.is_full and self._is_settled(found, scope):
+                self._found[asked] = found
         return found
 
-    def _is_settled(self, found: Found, path: str) -> bool:
-        return found.template == path and any(
-            route.path_format == path and getattr(route, "endpoint", None) is found.view
+    def _is_settled(self, found: Found, scope: Mapping[str, Any]) -> bool:
+        """Whether every such request takes this route, and its method is none that a caller has made up."""
+        path = scope["path"]
+        if found.template != path or scope.get("method", "GET") not in METHODS:
+            return False
+        return any(
+            route.path_format == path
+            and getattr(route, "endpoint", None) is found.view
+            and route.matches(scope)[0].value == FULL
             for route in self._plain
         )
-
-    def _remember(self, asked: tuple[str, str, str], found: Found) -> None:
-        if len(self._found) >= REMEMBERED:  # a route may take any method that a caller makes up
-            self._found.clear()
-        self._found[asked] = found
 
 
 def find_route(app: object, scope: Mapping[str, Any]) -> Found | None:

@@ -16,7 +16,7 @@ REMEMBERED: Final = 1_024
 
 OTHER_METHOD: Final = "OTHER"
 
-_METHODS: Final = {
+METHODS: Final = {
     # A HEAD request is answered by what answers GET.
     "HEAD": "GET",
     **{
@@ -26,11 +26,12 @@ _METHODS: Final = {
         )
     },
 }  # fmt: skip
+"""The methods that a standard knows, and what each is counted as."""
 
 
 def with_method(method: str, route: str) -> str:
     """The endpoint of one method of a route; methods that no standard knows are one."""
-    return f"{_METHODS.get(method, OTHER_METHOD)} {route}"
+    return f"{METHODS.get(method, OTHER_METHOD)} {route}"
 
 
 def is_valid_endpoint(text: object) -> bool:
