@@ -125,9 +125,8 @@ class Coalescer:
                 future.set_result(decision)
         self._under_way -= 1
         if self._queues and not self._linger_s:
-            self._loop.call_soon(
-                self._go_on
-            )  # behind those who have an answer now, and may ask again
+            # Behind those who have an answer now, and may ask again.
+            self._loop.call_soon(self._go_on)
         if self._idle is not None and not self._under_way:
             self._idle.set()
 

@@ -38,12 +38,10 @@ class Identity:
             message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
             raise ValueError(message)
         _require_text(self.identifier)
-        if self.identifier_type != "ip" and fits_plainly(self.identifier):
-            return
         if self.identifier_type == "ip":
             address = address_of(self.identifier)
             object.__setattr__(self, "identifier", "" if address is None else str(address))
-        else:
+        elif not fits_plainly(self.identifier):
             object.__setattr__(self, "identifier", fitting(self.identifier))
 
     @property
