@@ -90,6 +90,19 @@ async def test_a_check_waits_for_its_turn_to_end_if_there_were_others_beside_the
     assert [batch for batch, _ in asked.batches] == batches
 
 
+async def test_checks_of_one_turn_travel_together_though_calls_end_at_once():
+    sizes = []
+
+    def ask(requests, _timeout_s, told):
+        sizes.append(len(requests))
+        told([let_through(Reason.NO_ANSWER, "", 0.0) for _ in requests])
+
+    coalescer = Coalescer(ask, linger_s=0, loop=asyncio.get_running_loop())
+    await coalescer.add(request("/a"), 1.0)
+    await asyncio.gather(*(coalescer.add(request("/b"), 1.0) for _ in range(4)))
+    assert sizes == [1, 1, 3]
+
+
 async def under_way(coalescer, asked):
     """As many batches as may be, none of which is answered before the test says so."""
     asked.answers_at_once = False

@@ -71,6 +71,9 @@ class Coalescer:
             was_alone, self._is_alone = self._is_alone, True
             if was_alone and not self._linger_s:
                 self._send([request], [decision], timeout_s)
+                # One that ended at once, since no node can be reached, says nothing about company: those of a turn must
+                # not fail one by one, for the breaker counts calls.
+                self._is_alone = self._under_way > 0
                 return decision
         queue = self._queues.get(timeout_s) or self._begin(timeout_s)
         queue.requests.append(request)
