@@ -236,8 +236,7 @@ class ValkeyCluster:
 
     def move_slot(self, slot: int, source: Valkey, target: Valkey) -> None:
         """Move a slot with its keys, as resharding does."""
-        target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", _node_id(source))
-        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", _node_id(target))
+        self.begin_to_move_slot(slot, source, target)
         secret = ["AUTH", self.password] if self.password else []
         while keys := source.ask("CLUSTER", "GETKEYSINSLOT", slot, 100):
             timeout_ms = int(START_S * 1000)
@@ -245,6 +244,12 @@ class ValkeyCluster:
             source.ask("MIGRATE", "127.0.0.1", *to)
         for node in (target, source):
             node.ask("CLUSTER", "SETSLOT", slot, "NODE", _node_id(target))
+
+    @staticmethod
+    def begin_to_move_slot(slot: int, source: Valkey, target: Valkey) -> None:
+        """New keys of the slot go to the target from now on, those that are there stay until they are moved."""
+        target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", _node_id(source))
+        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", _node_id(target))
 
     def _form(self) -> None:
         for number, node in enumerate(self.nodes):

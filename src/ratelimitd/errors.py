@@ -75,6 +75,10 @@ class StoreMisconfiguredError(StoreUnavailableError):
     """A store refuses us, and will until somebody mends a password, a permission or a setting."""
 
 
+class StoreMovingError(StoreUnavailableError):
+    """Some of the keys of a command are on their way to another server: nothing was run. Each alone has an answer."""
+
+
 class BreakerOpenError(StoreUnavailableError):
     """The circuit breaker is open: the shared state is not asked. ``retry_after_us`` is the time until it is again."""
 

@@ -118,6 +118,26 @@ def test_a_slot_that_moves_under_load_takes_its_counts_along(on_cluster):
     on_cluster.whole()
 
 
+def test_checks_of_new_buckets_in_a_slot_that_is_being_moved_are_decided(on_cluster):
+    rule = on_cluster.rule(limit=5)
+    servers, node = on_cluster.servers, on_cluster.nodes[0]
+    slot = slot_of(rule, "a")
+    home = next(number for number in range(3) if slot in servers.slots(number))
+    there, here = servers.nodes[(home + 1) % 3], servers.nodes[home]
+    names = (f"new{number}" for number in itertools.count())
+    together = list(itertools.islice((name for name in names if slot_of(rule, name) == slot), 5))
+    servers.begin_to_move_slot(slot, here, there)
+    try:
+        reasons = [node.check(rule.endpoint, "a").reason]
+        reasons += [answer.reason for answer in node.check_batch(rule.endpoint, together)]
+        assert reasons == [pb.WITHIN_LIMIT] * 6
+    finally:
+        servers.move_slot(slot, here, there)
+        servers.move_slot(slot, there, here)
+    assert {node.check(rule.endpoint, name).remaining_tokens for name in ("a", *together)} == {3}
+    on_cluster.whole()
+
+
 def test_one_shard_of_three_that_dies_takes_its_own_checks_along_and_no_others(on_cluster):
     rule = on_cluster.rule(limit=5)
     servers, node = on_cluster.servers, on_cluster.nodes[0]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -72,6 +72,17 @@ class Served:
             identifier=identifier, identifier_type="user", endpoint=endpoint, peek=peek
         )
         return self.checks.CheckRateLimit(request, timeout=START_S)
+
+    def check_batch(
+        self, endpoint: str, identifiers: Iterable[str]
+    ) -> Sequence[pb.RateLimitResponse]:
+        """One check by each of some users, in one call."""
+        checks = [
+            pb.RateLimitRequest(identifier=one, identifier_type="user", endpoint=endpoint)
+            for one in identifiers
+        ]
+        request = pb.BatchRateLimitRequest(requests=checks)
+        return self.checks.CheckRateLimitBatch(request, timeout=START_S).responses
 
     def spent(self, endpoint: str, identifier: str = "u") -> int:
         """What the node remembers of the spends of a user."""

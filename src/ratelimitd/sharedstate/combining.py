@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
-from ratelimitd.errors import RateLimitdError, StoreCorruptError
+from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.shared_state import StoreCheck
 from ratelimitd.sharedstate.encoding import checks_request
 from ratelimitd.sharedstate.link import Link
@@ -19,7 +19,7 @@ from ratelimitd.sharedstate.script import Script
 from ratelimitd.sharedstate.shards import Shards
 
 CHECKS_PER_CALL: Final = 100
-"""Checks in one script call: as many as a batch may have updates, about 1 ms of the store."""
+"""Checks in one script call: as many as a batch may have updates, about 1 ms of the store; more only for long logs."""
 
 CHECKS_PER_WEIGHT: Final = 3
 """As many of a call cost the server what a call costs it."""
@@ -124,6 +124,12 @@ class Combiner(Generic[Answer]):
         reply: Any,
     ) -> None:
         self._under_way -= 1
+        if isinstance(reply, StoreMovingError) and len(checks) > 1:
+            # A slot is being moved, and some of its keys are there: each by itself is answered, or redirected.
+            for check, done in zip(checks, dones, strict=True):
+                self._send([check], [done])
+            self._flush()
+            return
         answers: Sequence[Answer | RateLimitdError]
         if isinstance(reply, RateLimitdError):
             answers = [reply] * len(checks)

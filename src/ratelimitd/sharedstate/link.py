@@ -69,6 +69,7 @@ class Link:
         self._connection: Connection | None = None
         self._down: RateLimitdError = StoreUnavailableError("the shared state is not connected")
         self._parked: list[Request] | None = None
+        self._parked_weight = 0
         self._parked_until: asyncio.TimerHandle | None = None
         self._reported: type[RateLimitdError] | None = None
         self._refusal_reported = False
@@ -115,8 +116,9 @@ class Link:
         """Send ``request``; its ``done`` is called as with :meth:`send`."""
         if self._connection is not None:
             self._connection.submit(request)
-        elif self._parked is not None and len(self._parked) < self._options.max_requests:
+        elif self._parked is not None and self._parked_weight < self._options.max_requests:
             self._parked.append(request)
+            self._parked_weight += request.weight
         else:
             self._loop.call_soon(request.tell, again(self._down))
 
@@ -224,7 +226,7 @@ class Link:
     # Waiting for a connection that is being made
 
     def _park(self) -> None:
-        self._parked = []
+        self._parked, self._parked_weight = [], 0
         self._parked_until = self._loop.call_later(self._options.timeout_s, self._release_parked)
 
     def _release_parked(self) -> None:

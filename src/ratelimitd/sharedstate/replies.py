@@ -12,6 +12,7 @@ from ratelimitd.errors import (
     RateLimitdError,
     StoreCorruptError,
     StoreMisconfiguredError,
+    StoreMovingError,
     StoreUnavailableError,
 )
 
@@ -25,7 +26,6 @@ UNAVAILABLE: Final = frozenset(
         "NOREPLICAS",
         "OOM",
         "READONLY",
-        "TRYAGAIN",
     }
 )
 """The server cannot do it now. Reads may work all the same: what counts is whether a check can be settled."""
@@ -37,6 +37,7 @@ NOT_PRIMARY: Final = frozenset({"MASTERDOWN", "READONLY"})
 """Another server is the primary by now: the connection is of no use any more."""
 
 NOSCRIPT: Final = "NOSCRIPT"
+TRYAGAIN: Final = "TRYAGAIN"
 REDIRECTIONS: Final = frozenset({"ASK", "MOVED"})
 
 _CODE: Final = re.compile(r"[A-Z]{2,20}")
@@ -55,6 +56,8 @@ def code_of(text: str) -> str:
 def error_of(text: str) -> RateLimitdError:
     """The error for whoever sent the command."""
     code = code_of(text)
+    if code == TRYAGAIN:
+        return StoreMovingError(f"the shared state answered {code}")
     if code in UNAVAILABLE:
         return StoreUnavailableError(f"the shared state answered {code}")
     if text.startswith(_FULL):

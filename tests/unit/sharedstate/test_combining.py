@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.errors import StoreCorruptError
+from ratelimitd.errors import StoreCorruptError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import StoreCheck
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.sharedstate.combining import CHECKS_PER_CALL, CHECKS_PER_WEIGHT, Combiner
 from ratelimitd.sharedstate.encoding import DECIDE, decided
 from ratelimitd.sharedstate.link import Link
+from ratelimitd.sharedstate.replies import error_of
 from ratelimitd.sharedstate.shards import standalone
 from ratelimitd.sharedstate.url import parse_redis_url
 from tests.unit.sharedstate.asking import PATIENT, asked
@@ -123,6 +124,26 @@ async def test_two_that_come_again_and_again_do_not_leave_apart(combiner, valkey
     assert script_calls(valkey) == before + 4
 
 
+async def test_checks_of_a_slot_that_is_being_moved_are_sent_again_one_by_one(
+    combiner, monkeypatch
+):
+    run, lengths = Link.run, []
+
+    def moving(link, script, keys, arguments, done, weight):  # noqa: PLR0917 - as run
+        lengths.append(len(keys))
+        if len(keys) > 1:
+            asyncio.get_running_loop().call_soon(
+                done, error_of("TRYAGAIN keys of a slot that moves")
+            )
+        else:
+            run(link, script, keys, arguments, done, weight)
+
+    monkeypatch.setattr(Link, "run", moving)
+    outcomes = await asyncio.gather(decide(combiner, 4), decide(combiner, 3), decide(combiner, 2))
+    assert [outcome[:2] for outcome in outcomes] == [(True, 2), (False, 2), (True, 0)]
+    assert lengths == [3, 1, 1, 1]
+
+
 async def test_what_cannot_be_sent_is_an_error_for_all_of_its_call(combiner):
     unheard_of = decide(combiner, rule=replace(RULE, limit=2**40))
     answers = await asyncio.gather(unheard_of, decide(combiner))
@@ -143,5 +164,5 @@ async def test_what_cannot_be_read_is_one_too(shards):
 
 async def test_without_a_connection_each_hears_the_error(valkey):
     combiner = Combiner(standalone(parse_redis_url(valkey.url), PATIENT), DECIDE, decided)
-    first, second = await asyncio.gather(decide(combiner), decide(combiner))
-    assert first is second
+    answers = await asyncio.gather(decide(combiner), decide(combiner))
+    assert [type(answer) for answer in answers] == [StoreUnavailableError] * 2

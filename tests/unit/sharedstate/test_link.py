@@ -145,6 +145,17 @@ async def test_no_more_wait_for_a_connection_than_may_be_in_flight():
         await link.close()
 
 
+async def test_those_that_wait_count_by_their_weight():
+    async with peer(greeted=False) as port:
+        link = Link(at(port), PATIENT._replace(max_requests=30))
+        link.start()
+        heavy = []
+        link.run(Script(b"return 1"), [], [], heavy.append, 30)
+        assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
+        assert heavy == []
+        await link.close()
+
+
 async def test_a_lost_connection_is_remade_and_what_comes_meanwhile_waits_for_it(valkey):
     async with linked(at(valkey), PATIENT._replace(sleep=no_pause)) as link:
         pending = asked(link.send, (b"BLPOP", b"nothing", 0))

@@ -3,6 +3,7 @@ import pytest
 from ratelimitd.errors import (
     StoreCorruptError,
     StoreMisconfiguredError,
+    StoreMovingError,
     StoreUnavailableError,
 )
 from ratelimitd.sharedstate.replies import code_of, error_of, login_error_of
@@ -21,7 +22,7 @@ SECRET = "hunter2"
         ("BUSY Redis is busy running a script.", StoreUnavailableError),
         ("MISCONF Redis is configured to save RDB snapshots", StoreUnavailableError),
         ("CLUSTERDOWN The cluster is down", StoreUnavailableError),
-        ("TRYAGAIN Multiple keys request during rehashing of slot", StoreUnavailableError),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", StoreMovingError),
         ("ERR max number of clients reached", StoreUnavailableError),
         ("ERR max number of clients + cluster connections reached", StoreUnavailableError),
         ("NOAUTH Authentication required.", StoreMisconfiguredError),
