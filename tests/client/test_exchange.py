@@ -108,3 +108,21 @@ def test_there_is_one_warning_a_second_with_the_calls_since_the_last(exchange, c
     assert "1 since" in first
     assert "101 since" in second
     assert "alice" not in caplog.text
+
+
+def test_a_logging_filter_that_fails_costs_nobody_the_answer(exchange):
+    asked = []
+
+    def fail(record):
+        asked.append(record)
+        message = "a filter of the application's"
+        raise RuntimeError(message)
+
+    log = logging.getLogger("ratelimitd_client")
+    log.addFilter(fail)
+    try:
+        (decision,) = exchange.failed(grpc.StatusCode.UNAVAILABLE, "", 1)
+    finally:
+        log.removeFilter(fail)
+    assert decision.allowed
+    assert len(asked) == 1

@@ -235,6 +235,22 @@ async def test_a_server_that_only_takes_connections_lets_the_deadline_pass(chann
         assert await ask(channel, 0.05) == "DEADLINE_EXCEEDED"
 
 
+async def test_whoever_asked_and_fails_at_the_answer_costs_nobody_else_theirs(channels):
+    def fail(_call):
+        message = "a defect"
+        raise RuntimeError(message)
+
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
+    async with h2_node() as node:
+        channel = channels(node.address)
+        channel.begin(CHECK, QUESTION, fail, timeout_s=PATIENT_S, metadata=())
+        assert await ask(channel)
+        channel.begin(CHECK, QUESTION, fail, timeout_s=0.0, metadata=())
+        assert await ask(channel)
+    assert [str(context["exception"]) for context in told] == ["a defect"] * 2
+
+
 async def test_a_call_that_was_refused_is_sent_once_more(channels):
     def refuse_first(took, stream_id):
         if stream_id == 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import grpc
@@ -112,8 +113,10 @@ class _Warnings:
         calls = self._pace.count()
         if not calls:
             return
-        _LOG.warning(
-            "the rate limiter gave no usable answer (%s), %d since the last warning: its checks are let through",
-            why,
-            calls,
-        )
+        # A logging filter of the application's that raises must not cost anybody the answer.
+        with suppress(Exception):
+            _LOG.warning(
+                "the rate limiter gave no usable answer (%s), %d since the last warning: its checks are let through",
+                why,
+                calls,
+            )

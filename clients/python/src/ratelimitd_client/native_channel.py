@@ -224,8 +224,7 @@ class NativeChannel:
             if left_s > 0:
                 self._send(call, left_s)
                 return
-        del self._calls[call]
-        call.done(call)
+        self._tell(call)
 
     async def _call(
         self,
@@ -269,8 +268,16 @@ class NativeChannel:
     def _end(self, call: NodeCall, code: grpc.StatusCode, details: str = "") -> None:
         """End a call that its connection, if it has one, knows nothing of any more."""
         call.fail(code, details)
-        del self._calls[call]
-        call.done(call)
+        self._tell(call)
+
+    def _tell(self, call: NodeCall) -> None:
+        """Tell who asked that a call has ended. Were that to raise, the calls behind it must not wait for ever."""
+        self._calls.pop(call, None)
+        try:
+            call.done(call)
+        except Exception as error:  # noqa: BLE001 - see above
+            context = {"message": "what was to be done with an answer failed", "exception": error}
+            self._loop.call_exception_handler(context)
 
     def _expire_at(self, ends_s: float) -> None:
         """See then whether deadlines have passed: one timer for all calls, which few of them live to see."""
@@ -289,7 +296,7 @@ class NativeChannel:
         for call in due:
             self.cancel(call)
             call.fail(grpc.StatusCode.DEADLINE_EXCEEDED)
-            call.done(call)
+            self._tell(call)
         next_s = min((call.ends_s for call in self._calls), default=math.inf)
         if next_s < self._expires_at_s:
             self._expire_at(next_s)
