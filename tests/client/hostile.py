@@ -9,6 +9,9 @@ from typing import Any
 
 import grpc
 
+from ratelimitd_client.http2 import blocks
+from tests import http2_peer as peer
+
 
 def hang(connection: socket.socket) -> None:
     """Say nothing until the peer leaves."""
@@ -34,7 +37,23 @@ def half_a_frame(connection: socket.socket) -> None:
     hang(connection)
 
 
-BEHAVIOURS = [hang, garbage, reset, half_a_frame]
+def nothing_that_ends_well(connection: socket.socket) -> None:
+    """End each call with the status OK, and without a message."""
+    block = blocks.encode(
+        [(":status", "200"), ("content-type", "application/grpc"), ("grpc-status", "0")]
+    )
+    with connection.makefile("rb") as octets:
+        octets.read(len(peer.PREFACE))
+        connection.sendall(peer.frame(peer.SETTINGS, 0, 0))
+        while head := octets.read(9):
+            octets.read(int.from_bytes(head[:3], "big"))
+            if head[3] == peer.HEADERS:
+                stream_id = int.from_bytes(head[5:], "big")
+                flags = peer.END_HEADERS | peer.END_STREAM
+                connection.sendall(peer.frame(peer.HEADERS, flags, stream_id, block))
+
+
+BEHAVIOURS = [hang, garbage, reset, half_a_frame, nothing_that_ends_well]
 
 
 @contextmanager

@@ -152,9 +152,8 @@ async def test_an_error_inside_the_library_lets_through_too(real_node, monkeypat
         assert (await client.check_many([Check("alice", "user", "/five")]))[0].error == "OSError"
 
 
-async def test_a_call_whose_task_is_cancelled_lets_through_and_holds_up_no_close(transport):
-    if transport == "native":
-        pytest.skip("it makes no tasks")
+@pytest.mark.parametrize("transport", ["grpcio"], indirect=True)  # the other makes no tasks
+async def test_a_call_whose_task_is_cancelled_lets_through_and_holds_up_no_close():
     with bytes_server(never_answering([])) as address:
         client = AsyncRateLimiterClient(address, timeout_s=PATIENT_S)
         check = asyncio.ensure_future(client.check("alice", "user", "/x"))
@@ -212,6 +211,33 @@ async def test_closing_waits_for_many_checks_in_one_call_too():
         node.answering.set()
         await closing
         assert [decision.reason for decision in await checks] == [Reason.WITHIN_LIMIT] * 2
+
+
+async def test_a_close_that_is_given_up_can_be_made_again(transport):
+    with bytes_server(never_answering([])) as address:
+        client = AsyncRateLimiterClient(address, timeout_s=0.3)
+        assert await client.wait_until_ready(PATIENT_S)
+        check = asyncio.ensure_future(client.check("alice", "user", "/x"))
+        await asyncio.sleep(0)
+        session = client._opened()
+        closing = asyncio.ensure_future(client.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        await client.close()
+        assert (await check).fail_open
+        if transport == "native":
+            assert not session.channel._links
+            assert session.channel._keeper.done()
+
+
+@pytest.mark.parametrize("transport", ["native"], indirect=True)
+async def test_whoever_waits_for_a_service_hears_when_the_client_is_closed():
+    client = AsyncRateLimiterClient(f"127.0.0.1:{free_port()}")
+    waiting = asyncio.ensure_future(client.wait_until_ready(PATIENT_S))
+    await asyncio.sleep(0)
+    await client.close()
+    assert await waiting is False
 
 
 async def test_many_checks_that_are_given_up_are_given_up_by_grpc_as_well():

@@ -66,7 +66,7 @@ def test_wrong_arguments_raise_before_anything_is_sent():
         assert node.seen == []
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
+@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan"), 3_601])
 def test_a_deadline_is_a_positive_number_of_seconds(timeout_s):
     with pytest.raises(ValueError, match="positive"):
         RateLimiterClient(timeout_s=timeout_s)

@@ -52,6 +52,10 @@ def test_decisions_are_in_the_order_of_the_answers(exchange):
         (pb.BatchRateLimitResponse(responses=[pb.RateLimitResponse()]).SerializeToString(), 2),
         (b"\x0a\x00" * (2 * MAX_ANSWER_BYTES), 2),
         (b"\x00" * (MAX_ANSWER_BYTES + 1), 1),
+        (None, 1),
+        (b"", 1),
+        (pb.RateLimitResponse(rule_id="and nothing else").SerializeToString(), 1),
+        (b"\x0a\x00\x0a\x02\x08\x01", 2),
     ],
 )
 def test_what_is_no_answer_lets_through_and_counts_as_a_failure(exchange, answer, count):

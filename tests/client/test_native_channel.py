@@ -1,8 +1,11 @@
 """The client's own channel: which nodes it asks, what it does when they leave, and that every call ends."""
 
 import asyncio
+import contextvars
+import gc
 import socket
 import ssl
+import weakref
 from contextlib import AsyncExitStack
 
 import grpc
@@ -14,7 +17,7 @@ from h2.settings import SettingCodes
 from ratelimitd import testing
 from ratelimitd_client import AsyncRateLimiterClient, Check, Tls, native_channel
 from ratelimitd_client.exchange import BATCH, CHECK
-from ratelimitd_client.http2 import blocks
+from ratelimitd_client.http2 import blocks, heads
 from ratelimitd_client.native_channel import CallError, open_native_channel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests import http2_peer as peer
@@ -233,6 +236,112 @@ async def test_a_server_that_only_takes_connections_lets_the_deadline_pass(chann
     with socket.create_server(("127.0.0.1", 0)) as silent:
         channel = channels(f"127.0.0.1:{silent.getsockname()[1]}")
         assert await ask(channel, 0.05) == "DEADLINE_EXCEEDED"
+
+
+async def test_a_node_that_greets_too_late_has_one_connection_at_a_time(channels, monkeypatch):
+    monkeypatch.setattr(native_channel, "CONNECT_S", 0.02)
+    monkeypatch.setattr(native_channel, "FIRST_BACKOFF_S", 0.001)
+    gone = []
+
+    async def greet_late(reader, writer):
+        while await reader.read(65_536):
+            pass
+        gone.append(writer)
+        writer.close()
+
+    server = await asyncio.start_server(greet_late, "127.0.0.1", 0)
+    async with server:
+        channel = channels("{}:{}".format(*server.sockets[0].getsockname()))
+        waiting = asyncio.ensure_future(channel.channel_ready())
+        while len(gone) < 3:  # noqa: ASYNC110 - of a real server
+            await asyncio.sleep(0.001)
+        assert len(channel._links) <= 1
+        waiting.cancel()
+        await channel.close()
+
+
+async def test_of_calls_that_end_together_none_is_sent_since_another_has_ended(channels):
+    settings = {SettingCodes.MAX_CONCURRENT_STREAMS: 1}
+    async with h2_node(lambda _peer, _stream: None, settings=settings) as node:
+        channel = channels(node.address)
+        await channel.channel_ready()
+        ended = []
+        calls = [
+            channel.begin(CHECK, QUESTION, ended.append, timeout_s=0.05, metadata=())
+            for _ in range(20)
+        ]
+        await node.until(lambda: node.peers[0].resets)
+        assert ended == calls
+        assert list(node.peers[0].headers) == [1]
+
+
+async def test_a_call_that_cannot_be_sent_when_there_is_a_connection_costs_nobody_else_theirs(
+    channels, monkeypatch
+):
+    async with h2_node() as node:
+        channel = channels(node.address)
+        milliseconds = heads.milliseconds
+        refused = []
+
+        def fail_once(left_s):
+            if not refused:
+                refused.append(left_s)
+                raise OverflowError
+            return milliseconds(left_s)
+
+        monkeypatch.setattr(heads, "milliseconds", fail_once)
+        assert await asyncio.gather(ask(channel), ask(channel)) == ["INTERNAL", True]
+
+
+async def test_a_channel_whose_tasks_somebody_has_cancelled_connects_again(channels):
+    async with h2_node() as node:
+        channel = channels(node.address)
+        assert await ask(channel)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            if task.get_coro().__qualname__.startswith("NativeChannel."):
+                task.cancel()
+        await asyncio.wait([channel._keeper])
+        assert await ask(channel)
+
+
+async def test_what_goes_on_in_the_background_keeps_nothing_of_the_request_that_began_it(channels):
+    class Request:
+        """What an application has in a context variable."""
+
+    variable = contextvars.ContextVar("request")
+    seen = []
+
+    async def handle(channel):
+        request = Request()
+        variable.set(request)
+        assert await ask(channel)
+        channel.begin(CHECK, QUESTION, ended, timeout_s=0.02, metadata=())
+        return weakref.ref(request)
+
+    def ended(_call):
+        seen.append(variable.get(None))
+        done.set()
+
+    def answer_first(took, stream_id):
+        if stream_id == 1:
+            took.answer(stream_id)
+
+    done = asyncio.Event()
+    async with h2_node(answer_first) as node:
+        request = await asyncio.create_task(handle(channels(node.address)))
+        await done.wait()
+        gc.collect()
+        assert request() is None
+    assert seen == [None]
+
+
+async def test_whoever_waits_for_a_connection_is_told_that_the_channel_is_closed(channels):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        channel = channels(f"127.0.0.1:{silent.getsockname()[1]}")
+        waiting = asyncio.ensure_future(channel.channel_ready())
+        await asyncio.sleep(0)  # the task that connects has not even begun
+        await channel.close()
+        await waiting
 
 
 async def test_whoever_asked_and_fails_at_the_answer_costs_nobody_else_theirs(channels):

@@ -27,7 +27,8 @@ def answered(*parts, limit=100):
 
 
 def test_a_question_is_sent_with_its_length():
-    assert Call(b"", b"abc", 100).unsent == ANSWER
+    call = Call(b"", b"abc", 100)
+    assert (call.body, call.unsent) == (ANSWER, len(ANSWER))
 
 
 def test_an_answer_may_come_in_parts_after_an_interim_one():
@@ -80,11 +81,11 @@ def test_a_stream_that_ends_with_its_body_has_no_status():
 
 def test_a_call_that_is_restarted_is_as_new():
     call = Call(b"block", b"question", 100)
-    call.stream_id, call.unsent = 7, b""
+    call.stream_id, call.unsent = 7, 0
     call.fail(grpc.StatusCode.UNAVAILABLE, "refused", unprocessed=True)
     call.restart()
     assert (call.block, call.stream_id) == (b"block", 0)
     assert not call.ended
     assert not call.unprocessed
     assert (call.code, call.details) == (grpc.StatusCode.OK, "")
-    assert call.unsent == b"\0\0\0\0\x08question"
+    assert (call.body, call.unsent) == (b"\0\0\0\0\x08question", 13)

@@ -345,6 +345,17 @@ def test_a_flood_of_frames_that_are_of_no_use_ends_the_connection(frame):
     assert refused.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
 
+def test_a_flood_of_informational_headers_ends_the_connection():
+    client = Connection()
+    client.begin(call_of())
+    block = heads.blocks.encode([(":status", "103")])
+    client.receive(SETTINGS)
+    with pytest.raises(PeerError):
+        client.receive(
+            peer.frame(peer.HEADERS, peer.END_HEADERS, 1, block) * (module.MAX_USELESS_FRAMES + 1)
+        )
+
+
 def test_a_flood_of_empty_continuations_ends_the_connection():
     client = Connection()
     client.begin(call_of())
@@ -454,3 +465,33 @@ def test_calls_wait_together_for_the_window_of_the_connection():
     pair.server.increment_flow_control_window(10)
     assert pair.served() == []
     assert all(call.unsent for call in (first, second, third))
+
+
+def test_windows_that_grow_octet_by_octet_cost_one_look_at_what_waits():
+    client = Connection()
+    call = call_of(bytes(100))
+    initial = peer.frame(peer.SETTINGS, 0, 0, b"\0\4" + bytes(4))
+    client.receive(initial)
+    client.begin(call)
+    client.octets_to_send()
+    grown = peer.frame(peer.WINDOW_UPDATE, 0, 0, b"\0\0\0\1")
+    client.receive((grown + peer.frame(peer.WINDOW_UPDATE, 0, 1, b"\0\0\0\1")) * 50)
+    assert client.octets_to_send() == peer.frame(peer.DATA, 0, 1, message(bytes(100))[:50])
+
+
+def test_of_a_setting_that_comes_again_and_again_the_last_holds():
+    pair = Pair(INITIAL_WINDOW_SIZE=0)
+    pair.asked()
+    again = b"".join(b"\0\4" + size.to_bytes(4, "big") for size in (7, 2**31 - 1, 100))
+    pair.client.receive(peer.frame(peer.SETTINGS, 0, 0, again))
+    octets = pair.client.octets_to_send()
+    assert message(b"question") in octets
+
+
+def test_data_before_any_headers_is_no_part_of_what_is_kept():
+    client = Connection()
+    client.receive(SETTINGS)
+    for stream_id in (1, 3):
+        client.begin(call_of())
+        client.receive(peer.frame(peer.DATA, 0, stream_id, b"x" * 1_000))
+    assert client._buffered == 0

@@ -221,7 +221,22 @@ def test_a_route_that_is_added_or_replaced_is_found():
     assert routes.find(app, scope("/items")).view is items
     app.router.routes[0] = Route("/orders", items)
     assert routes.find(app, scope("/orders")).view is items
+    app.router.routes[0].endpoint = orders
+    assert routes.find(app, scope("/orders")).view is orders
     assert routes.find(unrouted, scope("/orders")) is None
+
+
+def test_routes_that_only_call_themselves_equal_are_others():
+    class Alike(Route):
+        __hash__ = None
+
+        def __eq__(self, other):
+            return isinstance(other, Alike)
+
+    routes, app = RouteFinder(), Starlette(routes=[Alike("/orders", orders)])
+    assert routes.find(app, scope("/orders")).view is orders
+    app.router.routes[0] = Alike("/orders", items)
+    assert routes.find(app, scope("/orders")).view is items
 
 
 def test_what_goes_by_more_than_the_path_is_searched_for_each_time():

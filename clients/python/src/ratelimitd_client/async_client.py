@@ -111,9 +111,12 @@ class AsyncRateLimiterClient:
         self._closed = True
         if self._is_forked():
             return
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
         if session is not None:
             await session.close()
+            # Not before: a close that was cancelled can be made again.
+            self._sessions.pop(loop, None)
 
     async def wait_until_ready(self, timeout_s: float = 5.0) -> bool:
         """Connect, and tell whether that came about in time; else the first check does it, within its own deadline."""
@@ -121,7 +124,7 @@ class AsyncRateLimiterClient:
             await asyncio.wait_for(self._opened().channel.channel_ready(), timeout_s)
         except TimeoutError:
             return False
-        return True
+        return not self._closed
 
     @property
     def admin(self) -> AsyncNodeClient:
@@ -315,7 +318,7 @@ class _Session:
                 # Mostly since the loop ends; whoever closes the client then waits for this all the same.
                 told(self.exchange.broken(asyncio.CancelledError(), len(requests)))
             else:
-                told(task.result())
+                told(task.result())  # which never raises
 
         self.begin(requests, timeout_s).add_done_callback(done)
 
@@ -324,9 +327,12 @@ class _Session:
         count = len(requests)
         method = self._methods[path_of(requests)]
         try:
-            answer = await method(question_of(requests), timeout=timeout_s, metadata=self._metadata)
+            # Of a call that ends well without a message gRPC has None.
+            answer: bytes | None = await method(
+                question_of(requests), timeout=timeout_s, metadata=self._metadata
+            )
+            return self.exchange.answered(answer, count)
         except (CallError, grpc.aio.AioRpcError) as error:
             return self.exchange.failed(error.code(), error.details() or "", count)
         except Exception as error:  # noqa: BLE001 - whatever gRPC raises, those who wait need an answer
             return self.exchange.broken(error, count)
-        return self.exchange.answered(answer, count)

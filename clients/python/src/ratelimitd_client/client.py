@@ -6,7 +6,6 @@ that makes it: a client may be made before a server forks its workers.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -25,6 +24,9 @@ from ratelimitd_client.targets import require_target
 
 DEFAULT_TIMEOUT_S: Final = 0.02
 """Deadline of a check unless told otherwise: within one network a node answers in a tenth of it."""
+
+MAX_TIMEOUT_S: Final = 3_600
+"""No request waits so long for anything."""
 
 
 class RateLimiterClient:
@@ -141,12 +143,15 @@ class RateLimiterClient:
             return session.exchange.not_asked(count)
         method = session.methods[path_of(requests)]
         try:
-            answer = method(question_of(requests), timeout=deadline_s, metadata=self._metadata)
+            # Of a call that ends well without a message gRPC has None.
+            answer: bytes | None = method(
+                question_of(requests), timeout=deadline_s, metadata=self._metadata
+            )
+            return session.exchange.answered(answer, count)
         except grpc.RpcError as error:
             return session.failed(error, count)
         except Exception as error:  # noqa: BLE001 - whatever gRPC raises, such as of a channel that another thread closes
             return session.exchange.broken(error, count)
-        return session.exchange.answered(answer, count)
 
     def _session(self) -> _Session:
         """What this process has open."""
@@ -226,10 +231,10 @@ def valid_timeout_s(timeout_s: float) -> float:
     """The deadline, if it is one.
 
     Raises:
-        ValueError: it is not a positive, finite number of seconds.
+        ValueError: it is not a positive number of seconds, up to an hour.
     """
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        message = "timeout_s must be a positive number of seconds"
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        message = f"timeout_s must be a positive number of seconds, up to {MAX_TIMEOUT_S:,}"
         raise ValueError(message)
     return timeout_s
 

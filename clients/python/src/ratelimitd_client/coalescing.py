@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from functools import partial
 from typing import Final
 
@@ -50,12 +51,23 @@ class Coalescer:
     deadlines travel apart.
     """
 
-    __slots__ = ("_ask", "_idle", "_is_alone", "_linger_s", "_loop", "_queues", "_under_way")
+    __slots__ = (
+        "_ask",
+        "_idle",
+        "_is_alone",
+        "_linger_s",
+        "_loop",
+        "_no_context",
+        "_queues",
+        "_under_way",
+    )
 
     def __init__(self, ask: Ask, *, linger_s: float, loop: asyncio.AbstractEventLoop) -> None:
         self._ask = ask
         self._linger_s = linger_s
         self._loop = loop
+        self._no_context = Context()
+        """What is asked is for many requests, and in the context of none."""
         self._queues: dict[float, _Queue] = {}
         self._under_way = 0
         self._is_alone = False
@@ -85,16 +97,18 @@ class Coalescer:
         for timeout_s in list(self._queues):
             self._leave(timeout_s)
         while self._under_way:
-            self._idle = self._idle or asyncio.Event()
-            await self._idle.wait()
+            idle = self._idle = self._idle or asyncio.Event()
+            await idle.wait()
 
     def _begin(self, timeout_s: float) -> _Queue:
         queue = self._queues[timeout_s] = _Queue(self._loop.time())
         if not self._linger_s and self._under_way < MAX_UNDER_WAY:
-            queue.leaving = self._loop.call_soon(self._leave, timeout_s)
+            queue.leaving = self._loop.call_soon(self._leave, timeout_s, context=self._no_context)
         else:
             pause_s = min(self._linger_s or MAX_WAIT_S, timeout_s / 2)
-            queue.leaving = self._loop.call_later(pause_s, self._leave, timeout_s)
+            queue.leaving = self._loop.call_later(
+                pause_s, self._leave, timeout_s, context=self._no_context
+            )
         return queue
 
     def _leave(self, timeout_s: float) -> None:
@@ -129,9 +143,10 @@ class Coalescer:
         self._under_way -= 1
         if self._queues and not self._linger_s:
             # Behind those who have an answer now, and may ask again.
-            self._loop.call_soon(self._go_on)
+            self._loop.call_soon(self._go_on, context=self._no_context)
         if self._idle is not None and not self._under_way:
             self._idle.set()
+            self._idle = None
 
     def _go_on(self) -> None:
         """Let those leave who wait for the answer that has come."""

@@ -91,7 +91,7 @@ class Decision(NamedTuple):
         """
         name = _quoted(policy)
         headers: dict[str, str] = {}
-        if not self.allowed and self.retry_after_seconds:
+        if not self.allowed and self.retry_after_seconds > 0:
             headers["Retry-After"] = str(self.retry_after_seconds)
         if self.limit:
             reset_s = self.reset_after_seconds

@@ -54,8 +54,8 @@ class Exchange:
         self._clock = clock
         self._warnings = _Warnings(clock)
 
-    def answered(self, answer: bytes, count: int) -> list[Decision]:
-        """The decisions on ``count`` checks that a node's answer holds."""
+    def answered(self, answer: bytes | None, count: int) -> list[Decision]:
+        """The decisions on ``count`` checks that a node's answer holds; ``None``: there was none, and no error."""
         messages = _messages(answer, count)
         if messages is None:
             return self._let_through(GARBLED, count)
@@ -87,17 +87,26 @@ class Exchange:
         return [let_through(Reason.NO_ANSWER, why, now_s) for _ in range(count)]
 
 
-def _messages(answer: bytes, count: int) -> Sequence[pb.RateLimitResponse] | None:
+def _messages(answer: bytes | None, count: int) -> Sequence[pb.RateLimitResponse] | None:
     """One message for each check, or ``None`` if that is not what came."""
-    if len(answer) > MAX_ANSWER_BYTES * count:
+    if answer is None or len(answer) > MAX_ANSWER_BYTES * count:
         return None
+    messages: Sequence[pb.RateLimitResponse]
     try:
         if count == 1:
-            return [pb.RateLimitResponse.FromString(answer)]
-        messages = pb.BatchRateLimitResponse.FromString(answer).responses
+            messages = [pb.RateLimitResponse.FromString(answer)]
+        else:
+            messages = pb.BatchRateLimitResponse.FromString(answer).responses
     except DecodeError:
         return None
-    return messages if len(messages) == count else None
+    if len(messages) != count:
+        return None
+    for message in messages:
+        if not (
+            message.allowed or message.reason or message.reset_time or message.retry_after_seconds
+        ):
+            return None  # an empty message parses as anything: a denial without a reason, and without an end
+    return messages
 
 
 class _Warnings:

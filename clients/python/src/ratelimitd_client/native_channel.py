@@ -10,10 +10,11 @@ import asyncio
 import math
 import random
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from contextvars import Context
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import grpc
 
@@ -151,6 +152,7 @@ class NativeChannel:
         """All that have not ended."""
         self._waiting: dict[NodeCall, None] = {}
         """Those of them that wait for a connection."""
+        self._no_context = Context()
         self._timer: asyncio.TimerHandle | None = None
         self._expires_at_s = math.inf
 
@@ -162,9 +164,9 @@ class NativeChannel:
         return partial(self._call, path)
 
     async def channel_ready(self) -> None:
-        """Wait until a node is connected."""
+        """Wait until a node is connected, or the channel is closed."""
         self._start()
-        while not self._ready:
+        while not (self._ready or self._is_closed):
             await self._change()
 
     async def close(self) -> None:
@@ -173,6 +175,7 @@ class NativeChannel:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
+            self._changed()  # as it does itself, if it ever began
         lost = [link.lost for link in self._links]
         for link in list(self._links):
             link.leave()
@@ -284,7 +287,7 @@ class NativeChannel:
         if self._timer is not None:
             self._timer.cancel()
         self._expires_at_s = ends_s
-        self._timer = self._loop.call_at(ends_s, self._expire)
+        self._timer = self._loop.call_at(ends_s, self._expire, context=self._no_context)
 
     def _expire(self) -> None:
         """End the calls whose deadlines have passed."""
@@ -293,8 +296,10 @@ class NativeChannel:
         due = [call for call in self._calls if call.ends_s <= now_s]
         for call in due:  # all of them first: leaving a connection may send those who wait
             self._waiting.pop(call, None)
-        for call in due:
+        # The last ones first: a stream that becomes free is the next one's in line, which would be sent for nothing.
+        for call in reversed(due):
             self.cancel(call)
+        for call in due:
             call.fail(grpc.StatusCode.DEADLINE_EXCEEDED)
             self._tell(call)
         next_s = min((call.ends_s for call in self._calls), default=math.inf)
@@ -332,7 +337,10 @@ class NativeChannel:
                 waiter.set_result(None)
         waiting, self._waiting = self._waiting, {}
         for call in waiting:
-            self._send(call, call.ends_s - self._loop.time())
+            try:
+                self._send(call, call.ends_s - self._loop.time())
+            except Exception:  # noqa: BLE001 - those behind it, and whoever noticed the change, must go on
+                self._end(call, grpc.StatusCode.INTERNAL, "it cannot be sent")
 
     def _method(self, path: str, metadata: Metadata) -> _Method:
         head = heads.question(path, self._target.authority, self._scheme, metadata)
@@ -341,8 +349,13 @@ class NativeChannel:
         return method
 
     def _start(self) -> None:
-        if self._keeper is None and not self._is_closed:
-            self._keeper = self._loop.create_task(self._keep_nodes())
+        # One that has ended was cancelled by somebody who cancelled whatever there was, and this loop goes on.
+        if (self._keeper is None or self._keeper.done()) and not self._is_closed:
+            self._keeper = self._apart(self._keep_nodes())
+
+    def _apart(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that outlives the request that began it, and keeps nothing of it: no context variables."""
+        return self._loop.create_task(work, context=Context())
 
     async def _keep_nodes(self) -> None:
         """Know the addresses of the name, and keep a connection to each."""
@@ -360,6 +373,7 @@ class NativeChannel:
             for node in self._nodes.values():
                 if node.keeper is not None:
                     node.keeper.cancel()
+            self._nodes.clear()
             if not self._is_closed:  # the loop ends, and nobody waits any more
                 for link in self._links:
                     link.abort()
@@ -381,7 +395,7 @@ class NativeChannel:
         for address in addresses:
             if address not in self._nodes:
                 node = self._nodes[address] = _Node(address)
-                node.keeper = self._loop.create_task(self._keep(node))
+                node.keeper = self._apart(self._keep(node))
 
     async def _keep(self, node: _Node) -> None:
         """Keep a connection to one node."""
@@ -412,7 +426,8 @@ class NativeChannel:
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._open(address, link)
-                await link.ready
+                # Shielded: cancelled, when time is over, it would be done, and the connection look as if it were ready.
+                await asyncio.shield(link.ready)
         except Exception:  # noqa: BLE001 - whatever keeps it from connecting, it is tried again
             return None
         finally:

@@ -26,7 +26,8 @@ class Call:
 
     Attributes:
         stream_id: 0 until it is sent.
-        unsent: what of the body still waits for the peer's windows.
+        body: what is sent for it behind the block.
+        unsent: how many of its octets, the last ones, still wait for the peer's windows.
         window_bytes: how much of it the peer takes on this stream; kept while something waits.
         ended: whether there is an outcome: ``answer``, or else ``code`` and ``details``.
         unprocessed: no server has begun to work on it, so that it may be sent once more.
@@ -37,10 +38,10 @@ class Call:
         "_max_answer_bytes",
         "answer",
         "block",
+        "body",
         "code",
         "details",
         "ended",
-        "message",
         "received",
         "stream_id",
         "unprocessed",
@@ -49,15 +50,14 @@ class Call:
     )
 
     def __init__(self, block: bytes, message: bytes, max_answer_bytes: int) -> None:
-        self.message: bytes = message
+        self.body: bytes = b"\0" + len(message).to_bytes(4, "big") + message
         self._max_answer_bytes = max_answer_bytes
         self.block: bytes = block
         self.restart()
 
     def restart(self) -> None:
         """Make it a call that is yet to be sent."""
-        message = self.message
-        self.unsent: bytes = b"\0" + len(message).to_bytes(4, "big") + message
+        self.unsent: int = len(self.body)
         self.window_bytes: int = 0
         self.stream_id: int = 0
         self.received: bytes | bytearray = b""
@@ -96,6 +96,7 @@ class Call:
     def take_data(self, data: bytes) -> None:
         """A part of the body came."""
         if not self._begun:
+            self.received = data  # as all that was taken
             self.fail(grpc.StatusCode.INTERNAL, "the answer has no headers")
             return
         # One part is the rule. Were more of them added to ``bytes``, each would copy all before it.

@@ -81,6 +81,9 @@ class Connection(Generic[CallT]):
         self._buffered = 0
         self._useless = 0
         self._owes_update = False
+        self._may_send_more = False
+        """A window has grown, or there may be more streams. Once for all that came together: else each frame would cost
+        a look at all that waits."""
         # A header block whose CONTINUATION is due: its stream, whether the stream ends with it, and what came of it.
         self._block_id = 0
         self._block_ends = False
@@ -157,6 +160,10 @@ class Connection(Generic[CallT]):
             else:
                 self._take_other(kind, flags, stream_id, octets[begin:at])
         self._rest = octets[at:]
+        if self._may_send_more:
+            self._may_send_more = False
+            self._send_blocked()
+            self._begin_waiting()
         ended, self._ended = self._ended, []
         return ended
 
@@ -241,6 +248,8 @@ class Connection(Generic[CallT]):
         if call is None:  # what it says changes no table, so that it need not be read
             self._count_useless()
             return
+        if not last:
+            self._count_useless()  # any number of informational ones may come
         call.take_block(block, last=last)
         if call.ended:
             self._end(call, is_over=last)
@@ -267,7 +276,7 @@ class Connection(Generic[CallT]):
             self._peer_window += increment
             if self._peer_window > MAX_WINDOW_BYTES:
                 raise PeerError(ErrorCode.FLOW_CONTROL_ERROR, "a window is too large")
-            self._send_blocked()
+            self._may_send_more = True
             return
         call = self._call(stream_id)
         if call is None or not call.unsent:
@@ -277,7 +286,7 @@ class Connection(Generic[CallT]):
             call.fail(grpc.StatusCode.INTERNAL, "the server opened its window wrongly")
             self._end(call, is_over=False)
         else:
-            self._send_blocked()
+            self._may_send_more = True
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
@@ -285,12 +294,12 @@ class Connection(Generic[CallT]):
             return
         if len(payload) % 6:
             raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame has not the size of its type")
-        for name, value in frames.read_setting(payload):
+        # Of one that is said again and again the last holds: each may change the windows of all calls.
+        for name, value in dict(frames.read_setting(payload)).items():
             self._set(name, value)
         self.is_ready = True
         self._out.append(frames.frame(frames.SETTINGS, frames.ACK, 0))
-        self._send_blocked()
-        self._begin_waiting()
+        self._may_send_more = True
 
     def _set(self, name: int, value: int) -> None:
         if name == frames.MAX_CONCURRENT_STREAMS:
@@ -356,11 +365,13 @@ class Connection(Generic[CallT]):
     def _send_body(self, call: CallT) -> bool:
         """Send what the peer's windows allow; tell whether that is all."""
         while True:
-            body = call.unsent
-            size = min(len(body), frames.MAX_FRAME_BYTES, call.window_bytes, self._peer_window)
+            unsent = call.unsent
+            size = min(unsent, frames.MAX_FRAME_BYTES, call.window_bytes, self._peer_window)
             if size <= 0:
                 return False
-            part, call.unsent = body[:size], body[size:]
+            begin = len(call.body) - unsent
+            part = call.body[begin : begin + size]
+            call.unsent = unsent - size
             call.window_bytes -= size
             self._peer_window -= size
             flags = 0 if call.unsent else frames.END_STREAM

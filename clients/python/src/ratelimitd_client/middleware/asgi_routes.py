@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
+from operator import is_
 from typing import Any, Final, NamedTuple, cast
 
 from ratelimitd_client.middleware.endpoint import METHODS
@@ -54,35 +55,46 @@ class RouteFinder:
         self._routes: Sequence[Any] = ()
         self._plain: list[Any] = []
         """Those of the routes before which there is none that may go by something else."""
-        self._found: dict[tuple[str, str, str], Found] = {}
+        self._found: dict[tuple[str, str, str], tuple[Found, Any]] = {}
+        """What was found, and the route that has its view."""
 
     def find(self, app: object, scope: Mapping[str, Any]) -> Found | None:
         """The route that the application will choose; ``None`` if it will answer 404, or has no routes at all."""
         if scope.get("root_path"):
             return find_route(app, scope)
         routes = routes_of(app)
-        if routes != self._routes:
+        if not _are_the_same(routes, self._routes):
             self._routes, self._found = routes[:], {}
             self._plain = list(takewhile(_is_plain, routes))
         asked = scope["type"], scope.get("method", ""), scope["path"]
-        found = self._found.get(asked)
-        if found is None:
-            found = find_route(app, scope)
-            if found is not None and found.is_full and self._is_settled(found, scope):
-                self._found[asked] = found
+        known = self._found.get(asked)
+        if known is not None and getattr(known[1], "endpoint", None) is known[0].view:
+            return known[0]
+        found = find_route(app, scope)
+        if found is not None and found.is_full:
+            route = self._settled(found, scope)
+            if route is not None:
+                self._found[asked] = found, route
         return found
 
-    def _is_settled(self, found: Found, scope: Mapping[str, Any]) -> bool:
-        """Whether every such request takes this route, and its method is none that a caller has made up."""
+    def _settled(self, found: Found, scope: Mapping[str, Any]) -> Any | None:
+        """The route that all such requests take; ``None`` if it may be another, or a caller has made up its method."""
         path = scope["path"]
         if found.template != path or scope.get("method", "GET") not in METHODS:
-            return False
-        return any(
-            route.path_format == path
-            and getattr(route, "endpoint", None) is found.view
-            and route.matches(scope)[0].value == FULL
-            for route in self._plain
-        )
+            return None
+        for route in self._plain:
+            if (
+                route.path_format == path
+                and getattr(route, "endpoint", None) is found.view
+                and route.matches(scope)[0].value == FULL
+            ):
+                return route
+        return None
+
+
+def _are_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the same routes, and not only equal ones: such may have other views."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def find_route(app: object, scope: Mapping[str, Any]) -> Found | None:
