@@ -6,9 +6,11 @@ Each figure beside its baseline in the same run: the node of its own memory, or 
 import asyncio
 import contextlib
 import os
+import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
 from ratelimitd.cluster.cluster import Cluster, Options
 from ratelimitd.cluster.shared_time import SharedTime
+from ratelimitd.collector import tidy
 from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Rule
@@ -36,9 +39,11 @@ SECRET = b"k" * 32
 HOT = 1_000
 COLD_PART = 20
 """One check in so many is of a bucket that nobody has asked for."""
+SELDOM = 50_000
+"""Buckets that the node knows and that are asked for in no order, so each less than once a second."""
 
 CHECKS_PER_TURN = 100
-TURNS = 200
+TURNS = 3_000
 ROUNDS = 5
 CALLERS = 200
 STRICT_CALLS = 20_000
@@ -67,7 +72,12 @@ def measure() -> list[Row]:
 
 
 async def _measure(url: str) -> list[Row]:
-    return [*await _cached(url), *await _settled(url), *await _strict(url)]
+    return [
+        *await _cached(url),
+        *await _seldom(url),
+        *await _settled(url),
+        *await _strict(url),
+    ]
 
 
 class _Counting(RedisStore):
@@ -151,42 +161,67 @@ def _embedded() -> Limiter:
     return limiter
 
 
-def _checks(cold: Iterator[int]) -> list[Check]:
-    """What comes in one turn of the loop."""
-    return [
-        Check(
-            b"cold-%033d" % next(cold) if index % COLD_PART == 0 else b"hot-%034d" % (index % HOT),
-            RULE.identifier_type,
-            RULE.endpoint,
-        )
-        for index in range(CHECKS_PER_TURN)
-    ]
+def _check(name: bytes) -> Check:
+    return Check(name, RULE.identifier_type, RULE.endpoint)
+
+
+def _mixed() -> Iterator[Check]:
+    """Checks of the hot buckets in turn, and now and then one of a bucket of its own."""
+    hot = cycle([_check(b"hot-%034d" % number) for number in range(HOT)])
+    for number in range(10**9):
+        yield _check(b"cold-%033d" % number)
+        yield from islice(hot, COLD_PART - 1)
+
+
+def _in_no_order() -> Iterator[Check]:
+    checks = [_check(b"seldom-%031d" % number) for number in range(SELDOM)]
+    source = random.Random(SELDOM)
+    while True:
+        yield from source.sample(checks, SELDOM)
 
 
 async def _cached(url: str) -> list[Row]:
-    """Checks per second of CPU, as one loop answers them: what waits is answered beside the next ones."""
-    cold = iter(range(10**9))
-    embedded = _embedded()
+    """Checks per second of CPU."""
+    name = f"cached, {HOT:,} hot buckets, one check in {COLD_PART} cold"
+    return [await _beside_embedded(name, url, _mixed)]
+
+
+async def _seldom(url: str) -> list[Row]:
+    """The same of buckets that are all known, and out of use again before their next check."""
+    name = f"cached, {SELDOM:,} buckets, each asked less than once a second"
+    return [await _beside_embedded(name, url, _in_no_order, known=SELDOM)]
+
+
+async def _beside_embedded(
+    name: str, url: str, load: Callable[[], Iterator[Check]], *, known: int = 0
+) -> Row:
+    """Both rates, the embedded one from before and after; the first ``known`` checks of the load are not counted."""
+    embedded, checks = _embedded(), load()
+    rates = [await _rate(embedded, checks, known)]
     async with _node(url) as node:
-        rates: dict[Limiter, float] = {embedded: 0.0, node.limiter: 0.0}
-        for _ in range(ROUNDS):
-            for limiter, best in rates.items():
-                turns = [_checks(cold) for _ in range(TURNS)]
-                rates[limiter] = max(best, await _rate(limiter, turns))
-        return [
-            Row(
-                f"cached, {HOT:,} hot buckets, one check in {COLD_PART} cold",
-                rates[node.limiter],
-                "checks/s",
-                "embedded",
-                rates[embedded],
-            )
-        ]
+        shared = await _rate(node.limiter, load(), known)
+    rates.append(await _rate(embedded, checks, 0))
+    return Row(name, shared, "checks/s", "embedded", sum(rates) / len(rates))
 
 
-async def _rate(limiter: Limiter, turns: list[list[Check]]) -> float:
-    waiting: set[asyncio.Task[Any]] = set()
+async def _rate(limiter: Limiter, checks: Iterator[Check], known: int) -> float:
+    """Checks per second of CPU, with all that is done for them beside: long enough that it comes again and again."""
+    await _answer(limiter, _turns(checks, known // CHECKS_PER_TURN))
+    turns = _turns(checks, TURNS)
+    tidy()  # as a node does before it serves
     started_s = time.process_time()
+    await _answer(limiter, turns)
+    return TURNS * CHECKS_PER_TURN / (time.process_time() - started_s)
+
+
+def _turns(checks: Iterator[Check], count: int) -> list[list[Check]]:
+    """What comes in so many turns of the loop."""
+    return [[*islice(checks, CHECKS_PER_TURN)] for _ in range(count)]
+
+
+async def _answer(limiter: Limiter, turns: list[list[Check]]) -> None:
+    """As one loop does: what waits is answered beside the next ones."""
+    waiting: set[asyncio.Task[Any]] = set()
     for checks in turns:
         unanswered = [check for check in checks if limiter.check(check) is None]
         if unanswered:
@@ -196,7 +231,6 @@ async def _rate(limiter: Limiter, turns: list[list[Check]]) -> float:
         await asyncio.sleep(0)
     if waiting:
         await asyncio.gather(*waiting)
-    return len(turns) * CHECKS_PER_TURN / (time.process_time() - started_s)
 
 
 async def _settled(url: str) -> list[Row]:
@@ -208,8 +242,7 @@ async def _settled(url: str) -> list[Row]:
             done = 0
             while (elapsed_s := time.perf_counter() - started_s) < SETTLED_S:
                 while done < elapsed_s * checks_per_s:
-                    name = b"few-%034d" % (done % buckets)
-                    check = Check(name, RULE.identifier_type, RULE.endpoint)
+                    check = _check(b"few-%034d" % (done % buckets))
                     if node.limiter.check(check) is None:
                         await node.limiter.wait([check])
                     done += 1
@@ -255,7 +288,7 @@ async def _strict(url: str) -> list[Row]:
 
 def _by_limiter(node: _Node) -> Any:
     async def ask(number: int) -> None:
-        check = Check(b"hot-%034d" % number, RULE.identifier_type, RULE.endpoint)
+        check = _check(b"hot-%034d" % number)
         [decision] = await node.limiter.wait([check])
         assert decision.allowed
 
