@@ -108,4 +108,5 @@ class Health:
 
 
 def _hit_ratio(recent: Totals) -> float:
-    return recent.buckets_known / recent.buckets_looked if recent.buckets_looked else 1.0
+    # A miss counts when it is asked for, and its check when it is answered: what is under way may make it negative.
+    return max(0.0, recent.buckets_known / recent.buckets_looked) if recent.buckets_looked else 1.0

@@ -125,7 +125,8 @@ class Sampler:
             blocked_per_s=(now.blocked - then.blocked) / elapsed_s,
             fail_open_per_s=(now.fail_open - then.fail_open) / elapsed_s,
             looked_per_s=(now.looked - then.looked) / elapsed_s,
-            known_per_s=(now.known - then.known) / elapsed_s,
+            # A miss counts when it is asked for, and its check when it is answered.
+            known_per_s=max(0, now.known - then.known) / elapsed_s,
             latency_counts=tuple(
                 after - before
                 for after, before in zip(now.latency_counts, then.latency_counts, strict=True)

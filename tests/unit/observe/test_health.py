@@ -64,6 +64,11 @@ def test_a_hit_ratio_of_few_checks_says_nothing_yet(health, stats):
     assert not health.report().hit_ratio_met
 
 
+def test_misses_that_are_under_way_make_no_ratio_negative(health, stats):
+    stats.allowed_total, stats.bucket_missed_total = 1, 3
+    assert health.cache_hit_ratio() == 0.0
+
+
 @pytest.mark.parametrize(("latency_s", "healthy"), [(0.001999, True), (0.002001, False)])
 def test_the_average_latency_must_be_below_2_ms(health, stats, latency_s, healthy):
     for _ in range(MIN_CHECKS_TO_TELL):

@@ -51,6 +51,11 @@ def test_a_sample_has_what_was_counted_since_the_last_one_by_the_second(node):
     assert sample.percentile_ms(0.5) == pytest.approx(1.5)
 
 
+def test_misses_that_are_under_way_make_no_negative_rate(node):
+    node.stats.allowed_total, node.stats.bucket_missed_total = 1, 3
+    assert node.sample().known_per_s == 0.0
+
+
 def test_without_traffic_there_is_neither_a_ratio_nor_a_latency(node):
     sample = node.sample()
     assert (sample.allowed_per_s, sample.hit_ratio, sample.percentile_ms(0.99)) == (0.0, None, None)
