@@ -8,7 +8,7 @@ import pytest
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.admissions import tokens
 from tests.cluster.load import Event, bursts
-from tests.cluster.shared import TIMEOUT_MS, down, health, is_ready, open_breaker
+from tests.cluster.shared import TIMEOUT_MS, Shared, down, health, is_ready, open_breaker
 from tests.servers import until
 
 PAUSE_MS = 4_000
@@ -124,6 +124,23 @@ def test_a_shared_state_that_fails_opens_the_breakers_until_it_is_back(cluster, 
     until(lambda: not down(node), "the node is whole again")
     assert health(node).breaker_state == "closed"
     until(lambda: node.check(endpoint, "u").reason == pb.LIMIT_EXCEEDED, "the limit holds again")
+
+
+def test_what_is_settled_before_the_probe_does_not_keep_the_breaker_open(tmp_path):
+    recovery_s, jitter_s, watch_s = 3, 0.5, 1.0
+    with Shared(tmp_path, "--breaker-recovery-s", str(recovery_s), count=1) as shared:
+        node, endpoint = shared[0], shared.new_rule(limit=2)
+        assert node.check(endpoint, "u").reason == pb.WITHIN_LIMIT
+        shared.valkey.pause()
+        assert node.check(endpoint, "u").reason == pb.WITHIN_LIMIT  # it has asked, and waited
+        open_breaker(node, endpoint)
+        opened_s = time.monotonic()
+        shared.valkey.resume()
+        shared.settled()
+        assert health(node).breaker_state == "open", "the batch came after the probe"
+        until(lambda: health(node).breaker_state == "closed", "the breaker is closed")
+        assert time.monotonic() - opened_s < recovery_s + jitter_s + watch_s
+        assert node.check(endpoint, "u").reason == pb.LIMIT_EXCEEDED
 
 
 def exact(cluster, endpoint, log):

@@ -95,12 +95,23 @@ def test_nodes_share_a_limit_on_every_shard(on_cluster):
     assert sum(left.values()) < 30
 
 
+def a_move(servers, rule):
+    """The slot of "a", the server that has it, and another that may take it."""
+    slot = slot_of(rule, "a")
+    home = next(number for number in range(3) if slot in servers.slots(number))
+    return slot, servers.nodes[home], servers.nodes[(home + 1) % 3]
+
+
+def names_in(slot, rule, prefix, count):
+    """Identifiers whose buckets are in a slot."""
+    names = (f"{prefix}{number}" for number in itertools.count())
+    return list(itertools.islice((name for name in names if slot_of(rule, name) == slot), count))
+
+
 def test_a_slot_that_moves_under_load_takes_its_counts_along(on_cluster):
     rule = on_cluster.rule()
     servers = on_cluster.servers
-    slot = slot_of(rule, "a")
-    home = next(number for number in range(3) if slot in servers.slots(number))
-    there, here = servers.nodes[(home + 1) % 3], servers.nodes[home]
+    slot, here, there = a_move(servers, rule)
 
     def move():
         servers.move_slot(slot, here, there)
@@ -121,11 +132,8 @@ def test_a_slot_that_moves_under_load_takes_its_counts_along(on_cluster):
 def test_checks_of_new_buckets_in_a_slot_that_is_being_moved_are_decided(on_cluster):
     rule = on_cluster.rule(limit=5)
     servers, node = on_cluster.servers, on_cluster.nodes[0]
-    slot = slot_of(rule, "a")
-    home = next(number for number in range(3) if slot in servers.slots(number))
-    there, here = servers.nodes[(home + 1) % 3], servers.nodes[home]
-    names = (f"new{number}" for number in itertools.count())
-    together = list(itertools.islice((name for name in names if slot_of(rule, name) == slot), 5))
+    slot, here, there = a_move(servers, rule)
+    together = names_in(slot, rule, "new", 5)
     servers.begin_to_move_slot(slot, here, there)
     try:
         reasons = [node.check(rule.endpoint, "a").reason]
@@ -136,6 +144,37 @@ def test_checks_of_new_buckets_in_a_slot_that_is_being_moved_are_decided(on_clus
         servers.move_slot(slot, there, here)
     assert {node.check(rule.endpoint, name).remaining_tokens for name in ("a", *together)} == {3}
     on_cluster.whole()
+
+
+def test_a_slot_that_stands_half_moved_opens_no_breaker_and_each_node_limits_its_buckets(
+    on_cluster,
+):
+    rule = on_cluster.rule(limit=10)
+    servers, node = on_cluster.servers, on_cluster.nodes[0]
+    slot, here, there = a_move(servers, rule)
+    together = names_in(slot, rule, "half", 6)
+    for _ in range(2):  # met, and then known
+        assert {one.allowed for one in node.check_batch(rule.endpoint, together)} == {True}
+    on_cluster.settled()
+    servers.begin_to_move_slot(slot, here, there)
+    try:
+        keys = here.ask("CLUSTER", "GETKEYSINSLOT", slot, 1_000)
+        buckets = [key for key in keys if b":s:" not in key]  # what is known of senders stays
+        here.ask("MIGRATE", "127.0.0.1", there.port, "", 0, 5_000, "KEYS", *buckets)
+        reasons = []
+        since_s = time.monotonic()
+        while time.monotonic() < since_s + 3:
+            reasons += [one.reason for one in node.check_batch(rule.endpoint, together)]
+        assert reasons.count(pb.WITHIN_LIMIT) == 8 * len(together)
+        assert set(reasons) == {pb.WITHIN_LIMIT, pb.LIMIT_EXCEEDED}
+        assert down(node)  # spends do not arrive
+        assert health(node).breaker_state == "closed"
+    finally:
+        servers.move_slot(slot, here, there)
+        servers.move_slot(slot, there, here)
+    on_cluster.whole()
+    on_cluster.settled()
+    assert [spent(here.ask, rule, name) for name in together] == [10] * len(together)
 
 
 def test_one_shard_of_three_that_dies_takes_its_own_checks_along_and_no_others(on_cluster):

@@ -11,6 +11,8 @@ from ratelimitd.errors import (
     RateLimitdError,
     RuleInvalidError,
     RuleNotFoundError,
+    StoreSlowError,
+    StoreUnavailableError,
 )
 
 ERRORS = [
@@ -53,3 +55,9 @@ def test_an_open_breaker_tells_when_the_shared_state_is_asked_again():
     error = BreakerOpenError(2_000_000)
     assert error.retry_after_us == 2_000_000
     assert str(error) == "the circuit breaker of the shared state is open"
+
+
+def test_a_slow_store_is_one_that_is_away_and_says_for_how_long_it_was_waited():
+    slow = StoreSlowError("too slow", 20_000)
+    assert isinstance(slow, StoreUnavailableError)
+    assert (str(slow), slow.waited_us) == ("too slow", 20_000)

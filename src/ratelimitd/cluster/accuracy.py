@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from ratelimitd.cluster.bucket import Bucket
-from ratelimitd.ledger.shared_state import overdrawn
+from ratelimitd.ledger.shared_state import SharedState, overdrawn
 from ratelimitd.ledger.view import SHARES_OF_LIMIT, SHARES_OF_REMAINING
 from ratelimitd.model import US_PER_S
 from ratelimitd.stats import CheckStats
@@ -33,14 +33,19 @@ class Accuracy:
         self._worst = WorstRecent(STRETCH_US)
         self._largest_promise = WorstRecent(STRETCH_US)
 
-    def settled(self, bucket: Bucket, tokens: int, now_us: int) -> None:
-        """A batch was acknowledged that charged so many ``tokens`` to a bucket; its view has heard of that."""
+    def settled(self, bucket: Bucket, tokens: int, before: SharedState | None, now_us: int) -> None:
+        """A batch was acknowledged that charged so many ``tokens`` to a bucket; its view has heard of that.
+
+        ``before`` was its base before that. What it is beyond a limit that has just been lowered was allowed rightly.
+        """
         self.take_counts(bucket)
         view = bucket.view
-        if view.base is None:
+        if view.base is None or not tokens:
             return
         beyond = overdrawn(view.base, view.rule)
-        if beyond:
+        if beyond and before is not None and before.limit > view.base.limit:
+            beyond -= overdrawn(before._replace(limit=view.base.limit), view.rule)
+        if beyond > 0:
             self.over_admitted_total += min(beyond, tokens)
             self._worst.note(now_us, beyond / view.rule.limit)
 

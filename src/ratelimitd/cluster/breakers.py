@@ -32,6 +32,7 @@ class Breakers:
         failures: int,
         recovery_s: int,
         random: Callable[[], float],
+        report: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self._store = store
         self._clock = clock
@@ -40,6 +41,7 @@ class Breakers:
         self._failures = failures
         self._recovery_us = recovery_s * US_PER_S
         self._random = random
+        self._report = report
         self._shards: dict[str, Shard] = {}
 
     def of_tag(self, tag: int) -> Shard:
@@ -53,7 +55,7 @@ class Breakers:
                 recovery_us=self._recovery_us,
                 jitter_us=lambda: int(self._random() * JITTER_US),
             )
-            shard = Shard(name, tag, breaker, self._clock, self._stats, self._timers)
+            shard = Shard(name, tag, breaker, self._clock, self._stats, self._timers, self._report)
             self._shards[name] = shard
         return shard
 

@@ -64,17 +64,12 @@ class BucketCache:
 
     def take_packed(self, name: bytes) -> SharedState | None:
         """The last known state of a bucket that is not in use; it has to be put back by :meth:`add`."""
-        packed = self._packed_young[name[0]].pop(name, None)
-        if packed is None:
-            packed = self._packed_old[name[0]].pop(name, None)
-        if packed is None:
-            return None
-        self._packed_count -= 1
-        return unpack(packed)
+        packed = self._pop_packed(name)
+        return None if packed is None else unpack(packed)
 
     def forget_packed(self, name: bytes) -> None:
         """Somebody says that a bucket is another now: it is read again when it is asked for."""
-        self.take_packed(name)
+        self._pop_packed(name)
 
     def forget_all_packed(self) -> None:
         """Any of them may be another now."""
@@ -86,13 +81,13 @@ class BucketCache:
 
     def put_packed(self, name: bytes, shared: SharedState) -> None:
         """Keep the state of a bucket that is not in use."""
-        self.forget_packed(name)
+        self._pop_packed(name)
         self._packed_young[name[0]][name] = pack(shared)
         self._packed_count += 1
 
     def add(self, bucket: Bucket) -> None:
         """A bucket is in use from now on."""
-        self.forget_packed(bucket.name)
+        self._pop_packed(bucket.name)
         self.young[bucket.key] = bucket
         bucket.tag.buckets[bucket.name] = bucket
         bucket.is_cached = True
@@ -113,6 +108,14 @@ class BucketCache:
         self._expire(now_us)
         while len(self) > self._max_entries:
             self._evict_some()
+
+    def _pop_packed(self, name: bytes) -> Packed | None:
+        packed = self._packed_young[name[0]].pop(name, None)
+        if packed is None:
+            packed = self._packed_old[name[0]].pop(name, None)
+        if packed is not None:
+            self._packed_count -= 1
+        return packed
 
     def _turn(self) -> None:
         self._old, self.young = self.young, {}

@@ -23,7 +23,7 @@ from ratelimitd.cluster.shared_time import SharedTime
 from ratelimitd.cluster.store import HASH_TAGS, SharedStore
 from ratelimitd.cluster.strict_buckets import StrictBuckets
 from ratelimitd.cluster.tag import Surroundings, Tag
-from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.ledger.shared_state import SharedState, has_plenty
 from ratelimitd.model import US_PER_S
 from ratelimitd.stats import CheckStats
 
@@ -104,6 +104,7 @@ class Cluster:
             failures=options.breaker_failures,
             recovery_s=options.breaker_recovery_s,
             random=random,
+            report=report,
         )
         around = Surroundings(store, clock, loop, self)
         self._tags = [
@@ -191,7 +192,12 @@ class Cluster:
 
     def settled(self, bucket: Bucket, tokens: int, before: SharedState | None) -> None:
         """A batch that charged ``tokens`` to a bucket was acknowledged; ``before`` was its view's base."""
-        self.accuracy.settled(bucket, tokens, self._clock.now_us())
+        view = bucket.view
+        if view.base is not None and has_plenty(view.base, view.rule):
+            # By far the most: neither overdrawn, nor in their last half, so that nobody is to be told.
+            self.accuracy.take_counts(bucket)
+            return
+        self.accuracy.settled(bucket, tokens, before, self._clock.now_us())
         self.news.settled(bucket, before)
 
     def lost(self, tokens: int) -> None:

@@ -71,6 +71,8 @@ class Meetings:
         tag = self._tags[name[0]]
         if isinstance(met, RateLimitdError):
             tag.shard.failed(met)
+            if not questions[0].peek:  # nor is it among those that were looked for
+                self._stats.bucket_missed_total -= 1
             for question in questions:
                 question.tell(met)
             return

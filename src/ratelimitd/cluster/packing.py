@@ -48,9 +48,11 @@ def unpack(packed: Packed) -> SharedState:
         number = packed
     if number & 1:
         state = number >> _SPENT_SHIFT, number >> _LATEST_SHIFT & _LATEST_MASK
-    return SharedState(
+    fields = (
         number >> _GENERATION_SHIFT & _GENERATION_MASK,
         number >> _REVISION_SHIFT & _REVISION_MASK,
         number >> _LIMIT_SHIFT & _LIMIT_MASK,
         state,
     )
+    # To call the class itself takes 0.2 µs longer.
+    return tuple.__new__(SharedState, fields)

@@ -5,15 +5,22 @@ Never talks to the server: whoever does tells it how that went.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ratelimitd.breaker import Breaker, State
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.store import Timers
-from ratelimitd.errors import BreakerOpenError, RateLimitdError, StoreUnavailableError
+from ratelimitd.errors import (
+    BreakerOpenError,
+    RateLimitdError,
+    StoreSlowError,
+    StoreUnavailableError,
+)
 from ratelimitd.stats import CheckStats
 
 
 class Shard:
-    """The breaker of one server.
+    """The breaker of one server. ``report`` takes one line for an operator when it opens, and one when it closes.
 
     Attributes:
         name: for people.
@@ -24,9 +31,11 @@ class Shard:
     __slots__ = (
         "_breaker",
         "_clock",
+        "_failed_at_us",
         "_failed_now",
         "_has_failed",
         "_refuses_batches",
+        "_report",
         "_stats",
         "_timers",
         "is_open",
@@ -42,6 +51,7 @@ class Shard:
         clock: Clock,
         stats: CheckStats,
         timers: Timers,
+        report: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.name = name
         self.tag = tag
@@ -50,6 +60,8 @@ class Shard:
         self._clock = clock
         self._stats = stats
         self._timers = timers
+        self._report = report
+        self._failed_at_us: int | None = None
         self._failed_now = self._has_failed = self._refuses_batches = False
 
     @property
@@ -82,23 +94,30 @@ class Shard:
         self._refuses_batches = False
         # To tell a breaker that has nothing to forget costs a check that waits 1.5 µs.
         if self._has_failed:
-            self._has_failed = False
             self._breaker.succeeded()
-            self.is_open = not self._breaker.allows()
+            # While it is open this changes nothing, and the probe has still to be told.
+            self._follow("closed")
+            self._has_failed = self.is_open
 
     def failed(self, error: RateLimitdError) -> None:
         """A round trip of checks, or the probe, did not.
 
         What was sent in one turn is one round trip and fails in one turn: only the first of its errors counts. One
-        that says nothing about the server counts for nothing.
+        that says nothing about the server counts for nothing; nor does one, for the breaker, that was under way when
+        another failed: both have met one pause of the server, however many waited through it.
         """
         if not isinstance(error, StoreUnavailableError) or self._failed_now:
             return
-        self._failed_now = self._has_failed = True
+        self._failed_now = True
         self._timers.call_soon(self._turn_is_over)
         self._stats.shared_state_errors_total += 1
+        now_us = self._clock.monotonic_us()
+        if isinstance(error, StoreSlowError) and self._was_under_way(now_us - error.waited_us):
+            return
+        self._failed_at_us = now_us
+        self._has_failed = True
         self._breaker.failed()
-        self.is_open = not self._breaker.allows()
+        self._follow(f"open: {error}")
 
     def synced(self) -> None:
         """A batch went well that no checks wait for."""
@@ -108,6 +127,16 @@ class Shard:
         """A round trip of the sync job did not go well: it is counted, and opens nothing."""
         if isinstance(error, StoreUnavailableError):
             self._stats.shared_state_errors_total += 1
+
+    def _was_under_way(self, sent_us: int) -> bool:
+        """Whether what was sent then was on its way when another failed."""
+        return self._failed_at_us is not None and sent_us < self._failed_at_us
+
+    def _follow(self, what: str) -> None:
+        """Go by the breaker, and tell what it is now if it was not."""
+        was_open, self.is_open = self.is_open, not self._breaker.allows()
+        if self.is_open is not was_open:
+            self._report(f"shared state at {self.name}: the circuit breaker is {what}")
 
     def _turn_is_over(self) -> None:
         self._failed_now = False

@@ -20,7 +20,7 @@ from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.question import Question
 from ratelimitd.cluster.shard import Shard
 from ratelimitd.cluster.store import SharedStore, Timers
-from ratelimitd.errors import RateLimitdError, StoreCorruptError
+from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Reply, Sender
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.ledger.view import STALE_US
@@ -219,6 +219,9 @@ class Tag:
         elif reply is None or self._around.clock.now_us() - batch.frozen_at_us > MAX_KEPT_US:
             # The store has gone on without us, whoever speaks under our name; or it may forget our numbers by now.
             self._drop(batch)
+        elif isinstance(reply, StoreMovingError) and self.is_full:
+            # No breaker opens for a slot that stands half moved, and what cannot be settled must not grow without end.
+            self._drop(batch)
         else:
             self._failed(reply)
             if isinstance(reply, StoreCorruptError) and not self._resends:
@@ -230,9 +233,11 @@ class Tag:
     def _failed(self, error: RateLimitdError) -> None:
         # A batch that takes checks along is a round trip of theirs the first time only: then they wait no more. Of
         # those that wait behind it each time is one. And where reads work, nothing but an open breaker keeps the node
-        # from taking on ever more buckets that cannot be settled (I17).
+        # from taking on ever more buckets that cannot be settled (I17). That the keys of one slot are on their way says
+        # nothing about the server, which has others: the view decides the checks that wait when their time is over.
         first_time = not self._resends
-        if self._asked.are_waiting or (self._asked.are_taken and first_time) or self.is_full:
+        matters = self._asked.are_waiting or (self._asked.are_taken and first_time) or self.is_full
+        if matters and not isinstance(error, StoreMovingError):
             self.shard.refused(error)
         else:
             self.shard.sync_failed(error)
@@ -243,7 +248,8 @@ class Tag:
             settled = reply.settled[bucket.name]
             before, tokens = bucket.view.base, bucket.view.in_flight.tokens
             bucket.view.acknowledge(settled.shared)
-            self._asked.decide(bucket, settled.grants)
+            if settled.grants:
+                self._asked.decide(bucket, settled.grants)
             self._around.listener.settled(bucket, tokens, before)
             self._let_go(bucket)
         self._go_on()

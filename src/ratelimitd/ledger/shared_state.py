@@ -77,8 +77,7 @@ Met: TypeAlias = tuple[Outcome, SharedState]
 
 def standing(shared: SharedState, rule: Rule) -> tuple[int, ...]:
     """By what states of one bucket are ordered: the higher one is the later one in the life of the bucket."""
-    latest = ACCOUNTS[rule.algorithm].standing(shared.state)
-    return (shared.generation, shared.revision, *latest)
+    return (*shared[:2], *ACCOUNTS[rule.algorithm].standing(shared.state))
 
 
 def settle(stored: SharedState | None, update: Update) -> Settled:
@@ -147,6 +146,16 @@ def reset(stored: SharedState | None, rule: Rule) -> SharedState:
 
 def overdrawn(shared: SharedState, rule: Rule) -> int:
     """Tokens by which a bucket was overdrawn at its latest spend: what the nodes have allowed too much between them."""
+    return max(0, _used_at_most(shared, rule) - shared.limit)
+
+
+def has_plenty(shared: SharedState, rule: Rule) -> bool:
+    """Whether at least half of the limit was left even at the latest spend, and so at any time since."""
+    return 2 * _used_at_most(shared, rule) <= min(shared.limit, rule.limit)
+
+
+def _used_at_most(shared: SharedState, rule: Rule) -> int:
+    """Tokens that were missing at the latest spend; later there are fewer."""
     account = ACCOUNTS[rule.algorithm]
     latest_us = account.standing(shared.state)[0]
-    return max(0, account.used(shared.state, rule, latest_us) - shared.limit)
+    return account.used(shared.state, rule, latest_us)

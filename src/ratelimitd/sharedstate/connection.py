@@ -18,9 +18,15 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final, cast
 
-from hiredis import HiredisError, Reader, ReplyError
+from hiredis import Reader, ReplyError
 
-from ratelimitd.errors import RateLimitdError, StoreOverloadedError, StoreUnavailableError
+from ratelimitd.errors import (
+    RateLimitdError,
+    StoreOverloadedError,
+    StoreSlowError,
+    StoreUnavailableError,
+)
+from ratelimitd.model import US_PER_S
 from ratelimitd.sharedstate.replies import error_of
 from ratelimitd.sharedstate.request import Request
 
@@ -148,25 +154,29 @@ class Connection(asyncio.Protocol):
         """Hand each reply that is complete to the request whose turn it is."""
         reader, waiting = self._reader, self._waiting
         reader.feed(data)
-        try:
-            while (reply := reader.gets()) is not _NOTHING:
-                if not waiting:
-                    if self.unasked(reply):
-                        continue
-                    return
-                request = waiting.popleft()
-                self._answered += 1
-                self._bytes -= len(request.packed)
-                self._weight -= request.weight
-                if self._answered <= self._expired:
-                    self._expired_weight -= request.weight
-                if request.done is not None:
-                    if reply.__class__ is ReplyError:
-                        self._on_error(request, str(reply))
-                    else:
-                        request.tell(reply)
-        except HiredisError:
-            self.drop(StoreUnavailableError("the shared state does not speak its protocol"))
+        while True:
+            try:
+                reply = reader.gets()
+            except Exception:  # noqa: BLE001 - it raises its own, and what Python does of a length or a key beyond reason
+                self.drop(StoreUnavailableError("the shared state does not speak its protocol"))
+                return
+            if reply is _NOTHING:
+                return
+            if not waiting:
+                if self.unasked(reply):
+                    continue
+                return
+            request = waiting.popleft()
+            self._answered += 1
+            self._bytes -= len(request.packed)
+            self._weight -= request.weight
+            if self._answered <= self._expired:
+                self._expired_weight -= request.weight
+            if request.done is not None:
+                if reply.__class__ is ReplyError:
+                    self._on_error(request, str(reply))
+                else:
+                    request.tell(reply)
 
     def unasked(self, reply: object) -> bool:
         """Nobody waits for ``reply``; whether to go on. The server says why it hangs up, or we have lost count."""
@@ -225,9 +235,10 @@ class Connection(asyncio.Protocol):
                 self._waiting, max(0, self._expired - self._answered), write[1] - self._answered
             )
             self._expired = write[1]
+            waited_us = round((now_s - write[0]) * US_PER_S)
             for request in list(late):
                 self._expired_weight += request.weight
-                request.tell(StoreUnavailableError("the shared state was too slow"))
+                request.tell(StoreSlowError("the shared state was too slow", waited_us))
         return bool(writes)
 
     def _look_in(self, seconds: float, now_s: float) -> None:

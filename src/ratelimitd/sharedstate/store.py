@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, cast
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
 from ratelimitd.ledger.batches import Batch, Reply
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
-from ratelimitd.model import Outcome, Rule
+from ratelimitd.model import MAX_TIME_US, Outcome, Rule
 from ratelimitd.sharedstate.bucket_value import state_of
 from ratelimitd.sharedstate.combining import Combiner
 from ratelimitd.sharedstate.encoding import (
@@ -50,6 +50,7 @@ _PROBER_BYTES: Final = 6
 Beat = tuple[int, str, tuple[str, ...]]
 """The store's time in µs, the fingerprint that holds in the cluster, and the names of the incarnations alive."""
 
+_TIME_DIGITS: Final = len(str(MAX_TIME_US))
 
 READS_PER_COMMAND: Final = 256
 
@@ -136,7 +137,7 @@ class RedisStore:
         """Decide a first check by the bucket itself. Those of one turn, and of one server, are one script call."""
         self._meetings.add(check, done)
 
-    def _met(self, checks: Sequence[StoreCheck], reply: Any) -> Sequence[Met]:
+    def _met(self, checks: Sequence[StoreCheck], reply: Any) -> Sequence[Met | RateLimitdError]:
         replaced_now, answers = met(checks, reply)
         self.corrupt_total += replaced_now
         return answers
@@ -210,7 +211,11 @@ def _answer(done: Callable[[Any], None], read: Callable[[Any], Any], reply: Any)
 
 def _beat(reply: Any) -> Beat:
     match reply:
-        case [bytes() as now_us, bytes() as fingerprint, list() as names] if now_us.isdigit():
+        case [bytes() as now_us, bytes() as fingerprint, list() as names] if (
+            now_us.isdigit()
+            and len(now_us) <= _TIME_DIGITS
+            and all(isinstance(name, bytes) for name in names)
+        ):
             # Names are for counting and for people: one that is no text is a node, too.
             alive = tuple([name.decode(errors="replace") for name in names])
             return int(now_us), fingerprint.decode(errors="replace"), alive

@@ -25,16 +25,29 @@ def a_bucket(spent=None):
 
 
 def test_a_bucket_that_is_not_overdrawn_is_exact(accuracy):
-    accuracy.settled(a_bucket(100), 7, NOW_US)
-    accuracy.settled(a_bucket(), 7, NOW_US)
+    accuracy.settled(a_bucket(100), 7, None, NOW_US)
+    accuracy.settled(a_bucket(), 7, None, NOW_US)
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (0, 0.0)
 
 
 def test_what_is_beyond_the_capacity_was_allowed_too_much_here_or_by_others(accuracy):
-    accuracy.settled(a_bucket(103), 7, NOW_US)
+    accuracy.settled(a_bucket(103), 7, None, NOW_US)
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (3, 0.03)
-    accuracy.settled(a_bucket(120), 5, NOW_US)
+    accuracy.settled(a_bucket(120), 5, None, NOW_US)
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (8, 0.2)
+
+
+def test_what_a_lowered_limit_makes_too_much_was_allowed_rightly(accuracy):
+    before = state(130, NOW_US, limit=200)
+    accuracy.settled(a_bucket(130), 7, before, NOW_US)
+    assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (0, 0.0)
+    accuracy.settled(a_bucket(134), 7, before, NOW_US)
+    assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (4, 0.04)
+
+
+def test_who_has_charged_nothing_has_nothing_to_tell(accuracy):
+    accuracy.settled(a_bucket(190), 0, None, NOW_US)
+    assert accuracy.worst_excess(NOW_US) == 0.0
 
 
 def test_a_promise_is_remembered_as_long_as_what_it_is_compared_with(accuracy):
@@ -44,7 +57,7 @@ def test_a_promise_is_remembered_as_long_as_what_it_is_compared_with(accuracy):
 
 
 def test_the_worst_excess_is_forgotten_after_two_minutes(accuracy):
-    accuracy.settled(a_bucket(103), 7, NOW_US)
+    accuracy.settled(a_bucket(103), 7, None, NOW_US)
     assert accuracy.worst_excess(NOW_US + STRETCH_US) == 0.03
     assert accuracy.worst_excess(NOW_US + 2 * STRETCH_US) == 0.0
 
@@ -53,7 +66,7 @@ def test_what_a_view_has_counted_is_taken_over_once(accuracy, stats):
     bucket = a_bucket()
     bucket.view.forgiven, bucket.view.false_positives = 5, 2
     accuracy.take_counts(bucket)
-    accuracy.settled(bucket, 0, NOW_US)
+    accuracy.settled(bucket, 0, None, NOW_US)
     assert (accuracy.forgiven_total, stats.false_positives_total) == (5, 2)
     bucket.view.forgiven = -3  # they were charged after all
     accuracy.take_counts(bucket)

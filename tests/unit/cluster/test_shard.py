@@ -2,10 +2,15 @@ import pytest
 
 from ratelimitd.breaker import Breaker, State
 from ratelimitd.cluster.shard import Shard
-from ratelimitd.errors import StoreCorruptError, StoreOverloadedError, StoreUnavailableError
+from ratelimitd.errors import (
+    StoreCorruptError,
+    StoreOverloadedError,
+    StoreSlowError,
+    StoreUnavailableError,
+)
 from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
-from tests.unit.cluster.world import SECOND, ManualTimers
+from tests.unit.cluster.world import MS, SECOND, ManualTimers
 
 AWAY = StoreUnavailableError("no answer")
 
@@ -15,7 +20,10 @@ class Scene:
         self.clock, self.stats = ManualClock(), CheckStats()
         self.timers = ManualTimers(self.clock)
         breaker = Breaker(self.clock, failure_threshold=5, recovery_us=30 * SECOND)
-        self.shard = Shard("server:1", 7, breaker, self.clock, self.stats, self.timers)
+        self.lines = []
+        self.shard = Shard(
+            "server:1", 7, breaker, self.clock, self.stats, self.timers, self.lines.append
+        )
 
     def fail(self, turns=1, errors=1):
         for _ in range(turns):
@@ -41,6 +49,33 @@ def test_failures_of_one_turn_are_one(scene):
     scene.fail(errors=100)
     assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (True, 5)
     assert scene.shard.state is State.OPEN
+
+
+def test_what_was_under_way_through_one_pause_of_the_server_is_one_failure(scene):
+    for _ in range(100):  # each sent while the first waited
+        scene.shard.failed(StoreSlowError("too slow", waited_us=20 * MS))
+        scene.timers.run()
+        scene.clock.advance(us=19 * MS // 100)
+    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (False, 100)
+    for _ in range(4):
+        scene.clock.advance(us=20 * MS)
+        assert not scene.shard.is_open
+        scene.shard.failed(StoreSlowError("too slow", waited_us=20 * MS))
+        scene.timers.run()
+    assert scene.shard.is_open
+
+
+def test_an_operator_reads_when_it_opens_and_when_it_closes(scene):
+    scene.fail(turns=7)
+    scene.clock.advance(seconds=30)
+    assert scene.shard.begins_probe()
+    scene.fail()
+    assert scene.lines == ["shared state at server:1: the circuit breaker is open: no answer"]
+    scene.clock.advance(seconds=30)
+    assert scene.shard.begins_probe()
+    scene.shard.answered()
+    scene.shard.answered()
+    assert scene.lines[1:] == ["shared state at server:1: the circuit breaker is closed"]
 
 
 def test_an_answer_in_between_begins_the_count_anew(scene):
@@ -126,7 +161,25 @@ def test_a_probe_that_fails_lets_it_wait_again(scene):
     assert not scene.shard.begins_probe()
 
 
-def test_a_late_answer_while_it_is_open_closes_nothing(scene):
+def test_a_late_answer_while_it_is_open_closes_nothing_and_the_probe_still_does(scene):
     scene.fail(turns=5)
     scene.shard.answered()
+    assert (scene.shard.is_open, scene.shard.state) == (True, State.OPEN)
+    scene.clock.advance(seconds=30)
+    assert scene.shard.begins_probe()
+    scene.shard.answered()
+    assert (scene.shard.is_open, scene.shard.state) == (False, State.CLOSED)
+
+
+def test_after_a_late_answer_and_a_probe_the_count_begins_anew(scene):
+    scene.fail(turns=5)
+    scene.shard.answered()
+    scene.clock.advance(seconds=30)
+    assert scene.shard.begins_probe()
+    scene.shard.answered()
+    for _ in range(2):
+        scene.fail(turns=4)
+        assert not scene.shard.is_open
+        scene.shard.answered()
+    scene.fail(turns=5)
     assert scene.shard.is_open

@@ -7,7 +7,7 @@ import pytest
 
 from ratelimitd.cluster import tag
 from ratelimitd.cluster.shared_buckets import MAX_NAMES, REREADS_PER_STEP
-from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
+from ratelimitd.errors import BreakerOpenError, StoreMovingError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import reset
 from ratelimitd.model import COST_EXCEEDS_LIMIT, LIMIT_EXCEEDED, WITHIN_LIMIT
 from tests.unit.cluster.world import MS, RULE, SECOND, World, limited, name_of
@@ -376,6 +376,24 @@ class TestOutage:
         world.store.spend(b"a", world.rule, 1, world.clock.now_us())
         world.buckets.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
         assert world.accuracy.forgiven_total == 10
+
+    async def test_a_slot_that_stands_half_moved_opens_none_and_nobody_waits_for_it(self):
+        world = World(TEN)
+        world.store.spend(b"a", TEN, 8, world.clock.now_us())
+        world.know()
+        world.store.mode = "held"
+        taken = world.wait()
+        world.run()
+        waiting = world.wait()
+        for _ in range(4):
+            world.store.held_one().fail(StoreMovingError("TRYAGAIN"))
+            world.run(SECOND)
+        assert [answer.result()[:2] for answer in (taken, waiting)] == [(True, 1), (True, 0)]
+        assert (world.buckets.late_total, world.shard.is_open) == (2, False)
+        world.store.mode = "up"
+        world.store.held_one().answer()
+        world.settle()
+        assert world.store.spent(b"a") == 10
 
     async def test_the_sync_opens_no_breaker(self, world):
         world.know()

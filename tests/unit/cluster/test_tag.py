@@ -9,7 +9,7 @@ from ratelimitd.cluster import tag
 from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.question import Question
 from ratelimitd.cluster.tag import MAX_KEPT_US, Surroundings, Tag
-from ratelimitd.errors import StoreCorruptError
+from ratelimitd.errors import StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.batches import MAX_UPDATES
 from ratelimitd.model import LIMIT_EXCEEDED, Algorithm
 from ratelimitd.stats import CheckStats
@@ -519,6 +519,24 @@ class TestWhatTheBreakerHears:
         scene.store.held_one().answer()
         assert scene.shard.told[2:] == ["answered"]
 
+    async def test_nothing_bad_of_a_slot_that_is_being_moved_whoever_waits(self, scene):
+        bucket = scene.bucket()
+        scene.store.mode = "held"
+        taken = scene.ask(bucket)
+        scene.run()
+        waiting = scene.ask(bucket)
+        for _ in range(9):
+            scene.store.held_one().fail(StoreMovingError("TRYAGAIN"))
+            scene.run(SECOND)
+        assert scene.shard.told == ["sync failed"] * 9
+        for question in (taken, waiting):
+            scene.tag.give_up(bucket, question)
+            assert question.answer.result()[0]
+        scene.store.mode = "up"
+        scene.store.held_one().answer()
+        scene.run(SECOND)
+        assert (scene.store.spent(b"a"), scene.tag.is_settled) == (2, True)
+
 
 async def test_a_bucket_that_came_into_use_again_is_not_forgotten_with_the_object_before_it(scene):
     scene.store.mode = "held"
@@ -550,3 +568,19 @@ async def test_batches_that_fail_open_the_breaker_once_as_many_buckets_wait_as_m
     scene.shard.told.clear()
     scene.run(3 * SECOND)
     assert set(scene.shard.told) == {"failed"}
+
+
+async def test_while_a_slot_is_being_moved_no_more_waits_to_be_settled_than_may(scene):
+    scene.store.mode = "held"
+    for number in range(tag.MAX_UNSETTLED):
+        scene.spend(scene.bucket(b"a%d" % number), 2)
+    scene.tag.sync()
+    scene.store.held_one().fail(StoreMovingError("TRYAGAIN"))
+    left = tag.MAX_UNSETTLED - MAX_UPDATES
+    assert (scene.lost_tokens, scene.tag.unsettled_buckets) == (2 * MAX_UPDATES, left)
+    scene.run(10 * MS)
+    for _ in range(3):
+        scene.store.held_one().fail(StoreMovingError("TRYAGAIN"))
+        scene.run(SECOND)
+    assert (scene.lost_tokens, scene.tag.unsettled_buckets) == (2 * MAX_UPDATES, left)
+    assert set(scene.shard.told) == {"sync failed"}

@@ -230,7 +230,7 @@ class World:
     # What the hash tags tell, as to a Cluster
 
     def settled(self, bucket, tokens, before):
-        self.accuracy.settled(bucket, tokens, self.clock.now_us())
+        self.accuracy.settled(bucket, tokens, before, self.clock.now_us())
         self.news.settled(bucket, before)
 
     def lost(self, tokens):

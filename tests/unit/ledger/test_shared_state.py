@@ -10,6 +10,7 @@ from ratelimitd.ledger.shared_state import (
     SharedState,
     StoreCheck,
     Update,
+    has_plenty,
     meet,
     overdrawn,
     reset,
@@ -135,6 +136,15 @@ def test_a_bucket_is_overdrawn_by_what_is_charged_beyond_its_limit(algorithm):
         0,
         3,
     ]
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_a_bucket_has_plenty_while_half_of_either_limit_is_left(algorithm):
+    rule = replace(RULE, algorithm=algorithm)
+    spent = [settle(None, Update(rule, 0, ((NOW, n),) if n else ())).shared for n in (0, 5, 6)]
+    assert [has_plenty(shared, rule) for shared in spent] == [True, True, False]
+    assert not has_plenty(spent[1], replace(rule, limit=9))
+    assert not has_plenty(spent[1]._replace(limit=9), rule)
 
 
 def test_states_are_ordered_by_generation_rule_time_and_what_is_spent():

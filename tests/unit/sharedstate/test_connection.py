@@ -5,8 +5,10 @@ import pytest
 from ratelimitd.errors import (
     StoreCorruptError,
     StoreOverloadedError,
+    StoreSlowError,
     StoreUnavailableError,
 )
+from ratelimitd.model import US_PER_S
 from ratelimitd.sharedstate.connection import (
     LATE_S,
     MAX_TURNS,
@@ -112,7 +114,9 @@ async def test_a_request_that_is_not_answered_in_time_is_told_and_its_late_reply
     setup = Setup()
     first = await setup.asked()
     setup.timer()
-    assert [type(error) for error in first] == [StoreUnavailableError]
+    [slow] = first
+    assert isinstance(slow, StoreSlowError)
+    assert slow.waited_us == pytest.approx(TIMEOUT_S * US_PER_S, abs=1_000)
     second = await setup.asked()
     setup.connection.data_received(b"-OOM late\r\n+second\r\n")
     assert (len(first), second, setup.errors) == (1, [b"second"], [])
@@ -353,7 +357,15 @@ async def test_everybody_gets_an_error_of_their_own():
     assert str(again(StoreCorruptError("text"))) == "text"
 
 
-@pytest.mark.parametrize("octets", [b"GET / HTTP/1.1\r\n", b"\x15\x03\x01\x00\x02\x02"])
+@pytest.mark.parametrize(
+    "octets",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b"\x15\x03\x01\x00\x02\x02",
+        b"*4294967295\r\n",  # MemoryError
+        b"%1\r\n*0\r\n+x\r\n",  # TypeError
+    ],
+)
 async def test_octets_that_are_no_reply_end_the_connection(octets):
     setup = Setup()
     told = await setup.asked()

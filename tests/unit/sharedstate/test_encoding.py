@@ -71,8 +71,9 @@ def test_a_batch_that_is_older_than_the_last_has_no_reply():
 
 
 def test_a_reply_tells_how_many_values_were_replaced():
-    assert replaced([b"", 2, FULL]) == 2
+    assert replaced([b"", 2, FULL, FULL]) == 2
     assert replaced(0) == replaced([]) == replaced(None) == 0
+    assert replaced([b"", -1, FULL]) == replaced([b"", 2**62, FULL]) == 0, "more than there are"
 
 
 @pytest.mark.parametrize(
@@ -124,9 +125,43 @@ def test_each_decision_comes_back_or_that_the_value_was_no_bucket():
     ]
 
 
-@pytest.mark.parametrize(
-    "reply", [None, 7, b"", [], bytes(19), bytes(36), pack("<BBIIQ", 1, 99, 9, 0, 50)]
-)
+LARGEST = pack("<BBIIQ", 0, 3, 2**31 - 1, 2**31 - 1, 2**53 - 1)
+
+NO_ANSWERS = [
+    pack("<BBIIQ", *fields)
+    for fields in [
+        (1, 99, 9, 0, 50),
+        (0, 4, 9, 0, 50),  # a reason that is not the store's to give
+        (0, 6, 9, 0, 50),
+        (0, 1, 9, 0, 50),  # denied for being within the limit
+        (1, 2, 0, 3, 50),
+        (2, 1, 9, 0, 50),
+        (1, 1, 2**31, 0, 50),
+        (0, 2, 0, 2**31, 50),
+        (0, 2, 0, 3, 2**53),
+    ]
+]
+
+
+@pytest.mark.parametrize("answer", NO_ANSWERS)
+def test_an_answer_that_cannot_be_is_an_error_of_its_check_alone(answer):
+    allowed = pack("<BBIIQ", 1, 1, 9, 0, 50)
+    first, none, last = decided([FIRST] * 3, allowed + answer + LARGEST)
+    assert (first[:2], none, last[0]) == ((True, 9), None, False)
+    _, (first, none, last) = met([FIRST] * 3, [0, allowed + FULL, answer + FULL, LARGEST + FULL])
+    assert (first[0][:2], last[0][0]) == ((True, 9), False)
+    assert isinstance(none, StoreCorruptError)
+
+
+@pytest.mark.parametrize("answer", [None, 7, b"", [], pack("<BBIIQ", 1, 1, 9, 0, 50)])
+def test_a_first_check_without_an_answer_or_a_bucket_costs_its_neighbours_nothing(answer):
+    sound = pack("<BBIIQ", 1, 1, 9, 0, 50) + FULL
+    _, (first, none) = met([FIRST, FIRST], [0, sound, answer])
+    assert first == ((True, 9, 50, 0, Reason.WITHIN_LIMIT, None), SharedState(0, 3, 10, None))
+    assert isinstance(none, StoreCorruptError)
+
+
+@pytest.mark.parametrize("reply", [None, 7, b"", [], bytes(19), bytes(36)])
 def test_what_is_no_reply_to_checks_is_an_error(reply):
     with pytest.raises(StoreCorruptError):
         decided([FIRST], reply)
@@ -151,10 +186,8 @@ def test_each_comes_back_with_its_outcome_and_the_bucket_and_how_many_values_wer
         [],
         [0],
         [b"0", b""],
-        [0, None],
-        [0, b""],
-        [0, pack("<BBIIQ", 1, 1, 9, 0, 50)],
-        [0, pack("<BBIIQ", 1, 99, 9, 0, 50) + FULL],
+        [-1, pack("<BBIIQ", 1, 1, 9, 0, 50) + FULL],
+        [2, pack("<BBIIQ", 1, 1, 9, 0, 50) + FULL],
         [0, pack("<BBIIQ", 1, 1, 9, 0, 50) + FULL, b""],
     ],
 )

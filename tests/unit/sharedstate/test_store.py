@@ -2,9 +2,11 @@
 
 import asyncio
 from dataclasses import replace
+from struct import pack
 
 import pytest
 
+from ratelimitd.algorithms.sliding_window import runs_of
 from ratelimitd.errors import StoreCorruptError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.ledger.batches import Sender
 from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
@@ -169,6 +171,13 @@ async def test_a_check_of_a_value_that_is_no_bucket_is_an_error_once(store, valk
     assert (type(first), second[:2], store.corrupt_total) == (StoreCorruptError, (True, 6), 1)
 
 
+async def test_a_first_check_whose_answer_is_none_costs_those_beside_it_nothing():
+    answer = pack("<BBIIQ", 1, 1, 9, 0, 50) + pack("<BBIQI", 1, 2, 0, 3, 10)
+    store = RedisStore(Liar([0, answer, b"not ours"]))
+    first, second = await asyncio.gather(meet(store), meet(store))
+    assert (first[0][:2], type(second)) == ((True, 9), StoreCorruptError)
+
+
 async def test_a_value_that_is_no_bucket_counts_as_a_full_one_and_the_next_batch_replaces_it(
     store, valkey
 ):
@@ -178,6 +187,22 @@ async def test_a_value_that_is_no_bucket_counts_as_a_full_one_and_the_next_batch
     reply = await settle(store, Sender("node/1"), (NAME, update(4)))
     assert store.corrupt_total == 2
     assert await asked(store.read, NAME, RULE) == reply.settled[NAME].shared
+
+
+@pytest.mark.parametrize("gone", [2**40, 2])
+async def test_a_log_that_says_less_than_nothing_or_more_than_there_is_begins_anew(
+    store, valkey, gone
+):
+    rule = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, window_seconds=60)
+    check = StoreCheck(NAME, rule, NOW_US, 4, peek=False)
+    times_us = NOW_US - 61_000_000, NOW_US
+    log = pack("<BBIQIQQQQQ", 1, 3, 0, 3, 10, 3, times_us[0], gone, times_us[1], 9)
+    valkey.ask("SET", bucket_key(NAME), log)
+    too_much = await asked(store.decide, check._replace(cost=11))
+    assert too_much[:2] == (False, 10)
+    assert [(await asked(store.decide, check))[:2] for _ in range(2)] == [(True, 6), (True, 2)]
+    shared = await asked(store.read, NAME, rule)
+    assert runs_of(shared.state) == [(NOW_US, 8)]
 
 
 async def test_one_check_is_decided_by_the_store(store):
@@ -290,6 +315,19 @@ async def test_a_server_that_is_away_is_an_error_for_all_who_ask():
 async def test_a_reply_that_is_none_of_ours_is_an_error_for_all_who_ask(reply):
     answers = await ask_everything(RedisStore(Liar(reply)))
     assert all(isinstance(answer, StoreCorruptError) for answer in answers)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        [b"1" * 17, b"ours", []],
+        [b"1" * 5_000, b"ours", []],
+        [b"-1", b"ours", []],
+        [b"1", b"ours", [b"one/1", 7]],
+    ],
+)
+async def test_a_time_or_a_name_that_cannot_be_is_no_reply_to_a_sign_of_life(reply):
+    assert type(await beat(RedisStore(Liar(reply)), "one/1")) is StoreCorruptError
 
 
 async def test_who_cannot_take_what_was_read_costs_others_of_the_same_turn_nothing(store):
