@@ -19,7 +19,7 @@ def path_of(page):
 
 
 def go_back(page):
-    """As the button of the browser does, which Playwright's own ``go_back`` may ask while one page takes the other's place."""
+    """As the button of the browser does; Playwright asks for the history first, maybe of a page that goes."""
     page.evaluate("() => { history.back(); }")
 
 
