@@ -17,6 +17,8 @@ def say(*message):
     sock.sendall(json.dumps(message).encode() + b"\n")
 
 def ready():
+    say("prepared")
+    assert questions.readline() == b"listen\n"
     say("ready", "127.0.0.1:1")
 
 def metrics(**readings):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Final
 
@@ -75,7 +75,7 @@ class Node:
     """One node: built from settings, started once, drained once. ``whole_load`` is for its rule feed.
 
     ``reuse_port``: it is one of several processes on the gRPC port, and its HTTP side is for their parent, see
-    :mod:`ratelimitd.workers`.
+    :mod:`ratelimitd.workers`. ``may_listen`` returns when it may take the port, and is asked when all else is open.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Node:
         context: LogContext | None = None,
         whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
         reuse_port: bool = False,
+        may_listen: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.grpc_address = ""
         """``host:port`` that gRPC listens on, once started."""
@@ -121,6 +122,7 @@ class Node:
         self._limiter: Limiter | None = None
         self._whole_load = whole_load
         self._reuse_port = reuse_port
+        self._may_listen = may_listen
         self._rules_log = RulesLog()
         self._draining = False
 
@@ -430,6 +432,8 @@ class Node:
             reuse_port=self._reuse_port,
         )
         self._open.push_async_callback(server.stop, settings.drain_s - self._closing_s)
+        if self._may_listen is not None:
+            await self._may_listen()
         self.grpc_address = await server.start()
         self._server = server
 

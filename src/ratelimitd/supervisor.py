@@ -36,6 +36,9 @@ class Overseer(Protocol):
     def attending(self, node: Node, stop: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         """Around the life of the node; ``stop`` asks for its end as a signal does."""
 
+    async def may_listen(self) -> None:
+        """All that the node lacks is to listen for calls; return when it may."""
+
     def ready(self, node: Node) -> None:
         """The node answers calls."""
 
@@ -56,6 +59,9 @@ class Terminal:
     ) -> AbstractAsyncContextManager[None]:
         """Nobody asks anything."""
         return nullcontext()
+
+    async def may_listen(self) -> None:
+        """At once: it is alone on its port."""
 
     def ready(self, node: Node) -> None:
         """The ready line."""
@@ -102,6 +108,7 @@ async def _serve(settings: Settings, context: logs.LogContext, overseer: Oversee
         context=context,
         whole_load=collector.whole_load,
         reuse_port=overseer.reuse_port,
+        may_listen=overseer.may_listen,
     )
     async with overseer.attending(node, stop.ask):
         starting = asyncio.create_task(node.start())

@@ -16,7 +16,7 @@ from ratelimitd.cli import main
 from ratelimitd.rpc.transports import TRANSPORTS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
-from tests.servers import Valkey
+from tests.servers import Valkey, free_port
 from tests.system.process import NEVER_ENDING_S, START_S, Files, one_line, until
 
 pytestmark = pytest.mark.system
@@ -112,6 +112,30 @@ def test_workers_on_one_port_share_a_limit_and_are_one_node_to_a_scraper(files, 
     assert (status, rest) == (0, "")
     assert all(line.startswith("{") for line in log.splitlines())
     assert log.count('"drained"') == 3
+
+
+WAITING_CALLERS = 24
+"""By chance all of them come to one of two workers once in eight million runs."""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_callers_that_wait_for_the_port_come_to_all_workers(files, several, transport):
+    port = free_port()
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 10),
+        ("grpc.max_reconnect_backoff_ms", 20),
+    ]
+    with contextlib.ExitStack() as opened:
+        waiting = [
+            stubs.RateLimiterHealthStub(
+                opened.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", options))
+            ).GetHealthStatus.future(Empty(), timeout=START_S, wait_for_ready=True)
+            for _ in range(WAITING_CALLERS)
+        ]
+        own = ("--listen", f"127.0.0.1:{port}", "--transport", transport)
+        with files.serving(*several, *own):
+            assert {call.result().node_id for call in waiting} == {"n/0", "n/1"}
 
 
 def test_checks_in_json_reach_the_workers_through_their_parent_and_share_the_limit(files, several):

@@ -76,10 +76,10 @@ def kept(tmp_path):
     }
 
 
-def node_of(kept, **settings):
+def node_of(kept, may_listen=None, **settings):
     flags = {"LISTEN": "127.0.0.1:0", "HTTP_LISTEN": "127.0.0.1:0", "DRAIN_S": "1"}
     flags |= {name.upper(): str(value) for name, value in {**kept, **settings}.items()}
-    return Node(Settings.load({}, flags))
+    return Node(Settings.load({}, flags), may_listen=may_listen)
 
 
 async def test_rules_from_the_file_decide_the_first_check(kept):
@@ -201,6 +201,24 @@ async def test_a_draining_node_says_so_and_takes_no_new_calls(kept, transport):
 async def test_a_node_is_not_ready_before_it_has_rules(kept):
     node = node_of(kept)
     assert node.readiness == (False, "no rules are loaded yet")
+    await node.drain()
+
+
+async def test_a_node_takes_its_port_when_all_else_is_open_and_it_may(kept):
+    asked, may = asyncio.Event(), asyncio.Event()
+
+    async def may_listen():
+        asked.set()
+        await may.wait()
+
+    node = node_of(kept, may_listen)
+    starting = asyncio.create_task(node.start())
+    await asked.wait()
+    assert node.http_address
+    assert not node.grpc_address
+    may.set()
+    await starting
+    assert node.grpc_address
     await node.drain()
 
 

@@ -23,13 +23,15 @@ class StandIn:
     node_id = "n1"
     happened: ClassVar[list[str]]
 
-    def __init__(self, _settings, *, context, whole_load, reuse_port):
+    def __init__(self, _settings, *, context, whole_load, reuse_port, may_listen):
         self.context = context
         self.reuse_port = reuse_port
+        self.may_listen = may_listen
         assert whole_load is collector.whole_load
 
     async def start(self):
         self.happened.append("start")
+        await self.may_listen()
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
 
     async def drain(self):
@@ -76,6 +78,9 @@ class Overseer:
         self.shares_port = node.reuse_port
         yield
         self.heard.append("leaves")
+
+    async def may_listen(self):
+        self.heard.append("lets it listen")
 
     def ready(self, node):
         self.heard.append(f"ready {node.grpc_address}")
@@ -177,7 +182,7 @@ def test_the_log_is_set_up_by_the_settings(node, monkeypatch):
 def test_an_overseer_hears_what_a_terminal_would_show(node, capsys):
     overseer = Overseer()
     assert run(overseer) == 0
-    assert overseer.heard == ["attends", "ready 127.0.0.1:1", "leaves"]
+    assert overseer.heard == ["attends", "lets it listen", "ready 127.0.0.1:1", "leaves"]
     assert overseer.shares_port
     assert capsys.readouterr() == ("", "")
 
@@ -215,4 +220,4 @@ def test_an_overseer_decides_what_a_second_signal_does(node):
     node.drain = drain
     overseer = Overseer()
     assert run(overseer) == 0
-    assert overseer.heard[2:] == [128 + signal.SIGINT, "leaves"]
+    assert overseer.heard[3:] == [128 + signal.SIGINT, "leaves"]

@@ -43,9 +43,12 @@ class Crew:
     async def start(self) -> None:
         """Start every worker at once; from then on each is kept.
 
+        None listens before all can: callers that wait for the port would all come to the first that does.
+
         Raises:
             StartupError: one cannot start; stop the others.
         """
+        await asyncio.gather(*(keeper.prepare() for keeper in self._keepers))
         await asyncio.gather(*(keeper.start() for keeper in self._keepers))
         for number, keeper in enumerate(self._keepers):
             name = f"worker {number}"

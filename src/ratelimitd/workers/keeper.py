@@ -57,8 +57,17 @@ class Keeper:
         self._process: WorkerProcess | None = None
         self._is_up = False
 
+    async def prepare(self) -> None:
+        """Start a process, and return when all it lacks is the word to listen.
+
+        Raises:
+            StartupError: it cannot be started, or ended before; one line says why.
+        """
+        self._process = await self._start(self.tally.take)
+        await self._process.prepared()
+
     async def start(self) -> None:
-        """Start a process, and return when it answers calls.
+        """Start a process unless one is prepared, and return when it answers calls.
 
         Raises:
             StartupError: it cannot be started, or ended before; one line says why.
@@ -102,7 +111,7 @@ class Keeper:
             self._process.kill()
 
     async def _begin(self) -> WorkerProcess:
-        self._process = process = await self._start(self.tally.take)
+        self._process = process = self._process or await self._start(self.tally.take)
         await process.ready()
         self._is_up = True
         return process

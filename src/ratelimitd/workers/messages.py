@@ -1,8 +1,8 @@
 """What a parent and its worker say to each other, as bytes on the socket between them.
 
-The parent first sends the worker's settings, then questions. The worker says that it is ready or why it failed, and
-answers the questions in turn. Each message after the settings is one line of JSON. Never does I/O but for the settings,
-which a worker waits for before it does anything else.
+The parent first sends the worker's settings. The worker says that it is prepared, waits for the word to listen, and
+says that it is ready; or why it failed. It answers the parent's questions in turn. What a worker says is one line of
+JSON each. Never does I/O but for the settings, which a worker waits for before it does anything else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any, Final
 from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.observe.samples import HistogramSample
 from ratelimitd.settings import Settings
+
+LISTEN: Final = b"listen\n"
+"""The word to listen for calls, which a worker waits for."""
 
 READINESS: Final = b"readiness\n"
 REPORT: Final = b"report\n"

@@ -43,8 +43,11 @@ class WorkerProcess:
         self._process = process
         self._writer = writer
         self._on_report = on_report
+        self._is_prepared = False
         self._is_ready = False
         self._reason = ""
+        self._prepared = asyncio.Event()
+        """All it lacks is the word to listen, or it never will be ready."""
         self._settled = asyncio.Event()
         """It is ready, or never will be."""
         self._readiness: asyncio.Future[Readiness | None] | None = None
@@ -79,12 +82,23 @@ class WorkerProcess:
         writer.write(messages.settings_message(settings))
         return cls(process, reader, writer, on_report)
 
-    async def ready(self) -> None:
-        """Wait until it answers calls.
+    async def prepared(self) -> None:
+        """Wait until all it lacks is the word to listen.
 
         Raises:
             StartupError: it ended before; one line says why.
         """
+        await self._prepared.wait()
+        if not self._is_prepared:
+            raise StartupError(self.reason)
+
+    async def ready(self) -> None:
+        """Let it listen as soon as it can, and wait until it answers calls.
+
+        Raises:
+            StartupError: it ended before; one line says why.
+        """
+        self._writer.write(messages.LISTEN)
         await self._settled.wait()
         if not self._is_ready:
             raise StartupError(self.reason)
@@ -146,13 +160,17 @@ class WorkerProcess:
             self.kill()
         self._writer.close()
         await self._process.wait()
+        self._prepared.set()
         self._settled.set()
         for question in (self._readiness, self._report):
             if question is not None:
                 question.set_result(None)
 
     def _take(self, kind: str, values: list[Any]) -> None:
-        if kind == "ready":
+        if kind == "prepared":
+            self._is_prepared = True
+            self._prepared.set()
+        elif kind == "ready":
             self._is_ready = True
             self._settled.set()
         elif kind == "failed":

@@ -48,6 +48,7 @@ class Parent:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._writer: asyncio.StreamWriter | None = None
+        self._may_listen = asyncio.Event()
 
     @asynccontextmanager
     async def attending(self, node: Node, stop: Callable[[], None]) -> AsyncIterator[None]:
@@ -62,10 +63,14 @@ class Parent:
             await asyncio.wait([answering])
             self._writer.close()
 
+    async def may_listen(self) -> None:
+        """Say that the node is prepared, and wait for the word to listen."""
+        self._say("prepared")
+        await self._may_listen.wait()
+
     def ready(self, node: Node) -> None:
         """Say that the node answers calls."""
-        assert self._writer is not None  # noqa: S101 -- it attends to the node by now
-        self._writer.write(messages.message("ready", node.grpc_address))
+        self._say("ready", node.grpc_address)
 
     def failed(self, line: str) -> int:
         """Say why the process ends; the parent tells a person, once for all workers."""
@@ -78,6 +83,10 @@ class Parent:
     def insist(self, _status: int) -> None:
         """Go on draining: a service manager may signal all processes, and the parent the worker once more."""
 
+    def _say(self, kind: str, *values: object) -> None:
+        assert self._writer is not None  # noqa: S101 -- it attends to the node by now
+        self._writer.write(messages.message(kind, *values))
+
     async def _answer(
         self,
         reader: asyncio.StreamReader,
@@ -87,7 +96,9 @@ class Parent:
     ) -> None:
         with contextlib.suppress(OSError):
             while question := await reader.readline():
-                if question == messages.READINESS:
+                if question == messages.LISTEN:
+                    self._may_listen.set()
+                elif question == messages.READINESS:
                     writer.write(messages.message("readiness", *node.readiness))
                 elif question == messages.REPORT:
                     await _report(node, writer)

@@ -145,6 +145,43 @@ async def test_one_worker_that_cannot_start_is_the_failure_of_all(crew):
     assert await some.processes[0][0].ended() in {0, -15}
 
 
+class Step:
+    """A keeper that says what it is asked to do, and is prepared when it is let."""
+
+    def __init__(self, name, steps):
+        self.name = name
+        self.steps = steps
+        self.may_go_on = asyncio.Event()
+
+    async def prepare(self):
+        self.steps.append(f"prepare {self.name}")
+        await self.may_go_on.wait()
+
+    async def start(self):
+        self.steps.append(f"start {self.name}")
+
+    async def keep(self, _name):
+        await asyncio.Event().wait()
+
+    async def stop(self):
+        return ""
+
+
+async def test_none_listens_before_all_can():
+    steps = []
+    quick, slow = Step("quick", steps), Step("slow", steps)
+    crew = Crew([quick, slow])
+    starting = asyncio.create_task(crew.start())
+    quick.may_go_on.set()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert steps == ["prepare quick", "prepare slow"]
+    slow.may_go_on.set()
+    await starting
+    assert steps[2:] == ["start quick", "start slow"]
+    await crew.stop(0)
+
+
 async def test_all_drain_at_once_and_say_so_meanwhile(crew):
     both = crew(ANSWERING, ANSWERING)
     await both.start()

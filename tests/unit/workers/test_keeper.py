@@ -30,6 +30,7 @@ class Process:
         self.failure = failure
         self.reason = ""
         self.told = []
+        self.waited_for = []
         self.hangs = False
         self._end = asyncio.get_running_loop().create_future()
         if failure:
@@ -39,7 +40,13 @@ class Process:
         self.reason = reason
         self._end.set_result(status)
 
+    async def prepared(self):
+        self.waited_for.append("prepared")
+        if self.failure:
+            raise StartupError(self.failure)
+
     async def ready(self):
+        self.waited_for.append("ready")
         if self.failure:
             raise StartupError(self.failure)
         self.came.set()
@@ -169,6 +176,22 @@ async def test_the_first_start_that_fails_is_told_to_whoever_asked_for_it():
     with pytest.raises(StartupError, match="LISTEN: taken"):
         await kept.keeper.start()
     assert await kept.keeper.stop() == ""
+
+
+async def test_a_process_that_was_prepared_is_the_one_that_is_started():
+    kept = Kept()
+    await kept.keeper.prepare()
+    assert kept.processes[0].waited_for == ["prepared"]
+    assert await kept.keeper.readiness() == Readiness(ready=False, reason="starting")
+    await kept.keeper.start()
+    assert [process.waited_for for process in kept.processes] == [["prepared", "ready"]]
+    assert (await kept.keeper.readiness()).reason == "no rules"
+
+
+async def test_a_process_that_replaces_another_waits_for_nobody(kept):
+    kept.processes[0].end()
+    await kept.next_process()
+    assert kept.processes[1].waited_for == ["ready"]
 
 
 async def test_what_the_dead_process_counted_stays_counted(kept):

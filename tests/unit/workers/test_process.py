@@ -42,6 +42,18 @@ async def test_a_worker_is_ready_when_it_says_so_and_ends_when_it_is_told_to(sta
         late()
 
 
+async def test_a_worker_that_is_prepared_waits_for_the_word_to_listen(start):
+    worker = await start("""
+        say("prepared")
+        assert questions.readline() == b"listen\\n"
+        say("failed", "LISTEN: taken")
+        sys.exit(1)
+        """)
+    await worker.prepared()
+    with pytest.raises(StartupError, match=r"^LISTEN: taken$"):
+        await worker.ready()
+
+
 async def test_a_worker_is_told_its_settings(start):
     reports = []
     worker = await start(
@@ -53,6 +65,7 @@ async def test_a_worker_is_told_its_settings(start):
         """,
         reports.append,
     )
+    await worker.ready()
     await worker.report()
     assert reports == [{"length": {"": len(messages.settings_message(SETTINGS)) - 4}}]
 
@@ -70,9 +83,10 @@ async def test_a_worker_that_ends_before_it_is_ready_says_why_or_the_system_does
     start, program, reason
 ):
     worker = await start(program)
-    with pytest.raises(StartupError) as caught:
-        await worker.ready()
-    assert str(caught.value) == reason
+    for wait in (worker.prepared, worker.ready):
+        with pytest.raises(StartupError) as caught:
+            await wait()
+        assert str(caught.value) == reason
 
 
 async def test_a_worker_may_end_before_it_takes_its_settings():

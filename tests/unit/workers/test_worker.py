@@ -63,6 +63,22 @@ async def test_ready_is_said_with_the_address(talk):
     assert await talk.said() == ["ready", "127.0.0.1:1"]
 
 
+async def test_it_says_that_it_is_prepared_and_listens_when_it_is_told_to(talk):
+    waiting = asyncio.create_task(talk.overseer.may_listen())
+    assert await talk.said() == ["prepared"]
+    talk.writer.write(messages.READINESS)
+    assert await talk.said() == ["readiness", False, "draining"]
+    assert not waiting.done()
+    talk.writer.write(messages.LISTEN)
+    await waiting
+
+
+async def test_who_has_the_word_already_need_not_wait(talk):
+    talk.writer.write(messages.LISTEN + messages.READINESS)
+    assert await talk.said() == ["readiness", False, "draining"]
+    await talk.overseer.may_listen()
+
+
 async def test_questions_are_answered_in_turn(talk):
     talk.node.metrics = OneMetric()
     talk.writer.write(messages.READINESS + messages.REPORT + b"of tomorrow\n" + messages.READINESS)
