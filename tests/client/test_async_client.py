@@ -231,7 +231,49 @@ async def test_a_close_that_is_given_up_can_be_made_again(transport):
             assert session.channel._keeper.done()
 
 
-@pytest.mark.parametrize("transport", ["native"], indirect=True)
+async def test_a_close_that_is_given_up_costs_nobody_their_answer():
+    with bytes_server(never_answering([])) as address:
+        client = AsyncRateLimiterClient(address, timeout_s=0.3)
+        assert await client.wait_until_ready(PATIENT_S)
+        checks = asyncio.ensure_future(client.check_many([Check("alice", "user", "/x")] * 2))
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(client.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert all(decision.fail_open for decision in await checks)
+        await client.close()
+
+
+class FailingClock:
+    """Raises once, and tells the time from then on."""
+
+    def __init__(self):
+        self.has_failed = False
+
+    def now_s(self):
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError
+        return 0.0
+
+    def monotonic_s(self):
+        return 0.0
+
+
+async def test_whatever_fails_at_an_answer_those_who_wait_are_let_through(real_node):
+    clock = FailingClock()
+    async with AsyncRateLimiterClient(
+        real_node.grpc_address, timeout_s=PATIENT_S, clock=clock
+    ) as client:
+        first, second = (
+            await client.check("alice", "user", "/x"),
+            await client.check("bob", "user", "/x"),
+        )
+        assert (first.reason, first.error) == (Reason.NO_ANSWER, "OSError")
+        assert not second.fail_open
+
+
 async def test_whoever_waits_for_a_service_hears_when_the_client_is_closed():
     client = AsyncRateLimiterClient(f"127.0.0.1:{free_port()}")
     waiting = asyncio.ensure_future(client.wait_until_ready(PATIENT_S))

@@ -11,6 +11,7 @@ from ratelimitd_client.exchange import (
     CHECK,
     MAX_ANSWER_BYTES,
     Exchange,
+    last_resort,
     path_of,
     question_of,
 )
@@ -130,3 +131,10 @@ def test_a_logging_filter_that_fails_costs_nobody_the_answer(exchange):
         log.removeFilter(fail)
     assert decision.allowed
     assert len(asked) == 1
+
+
+def test_the_last_resort_lets_all_through_and_names_the_kind_of_error_only():
+    decisions = last_resort(OSError("the wall"), 2)
+    assert [(d.allowed, d.reason, d.error) for d in decisions] == [
+        (True, Reason.NO_ANSWER, "OSError")
+    ] * 2

@@ -301,7 +301,46 @@ async def test_a_channel_whose_tasks_somebody_has_cancelled_connects_again(chann
             if task.get_coro().__qualname__.startswith("NativeChannel."):
                 task.cancel()
         await asyncio.wait([channel._keeper])
+        # The loop may be about to end, and what is begun now would be left.
+        assert await ask(channel) == "UNAVAILABLE"
+        assert channel._keeper.done()
+        channel._restart_s = 0.0
         assert await ask(channel)
+
+
+async def test_a_node_that_greets_when_time_is_just_over_is_asked(channels, monkeypatch):
+    async with h2_node() as node:
+        channel = channels(node.address)
+        connect = channel._open
+
+        async def greeted_late(address, link):
+            await connect(address, link)
+            await link.ready
+            raise TimeoutError
+
+        monkeypatch.setattr(channel, "_open", greeted_late)
+        assert await ask(channel)
+        assert len(channel._links) == 1
+
+
+async def test_an_attempt_that_is_given_up_leaves_no_connection(channels, monkeypatch):
+    async with h2_node() as node:
+        channel = channels(node.address)
+        connect, greeted = channel._open, asyncio.Event()
+
+        async def greeted_and_cancelled(address, link):
+            await connect(address, link)
+            await link.ready
+            greeted.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(channel, "_open", greeted_and_cancelled)
+        channel._start()
+        await greeted.wait()
+        [link] = channel._links
+        [kept] = channel._nodes.values()
+        kept.keeper.cancel()
+        await link.lost
 
 
 async def test_what_goes_on_in_the_background_keeps_nothing_of_the_request_that_began_it(channels):

@@ -28,7 +28,7 @@ from ratelimitd_client.client import DEFAULT_TIMEOUT_S, Methods, requests_of, va
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.coalescing import Coalescer, Told
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.exchange import Exchange, path_of, question_of
+from ratelimitd_client.exchange import Exchange, last_resort, path_of, question_of
 from ratelimitd_client.native_channel import (
     CallError,
     NativeChannel,
@@ -122,7 +122,7 @@ class AsyncRateLimiterClient:
         """Connect, and tell whether that came about in time; else the first check does it, within its own deadline."""
         try:
             await asyncio.wait_for(self._opened().channel.channel_ready(), timeout_s)
-        except TimeoutError:
+        except (TimeoutError, grpc.aio.UsageError):  # the latter: gRPC's channel was closed
             return False
         return not self._closed
 
@@ -287,7 +287,9 @@ class _Session:
     async def close(self) -> None:
         """Let what is under way end, within its deadlines."""
         await self.coalescer.finish()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        if self._under_way:
+            # Cancelled, this cancels nobody's checks, as to gather them would.
+            await asyncio.wait(self._under_way)
         await self.channel.close()
         if self._grpc_channel is not None:
             await self._grpc_channel.close()
@@ -299,16 +301,20 @@ class _Session:
         count = len(requests)
 
         def done(call: NodeCall) -> None:
-            if call.answer is None:
-                told(self.exchange.failed(call.code, call.details, count))
-            else:
-                told(self.exchange.answered(call.answer, count))
+            try:
+                if call.answer is None:
+                    decisions = self.exchange.failed(call.code, call.details, count)
+                else:
+                    decisions = self.exchange.answered(call.answer, count)
+            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait need an answer
+                decisions = last_resort(error, count)
+            told(decisions)
 
         path, question = path_of(requests), question_of(requests)
         try:
             channel.begin(path, question, done, timeout_s=timeout_s, metadata=self._metadata)
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait need an answer
-            told(self.exchange.broken(error, count))
+            told(self._broken(error, count))
 
     def _ask_grpc(self, requests: Sequence[bytes], timeout_s: float, told: Told) -> None:
         """The same over gRPC's own channel."""
@@ -316,7 +322,7 @@ class _Session:
         def done(task: asyncio.Task[list[Decision]]) -> None:
             if task.cancelled():
                 # Mostly since the loop ends; whoever closes the client then waits for this all the same.
-                told(self.exchange.broken(asyncio.CancelledError(), len(requests)))
+                told(self._broken(asyncio.CancelledError(), len(requests)))
             else:
                 told(task.result())  # which never raises
 
@@ -324,6 +330,12 @@ class _Session:
 
     async def _decisions(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """The decisions on checks, within so many seconds; never raises."""
+        try:
+            return await self._answered(requests, timeout_s)
+        except Exception as error:  # noqa: BLE001 - whatever gRPC raises, those who wait need an answer
+            return self._broken(error, len(requests))
+
+    async def _answered(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         count = len(requests)
         method = self._methods[path_of(requests)]
         try:
@@ -331,8 +343,12 @@ class _Session:
             answer: bytes | None = await method(
                 question_of(requests), timeout=timeout_s, metadata=self._metadata
             )
-            return self.exchange.answered(answer, count)
         except (CallError, grpc.aio.AioRpcError) as error:
             return self.exchange.failed(error.code(), error.details() or "", count)
-        except Exception as error:  # noqa: BLE001 - whatever gRPC raises, those who wait need an answer
+        return self.exchange.answered(answer, count)
+
+    def _broken(self, error: BaseException, count: int) -> list[Decision]:
+        try:
             return self.exchange.broken(error, count)
+        except Exception as defect:  # noqa: BLE001 - see above
+            return last_resort(defect, count)

@@ -7,6 +7,7 @@ decisions here, and the breaker and the log hear of it. Never does I/O itself. S
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
@@ -42,6 +43,15 @@ def path_of(requests: Sequence[bytes]) -> str:
 def question_of(requests: Sequence[bytes]) -> bytes:
     """The message that asks them."""
     return requests[0] if len(requests) == 1 else batch_of(requests)
+
+
+def last_resort(error: BaseException, count: int) -> list[Decision]:
+    """The decisions on ``count`` checks where what their call ended with could not be turned into any.
+
+    As when a clock of the application's raises; so this reads none but the system's, and tells nobody.
+    """
+    now_s = time.time()
+    return [let_through(Reason.NO_ANSWER, type(error).__name__, now_s) for _ in range(count)]
 
 
 class Exchange:

@@ -40,6 +40,10 @@ LOOKUP_INTERVAL_S: Final = 30.0
 LOOKUP_PAUSE_S: Final = 1.0
 """Between two look-ups of a name when it does not."""
 
+RESTART_S: Final = 1.0
+"""How long what keeps the connections stays ended, once somebody has cancelled it. A loop that ends cancels all there
+is, and would be left with what was begun anew meanwhile."""
+
 MAX_TRIES: Final = 2
 """Of a call that no server has begun to work on."""
 
@@ -146,6 +150,8 @@ class NativeChannel:
         self._lookup_due = asyncio.Event()
         self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
         self._keeper: asyncio.Task[None] | None = None
+        self._restart_s = 0.0
+        """When another may follow a keeper that was cancelled."""
         self._is_closed = False
         self._methods: dict[tuple[str, Metadata], _Method] = {}
         self._calls: dict[NodeCall, None] = {}
@@ -349,8 +355,11 @@ class NativeChannel:
         return method
 
     def _start(self) -> None:
-        # One that has ended was cancelled by somebody who cancelled whatever there was, and this loop goes on.
-        if (self._keeper is None or self._keeper.done()) and not self._is_closed:
+        if self._keeper is not None and not self._keeper.done():
+            return
+        # One that has ended was cancelled by somebody who cancelled whatever there was, and this loop may go on.
+        if not self._is_closed and self._loop.time() >= self._restart_s:
+            self._is_unknown = False
             self._keeper = self._apart(self._keep_nodes())
 
     def _apart(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -374,7 +383,9 @@ class NativeChannel:
                 if node.keeper is not None:
                     node.keeper.cancel()
             self._nodes.clear()
-            if not self._is_closed:  # the loop ends, and nobody waits any more
+            self._is_unknown = True  # nobody has to wait for one that is found
+            self._restart_s = self._loop.time() + RESTART_S
+            if not (self._is_closed or self._loop.is_closed()):
                 for link in self._links:
                     link.abort()
             self._changed()
@@ -424,18 +435,25 @@ class NativeChannel:
         self._links.add(link)
         link.lost.add_done_callback(lambda _: self._links.discard(link))
         try:
-            async with asyncio.timeout(CONNECT_S):
-                await self._open(address, link)
-                # Shielded: cancelled, when time is over, it would be done, and the connection look as if it were ready.
-                await asyncio.shield(link.ready)
-        except Exception:  # noqa: BLE001 - whatever keeps it from connecting, it is tried again
-            return None
-        finally:
-            if not link.is_usable:
-                link.abort()
-                if not link.is_made:
-                    self._links.discard(link)
-        return link
+            with suppress(Exception):  # whatever keeps it from connecting, it is tried again
+                async with asyncio.timeout(CONNECT_S):
+                    await self._open(address, link)
+                    # Shielded: cancelled, when time is over, it would be done, and the connection look ready.
+                    await asyncio.shield(link.ready)
+        except asyncio.CancelledError:
+            self._give_up(link)
+            raise
+        # The node may have said its settings in the very turn in which time was over.
+        if link.is_usable:
+            return link
+        self._give_up(link)
+        return None
+
+    def _give_up(self, link: Link) -> None:
+        """Leave a connection that nobody will use."""
+        link.abort()
+        if not link.is_made:
+            self._links.discard(link)
 
     async def _open(self, address: Address, link: Link) -> None:
         if self._context is None and self._tls is not None:
