@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -28,6 +29,9 @@ RESTARTS: Final = Definition(
     lambda _: (),
     "worker",
 )
+TOGETHER_S: Final = 5.0
+"""How long workers wait for each other before they listen: one that hangs at its start keeps nobody from serving."""
+
 DEFINITIONS: Final = (ANSWERING, RESTARTS)
 """The metrics of a parent, beside those of its workers."""
 
@@ -43,12 +47,15 @@ class Crew:
     async def start(self) -> None:
         """Start every worker at once; from then on each is kept.
 
-        None listens before all can: callers that wait for the port would all come to the first that does.
+        None listens before all can, or after a while: callers that wait for the port would all come to the first that
+        does.
 
         Raises:
             StartupError: one cannot start; stop the others.
         """
-        await asyncio.gather(*(keeper.prepare() for keeper in self._keepers))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOGETHER_S):
+                await asyncio.gather(*(keeper.prepare() for keeper in self._keepers))
         await asyncio.gather(*(keeper.start() for keeper in self._keepers))
         for number, keeper in enumerate(self._keepers):
             name = f"worker {number}"

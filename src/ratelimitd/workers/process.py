@@ -98,7 +98,8 @@ class WorkerProcess:
         Raises:
             StartupError: it ended before; one line says why.
         """
-        self._writer.write(messages.LISTEN)
+        if not self._listening.done():
+            self._writer.write(messages.LISTEN)
         await self._settled.wait()
         if not self._is_ready:
             raise StartupError(self.reason)

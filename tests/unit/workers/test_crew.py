@@ -182,6 +182,15 @@ async def test_none_listens_before_all_can():
     await crew.stop(0)
 
 
+async def test_one_that_hangs_at_its_start_keeps_the_others_only_for_a_while(monkeypatch):
+    monkeypatch.setattr(crew_module, "TOGETHER_S", 0.0)
+    steps = []
+    crew = Crew([Step("quick", steps), Step("slow", steps)])
+    await crew.start()
+    assert steps[-2:] == ["start quick", "start slow"]
+    await crew.stop(0)
+
+
 async def test_all_drain_at_once_and_say_so_meanwhile(crew):
     both = crew(ANSWERING, ANSWERING)
     await both.start()

@@ -5,6 +5,7 @@ import signal
 import socket
 
 import pytest
+import uvloop
 
 from ratelimitd.errors import StartupError
 from ratelimitd.settings import Settings
@@ -52,6 +53,22 @@ async def test_a_worker_that_is_prepared_waits_for_the_word_to_listen(start):
     await worker.prepared()
     with pytest.raises(StartupError, match=r"^LISTEN: taken$"):
         await worker.ready()
+
+
+@pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def test_a_worker_that_ends_while_it_waits_for_the_word_says_why(new_loop):
+    async def go():
+        program = 'say("prepared")\nsay("failed", "no room")\nsys.exit(1)'
+        worker = await WorkerProcess.start(SETTINGS, lambda _: None, command(program))
+        await worker.prepared()
+        await worker.ended()
+        with pytest.raises(StartupError, match=r"^no room$"):
+            await worker.ready()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(go())
 
 
 async def test_a_worker_is_told_its_settings(start):
