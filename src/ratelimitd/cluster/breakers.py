@@ -66,6 +66,9 @@ class Breakers:
             shard = tag.shard = self.of_tag(tag.number)
             shard.tag = tag.number
             held[shard.name] = shard
+        for name, shard in self._shards.items():
+            if name not in held:
+                shard.left()
         self._shards = held
         for shard in held.values():
             # Without a connection the probe would fail, and the next one be as long away: the attempts to connect, one

@@ -31,6 +31,7 @@ class Shard:
     __slots__ = (
         "_breaker",
         "_clock",
+        "_counted_now",
         "_failed_at_us",
         "_failed_now",
         "_has_failed",
@@ -62,7 +63,9 @@ class Shard:
         self._timers = timers
         self._report = report
         self._failed_at_us: int | None = None
-        self._failed_now = self._has_failed = self._refuses_batches = False
+        self._counted_now = self._failed_now = False
+        """In this turn: an error, and one that the breaker was told."""
+        self._has_failed = self._refuses_batches = False
 
     @property
     def state(self) -> State:
@@ -102,22 +105,29 @@ class Shard:
     def failed(self, error: RateLimitdError) -> None:
         """A round trip of checks, or the probe, did not.
 
-        What was sent in one turn is one round trip and fails in one turn: only the first of its errors counts. One
-        that says nothing about the server counts for nothing; nor does one, for the breaker, that was under way when
-        another failed: both have met one pause of the server, however many waited through it.
+        What was sent in one turn is one round trip and fails in one turn: only one of its errors counts. One that says
+        nothing about the server counts for nothing; nor does one, for the breaker, that was under way when another
+        failed: both have met one pause of the server, however many waited through it.
         """
         if not isinstance(error, StoreUnavailableError) or self._failed_now:
             return
-        self._failed_now = True
-        self._timers.call_soon(self._turn_is_over)
-        self._stats.shared_state_errors_total += 1
+        if not self._counted_now:
+            self._counted_now = True
+            self._timers.call_soon(self._turn_is_over)
+            self._stats.shared_state_errors_total += 1
         now_us = self._clock.monotonic_us()
         if isinstance(error, StoreSlowError) and self._was_under_way(now_us - error.waited_us):
             return
+        self._failed_now = True
         self._failed_at_us = now_us
         self._has_failed = True
         self._breaker.failed()
         self._follow(f"open: {error}")
+
+    def left(self) -> None:
+        """It holds nothing any more, and is forgotten."""
+        if self.is_open:
+            self._tell("nothing is asked there any more, and its open circuit breaker is gone")
 
     def synced(self) -> None:
         """A batch went well that no checks wait for."""
@@ -136,7 +146,12 @@ class Shard:
         """Go by the breaker, and tell what it is now if it was not."""
         was_open, self.is_open = self.is_open, not self._breaker.allows()
         if self.is_open is not was_open:
-            self._report(f"shared state at {self.name}: the circuit breaker is {what}")
+            self._tell(f"the circuit breaker is {what}")
+
+    def _tell(self, what: str) -> None:
+        # A server that has not been found yet has no name.
+        where = f"shared state at {self.name}" if self.name else "shared state"
+        self._report(f"{where}: {what}")
 
     def _turn_is_over(self) -> None:
-        self._failed_now = False
+        self._counted_now = self._failed_now = False

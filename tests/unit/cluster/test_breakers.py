@@ -21,7 +21,7 @@ class Scene:
         self.store = FakeStore(self.timers)
         self.store.mode = "held"
         self.store.server_of_tag = ["one", "two", "one", "two"]
-        self.luck = 0.5
+        self.luck, self.lines = 0.5, []
         self.breakers = Breakers(
             self.store,
             self.clock,
@@ -30,6 +30,7 @@ class Scene:
             failures=2,
             recovery_s=30,
             random=lambda: self.luck,
+            report=self.lines.append,
         )
         self.tags = [SimpleNamespace(number=n, shard=self.breakers.of_tag(n)) for n in range(4)]
 
@@ -110,6 +111,8 @@ def test_tags_that_move_are_followed_and_a_server_that_has_none_is_forgotten(sce
     assert [tag.shard.name for tag in scene.tags] == ["three", "two", "three", "two"]
     assert scene.tags[0].shard is scene.tags[2].shard
     assert scene.breakers.state is State.CLOSED
+    [_, left] = scene.lines
+    assert left.startswith("shared state at one: nothing is asked there any more")
 
 
 def test_a_probe_goes_to_the_server_whose_breaker_it_is_for_wherever_tags_have_moved(scene):

@@ -65,6 +65,32 @@ def test_what_was_under_way_through_one_pause_of_the_server_is_one_failure(scene
     assert scene.shard.is_open
 
 
+def test_what_was_under_way_hides_no_failure_of_the_same_turn(scene):
+    scene.fail(turns=4)
+    scene.clock.advance(us=MS)
+    scene.shard.failed(StoreSlowError("too slow", waited_us=20 * MS))
+    assert not scene.shard.is_open
+    scene.shard.failed(AWAY)
+    scene.timers.run()
+    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (True, 5)
+
+
+def test_a_server_without_a_name_is_told_of_without_one(scene):
+    scene.shard.name = ""
+    scene.fail(turns=5)
+    assert scene.lines == ["shared state: the circuit breaker is open: no answer"]
+
+
+def test_only_an_open_one_that_is_left_is_told(scene):
+    scene.shard.left()
+    assert scene.lines == []
+    scene.fail(turns=5)
+    scene.shard.left()
+    assert scene.lines[1:] == [
+        "shared state at server:1: nothing is asked there any more, and its open circuit breaker is gone"
+    ]
+
+
 def test_an_operator_reads_when_it_opens_and_when_it_closes(scene):
     scene.fail(turns=7)
     scene.clock.advance(seconds=30)
