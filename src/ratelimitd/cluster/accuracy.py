@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from ratelimitd.cluster.bucket import Bucket
-from ratelimitd.ledger.shared_state import SharedState, overdrawn
+from ratelimitd.ledger.shared_state import SharedState, overdrawn, overdrawn_by_edit
 from ratelimitd.ledger.view import SHARES_OF_LIMIT, SHARES_OF_REMAINING
 from ratelimitd.model import US_PER_S
 from ratelimitd.stats import CheckStats
@@ -43,8 +43,8 @@ class Accuracy:
         if view.base is None or not tokens:
             return
         beyond = overdrawn(view.base, view.rule)
-        if beyond and before is not None and before.limit > view.base.limit:
-            beyond -= overdrawn(before._replace(limit=view.base.limit), view.rule)
+        if beyond and before is not None:
+            beyond -= overdrawn_by_edit(before, view.base, view.rule)
         if beyond > 0:
             self.over_admitted_total += min(beyond, tokens)
             self._worst.note(now_us, beyond / view.rule.limit)

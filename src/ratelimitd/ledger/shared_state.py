@@ -149,6 +149,18 @@ def overdrawn(shared: SharedState, rule: Rule) -> int:
     return max(0, _used_at_most(shared, rule) - shared.limit)
 
 
+def overdrawn_by_edit(before: SharedState, shared: SharedState, rule: Rule) -> int:
+    """How much of what :func:`overdrawn` says was allowed rightly, ``before`` the limit was lowered."""
+    if before.limit <= shared.limit:
+        return 0
+    account = ACCOUNTS[rule.algorithm]
+    ruling = replace(rule, limit=shared.limit)
+    latest_us = account.standing(shared.state)[0]
+    # What the store has cut off at the edit is not there any more; of a log, what has not left its window is.
+    left = account.capped(before.state, ruling)
+    return max(0, account.used(left, ruling, latest_us) - shared.limit)
+
+
 def has_plenty(shared: SharedState, rule: Rule) -> bool:
     """Whether at least half of the limit was left even at the latest spend, and so at any time since."""
     return 2 * _used_at_most(shared, rule) <= min(shared.limit, rule.limit)

@@ -1,7 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from ratelimitd.cluster.accuracy import STRETCH_US, Accuracy, promised_excess
 from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.ledger.shared_state import Update, settle
+from ratelimitd.model import Algorithm
 from ratelimitd.stats import CheckStats
 from tests.unit.cluster.world import SECOND, limited, name_of, state
 
@@ -38,10 +42,14 @@ def test_what_is_beyond_the_capacity_was_allowed_too_much_here_or_by_others(accu
 
 
 def test_what_a_lowered_limit_makes_too_much_was_allowed_rightly(accuracy):
-    before = state(130, NOW_US, limit=200)
-    accuracy.settled(a_bucket(130), 7, before, NOW_US)
+    higher = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, limit=200)
+    lower = replace(higher, limit=100, revision=RULE.revision + 1)
+    before = settle(None, Update(higher, 0, ((NOW_US, 130),))).shared
+    bucket = Bucket(b"a", name_of(b"a"), None, lower, settle(before, Update(lower, 0)).shared)
+    accuracy.settled(bucket, 7, before, NOW_US)
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (0, 0.0)
-    accuracy.settled(a_bucket(134), 7, before, NOW_US)
+    base = settle(before, Update(lower, 0, ((NOW_US, 4),))).shared
+    accuracy.settled(Bucket(b"a", name_of(b"a"), None, lower, base), 7, before, NOW_US)
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (4, 0.04)
 
 

@@ -1,6 +1,7 @@
 """What an update does to a bucket in the store."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -13,6 +14,7 @@ from ratelimitd.ledger.shared_state import (
     has_plenty,
     meet,
     overdrawn,
+    overdrawn_by_edit,
     reset,
     settle,
     standing,
@@ -136,6 +138,47 @@ def test_a_bucket_is_overdrawn_by_what_is_charged_beyond_its_limit(algorithm):
         0,
         3,
     ]
+
+
+LOWER_BY_HALF = replace(RULE, limit=RULE.limit // 2, revision=RULE.revision + 1)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_of_a_log_alone_more_than_a_lowered_limit_may_have_been_allowed_rightly(algorithm):
+    rule, lower = (replace(each, algorithm=algorithm) for each in (RULE, LOWER_BY_HALF))
+    before = settle(None, Update(rule, 0, ((NOW, 8),))).shared
+    after = settle(before, Update(lower, 0, ((NOW, 2),))).shared
+    rightly = 3 if algorithm is Algorithm.SLIDING_WINDOW else 0
+    assert overdrawn(after, lower) == 2 + rightly
+    assert overdrawn_by_edit(before, after, lower) == rightly
+    assert overdrawn_by_edit(after, after, lower) == 0
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_what_has_long_come_free_explains_nothing(algorithm):
+    rule, lower = (replace(each, algorithm=algorithm) for each in (RULE, LOWER_BY_HALF))
+    before = settle(None, Update(rule, 0, ((NOW, 8),))).shared
+    later_us = NOW + 10 * RULE.window_us
+    after = settle(before, Update(lower, 0, ((later_us, 5),))).shared
+    after = settle(after, Update(lower, 0, ((later_us, 2),))).shared
+    assert overdrawn(after, lower) == 2
+    assert overdrawn_by_edit(before, after, lower) == 0
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_a_bucket_with_plenty_is_not_overdrawn_and_keeps_half_from_then_on(algorithm):
+    rule, random, found = replace(RULE, algorithm=algorithm), Random(7), 0
+    for _ in range(500):
+        runs = sorted(
+            (NOW + random.randrange(2 * rule.window_us), random.randint(1, 4)) for _ in range(4)
+        )
+        shared = settle(None, Update(rule, 0, runs)).shared
+        if has_plenty(shared, rule):
+            found += 1
+            later_us = runs[-1][0] + random.randrange(rule.window_us)
+            assert overdrawn(shared, rule) == 0
+            assert 2 * ACCOUNTS[algorithm].used(shared.state, rule, later_us) <= rule.limit
+    assert found > 50
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
