@@ -108,5 +108,8 @@ class Health:
 
 
 def _hit_ratio(recent: Totals) -> float:
-    # A miss counts when it is asked for, and its check when it is answered: what is under way may make it negative.
-    return max(0.0, recent.buckets_known / recent.buckets_looked) if recent.buckets_looked else 1.0
+    if not recent.buckets_looked:
+        return 1.0
+    # A miss counts when it is asked for, its check when it is answered, and one that fails is taken back: while some
+    # are under way there may be fewer known than none, or more than there are.
+    return min(max(0.0, recent.buckets_known / recent.buckets_looked), 1.0)

@@ -1,4 +1,4 @@
-"""The last 60 seconds of counters that only ever grow: differences between samples taken once a second.
+"""The last 60 seconds of counters: differences between samples taken once a second.
 
 Pure: never reads a clock or a counter; both are handed in.
 """

@@ -139,7 +139,8 @@ class RedisStore:
 
     def _met(self, checks: Sequence[StoreCheck], reply: Any) -> Sequence[Met | RateLimitdError]:
         replaced_now, answers = met(checks, reply)
-        self.corrupt_total += replaced_now
+        unreadable = sum([isinstance(answer, StoreCorruptError) for answer in answers])
+        self.corrupt_total += replaced_now + unreadable
         return answers
 
     def decide(self, check: StoreCheck, done: Callable[[Outcome | RateLimitdError], None]) -> None:

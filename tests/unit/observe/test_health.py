@@ -69,6 +69,12 @@ def test_misses_that_are_under_way_make_no_ratio_negative(health, stats):
     assert health.cache_hit_ratio() == 0.0
 
 
+def test_misses_that_failed_meanwhile_make_no_ratio_above_1(health, stats):
+    health.sample()
+    stats.allowed_total, stats.bucket_missed_total = 1, -3
+    assert health.cache_hit_ratio() == 1.0
+
+
 @pytest.mark.parametrize(("latency_s", "healthy"), [(0.001999, True), (0.002001, False)])
 def test_the_average_latency_must_be_below_2_ms(health, stats, latency_s, healthy):
     for _ in range(MIN_CHECKS_TO_TELL):

@@ -176,6 +176,7 @@ async def test_a_first_check_whose_answer_is_none_costs_those_beside_it_nothing(
     store = RedisStore(Liar([0, answer, b"not ours"]))
     first, second = await asyncio.gather(meet(store), meet(store))
     assert (first[0][:2], type(second)) == ((True, 9), StoreCorruptError)
+    assert store.corrupt_total == 1
 
 
 async def test_a_value_that_is_no_bucket_counts_as_a_full_one_and_the_next_batch_replaces_it(
@@ -203,6 +204,30 @@ async def test_a_log_that_says_less_than_nothing_or_more_than_there_is_begins_an
     assert [(await asked(store.decide, check))[:2] for _ in range(2)] == [(True, 6), (True, 2)]
     shared = await asked(store.read, NAME, rule)
     assert runs_of(shared.state) == [(NOW_US, 8)]
+
+
+@pytest.mark.parametrize("ask", ["decide", "meet"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (4, (NOW_US - 3, 1), (NOW_US - 2, 2), (5, 9)),
+        (4, (NOW_US - 3, 1), (NOW_US - 2, 2), (2**52, 9)),
+        (1, (NOW_US - 61_000_000, 1), (2**52, 9)),
+    ],
+)
+async def test_a_log_whose_times_do_not_ascend_begins_anew(store, valkey, broken, ask):
+    cost, *entries = broken
+    rule = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, window_seconds=60)
+    check = StoreCheck(NAME, rule, NOW_US, cost, peek=False)
+    entries.append((NOW_US, 10))
+    log = pack("<BBIQIQ", 1, 3, 0, 3, 10, 0) + b"".join(pack("<QQ", *entry) for entry in entries)
+    valkey.ask("SET", bucket_key(NAME), log)
+    answer = await asked(getattr(store, ask), check)
+    outcome = answer[0] if ask == "meet" else answer
+    assert outcome[0]
+    assert 0 <= outcome[3] <= 61
+    shared = await asked(store.read, NAME, rule)
+    assert runs_of(shared.state)[-1] == (NOW_US, cost)
 
 
 async def test_one_check_is_decided_by_the_store(store):

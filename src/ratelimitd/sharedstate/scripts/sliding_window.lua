@@ -156,8 +156,8 @@ local function make_sliding_window()
     local entries, base = left(x, y, time_us, window_us)
     local runs = #entries / 16
     local total = sum_of(entries, runs, base)
+    -- Sums or times that do not ascend: no log of ours, and one that begins anew. `read` looks at the ends alone.
     if base < y or base > total then
-      -- Sums that do not ascend: no log of ours, and one that begins anew. `read` looks at the ends alone.
       return judged('', 0, nil, limit, window_us, now_us, cost)
     end
     local used = total - base
@@ -165,6 +165,9 @@ local function make_sliding_window()
       local remaining, retry_after = limit - used - cost, 0
       if remaining == 0 then
         local oldest_us = runs > 0 and time_of(entries, 1) or time_us
+        if oldest_us > time_us then
+          return judged('', 0, nil, limit, window_us, now_us, cost)
+        end
         retry_after = delay(ceil((oldest_us - now_us) / US_PER_S) + window_s)
       end
       if runs == 0 then
@@ -193,7 +196,11 @@ local function make_sliding_window()
         high = middle
       end
     end
-    local retry_after = delay(ceil((time_of(entries, low) - now_us) / US_PER_S) + window_s)
+    local leaves_us = time_of(entries, low)
+    if leaves_us <= time_us - window_us or leaves_us > time_us then
+      return judged('', 0, nil, limit, window_us, now_us, cost)
+    end
+    local retry_after = delay(ceil((leaves_us - now_us) / US_PER_S) + window_s)
     return false, x, y, at_us, remaining, reset_time, retry_after, LIMIT_EXCEEDED
   end
 
