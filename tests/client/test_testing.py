@@ -113,3 +113,20 @@ async def test_the_fake_for_asyncio_does_the_same():
 @pytest.mark.parametrize("method", ["check", "check_many", "wait_until_ready", "close"])
 def test_a_fake_takes_what_the_real_one_takes_and_so_does_its_protocol(real, fake, method):
     assert inspect.signature(getattr(fake, method)) == inspect.signature(getattr(real, method))
+
+
+@pytest.mark.parametrize("kind", [FakeRateLimiter, AsyncFakeRateLimiter])
+async def test_what_the_real_ones_refuse_the_fakes_refuse(kind):
+    async def result_of(call):
+        answer = call()
+        return await answer if inspect.isawaitable(answer) else answer
+
+    limiter, check = kind(), Check("alice", "user", "/x")
+    with pytest.raises(ValueError, match="a batch holds up to 1000"):
+        await result_of(lambda: limiter.check_many([check] * 1_001))
+    with pytest.raises(ValueError, match="timeout_s"):
+        await result_of(lambda: limiter.check("alice", "user", "/x", timeout_s=-1))
+    assert limiter.checks == []
+    await result_of(limiter.close)
+    with pytest.raises(RuntimeError, match="closed"):
+        await result_of(lambda: limiter.check("alice", "user", "/x"))

@@ -1,13 +1,18 @@
 """A Django project in one module, for the tests of its middleware: routes, views, and a user, without a database."""
 
+from types import ModuleType
+
 import django
 from asgiref.sync import iscoroutinefunction
 from django.conf import settings
+from django.conf.urls.i18n import i18n_patterns
 from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY, get_user_model
 from django.contrib.sessions.backends.signed_cookies import SessionStore
 from django.http import HttpResponse, StreamingHttpResponse
 from django.urls import include, path, re_path
+from django.utils.asyncio import async_unsafe
 from django.utils.decorators import sync_and_async_middleware
+from django.utils.functional import SimpleLazyObject
 from django.views import View
 
 from ratelimitd_client.middleware import Identity, limited
@@ -26,8 +31,11 @@ if not settings.configured:
             MIDDLEWARE,
             f"{__name__}.assets",
             "django.contrib.sessions.middleware.SessionMiddleware",
+            "django.middleware.locale.LocaleMiddleware",
             "django.contrib.auth.middleware.AuthenticationMiddleware",
+            f"{__name__}.impersonation",
         ],
+        LANGUAGE_CODE="en",
         LOGGING_CONFIG=None,
     )
     django.setup()
@@ -65,6 +73,32 @@ def assets(get_response):
         return asset(request) or await get_response(request)
 
     return answer
+
+
+@sync_and_async_middleware
+def impersonation(get_response):
+    """Lets somebody be another user, at once or only when they are asked for."""
+
+    def impersonate(request):
+        if name := request.headers.get("x-is"):
+            request.user = get_user_model()(pk=name)
+        if name := request.headers.get("x-is-later"):
+            request.user = SimpleLazyObject(lambda: looked_up(name))
+
+    if not iscoroutinefunction(get_response):
+        return lambda request: impersonate(request) or get_response(request)
+
+    async def answer(request):
+        impersonate(request)
+        return await get_response(request)
+
+    return answer
+
+
+@async_unsafe
+def looked_up(name):
+    """As a database would, it must not be asked in an event loop."""
+    return get_user_model()(pk=name)
 
 
 def asset(request):
@@ -126,4 +160,11 @@ urlpatterns = [
     path("report", Report.as_view()),
     path("stream", stream),
     path("fails", fails),
+    *i18n_patterns(path("shop/<int:order_id>", order)),
 ]
+
+one_language_plain = ModuleType("one_language_plain")
+"""Routes of which those in one language have no prefix."""
+vars(one_language_plain)["urlpatterns"] = i18n_patterns(
+    path("shop/<int:order_id>", order), prefix_default_language=False
+)

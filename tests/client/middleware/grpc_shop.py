@@ -65,6 +65,32 @@ ASYNCHRONOUS = (unary_async, listed_async, summed_async, talked_async, exempt_as
 WRITING = (unary_async, written_async, summed_async, talked_async, exempt_async)
 
 
+class RequestId(grpc.ServerInterceptor):
+    """Says which request it was, as an interceptor before the tested one."""
+
+    def intercept_service(self, continuation, handler_call_details):
+        handler = continuation(handler_call_details)
+
+        def answer(request, context):
+            context.set_trailing_metadata((("x-request-id", "7"), ("ratelimit", "older")))
+            return handler.unary_unary(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+class RequestIdAsync(grpc.aio.ServerInterceptor):
+    """The same for asyncio."""
+
+    async def intercept_service(self, continuation, handler_call_details):
+        handler = await continuation(handler_call_details)
+
+        async def answer(request, context):
+            context.set_trailing_metadata((("x-request-id", "7"), ("ratelimit", "older")))
+            return await handler.unary_unary(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
 def service_of(functions):
     """What a server is given."""
     unary, listed, summed, talked, exempt = functions

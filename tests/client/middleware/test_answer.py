@@ -57,6 +57,11 @@ def test_the_text_can_be_ones_own(text):
     assert body == ("5 are enough.\n" if callable(text) else f"{text}\n")
 
 
+def test_a_function_for_the_text_that_returns_none_is_at_fault():
+    with pytest.raises(TypeError, match="denied_text must return text, not NoneType"):
+        Answers(Options(denied_text=lambda _: None)).denied(DENIED)
+
+
 def test_an_allowed_request_is_told_of_the_limit_as_well():
     answers = Answers(Options(policy="users", x_ratelimit=True))
     assert answers.headers(ALLOWED) == {

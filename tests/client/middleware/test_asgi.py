@@ -203,6 +203,14 @@ async def test_it_may_stand_around_the_whole_application(limiter):
     assert [check.endpoint for check in limiter.checks] == ["/api/orders/{order_id}"]
 
 
+async def test_around_an_application_that_says_where_it_is_mounted_routes_are_found_too(limiter):
+    app = Starlette(routes=[Route("/orders/{order_id}", lambda request: JSONResponse({}))])
+    app.root_path = "/shop"
+    async with caller(RateLimitMiddleware(app, limiter)) as client:
+        await client.get("/shop/orders/1")
+    assert [check.endpoint for check in limiter.checks] == ["/orders/{order_id}"]
+
+
 async def test_it_may_stand_before_a_part_of_the_application(limiter):
     async def answer(request):
         return JSONResponse({})

@@ -75,6 +75,12 @@ def test_a_proxy_is_trusted_in_whatever_form_its_address_comes():
     assert PROXIES.of("2001:db8:ffff::1", ["203.0.113.9"]) == "203.0.113.9"
 
 
+@pytest.mark.parametrize("proxy", ["::ffff:10.0.0.1", "::ffff:10.0.0.0/104", "::ffff:0:0/96"])
+def test_a_proxy_is_trusted_in_whatever_form_it_is_named(proxy):
+    assert ClientAddresses([proxy]).of("::ffff:10.0.0.1", ["203.0.113.9"]) == "203.0.113.9"
+    assert ClientAddresses([proxy]).of("2001:db8::1", ["203.0.113.9"]) == "2001:db8::"
+
+
 def test_a_unix_socket_has_no_address_and_may_be_trusted():
     assert PROXIES.of(None, ["203.0.113.9"]) is None
     assert PROXIES.of("", ["203.0.113.9"]) is None

@@ -7,6 +7,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.test import AsyncClient, Client, override_settings
 
 from ratelimitd_client import Check
+from ratelimitd_client.middleware import Identity
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 from tests.client.middleware import django_project
 
@@ -99,6 +100,36 @@ async def test_a_user_who_has_logged_in_is_counted_as_a_user(visitor):
     await visitor.get("/orders/7", user_id=7)
     await visitor.get("/orders/7")
     assert visitor.limiter.checks == [Check("7", "user", "/orders/{order_id}"), ORDER]
+
+
+@pytest.mark.parametrize("header", ["x-is", "x-is-later"])
+async def test_a_user_whom_another_middleware_has_found_counts(visitor, header):
+    await visitor.get("/orders/7", user_id=7, **{header: "70"})
+    assert visitor.limiter.checks == [Check("70", "user", "/orders/{order_id}")]
+
+
+async def test_nobody_looks_for_a_user_who_does_not_count(visitor):
+    answers = [await visitor.get("/healthz", user_id=8)]
+    visitor.options = {"identify": lambda request: Identity("t1")}
+    answers.append(await visitor.get("/orders/7", user_id=8))
+    assert [answer.status_code for answer in answers] == [200] * 2
+    assert not any("Cookie" in answer["Vary"] for answer in answers)
+    assert visitor.limiter.checks == [Check("t1", "user", "/orders/{order_id}")]
+
+
+async def test_a_language_that_a_caller_chooses_is_no_limit_of_its_own(visitor):
+    for path in ("/en/shop/7", "/de/shop/7"):
+        assert (await visitor.get(path)).content == b"order 7"
+    assert [check.endpoint for check in visitor.limiter.checks] == [
+        "/{language}/shop/{order_id}"
+    ] * 2
+
+
+async def test_where_one_language_has_no_prefix_routes_are_written_without(visitor):
+    with override_settings(ROOT_URLCONF=django_project.one_language_plain):
+        for asked in ("/shop/7", "/de/shop/7"):
+            assert (await visitor.get(asked)).content == b"order 7"
+    assert [check.endpoint for check in visitor.limiter.checks] == ["/shop/{order_id}"] * 2
 
 
 async def test_a_user_who_cannot_be_looked_up_is_let_through(visitor, caplog):

@@ -21,6 +21,7 @@ from tests.client.middleware.grpc_shop import (
     TALK,
     UNARY,
     WRITING,
+    RequestIdAsync,
     ask,
     service_of,
 )
@@ -29,9 +30,9 @@ DENIED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @asynccontextmanager
-async def shop(limiter, functions=ASYNCHRONOUS, options=None):
-    """Asks a server with the interceptor, from a thread beside its loop."""
-    server = grpc.aio.server(interceptors=[RateLimitInterceptor(limiter, options)])
+async def shop(limiter, functions=ASYNCHRONOUS, options=None, before=()):
+    """Asks a server with the interceptor, behind others, from a thread beside its loop."""
+    server = grpc.aio.server(interceptors=[*before, RateLimitInterceptor(limiter, options)])
     server.add_generic_rpc_handlers([service_of(functions)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -88,6 +89,12 @@ async def test_a_proxy_is_trusted_by_its_address_and_says_for_whom_it_calls(limi
 async def test_a_handler_may_set_metadata_of_its_own(limiter):
     async with shop(limiter) as asked:
         assert (await asked(UNARY, b"own"))[3] == {"own": "yes"}
+
+
+async def test_metadata_of_interceptors_before_it_stays(limiter):
+    async with shop(limiter, before=[RequestIdAsync()]) as asked:
+        metadata = (await asked(UNARY))[3]
+    assert (metadata["x-request-id"], metadata["ratelimit"]) == ("7", '"default";r=0;t=60')
 
 
 async def test_without_the_service_calls_pass_and_are_told_nothing(limiter):

@@ -18,6 +18,7 @@ from tests.client.middleware.grpc_shop import (
     SUM,
     TALK,
     UNARY,
+    RequestId,
     ask,
     service_of,
 )
@@ -26,10 +27,11 @@ DENIED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @contextmanager
-def shop(limiter, options=None, address="127.0.0.1:0"):
-    """A channel to a server with the interceptor."""
+def shop(limiter, options=None, address="127.0.0.1:0", before=()):
+    """A channel to a server with the interceptor, behind others."""
+    interceptors = [*before, RateLimitInterceptor(limiter, options)]
     with ThreadPoolExecutor(2) as threads:
-        server = grpc.server(threads, interceptors=[RateLimitInterceptor(limiter, options)])
+        server = grpc.server(threads, interceptors=interceptors)
         server.add_generic_rpc_handlers([service_of(BLOCKING)])
         port = server.add_insecure_port(address)
         server.start()
@@ -69,6 +71,12 @@ def test_calls_of_every_kind_are_let_through_until_the_limit(limiter, method, an
 def test_a_handler_may_set_metadata_of_its_own(limiter):
     with shop(limiter) as channel:
         assert ask(channel, UNARY, b"own")[3] == {"own": "yes"}
+
+
+def test_metadata_of_interceptors_before_it_stays(limiter):
+    with shop(limiter, before=[RequestId()]) as channel:
+        metadata = ask(channel, UNARY)[3]
+    assert (metadata["x-request-id"], metadata["ratelimit"]) == ("7", '"default";r=0;t=60')
 
 
 def test_a_mark_on_a_handler_is_heeded_and_what_is_no_method_is_not_checked(limiter):

@@ -151,6 +151,24 @@ async def test_a_text_that_cannot_be_made_leaves_the_usual_one(caplog):
         Guard(Options(denied_text=raises, on_error="raise")).denied(decision)
 
 
+async def test_for_asyncio_a_user_is_awaited_only_where_one_is_asked_for():
+    asked = []
+
+    async def load_user():
+        asked.append("loaded")
+        return "alice"
+
+    limiter = AsyncFakeRateLimiter()
+    arrived = ARRIVAL._replace(load_user=load_user)
+    await Guard(Options(exempt={arrived.route})).decide_async(limiter, None, arrived)
+    given = Identity("t1", "api_key")
+    await Guard(Options(identify=lambda _: given)).decide_async(limiter, None, arrived)
+    assert asked == []
+    await Guard(Options(identify=lambda _: None)).decide_async(limiter, None, arrived)
+    assert asked == ["loaded"]
+    assert [check.identifier for check in limiter.checks] == ["t1", "alice"]
+
+
 async def test_for_asyncio_the_function_may_be_a_coroutine():
     async def identify(request):
         return Identity(request)

@@ -49,6 +49,31 @@ def test_the_outer_of_two_marks_holds():
     assert mark_of(view) == Mark(7)
 
 
+def test_what_a_mark_leaves_open_the_one_below_it_says():
+    @limited(cost=5)
+    @limited(identifier_type="ip", endpoint="login", exempt=True)
+    def view():
+        """Marked twice."""
+
+    assert mark_of(view) == Mark(5, "login", exempt=False, identifier_type="ip")
+
+
+def test_a_mark_on_a_partial_holds_before_that_of_its_function():
+    assert mark_of(limited(exempt=True)(functools.partial(plain))) == Mark(exempt=True)
+    assert mark_of(limited(cost=2)(functools.partial(marked))) == MARK._replace(cost=2)
+
+
+def test_what_a_method_leaves_open_its_class_says():
+    @limited(identifier_type="ip", exempt=True)
+    class View:
+        @limited(cost=9)
+        def post(self):
+            """Counted, and by address."""
+
+    assert mark_of(View, "POST") == Mark(9, identifier_type="ip")
+    assert mark_of(View, "GET").exempt
+
+
 def test_methods_of_a_class_have_marks_of_their_own():
     @limited(cost=2)
     class View:

@@ -63,6 +63,10 @@ def test_what_is_exempt_is_not_checked():
     assert place(Options(), arrival(view=view_with(exempt=True))) is None
 
 
+def test_what_is_counted_under_unmatched_may_be_exempt():
+    assert place(Options(exempt={"unmatched"}), arrival(None)) is None
+
+
 def test_a_view_says_what_it_costs():
     options = Options(cost=2)
     assert place(options, arrival()).cost == 2
@@ -80,7 +84,9 @@ def test_a_cost_beyond_what_a_check_can_have_is_the_most_it_can():
     assert place(Options(cost=int), arrival(), "9" * 20).cost == 2**31 - 1
 
 
-@pytest.mark.parametrize(("cost", "error"), [(-1, ValueError), ("1", TypeError), (None, TypeError)])
+@pytest.mark.parametrize(
+    ("cost", "error"), [(-1, ValueError), ("1", TypeError), (None, TypeError), (True, TypeError)]
+)
 def test_a_cost_that_is_none_is_an_error_of_the_function(cost, error):
     with pytest.raises(error, match="cost must be"):
         place(Options(cost=lambda request: cost), arrival())

@@ -184,7 +184,7 @@ def _endpoint_problem(endpoint: object) -> Exception | None:
 
 
 def _number_problem(name: str, value: object, least: int, most: int) -> Exception | None:
-    if not isinstance(value, int):
+    if not isinstance(value, int) or isinstance(value, bool):
         return TypeError(f"{name} must be a whole number, not {type(value).__name__}")
     if not least <= value <= most:
         return ValueError(f"{name} must be {least} to {most}")

@@ -22,8 +22,14 @@ class Pace:
         self._untold = 0
 
     def count(self) -> int:
-        """Count one more; returns how many there were since the last that was told, or 0 if it is too early to tell."""
-        with self._lock:
+        """Count one more; returns how many there were since the last that was told, or 0 if it is too early to tell.
+
+        One that comes while another thread is counting is not counted.
+        """
+        # Nobody waits for a warning; and where a thread held this when the process was forked, nobody lets go of it.
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
             self._untold += 1
             now_s = self._clock.monotonic_s()
             if now_s < self._next_s:
@@ -31,3 +37,5 @@ class Pace:
             self._next_s = now_s + INTERVAL_S
             untold, self._untold = self._untold, 0
             return untold
+        finally:
+            self._lock.release()

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from ratelimitd_client.check import MAX_COST, Check
+from ratelimitd_client.client import requests_of, valid_timeout_s
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, Reason, let_through
 
@@ -59,6 +60,7 @@ class _Counts:
         """Every check that was asked, in order, also while the service is away."""
         self.available = True
         """Set it to ``False`` to have all checks let through, as with a service that does not answer."""
+        self._closed = False
         self._limits: dict[tuple[str, str], _Limit] = {}
         self._spent: dict[tuple[str, str, str, int], int] = {}
 
@@ -75,6 +77,17 @@ class _Counts:
             message = "a limit and its window are at least 1"
             raise ValueError(message)
         self._limits[endpoint, identifier_type] = _Limit(limit, window_seconds)
+
+    def _decide_all(self, checks: Iterable[Check], timeout_s: float | None) -> list[Decision]:
+        """Decide, after what the real ones refuse was refused."""
+        asked = list(checks)
+        requests_of(asked)
+        if timeout_s is not None:
+            valid_timeout_s(timeout_s)
+        if self._closed:
+            message = "the client is closed"
+            raise RuntimeError(message)
+        return [self._decide(check) for check in asked]
 
     def _decide(self, check: Check) -> Decision:
         self.checks.append(check)
@@ -132,7 +145,8 @@ class FakeRateLimiter(_Counts):
         self.close()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Answer no further checks."""
+        self._closed = True
 
     def wait_until_ready(self, timeout_s: float = 5.0) -> bool:  # noqa: ARG002 - as the real one
         """Tell whether the service is there."""
@@ -147,19 +161,17 @@ class FakeRateLimiter(_Counts):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
-        timeout_s: float | None = None,  # noqa: ARG002 - as the real one
+        timeout_s: float | None = None,
     ) -> Decision:
         """As the real one; wrong arguments raise here, too."""
-        return self._decide(Check(identifier, identifier_type, endpoint, cost, timestamp, peek))
+        check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek)
+        return self._decide_all([check], timeout_s)[0]
 
     def check_many(
-        self,
-        checks: Iterable[Check],
-        *,
-        timeout_s: float | None = None,  # noqa: ARG002 - as the real one
+        self, checks: Iterable[Check], *, timeout_s: float | None = None
     ) -> list[Decision]:
-        """As the real one."""
-        return [self._decide(check) for check in checks]
+        """As the real one; wrong arguments raise here, too."""
+        return self._decide_all(checks, timeout_s)
 
 
 class AsyncFakeRateLimiter(_Counts):
@@ -177,7 +189,8 @@ class AsyncFakeRateLimiter(_Counts):
         await self.close()
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Answer no further checks."""
+        self._closed = True
 
     async def wait_until_ready(self, timeout_s: float = 5.0) -> bool:  # noqa: ARG002 - as the real one
         """Tell whether the service is there."""
@@ -192,16 +205,14 @@ class AsyncFakeRateLimiter(_Counts):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
-        timeout_s: float | None = None,  # noqa: ARG002 - as the real one
+        timeout_s: float | None = None,
     ) -> Decision:
         """As the real one; wrong arguments raise here, too."""
-        return self._decide(Check(identifier, identifier_type, endpoint, cost, timestamp, peek))
+        check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek)
+        return self._decide_all([check], timeout_s)[0]
 
     async def check_many(
-        self,
-        checks: Iterable[Check],
-        *,
-        timeout_s: float | None = None,  # noqa: ARG002 - as the real one
+        self, checks: Iterable[Check], *, timeout_s: float | None = None
     ) -> list[Decision]:
-        """As the real one."""
-        return [self._decide(check) for check in checks]
+        """As the real one; wrong arguments raise here, too."""
+        return self._decide_all(checks, timeout_s)

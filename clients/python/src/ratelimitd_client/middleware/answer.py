@@ -54,7 +54,8 @@ class Answers:
             text: what is said in place of what the options say.
 
         Raises:
-            Exception: whatever a user's function for the text raises.
+            TypeError: a user's function for the text returned something else.
+            Exception: whatever it raises.
         """
         if text is None:
             text = self._text(decision)
@@ -69,7 +70,11 @@ class Answers:
         text = self._options.denied_text
         if text is None:
             return usual_text(decision)
-        return text if isinstance(text, str) else text(decision)
+        said: object = text if isinstance(text, str) else text(decision)
+        if not isinstance(said, str):
+            message = f"denied_text must return text, not {type(said).__name__}"
+            raise TypeError(message)
+        return said
 
 
 def usual_text(decision: Decision) -> str:

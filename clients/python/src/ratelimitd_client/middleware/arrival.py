@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 
@@ -20,3 +20,5 @@ class Arrival(NamedTuple):
     """The address of who is connected; ``None`` or empty for a Unix socket."""
     header: Callable[[str], Sequence[str]]
     """The values of a header, one for each line of it, in order; the name is given in lower case."""
+    load_user: Callable[[], Awaitable[str | None]] | None = None
+    """In place of ``user``, where that is awaited."""

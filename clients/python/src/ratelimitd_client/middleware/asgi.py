@@ -67,7 +67,7 @@ class RateLimitMiddleware:
         if scope["type"] not in CHECKED:
             await self._app(scope, receive, send)
             return
-        arrival = _arrival(scope, self._finder.find(scope.get("app", self._app), scope))
+        arrival = _arrival(scope, self._find(scope))
         decision = await self._guard.decide_async(self._limiter, scope, arrival)
         if decision is None:
             await self._app(scope, receive, send)
@@ -77,6 +77,17 @@ class RateLimitMiddleware:
             await self._app(scope, receive, _with_headers(send, headers) if headers else send)
         else:
             await self._deny(decision, arrival, scope, send)
+
+    def _find(self, scope: Scope) -> Found | None:
+        app = scope.get("app")
+        if app is not None:
+            return self._finder.find(app, scope)
+        # Put around the application by hand: what it will say of itself in the scope is not there yet.
+        root_path: object = getattr(self._app, "root_path", None)
+        seen = (
+            {**scope, "root_path": root_path} if root_path and isinstance(root_path, str) else scope
+        )
+        return self._finder.find(self._app, seen)
 
     async def _deny(self, decision: Decision, arrival: Arrival, scope: Scope, send: Send) -> None:
         prefix = ""

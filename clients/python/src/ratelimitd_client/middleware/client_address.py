@@ -24,6 +24,8 @@ REMEMBERED: Final = 4_096
 """How many texts are remembered with their address: reading one takes longer than all the rest."""
 
 IPV6_BITS: Final = 128
+MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
+"""IPv4 addresses as IPv6 writes them; here they are IPv4 addresses."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -115,6 +117,9 @@ def _network(text: object) -> Network:
     if network is None:
         message = f"trusted_proxies must be IP addresses, networks or {UNIX!r}, not {text!r}"
         raise ValueError(message)
+    if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(MAPPED):
+        first = ipaddress.IPv4Address(network.network_address.packed[-4:])
+        return ipaddress.IPv4Network((first, network.prefixlen - MAPPED.prefixlen))
     return network
 
 

@@ -12,10 +12,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
+from django.conf import settings as project
+from django.conf.urls.i18n import is_language_prefix_patterns_used
 from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
+from django.urls import LocalePrefixPattern
 from django.utils.decorators import sync_and_async_middleware
+from django.utils.functional import SimpleLazyObject, empty
 
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware import route_templates
@@ -31,6 +35,12 @@ DECISION: Final = "ratelimitd_decision"
 """The attribute under which a view finds the ``Decision`` on a request that was checked."""
 
 NOT_FOUND: Final = 404
+
+LANGUAGE: Final = "<language>/"
+"""What stands in a route for the language, where all languages have a prefix."""
+
+AUTHENTICATION: Final = "django.contrib.auth.middleware"
+"""Where the users of Django's own come from, which can be awaited."""
 
 
 @sync_and_async_middleware
@@ -105,15 +115,30 @@ class _Asynchronous:
         return await self._ask(request, view)
 
     async def _ask(self, request: HttpRequest, view: object) -> HttpResponse | None:
-        arrival = _arrival(request, view, await _user_of(request))
+        arrival = _arrival(request, view, lambda: None)
+        arrival = arrival._replace(load_user=lambda: _load_user_of(request))
         decision = await self._guard.decide_async(self._limiter, request, arrival)
         return _denial(self._guard, request, decision)
 
 
 def _arrival(request: HttpRequest, view: object, user: Callable[[], str | None]) -> Arrival:
     match = request.resolver_match
-    route = None if match is None else route_templates.of_django(match.route)
-    return arrival_of(request.META, route=route, view=marked_part(view))._replace(user=user)
+    route = None if match is None else route_templates.of_django(_route_of(request, match.route))
+    return arrival_of(
+        request.META, route=route, view=marked_part(view, request.method or "")
+    )._replace(user=user)
+
+
+def _route_of(request: HttpRequest, route: str) -> str:
+    """A route without the language that ``i18n_patterns`` put before it: the choice of one must be no limit more."""
+    urlconf = getattr(request, "urlconf", None) or project.ROOT_URLCONF
+    is_used, prefixes_all = is_language_prefix_patterns_used(urlconf)
+    if not is_used:
+        return route
+    prefix = LocalePrefixPattern(prefix_default_language=prefixes_all).language_prefix
+    if not prefix or not route.startswith(prefix):
+        return route
+    return f"{LANGUAGE if prefixes_all else ''}{route.removeprefix(prefix)}"
 
 
 def _id_of(user: Any) -> str | None:
@@ -122,20 +147,19 @@ def _id_of(user: Any) -> str | None:
     return None if key is None else str(key)
 
 
-async def _user_of(request: HttpRequest) -> Callable[[], str | None]:
-    """What tells the id of the user. An error in finding the user is raised where the guard expects it."""
-    find = getattr(request, "auser", None)
-    try:
-        # Without Django's authentication there may be a user all the same, whom another middleware found.
-        user = _id_of(getattr(request, "user", None) if find is None else await find())
-    except Exception as error:  # noqa: BLE001 - of a database, or of a backend that is not Django's
-        found_error = error
+async def _load_user_of(request: HttpRequest) -> str | None:
+    """The id of the user, whoever has found it: most do so when they are asked, and hold up whoever asks."""
+    user: Any = getattr(request, "user", None)
+    if not isinstance(user, SimpleLazyObject) or not _is_waiting(user):
+        return _id_of(user)
+    if vars(user)["_setupfunc"].__module__ == AUTHENTICATION:
+        return _id_of(await request.auser())
+    return await sync_to_async(_id_of)(user)
 
-        def fail() -> str | None:
-            raise found_error
 
-        return fail
-    return lambda: user
+def _is_waiting(user: SimpleLazyObject[Any]) -> bool:
+    """Whether nobody has asked yet who it is."""
+    return vars(user).get("_wrapped") is empty
 
 
 def _without_blocking(options: Options[HttpRequest]) -> Options[HttpRequest]:

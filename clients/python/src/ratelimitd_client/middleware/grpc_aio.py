@@ -22,7 +22,7 @@ from ratelimitd_client.middleware.grpc_call import (
     details_of,
     handler_of,
     heed,
-    told,
+    tell,
 )
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
@@ -106,8 +106,7 @@ class RateLimitInterceptor(grpc.aio.ServerInterceptor):
         """Ask whether a call may proceed; end it if not, by what gRPC raises for that."""
         decision = await self._decision(call, behaviour)
         if decision is not None:
-            if metadata := told(self._guard, decision):
-                context.set_trailing_metadata(metadata)
+            tell(self._guard, decision, context)
             if not decision.allowed:
                 await context.abort(DENIED, details_of(self._guard, decision))
 

@@ -95,6 +95,22 @@ def told(guard: Guard[Call], decision: Decision) -> Metadata:
     return tuple((name.lower(), value) for name, value in guard.headers(decision).items())
 
 
+def tell(guard: Guard[Call], decision: Decision, context: Any) -> None:
+    """Tell the caller of its limit, beside what interceptors before this one have to say."""
+    metadata = told(guard, decision)
+    if metadata:
+        names = {name for name, _ in metadata}
+        others = [pair for pair in _trailing(context) if pair[0] not in names]
+        context.set_trailing_metadata((*others, *metadata))
+
+
+def _trailing(context: Any) -> Sequence[tuple[str, str | bytes]]:
+    try:
+        return context.trailing_metadata() or ()
+    except (AttributeError, NotImplementedError):  # a context of somebody else's
+        return ()
+
+
 def details_of(guard: Guard[Call], decision: Decision) -> str:
     """What a denied call ends with, beside its status."""
     return guard.denied(decision).body.decode().rstrip("\n")
@@ -103,7 +119,6 @@ def details_of(guard: Guard[Call], decision: Decision) -> str:
 def heed(guard: Guard[Call], decision: Decision | None, context: Any) -> None:
     """Tell the caller of its limit; end a denied call, by what gRPC raises for that. For handlers that block."""
     if decision is not None:
-        if metadata := told(guard, decision):
-            context.set_trailing_metadata(metadata)
+        tell(guard, decision, context)
         if not decision.allowed:
             context.abort(DENIED, details_of(guard, decision))

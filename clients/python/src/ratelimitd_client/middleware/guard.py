@@ -94,6 +94,11 @@ class Guard(Generic[R]):
                 # Asked last: of what is no coroutine it takes longer than all else here.
                 if not isinstance(given, Identity) and inspect.isawaitable(given):
                     given = await given
+            if arrival.load_user is not None and not self._questions.is_answered(
+                given, place.identifier_type
+            ):
+                user = await arrival.load_user()
+                arrival = arrival._replace(user=lambda: user)
             identity = self._identity(given, arrival, place)
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._failed(error)

@@ -20,12 +20,21 @@ ATTRIBUTE: Final = "__ratelimitd__"
 
 
 class Mark(NamedTuple):
-    """How requests for one view are counted; ``None`` stands for what the options say."""
+    """How requests for one view are counted; ``None`` stands for what marks around it say, or else the options."""
 
     cost: int | Callable[[Any], int] | None = None
     endpoint: str | None = None
     exempt: bool = False
     identifier_type: IdentifierType | None = None
+
+    def over(self, other: Mark) -> Mark:
+        """This mark, and what it leaves open as the other says. It alone says whether the view is exempt."""
+        return Mark(
+            other.cost if self.cost is None else self.cost,
+            other.endpoint if self.endpoint is None else self.endpoint,
+            self.exempt,
+            other.identifier_type if self.identifier_type is None else self.identifier_type,
+        )
 
 
 UNMARKED: Final = Mark()
@@ -48,6 +57,9 @@ def limited(
     identifier_type: IdentifierType | None = None,
 ) -> Callable[[V], V]:
     """Mark a view: how its requests are counted. It stands below the decorator that makes the view a route.
+
+    Of several marks the outer one goes before, and of a class and its method that of the method; what it leaves open is
+    as the other says.
 
     Args:
         misplaced: none: the others are given by their names.
@@ -79,7 +91,7 @@ def limited(
     mark = Mark(cost, endpoint, exempt, identifier_type)
 
     def marked(view: V) -> V:
-        setattr(view, ATTRIBUTE, mark)
+        setattr(view, ATTRIBUTE, mark.over(_own_mark_of(view)))
         return view
 
     return marked
@@ -96,16 +108,25 @@ def _misplaced(first: object, *_: object) -> TypeError:
 
 
 def mark_of(view: object, method: str = "") -> Mark:
-    """The mark of a view; of a class with a method for each HTTP method, that one's, or else its own."""
-    while isinstance(view, functools.partial):
-        view = view.func
+    """The mark of a view; of a class with a method for each HTTP method, that one's over its own."""
+    own = _own_mark_of(view)
+    if isinstance(view, functools.partial):
+        return (
+            own.over(mark_of(view.func, method))
+            if own is not UNMARKED
+            else mark_of(view.func, method)
+        )
     if isinstance(view, type):
         name = method.lower()
         # Frameworks let get answer HEAD, all of it: its mark must not be passed by.
         if name == "head" and not hasattr(view, name):
             name = "get"
-        mark = getattr(getattr(view, name, None), ATTRIBUTE, None)
-        if isinstance(mark, Mark):
-            return mark
+        of_method = _own_mark_of(getattr(view, name, None))
+        if of_method is not UNMARKED:
+            return of_method.over(own)
+    return own
+
+
+def _own_mark_of(view: object) -> Mark:
     mark = getattr(view, ATTRIBUTE, None)
     return mark if isinstance(mark, Mark) else UNMARKED

@@ -58,10 +58,16 @@ class Questions(Generic[R]):
                 endpoint = with_method(arrival.method, endpoint)
         if endpoint is None or not is_valid_endpoint(endpoint):
             endpoint = options.unmatched
-        if endpoint is None:
-            return None
+            if endpoint is None or endpoint in self._exempt:
+                return None
         cost = _cost(options.cost if mark.cost is None else mark.cost, request)
         return Place(endpoint, cost, mark.identifier_type) if cost else None
+
+    def is_answered(self, given: object, wanted: IdentifierType | None) -> bool:
+        """Whether what the user's function returned says alone who the request is counted for."""
+        if not isinstance(given, Identity) or given.is_nobody:
+            return False
+        return wanted is None or given.identifier_type == wanted
 
     def identity(
         self, given: object, arrival: Arrival, wanted: IdentifierType | None
@@ -108,7 +114,7 @@ def _cost(cost: int | Callable[[Any], int], request: object) -> int:
     if not callable(cost):
         return cost
     asked: object = cost(request)
-    if not isinstance(asked, int):
+    if not isinstance(asked, int) or isinstance(asked, bool):
         message = f"cost must be a whole number, not {type(asked).__name__}"
         raise TypeError(message)
     if asked < 0:
