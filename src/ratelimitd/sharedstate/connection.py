@@ -46,6 +46,9 @@ SILENCE_S: Final = 1.0
 """A server that has not answered for so long is either gone, with nobody left to say so, or of no use. Many times the
 longest timeout that makes sense, so that slow is not mistaken for dead."""
 
+SILENT_TIMEOUTS: Final = 1.5
+"""Where a timeout is chosen that is as long, so many of them are silence: what is late is told before."""
+
 LATE_S: Final = 0.002
 """A timer that comes later than this was held up by this process."""
 
@@ -207,10 +210,11 @@ class Connection(asyncio.Protocol):
             self._look_in(TURN_S, now_s)
             return
         oldest_s = (self._late_writes or self._writes)[0][0]
-        if now_s - oldest_s >= SILENCE_S:
-            self.drop(StoreUnavailableError(f"the shared state was silent for {SILENCE_S:g} s"))
+        silence_s = max(SILENCE_S, SILENT_TIMEOUTS * self.timeout_s)
+        if now_s - oldest_s >= silence_s:
+            self.drop(StoreUnavailableError(f"the shared state was silent for {silence_s:g} s"))
             return
-        next_s = oldest_s + SILENCE_S
+        next_s = oldest_s + silence_s
         if self._expire(now_s):
             next_s = min(next_s, self._writes[0][2])
         self._look_in(max(TURN_S, next_s - now_s), now_s)

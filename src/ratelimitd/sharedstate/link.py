@@ -75,6 +75,8 @@ class Link:
         self._refusal_reported = False
         self._load_errors: dict[bytes, RateLimitdError] = {}
         self._loading: set[bytes] = set()
+        self._leaves = ""
+        """Why the connection that is being made is not to be used."""
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
@@ -144,6 +146,13 @@ class Link:
         if self._connection is not None:
             self._connection.drop(StoreUnavailableError(reason))
 
+    def leave(self, reason: str) -> None:
+        """As :meth:`drop`, and if a connection is just being made, as soon as that is done."""
+        if self._connection is None:
+            self._leaves = reason
+        else:
+            self.drop(reason)
+
     async def close(self) -> None:
         """End; what is in flight, and what is asked from now on, gets an error."""
         if self._keeping is not None:
@@ -175,6 +184,7 @@ class Link:
     async def _connect(self) -> Connection:
         self._lost.clear()
         self._server = server = await self._locate()
+        self._leaves = ""
         self.name = str(server)
         return await connect(
             server,
@@ -190,6 +200,9 @@ class Link:
 
     def _serve(self, connection: Connection) -> None:
         if connection.lost is not None:  # in the turn after its greeting
+            return
+        if self._leaves:
+            connection.drop(StoreUnavailableError(self._leaves))
             return
         connection.timeout_s = self._options.timeout_s
         self._connection = connection

@@ -109,5 +109,5 @@ class SentinelShards(OneServer):
 
     def _follow(self, primary: Server) -> None:
         (link,) = self.all()
-        if link.connected and link.name != str(primary):
-            link.drop("another server has become the primary")
+        if link.name and link.name != str(primary):
+            link.leave("another server has become the primary")

@@ -202,6 +202,17 @@ async def test_a_connection_that_is_silent_for_a_second_is_dropped():
     assert str(third[0]) == "the shared state was silent for 1 s"
 
 
+async def test_with_a_timeout_of_a_second_what_is_late_is_told_before_the_connection_is_dropped():
+    setup = Setup()
+    setup.connection.timeout_s = SILENCE_S
+    told = await setup.asked()
+    setup.timer()
+    assert type(told[0]) is StoreSlowError
+    assert setup.lost == []
+    setup.timer()
+    assert str(setup.lost[0]) == "the shared state was silent for 1.5 s"
+
+
 async def test_a_process_that_slept_reads_what_came_meanwhile_before_it_judges():
     setup = Setup()
     told = await setup.asked()

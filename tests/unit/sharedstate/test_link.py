@@ -9,6 +9,7 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
+from ratelimitd.sharedstate.connecting import connect
 from ratelimitd.sharedstate.link import Link
 from ratelimitd.sharedstate.login import Greeting
 from ratelimitd.sharedstate.request import Request, pack
@@ -245,6 +246,26 @@ async def test_a_connection_that_lasted_is_remade_without_a_pause(valkey, monkey
         await soon(lambda: link.connected)
         assert link.connections_total == 2
         assert not naps.slept
+
+
+async def test_a_connection_that_was_left_while_it_was_made_is_not_used(valkey, monkeypatch):
+    made = []
+
+    async def connect_and_hear_of_a_switch(*arguments):
+        made.append(await connect(*arguments))
+        if len(made) == 1:
+            link.leave("another server has become the primary")
+        return made[-1]
+
+    monkeypatch.setattr("ratelimitd.sharedstate.link.connect", connect_and_hear_of_a_switch)
+    link = Link(at(valkey), PATIENT._replace(sleep=no_pause))
+    link.start()
+    await soon(lambda: link.connected)
+    assert str(made[0].lost) == "another server has become the primary"
+    assert (len(made), link.connections_total) == (2, 1)
+    link.leave("once more")
+    assert not link.connected
+    await link.close()
 
 
 async def test_to_drop_a_link_that_is_not_connected_does_nothing():

@@ -26,6 +26,8 @@ end
 if ttl_us > 0 then
   call('ZADD', KEYS[1], string.format('%.0f', now_us), ARGV[1])
   call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('(%.0f', now_us - ttl_us))
+  -- From before the clock went back, as at a failover: who lives says so again.
+  call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now_us + ttl_us), '+inf')
   call('EXPIRE', KEYS[1], KEPT_S)
   if ARGV[3] ~= '' then
     call('SET', KEYS[2], ARGV[3], 'NX')
