@@ -26,6 +26,10 @@ MOVED_PER_STEP: Final = 64
 """Views that are packed or kept in one step, about 0.1 ms; more while more are added."""
 
 
+FREED_SHARE: Final = 64
+"""Of what was forgotten this part is freed in one step: of a million buckets, 1.5 ms at first."""
+
+
 class BucketCache:
     """At most ``max_entries`` buckets, for at most ``ttl_us`` after their last use. ``now_us`` is monotonic."""
 
@@ -95,7 +99,8 @@ class BucketCache:
 
     def step(self, now_us: int) -> None:
         """Move on by a small step; to be called often."""
-        if self._forgotten:
+        # More at a time where more has come together: what is forgotten again and again must not pile up.
+        for _ in range(min(len(self._forgotten), 1 + len(self._forgotten) // FREED_SHARE)):
             self._forgotten.pop()
         moves = MOVED_PER_STEP + 2 * self._added
         self._added = 0

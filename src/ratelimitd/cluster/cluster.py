@@ -37,6 +37,11 @@ JOIN_S: Final = 1.0
 """How long a node waits at its start to hear of the others; it serves without them afterwards."""
 
 
+MAX_TTL_S: Final = 3_000
+"""How long an unused bucket stays in the cache at most. The store forgets one after an hour without a spend; what
+others have spent of it since, a node would take back that still remembers a generation from before."""
+
+
 class Store(SharedStore, Pulse, Protocol):
     """All that a node asks of the shared state."""
 
@@ -114,7 +119,7 @@ class Cluster:
         by_octet = [tag for tag in self._tags for _ in range(store.tags_per_batch)]
         self.cache = BucketCache(
             max_entries=options.cache_entries,
-            ttl_us=options.cache_ttl_s * US_PER_S,
+            ttl_us=min(options.cache_ttl_s, MAX_TTL_S) * US_PER_S,
             now_us=clock.monotonic_us(),
         )
         self.buckets: SharedBuckets | StrictBuckets

@@ -22,7 +22,7 @@ class _Wait(NamedTuple):
 class Patience:
     """The checks that wait, all for ``answer_s``, so in the order of time; one timer for all.
 
-    ``give_up`` is called for each that was not answered in time.
+    ``give_up`` is called for each that was not answered in time, and for each whose caller has left.
     """
 
     def __init__(
@@ -62,5 +62,5 @@ class Patience:
             if until_us > now_us and not is_answered:
                 return
             self._waits.popleft()
-            if not is_answered:
+            if not is_answered or question.answer.cancelled():
                 self._give_up(bucket, question)

@@ -8,7 +8,7 @@ from functools import partial
 
 from ratelimitd.cluster.store import SharedStore
 from ratelimitd.errors import RateLimitdError, StoreOverloadedError, StoreUnavailableError
-from ratelimitd.ledger.shared_state import SharedState
+from ratelimitd.ledger.shared_state import SharedState, generation_at
 from ratelimitd.model import Rule
 
 _Answer = asyncio.Future[RateLimitdError | None]
@@ -18,9 +18,14 @@ Heard = Callable[[bytes, SharedState], None]
 
 
 async def reset_buckets(
-    store: SharedStore, names: Sequence[bytes], rules: Sequence[Rule], heard: Heard
+    store: SharedStore,
+    names: Sequence[bytes],
+    rules: Sequence[Rule],
+    heard: Heard,
+    *,
+    now_us: int,
 ) -> None:
-    """Make buckets full, each with its rule.
+    """Make buckets full, each with its rule; ``now_us`` is the time of all nodes.
 
     ``heard`` is called for each as soon as it is, also when others of them fail: whoever goes by what it was before
     must be told in any case.
@@ -31,9 +36,10 @@ async def reset_buckets(
     """
     loop = asyncio.get_running_loop()
     answers: list[_Answer] = []
+    least = generation_at(now_us)
     for name, rule in zip(names, rules, strict=True):
         answers.append(loop.create_future())
-        store.reset(name, rule, partial(_answered, answers[-1], name, heard))
+        store.reset(name, rule, least, partial(_answered, answers[-1], name, heard))
     for answer in answers:
         error = await answer
         if isinstance(error, StoreOverloadedError):

@@ -162,7 +162,8 @@ class SharedBuckets:
         Raises:
             StoreUnavailableError: not known to be done.
         """
-        await reset_buckets(self._store, [*map(self._stored_name, keys)], rules, self._was_reset)
+        names, now_us = [*map(self._stored_name, keys)], self._clock.now_us()
+        await reset_buckets(self._store, names, rules, self._was_reset, now_us=now_us)
 
     def _was_reset(self, name: bytes, shared: SharedState) -> None:
         self.heard(name, shared)
@@ -278,7 +279,8 @@ class SharedBuckets:
         self._patience.wait_for(bucket, question)
 
     def _give_up(self, bucket: Bucket, question: Question) -> None:
-        self.late_total += 1
+        if not question.answer.done():
+            self.late_total += 1
         bucket.tag.give_up(bucket, question)
 
     def _by_view(self, bucket: Bucket, now_us: int, cost: int) -> Outcome | None:

@@ -51,9 +51,10 @@ class SharedStore(Protocol):
         self,
         name: bytes,
         rule: Rule,
+        least: int,
         done: Callable[[SharedState | RateLimitdError], None],
     ) -> None:
-        """Make a bucket full, in a new generation."""
+        """Make a bucket full, in a new generation, which is ``least`` at least."""
 
     def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
         """Find out whether the server that holds a hash tag reads and writes."""

@@ -73,7 +73,8 @@ class StrictBuckets:
             StoreUnavailableError: not known to be done.
         """
         names = [*map(self._stored_name, keys)]
-        await reset_buckets(self._store, names, rules, lambda _name, _shared: None)
+        # No node remembers a bucket here, so that any generation will do.
+        await reset_buckets(self._store, names, rules, lambda _name, _shared: None, now_us=0)
 
 
 def _decided(

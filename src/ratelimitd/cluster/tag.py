@@ -134,10 +134,15 @@ class Tag:
         self._flush_in(0)  # not at once: all checks of this turn ride in one batch
 
     def give_up(self, bucket: Bucket, question: Question) -> None:
-        """The store has not answered a check in time: the view decides, and pays when the store has charged it too."""
+        """The store has not answered a check in time: the view decides, and pays when the store has charged it too.
+
+        One whose caller has left is not taken to the store any more, unless it is on its way.
+        """
+        self._asked.withdraw(bucket, question)
         if question.answer.done():
             return
-        self._asked.withdraw(bucket, question)
+        # Meanwhile it may have been packed, and be in use again as another object.
+        bucket = self.buckets.setdefault(bucket.name, bucket)
         outcome = bucket.view.check_alone(question.now_us, question.cost)
         question.charged = outcome[0]
         if outcome[0] and not bucket.is_dirty:

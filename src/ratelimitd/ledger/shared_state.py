@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Run
-from ratelimitd.model import Outcome, Rule
+from ratelimitd.model import US_PER_S, Outcome, Rule
 
 
 class SharedState(NamedTuple):
@@ -56,6 +56,8 @@ class Settled(NamedTuple):
     shared: SharedState
     grants: tuple[bool, ...]
 
+
+YEAR_2025_S: Final = 1_735_689_600
 
 STORE_TIME: Final = -1
 """In the place of a time: the store's own clock at that moment."""
@@ -138,10 +140,19 @@ def _fitting(state: BucketState, rule: Rule, runs: Sequence[Run]) -> Sequence[Ru
     return fitting
 
 
-def reset(stored: SharedState | None, rule: Rule) -> SharedState:
-    """A full bucket of the next generation."""
+def reset(stored: SharedState | None, rule: Rule, least: int = 0) -> SharedState:
+    """A full bucket of the next generation, and of ``least`` at least; see :func:`generation_at`."""
     generation = 0 if stored is None else stored.generation
-    return SharedState(generation + 1, rule.revision, rule.limit)
+    return SharedState(max(generation + 1, least), rule.revision, rule.limit)
+
+
+def generation_at(now_us: int) -> int:
+    """The least generation of a bucket that is reset now: seconds since 2025.
+
+    The next after what is stored would come twice where the store has lost the last: then whoever remembers that takes
+    the bucket that was made full for an older state of its own.
+    """
+    return max(0, now_us // US_PER_S - YEAR_2025_S)
 
 
 def overdrawn(shared: SharedState, rule: Rule) -> int:

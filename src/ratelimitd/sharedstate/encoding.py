@@ -215,15 +215,15 @@ def _outcome(head: int, remaining: int, retry_after: int, reset_time: int) -> Ou
 # Resets
 
 
-def reset_request(keys: Sequence[bytes], rules: Sequence[Rule]) -> Request:
-    """What ``RESET`` takes for buckets of one hash tag, each with its rule."""
+def reset_request(keys: Sequence[bytes], rules: Sequence[Rule], least: int = 0) -> Request:
+    """What ``RESET`` takes for buckets of one hash tag, each with its rule, and the least generation of any."""
     argument = b"".join(
         [
             _RULE.pack(NUMBERS[rule.algorithm], rule.revision, rule.limit, rule.window_seconds)
             for rule in rules
         ]
     )
-    return [bucket_key(key) for key in keys], [argument]
+    return [bucket_key(key) for key in keys], [argument, b"%d" % least]
 
 
 def reset_reply(rules: Sequence[Rule], reply: Any) -> list[SharedState]:

@@ -170,10 +170,14 @@ class RedisStore:
         _answer(done, partial(settle_reply, batch), reply)
 
     def reset(
-        self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError], None]
+        self,
+        name: bytes,
+        rule: Rule,
+        least: int,
+        done: Callable[[SharedState | RateLimitdError], None],
     ) -> None:
-        """Make a bucket full, in a new generation."""
-        keys, arguments = reset_request([name], [rule])
+        """Make a bucket full, in a new generation, which is ``least`` at least."""
+        keys, arguments = reset_request([name], [rule], least)
         answer = partial(_answer, done, lambda reply: reset_reply([rule], reply)[0])
         self._shards.of_tag(name[0]).run(RESET, keys, arguments, answer)
 

@@ -149,6 +149,17 @@ class TestPacked:
             left.append(len(scene.cache._forgotten))
         assert left == [5, 4, 3, 2, 1, 0, 0]
 
+    def test_what_is_forgotten_again_and_again_does_not_pile_up(self, scene):
+        most = 0
+        for _ in range(200):
+            for tag in range(HASH_TAGS):
+                scene.cache.put_packed(bytes([tag]) + b"name", state(1, 5))
+            scene.cache.forget_all_packed()
+            most = max(most, len(scene.cache._forgotten))
+            for _ in range(48):
+                scene.cache.step(scene.now_us)
+        assert most < 8 * HASH_TAGS
+
 
 class TestExpiry:
     def test_a_packed_bucket_leaves_between_half_the_time_to_live_and_all_of_it(self, scene):

@@ -84,6 +84,10 @@ async def scene():
     return Scene()
 
 
+async def test_a_bucket_is_not_remembered_for_longer_than_the_store_does():
+    assert Scene(cache_ttl_s=86_400).cluster.cache._generation_us == 1_500 * SECOND
+
+
 class TestSync:
     async def test_an_interval_walks_through_all_hash_tags_in_steps(self, scene):
         assert scene.cluster.step_s == pytest.approx(0.1 / STEPS)

@@ -8,7 +8,7 @@ import pytest
 from ratelimitd.cluster import tag
 from ratelimitd.cluster.shared_buckets import MAX_NAMES, REREADS_PER_STEP
 from ratelimitd.errors import BreakerOpenError, StoreMovingError, StoreUnavailableError
-from ratelimitd.ledger.shared_state import reset
+from ratelimitd.ledger.shared_state import YEAR_2025_S, reset
 from ratelimitd.model import COST_EXCEEDS_LIMIT, LIMIT_EXCEEDED, WITHIN_LIMIT
 from tests.unit.cluster.world import MS, RULE, SECOND, World, limited, name_of
 
@@ -542,6 +542,18 @@ class TestResets:
         world.settle()
         assert world.store.spent(b"a") == 1
         assert world.accuracy.forgiven_total == 25  # of the bucket that is no more
+
+    async def test_one_acts_also_where_the_store_has_lost_the_last(self, world):
+        world.run((YEAR_2025_S - 1_700_000_000) * SECOND)
+        world.know()
+        await self.reset(world, b"a")
+        world.check(cost=1_000)
+        world.settle()
+        assert world.at_once()[0] is False
+        world.store.ledger.buckets.clear()
+        world.run(SECOND)
+        await self.reset(world, b"a")
+        assert world.at_once()[:2] == (True, 999)
 
     async def test_one_that_is_not_answered_is_told_to_nobody(self, world):
         world.check()

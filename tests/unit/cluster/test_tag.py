@@ -460,15 +460,50 @@ class TestChecksThatWait:
         scene.store.held_one().answer()
         assert bucket.view.unsent.tokens == 0
 
-    async def test_one_whose_caller_has_left_is_not_answered_and_not_charged_twice(self, scene):
+    @pytest.mark.parametrize(("is_under_way", "charged"), [(False, 0), (True, 5)])
+    async def test_one_whose_caller_has_left_is_charged_only_if_it_is_under_way(
+        self, scene, is_under_way, charged
+    ):
         bucket = scene.bucket()
         question = scene.ask(bucket, 5)
+        if is_under_way:
+            scene.store.mode = "held"
+            scene.run()
         question.answer.cancel()
         scene.tag.give_up(bucket, question)
+        if is_under_way:
+            scene.store.held_one().answer()
         scene.run(MS)
         assert question.answer.cancelled()
-        assert scene.store.spent(b"a") == 5  # it came, and was granted
+        assert bucket.view.asked_tokens == 0
+        assert scene.store.spent(b"a") == charged
         assert scene.tag.is_settled
+
+    async def test_one_given_up_after_its_bucket_was_packed_is_charged_to_the_one_in_use(
+        self, scene
+    ):
+        first = scene.bucket()
+        question = scene.ask(first, 1)
+        scene.tag._asked.take(first)  # by a batch that was dropped
+        scene.tag._asked.forget_taken()
+        scene.tag._dirty.clear()
+        first.is_dirty = False
+        second = scene.bucket()  # the same, in use again
+        scene.spend(second, 2)
+        scene.tag.give_up(first, question)
+        scene.run(SECOND)
+        scene.tag.sync()
+        scene.run(SECOND)
+        assert scene.store.spent(b"a") == 3
+        assert scene.tag.is_settled
+        assert second.view.is_clean
+
+    async def test_one_given_up_after_its_bucket_has_left_brings_it_back(self, scene):
+        bucket = scene.bucket()
+        question = scene.ask(bucket, 1)
+        del scene.tag.buckets[bucket.name]
+        scene.tag.give_up(bucket, question)
+        assert scene.tag.buckets[bucket.name] is bucket
 
     async def test_one_that_is_answered_is_not_decided_again(self, scene):
         bucket = scene.bucket()

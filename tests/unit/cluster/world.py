@@ -136,9 +136,9 @@ class FakeStore:
 
         self._take("decide", check, decided, done)
 
-    def reset(self, name, rule, done):
+    def reset(self, name, rule, least, done):
         def was_reset():
-            shared = self.ledger.buckets[name] = reset(self.ledger.buckets.get(name), rule)
+            shared = self.ledger.buckets[name] = reset(self.ledger.buckets.get(name), rule, least)
             return shared
 
         self._take("reset", name, was_reset, done)

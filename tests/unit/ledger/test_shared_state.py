@@ -7,10 +7,12 @@ import pytest
 
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.shared_state import (
+    YEAR_2025_S,
     Ask,
     SharedState,
     StoreCheck,
     Update,
+    generation_at,
     has_plenty,
     meet,
     overdrawn,
@@ -125,6 +127,15 @@ def test_a_denied_first_check_tells_the_bucket_of_a_newer_limit_and_a_peek_does_
 def test_a_reset_is_a_full_bucket_of_the_next_generation():
     assert reset(None, RULE) == stored(generation=1)
     assert reset(stored(9, generation=4), LOWER) == stored(generation=5, rule=LOWER)
+
+
+def test_a_reset_has_a_generation_that_a_loss_does_not_repeat():
+    least = generation_at((YEAR_2025_S + 77) * 1_000_000)
+    assert least == 77
+    assert reset(None, RULE, least).generation == 77
+    assert reset(stored(generation=76), RULE, least).generation == 77
+    assert reset(stored(generation=77), RULE, least).generation == 78
+    assert generation_at(NOW) == 0  # a clock that is years behind
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)

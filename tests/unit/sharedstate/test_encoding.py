@@ -197,7 +197,8 @@ def test_what_is_no_reply_to_first_checks_is_an_error(reply):
 
 
 def test_a_reset_names_each_bucket_with_its_rule():
-    keys, [argument] = reset_request([ONE, OTHER], [RULE, WINDOW])
+    keys, [argument, least] = reset_request([ONE, OTHER], [RULE, WINDOW], 7)
+    assert least == b"7"
     assert keys == [bucket_key(ONE), bucket_key(OTHER)]
     assert argument == pack("<BQIIBQII", 1, 3, 10, 60, 2, 4, 11, 61)
     assert reset_reply([RULE, WINDOW], [FULL, COUNTED]) == [

@@ -246,9 +246,11 @@ async def test_without_a_time_the_store_has_its_own(store, valkey):
 
 async def test_a_reset_is_a_full_bucket_of_the_next_generation(store):
     await settle(store, Sender("node/1"), (NAME, update(4)))
-    shared = await asked(store.reset, NAME, RULE)
+    shared = await asked(store.reset, NAME, RULE, 0)
     assert shared == SharedState(1, 3, 10)
     assert await asked(store.read, NAME, RULE) == shared
+    assert (await asked(store.reset, NAME, RULE, 50)).generation == 50
+    assert (await asked(store.reset, NAME, RULE, 50)).generation == 51
 
 
 async def test_a_probe_finds_that_the_server_writes(store, valkey):
@@ -274,6 +276,12 @@ async def test_signs_of_life_tell_who_is_alive_and_the_time_of_the_store(store, 
     await beat(store, "two/2", ttl_us=0)
     _, _, names = await beat(store, "one/1")
     assert names == ("one/1",)
+
+
+async def test_who_was_alive_before_the_clock_went_back_is_not(store, valkey):
+    seconds, _ = valkey.ask("TIME")
+    valkey.ask("ZADD", "rl1:{00}:members", (seconds + 3_600) * 1_000_000, "dead/1")
+    assert (await beat(store, "one/1"))[2] == ("one/1",)
 
 
 async def test_a_name_that_is_no_text_is_counted_all_the_same(store, valkey):
@@ -304,7 +312,7 @@ async def test_a_user_who_may_not_do_what_scripts_do_is_refused_and_no_bucket_is
             await settle(store, Sender("node/2"), (NAME, update(1))),
             await decide(store, 1),
             await meet(store),
-            await asked(store.reset, NAME, RULE),
+            await asked(store.reset, NAME, RULE, 0),
             await asked(store.probe, 7),
             await beat(store, "one/1"),
         ]
@@ -320,7 +328,7 @@ async def ask_everything(store):
         await settle(store, Sender("node/1"), (NAME, update(4))),
         await decide(store, 1),
         await meet(store),
-        await asked(store.reset, NAME, RULE),
+        await asked(store.reset, NAME, RULE, 0),
         await asked(store.probe, 7),
         await beat(store, "one/1"),
     ]
