@@ -75,8 +75,8 @@ class Link:
         self._refusal_reported = False
         self._load_errors: dict[bytes, RateLimitdError] = {}
         self._loading: set[bytes] = set()
-        self._leaves = ""
-        """Why the connection that is being made is not to be used."""
+        self._expected: tuple[str, str] | None = None
+        """Which server alone the connection that is being made may be to, and why."""
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
@@ -146,11 +146,11 @@ class Link:
         if self._connection is not None:
             self._connection.drop(StoreUnavailableError(reason))
 
-    def leave(self, reason: str) -> None:
-        """As :meth:`drop`, and if a connection is just being made, as soon as that is done."""
+    def belongs_to(self, name: str, reason: str) -> None:
+        """The server is ``name`` now: leave any other one, also one to which a connection is just being made."""
         if self._connection is None:
-            self._leaves = reason
-        else:
+            self._expected = name, reason
+        elif self.name != name:
             self.drop(reason)
 
     async def close(self) -> None:
@@ -183,8 +183,8 @@ class Link:
 
     async def _connect(self) -> Connection:
         self._lost.clear()
+        self._expected = None
         self._server = server = await self._locate()
-        self._leaves = ""
         self.name = str(server)
         return await connect(
             server,
@@ -201,8 +201,8 @@ class Link:
     def _serve(self, connection: Connection) -> None:
         if connection.lost is not None:  # in the turn after its greeting
             return
-        if self._leaves:
-            connection.drop(StoreUnavailableError(self._leaves))
+        if self._expected is not None and self._expected[0] != self.name:
+            connection.drop(StoreUnavailableError(self._expected[1]))
             return
         connection.timeout_s = self._options.timeout_s
         self._connection = connection

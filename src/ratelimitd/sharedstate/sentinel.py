@@ -109,5 +109,4 @@ class SentinelShards(OneServer):
 
     def _follow(self, primary: Server) -> None:
         (link,) = self.all()
-        if link.name and link.name != str(primary):
-            link.leave("another server has become the primary")
+        link.belongs_to(str(primary), "another server has become the primary")

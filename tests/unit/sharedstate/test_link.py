@@ -254,7 +254,7 @@ async def test_a_connection_that_was_left_while_it_was_made_is_not_used(valkey, 
     async def connect_and_hear_of_a_switch(*arguments):
         made.append(await connect(*arguments))
         if len(made) == 1:
-            link.leave("another server has become the primary")
+            link.belongs_to("192.0.2.7:6379", "another server has become the primary")
         return made[-1]
 
     monkeypatch.setattr("ratelimitd.sharedstate.link.connect", connect_and_hear_of_a_switch)
@@ -263,7 +263,9 @@ async def test_a_connection_that_was_left_while_it_was_made_is_not_used(valkey, 
     await soon(lambda: link.connected)
     assert str(made[0].lost) == "another server has become the primary"
     assert (len(made), link.connections_total) == (2, 1)
-    link.leave("once more")
+    link.belongs_to(link.name, "it is this one")
+    assert link.connected
+    link.belongs_to("192.0.2.7:6379", "it is another one")
     assert not link.connected
     await link.close()
 
