@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random as random_source
 from collections.abc import Callable
+from math import ceil
 from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.breaker import State
@@ -28,7 +29,10 @@ from ratelimitd.model import US_PER_S
 from ratelimitd.stats import CheckStats
 
 STEPS: Final = 16
-"""An interval of the sync is walked through in so many steps, each with a part of the hash tags."""
+"""An interval of the sync is walked through in so many steps at least, each with a part of the hash tags."""
+
+LONGEST_STEP_MS: Final = 6.25
+"""Longer intervals have more steps, for what is packed, read again and freed in each does not wait for the sync."""
 
 WATCH_S: Final = 0.1
 """How often it is looked whether a breaker wants a probe, and whether hash tags have moved."""
@@ -146,6 +150,7 @@ class Cluster:
                 answer_s=options.timeout_ms / 1000,
                 decides_alone=options.decides_alone,
             )
+        self._steps = max(STEPS, ceil(options.sync_interval_ms / LONGEST_STEP_MS))
         self._step = 0
 
     # What the node's jobs call
@@ -153,13 +158,13 @@ class Cluster:
     @property
     def step_s(self) -> float:
         """How often :meth:`sync_step` is to be called."""
-        return self._sync_interval_ms / 1000 / STEPS
+        return self._sync_interval_ms / 1000 / self._steps
 
     def sync_step(self) -> None:
-        """Send what a part of the hash tags has to settle; a whole interval has :data:`STEPS` of them."""
-        for tag in self._tags[self._step :: STEPS]:
+        """Send what a part of the hash tags has to settle; after a whole interval all have."""
+        for tag in self._tags[self._step :: self._steps]:
             tag.sync()
-        self._step = (self._step + 1) % STEPS
+        self._step = (self._step + 1) % self._steps
         if self._eventual is not None:
             self._eventual.step()
         if not self._step:

@@ -101,6 +101,19 @@ class TestSync:
         assert sent == [HASH_TAGS // STEPS] * STEPS
         assert scene.cluster.unsettled_buckets == 0
 
+    async def test_a_long_interval_has_more_steps_that_are_no_longer(self):
+        scene = Scene(sync_interval_ms=2_000)
+        assert scene.cluster.step_s == 0.00625
+        for number in range(HASH_TAGS):
+            scene.spend(bytes([number]))
+        sent = []
+        for _ in range(320):
+            scene.cluster.sync_step()
+            sent.append(len(scene.store.held))
+            scene.answer()
+        assert (sum(sent), max(sent)) == (HASH_TAGS, 1)
+        assert scene.cluster.unsettled_buckets == 0
+
     async def test_where_a_batch_may_be_of_several_hash_tags_there_are_fewer(self):
         scene = Scene(tags_per_batch=HASH_TAGS)
         for number in range(10):
