@@ -101,7 +101,13 @@ class ArrivingCalls:
             self._shared.limits.max_message_bytes,
             partial(self._answers.acknowledge, stream_id),
             self._shared.turnstile.passed,
+            read=partial(self._has_read, stream_id, open_call),
         )
+
+    def _has_read(self, stream_id: int, open_call: OpenCall) -> None:
+        """A handler has read a message: it is held no more."""
+        if self._table.open.get(stream_id) is open_call:
+            self._table.may_hold(open_call)
 
     def _data(self, event: DataReceived) -> None:
         stream_id, data, flow_bytes, ended = event

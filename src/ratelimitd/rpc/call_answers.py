@@ -61,15 +61,21 @@ class CallAnswers:
         if stream_id in self._table.open:
             self._table.leave(stream_id)
             self._wake()
-        limit = self.shared.limits.max_message_bytes
-        if len(message) > limit:
-            text = f"SERVER: Sent message larger than max ({len(message)} vs. {limit})"
-            self.fail(stream_id, RpcError(StatusCode.RESOURCE_EXHAUSTED, text))
+        too_large = self._too_large(message)
+        if too_large is not None:
+            self.fail(stream_id, too_large)
             return
         self._connection.send_unary(stream_id, UNARY_ANSWER, message)
 
     def send(self, stream_id: int, open_call: OpenCall, message: bytes) -> bool:
-        """Send one message of a stream; false: ``open_call.room`` says when it is on its way."""
+        """Send one message of a stream; false: ``open_call.room`` says when it is on its way.
+
+        Raises:
+            RpcError: it is larger than a message may be.
+        """
+        too_large = self._too_large(message)
+        if too_large is not None:
+            raise too_large
         if not open_call.headers_sent:
             open_call.headers_sent = True
             self._connection.send_headers(stream_id, HEADERS)
@@ -78,6 +84,13 @@ class CallAnswers:
             open_call.room.clear()
         self._wake()
         return sent
+
+    def _too_large(self, message: bytes) -> RpcError | None:
+        limit = self.shared.limits.max_message_bytes
+        if len(message) <= limit:
+            return None
+        text = f"SERVER: Sent message larger than max ({len(message)} vs. {limit})"
+        return RpcError(StatusCode.RESOURCE_EXHAUSTED, text)
 
     def finish(self, stream_id: int) -> None:
         """End a stream well."""

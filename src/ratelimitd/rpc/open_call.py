@@ -105,7 +105,8 @@ class OpenCall:
     def waiting_bytes(self) -> int:
         """What this call makes us hold."""
         part_bytes = 0 if self.part is None else len(self.part.content)
-        return self.reader.unfinished_bytes + part_bytes
+        questions_bytes = 0 if self.questions is None else self.questions.waiting_bytes
+        return self.reader.unfinished_bytes + part_bytes + questions_bytes
 
 
 class _Question(NamedTuple):
@@ -119,7 +120,10 @@ class Questions:
     What the handler has not read is not acknowledged, so that a peer who asks faster has to wait. Messages are
     inflated when they are read: otherwise a window's worth of compressed ones would become gigabytes. Before each,
     ``my_turn`` is waited for: a handler that never has to wait would otherwise answer a window's worth of them in one
-    turn of the loop.
+    turn of the loop. ``read`` is called when one was.
+
+    Attributes:
+        waiting_bytes: of the messages that were not read. Of a large one most is acknowledged while it arrives.
     """
 
     __slots__ = (
@@ -127,9 +131,11 @@ class Questions:
         "_end",
         "_my_turn",
         "_parts",
+        "_read",
         "acknowledge",
         "encoding",
         "max_message_bytes",
+        "waiting_bytes",
     )
 
     def __init__(
@@ -138,11 +144,15 @@ class Questions:
         max_message_bytes: int,
         acknowledge: Callable[[int], None],
         my_turn: Callable[[], Awaitable[None]],
+        *,
+        read: Callable[[], object] = lambda: None,
     ) -> None:
         self.encoding = encoding
         self.max_message_bytes = max_message_bytes
         self.acknowledge = acknowledge
         self._my_turn = my_turn
+        self._read = read
+        self.waiting_bytes = 0
         self._parts: deque[_Question] = deque()
         self._arrived = asyncio.Event()
         self._end: Exception | None = None
@@ -156,6 +166,7 @@ class Questions:
         if len(self._parts) >= MAX_UNREAD_QUESTIONS:
             raise _TOO_MANY_QUESTIONS
         self._parts.append(_Question(part, flow_bytes))
+        self.waiting_bytes += len(part.content)
         self._arrived.set()
 
     @property
@@ -180,6 +191,8 @@ class Questions:
             await self._arrived.wait()
         await self._my_turn()
         part, flow_bytes = self._parts.popleft()
+        self.waiting_bytes -= len(part.content)
+        self._read()
         if flow_bytes:
             self.acknowledge(flow_bytes)
         return message_of(part, self.encoding, self.max_message_bytes)

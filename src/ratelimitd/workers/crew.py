@@ -56,10 +56,12 @@ class Crew:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TOGETHER_S):
                 await asyncio.gather(*(keeper.prepare() for keeper in self._keepers))
-        await asyncio.gather(*(keeper.start() for keeper in self._keepers))
-        for number, keeper in enumerate(self._keepers):
-            name = f"worker {number}"
-            self._background.start(name, partial(keeper.keep, name))
+        await asyncio.gather(*(self._start(*each) for each in enumerate(self._keepers)))
+
+    async def _start(self, number: int, keeper: Keeper) -> None:
+        await keeper.start()
+        name = f"worker {number}"
+        self._background.start(name, partial(keeper.keep, name))
 
     async def stop(self, timeout_s: float) -> str:
         """Let every worker drain; kill those that take longer. Returns what did not end well, empty when all did."""

@@ -180,6 +180,27 @@ async def test_an_unfinished_question_counts_against_the_bound_on_unfinished_req
     await caller.shared.all_ended()
 
 
+async def test_questions_that_wait_to_be_read_count_against_that_bound_as_well():
+    caller = Caller(max_request_bytes=5_000)
+    caller.feed(settings(s4=0), caller.call_head(1, "/s/upper"), data(1, framed(b"a")))
+    await caller.settled()  # the handler waits for the window
+    for _ in range(2):  # of each most comes in a frame that is acknowledged at once
+        caller.feed(data(1, framed(bytes(2_000))[:-1]), data(1, b"\x00"))
+    assert caller.shared.request_bytes == 4_000
+    caller.feed(window_update(1, 100_000))
+    await caller.settled()
+    assert caller.shared.request_bytes == 0
+    caller.feed(settings(s4=0), caller.call_head(3, "/s/upper"), data(3, framed(b"a")))
+    await caller.settled()
+    for _ in range(3):
+        caller.feed(data(3, framed(bytes(2_000))[:-1]), data(3, b"\x00"))
+    caller.feed(window_update(3, 100))  # behind the answer that waited
+    assert caller.outcome(3) == (StatusCode.RESOURCE_EXHAUSTED, framed(b"A"))
+    assert caller.shared.request_bytes == 0
+    caller.calls.lose_all()
+    await caller.shared.all_ended()
+
+
 async def test_questions_are_answered_as_they_come(caller):
     caller.feed(caller.call_head(1, "/s/upper"))
     for text in (b"a", b"b"):

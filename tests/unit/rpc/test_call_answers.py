@@ -34,6 +34,13 @@ def test_an_answer_over_the_bound_is_an_error():
     assert caller.outcome(1)[0] is StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_an_answer_of_a_stream_over_the_bound_ends_it():
+    caller = Caller(max_message_bytes=5)
+    caller.feed(caller.call(1, "/s/large", b""))
+    await caller.settled()
+    assert caller.outcome(1) == (StatusCode.RESOURCE_EXHAUSTED, b"")
+
+
 async def test_a_stream_of_answers_ends_well(caller):
     caller.feed(caller.call(1, "/s/count", b"2"), caller.call(3, "/s/count", b"0"))
     await caller.settled()

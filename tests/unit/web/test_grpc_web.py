@@ -3,7 +3,7 @@ import gzip
 import pytest
 from starlette.datastructures import Headers
 
-from ratelimitd.rpc.framing import framed
+from ratelimitd.rpc.framing import MessageReader, framed
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.web.grpc_web import GrpcWeb
 from ratelimitd.web.protocols import Types
@@ -32,6 +32,21 @@ async def test_a_body_that_is_not_one_plain_message_is_refused(body):
     with pytest.raises(RpcError, match="must be one message") as refused:
         await GrpcWeb().message_of(body, PLAIN, TYPES)
     assert refused.value.code is StatusCode.INVALID_ARGUMENT
+
+
+async def test_of_a_body_of_many_messages_no_more_are_read_than_say_so(monkeypatch):
+    read = []
+    feed = MessageReader.feed
+
+    def counted(reader, octets):
+        for part in feed(reader, octets):
+            read.append(part)
+            yield part
+
+    monkeypatch.setattr(MessageReader, "feed", counted)
+    with pytest.raises(RpcError, match="must be one message"):
+        await GrpcWeb().message_of(bytes(4 << 20), PLAIN, TYPES)
+    assert len(read) == 2
 
 
 async def test_a_message_may_be_compressed():

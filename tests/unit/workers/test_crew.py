@@ -191,6 +191,19 @@ async def test_one_that_hangs_at_its_start_keeps_the_others_only_for_a_while(mon
     await crew.stop(0)
 
 
+async def test_those_that_are_up_are_kept_while_another_hangs_at_its_start(crew, monkeypatch):
+    monkeypatch.setattr(crew_module, "TOGETHER_S", 0.0)
+    both = crew("time.sleep(60)", ANSWERING)
+    starting = asyncio.create_task(both.start())
+    while not both.processes[1]:  # noqa: ASYNC110 - a real process
+        await asyncio.sleep(0.001)
+    await both.processes[1][0].ready()
+    both.processes[1][0].kill()
+    while len(both.processes[1]) < 2:  # noqa: ASYNC110 - likewise
+        await asyncio.sleep(0.001)
+    starting.cancel()
+
+
 async def test_all_drain_at_once_and_say_so_meanwhile(crew):
     both = crew(ANSWERING, ANSWERING)
     await both.start()
