@@ -29,11 +29,11 @@ RESTARTS: Final = Definition(
     lambda _: (),
     "worker",
 )
-TOGETHER_S: Final = 5.0
-"""How long workers wait for each other before they listen: one that hangs at its start keeps nobody from serving."""
-
 DEFINITIONS: Final = (ANSWERING, RESTARTS)
 """The metrics of a parent, beside those of its workers."""
+
+TOGETHER_S: Final = 5.0
+"""How long workers wait for each other before they listen: one that hangs at its start keeps nobody from serving."""
 
 
 class Crew:
@@ -60,6 +60,8 @@ class Crew:
 
     async def _start(self, number: int, keeper: Keeper) -> None:
         await keeper.start()
+        if self._draining:  # another could not start meanwhile
+            return
         name = f"worker {number}"
         self._background.start(name, partial(keeper.keep, name))
 

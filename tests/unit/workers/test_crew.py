@@ -182,6 +182,22 @@ async def test_none_listens_before_all_can():
     await crew.stop(0)
 
 
+async def test_one_that_is_up_when_all_are_to_end_is_not_kept():
+    class Late(Step):
+        async def keep(self, _name):
+            self.steps.append("keep")
+
+    steps = []
+    late = Late("late", steps)
+    late.may_go_on.set()
+    crew = Crew([late])
+    await crew.stop(0)
+    await crew.start()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert steps == ["prepare late", "start late"]
+
+
 async def test_one_that_hangs_at_its_start_keeps_the_others_only_for_a_while(monkeypatch):
     monkeypatch.setattr(crew_module, "TOGETHER_S", 0.0)
     steps = []
