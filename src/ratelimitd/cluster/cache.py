@@ -25,7 +25,6 @@ IDLE_US: Final = US_PER_S // 2
 MOVED_PER_STEP: Final = 64
 """Views that are packed or kept in one step, about 0.1 ms; more while more are added."""
 
-
 FREED_SHARE: Final = 64
 """Of what was forgotten this part is freed in one step: of a million buckets, 1.5 ms at first."""
 
@@ -100,8 +99,7 @@ class BucketCache:
     def step(self, now_us: int) -> None:
         """Move on by a small step; to be called often."""
         # More at a time where more has come together: what is forgotten again and again must not pile up.
-        for _ in range(min(len(self._forgotten), 1 + len(self._forgotten) // FREED_SHARE)):
-            self._forgotten.pop()
+        del self._forgotten[-1 - len(self._forgotten) // FREED_SHARE :]
         moves = MOVED_PER_STEP + 2 * self._added
         self._added = 0
         while self._old and moves:

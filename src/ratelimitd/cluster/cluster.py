@@ -40,7 +40,6 @@ WATCH_S: Final = 0.1
 JOIN_S: Final = 1.0
 """How long a node waits at its start to hear of the others; it serves without them afterwards."""
 
-
 MAX_TTL_S: Final = 3_000
 """How long an unused bucket stays in the cache at most. The store forgets one after an hour without a spend; what
 others have spent of it since, a node would take back that still remembers a generation from before."""

@@ -314,7 +314,7 @@ class _Session:
         try:
             channel.begin(path, question, done, timeout_s=timeout_s, metadata=self._metadata)
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait need an answer
-            told(self._broken(error, count))
+            told(self.exchange.broken(error, count))
 
     def _ask_grpc(self, requests: Sequence[bytes], timeout_s: float, told: Told) -> None:
         """The same over gRPC's own channel."""
@@ -322,7 +322,7 @@ class _Session:
         def done(task: asyncio.Task[list[Decision]]) -> None:
             if task.cancelled():
                 # Mostly since the loop ends; whoever closes the client then waits for this all the same.
-                told(self._broken(asyncio.CancelledError(), len(requests)))
+                told(self.exchange.broken(asyncio.CancelledError(), len(requests)))
             else:
                 told(task.result())  # which never raises
 
@@ -333,7 +333,7 @@ class _Session:
         try:
             return await self._answered(requests, timeout_s)
         except Exception as error:  # noqa: BLE001 - whatever gRPC raises, those who wait need an answer
-            return self._broken(error, len(requests))
+            return self.exchange.broken(error, len(requests))
 
     async def _answered(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         count = len(requests)
@@ -346,9 +346,3 @@ class _Session:
         except (CallError, grpc.aio.AioRpcError) as error:
             return self.exchange.failed(error.code(), error.details() or "", count)
         return self.exchange.answered(answer, count)
-
-    def _broken(self, error: BaseException, count: int) -> list[Decision]:
-        try:
-            return self.exchange.broken(error, count)
-        except Exception as defect:  # noqa: BLE001 - see above
-            return last_resort(defect, count)

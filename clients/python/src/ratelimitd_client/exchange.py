@@ -82,8 +82,11 @@ class Exchange:
         return self._let_through(code.name, count)
 
     def broken(self, error: BaseException, count: int) -> list[Decision]:
-        """The decisions on ``count`` checks whose call ended with an error that is no status."""
-        return self._let_through(type(error).__name__, count)
+        """The decisions on ``count`` checks whose call ended with an error that is no status; never raises."""
+        try:
+            return self._let_through(type(error).__name__, count)
+        except Exception as defect:  # noqa: BLE001 - whatever it is, those who wait need an answer
+            return last_resort(defect, count)
 
     def not_asked(self, count: int) -> list[Decision]:
         """The decisions on ``count`` checks that nobody is asked about, because the breaker is not closed."""

@@ -86,8 +86,8 @@ class Questions(Generic[R]):
         if not (given is None or isinstance(given, Identity)):
             message = f"identify must return an Identity or None, not {type(given).__name__}"
             raise TypeError(message)
-        # By far the most: the function says it all, and the view asks for no type.
-        if given is not None and wanted is None and not given.is_nobody:
+        # By far the most.
+        if self.is_answered(given, wanted):
             return given
         first = None
         for identity in self._identities(given, arrival):
