@@ -176,11 +176,14 @@ class PostgresServer:
         return [pid, *map(int, children)]
 
     def _run(self, program: str, *arguments: str) -> str:
+        # Only the server minds who it is. To become somebody else takes a real fork, in which what gRPC's threads were
+        # doing just then may fail.
+        is_server = program != "psql"
         done = subprocess.run(
             [BINARIES / program, *arguments],
-            user=self._user,
-            group=self._group,
-            extra_groups=self._extra_groups,
+            user=self._user if is_server else None,
+            group=self._group if is_server else None,
+            extra_groups=self._extra_groups if is_server else None,
             cwd=self.directory,
             capture_output=True,
             text=True,
