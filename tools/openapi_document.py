@@ -161,8 +161,8 @@ def document(file: pb.FileDescriptorProto) -> Json:
                 "token": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "CHECK_TOKEN or ADMIN_TOKEN. Where a node has none, checks are for everybody, and"
-                    " everything else is for loopback.",
+                    "description": "CHECK_TOKEN or ADMIN_TOKEN; where that is not set, the token in"
+                    " STATE_DIR/admin-token. Without CHECK_TOKEN, checks need none.",
                 }
             },
         },

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Final
 
+from ratelimitd.admin_token import own_admin_token
 from ratelimitd.background import Background
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
@@ -63,6 +64,7 @@ from ratelimitd.web.from_parent import FromParent
 from ratelimitd.web.pages import Readiness
 from ratelimitd.web.refusals import Cause
 from ratelimitd.web.server import HttpServer
+from ratelimitd.web.sessions import login_link
 
 CLOSING_SHARE: Final = 0.3
 MAX_CLOSING_S: Final = 3.0
@@ -92,11 +94,14 @@ class Node:
         """``host:port`` that gRPC listens on, once started."""
         self.http_address = ""
         """``host:port`` that HTTP listens on, or the path of its socket, once started; empty when it is off."""
+        self.login_link = ""
+        """Opens the pages once, shortly after the start; empty unless the node made its admin token."""
         self.node_id = settings.node_name
         self.metrics: Metrics | None = None
         """What it reports on itself, once started."""
         self.stats = CheckStats(CAUSES, map(str, Cause))
         self._settings = settings
+        self._admin_token = settings.admin_token
         self._shared_time = SharedTime()
         self._clock = clock or SystemClock(self._shared_time.wall_ns)
         self._context = context or LogContext(self.node_id)
@@ -171,6 +176,10 @@ class Node:
             self._open.push_async_callback(self._tracer.close)
         state_dir = StateDir.lock(settings.state_dir)
         self._open.callback(state_dir.close)
+        if settings.has_own_admin_token:
+            self._admin_token = own_admin_token(state_dir.path)
+        for warning in settings.warnings:
+            _warn(warning)
         store = SqlRuleStore(settings.database_url, clock=self._clock)
         self._open.push_async_callback(store.close)
         bucket_key = None if settings.key_secret else BucketKey(state_dir.path, report=_warn)
@@ -194,6 +203,13 @@ class Node:
             await self._start_in_cluster(store, feed)
         else:
             await self._start_alone(store, feed)
+        if settings.has_own_admin_token:
+            state_dir.publish(self.grpc_address)
+            if self.http_address:
+                self.login_link = login_link(self.http_address, self._admin_token, self._now_s())
+
+    def _now_s(self) -> float:
+        return self._clock.now_us() / US_PER_S
 
     async def _start_alone(self, store: RuleStore, feed: RuleFeed) -> None:
         """With buckets of its own, which survive a restart on its disk."""
@@ -267,10 +283,10 @@ class Node:
                 actor=access.actor,
                 admit=admission(access),
                 translate=self._edge.translate,
-                admin_token=self._settings.admin_token,
+                admin_token=self._admin_token,
                 book=lambda: feed.book,
                 audit=store,
-                now_s=lambda: self._clock.now_us() / US_PER_S,
+                now_s=self._now_s,
                 refused=self.stats.web_refusal,
             )
         )
@@ -335,10 +351,12 @@ class Node:
         settings = self._settings
         return Access(
             Credentials(
-                admin_token=settings.admin_token,
+                admin_token=self._admin_token,
                 check_token=settings.check_token,
                 admin_sans=frozenset(settings.admin_sans),
                 check_sans=frozenset(settings.check_sans),
+                loopback_admin=settings.loopback_admin,
+                admin_token_name=settings.admin_token_name,
             )
         )
 
@@ -400,6 +418,7 @@ class Node:
             buckets=buckets,
             cluster=self._clustering,
             addresses=self,
+            admin_token_digest=lambda: self._keys.admin_token_digest(self._admin_token),
             report=_warn,
         )
         background.every(history.SAMPLE_S, "live view", live.step)

@@ -47,6 +47,7 @@ def live_of(
     buckets: Sized,
     cluster: Cluster | None,
     addresses: Addresses,
+    admin_token_digest: Callable[[], str],
     report: Callable[[str], None],
 ) -> Live:
     """The live view of a node with these parts; ``report`` takes one line for an operator."""
@@ -80,6 +81,7 @@ def live_of(
             clock_error_s=runtime.clock_error_us / US_PER_S,
             excess_ratio=shared.excess_ratio if shared else 0.0,
             excess_bound_ratio=shared.excess_bound_ratio if shared else 0.0,
+            admin_token_digest=admin_token_digest(),
             sample=sampler.sample(),
             endpoints=denials.top_endpoints(),
             identifiers=denials.top_identifiers(),

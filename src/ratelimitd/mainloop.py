@@ -33,11 +33,13 @@ def failed(line: str) -> int:
     return EXIT_FAILED
 
 
-def announce(grpc_address: str, http_address: str, node_id: str) -> None:
-    """Say on stdout, in the one line that whoever started the process waits for, that calls are answered."""
-    http = http_address or "off"
-    with contextlib.suppress(OSError):  # nobody reads our stdout: no reason not to serve
-        sys.stdout.write(f"ratelimitd ready grpc={grpc_address} http={http} node={node_id}\n")
+def announce(grpc_address: str, http_address: str, node_id: str, login_link: str = "") -> None:
+    """Write the ready line to stdout, and after it the login link if there is one. The log never has the link."""
+    lines = f"ratelimitd ready grpc={grpc_address} http={http_address or 'off'} node={node_id}\n"
+    if login_link:
+        lines += f"page: {login_link} (logs in once, within 30 s)\n"
+    with contextlib.suppress(OSError):  # a closed stdout is no reason not to serve
+        sys.stdout.write(lines)
         sys.stdout.flush()
 
 

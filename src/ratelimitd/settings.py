@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, Self
 
@@ -37,6 +37,10 @@ from ratelimitd.settings_values import (
     token,
     whole_number,
 )
+
+
+STATE_DIR_SOURCE: Final = "state directory"
+"""The source of an admin token that the parent of several workers made."""
 
 
 class SettingSpec(NamedTuple):
@@ -118,12 +122,15 @@ class Settings:
     on_breaker_open: Annotated[str, _Setting("fail_open", one_of("fail_open", "local", "deny"),
         "what to answer while the circuit breaker is open")]
     rules_file: Annotated[Path | None, _Setting("", optional(path), "YAML rules that seed a new rule book")]
-    admin_token: Annotated[str, _Setting("", token, "bearer token of the admin role; empty = loopback only", masked)]
+    admin_token: Annotated[str, _Setting("", token,
+        "bearer token of the admin role; empty = made once and kept in STATE_DIR/admin-token", masked)]
     check_token: Annotated[str, _Setting("", token, "bearer token of the check role; empty = everyone", masked)]
     admin_sans: Annotated[tuple[str, ...], _Setting("", names,
         "client-certificate SANs, comma-separated, that hold the admin role")]
     check_sans: Annotated[tuple[str, ...], _Setting("", names,
         "client-certificate SANs, comma-separated, that hold the check role")]
+    loopback_admin: Annotated[bool, _Setting("off", on_off,
+        "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback hold the admin role; never behind a proxy")]
     key_secret: Annotated[bytes, _Setting("", key_secret,
         "keys the hash of bucket keys; empty = made once and kept in the database", masked)]
     tls_cert: Annotated[Path | None, _Setting("", optional(path), "server certificate chain, PEM")]
@@ -218,6 +225,34 @@ class Settings:
     def node_name(self) -> str:
         """``node_id``, or ``host:pid`` of this process."""
         return self.node_id or f"{socket.gethostname()}:{os.getpid()}"
+
+    @property
+    def has_own_admin_token(self) -> bool:
+        """Whether the node makes its admin token: nothing that is set holds the admin role."""
+        return not (self.admin_token or self.admin_sans or self.loopback_admin)
+
+    @property
+    def admin_token_name(self) -> str:
+        """Where the admin token comes from, as callers are told."""
+        made = self.has_own_admin_token or self.sources.get("ADMIN_TOKEN") == STATE_DIR_SOURCE
+        return "in STATE_DIR/admin-token" if made else "ADMIN_TOKEN"
+
+    def with_own_admin_token(self, made: str) -> Self:
+        """Return these settings for a worker of a parent that made the admin token for all."""
+        sources = {**self.sources, "ADMIN_TOKEN": STATE_DIR_SOURCE}
+        return replace(self, admin_token=made, sources=sources)
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What an operator should hear at each start, a line each."""
+        if not self.loopback_admin:
+            return ()
+        if self.admin_token or self.admin_sans:
+            return ("LOOPBACK_ADMIN has no effect: ADMIN_TOKEN or ADMIN_SANS is set",)
+        return (
+            "LOOPBACK_ADMIN is on: every caller from loopback may change the rules, and behind a proxy on this host"
+            " every caller comes from loopback",
+        )
 
     @property
     def http_names(self) -> frozenset[str]:

@@ -64,8 +64,8 @@ class Terminal:
         """At once: it is alone on its port."""
 
     def ready(self, node: Node) -> None:
-        """The ready line."""
-        mainloop.announce(node.grpc_address, node.http_address, node.node_id)
+        """The ready line, and the login link."""
+        mainloop.announce(node.grpc_address, node.http_address, node.node_id, node.login_link)
 
     def failed(self, line: str) -> int:
         """One line on stderr."""

@@ -17,6 +17,8 @@ from ratelimitd.settings import Settings
 if TYPE_CHECKING:
     from ratelimitd.app import Node
 
+_ADMIN = frozenset({"admin_token", "admin_token_file", "admin_sans"})
+
 
 class ManualClock:
     """A clock that moves only when told to. Implements :class:`ratelimitd.clock.Clock`."""
@@ -64,7 +66,8 @@ async def running_node(*, clock: Clock | None = None, **settings: object) -> Asy
     Args:
         clock: the node's time; the system's when ``None``. A :class:`ManualClock` moves only when told to.
         settings: settings by attribute name (``admin_token="…"``), as text or anything whose ``str`` is that text.
-            Database and state directory are temporary ones unless given.
+            Database and state directory are temporary ones unless given. Where nothing else holds the admin role,
+            ``loopback_admin`` is ``on``, so that tests may change rules without a token.
     """
     # Not at the top: whoever wants a clock needs no gRPC, no SQL and no HTTP.
     from ratelimitd.app import Node  # noqa: PLC0415
@@ -78,6 +81,8 @@ async def running_node(*, clock: Clock | None = None, **settings: object) -> Asy
             "drain_s": 1,
             **settings,
         }
+        if _ADMIN.isdisjoint(settings):
+            chosen.setdefault("loopback_admin", "on")
         flags = {name.upper(): str(value) for name, value in chosen.items()}
         node = Node(Settings.load({}, flags), clock=clock)
         await node.start()

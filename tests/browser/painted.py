@@ -153,5 +153,6 @@ def _status(number: int, samples: Sequence[Sample]) -> NodeStatus:
         clock_error_s=0.0001 * (number - 1),
         excess_ratio=0.002,
         excess_bound_ratio=0.06,
+        admin_token_digest="",
         sample=samples[-1],
     )

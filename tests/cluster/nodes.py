@@ -156,7 +156,7 @@ class Nodes:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, f"node {number} did not start: {self.log(number)}"
-        node = Served(process, line)
+        node = Served(process, line, self.directory / f"state-{number}")
         self._listen[number] = node.grpc_address, node.http_address
         return node
 

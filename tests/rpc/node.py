@@ -116,7 +116,8 @@ async def running_node(
     ) as store:
         feed = RuleFeed(store, on_book=limiter.replace_book)
         await feed.start()
-        access, edge = Access(credentials or Credentials()), ErrorEdge()
+        access = Access(credentials or Credentials(loopback_admin=True))
+        edge = ErrorEdge()
         grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
         health = Health(
             node_id="node-1",

@@ -26,7 +26,10 @@ from tests.rpc.generated_calls import CHECK, LIST, WATCH, Memory, generated
 from tests.rpc.generated_metadata import ADMIN_TOKEN, CHECK_TOKEN
 from tests.rpc.node import Node, running_node
 
-OPEN, GUARDED = Credentials(), Credentials(admin_token=ADMIN_TOKEN, check_token=CHECK_TOKEN)
+OPEN, GUARDED = (
+    Credentials(loopback_admin=True),
+    Credentials(admin_token=ADMIN_TOKEN, check_token=CHECK_TOKEN),
+)
 
 COUNTED = ("allowed_total", "blocked_total", "invalid_total", "clock_rejected_total", "bucket_looked_total",
            "bucket_known_total", "fail_open_breaker_total", "fail_open_error_total")  # fmt: skip

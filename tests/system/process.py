@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -33,15 +34,26 @@ NEVER_ENDING_S = 2**31 - 1
 class Served:
     """One running node."""
 
-    def __init__(self, process: subprocess.Popen[str], ready_line: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], ready_line: str, state_dir: Path | None = None
+    ) -> None:
         match = READY.fullmatch(ready_line)
         assert match, f"no ready line but {ready_line!r}"
         self.process = process
         self.grpc_address, self.http_address, self.node_id = match.groups()
+        token = state_dir / "admin-token" if state_dir else None
+        self.admin_token = token.read_text().strip() if token and token.exists() else ""
+        """That the node made; empty where it is told who administers."""
         self.channel = grpc.insecure_channel(self.grpc_address)
+        admin = grpc.intercept_channel(self.channel, _AsAdmin(self.admin_token))
         self.checks = stubs.RateLimiterStub(self.channel)
-        self.rules = stubs.RateLimiterConfigStub(self.channel)
-        self.node = stubs.RateLimiterHealthStub(self.channel)
+        self.rules = stubs.RateLimiterConfigStub(admin)
+        self.node = stubs.RateLimiterHealthStub(admin)
+
+    @property
+    def authorization(self) -> dict[str, str]:
+        """The header of who has the node's own token."""
+        return {"Authorization": f"Bearer {self.admin_token}"}
 
     def signal(self, number: int) -> None:
         """Send a signal to the node."""
@@ -100,6 +112,19 @@ class Served:
         match = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
         assert match, f"{name} is not exported"
         return float(match[1])
+
+
+class _AsAdmin(grpc.UnaryUnaryClientInterceptor):
+    """Adds the admin token to calls that bring no credentials of their own."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        metadata = list(details.metadata or ())
+        if self._token and not any(name == "authorization" for name, _ in metadata):
+            metadata.append(("authorization", f"Bearer {self._token}"))
+        return continuation(details._replace(metadata=metadata), request)
 
 
 GOING = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
@@ -170,7 +195,7 @@ class Files:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, f"the node did not start: {process.communicate(timeout=START_S)[1]}"
-            node = Served(process, line)
+            node = Served(process, line, self.state_dir)
             yield node
             node.channel.close()
         finally:

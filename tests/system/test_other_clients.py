@@ -23,6 +23,8 @@ LIST = "ratelimiter.v1.RateLimiterConfig.ListRateLimits"
 DELETE = "ratelimiter.v1.RateLimiterConfig.DeleteRateLimit"
 HEALTH = "grpc.health.v1.Health.Check"
 WATCH = "grpc.health.v1.Health.Watch"
+TOKEN = "token-of-the-tests"
+ADMIN = {"authorization": f"Bearer {TOKEN}"}
 UNKNOWN_ID = "00000000-0000-4000-8000-000000000000"
 
 IDLE_MS = 35_000
@@ -95,7 +97,7 @@ def table(who):
             ),
         ),
         "a rule that is not there": Expected(
-            Question(DELETE, {"id": UNKNOWN_ID}),
+            Question(DELETE, {"id": UNKNOWN_ID}, metadata=ADMIN),
             "notfound",
             f"no rule has the id '{UNKNOWN_ID}'",
             (
@@ -107,14 +109,12 @@ def table(who):
                 ),
             ),
         ),
-        "an admin call from this host": Expected(
-            Question(LIST, {"endpoint": "/b"}), answers=(pb.ListRateLimitsResponse(),)
+        "an admin call with the token": Expected(
+            Question(LIST, {"endpoint": "/b"}, metadata=ADMIN),
+            answers=(pb.ListRateLimitsResponse(),),
         ),
-        "an admin call that was forwarded": Expected(
-            Question(LIST, metadata={"x-forwarded-for": "192.0.2.1"}),
-            "permissiondenied",
-            None,
-            (info("LOOPBACK_ONLY"),),
+        "an admin call from this host": Expected(
+            Question(LIST), "unauthenticated", None, (info("CREDENTIALS_REQUIRED"),)
         ),
         "health": Expected(
             Question(HEALTH, {"service": "ratelimiter.v1.RateLimiter"}),
@@ -133,7 +133,7 @@ def clients_of(transport, directory, *, encrypted):
     arguments = certificates.arguments if encrypted else ()
     ca = certificates.ca if encrypted else None
     with (
-        files.serving("--transport", transport, *arguments) as node,
+        files.serving("--transport", transport, "--admin-token", TOKEN, *arguments) as node,
         grpc_go(node.grpc_address, directory, ca) as go,
     ):
         yield Asking(go, BufCurl(node.grpc_address, directory, ca))

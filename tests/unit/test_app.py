@@ -78,6 +78,7 @@ def kept(tmp_path):
 
 def node_of(kept, may_listen=None, **settings):
     flags = {"LISTEN": "127.0.0.1:0", "HTTP_LISTEN": "127.0.0.1:0", "DRAIN_S": "1"}
+    flags |= {"LOOPBACK_ADMIN": "on"}
     flags |= {name.upper(): str(value) for name, value in {**kept, **settings}.items()}
     return Node(Settings.load({}, flags), may_listen=may_listen)
 
@@ -659,3 +660,49 @@ def _clustering(node):
 async def until(condition):
     while not condition():  # noqa: ASYNC110 - of a real server and a real feed
         await asyncio.sleep(0.02)
+
+
+async def test_a_node_makes_its_admin_token_and_a_login_link(kept, caplog):
+    token_file = kept["state_dir"] / "admin-token"
+    async with running_node(**kept, loopback_admin="off") as node:
+        token = token_file.read_text().strip()
+        async with Client(node) as client:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"in STATE_DIR/admin-token"):
+                await client.rules.ListRateLimits(pb.ListRateLimitsRequest())
+            metadata = [("authorization", f"Bearer {token}")]
+            await client.rules.ListRateLimits(pb.ListRateLimitsRequest(), metadata=metadata)
+        assert node.login_link.startswith(f"http://{node.http_address}/login?code=")
+        async with httpx.AsyncClient(headers={"Accept": "text/html"}) as http:
+            assert (await http.get(f"http://{node.http_address}/rules")).status_code == 303
+            assert (await http.get(node.login_link)).headers["location"] == "/"
+            assert (await http.get(f"http://{node.http_address}/rules")).status_code == 200
+            assert (await http.get(node.login_link)).status_code == 401
+        code = node.login_link.partition("code=")[2]
+    async with running_node(**kept, loopback_admin="off") as node:
+        assert token_file.read_text().strip() == token
+    assert token not in caplog.text
+    assert code not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given", [{"admin_token": "set"}, {"loopback_admin": "on"}, {"http_listen": ""}]
+)
+async def test_without_a_token_of_its_own_or_pages_there_is_no_link(kept, given):
+    async with running_node(**kept, **{"loopback_admin": "off"} | given) as node:
+        assert node.login_link == ""
+        assert (kept["state_dir"] / "admin-token").exists() is ("http_listen" in given)
+
+
+async def test_an_admin_token_that_cannot_be_used_ends_the_start(kept):
+    kept["state_dir"].mkdir()
+    (kept["state_dir"] / "admin-token").mkdir()
+    node = node_of(kept, loopback_admin="off")
+    with pytest.raises(StartupError, match="is a directory"):
+        await node.start()
+
+
+async def test_loopback_as_a_credential_is_warned_of_at_each_start(kept, caplog):
+    for _ in range(2):
+        async with running_node(**kept, loopback_admin="on"):
+            pass
+    assert caplog.text.count("LOOPBACK_ADMIN is on") == 2

@@ -36,6 +36,7 @@ class Parts:
             buckets=self.buckets,
             cluster=cluster,
             addresses=self.addresses,
+            admin_token_digest=lambda: "",
             report=lambda line: None,
         )
 

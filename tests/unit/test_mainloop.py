@@ -58,9 +58,12 @@ def test_a_failure_may_be_told_to_somebody_else(capsys):
 def test_the_ready_line_has_the_addresses_and_the_name(capsys):
     mainloop.announce("127.0.0.1:1", "127.0.0.1:2", "n1")
     mainloop.announce("127.0.0.1:1", "", "n1")
+    mainloop.announce("127.0.0.1:1", "127.0.0.1:2", "n1", "http://127.0.0.1:2/login?code=c")
     assert capsys.readouterr().out.splitlines() == [
         "ratelimitd ready grpc=127.0.0.1:1 http=127.0.0.1:2 node=n1",
         "ratelimitd ready grpc=127.0.0.1:1 http=off node=n1",
+        "ratelimitd ready grpc=127.0.0.1:1 http=127.0.0.1:2 node=n1",
+        "page: http://127.0.0.1:2/login?code=c (logs in once, within 30 s)",
     ]
 
 

@@ -21,6 +21,7 @@ class StandIn:
     grpc_address = "127.0.0.1:1"
     http_address = "127.0.0.1:2"
     node_id = "n1"
+    login_link = ""
     happened: ClassVar[list[str]]
 
     def __init__(self, _settings, *, context, whole_load, reuse_port, may_listen):

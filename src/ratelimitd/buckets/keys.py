@@ -19,12 +19,14 @@ SCOPE_BYTES: Final = 9
 STORED_KEY_BYTES: Final = 16
 """128 bits, as for the keys of a shared store."""
 
+ADMIN_TOKEN_DIGEST_BYTES: Final = 4
 FINGERPRINT_BYTES: Final = 8
 
 IDENTIFIER_DIGEST_BYTES: Final = 8
 """Enough to tell the few that are shown to people apart."""
 
 _FINGERPRINT_PERSON: Final = b"rl-nodes"
+_ADMIN_TOKEN_PERSON: Final = b"rl-admin"
 _IDENTIFIER_PERSON: Final = b"rl-ident"
 _SCOPE_PERSON: Final = b"rl-scope"
 _STORED_PERSON: Final = b"rl-stored"
@@ -51,6 +53,21 @@ class BucketKeys:
         """What tells whether two nodes have one secret, and nothing of the secret itself."""
         digest = blake2b(
             digest_size=FINGERPRINT_BYTES, key=self._secret, person=_FINGERPRINT_PERSON
+        )
+        return digest.hexdigest()
+
+    def admin_token_digest(self, token: str) -> str:
+        """Return what tells whether two nodes have one admin token; empty for none.
+
+        It has 32 bits, so that a copy of it confirms a guess of a weak token and never singles a strong one out.
+        """
+        if not token:
+            return ""
+        digest = blake2b(
+            token.encode(),
+            digest_size=ADMIN_TOKEN_DIGEST_BYTES,
+            key=self._secret,
+            person=_ADMIN_TOKEN_PERSON,
         )
         return digest.hexdigest()
 

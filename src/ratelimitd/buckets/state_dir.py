@@ -1,6 +1,7 @@
 """The directory where a node keeps what must survive it; one node at a time.
 
-Owns the lock and the file modes. Never knows what the files mean.
+Owns the lock and the file modes. The lock file says where the node that holds it answers. Never knows what the other
+files mean.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Final
 from ratelimitd.errors import StartupError
 
 LOCK_NAME: Final = "lock"
+
+MAX_ADDRESS_BYTES: Final = 300
+"""A host name has at most 253 characters."""
 
 
 class StateDir:
@@ -46,8 +50,37 @@ class StateDir:
             os.close(lock_fd)
             message = f"the state directory {directory} cannot be locked: {error.strerror}"
             raise StartupError(message) from error
+        os.ftruncate(lock_fd, 0)  # a killed node leaves its address
         return cls(directory, lock_fd)
+
+    def publish(self, address: str) -> None:
+        """Write the gRPC address into the lock file, for commands on this host that use the node's own admin token."""
+        os.pwrite(self._lock_fd, f"{address}\n".encode(), 0)
+
+    @staticmethod
+    def address_in(path: Path) -> str:
+        """Return the address that the node running in ``path`` published; empty where none runs.
+
+        Raises:
+            OSError: there is no lock file, or it may not be read.
+        """
+        lock_fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            published = os.read(lock_fd, MAX_ADDRESS_BYTES).decode("ascii", "replace").strip()
+            return published if published and _is_held(lock_fd) else ""
+        finally:
+            os.close(lock_fd)
 
     def close(self) -> None:
         """Give up the lock."""
+        os.ftruncate(self._lock_fd, 0)
         os.close(self._lock_fd)
+
+
+def _is_held(lock_fd: int) -> bool:
+    """Whether another process holds the lock; tried only where one may, since the trial could get in a start's way."""
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from ratelimitd.admin_token import find_admin_token
 from ratelimitd.cli.failures import CliError, UsageError, rpc_failure
 from ratelimitd.cli.output import Output
 from ratelimitd.settings_values import address
@@ -104,7 +106,8 @@ def connection_options(
         typer.Option(
             metavar="TOKEN",
             envvar=ENV_PREFIX + "TOKEN",
-            help="Bearer token. On a command line every user of this machine can read it: prefer --token-file.",
+            help="Bearer token; default: that of a node on this host, STATE_DIR/admin-token. On a command line every user"
+            " of this machine can read it: prefer --token-file.",
         ),
     ] = None,
     token_file: Annotated[
@@ -168,6 +171,8 @@ def connection_options(
         if not token:
             message = f"--token-file: {token_file} is empty"
             raise UsageError(message)
+    if token is None:
+        token = find_admin_token(target, os.environ)
     tls = None
     if ca is not None or cert is not None:
         from ratelimitd_client import Tls  # noqa: PLC0415

@@ -40,7 +40,8 @@ class NodeStatus:
 
     ``healthy`` and the six that follow are those of :class:`ratelimitd.observe.samples.HealthReport`. ``retry_s``: in
     how many seconds an open breaker is to be tried again; 0 while it is closed. ``clock_error_s``: how far the wall
-    clock, in a cluster that of the shared state, is ahead of the node's.
+    clock, in a cluster that of the shared state, is ahead of the node's. ``admin_token_digest``: the same on all nodes with
+    one admin token; empty for none.
     """
 
     node_id: str
@@ -61,6 +62,7 @@ class NodeStatus:
     clock_error_s: float
     excess_ratio: float
     excess_bound_ratio: float
+    admin_token_digest: str
     sample: Sample
     endpoints: Sequence[DeniedEndpoint] = ()
     identifiers: Sequence[DeniedIdentifier] = ()
@@ -209,6 +211,7 @@ _FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "clock_error_s": _signed,
     "excess_ratio": _number,
     "excess_bound_ratio": _number,
+    "admin_token_digest": _text,
 }
 """The fields that are one value each, and how that is read."""
 

@@ -1,7 +1,7 @@
 """Who may call what: which credentials a call carries, and whether they hold the role its method asks for.
 
-Never reads a setting and never logs. Identity comes from a bearer token, from the client certificate that TLS
-verified, or from calling over loopback; a header never makes a caller local. See ADR 0017.
+Never reads a setting and never logs. Identity comes from a bearer token or from the client certificate that TLS
+verified; from calling over loopback only where LOOPBACK_ADMIN is on. See ADR 0017 and ADR 0042.
 """
 
 from __future__ import annotations
@@ -61,12 +61,18 @@ Requirement = Callable[[Call], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """The settings that hold roles; an empty one holds none. Whoever holds admin may also read and check."""
+    """The settings that hold roles; an empty one holds none. The admin role includes the other two.
+
+    ``loopback_admin``: callers from loopback hold the admin role while no admin token or SAN is set.
+    ``admin_token_name`` tells callers where the admin token comes from.
+    """
 
     admin_token: str = ""
     check_token: str = ""
     admin_sans: frozenset[str] = frozenset()
     check_sans: frozenset[str] = frozenset()
+    loopback_admin: bool = False
+    admin_token_name: str = "ADMIN_TOKEN"  # noqa: S105 -- the name of a setting
 
     def __repr__(self) -> str:
         """Nothing of what it holds."""
@@ -81,6 +87,9 @@ class Access:
         self._check_digest = _digest(credentials.check_token)
         self._admin_sans = credentials.admin_sans
         self._check_sans = credentials.check_sans
+        self._admin_token_name = credentials.admin_token_name
+        guarded = self._admin_digest or self._admin_sans
+        self._loopback_admin = credentials.loopback_admin and not guarded
 
     def requirement(self, role: Role) -> Requirement | None:
         """What calls of this role must meet; ``None``: everybody may, so that the check path need not ask."""
@@ -89,8 +98,7 @@ class Access:
         if role is Role.CHECK:
             guarded = bool(self._check_digest or self._check_sans)
             return partial(self._require, frozenset(Role), self._need(role)) if guarded else None
-        guarded = bool(self._admin_digest or self._admin_sans)
-        if not guarded:
+        if self._loopback_admin:
             return _require_loopback
         return partial(self._require, frozenset({Role.ADMIN}), self._need(role))
 
@@ -131,12 +139,12 @@ class Access:
         """What a call of this role needs here: the kinds of credentials that are set, never which ones they are."""
         checks = role is Role.CHECK
         tokens = ["CHECK_TOKEN"] * bool(checks and self._check_digest)
-        tokens += ["ADMIN_TOKEN"] * bool(self._admin_digest)
+        tokens += [self._admin_token_name] * bool(self._admin_digest)
         names = ["CHECK_SANS"] * bool(checks and self._check_sans)
         names += ["ADMIN_SANS"] * bool(self._admin_sans)
         ways = [f"the bearer token {' or '.join(tokens)}"] * bool(tokens)
         ways += [f"a client certificate with a name of {' or '.join(names)}"] * bool(names)
-        return f"this call needs the {role} role: {', or '.join(ways)}"
+        return f"this call needs the {role} role: {', or '.join(ways) or 'no credential that holds it is set'}"
 
     def _held(self, call: Call) -> set[Role]:
         """The roles that the call's credentials hold; both tokens are always compared, in constant time."""
@@ -197,10 +205,7 @@ def _host(peer: str) -> str:
 
 def _require_loopback(call: Call) -> None:
     if not is_loopback(call):
-        message = (
-            "while neither ADMIN_TOKEN nor ADMIN_SANS is set, this call is for loopback only (127.0.0.1 or ::1,"
-            " without forwarding headers)"
-        )
+        message = "with LOOPBACK_ADMIN on, this call is for loopback only (127.0.0.1 or ::1, without forwarding headers)"
         raise rich_error(StatusCode.PERMISSION_DENIED, "LOOPBACK_ONLY", message)
 
 

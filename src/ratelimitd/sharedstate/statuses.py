@@ -29,12 +29,12 @@ class RedisStatuses:
 
     def put(self, incarnation: str, status: bytes, ttl_ms: int) -> None:
         """Replace the status of an incarnation. That it did not arrive shows by itself: it gets old."""
-        command = (b"SET", _key(incarnation), status, b"PX", ttl_ms)
+        command = (b"SET", status_key(incarnation), status, b"PX", ttl_ms)
         self._shards.of_tag(MEMBERS_TAG).send(command, _ignore)
 
     def remove(self, incarnation: str) -> None:
         """Forget an incarnation: the node has left."""
-        command = (b"EXPIRE", _key(incarnation), 0)
+        command = (b"EXPIRE", status_key(incarnation), 0)
         self._shards.of_tag(MEMBERS_TAG).send(command, _ignore)
 
     def get(
@@ -47,7 +47,7 @@ class RedisStatuses:
         reading = _Reading(len(incarnations), done)
         shard = self._shards.of_tag(MEMBERS_TAG)
         for place, incarnation in enumerate(incarnations):
-            command = (b"GETRANGE", _key(incarnation), 0, READ_BYTES - 1)
+            command = (b"GETRANGE", status_key(incarnation), 0, READ_BYTES - 1)
             shard.send(command, partial(reading.take, place))
 
 
@@ -72,7 +72,8 @@ class _Reading:
             self._done(self._error or self._statuses)
 
 
-def _key(incarnation: str) -> bytes:
+def status_key(incarnation: str) -> bytes:
+    """Return the key of the status of an incarnation."""
     return _PREFIX + incarnation.encode()
 
 

@@ -43,7 +43,8 @@ TAGS_PER_BATCH: Final = 16
 updates, each with the cost of a script call; in a Cluster all keys of a call have to be of one slot."""
 
 MEMBERS_TAG: Final = 0
-_MEMBERS_KEYS: Final = (b"rl1:{00}:members", b"rl1:{00}:secret")
+MEMBERS_KEY: Final = b"rl1:{00}:members"
+_MEMBERS_KEYS: Final = (MEMBERS_KEY, b"rl1:{00}:secret")
 
 _PROBER_BYTES: Final = 6
 

@@ -1,4 +1,4 @@
-"""Logging in with the ADMIN_TOKEN, and out again. Tries are bounded for each address."""
+"""Logging in with the admin token or a link, and out again. Tries with a token are bounded for each address."""
 
 from __future__ import annotations
 
@@ -57,8 +57,20 @@ def login_routes(
             error=ANSWERS[refused].text if refused else "",
         )
 
+    def entered(request: Request, target: str) -> Response:
+        response = RedirectResponse(target, 303)
+        frame.set_cookie(request, response, SESSION_COOKIE, sessions.open())
+        return response
+
     async def show(request: Request) -> Response:
         frame.stranger(request)
+        # A HEAD request looks whether the page is there, and must not use the link up.
+        code = request.query_params.get("code") if request.method == "GET" else None
+        if code is not None:
+            if sessions.opened_by(code, request.headers.get("host", "")):
+                return entered(request, "/")
+            count(Cause.LOGIN_LINK)
+            return form(request, "/", Cause.LOGIN_LINK)
         return form(request, local_path(request.query_params.get("next", "/")))
 
     async def log_in(request: Request) -> Response:
@@ -73,9 +85,7 @@ def login_routes(
         if cause is not None:
             count(cause)
             return form(request, target, cause)
-        response = RedirectResponse(target, 303)
-        frame.set_cookie(request, response, SESSION_COOKIE, sessions.open())
-        return response
+        return entered(request, target)
 
     async def log_out(request: Request, _fields: Fields) -> Response:
         response = RedirectResponse("/login", 303)

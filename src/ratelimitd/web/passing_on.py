@@ -72,7 +72,8 @@ class PassingOn:
         """A connection to a worker that listens; the caller's own first."""
         sockets = self._sockets
         client = Address(*(scope.get("client") or ("", 0)))
-        first = crc32(client.host.encode()) % len(sockets)
+        # One worker counts tries to log in and knows which login links were used.
+        first = 0 if scope["path"] == "/login" else crc32(client.host.encode()) % len(sockets)
         for path in (*sockets[first:], *sockets[:first]):
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):

@@ -23,10 +23,12 @@ class Cause(enum.StrEnum):
     """Nobody is logged in."""
     SESSION_EXPIRED = "session_expired"
     WRONG_TOKEN = "wrong_token"  # noqa: S105 -- as above
-    """What was entered is not the ADMIN_TOKEN."""
+    """What was entered is not the admin token."""
+    LOGIN_LINK = "login_link"
+    """A login link that is used, late, made for another Host, or none of this node's."""
     TOO_MANY_LOGINS = "too_many_logins"
     NOT_ALLOWED = "not_allowed"
-    """A page that only loopback, or only holders of the admin role, may see."""
+    """A page that only holders of the admin role may see."""
     TOO_LARGE = "too_large"
     BAD_FORM = "bad_form"
     """The body is no form."""
@@ -54,13 +56,19 @@ ANSWERS: Final[Mapping[Cause, Answer]] = MappingProxyType(
             "Nothing was changed. The form was not made for this session: open it again and send it from there.",
         ),
         Cause.LOGIN_REQUIRED: Answer(
-            401, "Log in first", "Nothing was changed. This page needs the ADMIN_TOKEN."
+            401, "Log in first", "Nothing was changed. This page needs the admin token."
         ),
         Cause.SESSION_EXPIRED: Answer(
             401, "Your session has ended", "Nothing was changed. Log in again and repeat it."
         ),
         Cause.WRONG_TOKEN: Answer(
-            401, "Not logged in", "This is not the ADMIN_TOKEN of this node."
+            401, "Not logged in", "This is not the admin token of this node."
+        ),
+        Cause.LOGIN_LINK: Answer(
+            401,
+            "Not logged in",
+            "This login link was used before, is older than 30 seconds, or is for another address."
+            " Enter the admin token.",
         ),
         Cause.TOO_MANY_LOGINS: Answer(
             429, "Too many attempts", "Wait a minute before you try to log in again."

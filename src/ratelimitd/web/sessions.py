@@ -1,7 +1,8 @@
 """Sessions of people who logged in, and the tokens in their forms. Holds nothing for each: a cookie says all.
 
-A session is a signed cookie whose key comes from the ADMIN_TOKEN: every node with that token takes it, and a new token
-ends all of them. Without an ADMIN_TOKEN there are no sessions, and forms are bound to a random cookie. See ADR 0028.
+A session is a signed cookie whose key comes from the admin token: every node with that token takes it, and a new token
+ends all of them. Without an admin token there are no sessions, and forms are bound to a random cookie. A login link
+carries a signed code, which opens one session. See ADR 0028 and ADR 0042.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from itsdangerous import BadSignature, URLSafeSerializer
 SESSION_S: Final = 8 * 3600
 """A session ends that long after its login, used or not."""
 
+LINK_S: Final = 30
+"""A login link is good for that long, once. Printed at the start, it ends up wherever stdout goes."""
+
 NONCE_BYTES: Final = 16
 MAX_COOKIE_CHARS: Final = 512
 
 _SALT: Final = "ratelimitd page session"
+_LINK_SALT: Final = "ratelimitd login link"
 _FORM_KEY: Final = b"ratelimitd page forms"
 
 
@@ -43,15 +48,15 @@ class Sessions:
         self._admin_token = admin_token
         self._now_s = now_s
         self._random_bytes = random_bytes
-        self._signed = URLSafeSerializer(
-            admin_token or random_bytes(32),
-            salt=_SALT,
-            signer_kwargs={"key_derivation": "hmac", "digest_method": sha256},
-        )
+        key = admin_token or random_bytes(32)
+        self._signed = _signer(key, _SALT)
+        self._links = _signer(key, _LINK_SALT)
+        self._used_links: dict[str, float] = {}
+        """Nonce of each link that was used → when it ends. Only who holds the admin token can make it grow."""
 
     @property
     def possible(self) -> bool:
-        """Whether one can log in: there is an ADMIN_TOKEN."""
+        """Whether one can log in: there is an admin token."""
         return bool(self._admin_token)
 
     @property
@@ -64,12 +69,31 @@ class Sessions:
         return self._random_bytes(NONCE_BYTES).hex()
 
     def opened_with(self, token: str) -> bool:
-        """Whether this is the ADMIN_TOKEN; takes as long for any other text."""
+        """Whether this is the admin token; takes as long for any other text."""
         given, wanted = (
             sha256(text.encode("utf-8", "surrogatepass")).digest()
             for text in (token, self._admin_token)
         )
         return hmac.compare_digest(given, wanted) and self.possible
+
+    def link_code(self, host: str) -> str:
+        """Return the code of a login link for ``host``, a ``HOST:PORT``."""
+        return str(self._links.dumps([self.nonce(), int(self._now_s()) + LINK_S, host]))
+
+    def opened_by(self, code: str, host: str) -> bool:
+        """Whether a request to ``host`` may open a session with the code of a link; it is used up if so."""
+        if not self.possible or len(code) > MAX_COOKIE_CHARS:
+            return False
+        try:
+            nonce, expires_at_s, made_for = self._links.loads(code)
+        except BadSignature:
+            return False
+        now_s = self._now_s()
+        self._used_links = {one: at_s for one, at_s in self._used_links.items() if now_s < at_s}
+        if host != made_for or now_s >= expires_at_s or nonce in self._used_links:
+            return False
+        self._used_links[nonce] = expires_at_s
+        return True
 
     def open(self) -> str:
         """The cookie of a new session."""
@@ -88,7 +112,26 @@ class Sessions:
     def form_token(self, nonce: str) -> str:
         """What the forms of a visitor carry: only who has their cookie can have it.
 
-        Knows nothing of the ADMIN_TOKEN: whoever sees the form to log in could else find out at home, with as many
+        Knows nothing of the admin token: whoever sees the form to log in could else find out at home, with as many
         tries as they like, whether a guess is right.
         """
         return hmac.new(_FORM_KEY, nonce.encode("utf-8", "surrogatepass"), sha256).hexdigest()
+
+
+def _signer(key: str | bytes, salt: str) -> URLSafeSerializer:
+    return URLSafeSerializer(
+        key, salt=salt, signer_kwargs={"key_derivation": "hmac", "digest_method": sha256}
+    )
+
+
+def login_link(http_address: str, admin_token: str, now_s: float) -> str:
+    """Return the address of a page that logs in who opens it first, within :data:`LINK_S` of ``now_s``, Unix time."""
+    host = reachable(http_address)
+    code = Sessions(admin_token, lambda: now_s).link_code(host)
+    return f"http://{host}/login?code={code}"
+
+
+def reachable(http_address: str) -> str:
+    """Return the ``HOST:PORT`` for a browser on the same host: loopback where the node listens on all addresses."""
+    host, _, port = http_address.rpartition(":")
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host) + f":{port}"

@@ -10,12 +10,14 @@ import asyncio
 import dataclasses
 import logging
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Final
 
 from ratelimitd import mainloop
+from ratelimitd.admin_token import own_admin_token
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
 from ratelimitd.mainloop import EXIT_OK, StopSignals
@@ -26,6 +28,7 @@ from ratelimitd.settings_values import MAX_NODE_ID_CHARACTERS, Address
 from ratelimitd.web.pages import application
 from ratelimitd.web.passing_on import PassingOn
 from ratelimitd.web.server import HttpServer
+from ratelimitd.web.sessions import login_link
 from ratelimitd.workers.crew import Crew
 from ratelimitd.workers.keeper import Keeper
 from ratelimitd.workers.process import WorkerProcess
@@ -72,7 +75,12 @@ def settings_of(settings: Settings, number: int, port: int) -> Settings:
 
 async def _serve(settings: Settings) -> int:
     async with AsyncExitStack() as opened:
-        opened.callback(StateDir.lock(settings.state_dir).close)
+        state_dir = StateDir.lock(settings.state_dir)
+        opened.callback(state_dir.close)
+        has_own_token = settings.has_own_admin_token
+        if has_own_token:
+            # One for all workers: a caller cannot choose which of them answers.
+            settings = settings.with_own_admin_token(own_admin_token(settings.state_dir))
         port = await _own_port(settings.listen, opened)
         workers = [settings_of(settings, number, port) for number in range(settings.workers)]
         crew = Crew([Keeper(partial(WorkerProcess.start, worker)) for worker in workers])
@@ -83,7 +91,13 @@ async def _serve(settings: Settings) -> int:
         try:
             if not await stop.comes_before(starting):
                 starting.result()
-                mainloop.announce(grpc_address, http_address, settings.node_id)
+                link = ""
+                if has_own_token:
+                    state_dir.publish(grpc_address)
+                    link = http_address and login_link(
+                        http_address, settings.admin_token, time.time()
+                    )
+                mainloop.announce(grpc_address, http_address, settings.node_id, link)
                 await stop.wait()
         finally:
             _log.info("draining %d workers", settings.workers)

@@ -4,6 +4,8 @@ import grpc
 import pytest
 import trustme
 
+from ratelimitd.admin_token import own_admin_token
+from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.cli import target as module
 from ratelimitd.cli.failures import CliError
 from ratelimitd.cli.target import Target, asks_node
@@ -58,6 +60,23 @@ def test_options_that_cannot_work_are_status_2_and_ask_nobody(ask, node, options
     assert node.seen == []
     assert SECRET not in ended.err
     assert "two words" not in ended.err
+
+
+def test_the_token_of_the_node_on_this_host_is_sent_to_that_node_alone(
+    ask, node, tmp_path, monkeypatch
+):
+    state_dir = StateDir.lock(tmp_path / "state")
+    made = own_admin_token(state_dir.path)
+    monkeypatch.setenv("RATELIMITD_STATE_DIR", str(state_dir.path))
+    state_dir.publish("127.0.0.1:1")
+    ask("metrics")
+    state_dir.publish(node.address)
+    ask("metrics")
+    ask("metrics", "--token", SECRET)
+    state_dir.close()
+    ask("metrics")
+    sent = [call.metadata.get("authorization") for call in node.seen]
+    assert sent == [None, f"Bearer {made}", f"Bearer {SECRET}", None]
 
 
 def test_an_argument_that_is_no_text_is_status_2(ask, node):

@@ -31,6 +31,7 @@ def status_of(node_id="n1", *, at_ms=0, allowed_per_s=1.0, **fields):
         "clock_error_s": 0.0,
         "excess_ratio": 0.0,
         "excess_bound_ratio": 0.0,
+        "admin_token_digest": "",
     }
     sample = Sample(at_ms, allowed_per_s=allowed_per_s)
     return NodeStatus(node_id=node_id, sample=sample, **common | fields)

@@ -30,6 +30,7 @@ STATUS = NodeStatus(
     clock_error_s=-0.25,
     excess_ratio=0.01,
     excess_bound_ratio=0.51,
+    admin_token_digest="a1b2c3d4",
     sample=SAMPLE,
 )
 BUSY = replace(

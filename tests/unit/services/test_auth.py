@@ -14,6 +14,7 @@ TOKENS = Access(Credentials(admin_token="admin-secret", check_token="check-secre
 SANS = Access(
     Credentials(admin_sans=frozenset({"ops.example"}), check_sans=frozenset({"shop.example"}))
 )
+LOOPBACK = Access(Credentials(check_token="t", loopback_admin=True))
 ELSEWHERE = "ipv4:10.0.0.1:50000"
 
 
@@ -29,7 +30,7 @@ def verdict(access, role, call):
     return None
 
 
-@pytest.mark.parametrize("access", [Access(Credentials()), TOKENS, SANS])
+@pytest.mark.parametrize("access", [Access(Credentials()), LOOPBACK, TOKENS, SANS])
 def test_open_methods_ask_nothing(access):
     assert access.requirement(Role.OPEN) is None
 
@@ -41,8 +42,22 @@ def test_checks_ask_nothing_until_a_check_credential_is_set():
 
 
 @pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
-def test_without_admin_credentials_only_loopback_reads_and_changes(role):
-    access = Access(Credentials(check_token="t"))
+def test_without_admin_credentials_nobody_reads_and_changes(role):
+    for peer in ("ipv4:127.0.0.1:1", "ipv6:[::1]:1", "unix:", ELSEWHERE):
+        for call in (FakeCall(peer), bearer("t", peer=peer)):
+            assert verdict(Access(Credentials()), role, call) is StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
+def test_an_admin_credential_takes_the_role_from_loopback(role):
+    for credentials in ({"admin_token": "a"}, {"admin_sans": frozenset({"n"})}):
+        access = Access(Credentials(loopback_admin=True, **credentials))
+        assert verdict(access, role, FakeCall()) is StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
+def test_with_loopback_admin_only_loopback_reads_and_changes(role):
+    access = LOOPBACK
     assert verdict(access, role, FakeCall()) is None
     assert verdict(access, role, FakeCall(ELSEWHERE)) is StatusCode.PERMISSION_DENIED
     # Who may check may not therefore change rules from elsewhere.
@@ -124,10 +139,22 @@ NAMES_NEED = "a client certificate with a name of CHECK_SANS or ADMIN_SANS"
         ),
         (BOTH, Role.ADMIN, FakeCall(), "the admin role: the bearer token ADMIN_TOKEN; no"),
         (
-            Access(Credentials(check_token="t")),
+            LOOPBACK,
             Role.ADMIN,
             FakeCall(ELSEWHERE),
             "is for loopback only",
+        ),
+        (
+            Access(Credentials()),
+            Role.READ,
+            FakeCall(),
+            "the read role: no credential that holds it is set; no valid one was sent",
+        ),
+        (
+            Access(Credentials(admin_token="t", admin_token_name="in a file")),
+            Role.ADMIN,
+            FakeCall(),
+            "the admin role: the bearer token in a file; no",
         ),
     ],
 )
@@ -184,14 +211,14 @@ def test_credentials_do_not_show_themselves():
 
 
 def test_names_are_for_those_who_may_administer():
-    Access(Credentials()).may_administer(FakeCall())
+    LOOPBACK.may_administer(FakeCall())
     TOKENS.may_administer(bearer("admin-secret", peer=ELSEWHERE))
     with pytest.raises(RpcError):
         TOKENS.may_administer(bearer("check-secret"))
 
 
 def test_what_no_method_shows_is_for_those_who_may_read():
-    Access(Credentials()).may_read(FakeCall())
+    LOOPBACK.may_read(FakeCall())
     TOKENS.may_read(bearer("admin-secret", peer=ELSEWHERE))
     with pytest.raises(RpcError) as raised:
         TOKENS.may_read(bearer("check-secret"))

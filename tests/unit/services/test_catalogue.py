@@ -41,7 +41,7 @@ async def fail_stream(_data, _call):
 
 
 def served(credentials=None, **methods):
-    access = Access(credentials or Credentials())
+    access = Access(credentials or Credentials(loopback_admin=True))
     return guarded([Methods(**methods)], access, ErrorEdge())
 
 

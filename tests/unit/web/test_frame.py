@@ -65,7 +65,7 @@ class Node:
 
 @pytest.fixture
 def local():
-    return Node()
+    return Node(loopback_admin=True)
 
 
 @pytest.fixture

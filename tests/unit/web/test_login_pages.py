@@ -7,7 +7,7 @@ from ratelimitd.web.frame import SESSION_COOKIE, Frame
 from ratelimitd.web.login_pages import MAX_TRIES, TRIES_WINDOW_S, Tries, login_routes
 from ratelimitd.web.refusals import Cause, Refused
 from ratelimitd.web.rendering import look
-from ratelimitd.web.sessions import Sessions
+from ratelimitd.web.sessions import LINK_S, Sessions
 from tests.page_visitor import PageVisitor, errors_in
 
 TOKEN = "a token for the tests"
@@ -21,7 +21,7 @@ class Node:
         sessions = Sessions(admin_token, now_s)
         frame = Frame(
             node_id="n1",
-            may_read=Access(Credentials(admin_token=admin_token)).may_read,
+            may_read=Access(Credentials(admin_token=admin_token, loopback_admin=True)).may_read,
             sessions=sessions,
             count=self.refused.append,
             templates=look()[1],
@@ -59,7 +59,7 @@ async def test_another_token_is_told_at_the_field_and_counted(node):
     async with node.visitor() as visitor:
         answer = await visitor.log_in("guess")
     assert (answer.status_code, answer.headers.get("set-cookie")) == (401, None)
-    assert errors_in(answer.text) == {"token": "This is not the ADMIN_TOKEN of this node."}
+    assert errors_in(answer.text) == {"token": "This is not the admin token of this node."}
     assert "guess" not in answer.text
     assert node.refused == [Cause.WRONG_TOKEN]
 
@@ -102,11 +102,75 @@ async def test_logging_out_takes_the_cookie_away(node):
     assert node.refused == []
 
 
+def code_of(node, host="localhost", token=TOKEN):
+    return Sessions(token, lambda: node.now_s).link_code(host)
+
+
+async def test_a_login_link_opens_one_session(node):
+    async with node.visitor() as visitor, node.visitor() as other:
+        path = f"/login?code={code_of(node)}"
+        looked = await visitor._http.head(path)
+        assert (
+            SESSION_COOKIE not in looked.headers["set-cookie"]
+        )  # a program that looks does not use it up
+        node.now_s += LINK_S - 1
+        answer = await visitor.get(path)
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert answer.headers["set-cookie"].startswith(f"{SESSION_COOKIE}=")
+        again = await other.get(path)
+        assert again.status_code == 401
+        assert "used before" in errors_in(again.text)["token"]
+    assert node.refused == [Cause.LOGIN_LINK]
+
+
+@pytest.mark.parametrize(
+    ("made", "age_s", "host"),
+    [
+        ({}, LINK_S, "localhost"),
+        ({}, 0, "127.0.0.1"),
+        ({}, 0, "localhost:8080"),
+        ({"token": "another token"}, 0, "localhost"),
+        ({"host": "127.0.0.1"}, 0, "localhost"),
+    ],
+)
+async def test_a_link_that_is_late_or_not_for_this_address_shows_the_login(node, made, age_s, host):
+    path = f"/login?code={code_of(node, **made)}"
+    node.now_s += age_s
+    async with node.visitor() as visitor:
+        answer = await visitor.get(path, Host=host)
+    assert answer.status_code == 401
+    assert SESSION_COOKIE not in answer.headers.get("set-cookie", "")
+    assert "Admin token" in answer.text
+    assert node.refused == [Cause.LOGIN_LINK]
+
+
+@pytest.mark.parametrize("code", ["", "x", "x.y", "a" * 10_000, "%00", "W10.x"])
+async def test_a_code_that_is_none_shows_the_login(node, code):
+    async with node.visitor() as visitor:
+        answer = await visitor.get(f"/login?code={code}")
+    assert answer.status_code == 401
+    assert node.refused == [Cause.LOGIN_LINK]
+
+
+async def test_a_session_is_no_login_link(node):
+    async with node.visitor() as visitor:
+        await visitor.log_in(TOKEN)
+        answer = await visitor.get(f"/login?code={visitor.cookies[SESSION_COOKIE]}")
+    assert answer.status_code == 401
+
+
+async def test_without_an_admin_token_no_link_opens_a_session():
+    node = Node(admin_token="")
+    async with node.visitor("127.0.0.1") as visitor:
+        answer = await visitor.get(f"/login?code={code_of(node, token='x')}")
+    assert answer.status_code == 401
+
+
 async def test_without_an_admin_token_the_page_says_that_nobody_logs_in():
     node = Node(admin_token="")
     async with node.visitor("127.0.0.1") as visitor:
         page = await visitor.get("/login")
-        assert "nobody logs in" in page.text
+        assert "has no admin token" in page.text
 
 
 def test_what_addresses_tried_is_forgotten_from_the_oldest_on(monkeypatch):

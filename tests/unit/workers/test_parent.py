@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 
 from ratelimitd import mainloop
+from ratelimitd.admin_token import find_admin_token, own_admin_token
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
 from ratelimitd.observe import logs
@@ -72,10 +73,15 @@ async def ended(serving):
 
 async def test_each_worker_is_a_node_of_its_own_on_one_port(settings, started, announced, tmp_path):
     serving = asyncio.create_task(parent._serve(settings))
-    grpc_address, _, node_id = await announced
+    grpc_address, http_address, node_id, link = await announced
     assert node_id == "n"
+    token = own_admin_token(settings.state_dir)
+    assert link.startswith(f"http://{http_address}/login?code=")
+    assert find_admin_token(grpc_address, {"RATELIMITD_STATE_DIR": str(settings.state_dir)})
     assert await ended(serving) == 0
     first, second = (process.settings for process in started.all)
+    assert first.admin_token == second.admin_token == token
+    assert first.admin_token_name == "in STATE_DIR/admin-token"
     assert (first.node_id, second.node_id) == ("n/0", "n/1")
     assert first.state_dir == tmp_path / "state" / "worker-0"
     assert str(first.listen) == str(second.listen) == grpc_address
@@ -85,7 +91,7 @@ async def test_each_worker_is_a_node_of_its_own_on_one_port(settings, started, a
 
 async def test_the_pages_for_machines_are_the_parents(settings, started, announced):
     serving = asyncio.create_task(parent._serve(settings))
-    _, http_address, _ = await announced
+    _, http_address, *_ = await announced
     async with httpx.AsyncClient(base_url=f"http://{http_address}") as http:
         assert (await http.get("/healthz")).text == "ok\n"
         assert (await http.get("/readyz")).text == "ready\n"
@@ -97,8 +103,18 @@ async def test_the_pages_for_machines_are_the_parents(settings, started, announc
 
 async def test_the_http_side_can_be_off(settings, started, announced):
     serving = asyncio.create_task(parent._serve(dataclasses.replace(settings, http_listen=None)))
-    assert (await announced)[1] == ""
+    _, http_address, _, link = await announced
+    assert (http_address, link) == ("", "")
     assert await ended(serving) == 0
+
+
+async def test_an_admin_token_that_is_set_is_the_one_of_all_workers(settings, started, announced):
+    settings = dataclasses.replace(settings, admin_token="set")
+    serving = asyncio.create_task(parent._serve(settings))
+    assert (await announced)[3] == ""
+    assert await ended(serving) == 0
+    assert {process.settings.admin_token for process in started.all} == {"set"}
+    assert not (settings.state_dir / "admin-token").exists()
 
 
 async def test_the_port_is_the_parents_as_long_as_it_lives(settings, started, announced):
@@ -224,18 +240,24 @@ def test_a_failed_start_is_one_line_and_status_1(settings, monkeypatch, capsys, 
 
 async def test_two_real_workers_answer_on_one_port(settings, announced):
     serving = asyncio.create_task(parent._serve(settings))
-    grpc_address, http_address, _ = await announced
+    grpc_address, http_address, _, link = await announced
+    authorization = f"Bearer {own_admin_token(settings.state_dir)}"
     names = set()
     while len(names) < 2:  # the kernel chooses
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(grpc_address, options) as channel:
             health = stubs.RateLimiterHealthStub(channel)
-            names.add((await health.GetHealthStatus(Empty())).node_id)
+            metadata = [("authorization", authorization)]
+            names.add((await health.GetHealthStatus(Empty(), metadata=metadata)).node_id)
     assert names == {"n/0", "n/1"}
     async with httpx.AsyncClient(base_url=f"http://{http_address}") as http:
         assert "\nrate_limiter_connections 0.0\n" in (await http.get("/metrics")).text
+        assert (await http.get("/rules")).status_code == 401
+        assert (await http.get(link)).headers["location"] == "/"
         page = await http.get("/rules", headers={"Accept": "text/html"})
         assert "<h1>Rules</h1>" in page.text
-        refused = await http.get("/rules", headers={"X-Forwarded-For": "127.0.0.1"})
-        assert refused.status_code == 403
+    for host in ("127.0.0.2", "127.0.0.3", "127.0.0.4"):  # whom other workers answer
+        transport = httpx.AsyncHTTPTransport(local_address=host)
+        async with httpx.AsyncClient(transport=transport) as other:
+            assert (await other.get(link)).status_code == 401
     assert await ended(serving) == 0

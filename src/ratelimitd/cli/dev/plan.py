@@ -69,6 +69,8 @@ class NodePlan:
             *("--rules-file", str(rules_file)),
             *("--state-dir", str(directory / f"{self.name}-state")),
             *("--log-format", "console"),
+            # The shared state and the rules database are open to everybody on this host, too.
+            *("--loopback-admin", "on"),
         ]
 
 

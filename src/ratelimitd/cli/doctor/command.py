@@ -13,6 +13,7 @@ import typer
 
 from ratelimitd.cli.doctor.database import check_database
 from ratelimitd.cli.doctor.files import (
+    check_admin_token,
     check_rules_file,
     check_secrets,
     check_state_dir,
@@ -82,6 +83,7 @@ async def _look(settings: Settings) -> list[Finding]:
     from ratelimitd.cli.doctor.shared_state import check_shared_state  # noqa: PLC0415
 
     findings = [
+        *check_admin_token(settings),
         *check_tls(settings, datetime.now(UTC)),
         *check_rules_file(settings),
         *check_state_dir(settings),

@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+from ratelimitd.admin_token import FILE_NAME, read_admin_token
 from ratelimitd.buckets.state_dir import LOCK_NAME
 from ratelimitd.cli.doctor.certificate import expiries
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
@@ -30,6 +31,31 @@ def check_secrets(secret_files: Mapping[str, Path]) -> Iterator[Finding]:
     """Files with secrets, by the name of their setting."""
     for name, path in secret_files.items():
         yield _privacy(name, path) or ok(name, f"{path} is private")
+
+
+def check_admin_token(settings: Settings) -> Iterator[Finding]:
+    """The token that a node makes itself, where nothing that is set holds the admin role."""
+    if not settings.has_own_admin_token:
+        for line in settings.warnings:
+            yield warning(
+                "LOOPBACK_ADMIN", line, "set ADMIN_TOKEN_FILE, and leave LOOPBACK_ADMIN out"
+            )
+        return
+    path = settings.state_dir / FILE_NAME
+    shared = bool(settings.redis_url) or settings.database_url.startswith("postgresql")
+    try:
+        made = read_admin_token(path) is not None
+    except StartupError as error:
+        yield problem("ADMIN_TOKEN", str(error), f"run as the node's user; see {path}")
+        return
+    what = f"not set: {path} {'holds one' if made else 'will be made at the first start'}"
+    if shared:
+        remedy = "give all nodes one ADMIN_TOKEN_FILE: each makes a token of its own otherwise"
+        yield warning("ADMIN_TOKEN", what, remedy)
+    else:
+        yield ok(
+            "ADMIN_TOKEN", f"{what}; elsewhere, give a copy to --token-file or to the login page"
+        )
 
 
 def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:

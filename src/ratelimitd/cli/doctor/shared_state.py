@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -9,15 +10,19 @@ from typing import Final
 
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
 from ratelimitd.cli.doctor.store_server import Asked, check_server, explained
+from ratelimitd.cluster.status_board import MAX_NODES
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreUnavailableError
+from ratelimitd.observe.node_status import decode
 from ratelimitd.settings import Settings
 from ratelimitd.sharedstate.cluster_map import Map, map_of
 from ratelimitd.sharedstate.cluster_shards import CLUSTER_SLOTS
 from ratelimitd.sharedstate.connecting import ask_once, connect
 from ratelimitd.sharedstate.connection import Connection
 from ratelimitd.sharedstate.link import LinkOptions
-from ratelimitd.sharedstate.login import Greeting, hand_over
+from ratelimitd.sharedstate.login import Greeting, Refused, ask, hand_over
 from ratelimitd.sharedstate.sentinel import ASK_S, Sentinels
+from ratelimitd.sharedstate.statuses import READ_BYTES, status_key
+from ratelimitd.sharedstate.store import MEMBERS_KEY, MEMBERS_TAG
 from ratelimitd.sharedstate.tls import client_context
 from ratelimitd.sharedstate.url import RedisUrl, Server, Topology, parse_redis_url
 
@@ -74,6 +79,9 @@ async def _server(
         return
     asked = Asked(name, connection, tag, is_cluster)
     try:
+        if tag == MEMBERS_TAG:
+            async for finding in _check_admin_tokens(asked):
+                yield finding
         findings = check_server(asked, timeout_ms, wall_s=time.time, monotonic_s=time.monotonic)
         async for finding in findings:
             yield finding
@@ -81,6 +89,24 @@ async def _server(
         yield explained(name, error)
     finally:
         connection.drop(StoreUnavailableError("looked at"))
+
+
+async def _check_admin_tokens(asked: Asked) -> AsyncIterator[Finding]:
+    """Whether the nodes that run have one admin token: a login or a command line for one then works for all."""
+    digests = set()
+    try:
+        for name in await ask(asked.connection, "ZRANGE", MEMBERS_KEY, 0, MAX_NODES - 1):
+            key = status_key(name.decode(errors="replace"))
+            octets = await ask(asked.connection, "GETRANGE", key, 0, READ_BYTES - 1)
+            with contextlib.suppress(StoreCorruptError):
+                digests.add(decode(octets).admin_token_digest)
+    except Refused:
+        return  # told with the permissions
+    if len(digests) > 1:
+        what = f"the nodes of this cluster have {len(digests)} different admin tokens"
+        yield warning("ADMIN_TOKEN", what, "give all nodes one ADMIN_TOKEN_FILE")
+    elif digests:
+        yield ok("ADMIN_TOKEN", "the nodes of this cluster have the same admin token")
 
 
 async def _sentinels(

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import trustme
 
+from ratelimitd.admin_token import own_admin_token
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.cli.doctor import files
 from ratelimitd.cli.doctor.files import (
     SOON,
+    check_admin_token,
     check_rules_file,
     check_secrets,
     check_state_dir,
@@ -36,6 +38,43 @@ def private(path, content=b"x"):
     path.write_bytes(content)
     path.chmod(0o600)
     return path
+
+
+def test_the_token_that_a_node_makes_is_told_with_its_place(tmp_path):
+    given = {"state_dir": tmp_path}
+    finding = one(check_admin_token(settings(**given)))
+    assert (finding.area, finding.level) == ("ADMIN_TOKEN", "ok")
+    assert f"{tmp_path}/admin-token will be made" in finding.what
+    token = own_admin_token(tmp_path)
+    finding = one(check_admin_token(settings(**given)))
+    assert "holds one; elsewhere, give a copy to --token-file" in finding.what
+    assert token not in str(finding)
+
+
+@pytest.mark.parametrize(
+    "shared", [{"redis_url": "redis://store"}, {"database_url": "postgresql://db/r"}]
+)
+def test_nodes_of_a_cluster_should_have_one_token(tmp_path, shared):
+    finding = one(check_admin_token(settings(state_dir=tmp_path, **shared)))
+    assert (finding.level, "one ADMIN_TOKEN_FILE" in finding.remedy) == ("warning", True)
+
+
+def test_a_token_that_a_node_would_refuse_is_a_problem(tmp_path):
+    private(tmp_path / "admin-token", b"")
+    finding = one(check_admin_token(settings(state_dir=tmp_path)))
+    assert (finding.level, "is empty" in finding.what) == ("problem", True)
+
+
+def test_a_token_that_is_set_needs_no_word(tmp_path):
+    assert not list(check_admin_token(settings(state_dir=tmp_path, admin_token="t")))
+
+
+def test_loopback_as_a_credential_is_warned_of():
+    finding = one(check_admin_token(settings(loopback_admin="on")))
+    assert (finding.area, finding.level) == ("LOOPBACK_ADMIN", "warning")
+    assert "behind a proxy" in finding.what
+    finding = one(check_admin_token(settings(loopback_admin="on", admin_token="t")))
+    assert "has no effect" in finding.what
 
 
 @pytest.mark.parametrize(

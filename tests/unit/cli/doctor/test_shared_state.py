@@ -1,10 +1,14 @@
 """REDIS_URL in each topology, against real servers, with what goes wrong in each."""
 
+import dataclasses
+
 import pytest
 
 from ratelimitd.cli.doctor.shared_state import check_shared_state
+from ratelimitd.observe.node_status import encode
 from ratelimitd.settings import Settings
 from tests.servers import QUICK_REPLICAS, Valkey, ValkeyCluster, ValkeySentinel, free_port, until
+from tests.unit.observe.test_node_status import STATUS
 
 
 async def look(url):
@@ -32,6 +36,30 @@ async def test_one_server_is_looked_at(tmp_path):
         valkey.ask("REPLICAOF", "127.0.0.1", free_port())
         [replica] = await look(valkey.url)
         assert (replica.level, replica.what) == ("problem", "the server is a replica")
+
+
+async def test_nodes_with_different_admin_tokens_are_told(tmp_path):
+    def put(name, digest):
+        status = dataclasses.replace(STATUS, admin_token_digest=digest)
+        valkey.ask("ZADD", "rl1:{00}:members", 2**52, name)
+        valkey.ask("SET", f"rl1:{{00}}:status:{name}", encode(status))
+
+    async def told():
+        return [finding for finding in await look(valkey.url) if finding.area == "ADMIN_TOKEN"]
+
+    with Valkey(tmp_path) as valkey:
+        assert await told() == []
+        put("n1", "aa")
+        put("n2", "aa")
+        valkey.ask("SET", "rl1:{00}:status:n3", "no status")
+        valkey.ask("ZADD", "rl1:{00}:members", 2**52, "n3", 2**52, "n4")
+        [finding] = await told()
+        assert (finding.level, "the same admin token" in finding.what) == ("ok", True)
+        put("n3", "bb")
+        [finding] = await told()
+        assert finding.level == "warning"
+        assert "2 different admin tokens" in finding.what
+        assert "ADMIN_TOKEN_FILE" in finding.remedy
 
 
 async def test_a_server_that_is_not_there_is_a_problem():
