@@ -16,17 +16,24 @@ fi
 
 "$root/tools/languages.sh"
 
-# Only unpacked, into .venv, which takes no root: installed, each would be a service that starts with the machine. So a
-# package is for this list if its programs need nothing of other packages but the C library.
+# Only unpacked, into .venv, which takes no root: installed, each server would start with the machine. Each with a file
+# that it brings. Libraries that a base system lacks are on the list, too: programs find them by LD_LIBRARY_PATH.
+library=usr/lib/$(gcc -print-multiarch)
 UNPACKED=(
-    prometheus # the alerts and the dashboard, by promtool and by a real server; it would listen on 9090, like a node
+    prometheus=usr/bin/prometheus # the alerts and the dashboard, by promtool and by a real server
+    nginx=usr/sbin/nginx # a node behind a plain proxy
+    haproxy=usr/sbin/haproxy # the same, by TCP and by HTTP
+    "liblua5.3-0=$library/liblua5.3.so.0" # of haproxy, and the next two
+    "libopentracing-c-wrapper0=$library/libopentracing-c-wrapper.so.0"
+    "libopentracing1=$library/libopentracing.so.1"
 )
 
 unpacked=$root/.venv/debian
-for package in "${UNPACKED[@]}"; do
-    [ ! -x "$unpacked/usr/bin/$package" ] || continue
+for entry in "${UNPACKED[@]}"; do
+    package=${entry%%=*} file=${entry#*=}
+    [ ! -e "$unpacked/$file" ] || continue
     if ! command -v apt-get >/dev/null; then
-        echo "system packages: missing $package; without apt-get, put its programs into $unpacked/usr/bin" >&2
+        echo "system packages: missing $package; without apt-get, put it into $unpacked/$file" >&2
         exit 1
     fi
     echo "system packages: unpacking $package"

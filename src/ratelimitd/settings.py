@@ -38,7 +38,6 @@ from ratelimitd.settings_values import (
     whole_number,
 )
 
-
 STATE_DIR_SOURCE: Final = "state directory"
 """The source of an admin token that the parent of several workers made."""
 
@@ -247,12 +246,13 @@ class Settings:
         """What an operator should hear at each start, a line each."""
         if not self.loopback_admin:
             return ()
-        if self.admin_token or self.admin_sans:
-            return ("LOOPBACK_ADMIN has no effect: ADMIN_TOKEN or ADMIN_SANS is set",)
-        return (
+        line = (
             "LOOPBACK_ADMIN is on: every caller from loopback may change the rules, and behind a proxy on this host"
-            " every caller comes from loopback",
+            " every caller comes from loopback"
         )
+        if self.admin_token or self.admin_sans:
+            line = "LOOPBACK_ADMIN has no effect: ADMIN_TOKEN or ADMIN_SANS is set"
+        return (line,)
 
     @property
     def http_names(self) -> frozenset[str]:

@@ -27,7 +27,8 @@ def nodes(store, tmp_path_factory):
 
 
 def page_of(node, query=""):
-    answer = httpx.get(f"http://{node.http_address}/{query}", headers={"accept": "text/html"})
+    headers = {"accept": "text/html", **node.authorization}
+    answer = httpx.get(f"http://{node.http_address}/{query}", headers=headers)
     assert answer.status_code == 200
     return html.unescape(answer.text)
 
@@ -52,7 +53,8 @@ def test_every_node_shows_all_nodes_and_who_was_denied_masked(nodes):
 
 
 def test_events_renew_the_page(nodes):
-    with httpx.stream("GET", f"http://{nodes[0].http_address}/events", timeout=20) as stream:
+    address, headers = f"http://{nodes[0].http_address}/events", nodes[0].authorization
+    with httpx.stream("GET", address, headers=headers, timeout=20) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("retry:")
         assert next(line for line in lines if line == "event: now")

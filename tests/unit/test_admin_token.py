@@ -79,7 +79,7 @@ def test_a_file_that_others_can_use_is_refused(tmp_path, token_file, mode):
     token_file.write_text("secret\n")
     token_file.chmod(mode)
     message = unusable(tmp_path)
-    assert "other users" in message
+    assert "by other users" in message
     assert "secret" not in message
 
 
@@ -134,11 +134,11 @@ def running(tmp_path):
     ],
 )
 def test_the_token_goes_only_where_the_node_of_its_directory_answers(
-    tmp_path, running, listens, target, found
+    running, listens, target, found
 ):
     running.publish(listens)
-    expected = own_admin_token(tmp_path) if found else None
-    assert find_admin_token(target, {VARIABLE: str(tmp_path)}) == expected
+    expected = own_admin_token(running.path) if found else None
+    assert find_admin_token(target, {VARIABLE: str(running.path)}) == expected
 
 
 def test_without_the_variable_the_default_directories_are_looked_at(tmp_path, monkeypatch):

@@ -106,8 +106,8 @@ def connection_options(
         typer.Option(
             metavar="TOKEN",
             envvar=ENV_PREFIX + "TOKEN",
-            help="Bearer token; default: that of a node on this host, STATE_DIR/admin-token. On a command line every user"
-            " of this machine can read it: prefer --token-file.",
+            help="Bearer token; default: that of a node on this host, STATE_DIR/admin-token. On a command line every"
+            " user of this machine can read it: prefer --token-file.",
         ),
     ] = None,
     token_file: Annotated[

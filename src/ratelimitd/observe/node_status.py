@@ -40,8 +40,8 @@ class NodeStatus:
 
     ``healthy`` and the six that follow are those of :class:`ratelimitd.observe.samples.HealthReport`. ``retry_s``: in
     how many seconds an open breaker is to be tried again; 0 while it is closed. ``clock_error_s``: how far the wall
-    clock, in a cluster that of the shared state, is ahead of the node's. ``admin_token_digest``: the same on all nodes with
-    one admin token; empty for none.
+    clock, in a cluster that of the shared state, is ahead of the node's. ``admin_token_digest``: the same on all nodes
+    with one admin token; empty for none.
     """
 
     node_id: str

@@ -205,7 +205,7 @@ def _host(peer: str) -> str:
 
 def _require_loopback(call: Call) -> None:
     if not is_loopback(call):
-        message = "with LOOPBACK_ADMIN on, this call is for loopback only (127.0.0.1 or ::1, without forwarding headers)"
+        message = "with LOOPBACK_ADMIN on, this call is for loopback only (127.0.0.1 or ::1, no forwarding headers)"
         raise rich_error(StatusCode.PERMISSION_DENIED, "LOOPBACK_ONLY", message)
 
 

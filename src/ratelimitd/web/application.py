@@ -26,7 +26,7 @@ from ratelimitd.web.frame import Frame, accepts_html
 from ratelimitd.web.http_call import Requirement
 from ratelimitd.web.json_api import JsonApi, Translation
 from ratelimitd.web.live_stream import LiveStatus
-from ratelimitd.web.login_pages import login_routes
+from ratelimitd.web.login_pages import LoginPages
 from ratelimitd.web.overview import OverviewPage
 from ratelimitd.web.pages import HostCheck, Metrics, Readiness, front_page
 from ratelimitd.web.refusals import Count, Refused
@@ -96,7 +96,7 @@ def application(parts: Parts) -> ASGIApp:
     routes: list[BaseRoute] = [
         *overview.routes(),
         static.route(),
-        *login_routes(frame, sessions, parts.refused, parts.now_s),
+        *LoginPages(frame, sessions, parts.refused, parts.now_s).routes(),
         *RulesPages(frame, services, parts.book, trail).routes(),
         *TryPage(frame, services, parts.now_s).routes(),
         *audit_routes(frame, trail),

@@ -41,59 +41,63 @@ class Tries:
         return admitted
 
 
-def login_routes(
-    frame: Frame, sessions: Sessions, count: Count, now_s: Callable[[], float]
-) -> list[BaseRoute]:
+class LoginPages:
     """``/login`` and ``/logout``. ``now_s`` never steps back."""
-    tries = Tries(now_s)
 
-    def form(request: Request, target: str, refused: Cause | None = None) -> Response:
-        return frame.page(
+    def __init__(
+        self, frame: Frame, sessions: Sessions, count: Count, now_s: Callable[[], float]
+    ) -> None:
+        self._frame = frame
+        self._sessions = sessions
+        self._count = count
+        self._tries = Tries(now_s)
+
+    def routes(self) -> list[BaseRoute]:
+        """Where they are found."""
+        return [
+            Route("/login", self._show),
+            Route("/login", self._log_in, methods=["POST"]),
+            Route("/logout", self._frame.posting(self._log_out), methods=["POST"]),
+        ]
+
+    async def _show(self, request: Request) -> Response:
+        self._frame.stranger(request)
+        code = request.query_params.get("code")
+        # A HEAD request asks whether the page is there, and must not use the link up.
+        if code is None or request.method == "HEAD":
+            return self._form(request, local_path(request.query_params.get("next", "/")))
+        if not self._sessions.opened_by(code, request.headers.get("host", "")):
+            return self._form(request, "/", Cause.LOGIN_LINK)
+        return self._enter(request, "/")
+
+    async def _log_in(self, request: Request) -> Response:
+        visitor = self._frame.stranger(request)
+        fields = await self._frame.form_of(request, visitor)
+        target = local_path(fields.get("next", "/"))
+        if not self._tries.admit(network_of(request)):
+            return self._form(request, target, Cause.TOO_MANY_LOGINS)
+        if not self._sessions.opened_with(fields.get("token", "").strip()):
+            return self._form(request, target, Cause.WRONG_TOKEN)
+        return self._enter(request, target)
+
+    async def _log_out(self, request: Request, _fields: Fields) -> Response:
+        response = RedirectResponse("/login", 303)
+        self._frame.set_cookie(request, response, SESSION_COOKIE, "")
+        return response
+
+    def _form(self, request: Request, target: str, refused: Cause | None = None) -> Response:
+        if refused is not None:
+            self._count(refused)
+        return self._frame.page(
             request,
             "login.html",
             status_code=ANSWERS[refused].status if refused else 200,
             next=target,
-            possible=sessions.possible,
+            possible=self._sessions.possible,
             error=ANSWERS[refused].text if refused else "",
         )
 
-    def entered(request: Request, target: str) -> Response:
+    def _enter(self, request: Request, target: str) -> Response:
         response = RedirectResponse(target, 303)
-        frame.set_cookie(request, response, SESSION_COOKIE, sessions.open())
+        self._frame.set_cookie(request, response, SESSION_COOKIE, self._sessions.open())
         return response
-
-    async def show(request: Request) -> Response:
-        frame.stranger(request)
-        # A HEAD request looks whether the page is there, and must not use the link up.
-        code = request.query_params.get("code") if request.method == "GET" else None
-        if code is not None:
-            if sessions.opened_by(code, request.headers.get("host", "")):
-                return entered(request, "/")
-            count(Cause.LOGIN_LINK)
-            return form(request, "/", Cause.LOGIN_LINK)
-        return form(request, local_path(request.query_params.get("next", "/")))
-
-    async def log_in(request: Request) -> Response:
-        visitor = frame.stranger(request)
-        fields = await frame.form_of(request, visitor)
-        target = local_path(fields.get("next", "/"))
-        cause = None
-        if not tries.admit(network_of(request)):
-            cause = Cause.TOO_MANY_LOGINS
-        elif not sessions.opened_with(fields.get("token", "").strip()):
-            cause = Cause.WRONG_TOKEN
-        if cause is not None:
-            count(cause)
-            return form(request, target, cause)
-        return entered(request, target)
-
-    async def log_out(request: Request, _fields: Fields) -> Response:
-        response = RedirectResponse("/login", 303)
-        frame.set_cookie(request, response, SESSION_COOKIE, "")
-        return response
-
-    return [
-        Route("/login", show),
-        Route("/login", log_in, methods=["POST"]),
-        Route("/logout", frame.posting(log_out), methods=["POST"]),
-    ]

@@ -134,4 +134,5 @@ def login_link(http_address: str, admin_token: str, now_s: float) -> str:
 def reachable(http_address: str) -> str:
     """Return the ``HOST:PORT`` for a browser on the same host: loopback where the node listens on all addresses."""
     host, _, port = http_address.rpartition(":")
-    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host) + f":{port}"
+    every_host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 -- nothing is bound here
+    return f"{every_host.get(host, host)}:{port}"

@@ -4,7 +4,7 @@ from starlette.applications import Starlette
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.web import login_pages
 from ratelimitd.web.frame import SESSION_COOKIE, Frame
-from ratelimitd.web.login_pages import MAX_TRIES, TRIES_WINDOW_S, Tries, login_routes
+from ratelimitd.web.login_pages import MAX_TRIES, TRIES_WINDOW_S, LoginPages, Tries
 from ratelimitd.web.refusals import Cause, Refused
 from ratelimitd.web.rendering import look
 from ratelimitd.web.sessions import LINK_S, Sessions
@@ -27,7 +27,7 @@ class Node:
             templates=look()[1],
         )
         self.app = Starlette(
-            routes=login_routes(frame, sessions, self.refused.append, now_s),
+            routes=LoginPages(frame, sessions, self.refused.append, now_s).routes(),
             exception_handlers={Refused: frame.refuse},
         )
 
