@@ -214,3 +214,44 @@ def test_pages_are_shown_under_the_name_they_are_listened_at_and_those_that_are_
 
 def test_the_pages_of_a_worker_are_in_its_state_directory():
     assert load(STATE_DIR="/state").http_socket == Path("/state/http.sock")
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "name"),
+    [
+        ({}, True, "in STATE_DIR/admin-token"),
+        ({"CHECK_TOKEN": "t"}, True, "in STATE_DIR/admin-token"),
+        ({"ADMIN_TOKEN": "t"}, False, "ADMIN_TOKEN"),
+        ({"LOOPBACK_ADMIN": "on"}, False, "ADMIN_TOKEN"),
+        (
+            {"ADMIN_SANS": "n", "TLS_CLIENT_CA": "a", "TLS_CERT": "b", "TLS_KEY": "c"},
+            False,
+            "ADMIN_TOKEN",
+        ),
+    ],
+)
+def test_a_node_makes_its_admin_token_where_nothing_else_holds_the_role(flags, own, name):
+    settings = Settings.load({}, flags)
+    assert settings.has_own_admin_token is own
+    assert settings.admin_token_name == name
+
+
+def test_workers_are_given_the_token_that_their_parent_made():
+    worker = Settings.load({}, {}).with_own_admin_token("made")
+    assert (worker.admin_token, worker.has_own_admin_token) == ("made", False)
+    assert worker.admin_token_name == "in STATE_DIR/admin-token"
+    assert "made" not in repr(worker)
+
+
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        ({}, None),
+        ({"LOOPBACK_ADMIN": "on"}, "every caller from loopback may change the rules"),
+        ({"LOOPBACK_ADMIN": "on", "ADMIN_TOKEN": "t"}, "has no effect"),
+    ],
+)
+def test_loopback_as_a_credential_is_warned_of(flags, warning):
+    lines = Settings.load({}, flags).warnings
+    assert len(lines) == (warning is not None)
+    assert all(warning in line for line in lines)

@@ -127,3 +127,13 @@ def test_moving_a_character_between_identifier_and_endpoint_is_another_bucket(bu
     except UnicodeDecodeError:
         return
     assert (key_of(bucket) == key_of(moved)) == (bucket == moved)
+
+
+def test_nodes_with_one_admin_token_have_one_digest_of_it():
+    keys = BucketKeys(b"k" * 16)
+    digest = keys.admin_token_digest("token")
+    assert len(digest) == 8
+    assert digest == BucketKeys(b"k" * 16).admin_token_digest("token")
+    assert digest != keys.admin_token_digest("another")
+    assert digest != BucketKeys(b"x" * 16).admin_token_digest("token")
+    assert keys.admin_token_digest("") == ""

@@ -54,3 +54,25 @@ def test_a_file_system_without_locks_is_not_taken_for_another_node(tmp_path, mon
         StateDir.lock(tmp_path)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(opened[0])
+
+
+def test_the_lock_says_where_its_node_answers_while_that_runs(tmp_path):
+    state_dir = StateDir.lock(tmp_path)
+    assert StateDir.address_in(tmp_path) == ""
+    state_dir.publish("127.0.0.1:9090")
+    assert StateDir.address_in(tmp_path) == "127.0.0.1:9090"
+    state_dir.close()
+    assert StateDir.address_in(tmp_path) == ""
+
+
+def test_an_address_that_a_killed_node_left_does_not_count(tmp_path):
+    (tmp_path / LOCK_NAME).write_text("127.0.0.1:9090\n")
+    assert StateDir.address_in(tmp_path) == ""
+    state_dir = StateDir.lock(tmp_path)
+    assert StateDir.address_in(tmp_path) == ""
+    state_dir.close()
+
+
+def test_where_no_node_ever_was_there_is_no_address(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        StateDir.address_in(tmp_path)
