@@ -108,7 +108,7 @@ def _demand_private(path: Path, status: os.stat_result, *, own: bool) -> None:
     if own and status.st_uid != os.geteuid():
         raise _unusable(path, f"belongs to another user, with the id {status.st_uid}")
     if status.st_mode & stat.S_IRWXO:
-        message = f"the admin token {path} can be used by other users: chmod 0600 it, or delete it if they may have read it"
+        message = f"the admin token {path} can be used by other users: chmod 0600 it, or delete it for a new one"
         raise StartupError(message)
 
 

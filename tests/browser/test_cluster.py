@@ -67,6 +67,7 @@ def test_a_page_shows_that_the_shared_state_is_away_and_when_it_is_tried_again(t
         Files(tmp_path).serving("--redis-url", valkey.url, "--breaker-recovery-s", "5") as node,
     ):
         page = visit(node.http_address).page
+        page.goto(node.login_link)
         create_rule(page)
         page.goto("/")
         state = page.locator("#state")

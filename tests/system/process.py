@@ -44,6 +44,8 @@ class Served:
         token = state_dir / "admin-token" if state_dir else None
         self.admin_token = token.read_text().strip() if token and token.exists() else ""
         """That the node made; empty where it is told who administers."""
+        self.login_link = ""
+        """Its pages, opened once, where it made the token."""
         self.channel = grpc.insecure_channel(self.grpc_address)
         admin = grpc.intercept_channel(self.channel, _AsAdmin(self.admin_token))
         self.checks = stubs.RateLimiterStub(self.channel)
@@ -196,6 +198,8 @@ class Files:
             line = process.stdout.readline()
             assert line, f"the node did not start: {process.communicate(timeout=START_S)[1]}"
             node = Served(process, line, self.state_dir)
+            if node.admin_token and node.http_address != "off":
+                node.login_link = process.stdout.readline().split()[1]
             yield node
             node.channel.close()
         finally:

@@ -46,6 +46,7 @@ def several(tmp_path):
         yield [
             *("--workers", "2", "--node-id", "n", "--redis-url", valkey.url),
             *("--rules-file", str(tmp_path / "rules.yaml")),
+            *("--loopback-admin", "on"),  # every caller asks which worker it came to
         ]
 
 
