@@ -204,6 +204,9 @@ class Connection:
             start = at + frames.FRAME_HEADER_BYTES
             end = start + length
             if top or length > frames.DEFAULT_MAX_FRAME_BYTES:
+                # A client may retry every stream above the one in GOAWAY (RFC 9113 §6.8), and would pay twice.
+                streams.next_id = next_id
+                self._settle(taken, complete)
                 raise ConnectionFailureError(
                     ErrorCode.FRAME_SIZE_ERROR, Cause.FRAME_SIZE, "a frame is too large"
                 )

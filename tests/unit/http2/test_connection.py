@@ -355,6 +355,13 @@ def test_one_that_waits_behind_a_slice_ends_it_in_the_next():
     assert client.goaways == [(1, FRAME_SIZE_ERROR)]
 
 
+def test_requests_in_one_read_with_an_oversize_frame_are_in_the_goaway():
+    client = peer()
+    events = client.feed(client.post(1), client.post(3), b"\x7f\0\0\0\0\0\0\0\1")
+    assert [type(event) for event in events] == [tuple, tuple, ConnectionEnded]
+    assert client.goaways == [(3, FRAME_SIZE_ERROR)]
+
+
 def test_what_came_before_an_error_is_told_before_its_end():
     client = peer()
     events = client.feed(client.post(1), client.head(3), data(0))
