@@ -194,8 +194,8 @@ class Limiter:
         self._book = book
         self._scopes = {}
 
-    def check(self, check: Check) -> Decision | None:
-        """Answer one check, and charge it if it is allowed and not a peek.
+    def check(self, check: Check, now_us: int | None = None) -> Decision | None:
+        """Answer one check at ``now_us``, the node's time unless given, and charge it if it is allowed and not a peek.
 
         ``None``, only where buckets are shared: nothing was charged, and :meth:`wait` brings the answer.
 
@@ -204,13 +204,15 @@ class Limiter:
                 wrong inside is answered fail-open.
         """
         try:
-            return self._decide(check, self._clock.now_us())
+            return self._decide(check, self._clock.now_us() if now_us is None else now_us)
         except CheckInvalidError:
             raise
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
             return self._failed(error)
 
-    def check_batch(self, checks: Sequence[Check]) -> list[Decision | CheckInvalidError | None]:
+    def check_batch(
+        self, checks: Sequence[Check], now_us: int | None = None
+    ) -> list[Decision | CheckInvalidError | None]:
         """Answer ``checks`` as :meth:`check` would in their order; answer i is to check i.
 
         Checks of one identifier are decided together, as the specification asks. A check whose timestamp is refused
@@ -219,7 +221,7 @@ class Limiter:
         answers: list[Decision | CheckInvalidError | None] = [None] * len(checks)
         for index in sorted(range(len(checks)), key=lambda index: checks[index].identifier):
             try:
-                answers[index] = self.check(checks[index])
+                answers[index] = self.check(checks[index], now_us)
             except CheckInvalidError as error:
                 answers[index] = error
         return answers
@@ -242,13 +244,13 @@ class Limiter:
                 answers.append(one)
         return answers
 
-    def all_pass(self, checks: Sequence[Check]) -> bool | Awaitable[bool]:
-        """Whether each of these checks would pass now; charges nothing, counts nothing, and knows no timestamps.
+    def all_pass(self, checks: Sequence[Check], now_us: int) -> bool | Awaitable[bool]:
+        """Whether each of these checks would pass at ``now_us``; charges nothing, counts nothing, and knows no timestamps.
 
         An awaitable only where buckets are shared. What cannot be known passes: whoever then charges the checks meets
         the failure again, and has an answer to it.
         """
-        now_us, missed = self._clock.now_us(), self._stats.bucket_missed_total
+        missed = self._stats.bucket_missed_total
         foreseen = [self._foresee(check, now_us) for check in checks]
         # Each is looked for again when it is charged, and counts then.
         self._stats.bucket_missed_total = missed

@@ -615,18 +615,18 @@ class TestForeseeing:
         node.check(cost=9)
         before = node.stats.allowed_total, node.stats.bucket_missed_total
         one, bob = check_of(), check_of(b"bob", cost=10)
-        assert node.limiter.all_pass([one, bob, check_of(endpoint="/none")])
-        assert not node.limiter.all_pass([bob, check_of(cost=2)])
+        assert node.limiter.all_pass([one, bob, check_of(endpoint="/none")], node.limiter.now_us())
+        assert not node.limiter.all_pass([bob, check_of(cost=2)], node.limiter.now_us())
         assert (node.stats.allowed_total, node.stats.bucket_missed_total) == before
         assert node.denied == []
         assert (node.remaining(), node.remaining(b"bob")) == (1, 10)
 
     def test_without_a_rule_or_an_answer_a_check_passes(self, monkeypatch):
-        assert Node(book=False).limiter.all_pass([check_of()])
-        assert Node().limiter.all_pass([check_of()])
+        assert Node(book=False).limiter.all_pass([check_of()], 0)
+        assert Node().limiter.all_pass([check_of()], 0)
         node = Node(ORDERS)
         monkeypatch.setattr(node.table, "peek", None)
-        assert node.limiter.all_pass([check_of()])
+        assert node.limiter.all_pass([check_of()], node.limiter.now_us())
         assert node.errors == []
 
 
@@ -878,7 +878,9 @@ class TestSharedBuckets:
     )
     async def test_the_shared_state_foresees_what_the_node_cannot(self, node, answers, passes):
         node.shared.answers = answers
-        foreseen = node.limiter.all_pass([check_of(), check_of(b"bob", cost=2)])
+        foreseen = node.limiter.all_pass(
+            [check_of(), check_of(b"bob", cost=2)], node.limiter.now_us()
+        )
         assert await foreseen is passes
         assert [(key, *asked[2:]) for key, *asked in node.shared.asked] == [
             (b"ada", 1, True),
@@ -889,6 +891,6 @@ class TestSharedBuckets:
     async def test_an_open_breaker_that_denies_lets_no_checks_pass(self):
         node = Sharing(breaker_denies=True)
         node.shared.answers = [BreakerOpenError(1)]
-        assert not await node.limiter.all_pass([check_of()])
+        assert not await node.limiter.all_pass([check_of()], node.limiter.now_us())
         node.shared.at_once = BreakerOpenError(1)
-        assert not node.limiter.all_pass([check_of()])
+        assert not node.limiter.all_pass([check_of()], node.limiter.now_us())

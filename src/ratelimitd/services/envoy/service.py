@@ -29,14 +29,16 @@ _Verdict = Decision | CheckInvalidError
 class Checker(Protocol):
     """What this service needs of a :class:`ratelimitd.limiter.Limiter`."""
 
-    def check_batch(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError | None]:
-        """Answer checks as one by one in their order; answer i is to check i."""
+    def check_batch(
+        self, checks: Sequence[Check], now_us: int | None = None
+    ) -> Sequence[Decision | CheckInvalidError | None]:
+        """Answer checks as one by one in their order, at ``now_us``; answer i is to check i."""
 
     async def wait(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError]:
         """Answer checks for which :meth:`check_batch` had ``None``."""
 
-    def all_pass(self, checks: Sequence[Check]) -> bool | Awaitable[bool]:
-        """Whether each of these checks would pass now; charges nothing."""
+    def all_pass(self, checks: Sequence[Check], now_us: int) -> bool | Awaitable[bool]:
+        """Whether each of these checks would pass at ``now_us``; charges nothing."""
 
     def now_us(self) -> int:
         """The node's time."""
@@ -89,34 +91,45 @@ class EnvoyService:
             raise
         checks = _one_for_each_bucket(asked)
         # A single check charges nothing unless it passes, without being looked at before.
-        passes = len(checks) == 1 or self._limiter.all_pass([*checks.values()])
+        # One time for judging and charging: a window that ends in between would allow what was not charged.
+        now_us = self._limiter.now_us()
+        passes = len(checks) == 1 or self._limiter.all_pass([*checks.values()], now_us)
         if not isinstance(passes, bool):
             return self._wait(asked, checks, passes, started_s)
         final = checks if passes else _looks(checks)
-        verdicts = self._limiter.check_batch([*final.values()])
+        verdicts = self._limiter.check_batch([*final.values()], now_us)
         if None in verdicts:
-            return self._wait_for_verdicts(asked, final, verdicts, started_s)
+            return self._wait_for_charges(asked, final, verdicts, started_s)
         return self._answer(asked, final, verdicts, started_s)
 
     async def _wait(
         self, asked: Sequence[Check], checks: _Checks, passes: Awaitable[bool], started_s: float
     ) -> bytes:
-        final = checks if await passes else _looks(checks)
-        verdicts = self._limiter.check_batch([*final.values()])
-        return await self._wait_for_verdicts(asked, final, verdicts, started_s)
+        if not await passes:
+            looks = _looks(checks)
+            verdicts = await self._verdicts(looks, self._limiter.check_batch([*looks.values()]))
+            if not all(isinstance(one, Decision) and one.allowed for one in verdicts):
+                return self._answer(asked, looks, verdicts, started_s)
+            # All would pass by now. What is answered OK is charged, so they are judged by charging them.
+        charges = self._limiter.check_batch([*checks.values()])
+        return await self._wait_for_charges(asked, checks, charges, started_s)
 
-    async def _wait_for_verdicts(
+    async def _wait_for_charges(
         self,
         asked: Sequence[Check],
         checks: _Checks,
         verdicts: Sequence[_Verdict | None],
         started_s: float,
     ) -> bytes:
+        return self._answer(asked, checks, await self._verdicts(checks, verdicts), started_s)
+
+    async def _verdicts(
+        self, checks: _Checks, verdicts: Sequence[_Verdict | None]
+    ) -> Sequence[_Verdict]:
+        """The verdicts, those that are missing by the shared state."""
         pairs = zip(checks.values(), verdicts, strict=True)
-        late = await self._limiter.wait([check for check, verdict in pairs if verdict is None])
-        following = iter(late)
-        final = [next(following) if verdict is None else verdict for verdict in verdicts]
-        return self._answer(asked, checks, final, started_s)
+        late = iter(await self._limiter.wait([check for check, known in pairs if known is None]))
+        return [next(late) if known is None else known for known in verdicts]
 
     def _answer(
         self,

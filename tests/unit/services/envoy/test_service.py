@@ -26,11 +26,11 @@ OK, OVER_LIMIT = Response.OK, Response.OVER_LIMIT
 
 
 class Node:
-    def __init__(self):
+    def __init__(self, clock=None):
         self.stats = CheckStats()
         self.limiter = Limiter(
             buckets=BucketTable(100, self.stats),
-            clock=ManualClock(),
+            clock=clock or ManualClock(),
             stats=self.stats,
             timestamps="bounded",
             keys=BucketKeys(b"k" * 32),
@@ -135,14 +135,14 @@ class FakeChecker:
     def __init__(self, *answers, passes=True):
         self.answers, self.passes, self.asked = [*answers], passes, []
 
-    def all_pass(self, _checks):
+    def all_pass(self, _checks, _now_us):
         async def foresee():
             await asyncio.sleep(0)
             return self.passes
 
         return foresee()
 
-    def check_batch(self, checks):
+    def check_batch(self, checks, _now_us=None):
         self.asked += [check.peek for check in checks]
         return [None if check.endpoint.endswith("a") else GRANTED for check in checks]
 
@@ -163,11 +163,43 @@ async def test_what_only_the_shared_state_knows_is_waited_for():
     assert codes(await ask(FakeChecker(REFUSED), ADA_A)) == [OVER_LIMIT]
 
 
-@pytest.mark.parametrize("passes", [True, False])
-async def test_all_are_charged_or_only_looked_at_as_the_shared_state_foresees(passes):
-    checker = FakeChecker(GRANTED, passes=passes)
+async def test_all_are_charged_where_the_shared_state_foresees_that_they_pass():
+    checker = FakeChecker(GRANTED, passes=True)
     assert codes(await ask(checker, ADA_B, ADA_A)) == [OK, OK]
-    assert checker.asked == [not passes] * 2
+    assert checker.asked == [False] * 2
+
+
+async def test_nothing_is_charged_where_the_shared_state_foresees_a_denial():
+    checker = FakeChecker(REFUSED, passes=False)
+    assert codes(await ask(checker, ADA_B, ADA_A)) == [OK, OVER_LIMIT]
+    assert checker.asked == [True] * 2
+
+
+async def test_what_a_look_finds_allowed_by_now_is_charged_before_it_is_answered():
+    checker = FakeChecker(GRANTED, GRANTED, passes=False)
+    assert codes(await ask(checker, ADA_B, ADA_A)) == [OK, OK]
+    assert checker.asked == [True, True, False, False]
+
+
+class TurningClock(ManualClock):
+    """Once ``armed``, a minute passes after the time has been read."""
+
+    armed = False
+
+    def now_us(self):
+        now_us = super().now_us()
+        if self.armed:
+            self.advance(seconds=60)
+        return now_us
+
+
+def test_a_window_that_turns_within_a_request_lets_nothing_through_uncharged():
+    clock = TurningClock()
+    node = Node(clock)
+    assert node.ask(ADA_A, ADA_B).overall_code == OK
+    clock.armed = True
+    assert codes(node.ask(ADA_A, ADA_B)) == [OK, OVER_LIMIT]
+    assert node.stats.by_rule == {"a": [2, 0], "b": [1, 1]}
 
 
 async def test_a_spend_of_another_node_in_between_denies():
