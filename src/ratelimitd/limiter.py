@@ -245,7 +245,7 @@ class Limiter:
         return answers
 
     def all_pass(self, checks: Sequence[Check], now_us: int) -> bool | Awaitable[bool]:
-        """Whether each of these checks would pass at ``now_us``; charges nothing, counts nothing, and knows no timestamps.
+        """Whether each check would pass at ``now_us``; charges nothing, counts nothing, and knows no timestamps.
 
         An awaitable only where buckets are shared. What cannot be known passes: whoever then charges the checks meets
         the failure again, and has an answer to it.
