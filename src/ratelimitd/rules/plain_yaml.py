@@ -20,7 +20,7 @@ MAX_DEPTH: Final = 16
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The C parser where PyYAML was built with it: 100,000 rules take seconds instead of minutes."""
 
-_INTEGER: Final = re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,17})")
+_INTEGER: Final = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})")
 """At most 18 digits: more than any field holds, and few enough that reading them costs nothing."""
 
 _CONSTANTS: Final[dict[str, bool | None]] = {
