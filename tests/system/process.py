@@ -24,6 +24,8 @@ COMMAND = [str(Path(sys.executable).with_name("ratelimitd"))]
 
 READY = re.compile(r"ratelimitd ready grpc=(\S+) http=(\S+) node=(\S+)\n")
 
+_ADMINISTERED = {"--admin-token", "--admin-token-file", "--admin-sans", "--loopback-admin"}
+
 START_S = 30.0
 """Longest wait for a start or an end: far above what they take, so that only a hang fails."""
 
@@ -197,7 +199,10 @@ class Files:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, f"the node did not start: {process.communicate(timeout=START_S)[1]}"
-            node = Served(process, line, self.state_dir)
+            makes_token = _ADMINISTERED.isdisjoint(
+                more
+            )  # else a file may be there from an earlier start
+            node = Served(process, line, self.state_dir if makes_token else None)
             if node.admin_token and node.http_address != "off":
                 node.login_link = process.stdout.readline().split()[1]
             yield node
