@@ -173,7 +173,7 @@ class Clustering:
             cluster.is_connected
             # A store that answers readings and refuses batches is none that nodes could share.
             and cluster.sync_lag_s < MAX_SYNC_LAG_S
-            and all(link.connected for link in self._shards.all())
+            and self._shards.connected
         )
         retry_s = cluster.retry_after_us / US_PER_S
         return SharedStateStatus(connected, cluster.breaker_state.value, retry_s)

@@ -91,6 +91,13 @@ async def test_a_store_that_acknowledges_nothing_is_none(valkey, monkeypatch):
         assert not member.clustering.shared_state.connected
 
 
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
+async def test_a_store_that_was_never_reached_is_not_connected(scheme):
+    member = Member(f"{scheme}://127.0.0.1:{free_port()}")
+    async with running(member):
+        assert not member.clustering.shared_state.connected
+
+
 async def test_nodes_share_their_buckets_and_know_of_each_other(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one, two):

@@ -84,6 +84,11 @@ class ClusterShards:
         """One link for each primary."""
         return tuple(self._links.values())
 
+    @property
+    def connected(self) -> bool:
+        """Whether every hash tag has a server, and every server is connected; not before the map was read."""
+        return None not in self._map and all(link.connected for link in self._links.values())
+
     async def server_of_tag(self, tag: int) -> Server:
         """Where the server of the tag is."""
         server = self._map[tag]
@@ -112,16 +117,12 @@ class ClusterShards:
     async def _until_due(self) -> None:
         """Return when the map is to be read again."""
         shorter = 1 - self.options.random() / 2
-        ticks = 1 if self._troubled else round(POLL_S / POLL_TROUBLED_S)
+        ticks = round(POLL_S / POLL_TROUBLED_S) if self.connected else 1
         while ticks and not self._wanted.is_set():
-            ticks = min(ticks, 2) - 1 if self._troubled else ticks - 1
+            ticks = ticks - 1 if self.connected else min(ticks, 2) - 1
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_TROUBLED_S * shorter):
                     await self._wanted.wait()
-
-    @property
-    def _troubled(self) -> bool:
-        return None in self._map or not all(link.connected for link in self._links.values())
 
     async def _read(self) -> Map:
         """The map, from any server that tells it; raises the reason of the last that did not."""

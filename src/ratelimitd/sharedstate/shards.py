@@ -34,6 +34,10 @@ class Shards(Protocol):
     def all(self) -> Sequence[Link]:
         """One link for each server."""
 
+    @property
+    def connected(self) -> bool:
+        """Whether every hash tag has a server, and every server is connected."""
+
     async def server_of_tag(self, tag: int) -> Server:
         """Where the server of a hash tag is; raises StoreUnavailableError while nobody knows."""
 
@@ -72,6 +76,11 @@ class OneServer:
     def all(self) -> Sequence[Link]:
         """The one link."""
         return (self._link,)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server is connected."""
+        return self._link.connected
 
     async def server_of_tag(self, _tag: int) -> Server:
         """Where the one server is."""

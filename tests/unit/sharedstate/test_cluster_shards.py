@@ -137,7 +137,7 @@ async def test_without_any_server_the_start_returns_and_everything_fails_until_o
         parse_redis_url(f"redis+cluster://127.0.0.1:{port}"), timeout_ms=5, report=lines.append
     )
     await shards.start()
-    assert shards.all() == ()
+    assert (shards.all(), shards.connected) == ((), False)
     assert isinstance(await asked(shards.of_tag(3).send, (b"PING",)), StoreUnavailableError)
     with pytest.raises(StoreUnavailableError):
         await shards.server_of_tag(3)
@@ -174,8 +174,10 @@ async def test_a_map_with_holes_holds_where_it_can_and_is_read_again_soon(monkey
         await soon(lambda: changes)
         low, high = (tag_between(0, SLOTS // 2), tag_between(SLOTS // 2, SLOTS))
         assert isinstance(await asked(shards.of_tag(high).send, (b"GET",)), StoreUnavailableError)
+        assert not shards.connected
         await soon(lambda: len(changes) == 2)
         assert shards.of_tag(low) is shards.of_tag(high)
+        assert shards.connected
         await shards.close()
     assert changes[0] == 2
     assert lines[1] == "the map of the Cluster can be read again"
