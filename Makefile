@@ -20,9 +20,8 @@ serve: ## serve from the checkout; a new rule book is seeded from examples/rules
 	@$(BIN)/ratelimitd serve --rules-file examples/rules.yaml
 
 .PHONY: test
-test: setup ## run the tests, then see that each core module is covered by its own
+test: setup ## run the tests
 	@$(BIN)/python -m pytest -q -n 2 -m "not system and not long"
-	@$(BIN)/python tools/check_layout.py --coverage
 
 .PHONY: test-system
 test-system: setup ## run the end-to-end tests of the installed command
@@ -38,10 +37,10 @@ soak: setup ## of test-long the node under load alone, for SOAK_S seconds (600),
 	@$(BIN)/python -m pytest -q -s -m long -o asyncio_debug=false tests/system/test_soak.py
 
 # One target for each check, so that one that fails does not hide the others.
-LINTS := format ruff mypy pyright imports spelling contract generated pins layout docs
+LINTS := format ruff mypy pyright imports spelling contract generated pins docs
 
 .PHONY: lint $(LINTS:%=lint-%)
-lint: setup ## check style, types, layers, spelling, the contract, the generated code and the layout
+lint: setup ## check style, types, layers, spelling, the contract, the generated code and the docs
 	@$(MAKE) --keep-going --no-print-directory $(LINTS:%=lint-%)
 
 lint-format:
@@ -72,9 +71,6 @@ lint-generated:
 
 lint-pins:
 	@$(BIN)/python tools/check_pins.py
-
-lint-layout:
-	@$(BIN)/python tools/check_layout.py
 
 # Every link and anchor of the site leads somewhere, or it is not built.
 lint-docs:

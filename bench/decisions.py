@@ -9,10 +9,10 @@ from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
+from ratelimitd.counters import CheckStats
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.stats import CheckStats
 
 ROUNDS = 5
 CALLS = 100_000

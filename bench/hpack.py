@@ -14,7 +14,8 @@ import hpack
 
 from bench.report import Row
 from bench.scripts import CHECK, go_fields
-from ratelimitd.http2.hpack import Decoder, huffman
+from ratelimitd.http2 import huffman
+from ratelimitd.http2.hpack import Decoder
 
 ROUNDS = 7
 BLOCKS = 20_000

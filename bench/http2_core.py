@@ -18,7 +18,7 @@ from bench.scripts import CHECK, go_fields
 from ratelimitd.http2 import frames
 from ratelimitd.http2.answers import UnaryAnswer, static_block
 from ratelimitd.http2.connection import Connection
-from ratelimitd.http2.preface import PREFACE
+from ratelimitd.http2.settings import PREFACE
 
 ROUNDS = 5
 CHECKS = 40_000

@@ -14,19 +14,19 @@ from pathlib import Path
 
 from bench.report import Row
 from bench.turns import Turns, idle_control
-from ratelimitd.background import Background
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
+from ratelimitd.counters import CheckStats
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import US_PER_S, Algorithm, Check, IdentifierType, Rule
+from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
+from ratelimitd.node.supervisor import SWITCH_INTERVAL_S
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
+from ratelimitd.retry import Background
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.stats import CheckStats
-from ratelimitd.supervisor import SWITCH_INTERVAL_S
-from ratelimitd.upkeep import SAMPLE_S, TICK_S, Upkeep
 
 BUCKETS = 1_000_000
 CHECKS_PER_TURN = 50

@@ -12,8 +12,8 @@ from bench.report import Row
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.stats import CheckStats
 
 NOW_US = 1_700_006_400_000_000
 BUCKETS = 1_000_000

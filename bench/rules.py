@@ -10,12 +10,12 @@ from pathlib import Path
 
 from bench.report import Row
 from bench.turns import Turns, idle_control
-from ratelimitd import collector
 from ratelimitd.clock import SystemClock
+from ratelimitd.node import jobs
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.last_good import LastGoodBook
-from ratelimitd.rules.migrations import upgrade
-from ratelimitd.rules.sql import SqlRuleStore
+from ratelimitd.rules.sql.migrations import upgrade
+from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleChanges
 
 RULES = 100_000
@@ -40,7 +40,7 @@ async def _measure(directory: Path) -> tuple[list[Row], dict[str, float]]:
     store = SqlRuleStore(url, clock=SystemClock())
     feed = _feed(store, directory)
     turns = Turns()
-    collector.tidy()  # as the process of a node does before its start
+    jobs.tidy()  # as the process of a node does before its start
     try:
         async with turns.measured():
             started = time.perf_counter()
@@ -99,7 +99,7 @@ def _feed(store: SqlRuleStore, directory: Path) -> RuleFeed:
     """The feed as a node has it."""
     last_good = LastGoodBook(directory)
     return RuleFeed(
-        store, on_book=lambda _book: None, last_good=last_good, whole_load=collector.whole_load
+        store, on_book=lambda _book: None, last_good=last_good, whole_load=jobs.whole_load
     )
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, islice, repeat
 from typing import NamedTuple
 
+from ratelimitd.http2 import huffman
 from ratelimitd.http2.frames import END_HEADERS, END_STREAM, FrameType
-from ratelimitd.http2.hpack import huffman
-from ratelimitd.http2.hpack.integers import encode_integer
-from ratelimitd.http2.hpack.static_table import STATIC_TABLE
+from ratelimitd.http2.huffman import encode_integer
+from ratelimitd.http2.static_table import STATIC_TABLE
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 CHECK = b"/ratelimiter.v1.RateLimiter/CheckRateLimit"

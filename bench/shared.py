@@ -19,20 +19,20 @@ from bench.servers import SERVER_CORE, load_core
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
-from ratelimitd.cluster.cluster import Cluster, Options
-from ratelimitd.cluster.shared_time import SharedTime
-from ratelimitd.collector import tidy
+from ratelimitd.cluster.membership import SharedTime
+from ratelimitd.cluster.node import Cluster, Options
+from ratelimitd.cluster.redis.codec import DECIDE, checks_request
+from ratelimitd.cluster.redis.opening import open_shards
+from ratelimitd.cluster.redis.pubsub import Bus
+from ratelimitd.cluster.redis.store import RedisStore
+from ratelimitd.cluster.redis.topology import Shards
+from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Rule
+from ratelimitd.node.jobs import tidy
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.sharedstate.bus import Bus
-from ratelimitd.sharedstate.encoding import DECIDE, checks_request
-from ratelimitd.sharedstate.opening import open_shards
-from ratelimitd.sharedstate.shards import Shards
-from ratelimitd.sharedstate.store import RedisStore
-from ratelimitd.sharedstate.url import parse_redis_url
-from ratelimitd.stats import CheckStats
+from ratelimitd.settings.urls import parse_redis_url
 from tests.servers import Valkey
 
 SECRET = b"k" * 32

@@ -9,7 +9,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from ratelimitd.services.auth import Role
-from ratelimitd.services.catalogue import ROLES
+from ratelimitd.services.methods import ROLES
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.rpc.over_http import Protocol, framed
 

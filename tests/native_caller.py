@@ -2,14 +2,14 @@
 
 import asyncio
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.http2.limits import Limits
-from ratelimitd.rpc.call_head import Peer as PeerName
-from ratelimitd.rpc.framing import framed
+from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.native_calls import ConnectionCalls
-from ratelimitd.rpc.native_shared import SharedCalls
-from ratelimitd.stats import CheckStats
+from ratelimitd.rpc.messages import framed
+from ratelimitd.rpc.routing import Peer as PeerName
+from ratelimitd.rpc.state import SharedCalls
 from tests.http2_peer import DATA, END_HEADERS, HEADERS, POST, Peer, last_data
 
 

@@ -5,7 +5,7 @@ import re
 
 import httpx
 
-from ratelimitd.web.frame import FORM_TOKEN_FIELD
+from ratelimitd.web.pages.page_base import FORM_TOKEN_FIELD
 
 _TOKEN = re.compile(rf'name="{FORM_TOKEN_FIELD}" value="([0-9a-f]+)"')
 _HIDDEN = re.compile(r'<input type="hidden" name="([a-z_]+)" value="([^"]*)">')

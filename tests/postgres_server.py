@@ -28,7 +28,7 @@ from ratelimitd.cli.dev.servers import (
     UNPRIVILEGED,
     postgresql_programs,
 )
-from ratelimitd.rules.migrations import upgrade
+from ratelimitd.rules.sql.migrations import upgrade
 from tests.servers import free_port
 
 BINARIES: Final = postgresql_programs()

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from ratelimitd.rules.migrations import upgrade
-from ratelimitd.rules.sql import SqlRuleStore
+from ratelimitd.rules.sql.migrations import upgrade
+from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.testing import ManualClock
 
 

@@ -1,4 +1,4 @@
-"""For tests of the scripts in ``sharedstate/scripts``: how they are called, and states that can be compared."""
+"""For tests of the scripts in ``cluster/redis/scripts``: how they are called, and states that can be compared."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from struct import pack
 from typing import Any
 
 from ratelimitd.algorithms.sliding_window import runs_of
-from ratelimitd.ledger.batches import Batch, Reply
-from ratelimitd.ledger.shared_state import SharedState, StoreCheck
-from ratelimitd.model import Algorithm, IdentifierType, Outcome, Rule
-from ratelimitd.sharedstate.bucket_value import FORMAT, NUMBERS
-from ratelimitd.sharedstate.encoding import (
+from ratelimitd.cluster.redis.codec import (
     DECIDE,
+    FORMAT,
+    NUMBERS,
     SETTLE,
     Request,
+    Script,
     checks_request,
     decided,
     settle_reply,
     settle_request,
 )
-from ratelimitd.sharedstate.script import Script
+from ratelimitd.ledger.protocol import Batch, Reply
+from ratelimitd.ledger.shared_state import SharedState, StoreCheck
+from ratelimitd.model import Algorithm, IdentifierType, Outcome, Rule
 
 TAG = 0xA7
 

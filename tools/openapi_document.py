@@ -10,8 +10,8 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2 as pb
 
-from ratelimitd.services.catalogue import PACKAGE, ROLES
-from ratelimitd.web.json_api import CHECK_METHOD, CHECK_PATH
+from ratelimitd.services.methods import PACKAGE, ROLES
+from ratelimitd.web.api.json_api import CHECK_METHOD, CHECK_PATH
 from tools.contract import Comments, comments_of, contract
 
 Json = dict[str, Any]

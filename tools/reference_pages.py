@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
 )
 
-from ratelimitd.settings import SETTINGS
+from ratelimitd.settings.table import SETTINGS
 from tools.contract import (
     ENUM,
     FIELD,

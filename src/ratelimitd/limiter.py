@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from ratelimitd.algorithms import DECIDE, Decide
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.clock import Clock
+from ratelimitd.clock import Clock, TimestampPolicy, bounded, trusted
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     BreakerOpenError,
     CheckInvalidError,
@@ -35,8 +36,6 @@ from ratelimitd.model import (
     Rule,
 )
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.stats import CheckStats
-from ratelimitd.timestamps import TimestampPolicy, bounded, trusted
 
 FAIL_OPEN_REMAINING: Final = 1
 FAIL_OPEN_RESET_S: Final = 60

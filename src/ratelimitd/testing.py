@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratelimitd.clock import Clock
-from ratelimitd.settings import Settings
+from ratelimitd.settings.table import Settings
 
 if TYPE_CHECKING:
-    from ratelimitd.app import Node
+    from ratelimitd.node.node import Node
 
 _ADMIN = frozenset({"admin_token", "admin_token_file", "admin_sans"})
 
@@ -70,7 +70,7 @@ async def running_node(*, clock: Clock | None = None, **settings: object) -> Asy
             ``loopback_admin`` is ``on``, so that tests may change rules without a token.
     """
     # Not at the top: whoever wants a clock needs no gRPC, no SQL and no HTTP.
-    from ratelimitd.app import Node  # noqa: PLC0415
+    from ratelimitd.node.node import Node  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="ratelimitd-") as directory:
         chosen = {

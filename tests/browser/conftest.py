@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from ratelimitd.web.frame import SESSION_COOKIE
-from ratelimitd.web.sessions import Sessions
+from ratelimitd.web.pages.page_base import SESSION_COOKIE
+from ratelimitd.web.pages.sessions import Sessions
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.browser.visit import Visit, chromium
 from tests.system.process import START_S, Files

@@ -16,13 +16,13 @@ from unittest.mock import patch
 
 from starlette.types import ASGIApp
 
+from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
 from ratelimitd.observe.live import Listener, NodeView, Overview
 from ratelimitd.observe.node_status import NodeStatus
-from ratelimitd.stats import LATENCY_BOUNDS_S
 from ratelimitd.testing import running_node
-from ratelimitd.web.application import Parts, application
+from ratelimitd.web.app import Parts, application
 from tests.system.process import START_S
 
 PEAK_PER_S = 4_200.0
@@ -89,7 +89,7 @@ def painted(count: int) -> Iterator[str]:
         return application(replace(parts, live=PaintedLive(count)))
 
     async def run() -> None:
-        with patch("ratelimitd.app.application", with_paint):
+        with patch("ratelimitd.node.node.application", with_paint):
             async with running_node(node_id="n1") as node:
                 addresses.append(node.http_address)
                 ready.set()

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ratelimitd.web.sessions import SESSION_S, Sessions
+from ratelimitd.web.pages.sessions import SESSION_S, Sessions
 from tests.browser.conftest import ADMIN_TOKEN, carry, log_in
 from tests.system.process import Files
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from playwright.sync_api import expect
 
-from ratelimitd.web.sessions import SESSION_S, Sessions
+from ratelimitd.web.pages.sessions import SESSION_S, Sessions
 from tests.browser.acts import RULE, create_rule, fill, press, try_check
 from tests.browser.conftest import ADMIN_TOKEN, carry, rules_of
 from tests.browser.stranger import site

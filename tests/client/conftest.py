@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ratelimitd import testing
-from ratelimitd.app import Node
+from ratelimitd.node.node import Node
 from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 

@@ -14,9 +14,9 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.cluster.redis.codec import state_of
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.sharedstate.bucket_value import state_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.chaos_proxy import ChaosProxy
 from tests.cluster.admissions import Log

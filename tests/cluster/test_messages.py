@@ -5,7 +5,7 @@ import struct
 
 import redis
 
-from ratelimitd.sharedstate.bus import MAX_PAYLOAD_BYTES
+from ratelimitd.cluster.redis.pubsub import MAX_PAYLOAD_BYTES
 from tests.cluster.admissions import tokens
 from tests.cluster.load import keys, steady
 from tests.cluster.nodes import Nodes

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.cluster.redis.cluster_topology import SLOT_OF_TAG
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.sharedstate.cluster_map import SLOT_OF_TAG
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.admissions import tokens
 from tests.cluster.load import Event, offer, steady

@@ -12,12 +12,7 @@ import pytest
 import redis
 
 from ratelimitd.algorithms.sliding_window import MAX_RUNS, runs_of
-from ratelimitd.ledger import shared_state
-from ratelimitd.ledger.batches import Batch
-from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
-from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm, Reason
-from ratelimitd.sharedstate.bucket_value import state_of
-from ratelimitd.sharedstate.encoding import (
+from ratelimitd.cluster.redis.codec import (
     RESET,
     SETTLE,
     bucket_key,
@@ -26,7 +21,12 @@ from ratelimitd.sharedstate.encoding import (
     reset_request,
     settle_reply,
     settle_request,
+    state_of,
 )
+from ratelimitd.ledger import shared_state
+from ratelimitd.ledger.protocol import Batch
+from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
+from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm, Reason
 from tests import store_scripts
 from tests.servers import Valkey
 from tests.store_scripts import TAG, key_of, log_of, plain, rule_of, run, settle, value_of

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ratelimitd.conformance.answers import Answer
-from ratelimitd.conformance.cases import cases
+from ratelimitd.cli.conformance.cases import Answer, cases
 from tests.outcomes import NAMED_DECIDE
 
 

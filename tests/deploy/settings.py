@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ratelimitd.settings import Settings
+from ratelimitd.settings.table import Settings
 
 
 def settings_with(

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ratelimitd.settings_values import Address
+from ratelimitd.settings.parsing import Address
 from tests.deploy.dockerfile import sent_to_the_builder, stages
 from tests.deploy.monitoring import ROOT
 from tests.deploy.settings import settings_with

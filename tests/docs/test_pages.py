@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ratelimitd.cli import commands, target
+from ratelimitd.cli import client_options, main
 from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.rules.store import RuleDraft
-from ratelimitd.settings import SETTINGS
-from ratelimitd.workers import crew
+from ratelimitd.settings.table import SETTINGS
+from ratelimitd.workers import pool
 from tests.rule_stores import sqlite_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,9 +47,9 @@ def test_every_link_of_a_page_leads_somewhere(page):
         if link.startswith(("https://", "http://")):
             continue
         path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        client_options = (page.parent / path).resolve() if path else page
+        assert client_options.exists(), link
+        assert not anchor or anchor in anchors(client_options), link
 
 
 def test_every_decision_that_code_cites_has_a_page():
@@ -85,15 +85,17 @@ def test_operations_lists_every_setting_with_its_default():
 def test_operations_names_no_metric_that_is_not_exported():
     named = set(re.findall(r"rate_limiter_\w+", OPERATIONS))
     assert named
-    assert named <= {definition.name for definition in (*DEFINITIONS, *crew.DEFINITIONS)}
+    assert named <= {definition.name for definition in (*DEFINITIONS, *pool.DEFINITIONS)}
 
 
 def test_operations_lists_every_variable_of_the_command_line():
-    source = Path(target.__file__).read_text(encoding="utf-8")
-    variables = {target.ENV_PREFIX + name for name in re.findall(r'ENV_PREFIX \+ "(\w+)"', source)}
+    source = Path(client_options.__file__).read_text(encoding="utf-8")
+    variables = {
+        client_options.ENV_PREFIX + name for name in re.findall(r'ENV_PREFIX \+ "(\w+)"', source)
+    }
     assert set(re.findall(r"RATELIMITCTL_\w+", OPERATIONS)) == {
         *variables,
-        commands.DEBUG_VARIABLE,
+        main.DEBUG_VARIABLE,
     }
 
 
@@ -124,16 +126,4 @@ def test_architecture_names_every_module_and_package_of_the_server():
     source = ROOT / "src/ratelimitd"
     found = {path.name for path in source.glob("*.py")}
     found |= {path.parent.name for path in source.glob("*/__init__.py")}
-    found = {"settings*.py" if name.startswith("settings") else name for name in found}
     assert found - {"__init__.py"} <= named
-
-
-def test_architecture_names_every_module_from_octets_to_a_check():
-    page = (ROOT / "docs/ARCHITECTURE.md").read_text(encoding="utf-8")
-    section = page.split("\n## From octets to a check\n", 1)[1].split("\n## ", 1)[0]
-    found = {
-        path.name
-        for package in ("rpc", "http2")
-        for path in (ROOT / "src/ratelimitd" / package).glob("*.py")
-    }
-    assert found - {"__init__.py"} <= set(re.findall(r"`(\w+\.py)`", section))

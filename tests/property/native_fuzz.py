@@ -6,16 +6,15 @@ Any octets lead to a documented outcome: never an exception out of the protocol,
 import asyncio
 from collections.abc import Iterable
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.limits import ALLOWANCES, Limits
 from ratelimitd.http2.streams import UNTOUCHED
-from ratelimitd.rpc.call_head import Peer
+from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.native_calls import ConnectionCalls
-from ratelimitd.rpc.native_shared import SharedCalls
-from ratelimitd.rpc.open_call import MAX_UNREAD_QUESTIONS
-from ratelimitd.stats import CheckStats
+from ratelimitd.rpc.routing import Peer
+from ratelimitd.rpc.state import MAX_UNREAD_QUESTIONS, SharedCalls
 
 HTTP2_LIMITS = Limits(
     max_streams=6,

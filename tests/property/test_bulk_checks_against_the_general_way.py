@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.rate_limiter import RateLimiterService
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 from tests.one_by_one import OneByOne
 from tests.property.spelled_checks import (

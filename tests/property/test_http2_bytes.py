@@ -16,7 +16,7 @@ from ratelimitd.http2.events import (
     StreamReset,
     TrailersReceived,
 )
-from ratelimitd.http2.heads import RequestHead
+from ratelimitd.http2.headers import RequestHead
 from ratelimitd.http2.limits import Limits
 from ratelimitd.http2.streams import UNTOUCHED, State
 from tests.http2_peer import (

@@ -6,13 +6,13 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from ratelimitd.algorithms.merge import StoredState, merge
-from ratelimitd.buckets.codec import latest_us, unpack
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.snapshot_format import latest_us, unpack
 from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 
 USER = IdentifierType.USER

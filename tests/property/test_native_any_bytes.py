@@ -5,14 +5,14 @@ import asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.http2.connection import Connection
-from ratelimitd.rpc.call_head import Peer as PeerName
-from ratelimitd.rpc.framing import framed
+from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.native_calls import ConnectionCalls
-from ratelimitd.rpc.native_shared import SharedCalls
-from ratelimitd.stats import CheckStats
+from ratelimitd.rpc.messages import framed
+from ratelimitd.rpc.routing import Peer as PeerName
+from ratelimitd.rpc.state import SharedCalls
 from tests.http2_peer import (
     END_HEADERS,
     END_STREAM,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from ratelimitd.rpc.framing import framed
+from ratelimitd.rpc.messages import framed
 from tests.http2_peer import (
     GREETING,
     POST,

@@ -16,17 +16,18 @@ from typing import Any
 
 import pytest
 
-from ratelimitd.buckets import chunks, cold, snapshot
-from ratelimitd.buckets.codec import unpack
+from ratelimitd.buckets import restored as cold
+from ratelimitd.buckets import snapshot, snapshot_format
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import restore
 from ratelimitd.buckets.snapshot import SnapshotLog
+from ratelimitd.buckets.snapshot_format import unpack
 from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import INT32_MAX, Algorithm, Check, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 
 USER = IdentifierType.USER
@@ -209,7 +210,7 @@ class World:
     def look_after_a_kill(self):
         """Restore a copy of the directory as it is at this moment, and compare."""
         shutil.copytree(self.directory, self.copy)
-        restored = restore(self.copy, KEYS, chunks.header(SECRET), self.clock.now_us())
+        restored = restore(self.copy, KEYS, snapshot_format.header(SECRET), self.clock.now_us())
         for key in PLACES:
             value = restored.buckets.get(key)
             found = None if value is None else unpack(value)

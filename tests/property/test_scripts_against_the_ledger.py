@@ -11,13 +11,13 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ratelimitd.cluster.redis import codec
+from ratelimitd.cluster.redis.codec import state_of
 from ratelimitd.ledger import shared_state
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.ledger.batches import Batch, Ledger, Reply
+from ratelimitd.ledger.protocol import Batch, Ledger, Reply
 from ratelimitd.ledger.shared_state import Ask, Settled, SharedState, StoreCheck, Update
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
-from ratelimitd.sharedstate import encoding
-from ratelimitd.sharedstate.bucket_value import state_of
 from tests.servers import Valkey
 from tests.store_scripts import TAG, decide, key_of, plain, rule_of, run, settle, value_of
 
@@ -94,7 +94,7 @@ def plain_reply(reply):
 
 def same_buckets(client, model, rules):
     for key, (rule, *_) in zip(KEYS, rules, strict=True):
-        value = client.get(encoding.bucket_key(key))
+        value = client.get(codec.bucket_key(key))
         assert plain(state_of(value, rule)) == plain(model.buckets.get(key))
 
 
@@ -216,14 +216,14 @@ def test_a_trace_ends_as_in_the_ledger(store, data, rules, around_us):
             )
         if step in {"batch", "gap", "again", "older"} and batch is not None:
             sent = batch._replace(number=number - 1) if step == "older" else batch
-            reply = run(store, encoding.SETTLE, encoding.settle_request(TAG, sent))
-            assert encoding.replaced(reply) == 0
+            reply = run(store, codec.SETTLE, codec.settle_request(TAG, sent))
+            assert codec.replaced(reply) == 0
             expected = model.apply(sent)
-            assert plain_reply(encoding.settle_reply(sent, reply)) == plain_reply(expected)
+            assert plain_reply(codec.settle_reply(sent, reply)) == plain_reply(expected)
         elif step == "reset":
             rule = data.draw(st.sampled_from(versions))
-            reply = run(store, encoding.RESET, encoding.reset_request([key], [rule]))
-            assert encoding.reset_reply([rule], reply) == [model.reset(key, rule)]
+            reply = run(store, codec.RESET, codec.reset_request([key], [rule]))
+            assert codec.reset_reply([rule], reply) == [model.reset(key, rule)]
         elif step == "decide":
             told = data.draw(st.lists(st.sampled_from(range(len(KEYS))), min_size=1))
             checks = [data.draw(store_checks(KEYS[one], rules[one], around_us)) for one in told]
@@ -231,14 +231,14 @@ def test_a_trace_ends_as_in_the_ledger(store, data, rules, around_us):
         elif step == "meet":
             told = data.draw(st.lists(st.sampled_from(range(len(KEYS))), min_size=1, unique=True))
             checks = [data.draw(store_checks(KEYS[one], rules[one], around_us)) for one in told]
-            reply = run(store, encoding.MEET, encoding.checks_request(checks))
-            corrupt, met = encoding.met(checks, reply)
+            reply = run(store, codec.MEET, codec.checks_request(checks))
+            corrupt, met = codec.met(checks, reply)
             assert corrupt == 0
             assert [(outcome, plain(shared)) for outcome, shared in met] == [
                 *map(model.meet, checks)
             ]
         elif step == "lost":
-            store.delete(encoding.bucket_key(key))
+            store.delete(codec.bucket_key(key))
             model.buckets.pop(key, None)
         same_buckets(store, model, rules)
 
@@ -302,10 +302,7 @@ def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
     chance = Random(seed)
     cases = {key_of(number): bucket(chance) for number in range(100)}
     store.mset(
-        {
-            encoding.bucket_key(key): value_of(shared, rule)
-            for key, (rule, shared, _) in cases.items()
-        }
+        {codec.bucket_key(key): value_of(shared, rule) for key, (rule, shared, _) in cases.items()}
     )
     model = Model({key: shared for key, (_, shared, _) in cases.items()})
     for key, (rule, _, now_us) in cases.items():
@@ -350,7 +347,7 @@ def test_small_numbers_meet_every_boundary(store, algorithm, seed):
     for number in range(1, 150):
         now_us += chance.choice((0, 1, 2, 4, 9)) * US_PER_S // 4
         if number % 50 == 0:
-            store.delete(encoding.bucket_key(key))
+            store.delete(codec.bucket_key(key))
             model.buckets.clear()
         rule, cost = chance.choice(rules), chance.randint(1, 4)
         if chance.random() < 0.5:
@@ -362,6 +359,6 @@ def test_small_numbers_meet_every_boundary(store, algorithm, seed):
             asks = [Ask(time_us(), cost) for _ in range(chance.randint(0, 2))]
             batch = Batch("node", number, 0, {key: Update(rule, None, runs, asks)})
             assert plain_reply(settle(store, batch)) == plain_reply(model.apply(batch))
-        assert plain(state_of(store.get(encoding.bucket_key(key)), rule)) == plain(
+        assert plain(state_of(store.get(codec.bucket_key(key)), rule)) == plain(
             model.buckets.get(key)
         )

@@ -8,12 +8,12 @@ from typing import Any
 
 import trustme
 
-from ratelimitd.rpc.framing import framed
+from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.native_server import NativeServer
+from ratelimitd.rpc.messages import framed
+from ratelimitd.rpc.server import NativeServer
 from ratelimitd.rpc.tls import TlsFiles
-from ratelimitd.stats import CheckStats
 from tests.http2_peer import (
     END_HEADERS,
     GREETING,

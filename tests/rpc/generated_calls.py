@@ -15,7 +15,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from ratelimitd.services.catalogue import PACKAGE, ROLES
+from ratelimitd.services.methods import PACKAGE, ROLES
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.rpc.asking import Asked, Seen
 from tests.rpc.chance import RULE_IDS, Chance

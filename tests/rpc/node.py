@@ -11,26 +11,25 @@ import grpc.aio
 
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.limiter import Limiter
+from ratelimitd.node.transports import server_of
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.samples import MetricSample
 from ratelimitd.rpc.interface import Server
-from ratelimitd.rpc.transports import server_of
 from ratelimitd.rules.feed import RuleFeed
-from ratelimitd.rules.sql import SqlRuleStore
+from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.services.auth import Access, Credentials
-from ratelimitd.services.catalogue import OUR_SERVICES, guarded, names_of
 from ratelimitd.services.config import ConfigService
-from ratelimitd.services.envoy.answers import ALL_FIELDS
 from ratelimitd.services.envoy.messages import SERVICE as ENVOY
-from ratelimitd.services.envoy.service import EnvoyOptions, EnvoyService
+from ratelimitd.services.envoy.service import ALL_FIELDS, EnvoyOptions, EnvoyService
+from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import SERVICE as GRPC_HEALTH
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.health import HealthService
+from ratelimitd.services.methods import OUR_SERVICES, guarded, names_of
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.services.reflection import V1, V1ALPHA, ReflectionService
-from ratelimitd.services.status import ErrorEdge
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as pb_grpc

@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from ratelimitd.http2.limits import ALLOWANCES, Limits
-from ratelimitd.rpc.framing import framed
 from ratelimitd.rpc.interface import StatusCode
+from ratelimitd.rpc.messages import framed
 from tests.http2_peer import (
     CANCEL,
     CONTINUATION,

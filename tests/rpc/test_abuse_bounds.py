@@ -5,10 +5,10 @@ import tracemalloc
 import pytest
 
 from ratelimitd.http2.limits import Limits
-from ratelimitd.rpc.framing import framed
+from ratelimitd.rpc.connection import NativeConnection
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES
-from ratelimitd.rpc.native_connection import NativeConnection
+from ratelimitd.rpc.messages import framed
 from tests.http2_peer import (
     GOAWAY,
     GREETING,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ratelimitd.services.catalogue import ROLES
+from ratelimitd.services.methods import ROLES
 from tests.rpc.wire import field, varint
 
 UNARY = [path for path in ROLES if not path.endswith(("/Watch", "/ServerReflectionInfo"))]

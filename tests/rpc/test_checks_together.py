@@ -9,10 +9,10 @@ import pytest
 
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.rpc.framing import framed
+from ratelimitd.rpc.messages import framed
 from ratelimitd.services.rate_limiter import RateLimiterService
-from ratelimitd.stats import CheckStats
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.http2_peer import DATA, END_STREAM, GREETING, HEADERS, PING, SETTINGS_ACK, ping
 from tests.one_by_one import OneByOne

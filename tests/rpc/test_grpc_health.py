@@ -4,7 +4,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ratelimitd.services.catalogue import OUR_SERVICES
+from ratelimitd.services.methods import OUR_SERVICES
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

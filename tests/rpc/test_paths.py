@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from ratelimitd.services.catalogue import ROLES
+from ratelimitd.services.methods import ROLES
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 OURS = [path for path in ROLES if path.startswith("/ratelimiter.v1.")]

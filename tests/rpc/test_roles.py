@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from ratelimitd.services.auth import Credentials, Role
-from ratelimitd.services.catalogue import ROLES
+from ratelimitd.services.methods import ROLES
 from tests.rpc.node import running_node
 
 GUARDED = {path: role for path, role in ROLES.items() if role is not Role.OPEN}

@@ -7,9 +7,9 @@ import grpc
 import pytest
 from google.protobuf import empty_pb2
 
-from ratelimitd import app
 from ratelimitd.errors import StartupError
-from ratelimitd.rules.sql import SqlRuleStore
+from ratelimitd.node import node as app
+from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.testing import running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as pb_grpc

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ratelimitd.counters import CheckStats
+from ratelimitd.node.transports import TRANSPORTS, server_of
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES, TransportLimits
-from ratelimitd.rpc.transports import TRANSPORTS, server_of
-from ratelimitd.stats import CheckStats
 
 CODES = [code for code in StatusCode if code is not StatusCode.OK]
 COMPRESSIONS = [grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from ratelimitd.conformance.cases import cases
+from ratelimitd.cli.conformance.cases import cases
 from ratelimitd.testing import running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ratelimitd.ledger.batches import MAX_UPDATES, Batch, Reply, Sender
+from ratelimitd.ledger.local_view import STALE_US, View
+from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, Reply, Sender
 from ratelimitd.ledger.shared_state import Met, SharedState
-from ratelimitd.ledger.view import STALE_US, View
 from ratelimitd.model import Rule
 from tests.simulation.giving_up import GivingUp
 from tests.simulation.meetings import BURIED_US, Meetings, Waiting

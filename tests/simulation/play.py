@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ratelimitd.ledger.batches import Ledger
+from ratelimitd.ledger.local_view import View
+from ratelimitd.ledger.protocol import Ledger
 from ratelimitd.ledger.shared_state import SharedState
-from ratelimitd.ledger.view import View
 from ratelimitd.model import Rule
 from tests.simulation.node import Node
 from tests.simulation.scenario import FEW, MOST_CHECKS, Scenario, Span

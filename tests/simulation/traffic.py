@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ratelimitd.ledger.batches import Batch, Ledger, Reply
+from ratelimitd.cluster.redis.codec import Request, checks_request, settle_request
+from ratelimitd.ledger.protocol import Batch, Ledger, Reply
 from ratelimitd.ledger.shared_state import Met, SharedState
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.sharedstate.encoding import Request, checks_request, settle_request
 from tests.simulation.node import Node
 from tests.simulation.world import SECOND, START_US, Meeting, Network, World
 

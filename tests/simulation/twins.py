@@ -5,11 +5,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from unittest import mock
 
-from ratelimitd.ledger import batches, shared_state
+from ratelimitd.ledger import protocol, shared_state
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.ledger.batches import Batch, Ledger, Reply
+from ratelimitd.ledger.local_view import View
+from ratelimitd.ledger.protocol import Batch, Ledger, Reply
 from ratelimitd.ledger.shared_state import Settled, SharedState, meet, settle, standing
-from ratelimitd.ledger.view import View
 from tests.simulation.meetings import Meetings
 from tests.simulation.node import Node
 from tests.simulation.world import ANSWER_US, World
@@ -143,7 +143,7 @@ class OtherSettlement(Ledger):
         raise NotImplementedError
 
     def apply(self, batch: Batch) -> Reply | None:
-        with mock.patch.object(batches, "settle", self.settle):
+        with mock.patch.object(protocol, "settle", self.settle):
             return super().apply(batch)
 
 

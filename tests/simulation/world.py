@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ratelimitd.ledger.batches import Batch, Ledger, Reply
+from ratelimitd.ledger.protocol import Batch, Ledger, Reply
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck, reset
 from ratelimitd.model import MAX_TIME_US, Rule
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 
 PARTS = {
-    "links": ["tests/unit/sharedstate"],
+    "links": ["tests/unit/cluster/redis"],
     "scripts": [
         "tests/conformance/test_store_scripts.py",
         "tests/property/test_scripts_against_the_ledger.py",

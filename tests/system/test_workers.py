@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 
 from ratelimitd.cli import main
-from ratelimitd.rpc.transports import TRANSPORTS
+from ratelimitd.node.transports import TRANSPORTS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.servers import Valkey, free_port

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.background import FIRST_PAUSE_S, LONG_RUN_S, LONGEST_PAUSE_S, Background
+from ratelimitd.retry import FIRST_PAUSE_S, LONG_RUN_S, LONGEST_PAUSE_S, Background
 
 
 class Time:

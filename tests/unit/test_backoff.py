@@ -1,4 +1,4 @@
-from ratelimitd.backoff import Backoff
+from ratelimitd.retry import Backoff
 
 
 def test_pauses_double_up_to_the_longest():

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd import limiter as limiter_module
-from ratelimitd.buckets.codec import unpack
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.snapshot_format import unpack
 from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import MAX_RULE_LABELS, OTHER_RULES, CheckStats
 from ratelimitd.errors import (
     BreakerOpenError,
     CheckInvalidError,
@@ -27,7 +28,6 @@ from ratelimitd.model import (
     Rule,
 )
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.stats import MAX_RULE_LABELS, OTHER_RULES, CheckStats
 from ratelimitd.testing import ManualClock
 
 USER, IP = IdentifierType.USER, IdentifierType.IP

@@ -1,6 +1,6 @@
 import pytest
 
-from ratelimitd.stats import LATENCY_BOUNDS_S, MAX_RULE_LABELS, OTHER_RULES, CheckStats
+from ratelimitd.counters import LATENCY_BOUNDS_S, MAX_RULE_LABELS, OTHER_RULES, CheckStats
 
 
 def test_everything_starts_at_zero():

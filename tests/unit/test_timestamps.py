@@ -2,9 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.errors import CheckInvalidError
-from ratelimitd.model import INT32_MAX, MAX_TIME_US
-from ratelimitd.timestamps import (
+from ratelimitd.clock import (
     TOLERANCE_US,
     CallerTime,
     TimestampPolicy,
@@ -12,6 +10,8 @@ from ratelimitd.timestamps import (
     caller_time,
     trusted,
 )
+from ratelimitd.errors import CheckInvalidError
+from ratelimitd.model import INT32_MAX, MAX_TIME_US
 
 NOW_US = 1_700_006_400_123_456
 SECOND_US = 1_000_000

@@ -1,4 +1,4 @@
-from ratelimitd.worst import WorstRecent
+from ratelimitd.counters import WorstRecent
 
 
 def test_a_peak_is_shown_for_one_to_two_stretches():

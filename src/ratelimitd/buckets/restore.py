@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
-from ratelimitd.buckets import chunks
-from ratelimitd.buckets.codec import Value, clamp, is_over, with_tick
-from ratelimitd.buckets.cold import ColdBuckets
+from ratelimitd.buckets import snapshot_format
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.restored import ColdBuckets
+from ratelimitd.buckets.snapshot_format import Value, clamp, is_over, with_tick
 from ratelimitd.buckets.table import LATE_US
 
 KEPT_ASIDE: Final = 3
@@ -140,18 +140,18 @@ def _read_buckets(file: BinaryIO, header: bytes, buckets: ColdBuckets) -> int | 
     if begin != header:  # its writer may have been killed before it had written that much
         return len(begin) if header.startswith(begin) else None
     read_bytes = len(header)
-    for chunk in chunks.read_chunks(file):
+    for chunk in snapshot_format.read_chunks(file):
         _apply(chunk, buckets)
-        read_bytes += chunks.chunk_bytes(chunk)
+        read_bytes += snapshot_format.chunk_bytes(chunk)
     return read_bytes
 
 
-def _apply(chunk: chunks.Chunk, buckets: ColdBuckets) -> None:
-    if chunk.kind == chunks.RESETS:
-        for stored_key in chunks.decode_resets(chunk):
+def _apply(chunk: snapshot_format.Chunk, buckets: ColdBuckets) -> None:
+    if chunk.kind == snapshot_format.RESETS:
+        for stored_key in snapshot_format.decode_resets(chunk):
             buckets.discard(stored_key)
-    elif chunk.kind in {chunks.STATES, chunks.LOGS}:
+    elif chunk.kind in {snapshot_format.STATES, snapshot_format.LOGS}:
         put = buckets.put
         value: Value
-        for stored_key, value in chunks.decode_values(chunk):
+        for stored_key, value in snapshot_format.decode_values(chunk):
             put(stored_key, with_tick(value, 0))

@@ -17,21 +17,102 @@ in neither of its places when that is copied; so each shard is looked at once mo
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from ratelimitd.buckets import chunks, cold
-from ratelimitd.buckets.appender import Appender
-from ratelimitd.buckets.codec import Value
+from ratelimitd.buckets import restored as cold
+from ratelimitd.buckets import snapshot_format
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import Restored, base_path, log_path, restore, set_aside
+from ratelimitd.buckets.snapshot_format import Value
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock
 from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.model import US_PER_S
+
+# One file that only ever grows, and never keeps half of what was to be appended.
+#
+# Blocking; meant for a thread. Never knows what the bytes mean.
+
+
+class Appender:
+    """A new file with ``header``, readable by its owner alone.
+
+    Raises:
+        OSError: from every method that writes, when the file cannot be written.
+    """
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self.size = 0
+        self._name_is_durable = False
+        try:
+            self.append(header)
+        except OSError:
+            self.discard()
+            raise
+
+    @property
+    def removed(self) -> bool:
+        """Whether the file has lost its name: somebody removed it, perhaps with its directory."""
+        return not os.fstat(self._fd).st_nlink
+
+    def append(self, data: bytes, *, durable: bool = False) -> None:
+        """Append ``data``, whole or not at all; with ``durable`` it is on disk before this returns.
+
+        A file that was removed meanwhile takes nothing more: what is written there, nobody will find.
+        """
+        if self.removed:
+            raise OSError(errno.ENOENT, "the file was removed while it was in use")
+        try:
+            written = 0
+            while written < len(data):
+                # At a place, not at the end: half a chunk that could not be cut off must not come before the next one.
+                written += os.pwrite(self._fd, memoryview(data)[written:], self.size + written)
+            if durable:
+                os.fdatasync(self._fd)
+                self._sync_name()
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._fd, self.size)
+            raise
+        self.size += len(data)
+
+    def publish(self, name: Path) -> None:
+        """Put everything on disk and give the file its name, at once for every reader."""
+        os.fsync(self._fd)
+        self.path.rename(name)
+        self.path = name
+        self._name_is_durable = False
+        self._sync_name()
+
+    def close(self) -> None:
+        """Close the file; what was not appended durably is on disk when the system gets to it."""
+        os.close(self._fd)
+
+    def discard(self) -> None:
+        """Close the file and remove it."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def _sync_name(self) -> None:
+        """Put the file's entry in its directory on disk: a synced file without a name would be lost with the power."""
+        if self._name_is_durable:
+            return
+        directory_fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory_fd)
+        finally:
+            os.close(directory_fd)
+        self._name_is_durable = True
+
 
 PASS_S: Final = 8
 """Time for one look at every shard: a spend waits that long at most, and the promised 15 s leave a slow disk 7 s."""
@@ -114,7 +195,7 @@ class SnapshotLog:
         Raises:
             StartupError: the directory cannot be written.
         """
-        keys, header = BucketKeys(key_secret), chunks.header(key_secret)
+        keys, header = BucketKeys(key_secret), snapshot_format.header(key_secret)
         try:
             restored = restore(directory, keys, header, None if callers_time else clock.now_us())
             return cls(
@@ -133,7 +214,9 @@ class SnapshotLog:
             StoreUnavailableError: the log cannot be written.
         """
         try:
-            await self._append(chunks.encode_resets(map(self._keys.stored, keys)), durable=True)
+            await self._append(
+                snapshot_format.encode_resets(map(self._keys.stored, keys)), durable=True
+            )
         except OSError as error:
             message = "the state directory cannot be written"
             raise StoreUnavailableError(message) from error
@@ -281,7 +364,7 @@ class SnapshotLog:
 async def _write(items: Iterator[tuple[bytes, Value]], write: Write) -> None:
     """Write the (stored key, value) pairs, so many at a time that the event loop gets its turn in between."""
     while turn := _next_turn(items):
-        await write(chunks.encode_values(turn))
+        await write(snapshot_format.encode_values(turn))
 
 
 def _next_turn(items: Iterator[tuple[bytes, Value]]) -> list[tuple[bytes, Value]]:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from typing import Final
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.buckets.codec import (
+from ratelimitd.buckets.restored import ColdBuckets
+from ratelimitd.buckets.snapshot_format import (
     LATEST_MASK,
     MAX_TICK,
     SPENT_SHIFT,
@@ -32,9 +33,8 @@ from ratelimitd.buckets.codec import (
     window_seconds,
     with_tick,
 )
-from ratelimitd.buckets.cold import ColdBuckets
+from ratelimitd.counters import CheckStats
 from ratelimitd.model import US_PER_S, Outcome, Rule
-from ratelimitd.stats import CheckStats
 
 SHARD_ENTRIES: Final = 600
 

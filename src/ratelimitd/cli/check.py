@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ratelimitd.cli.failures import EXIT_NO, CliError
+from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, asks_node
 from ratelimitd.cli.output import Output, as_dict, enum_name
-from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.model import INT32_MAX, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 

@@ -15,16 +15,16 @@ from typing import Annotated, Final
 import typer
 
 from ratelimitd import __version__
-from ratelimitd.cli import config, db, dev, rules
+from ratelimitd.cli import dev, options, rules
+from ratelimitd.cli import serve as db
 from ratelimitd.cli.bench import bench
 from ratelimitd.cli.check import check
-from ratelimitd.cli.command_help import help_of
+from ratelimitd.cli.client_options import EXIT_ERROR, EXIT_INTERRUPTED, CliError
 from ratelimitd.cli.conformance import conformance
 from ratelimitd.cli.doctor import Given, doctor
-from ratelimitd.cli.failures import EXIT_ERROR, EXIT_INTERRUPTED, CliError
 from ratelimitd.cli.health import health, metrics, reset
+from ratelimitd.cli.options import help_of, takes_settings
 from ratelimitd.cli.serve import serve
-from ratelimitd.cli.setting_options import takes_settings
 from ratelimitd.cli.top import top
 from ratelimitd.errors import RateLimitdError
 
@@ -45,7 +45,7 @@ for command in (check, reset, health, metrics, top, bench, conformance):
     app.command(help=help_of(command))(command)
 app.command(help=help_of(doctor))(takes_settings(doctor, load=Given))
 app.add_typer(rules.app, name="rules")
-app.add_typer(config.app, name="config")
+app.add_typer(options.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(dev.app, name="dev")
 

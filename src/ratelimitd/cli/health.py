@@ -8,9 +8,8 @@ from typing import Annotated, Final
 import typer
 
 from ratelimitd.cli.check import EndpointArgument, IdentifierArgument, TypeArgument
-from ratelimitd.cli.failures import EXIT_NO
+from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
 from ratelimitd.cli.output import Output, enum_name
-from ratelimitd.cli.target import Target, asks_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 QUANTILES: Final = (0.5, 0.95, 0.99)

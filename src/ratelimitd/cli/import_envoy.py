@@ -8,14 +8,14 @@ from typing import Annotated, Final
 
 import typer
 
-from ratelimitd.cli.failures import CliError, UsageError
+from ratelimitd.cli.client_options import CliError, UsageError
 from ratelimitd.cli.output import Output, printable
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import IdentifierType
-from ratelimitd.rules.envoy_config import MAX_FILE_BYTES, import_config
+from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
 from ratelimitd.rules.rules_file import dump_rules
-from ratelimitd.settings import SETTINGS
-from ratelimitd.settings_values import identifier_keys
+from ratelimitd.settings.parsing import identifier_keys
+from ratelimitd.settings.table import SETTINGS
 
 SETTING: Final = "ENVOY_IDENTIFIERS"
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TextIO
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, TextIO
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -149,3 +152,87 @@ def _fitted(cell: str, width: int, *, right: bool) -> str:
     if len(cell) > width:
         return cell[: width - 1] + "…"
     return cell.rjust(width) if right else cell.ljust(width)
+
+
+# A bar, or a sign of life, for work that takes a while: on stderr where that is a terminal, and nowhere else.
+
+LONG: Final = 100
+"""Work of fewer steps is over before anybody reads a bar."""
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Yield what to call after each of ``total`` steps; the bar is gone at the end of the block."""
+    if total < LONG or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    # 50 ms to import, where there is something to wait for anyway.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import Progress  # noqa: PLC0415
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show that something goes on until the end of the block, where nobody knows how long it takes."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console  # noqa: PLC0415
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+# Keys as they are pressed, for commands that run until somebody has seen enough.
+
+QUIT_KEYS: Final = b"qQ\x03\x04"
+"""Also what Ctrl-C and Ctrl-D are where the terminal does not act on them."""
+
+MAX_READ: Final = 1_024
+
+
+class Keyboard(NamedTuple):
+    """A terminal, by its file descriptor, whose keys come as they are pressed."""
+
+    descriptor: int
+
+    def quit_pressed(self) -> bool:
+        """Whether the quit key is among what was typed; waits until something is."""
+        return bool(set(os.read(self.descriptor, MAX_READ) or QUIT_KEYS) & set(QUIT_KEYS))
+
+    def quits_within(self, seconds: float) -> bool:
+        """Whether the quit key is pressed before that time is over."""
+        end_s = time.monotonic() + seconds
+        while True:
+            left_s = max(0.0, end_s - time.monotonic())
+            typed, _, _ = select.select([self.descriptor], [], [], left_s)
+            if not typed:
+                return False
+            if self.quit_pressed():
+                return True
+
+
+@contextmanager
+def single_keys() -> Iterator[Keyboard | None]:
+    """Let each key be read when it is pressed, without Enter and without an echo, until the end of the block.
+
+    ``None`` where there is no keyboard.
+    """
+    if not sys.stdin.isatty():
+        yield None
+        return
+    # Not everywhere: there is no such terminal on Windows.
+    import termios  # noqa: PLC0415
+    import tty  # noqa: PLC0415
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    try:
+        yield Keyboard(descriptor)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -11,11 +11,10 @@ import typer
 
 from ratelimitd.cli.apply import apply, export
 from ratelimitd.cli.check import TypeArgument, int32
-from ratelimitd.cli.command_help import help_of
-from ratelimitd.cli.failures import UsageError
+from ratelimitd.cli.client_options import Target, UsageError, asks_node
 from ratelimitd.cli.import_envoy import import_envoy
+from ratelimitd.cli.options import help_of
 from ratelimitd.cli.output import as_dict
-from ratelimitd.cli.target import Target, asks_node
 from ratelimitd.model import Algorithm, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.cluster.pending import Bucket
+from ratelimitd.counters import CheckStats, WorstRecent
+from ratelimitd.ledger.local_view import SHARES_OF_LIMIT, SHARES_OF_REMAINING
 from ratelimitd.ledger.shared_state import SharedState, overdrawn, overdrawn_by_edit
-from ratelimitd.ledger.view import SHARES_OF_LIMIT, SHARES_OF_REMAINING
 from ratelimitd.model import US_PER_S
-from ratelimitd.stats import CheckStats
-from ratelimitd.worst import WorstRecent
 
 STRETCH_US: Final = 60 * US_PER_S
 

@@ -6,12 +6,13 @@ The same round trip tells the store's time, and whether all nodes name the bucke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.clock import Clock
-from ratelimitd.cluster.shared_time import SharedTime
 from ratelimitd.errors import (
     RateLimitdError,
     StartupError,
@@ -20,6 +21,154 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.model import US_PER_S
+
+# Where the nodes of a cluster tell how they are doing, and read of each other.
+#
+# Each puts its status under its own name; who is alive, and so which names there are, is known from the signs of life.
+# What a node that hung or was killed said last stays for a minute, so that it is seen to be gone. Never looks into a
+# status. See ADR 0029.
+
+KEPT_S: Final = 60
+"""How long the last status of a node outlives it."""
+
+MAX_NODES: Final = 200
+"""Nodes that are read of, so that a store full of names costs no more than this; those alive come first."""
+
+
+class Statuses(Protocol):
+    """Where statuses are kept."""
+
+    def put(self, incarnation: str, status: bytes, ttl_ms: int) -> None:
+        """Replace the status of an incarnation."""
+
+    def remove(self, incarnation: str) -> None:
+        """Forget an incarnation."""
+
+    def get(
+        self,
+        incarnations: Sequence[str],
+        done: Callable[[list[bytes | None] | RateLimitdError], None],
+    ) -> None:
+        """Read the statuses of incarnations, in their order; ``done`` is called exactly once."""
+
+
+class Members(Protocol):
+    """Who is alive."""
+
+    @property
+    def alive(self) -> Sequence[str]:
+        """The incarnations that gave a sign of life in the last seconds."""
+
+
+class StatusBoard:
+    """The board as the node called ``incarnation`` uses it."""
+
+    def __init__(
+        self, statuses: Statuses, members: Members, incarnation: str, clock: Clock
+    ) -> None:
+        self._statuses = statuses
+        self._members = members
+        self._incarnation = incarnation
+        self._clock = clock
+        self._seen_us: dict[str, int] = {}
+
+    def note_members(self) -> None:
+        """Remember who is alive; call it every few seconds, so that who is not any more is still asked for."""
+        now_us = self._clock.monotonic_us()
+        # Those alive last, so that they are the last to be dropped.
+        for name in self._members.alive:
+            self._seen_us.pop(name, None)
+            self._seen_us[name] = now_us
+        oldest_us = now_us - KEPT_S * US_PER_S
+        kept = [(name, at_us) for name, at_us in self._seen_us.items() if at_us > oldest_us]
+        self._seen_us = dict(kept[-MAX_NODES:])
+
+    def publish(self, status: bytes) -> None:
+        """Tell how this node is doing."""
+        self._statuses.put(self._incarnation, status, KEPT_S * 1_000)
+
+    async def read(self) -> Mapping[str, bytes]:
+        """What the other nodes told last, by incarnation.
+
+        Raises:
+            RateLimitdError: the store did not answer in time.
+        """
+        self.note_members()
+        names = [name for name in self._seen_us if name != self._incarnation]
+        if not names:
+            return {}
+        answer: asyncio.Future[list[bytes | None] | RateLimitdError]
+        answer = asyncio.get_running_loop().create_future()
+
+        def take(reply: list[bytes | None] | RateLimitdError) -> None:
+            if not answer.done():  # else nobody waits any more
+                answer.set_result(reply)
+
+        self._statuses.get(names, take)
+        found = await answer
+        if isinstance(found, RateLimitdError):
+            raise found
+        return {name: one for name, one in zip(names, found, strict=True) if one is not None}
+
+    def leave(self) -> None:
+        """This node ends: the others need not wonder where it is."""
+        self._statuses.remove(self._incarnation)
+
+
+# The time of the shared state, as a wall clock for the node's own: all nodes follow one clock, not each its machine's.
+#
+# Each answer that tells the store's time tells it for a moment between question and answer; the quicker the answer, the
+# better it is known. So of the last few the quickest counts.
+
+SAMPLES: Final = 8
+"""Answers that are remembered, one a second: a clock that drifts by 100 ppm is off by less than a millisecond then."""
+
+_NS_PER_US: Final = 1_000
+
+
+class _Sample(NamedTuple):
+    round_trip_us: int
+    ahead_us: int
+    """How far the store's clock is ahead of the node's monotonic one."""
+
+
+class SharedTime:
+    """The store's time; the machine's own until the store has told its."""
+
+    def __init__(
+        self,
+        machine_ns: Callable[[], int] = time.time_ns,
+        monotonic_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._machine_ns = machine_ns
+        self._monotonic_ns = monotonic_ns
+        self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the store has told its time."""
+        return bool(self._samples)
+
+    @property
+    def round_trip_us(self) -> int:
+        """The slowest of the last few answers; 0 before there is one."""
+        return max((sample.round_trip_us for sample in self._samples), default=0)
+
+    def note(self, store_us: int, sent_us: int, received_us: int) -> None:
+        """The store's time was asked for at ``sent_us`` and came at ``received_us``, both monotonic."""
+        middle_us = (sent_us + received_us) // 2
+        self._samples.append(_Sample(received_us - sent_us, store_us - middle_us))
+
+    def wall_us(self) -> int:
+        """Microseconds since the Unix epoch."""
+        return self.wall_ns() // _NS_PER_US
+
+    def wall_ns(self) -> int:
+        """Nanoseconds since the Unix epoch."""
+        if not self._samples:
+            return self._machine_ns()
+        return self._monotonic_ns() + min(self._samples).ahead_us * _NS_PER_US
+
 
 BEAT_S: Final = 1.0
 BEAT_TTL_US: Final = 5 * US_PER_S

@@ -13,20 +13,15 @@ from typing import Final, Protocol
 from ratelimitd.algorithms import Decide
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy
-from ratelimitd.cluster.bucket import Bucket
 from ratelimitd.cluster.cache import BucketCache
-from ratelimitd.cluster.meetings import Meetings
-from ratelimitd.cluster.news import News
-from ratelimitd.cluster.patience import Patience
-from ratelimitd.cluster.question import Question
-from ratelimitd.cluster.rereading import Rereading
-from ratelimitd.cluster.resets import reset_buckets
-from ratelimitd.cluster.store import SharedStore, Timers
-from ratelimitd.cluster.tag import Tag
+from ratelimitd.cluster.first_checks import Meetings
+from ratelimitd.cluster.gossip import News, reset_buckets
+from ratelimitd.cluster.pending import Bucket, Patience, Question, SharedStore, Timers
+from ratelimitd.cluster.sync import Rereading, Tag
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import Outcome, Rule
-from ratelimitd.stats import CheckStats
 
 REREADS_PER_STEP: Final = 32
 

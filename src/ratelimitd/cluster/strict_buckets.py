@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.cluster.resets import reset_buckets
-from ratelimitd.cluster.shard import Shard
-from ratelimitd.cluster.store import SharedStore
-from ratelimitd.cluster.tag import Tag
+from ratelimitd.cluster.gossip import reset_buckets
+from ratelimitd.cluster.pending import SharedStore
+from ratelimitd.cluster.store_servers import Shard
+from ratelimitd.cluster.sync import Tag
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
 from ratelimitd.model import Outcome, Rule

@@ -19,12 +19,10 @@ from ratelimitd.http2 import frames
 from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
 from ratelimitd.http2.events import ConnectionEnded, Event
 from ratelimitd.http2.limits import AbuseMeter, Limits
-from ratelimitd.http2.preface import PREFACE, mistaken_protocol, undecided
 from ratelimitd.http2.receiving import Receiver
 from ratelimitd.http2.sending import Sender
-from ratelimitd.http2.settings import Setting
-from ratelimitd.http2.streams import UNTOUCHED, Streams
-from ratelimitd.http2.windows import DEFAULT_WINDOW_BYTES, ReceiveWindow
+from ratelimitd.http2.settings import PREFACE, Setting, mistaken_protocol, undecided
+from ratelimitd.http2.streams import DEFAULT_WINDOW_BYTES, UNTOUCHED, ReceiveWindow, Streams
 
 _PLAIN_HEADERS: Final = frames.FrameType.HEADERS << 8 | frames.END_HEADERS
 _LAST_DATA: Final = frames.FrameType.DATA << 8 | frames.END_STREAM

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from ratelimitd.http2.errors import Cause
-from ratelimitd.http2.heads import RequestHead
+from ratelimitd.http2.headers import RequestHead
 from ratelimitd.http2.hpack import Field
 
 CompleteRequest: TypeAlias = tuple[int, RequestHead, bytes]

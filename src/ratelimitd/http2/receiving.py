@@ -24,11 +24,18 @@ from ratelimitd.http2.events import (
     WindowOpened,
 )
 from ratelimitd.http2.frames import FrameType
-from ratelimitd.http2.heads import Flaw, HeadReader, RequestHead
+from ratelimitd.http2.headers import Flaw, HeadReader, RequestHead
 from ratelimitd.http2.limits import AbuseMeter, Limits
 from ratelimitd.http2.sending import Sender
-from ratelimitd.http2.streams import UNTOUCHED, Input, State, Stream, Streams, transition
-from ratelimitd.http2.windows import ReceiveWindow
+from ratelimitd.http2.streams import (
+    UNTOUCHED,
+    Input,
+    ReceiveWindow,
+    State,
+    Stream,
+    Streams,
+    transition,
+)
 
 DRAIN_PING: Final = b"draining"
 """Its answer shows that the peer has read the GOAWAY before it."""

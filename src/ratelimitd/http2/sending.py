@@ -12,11 +12,15 @@ from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode, St
 from ratelimitd.http2.hpack import Encoder
 from ratelimitd.http2.limits import Limits
 from ratelimitd.http2.settings import PeerSettings
-from ratelimitd.http2.streams import UNTOUCHED, Block, State, Stream, Streams
-from ratelimitd.http2.windows import (
+from ratelimitd.http2.streams import (
     DEFAULT_WINDOW_BYTES,
     MAX_WINDOW_BYTES,
+    UNTOUCHED,
+    Block,
     ReceiveWindow,
+    State,
+    Stream,
+    Streams,
     grown,
 )
 

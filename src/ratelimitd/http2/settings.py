@@ -11,7 +11,7 @@ from typing import Final
 
 from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
 from ratelimitd.http2.frames import DEFAULT_MAX_FRAME_BYTES
-from ratelimitd.http2.windows import DEFAULT_WINDOW_BYTES, MAX_WINDOW_BYTES
+from ratelimitd.http2.streams import DEFAULT_WINDOW_BYTES, MAX_WINDOW_BYTES
 
 _MAX_MAX_FRAME_BYTES: Final = 2**24 - 1
 _DEFAULT_TABLE_BYTES: Final = 4_096
@@ -76,3 +76,48 @@ class PeerSettings:
 def _demand(valid: bool, code: ErrorCode = ErrorCode.PROTOCOL_ERROR) -> None:  # noqa: FBT001 -- what is demanded
     if not valid:
         raise ConnectionFailureError(code, Cause.PROTOCOL, "a setting is out of its range")
+
+
+# The first octets of a connection (RFC 9113 §3.4): whether they are HTTP/2, and a clear answer when they are not.
+#
+# Never waits for more octets than are needed to tell.
+
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+_TLS_HANDSHAKE: Final = 0x16
+_TLS_UNEXPECTED_MESSAGE: Final = bytes((0x15, 3, 1, 0, 2, 2, 10))
+"""A fatal alert: the client's error names TLS instead of a closed connection."""
+
+_HTTP1_METHODS: Final = (
+    b"GET ",
+    b"HEAD ",
+    b"POST ",
+    b"PUT ",
+    b"DELETE ",
+    b"CONNECT ",
+    b"OPTIONS ",
+    b"TRACE ",
+    b"PATCH ",
+)
+_HTTP1_TEXT: Final = b"This port speaks gRPC over HTTP/2 only.\n"
+_HTTP1_ANSWER: Final = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_HTTP1_TEXT), _HTTP1_TEXT)
+)
+
+
+def undecided(octets: bytes) -> bool:
+    """Whether octets that do not begin with the whole preface may still become it, or a request of HTTP/1."""
+    return any(known.startswith(octets) for known in (PREFACE, *_HTTP1_METHODS))
+
+
+def mistaken_protocol(octets: bytes) -> tuple[Cause, bytes]:
+    """Say what a peer speaks that does not begin with the preface, and in its own words that we do not.
+
+    The answer is empty when nothing is known that it would understand.
+    """
+    if octets.startswith(_HTTP1_METHODS):
+        return Cause.HTTP1, _HTTP1_ANSWER
+    if octets[0] == _TLS_HANDSHAKE:
+        return Cause.TLS, _TLS_UNEXPECTED_MESSAGE
+    return Cause.PREFACE, b""

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ratelimitd.clock import Clock
-from ratelimitd.observe.samples import BreakerStateName, HealthReport
-from ratelimitd.observe.window import RollingWindow, Totals
-from ratelimitd.stats import CheckStats
+from ratelimitd.counters import CheckStats
+from ratelimitd.observe.samples import BreakerStateName, HealthReport, RollingWindow, Totals
 
 MIN_CACHE_HIT_RATIO: Final = 0.90
 """The hit ratio must be above this (specification, health status)."""

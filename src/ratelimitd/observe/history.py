@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from ratelimitd.clock import Clock
+from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.model import US_PER_S
-from ratelimitd.observe.percentiles import percentile_s
-from ratelimitd.stats import LATENCY_BOUNDS_S, CheckStats
+from ratelimitd.observe.samples import percentile_s
 
 SAMPLE_S: Final = 2.0
 
@@ -28,7 +28,7 @@ class Sample(NamedTuple):
 
     ``at_ms`` is the end of the stretch in ms since the Unix epoch. The first five are checks per second: ``looked`` are
     those that looked for a bucket, and ``known`` those of them that found it. ``latency_counts`` is what the histogram
-    of :class:`ratelimitd.stats.CheckStats` grew by.
+    of :class:`ratelimitd.counters.CheckStats` grew by.
     """
 
     at_ms: int
@@ -72,7 +72,7 @@ def summed(samples: Sequence[Sample]) -> Sample:
 
 
 class _Totals(NamedTuple):
-    """Counters of :class:`ratelimitd.stats.CheckStats` at one moment."""
+    """Counters of :class:`ratelimitd.counters.CheckStats` at one moment."""
 
     allowed: int
     blocked: int

@@ -38,7 +38,7 @@ Listener = Callable[[], Awaitable[None]]
 
 
 class Board(Protocol):
-    """Where the nodes of a cluster tell how they are doing: :class:`ratelimitd.cluster.status_board.StatusBoard`."""
+    """Where the nodes of a cluster tell how they are doing: :class:`ratelimitd.cluster.membership.StatusBoard`."""
 
     def note_members(self) -> None:
         """Remember who is alive."""

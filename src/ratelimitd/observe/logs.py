@@ -19,6 +19,8 @@ from typing import Final, NamedTuple, TextIO
 import structlog
 from structlog.typing import EventDict, Processor
 
+from ratelimitd.model import IdentifierType
+
 REPEAT_PAUSE_S: Final = 1.0
 LONGEST_REPEAT_PAUSE_S: Final = 60.0
 """The same event of the same logger is written at most once in that time: the first at first, then twice as long from
@@ -186,3 +188,49 @@ def _place(_logger: object, _method: str, event: EventDict) -> EventDict:
             f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames
         )
     return event
+
+
+# Identifiers as they may be shown: enough to tell one from another, not enough to know or to use it. Pure.
+
+SHOWN_CHARACTERS: Final = 4
+"""At most so many of the first characters are shown, and at most a quarter of all."""
+
+HIDDEN: Final = "…"
+
+
+def masked(identifier: bytes, identifier_type: IdentifierType) -> str:
+    """The beginning of an identifier: half of an IPv4 address, two groups of an IPv6 address, else characters."""
+    text = identifier.decode(errors="replace")
+    if identifier_type is IdentifierType.IP:
+        separator = ":" if ":" in text else "."
+        return separator.join((*text.split(separator)[:2], HIDDEN))
+    return text[: min(SHOWN_CHARACTERS, len(text) // 4)] + HIDDEN
+
+
+# The log line about the rules in force: when they change, yet not at each of many edits in a row.
+#
+# Never reads a book; it is told.
+
+_log = logging.getLogger(__name__)
+
+
+class RulesLog:
+    """Remembers what came into force; :meth:`write`, called about once a second, logs the last state."""
+
+    def __init__(self) -> None:
+        self._state: tuple[int, int] | None = None
+        self._written: tuple[int, int] | None = None
+
+    def take(self, revision: int, rules: int) -> None:
+        """A book of so many rules came into force."""
+        self._state = revision, rules
+
+    def write(self) -> None:
+        """Log the state, if it is another than was logged last."""
+        if self._state is None or self._state == self._written:
+            return
+        self._written = self._state
+        if rules := self._state[1]:
+            _log.info("rules in force: %d", rules)
+        else:
+            _log.warning("no rules: every check is allowed")

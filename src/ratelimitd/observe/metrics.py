@@ -6,23 +6,44 @@ from what a caller sent.
 
 from __future__ import annotations
 
+import resource
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
 
 from ratelimitd import __version__
+from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.observe.health import Health
-from ratelimitd.observe.process import STARTED_AT_S, resident_bytes
 from ratelimitd.observe.samples import (
     HistogramSample,
     MetricKind,
     MetricSample,
     TransportStatus,
 )
-from ratelimitd.stats import LATENCY_BOUNDS_S, CheckStats
+
+# What the operating system says about this process: its memory and when it started.
+
+STATM: Final = Path("/proc/self/statm")
+
+STARTED_AT_S: Final = time.time()
+"""Unix seconds at which this module was first imported, which is while the process starts."""
+
+_MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024
+
+
+def resident_bytes(statm: Path = STATM) -> int:
+    """Resident memory of this process in bytes: of now on Linux, elsewhere the largest it has been."""
+    try:
+        return int(statm.read_bytes().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT
+
 
 BREAKER_STATES: Final = ("closed", "open", "half_open")
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
+from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.model import IdentifierType
 from ratelimitd.observe.denials import TOP, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.metrics import BREAKER_STATES
 from ratelimitd.observe.samples import BreakerStateName
-from ratelimitd.stats import LATENCY_BOUNDS_S
 
 FORMAT: Final = 1
 """Of the bytes. A node does not show a status of another format: during an update it shows those of its own."""

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeVar
 
-from ratelimitd.backoff import Backoff
 from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.retry import Backoff
 from ratelimitd.rules.book import BookEditor, RuleBook
 from ratelimitd.rules.last_good import LastGoodBook
 from ratelimitd.rules.store import BookChanges, RuleStore

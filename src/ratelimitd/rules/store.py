@@ -1,6 +1,6 @@
 """What keeps the rules, as the rest of the node sees it: the store's protocol and the values that go in and out.
 
-Never imports a driver. Adapters: :mod:`ratelimitd.rules.sql`. See ADR 0008 (editing a live rule) and ADR 0013.
+Never imports a driver. Adapters: :mod:`ratelimitd.rules.sql.store`. See ADR 0008 (editing a live rule) and ADR 0013.
 """
 
 from __future__ import annotations

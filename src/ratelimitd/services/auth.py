@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import Final
 
 from ratelimitd.rpc.interface import Call, RpcError, StatusCode
-from ratelimitd.services.status import rich_error
+from ratelimitd.services.errors import rich_error
 
 
 class Role(enum.StrEnum):

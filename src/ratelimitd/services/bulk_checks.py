@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeAlias
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter import Scope
 from ratelimitd.model import Check, IdentifierType, Outcome, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.convert import check_of, is_canonical_address
-from ratelimitd.services.varints import KEPT, ONE_BYTE, varint
-from ratelimitd.services.wire import WireCheck, parse_check
-from ratelimitd.stats import CheckStats
+from ratelimitd.services.wire import KEPT, ONE_BYTE, WireCheck, parse_check, varint
 
 MAX_KNOWN: Final = 4_096
 """Endings of requests that are kept. Endpoints are route templates and costs small, so there are few."""

@@ -6,21 +6,17 @@ decided by it. Never decides what a valid rule is. See ADR 0008 and ADR 0013.
 
 from __future__ import annotations
 
+import base64
+import hmac
 from collections.abc import Callable
-from typing import Final, Protocol
+from hashlib import blake2b
+from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.store import RuleStore
-from ratelimitd.services.convert_rules import (
-    deleted_id_of,
-    draft_of,
-    rate_limit_of,
-    text_of,
-    update_of,
-)
-from ratelimitd.services.page_token import ListQuery, Position, page_token, position_of
+from ratelimitd.services.convert import deleted_id_of, draft_of, rate_limit_of, text_of, update_of
 from ratelimitd.services.wire import (
     WireList,
     parse_create,
@@ -29,6 +25,63 @@ from ratelimitd.services.wire import (
     parse_update,
 )
 from ratelimiter.v1 import ratelimiter_pb2
+
+# The page token of ListRateLimits: where the next page starts, sealed so that only our own tokens are taken.
+#
+# Pure. A token is bound to the filters it was made under, and holds on every node that shares the key.
+
+SEAL_BYTES: Final = 16
+
+# No endpoint or identifier type contains a control character, so this one parts them.
+_PART: Final = "\x00"
+
+
+class ListQuery(NamedTuple):
+    """The filters of a listing; empty = all."""
+
+    endpoint: str
+    identifier_type: str
+
+
+class Position(NamedTuple):
+    """The last rule of a page: the next page starts behind it."""
+
+    endpoint: str
+    identifier_type: str
+
+
+def page_token(position: Position, query: ListQuery, key: bytes) -> str:
+    """The token that continues ``query`` behind ``position``. ``key`` is 1 to 64 bytes."""
+    text = _PART.join(position).encode()
+    return base64.urlsafe_b64encode(_seal(text, query, key) + text).decode().rstrip("=")
+
+
+def position_of(token: str, query: ListQuery, key: bytes) -> Position:
+    """Where a token says to go on.
+
+    Raises:
+        RuleInvalidError: it is not a token that was made with this key for this query.
+    """
+    try:
+        padding = "=" * (-len(token) % 4)
+        sealed = base64.b64decode(token.encode("ascii") + padding.encode(), b"-_", validate=True)
+        endpoint, identifier_type = sealed[SEAL_BYTES:].decode().split(_PART)
+        position = Position(endpoint, identifier_type)
+        # Made anew and compared whole: base64 can spell the same bytes in several ways, and only one is ours.
+        if hmac.compare_digest(token, page_token(position, query, key)):
+            return position
+    except ValueError:
+        pass
+    violation = FieldViolation("page_token", "must be a token of the page before, with its filters")
+    raise RuleInvalidError(violation)
+
+
+def _seal(text: bytes, query: ListQuery, key: bytes) -> bytes:
+    bound = _PART.join(query).encode("utf-8", "surrogateescape")
+    keyed = blake2b(key=key, digest_size=SEAL_BYTES, person=b"page token")
+    keyed.update(len(bound).to_bytes(4, "big") + bound + text)
+    return keyed.digest()
+
 
 SERVICE: Final = "ratelimiter.v1.RateLimiterConfig"
 

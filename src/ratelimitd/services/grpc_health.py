@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
-from ratelimitd.services.status import rich_error
+from ratelimitd.services.errors import rich_error
 from ratelimitd.services.wire import WHOLE_MESSAGE
 
 SERVICE: Final = "grpc.health.v1.Health"

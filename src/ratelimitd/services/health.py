@@ -17,7 +17,7 @@ from ratelimitd.model import IdentifierType, Rule
 from ratelimitd.observe.samples import HealthReport, MetricSample
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
 from ratelimitd.services.convert import Target, target_of
-from ratelimitd.services.status import rich_error
+from ratelimitd.services.errors import rich_error
 from ratelimitd.services.wire import parse_empty, parse_metrics, parse_reset
 from ratelimiter.v1 import ratelimiter_pb2
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple, Protocol, cast
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.model import Check, Decision
 from ratelimitd.rpc.interface import Call, Methods
@@ -23,7 +24,6 @@ from ratelimitd.services.bulk_checks import (
     Question,
 )
 from ratelimitd.services.convert import answer_of, check_of, invalid_answer_of
-from ratelimitd.services.varints import varint
 from ratelimitd.services.wire import (
     ITEM_TAG,
     WireBatch,
@@ -32,8 +32,8 @@ from ratelimitd.services.wire import (
     parse_batch,
     parse_check,
     split_batch,
+    varint,
 )
-from ratelimitd.stats import CheckStats
 from ratelimiter.v1 import ratelimiter_pb2
 
 SERVICE: Final = "ratelimiter.v1.RateLimiter"

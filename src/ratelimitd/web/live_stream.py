@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import Listener, Overview
-from ratelimitd.web.chart_rows import row
+from ratelimitd.web.pages.overview_view import row
 
 MAX_STREAMS: Final = 20
 

@@ -12,7 +12,7 @@ from typing import Final
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratelimitd.web.refusals import ANSWERS, Cause, Count, plain
+from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, plain
 
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

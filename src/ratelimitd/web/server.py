@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -15,12 +16,102 @@ from typing import Final, Self, cast
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ratelimitd.errors import StartupError
-from ratelimitd.web.event_streams import LASTING, EventStreams
-from ratelimitd.web.unix_socket import listening_at
+
+# A Unix socket by its place in a directory, however long the directory's path is: the kernel takes 107 bytes.
+#
+# See ADR 0025.
+
+
+@contextlib.contextmanager
+def short_name(path: Path) -> Iterator[str]:
+    """A name of ``path`` that is short, as long as the context lasts.
+
+    Raises:
+        OSError: its directory cannot be opened.
+    """
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
+def listening_at(path: Path) -> socket.socket:
+    """A socket that listens at ``path``, for this user alone; one that somebody left there is replaced.
+
+    Raises:
+        OSError: it cannot be made there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        with short_name(path) as name:
+            sock.bind(name)
+        path.chmod(0o600)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+# Answers that last: streams of events are allowed to outlive their connection's time, and are bounded in number.
+#
+# Knows nothing of what they say.
+
+MAX_STREAMS: Final = 32
+"""Streams at a time: pages that show live numbers. What is asked for beyond that is answered 503."""
+
+EVENT_STREAM: Final = "text/event-stream"
+
+LASTING: Final = "ratelimitd.lasting"
+"""Is in the scope of a request whose answer is a stream of events."""
+
+
+class _TooManyError(Exception):
+    """Ends the answer that was about to begin."""
+
+
+class EventStreams:
+    """Counts the answers of an application that are streams of events."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start" and _is_stream(message):
+                if self._open >= MAX_STREAMS:
+                    raise _TooManyError
+                self._open += 1
+                scope[LASTING] = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_counted)
+        except _TooManyError:
+            refusal = PlainTextResponse(
+                "too many live views are open\n", 503, headers={"Retry-After": "30"}
+            )
+            await refusal(scope, receive, send)
+        finally:
+            if LASTING in scope:
+                self._open -= 1
+
+
+def _is_stream(message: Message) -> bool:
+    content_type = Headers(raw=message.get("headers", [])).get("content-type", "")
+    return content_type.partition(";")[0].strip().lower() == EVENT_STREAM
+
 
 MAX_CONNECTIONS: Final = 100
 """Connections at a time; for one more, one that waits for its peer goes. Probes, scrapers and a browser need few."""

@@ -1,7 +1,7 @@
 """The parent of several workers: owns ports, pages for machines, ready line and exit status; serves no check.
 
-A composition root like :mod:`ratelimitd.app`, and as small a process as it can be: it knows nothing of rules, buckets
-and calls, so that nothing but its workers can fail.
+A composition root like :mod:`ratelimitd.node.node`, and as small a process as it can be: it knows nothing of rules,
+buckets and calls, so that nothing but its workers can fail.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Final
 
-from ratelimitd import mainloop
-from ratelimitd.admin_token import own_admin_token
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
-from ratelimitd.mainloop import EXIT_OK, StopSignals
+from ratelimitd.node import process
+from ratelimitd.node.admin_token import own_admin_token
+from ratelimitd.node.process import EXIT_OK, StopSignals
 from ratelimitd.observe import logs
-from ratelimitd.rpc.addresses import demand_free, listening_sockets
-from ratelimitd.settings import Settings
-from ratelimitd.settings_values import MAX_NODE_ID_CHARACTERS, Address
-from ratelimitd.web.pages import application
-from ratelimitd.web.passing_on import PassingOn
+from ratelimitd.rpc.acceptor import demand_free, listening_sockets
+from ratelimitd.settings.parsing import MAX_NODE_ID_CHARACTERS, Address
+from ratelimitd.settings.table import Settings
+from ratelimitd.web.app import worker_application
+from ratelimitd.web.pages.sessions import login_link
 from ratelimitd.web.server import HttpServer
-from ratelimitd.web.sessions import login_link
-from ratelimitd.workers.crew import Crew
-from ratelimitd.workers.keeper import Keeper
-from ratelimitd.workers.process import WorkerProcess
+from ratelimitd.web.worker_proxy import PassingOn
+from ratelimitd.workers.pool import Crew, Keeper, WorkerProcess
 
 OVERDUE_S: Final = 4.0
 """How much longer than DRAIN_S the workers may take to end: longer than each of them gives itself."""
@@ -51,7 +49,7 @@ def run(settings: Settings) -> int:
         log_format=settings.log_format,
         context=logs.LogContext(settings.node_id),
     )
-    return mainloop.run(lambda: _serve(settings))
+    return process.run_process(lambda: _serve(settings))
 
 
 def settings_of(settings: Settings, number: int, port: int) -> Settings:
@@ -97,13 +95,13 @@ async def _serve(settings: Settings) -> int:
                     link = http_address and login_link(
                         http_address, settings.admin_token, time.time()
                     )
-                mainloop.announce(grpc_address, http_address, settings.node_id, link)
+                process.announce(grpc_address, http_address, settings.node_id, link)
                 await stop.wait()
         finally:
             _log.info("draining %d workers", settings.workers)
             failures = await crew.stop(settings.drain_s + OVERDUE_S)
         _log.info("drained")
-    return mainloop.failed(failures) if failures else EXIT_OK
+    return process.failed(failures) if failures else EXIT_OK
 
 
 async def _own_port(listen: Address, opened: AsyncExitStack) -> int:
@@ -135,7 +133,7 @@ async def _start_http(
     if listen is None:
         return ""
     pages = PassingOn([worker.http_socket for worker in workers])
-    app = application(metrics=crew, readiness=crew.readiness, others=pages)
+    app = worker_application(metrics=crew, readiness=crew.readiness, others=pages)
     server = HttpServer(app, *listen)
     opened.push_async_callback(server.stop)
     return await server.start()
@@ -143,4 +141,4 @@ async def _start_http(
 
 def _leave(crew: Crew, status: int) -> None:
     crew.kill()
-    mainloop.leave(status)
+    process.leave(status)

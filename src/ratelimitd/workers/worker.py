@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from ratelimitd import supervisor
-from ratelimitd.app import Node
-from ratelimitd.mainloop import EXIT_FAILED
-from ratelimitd.workers import messages
+from ratelimitd.node import supervisor
+from ratelimitd.node.node import Node
+from ratelimitd.node.process import EXIT_FAILED
+from ratelimitd.workers import protocol
 
 LAST_WORD_S: Final = 1.0
 """Longest wait for a parent that does not read why its worker ends."""
@@ -34,14 +34,14 @@ def main(descriptor: int = STANDARD_INPUT) -> int:
     """
     with socket.socket(fileno=descriptor) as sock:
         try:
-            settings = messages.receive_settings(sock)
+            settings = protocol.receive_settings(sock)
         except (EOFError, OSError):
             return EXIT_FAILED  # the parent is gone already
         return supervisor.run(settings, Parent(sock))
 
 
 class Parent:
-    """The process that started this one, as its :class:`ratelimitd.supervisor.Overseer`."""
+    """The process that started this one, as its :class:`ratelimitd.node.supervisor.Overseer`."""
 
     reuse_port = True
 
@@ -77,7 +77,7 @@ class Parent:
         with contextlib.suppress(OSError):
             self._socket.settimeout(LAST_WORD_S)
             # On a line of its own, whatever was being said.
-            self._socket.sendall(b"\n" + messages.message("failed", line))
+            self._socket.sendall(b"\n" + protocol.message("failed", line))
         return EXIT_FAILED
 
     def insist(self, _status: int) -> None:
@@ -85,7 +85,7 @@ class Parent:
 
     def _say(self, kind: str, *values: object) -> None:
         assert self._writer is not None  # noqa: S101 -- it attends to the node by now
-        self._writer.write(messages.message(kind, *values))
+        self._writer.write(protocol.message(kind, *values))
 
     async def _answer(
         self,
@@ -96,11 +96,11 @@ class Parent:
     ) -> None:
         with contextlib.suppress(OSError):
             while question := await reader.readline():
-                if question == messages.LISTEN:
+                if question == protocol.LISTEN:
                     self._may_listen.set()
-                elif question == messages.READINESS:
-                    writer.write(messages.message("readiness", *node.readiness))
-                elif question == messages.REPORT:
+                elif question == protocol.READINESS:
+                    writer.write(protocol.message("readiness", *node.readiness))
+                elif question == protocol.REPORT:
                     await _report(node, writer)
         _log.warning("the parent process is gone: draining")
         stop()
@@ -109,7 +109,7 @@ class Parent:
 async def _report(node: Node, writer: asyncio.StreamWriter) -> None:
     """Write every metric, in pieces; between two of them the loop answers checks."""
     points = node.metrics.points() if node.metrics is not None else ()
-    for line in messages.report_messages(points):
+    for line in protocol.report_messages(points):
         writer.write(line)
         await writer.drain()
         await asyncio.sleep(0)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.buckets import chunks
-from ratelimitd.buckets.chunks import (
+from ratelimitd.buckets import snapshot_format
+from ratelimitd.buckets.snapshot_format import (
     LOGS,
     RESETS,
     STATES,
@@ -16,9 +16,9 @@ from ratelimitd.buckets.chunks import (
     encode_resets,
     encode_values,
     header,
+    pack,
     read_chunks,
 )
-from ratelimitd.buckets.codec import pack
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, Algorithm, IdentifierType, Rule
 
 T = 1_700_006_400_000_000
@@ -124,9 +124,9 @@ def test_zeros_are_no_chunk():
 
 def test_a_length_that_is_noise_ends_the_reading(monkeypatch):
     data = encode_values([(ADA, STATE)])
-    monkeypatch.setattr(chunks, "MAX_PAYLOAD_BYTES", 41)
+    monkeypatch.setattr(snapshot_format, "MAX_PAYLOAD_BYTES", 41)
     assert read(data) == []
-    monkeypatch.setattr(chunks, "MAX_PAYLOAD_BYTES", 42)
+    monkeypatch.setattr(snapshot_format, "MAX_PAYLOAD_BYTES", 42)
     assert len(read(data)) == 1
 
 

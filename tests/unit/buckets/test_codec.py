@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratelimitd.algorithms.sliding_window import MAX_RUNS
-from ratelimitd.buckets.codec import (
+from ratelimitd.buckets.snapshot_format import (
     MAX_TICK,
     clamp,
     is_log,

@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from ratelimitd.buckets import cold
-from ratelimitd.buckets.cold import ColdBuckets
+from ratelimitd.buckets import restored
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.restored import ColdBuckets
 
 KEYS = BucketKeys(b"k" * 32)
 
@@ -17,7 +17,7 @@ def cold_of(values):
 
 
 def contents(buckets):
-    return dict(item for index in range(cold.SHARDS) for item in buckets.items(index))
+    return dict(item for index in range(restored.SHARDS) for item in buckets.items(index))
 
 
 def test_a_bucket_is_found_by_the_key_whose_digest_it_was_stored_under():
@@ -53,7 +53,7 @@ def test_dropping_goes_on_until_nothing_is_left():
 
 
 def test_a_sweep_drops_what_has_expired_and_comes_round_to_every_shard(monkeypatch):
-    monkeypatch.setattr(cold, "SHARDS", 4)
+    monkeypatch.setattr(restored, "SHARDS", 4)
     buckets = cold_of({bytes([number]): number for number in range(100)})
     dropped = [buckets.sweep(lambda value: value % 2 == 1) for _ in range(4)]
     assert min(dropped) > 0
@@ -73,7 +73,7 @@ def test_a_map_changes_every_value_and_drops_those_it_makes_none():
 
 @pytest.mark.parametrize("shards", [1, 7, 2_048])
 def test_the_length_is_right_whatever_is_done(monkeypatch, shards):
-    monkeypatch.setattr(cold, "SHARDS", shards)
+    monkeypatch.setattr(restored, "SHARDS", shards)
     rng, buckets = random.Random(shards), ColdBuckets(KEYS)
     actions = {
         "put": lambda key: buckets.put(KEYS.stored(key), rng.randint(0, 99)),

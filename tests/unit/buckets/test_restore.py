@@ -3,10 +3,11 @@ import tracemalloc
 
 import pytest
 
-from ratelimitd.buckets import chunks, cold
-from ratelimitd.buckets.codec import latest_us, pack, tick_of, unpack
+from ratelimitd.buckets import restored as cold
+from ratelimitd.buckets import snapshot_format
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import base_path, find, log_path, restore
+from ratelimitd.buckets.snapshot_format import latest_us, pack, tick_of, unpack
 from ratelimitd.buckets.table import LATE_US
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from tests.outcomes import NAMED_DECIDE
@@ -14,7 +15,7 @@ from tests.outcomes import NAMED_DECIDE
 T = 1_700_006_400_000_000
 SECOND = 1_000_000
 SECRET = b"k" * 32
-KEYS, HEADER = BucketKeys(SECRET), chunks.header(SECRET)
+KEYS, HEADER = BucketKeys(SECRET), snapshot_format.header(SECRET)
 RULE = Rule("1", "/e", IdentifierType.USER, 10, 60, Algorithm.FIXED_WINDOW)
 LOG_RULE = Rule("2", "/e", IdentifierType.USER, 10, 60, Algorithm.SLIDING_WINDOW)
 
@@ -28,13 +29,13 @@ def log_bucket(count, at_us=T):
 
 
 def states(**buckets):
-    return chunks.encode_values(
+    return snapshot_format.encode_values(
         (KEYS.stored(name.encode()), value) for name, value in buckets.items()
     )
 
 
 def resets(*names):
-    return chunks.encode_resets(KEYS.stored(name.encode()) for name in names)
+    return snapshot_format.encode_resets(KEYS.stored(name.encode()) for name in names)
 
 
 def write(path, *parts, header=HEADER):
@@ -111,7 +112,7 @@ class TestOrder:
         assert held(read(tmp_path), "ada", "bob", "eve", "old") == [2, 1, None, None]
 
     def test_chunks_of_a_kind_from_the_future_are_passed_over(self, tmp_path):
-        unknown = chunks._encode(b"Z", [b"whatever"])
+        unknown = snapshot_format._encode(b"Z", [b"whatever"])
         write(log_path(tmp_path, 1), states(ada=bucket(1)), unknown, states(bob=bucket(2)))
         restored = read(tmp_path)
         assert held(restored, "ada", "bob") == [1, 2]
@@ -208,7 +209,11 @@ class TestDamage:
 
     @pytest.mark.parametrize(
         "content",
-        [chunks.header(b"another secret") + states(ada=bucket(1)), b"PK\x03\x04", b"\0" * 100],
+        [
+            snapshot_format.header(b"another secret") + states(ada=bucket(1)),
+            b"PK\x03\x04",
+            b"\0" * 100,
+        ],
         ids=["another secret", "another program", "zeros"],
     )
     def test_a_foreign_file_is_set_aside_whole_and_reported(self, tmp_path, content):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.buckets import chunks, cold, snapshot
-from ratelimitd.buckets.codec import unpack
+from ratelimitd.buckets import restored, snapshot, snapshot_format
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import log_path
 from ratelimitd.buckets.snapshot import (
@@ -20,14 +19,15 @@ from ratelimitd.buckets.snapshot import (
     WAKES_PER_S,
     SnapshotLog,
 )
+from ratelimitd.buckets.snapshot_format import unpack
 from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 
 SECRET = b"k" * 32
-KEYS, HEADER = BucketKeys(SECRET), chunks.header(SECRET)
+KEYS, HEADER = BucketKeys(SECRET), snapshot_format.header(SECRET)
 RULE = Rule("1", "/e", IdentifierType.USER, 1000, 60, Algorithm.FIXED_WINDOW)
 LOG_RULE = Rule("2", "/e", IdentifierType.USER, 1000, 60, Algorithm.SLIDING_WINDOW)
 
@@ -165,7 +165,7 @@ class TestTurns:
     def encoded(self, monkeypatch):
         """How many buckets, and how many bytes of logs, each turn encoded."""
         turns: list[tuple[int, int]] = []
-        original = chunks.encode_values
+        original = snapshot_format.encode_values
 
         def encode_values(values):
             values = list(values)
@@ -174,7 +174,7 @@ class TestTurns:
             )
             return original(values)
 
-        monkeypatch.setattr(chunks, "encode_values", encode_values)
+        monkeypatch.setattr(snapshot_format, "encode_values", encode_values)
         return turns
 
     @staticmethod
@@ -195,7 +195,7 @@ class TestTurns:
     async def test_so_do_the_many_long_logs_of_a_shard_that_waits_for_its_first_check(
         self, node_of, encoded, monkeypatch
     ):
-        monkeypatch.setattr(cold, "SHARDS", 1)
+        monkeypatch.setattr(restored, "SHARDS", 1)
         node = node_of()
         self.use_logs(node, 500, 150)
         for number in range(400):
@@ -224,7 +224,7 @@ class TestPasses:
         assert node.snapshot.written_bytes_total == before
         node.use(b"ada")
         await node.snapshot.write_pass()
-        one_state = len(chunks.encode_values([(b"k" * 16, 1)]))
+        one_state = len(snapshot_format.encode_values([(b"k" * 16, 1)]))
         assert node.snapshot.written_bytes_total == before + one_state
 
     async def test_a_use_in_the_second_of_the_look_is_not_missed_by_the_next(self, node_of):
@@ -404,7 +404,7 @@ class TestBase:
         assert node_of().spent(b"ada", b"bob") == [6, 6]
 
     async def test_a_reset_while_the_base_is_written_holds(self, node_of):
-        for reset_at in range(0, 2 * 1 + cold.SHARDS, 97):
+        for reset_at in range(0, 2 * 1 + restored.SHARDS, 97):
             node = await self.two_lives(node_of)
 
             async def pace(step, steps, node=node, reset_at=reset_at):
@@ -620,7 +620,7 @@ class TestRhythm:
         node = node_of(max_entries=1_000_000)
         with pytest.raises(asyncio.CancelledError):
             await node.snapshot.run()
-        steps_of_the_base = 2 * node.table.shard_count + cold.SHARDS
+        steps_of_the_base = 2 * node.table.shard_count + restored.SHARDS
         assert len(slept) >= steps_of_the_base + 8 * node.table.shard_count
 
     async def test_a_pass_that_took_too_long_is_followed_by_the_next_at_once(

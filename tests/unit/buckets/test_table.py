@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.buckets import cold as cold_module
-from ratelimitd.buckets.codec import MAX_TICK, pack, tick_of, unpack, window_seconds
-from ratelimitd.buckets.cold import ColdBuckets
+from ratelimitd.buckets import restored as cold_module
 from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.restored import ColdBuckets
+from ratelimitd.buckets.snapshot_format import MAX_TICK, pack, tick_of, unpack, window_seconds
 from ratelimitd.buckets.table import IDLE_TICKS, LATE_US, SHARD_ENTRIES, BucketTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.stats import CheckStats
 from tests.outcomes import Outcome
 
 T = 1_700_006_400_000_000

@@ -1,6 +1,6 @@
 """Help from docstrings."""
 
-from ratelimitd.cli.command_help import VERBATIM, help_of
+from ratelimitd.cli.options import VERBATIM, help_of
 
 
 def documented():

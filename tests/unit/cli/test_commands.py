@@ -9,7 +9,7 @@ import typer
 
 from ratelimitd import __version__
 from ratelimitd.cli import commands, main
-from ratelimitd.cli.failures import CliError
+from ratelimitd.cli.client_options import CliError
 from ratelimitd.errors import StartupError
 
 COMMANDS = [

@@ -2,7 +2,7 @@
 
 import json
 
-from ratelimitd.settings import SETTINGS
+from ratelimitd.settings.table import SETTINGS
 
 
 def test_every_setting_is_shown_with_its_source(run, monkeypatch):

@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from ratelimitd.cli.failures import CliError, UsageError, rpc_failure
+from ratelimitd.cli.client_options import CliError, UsageError, rpc_failure
 from tests.fake_node import status
 
 CODE = grpc.StatusCode

@@ -7,7 +7,7 @@ import termios
 
 import pytest
 
-from ratelimitd.cli.keyboard import single_keys
+from ratelimitd.cli.output import single_keys
 
 
 @pytest.fixture

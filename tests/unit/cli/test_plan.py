@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.cli.plan import Create, Delete, Update, draft_of, make_plan
+from ratelimitd.cli.apply import Create, Delete, Update, draft_of, make_plan
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.rules.store import RuleDraft
 from ratelimiter.v1 import ratelimiter_pb2 as pb

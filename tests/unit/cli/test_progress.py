@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ratelimitd.cli.progress import LONG, progress, working
+from ratelimitd.cli.output import LONG, progress, working
 
 
 class Terminal(io.StringIO):

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import typer
 
-from ratelimitd import supervisor
 from ratelimitd.cli.serve import serve
-from ratelimitd.settings import SETTINGS, Settings
+from ratelimitd.node import supervisor
+from ratelimitd.settings.table import SETTINGS, Settings
 from ratelimitd.workers import parent
 
 

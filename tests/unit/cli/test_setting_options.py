@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from ratelimitd.cli.setting_options import takes_settings
+from ratelimitd.cli.options import takes_settings
 from ratelimitd.errors import SettingsError
-from ratelimitd.settings import SETTINGS
+from ratelimitd.settings.table import SETTINGS
 
 
 @pytest.fixture

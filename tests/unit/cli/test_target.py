@@ -4,11 +4,10 @@ import grpc
 import pytest
 import trustme
 
-from ratelimitd.admin_token import own_admin_token
 from ratelimitd.buckets.state_dir import StateDir
-from ratelimitd.cli import target as module
-from ratelimitd.cli.failures import CliError
-from ratelimitd.cli.target import Target, asks_node
+from ratelimitd.cli import client_options as module
+from ratelimitd.cli.client_options import CliError, Target, asks_node
+from ratelimitd.node.admin_token import own_admin_token
 from tests.fake_node import fake_node, status
 
 SECRET = "s3cret-token"

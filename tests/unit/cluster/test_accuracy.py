@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.cluster.accuracy import STRETCH_US, Accuracy, promised_excess
-from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.cluster.pending import Bucket
+from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.shared_state import Update, settle
 from ratelimitd.model import Algorithm
-from ratelimitd.stats import CheckStats
 from tests.unit.cluster.world import SECOND, limited, name_of, state
 
 NOW_US = 1_700_006_400 * SECOND

@@ -4,9 +4,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.asked import Asked
-from ratelimitd.cluster.bucket import Bucket
-from ratelimitd.cluster.question import Question
+from ratelimitd.cluster.pending import Asked, Bucket, Question
 from tests.unit.cluster.world import SECOND, limited, name_of, state
 
 NOW_US = 1_700_006_400 * SECOND

@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import pytest
 
 from ratelimitd.breaker import State
-from ratelimitd.cluster.breakers import Breakers
+from ratelimitd.cluster.node import Breakers
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import SECOND, FakeStore, ManualTimers
 

@@ -1,4 +1,4 @@
-from ratelimitd.cluster.bucket import Bucket
+from ratelimitd.cluster.pending import Bucket
 from tests.unit.cluster.world import RULE, name_of, state
 
 

@@ -5,10 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratelimitd.cluster.bucket import Bucket
-from ratelimitd.cluster.cache import IDLE_US, MOVED_PER_STEP, BucketCache
-from ratelimitd.cluster.packing import unpack
-from ratelimitd.cluster.store import HASH_TAGS
+from ratelimitd.cluster.cache import IDLE_US, MOVED_PER_STEP, BucketCache, unpack
+from ratelimitd.cluster.pending import HASH_TAGS, Bucket
 from tests.unit.cluster.world import MS, RULE, SECOND, name_of, state
 
 STEP_US = 6_250

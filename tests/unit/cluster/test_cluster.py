@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from ratelimitd.breaker import State
-from ratelimitd.cluster import cluster as cluster_module
-from ratelimitd.cluster.cluster import STEPS, Cluster, Options
-from ratelimitd.cluster.shared_time import SharedTime
-from ratelimitd.cluster.store import HASH_TAGS
+from ratelimitd.cluster import node as cluster_module
+from ratelimitd.cluster.membership import SharedTime
+from ratelimitd.cluster.node import STEPS, Cluster, Options
+from ratelimitd.cluster.pending import HASH_TAGS
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreCorruptError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import reset
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import MS, RULE, SECOND, FakeBus, FakeStore, limited, name_of
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.meetings import Meetings
-from ratelimitd.cluster.question import Question
-from ratelimitd.cluster.rereading import Rereading
+from ratelimitd.cluster.first_checks import Meetings
+from ratelimitd.cluster.pending import Question
+from ratelimitd.cluster.sync import Rereading
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import LIMIT_EXCEEDED, WITHIN_LIMIT
 from tests.unit.cluster.world import MS, World, limited, name_of

@@ -3,8 +3,7 @@ import asyncio
 import pytest
 
 from ratelimitd.cluster import membership as membership_module
-from ratelimitd.cluster.membership import BEAT_TTL_US, Membership
-from ratelimitd.cluster.shared_time import SharedTime
+from ratelimitd.cluster.membership import BEAT_TTL_US, Membership, SharedTime
 from ratelimitd.errors import (
     StartupError,
     StoreCorruptError,

@@ -1,7 +1,7 @@
 import pytest
 
-from ratelimitd.cluster.bucket import Bucket
-from ratelimitd.cluster.news import MAX_PER_MESSAGE, News, packed_state, take
+from ratelimitd.cluster.gossip import MAX_PER_MESSAGE, News, packed_state, take
+from ratelimitd.cluster.pending import Bucket
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, Algorithm
 from ratelimitd.testing import ManualClock

@@ -2,8 +2,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.patience import Patience
-from ratelimitd.cluster.question import Question
+from ratelimitd.cluster.pending import Patience, Question
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import MS, RULE, ManualTimers
 

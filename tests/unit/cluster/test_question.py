@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.question import Question, granted, refused
+from ratelimitd.cluster.pending import Question, granted, refused
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.ledger.view import View
+from ratelimitd.ledger.local_view import View
 from ratelimitd.model import COST_EXCEEDS_LIMIT, LIMIT_EXCEEDED, WITHIN_LIMIT
 from tests.unit.cluster.world import RULE, SECOND, limited, state
 

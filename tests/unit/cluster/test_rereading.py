@@ -1,8 +1,8 @@
 import pytest
 
-from ratelimitd.cluster import rereading as rereading_module
-from ratelimitd.cluster.bucket import Bucket
-from ratelimitd.cluster.rereading import MAX_BUCKETS, PAUSES_US, Rereading
+from ratelimitd.cluster import sync as rereading_module
+from ratelimitd.cluster.pending import Bucket
+from ratelimitd.cluster.sync import MAX_BUCKETS, PAUSES_US, Rereading
 from tests.unit.cluster.world import MS, RULE, SECOND, name_of
 
 

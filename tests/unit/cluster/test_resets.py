@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.resets import reset_buckets
+from ratelimitd.cluster.gossip import reset_buckets
 from ratelimitd.errors import StoreOverloadedError, StoreUnavailableError
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import RULE, FakeStore, ManualTimers, limited, name_of

@@ -1,14 +1,14 @@
 import pytest
 
 from ratelimitd.breaker import Breaker, State
-from ratelimitd.cluster.shard import Shard
+from ratelimitd.cluster.store_servers import Shard
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     StoreCorruptError,
     StoreOverloadedError,
     StoreSlowError,
     StoreUnavailableError,
 )
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import MS, SECOND, ManualTimers
 

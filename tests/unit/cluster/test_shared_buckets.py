@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from ratelimitd.cluster import tag
+from ratelimitd.cluster import sync
 from ratelimitd.cluster.shared_buckets import MAX_NAMES, REREADS_PER_STEP
 from ratelimitd.errors import BreakerOpenError, StoreMovingError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import YEAR_2025_S, reset
@@ -224,8 +224,8 @@ class TestSpending:
         world.check(cost=10)
         world.settle()
         world.news.tell()
-        ((tag, payload),) = world.bus.published
-        assert (tag, payload[:1]) == (97, b"S")
+        ((sync, payload),) = world.bus.published
+        assert (sync, payload[:1]) == (97, b"S")
 
 
 class TestOutage:
@@ -265,7 +265,7 @@ class TestOutage:
         assert world.view().peek(world.clock.now_us(), 1)[1] == 2
 
     async def test_it_takes_on_no_more_buckets_than_may_wait_for_the_store(self, monkeypatch):
-        monkeypatch.setattr(tag, "MAX_UNSETTLED", 1)
+        monkeypatch.setattr(sync, "MAX_UNSETTLED", 1)
         world = World(TEN, decides_alone=True)
         world.open_breaker()
         assert world.at_once(b"a")[0]
@@ -276,7 +276,7 @@ class TestOutage:
     async def test_where_batches_fail_and_checks_do_not_a_node_does_not_take_on_ever_more_buckets(
         self, monkeypatch
     ):
-        monkeypatch.setattr(tag, "MAX_UNSETTLED", 5)
+        monkeypatch.setattr(sync, "MAX_UNSETTLED", 5)
         world = World()
         monkeypatch.setattr(
             world.store, "settle", lambda _tag, _batch, done: done_later(world, done)

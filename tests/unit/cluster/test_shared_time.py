@@ -1,6 +1,6 @@
 import time
 
-from ratelimitd.cluster.shared_time import SAMPLES, SharedTime
+from ratelimitd.cluster.membership import SAMPLES, SharedTime
 from tests.unit.cluster.world import SECOND
 
 STORE_US = 1_700_006_400 * SECOND

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.status_board import KEPT_S, MAX_NODES, StatusBoard
+from ratelimitd.cluster.membership import KEPT_S, MAX_NODES, StatusBoard
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.testing import ManualClock
 

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.cluster import tag
-from ratelimitd.cluster.bucket import Bucket
-from ratelimitd.cluster.question import Question
-from ratelimitd.cluster.tag import MAX_KEPT_US, Surroundings, Tag
+from ratelimitd.cluster import sync
+from ratelimitd.cluster.pending import Bucket, Question
+from ratelimitd.cluster.sync import MAX_KEPT_US, Surroundings, Tag
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreCorruptError, StoreMovingError
-from ratelimitd.ledger.batches import MAX_UPDATES
+from ratelimitd.ledger.protocol import MAX_UPDATES
 from ratelimitd.model import LIMIT_EXCEEDED, Algorithm
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import (
     MS,
@@ -131,7 +130,7 @@ class TestSettling:
         assert scene.tag.is_settled
 
     def test_logs_with_many_entries_go_in_several(self, monkeypatch):
-        monkeypatch.setattr(tag, "MAX_RUNS", 5)
+        monkeypatch.setattr(sync, "MAX_RUNS", 5)
         scene = Scene(replace(RULE, algorithm=Algorithm.SLIDING_WINDOW))
         for number in range(4):
             bucket = scene.bucket(b"a%d" % number)
@@ -594,7 +593,7 @@ async def test_a_bucket_that_came_into_use_again_is_not_forgotten_with_the_objec
 
 async def test_batches_that_fail_open_the_breaker_once_as_many_buckets_wait_as_may(scene):
     scene.store.mode = "down"
-    for number in range(tag.MAX_UNSETTLED - 1):
+    for number in range(sync.MAX_UNSETTLED - 1):
         scene.spend(scene.bucket(b"a%d" % number))
     scene.tag.sync()
     scene.run(SECOND)
@@ -607,11 +606,11 @@ async def test_batches_that_fail_open_the_breaker_once_as_many_buckets_wait_as_m
 
 async def test_while_a_slot_is_being_moved_no_more_waits_to_be_settled_than_may(scene):
     scene.store.mode = "held"
-    for number in range(tag.MAX_UNSETTLED):
+    for number in range(sync.MAX_UNSETTLED):
         scene.spend(scene.bucket(b"a%d" % number), 2)
     scene.tag.sync()
     scene.store.held_one().fail(StoreMovingError("TRYAGAIN"))
-    left = tag.MAX_UNSETTLED - MAX_UPDATES
+    left = sync.MAX_UNSETTLED - MAX_UPDATES
     assert (scene.lost_tokens, scene.tag.unsettled_buckets) == (2 * MAX_UPDATES, left)
     scene.run(10 * MS)
     for _ in range(3):

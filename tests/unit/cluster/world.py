@@ -9,16 +9,16 @@ from ratelimitd.algorithms import DECIDE
 from ratelimitd.breaker import Breaker
 from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.cache import IDLE_US, BucketCache
-from ratelimitd.cluster.news import News
-from ratelimitd.cluster.shard import Shard
+from ratelimitd.cluster.gossip import News
+from ratelimitd.cluster.pending import HASH_TAGS
 from ratelimitd.cluster.shared_buckets import SharedBuckets
-from ratelimitd.cluster.store import HASH_TAGS
-from ratelimitd.cluster.tag import Surroundings, Tag
+from ratelimitd.cluster.store_servers import Shard
+from ratelimitd.cluster.sync import Surroundings, Tag
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.ledger.batches import Ledger
+from ratelimitd.ledger.protocol import Ledger
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, reset, settle
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 
 MS = 1_000
@@ -86,7 +86,7 @@ class Request:
 
 
 class FakeStore:
-    """A store that is a :class:`ratelimitd.ledger.batches.Ledger`.
+    """A store that is a :class:`ratelimitd.ledger.protocol.Ledger`.
 
     Attributes:
         mode: what becomes of requests: ``up`` answers after a millisecond, ``deaf`` does what it is asked and answers

@@ -2,7 +2,7 @@ import hpack
 import pytest
 
 from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
-from ratelimitd.http2.heads import Flaw, HeadReader
+from ratelimitd.http2.headers import Flaw, HeadReader
 
 PSEUDO = [
     (b":method", b"POST"),

@@ -1,7 +1,7 @@
 import pytest
 
 from ratelimitd.http2.errors import Cause
-from ratelimitd.http2.preface import PREFACE, mistaken_protocol, undecided
+from ratelimitd.http2.settings import PREFACE, mistaken_protocol, undecided
 
 
 @pytest.mark.parametrize("size", range(len(PREFACE)))

@@ -5,8 +5,7 @@ from ratelimitd.http2.answers import UnaryAnswer, static_block
 from ratelimitd.http2.errors import ConnectionFailureError, ErrorCode, StreamFailureError
 from ratelimitd.http2.limits import Limits
 from ratelimitd.http2.sending import Sender
-from ratelimitd.http2.streams import UNTOUCHED, State, Stream, Streams
-from ratelimitd.http2.windows import ReceiveWindow
+from ratelimitd.http2.streams import UNTOUCHED, ReceiveWindow, State, Stream, Streams
 from tests.http2_peer import (
     ACK,
     CONTINUATION,

@@ -1,4 +1,4 @@
-from ratelimitd.http2.windows import ReceiveWindow, grown
+from ratelimitd.http2.streams import ReceiveWindow, grown
 
 
 def test_a_window_grows_to_the_maximum_and_not_one_octet_further():

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ratelimitd.ledger.batches import Batch, Ledger, Reply, Sender
+from ratelimitd.ledger.protocol import Batch, Ledger, Reply, Sender
 from ratelimitd.ledger.shared_state import SharedState, StoreCheck, Update
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 

@@ -6,7 +6,7 @@ import pytest
 
 from ratelimitd.algorithms.sliding_window import MAX_RUNS
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.ledger.spends import Spends
+from ratelimitd.ledger.protocol import Spends
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 
 NOW = 1_700_000_000_000_000

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, View
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, settle
-from ratelimitd.ledger.view import LEAST_PENDING_RUNS, View
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 
 NOW = 1_700_000_000_000_000

@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.observe.denials import (
     HALF_LIFE_S,
@@ -11,7 +12,6 @@ from ratelimitd.observe.denials import (
     DeniedEndpoint,
     DeniedIdentifier,
 )
-from ratelimitd.stats import CheckStats
 
 
 class Node:

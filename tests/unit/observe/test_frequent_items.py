@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from ratelimitd.observe.frequent_items import FADED, FrequentItems
+from ratelimitd.observe.denials import FADED, FrequentItems
 
 
 def test_while_there_are_few_items_the_counts_are_exact():

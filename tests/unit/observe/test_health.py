@@ -1,12 +1,12 @@
 import pytest
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.observe.health import (
     MIN_CHECKS_TO_TELL,
     Health,
     SharedStateStatus,
     embedded,
 )
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 
 

@@ -1,7 +1,7 @@
 import pytest
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.observe.history import MAX_SAMPLES, SAMPLE_S, History, Sample, Sampler, summed
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 
 

@@ -2,13 +2,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.observe.denials import Denials, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import SAMPLE_S, Sample
 from ratelimitd.observe.live import DECODED_PER_TURN, SILENT_S, STEPS_UNSEEN, Live
 from ratelimitd.observe.node_status import MAX_ENDPOINT, NodeStatus, decode, encode
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from ratelimitd.model import IdentifierType
-from ratelimitd.observe.masking import masked
+from ratelimitd.observe.logs import masked
 
 
 @pytest.mark.parametrize(

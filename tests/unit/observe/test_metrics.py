@@ -1,6 +1,7 @@
 import pytest
 
 from ratelimitd import __version__
+from ratelimitd.counters import LATENCY_BOUNDS_S, MAX_RULE_LABELS, CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import (
@@ -11,7 +12,6 @@ from ratelimitd.observe.metrics import (
     Runtime,
     SnapshotStatus,
 )
-from ratelimitd.stats import LATENCY_BOUNDS_S, MAX_RULE_LABELS, CheckStats
 from ratelimitd.testing import ManualClock
 
 SPECIFIED = {

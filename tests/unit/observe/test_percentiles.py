@@ -1,7 +1,7 @@
 import pytest
 
-from ratelimitd.observe.percentiles import percentile_s
-from ratelimitd.stats import LATENCY_BOUNDS_S, CheckStats
+from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
+from ratelimitd.observe.samples import percentile_s
 
 
 def counts_of(*latencies_s):

@@ -1,6 +1,6 @@
 import logging
 
-from ratelimitd.observe.rules_log import RulesLog
+from ratelimitd.observe.logs import RulesLog
 
 
 def told(caplog):

@@ -11,9 +11,8 @@ import pytest
 import trustme
 import uvloop
 
-from ratelimitd.rpc import accepting
-from ratelimitd.rpc.accepting import HANDSHAKE_TIMEOUT_S, Acceptor
-from ratelimitd.rpc.addresses import listening_sockets
+from ratelimitd.rpc import acceptor as accepting
+from ratelimitd.rpc.acceptor import HANDSHAKE_TIMEOUT_S, Acceptor, listening_sockets
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 

@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from ratelimitd.errors import StartupError
-from ratelimitd.rpc.addresses import bound_address, demand_free, listening_sockets, split
+from ratelimitd.rpc.acceptor import bound_address, demand_free, listening_sockets, split
 
 
 @pytest.mark.parametrize(

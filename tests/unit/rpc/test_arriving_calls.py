@@ -7,8 +7,8 @@ import pytest
 
 from ratelimitd.http2.errors import ErrorCode
 from ratelimitd.http2.limits import Limits
-from ratelimitd.rpc.framing import framed
 from ratelimitd.rpc.interface import StatusCode
+from ratelimitd.rpc.messages import framed
 from tests.http2_peer import (
     DATA,
     END_HEADERS,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ratelimitd.rpc.framing import framed
 from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.rpc.messages import framed
 from tests.http2_peer import DATA, END_STREAM, POST, data, window_update
 from tests.native_caller import Caller
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import hpack
 import pytest
 
-from ratelimitd.http2.heads import HeadReader, RequestHead
-from ratelimitd.rpc.call_head import CallReader, NativeCall, Peer, routes_of
-from ratelimitd.rpc.framing import Encoding
+from ratelimitd.http2.headers import HeadReader, RequestHead
 from ratelimitd.rpc.interface import Methods, StatusCode, TransportError
+from ratelimitd.rpc.messages import Encoding
+from ratelimitd.rpc.routing import CallReader, NativeCall, Peer, routes_of
 
 PEER = Peer("ipv4:10.0.0.1:5000", ("a.example",))
 

@@ -4,13 +4,11 @@ import asyncio
 
 import pytest
 
-from ratelimitd.rpc.call_head import CallPlan, NativeCall, Peer
-from ratelimitd.rpc.call_table import CallTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.native_shared import SharedCalls
-from ratelimitd.rpc.plain_answers import PlainAnswer
-from ratelimitd.stats import CheckStats
+from ratelimitd.rpc.routing import CallPlan, NativeCall, Peer, PlainAnswer
+from ratelimitd.rpc.state import CallTable, SharedCalls
 
 PLAIN = PlainAnswer(b"head", b"body")
 BOUNDS = {"max_open_requests": 3, "max_request_bytes_per_connection": 20, "max_request_bytes": 30}

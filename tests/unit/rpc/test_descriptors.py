@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from ratelimitd.rpc.descriptors import RESERVED, room_for
+from ratelimitd.rpc.acceptor import RESERVED, room_for
 
 UNLIMITED = resource.RLIM_INFINITY
 

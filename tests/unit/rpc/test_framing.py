@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.rpc.framing import (
+from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.rpc.messages import (
     PREFIXES,
     Encoding,
     MessageReader,
@@ -18,7 +19,6 @@ from ratelimitd.rpc.framing import (
     message_of,
     only_message,
 )
-from ratelimitd.rpc.interface import RpcError, StatusCode
 
 LIMIT = 5_000
 

@@ -5,12 +5,11 @@ import asyncio
 import grpc
 import grpc.aio
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
-from ratelimitd.rpc import grpcio_revival
-from ratelimitd.rpc.grpcio_revival import RevivedServer
-from ratelimitd.rpc.grpcio_server import GrpcioServer
+from ratelimitd.rpc import grpcio_server
+from ratelimitd.rpc.grpcio_server import GrpcioServer, RevivedServer
 from ratelimitd.rpc.interface import Methods
-from ratelimitd.stats import CheckStats
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, HEADERS, END_HEADERS_AND_STREAM = 4, 1, 5
@@ -76,7 +75,7 @@ async def test_a_server_that_cannot_get_its_port_yet_tries_until_it_is_stopped(m
         tried.set()
         raise StartupError
 
-    monkeypatch.setattr(grpcio_revival, "REOPEN_PAUSE_S", 0)
+    monkeypatch.setattr(grpcio_server, "REOPEN_PAUSE_S", 0)
     server = RevivedServer(grpc.aio.server, lambda: None, lambda: None)
     monkeypatch.setattr(server, "open", taken)
     async with asyncio.timeout(20):

@@ -5,12 +5,12 @@ import asyncio
 import grpc.aio
 import pytest
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import grpcio_server
 from ratelimitd.rpc.grpcio_server import GrpcioCall, GrpcioServer
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.stats import CheckStats
 
 
 class Context:

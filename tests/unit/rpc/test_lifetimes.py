@@ -3,7 +3,7 @@
 import pytest
 
 from ratelimitd.http2.errors import Cause
-from ratelimitd.rpc.lifetimes import Advice, Lifetime, Sight, Step
+from ratelimitd.rpc.keepalive import Advice, Lifetime, Sight, Step
 from ratelimitd.rpc.limits import TransportLimits
 
 LIMITS = TransportLimits(

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from ratelimitd.rpc.framing import framed
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
+from ratelimitd.rpc.messages import framed
 from tests.http2_peer import data, last_data, rst_stream
 from tests.native_caller import Caller, echo, refuse, wait
 

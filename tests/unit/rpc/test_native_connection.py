@@ -6,16 +6,16 @@ import weakref
 
 import pytest
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.http2.errors import ErrorCode
 from ratelimitd.http2.limits import Limits
-from ratelimitd.rpc import native_connection
-from ratelimitd.rpc.framing import framed
+from ratelimitd.rpc import connection as native_connection
+from ratelimitd.rpc.connection import NativeConnection
+from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.native_calls import ConnectionCalls
-from ratelimitd.rpc.native_connection import NativeConnection
-from ratelimitd.rpc.native_shared import SharedCalls
-from ratelimitd.stats import CheckStats
+from ratelimitd.rpc.messages import framed
+from ratelimitd.rpc.state import SharedCalls
 from tests.http2_peer import (
     GOAWAY,
     GREETING,

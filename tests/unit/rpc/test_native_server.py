@@ -6,15 +6,15 @@ import ssl
 import pytest
 import trustme
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
-from ratelimitd.rpc import native_server
-from ratelimitd.rpc.framing import framed
+from ratelimitd.rpc import server as native_server
+from ratelimitd.rpc.connection import NativeConnection
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.native_connection import NativeConnection
-from ratelimitd.rpc.native_server import NativeServer
+from ratelimitd.rpc.messages import framed
+from ratelimitd.rpc.server import NativeServer
 from ratelimitd.rpc.tls import TlsFiles
-from ratelimitd.stats import CheckStats
 from tests.http2_peer import GREETING, HEADERS, Peer, frame
 
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.native_shared import SharedCalls
-from ratelimitd.stats import CheckStats
+from ratelimitd.rpc.state import SharedCalls
 
 
 @pytest.fixture

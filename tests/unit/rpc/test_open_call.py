@@ -5,11 +5,10 @@ import gzip
 
 import pytest
 
-from ratelimitd.rpc.call_head import CallPlan, NativeCall, Peer
-from ratelimitd.rpc.framing import Encoding, Part, framed
 from ratelimitd.rpc.interface import RpcError, StatusCode
-from ratelimitd.rpc.open_call import MAX_UNREAD_QUESTIONS, OpenCall, Questions
-from ratelimitd.rpc.turnstile import Turnstile
+from ratelimitd.rpc.messages import Encoding, Part, framed
+from ratelimitd.rpc.routing import CallPlan, NativeCall, Peer
+from ratelimitd.rpc.state import MAX_UNREAD_QUESTIONS, OpenCall, Questions, Turnstile
 
 
 @pytest.fixture

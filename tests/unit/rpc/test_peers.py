@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from ratelimitd.rpc.peers import address_of, peer_of, sans_of
+from ratelimitd.rpc.routing import address_of, peer_of, sans_of
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import hpack
 import pytest
 
-from ratelimitd.rpc.plain_answers import plain_answer
+from ratelimitd.rpc.routing import plain_answer
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-from ratelimitd.rpc.call_head import CallPlan, NativeCall, Peer
+from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.native_shared import SharedCalls
-from ratelimitd.rpc.open_call import OpenCall
-from ratelimitd.rpc.running_calls import run_stream, run_unary
-from ratelimitd.stats import CheckStats
+from ratelimitd.rpc.requests import run_stream, run_unary
+from ratelimitd.rpc.routing import CallPlan, NativeCall, Peer
+from ratelimitd.rpc.state import OpenCall, SharedCalls
 
 
 class Calls:

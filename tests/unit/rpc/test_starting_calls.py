@@ -2,8 +2,8 @@
 
 import pytest
 
-from ratelimitd.rpc.framing import framed
 from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.rpc.messages import framed
 from tests.http2_peer import data, last_data
 from tests.native_caller import Caller
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ratelimitd.rpc.strangers import answer_to
+from ratelimitd.rpc.acceptor import answer_to
 from tests.http2_peer import GOAWAY, PREFACE, frames_of
 
 

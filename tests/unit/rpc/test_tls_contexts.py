@@ -6,8 +6,7 @@ import pytest
 import trustme
 
 from ratelimitd.errors import StartupError
-from ratelimitd.rpc.tls import CertificateSource, TlsFiles
-from ratelimitd.rpc.tls_contexts import TlsContexts
+from ratelimitd.rpc.tls import CertificateSource, TlsContexts, TlsFiles
 
 
 @pytest.fixture(scope="module")

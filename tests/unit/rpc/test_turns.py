@@ -2,7 +2,7 @@
 
 import pytest
 
-from ratelimitd.rpc.turns import LATE_S, TURN_S, Turn
+from ratelimitd.rpc.state import LATE_S, TURN_S, Turn
 
 
 @pytest.mark.parametrize(("passed_s", "over"), [(0.0, False), (TURN_S, False), (0.003, True)])

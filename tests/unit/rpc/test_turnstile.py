@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import uvloop
 
-from ratelimitd.rpc.turnstile import EVERY_S, MOST_AT_ONCE, Turnstile
+from ratelimitd.rpc.state import EVERY_S, MOST_AT_ONCE, Turnstile
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 

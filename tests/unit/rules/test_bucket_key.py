@@ -5,7 +5,7 @@ import pytest
 import pytest_asyncio
 
 from ratelimitd.errors import StartupError, StoreUnavailableError
-from ratelimitd.rules.bucket_key import (
+from ratelimitd.rules.book import (
     FILE_NAME,
     FINGERPRINT_NAME,
     STORED_NAME,

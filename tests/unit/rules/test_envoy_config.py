@@ -5,10 +5,10 @@ import yaml
 
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import IdentifierType
-from ratelimitd.rules.envoy_config import MAX_FILE_BYTES, import_config
+from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
 from ratelimitd.rules.rules_file import dump_rules, parse_rules
-from ratelimitd.services.envoy.descriptors import checks_of
 from ratelimitd.services.envoy.messages import parse_request
+from ratelimitd.services.envoy.service import checks_of
 from tests.envoy_messages import request_of
 
 IP, USER, API_KEY = IdentifierType.IP, IdentifierType.USER, IdentifierType.API_KEY

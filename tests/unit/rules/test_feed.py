@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, closing, contextmanager
 import pytest
 import pytest_asyncio
 
-from ratelimitd.background import Background
 from ratelimitd.errors import StartupError, StoreUnavailableError
+from ratelimitd.retry import Background
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import (
     MAX_REPORTED_ROWS,

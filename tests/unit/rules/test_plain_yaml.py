@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.rules.plain_yaml import MAX_DEPTH, Node, YamlError, read_yaml, read_yaml_file
+from ratelimitd.rules.rules_file import MAX_DEPTH, Node, YamlError, read_yaml, read_yaml_file
 
 
 def values(node):

@@ -7,6 +7,7 @@ import pytest
 
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
@@ -19,7 +20,6 @@ from ratelimitd.services.bulk_checks import (
     MAX_RESET_TIMES,
     BulkChecks,
 )
-from ratelimitd.stats import CheckStats
 from ratelimitd.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 

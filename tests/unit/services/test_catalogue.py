@@ -3,8 +3,8 @@ import pytest
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.services.auth import Access, Credentials, Role
-from ratelimitd.services.catalogue import OUR_SERVICES, ROLES, admission, guarded, names_of
-from ratelimitd.services.status import ErrorEdge
+from ratelimitd.services.errors import ErrorEdge
+from ratelimitd.services.methods import OUR_SERVICES, ROLES, admission, guarded, names_of
 from ratelimiter.v1 import ratelimiter_pb2
 from tests.unit.services.fake_call import FakeCall, bearer
 
@@ -103,7 +103,7 @@ def test_a_guarded_method_is_guarded_under_both_names(path):
 
 async def test_a_guarded_stream_does_not_begin(monkeypatch):
     roles = {**ROLES, WATCH: Role.ADMIN}
-    monkeypatch.setattr("ratelimitd.services.catalogue.ROLES", roles)
+    monkeypatch.setattr("ratelimitd.services.methods.ROLES", roles)
     handler = served(CLOSED, server_stream={WATCH: echo_stream}).server_stream[WATCH]
     with pytest.raises(RpcError) as caught:
         await anext(handler(b"", FakeCall()))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratelimitd.errors import RuleInvalidError
-from ratelimitd.services.page_token import ListQuery, Position, page_token, position_of
+from ratelimitd.services.config import ListQuery, Position, page_token, position_of
 
 KEY = b"k" * 32
 ALL = ListQuery("", "")

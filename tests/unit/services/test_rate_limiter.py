@@ -6,6 +6,7 @@ import pytest
 
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
@@ -16,7 +17,6 @@ from ratelimitd.services.rate_limiter import (
     SLICE_ITEMS,
     RateLimiterService,
 )
-from ratelimitd.stats import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.unit.services.fake_call import FakeCall

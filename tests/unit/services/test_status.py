@@ -25,7 +25,7 @@ from ratelimitd.errors import (
 from ratelimitd.observe import logs
 from ratelimitd.observe.logs import LogContext
 from ratelimitd.rpc.interface import RpcError, StatusCode
-from ratelimitd.services.status import ERROR_STATUS, ErrorEdge, rich_error, rpc_error
+from ratelimitd.services.errors import ERROR_STATUS, ErrorEdge, rich_error, rpc_error
 
 RULE_ID = "id"
 SECRET = "user:alice"
@@ -135,7 +135,7 @@ def test_anything_else_is_internal_counted_and_told_to_the_log_without_its_text(
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logs._formatter(LogContext("n1"), console=False, colors=False))
-    logger = logging.getLogger("ratelimitd.services.status")
+    logger = logging.getLogger("ratelimitd.services.errors")
     logger.addHandler(handler)
 
     def fail():

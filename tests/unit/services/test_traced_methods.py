@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
-from ratelimitd.services.traced_methods import traced
+from ratelimitd.services.methods import traced
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 SAMPLED = f"00-{'a' * 32}-{'b' * 16}-01"

@@ -4,8 +4,8 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse, StreamingResponse
 
-from ratelimitd.web import event_streams
-from ratelimitd.web.event_streams import LASTING, EventStreams
+from ratelimitd.web import server
+from ratelimitd.web.server import LASTING, EventStreams
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def http(end, begun, scopes):
 
 
 async def test_streams_beyond_the_bound_are_told_to_come_again(http, end, begun, monkeypatch):
-    monkeypatch.setattr(event_streams, "MAX_STREAMS", 2)
+    monkeypatch.setattr(server, "MAX_STREAMS", 2)
     streams = [asyncio.create_task(http.get("/events")) for _ in range(2)]
     for _ in streams:
         await begun.get()
@@ -62,13 +62,13 @@ async def test_streams_beyond_the_bound_are_told_to_come_again(http, end, begun,
 
 
 async def test_a_stream_that_fails_is_not_counted_for_ever(http, end, monkeypatch):
-    monkeypatch.setattr(event_streams, "MAX_STREAMS", 1)
+    monkeypatch.setattr(server, "MAX_STREAMS", 1)
     end.set()
     await http.get("/broken")
     assert (await http.get("/events")).status_code == 200
 
 
 async def test_other_answers_are_not_counted(http, scopes, monkeypatch):
-    monkeypatch.setattr(event_streams, "MAX_STREAMS", 0)
+    monkeypatch.setattr(server, "MAX_STREAMS", 0)
     assert (await http.get("/")).text == "short"
     assert LASTING not in scopes[0]

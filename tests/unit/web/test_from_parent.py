@@ -1,6 +1,6 @@
 import pytest
 
-from ratelimitd.web.from_parent import PEER_HEADER, FromParent
+from ratelimitd.web.worker_proxy import PEER_HEADER, FromParent
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from starlette.routing import Route
 
 from ratelimitd import __version__
 from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.web.pages import HostCheck, Readiness, application, front_page
-from ratelimitd.web.refusals import Cause
+from ratelimitd.web.app import HostCheck, Readiness, front_page, worker_application
+from ratelimitd.web.pages.errors import Cause
 
 
 class OneMetric:
@@ -18,7 +18,7 @@ class Web:
     def __init__(self, readiness=None, metrics=None):
         self.readiness = Readiness(ready=True)
         self.refused = []
-        app = application(
+        app = worker_application(
             metrics=metrics or OneMetric(),
             readiness=readiness or (lambda: self.readiness),
             others=Starlette(routes=[Route("/", front_page(lambda: "127.0.0.1:9090"))]),

@@ -10,11 +10,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ratelimitd.web import passing_on
-from ratelimitd.web.from_parent import FromParent
-from ratelimitd.web.passing_on import PassingOn
-from ratelimitd.web.server import HttpServer
-from ratelimitd.web.unix_socket import listening_at
+from ratelimitd.web import worker_proxy
+from ratelimitd.web.server import HttpServer, listening_at
+from ratelimitd.web.worker_proxy import FromParent, PassingOn
 
 
 class Worker:
@@ -149,7 +147,7 @@ async def test_a_request_of_http_1_0_need_not_name_a_host(parent):
 
 def test_a_caller_without_an_address_is_passed_on_without_one():
     scope = {"method": "GET", "raw_path": b"/", "query_string": b"", "headers": [(b"host", b"n")]}
-    names = [name for name, _ in passing_on._request({**scope, "client": None}).headers]
+    names = [name for name, _ in worker_proxy._request({**scope, "client": None}).headers]
     assert names == [b"host", b"connection"]
 
 
@@ -186,13 +184,13 @@ async def test_a_worker_that_does_not_take_the_connection_is_passed_over(parent,
         await asyncio.Event().wait()
 
     await parent.start("a")
-    monkeypatch.setattr(passing_on, "CONNECT_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(worker_proxy, "CONNECT_TIMEOUT_S", 0.001)
     monkeypatch.setattr(asyncio, "open_unix_connection", never)
     assert (await parent.http.get("/asked")).status_code == 503
 
 
 async def test_a_worker_that_hangs_is_told(parent, tmp_path, monkeypatch):
-    monkeypatch.setattr(passing_on, "ANSWER_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(worker_proxy, "ANSWER_TIMEOUT_S", 0.001)
     with listening_at(tmp_path / "a.sock"):
         answer = await parent.http.get("/asked")
     assert (answer.status_code, answer.text) == (504, "the worker does not answer\n")
@@ -202,7 +200,7 @@ async def test_an_answer_that_has_begun_may_take_longer(parent, monkeypatch):
     wait, begun, over = asyncio.wait, asyncio.Event(), asyncio.Event()
 
     async def wait_until_begun(tasks, *, timeout=None, return_when):  # noqa: ASYNC109 -- as asyncio has it
-        if timeout != passing_on.ANSWER_TIMEOUT_S:
+        if timeout != worker_proxy.ANSWER_TIMEOUT_S:
             return await wait(tasks, timeout=timeout, return_when=return_when)
         await begun.wait()
         over.set()

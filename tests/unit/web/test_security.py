@@ -3,7 +3,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 
-from ratelimitd.web.refusals import Cause
+from ratelimitd.web.pages.errors import Cause
 from ratelimitd.web.security import HEADERS, Guard, is_cross_site
 
 POLICY = HEADERS["Content-Security-Policy"]

@@ -3,7 +3,7 @@ import stat
 
 import pytest
 
-from ratelimitd.web.unix_socket import listening_at, short_name
+from ratelimitd.web.server import listening_at, short_name
 
 
 @pytest.fixture

@@ -8,13 +8,11 @@ import pytest
 
 from ratelimitd.errors import StartupError
 from ratelimitd.observe.metrics import DEFINITIONS
-from ratelimitd.settings import Settings
-from ratelimitd.web.pages import Readiness
-from ratelimitd.workers import crew as crew_module
-from ratelimitd.workers import process
-from ratelimitd.workers.crew import Crew
-from ratelimitd.workers.keeper import Keeper
-from ratelimitd.workers.process import WorkerProcess
+from ratelimitd.settings.table import Settings
+from ratelimitd.web.app import Readiness
+from ratelimitd.workers import pool
+from ratelimitd.workers import pool as crew_module
+from ratelimitd.workers.pool import Crew, Keeper, WorkerProcess
 from tests.fake_worker import ANSWERING, command
 
 SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
@@ -94,7 +92,7 @@ async def test_a_worker_that_does_not_answer_is_left_out_and_its_counters_stay(c
     )
     await both.start()
     assert (await values(both))[ALLOWED] == {"": 41}
-    monkeypatch.setattr(process, "REPORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(pool, "REPORT_TIMEOUT_S", 0.2)
     found = await values(both)
     assert found[ALLOWED] == {"": 42}
     assert found["rate_limiter_tasks"] == {"": 1}
@@ -118,7 +116,7 @@ async def test_counters_never_sink_when_a_worker_is_killed(crew, caplog):
 
 
 async def test_a_crew_is_ready_while_one_worker_is_and_says_which_are_not(crew, monkeypatch):
-    monkeypatch.setattr(process, "READINESS_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(pool, "READINESS_TIMEOUT_S", 5.0)
     all_ready = crew(ANSWERING, ANSWERING)
     assert await all_ready.readiness() == Readiness(
         False, "worker 0 (starting), worker 1 (starting)"
@@ -131,7 +129,7 @@ async def test_a_crew_is_ready_while_one_worker_is_and_says_which_are_not(crew, 
 
 
 async def test_a_crew_whose_workers_do_not_answer_is_not_ready(crew, monkeypatch):
-    monkeypatch.setattr(process, "READINESS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(pool, "READINESS_TIMEOUT_S", 0.0)
     silent = crew(SILENT)
     await silent.start()
     assert await silent.readiness() == Readiness(False, "worker 0 (no answer)")

@@ -6,14 +6,9 @@ import logging
 import pytest
 
 from ratelimitd.errors import StartupError
-from ratelimitd.web.pages import Readiness
-from ratelimitd.workers import keeper
-from ratelimitd.workers.keeper import (
-    LONG_LIFE_S,
-    LONGEST_PAUSE_S,
-    MAX_SILENT_LOOKS,
-    Keeper,
-)
+from ratelimitd.web.app import Readiness
+from ratelimitd.workers import pool
+from ratelimitd.workers.pool import LONG_LIFE_S, LONGEST_PAUSE_S, MAX_SILENT_LOOKS, Keeper
 
 ALLOWED = "rate_limiter_requests_allowed_total"
 
@@ -122,7 +117,7 @@ class Kept:
 
 @pytest.fixture
 async def kept(monkeypatch):
-    monkeypatch.setattr(keeper, "LOOK_S", LOOK)
+    monkeypatch.setattr(pool, "LOOK_S", LOOK)
     found = Kept()
     await found.keeper.start()
     found.keeping = asyncio.create_task(found.keeper.keep("worker 0"))
@@ -210,11 +205,11 @@ async def test_a_worker_is_as_ready_as_its_process(kept):
 
 
 async def test_before_there_is_a_process_nobody_is_asked():
-    keeper = Kept().keeper
-    assert await keeper.readiness() == Readiness(ready=False, reason="starting")
-    assert await keeper.report() is None
-    keeper.kill()
-    assert await keeper.stop() == ""
+    pool = Kept().keeper
+    assert await pool.readiness() == Readiness(ready=False, reason="starting")
+    assert await pool.report() is None
+    pool.kill()
+    assert await pool.stop() == ""
 
 
 async def test_stopping_lets_the_process_drain(kept):

@@ -2,7 +2,7 @@ import pytest
 
 from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.observe.samples import HistogramSample
-from ratelimitd.workers.merging import GAUGES, added, merged, number
+from ratelimitd.workers.metrics import GAUGES, added, merged, number
 
 
 def values(name, counted=(), now=()):

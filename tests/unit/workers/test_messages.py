@@ -6,8 +6,8 @@ import pytest
 
 from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.observe.samples import HistogramSample
-from ratelimitd.settings import Settings
-from ratelimitd.workers import messages
+from ratelimitd.settings.table import Settings
+from ratelimitd.workers import protocol
 
 SETTINGS = Settings.load({}, {"NODE_ID": "n/0", "ADMIN_TOKEN": "secret", "HTTP_HOSTS": "a,b"})
 
@@ -18,7 +18,7 @@ def definition(name):
 
 def told(points):
     """The lines of a report, parsed."""
-    return [messages.parsed(line) for line in messages.report_messages(points)]
+    return [protocol.parsed(line) for line in protocol.report_messages(points)]
 
 
 def test_a_worker_gets_the_very_settings_of_its_parent_and_reads_no_further():
@@ -27,10 +27,10 @@ def test_a_worker_gets_the_very_settings_of_its_parent_and_reads_no_further():
         # More than fits into the socket at once.
         settings = dataclasses.replace(SETTINGS, http_hosts=("h" * 1_000_000,))
         sending = threading.Thread(
-            target=here.sendall, args=(messages.settings_message(settings) + b"next",)
+            target=here.sendall, args=(protocol.settings_message(settings) + b"next",)
         )
         sending.start()
-        received = messages.receive_settings(there)
+        received = protocol.receive_settings(there)
         sending.join()
         assert received == settings
         assert received.admin_token == "secret"
@@ -42,20 +42,20 @@ def test_settings_that_end_early_tell_of_a_parent_that_is_gone(size):
     here, there = socket.socketpair()
     with there:
         with here:
-            here.sendall(messages.settings_message(SETTINGS)[:size])
+            here.sendall(protocol.settings_message(SETTINGS)[:size])
         with pytest.raises(EOFError):
-            messages.receive_settings(there)
+            protocol.receive_settings(there)
 
 
 def test_a_message_is_one_line_whatever_is_in_it():
-    line = messages.message("failed", "two\nlines")
+    line = protocol.message("failed", "two\nlines")
     assert line.count(b"\n") == 1
-    assert messages.parsed(line) == ("failed", ["two\nlines"])
+    assert protocol.parsed(line) == ("failed", ["two\nlines"])
 
 
 @pytest.mark.parametrize("line", [b"\n", b'["ready', b"[]\n"])
 def test_a_torn_line_says_nothing(line):
-    assert messages.parsed(line) == ("", [])
+    assert protocol.parsed(line) == ("", [])
 
 
 def test_a_report_arrives_as_it_was_told():
@@ -68,7 +68,7 @@ def test_a_report_arrives_as_it_was_told():
     ]
     *lines, end = told(points)
     assert end == ("reported", [])
-    report = {name: dict(messages.readings_of(values)) for _, (name, values) in lines}
+    report = {name: dict(protocol.readings_of(values)) for _, (name, values) in lines}
     assert report == {"a": {"": 7}, "b": {"x": 2.5, "y": 0.0}, "c": {"": histogram}}
 
 
@@ -76,12 +76,12 @@ def test_a_long_metric_comes_in_several_lines_each_read_when_its_turn_comes():
     read = []
 
     def points():
-        for number in range(2 * messages.POINTS_PER_LINE + 1):
+        for number in range(2 * protocol.POINTS_PER_LINE + 1):
             read.append(number)
             yield Point(number, str(number))
 
-    lines = messages.report_messages([(definition("many"), points())])
+    lines = protocol.report_messages([(definition("many"), points())])
     next(lines)
-    assert len(read) == messages.POINTS_PER_LINE
-    assert [messages.parsed(line)[0] for line in lines] == ["points", "points", "reported"]
-    assert len(read) == 2 * messages.POINTS_PER_LINE + 1
+    assert len(read) == protocol.POINTS_PER_LINE
+    assert [protocol.parsed(line)[0] for line in lines] == ["points", "points", "reported"]
+    assert len(read) == 2 * protocol.POINTS_PER_LINE + 1

@@ -12,14 +12,14 @@ import httpx
 import pytest
 from google.protobuf.empty_pb2 import Empty
 
-from ratelimitd import mainloop
-from ratelimitd.admin_token import find_admin_token, own_admin_token
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
+from ratelimitd.node import process as mainloop
+from ratelimitd.node.admin_token import find_admin_token, own_admin_token
 from ratelimitd.observe import logs
-from ratelimitd.settings import Settings
+from ratelimitd.settings.table import Settings
 from ratelimitd.workers import parent
-from ratelimitd.workers.process import WorkerProcess
+from ratelimitd.workers.pool import WorkerProcess
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.fake_worker import ANSWERING, command
 

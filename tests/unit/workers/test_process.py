@@ -8,10 +8,10 @@ import pytest
 import uvloop
 
 from ratelimitd.errors import StartupError
-from ratelimitd.settings import Settings
-from ratelimitd.web.pages import Readiness
-from ratelimitd.workers import messages, process
-from ratelimitd.workers.process import WorkerProcess
+from ratelimitd.settings.table import Settings
+from ratelimitd.web.app import Readiness
+from ratelimitd.workers import pool, protocol
+from ratelimitd.workers.pool import WorkerProcess
 from tests.fake_worker import ANSWERING, command
 
 SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
@@ -84,7 +84,7 @@ async def test_a_worker_is_told_its_settings(start):
     )
     await worker.ready()
     await worker.report()
-    assert reports == [{"length": {"": len(messages.settings_message(SETTINGS)) - 4}}]
+    assert reports == [{"length": {"": len(protocol.settings_message(SETTINGS)) - 4}}]
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ for question in questions:
 async def test_an_answer_that_comes_late_is_not_waited_for_and_is_taken_when_it_comes(
     start, monkeypatch
 ):
-    monkeypatch.setattr(process, "REPORT_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(process, "READINESS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(pool, "REPORT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(pool, "READINESS_TIMEOUT_S", 0.0)
     came = asyncio.Queue()
     worker = await start(HELD_UP, came.put_nowait)
     await worker.ready()
@@ -195,7 +195,7 @@ async def test_answers_that_nobody_asked_for_are_passed_over(start):
 
 
 async def test_a_line_without_an_end_is_the_end_of_the_process(start, monkeypatch):
-    monkeypatch.setattr(messages, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(protocol, "MAX_LINE_BYTES", 100)
     worker = await start('sock.sendall(b"x" * 1000)\ntime.sleep(60)')
     assert await worker.ended() == -signal.SIGKILL
 

@@ -1,5 +1,5 @@
 from ratelimitd.observe.samples import HistogramSample
-from ratelimitd.workers.tally import MAX_LABELS, Tally
+from ratelimitd.workers.metrics import MAX_LABELS, Tally
 
 ALLOWED = "rate_limiter_requests_allowed_total"
 BY_RULE = "rate_limiter_rule_allowed_total"

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ratelimitd import supervisor
+from ratelimitd.node import supervisor
 from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.settings import Settings
-from ratelimitd.web.pages import Readiness
-from ratelimitd.workers import messages, worker
+from ratelimitd.settings.table import Settings
+from ratelimitd.web.app import Readiness
+from ratelimitd.workers import protocol, worker
 from ratelimitd.workers.worker import Parent
 
 SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
@@ -66,22 +66,22 @@ async def test_ready_is_said_with_the_address(talk):
 async def test_it_says_that_it_is_prepared_and_listens_when_it_is_told_to(talk):
     waiting = asyncio.create_task(talk.overseer.may_listen())
     assert await talk.said() == ["prepared"]
-    talk.writer.write(messages.READINESS)
+    talk.writer.write(protocol.READINESS)
     assert await talk.said() == ["readiness", False, "draining"]
     assert not waiting.done()
-    talk.writer.write(messages.LISTEN)
+    talk.writer.write(protocol.LISTEN)
     await waiting
 
 
 async def test_who_has_the_word_already_need_not_wait(talk):
-    talk.writer.write(messages.LISTEN + messages.READINESS)
+    talk.writer.write(protocol.LISTEN + protocol.READINESS)
     assert await talk.said() == ["readiness", False, "draining"]
     await talk.overseer.may_listen()
 
 
 async def test_questions_are_answered_in_turn(talk):
     talk.node.metrics = OneMetric()
-    talk.writer.write(messages.READINESS + messages.REPORT + b"of tomorrow\n" + messages.READINESS)
+    talk.writer.write(protocol.READINESS + protocol.REPORT + b"of tomorrow\n" + protocol.READINESS)
     assert await talk.said() == ["readiness", False, "draining"]
     assert await talk.said() == ["points", "a", [["", 7]]]
     assert await talk.said() == ["reported"]
@@ -89,7 +89,7 @@ async def test_questions_are_answered_in_turn(talk):
 
 
 async def test_a_node_that_has_no_metrics_yet_reports_none(talk):
-    talk.writer.write(messages.REPORT)
+    talk.writer.write(protocol.REPORT)
     assert await talk.said() == ["reported"]
 
 
@@ -146,7 +146,7 @@ def run_main(*octets):
 def test_the_process_runs_a_node_with_the_settings_of_its_parent(monkeypatch):
     ran = []
     monkeypatch.setattr(supervisor, "run", lambda *given: ran.append(given) or 4)
-    assert run_main(messages.settings_message(SETTINGS)) == 4
+    assert run_main(protocol.settings_message(SETTINGS)) == 4
     [(settings, overseer)] = ran
     assert settings == SETTINGS
     assert overseer.reuse_port

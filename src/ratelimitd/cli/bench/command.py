@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ratelimitd.cli.bench.arrivals import Arrival, Arrivals
-from ratelimitd.cli.bench.keys import Distribution, Keys
+from ratelimitd.cli.bench.keys import Arrival, Arrivals, Distribution, Keys
 from ratelimitd.cli.bench.report import as_json, print_report
-from ratelimitd.cli.failures import EXIT_ERROR, CliError, UsageError
-from ratelimitd.cli.progress import working
-from ratelimitd.cli.target import Target, asks_node
+from ratelimitd.cli.client_options import EXIT_ERROR, CliError, Target, UsageError, asks_node
+from ratelimitd.cli.output import working
 from ratelimitd.model import IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 

@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, cycle
+from itertools import accumulate, count, cycle
 from random import Random
 from typing import assert_never
 
@@ -67,3 +67,37 @@ def _hot(chance: Random, count: int, hot_share: float) -> Iterator[int]:
     while True:
         is_hot = count == 1 or chance.random() < hot_share
         yield 0 if is_hot else chance.randrange(1, count)
+
+
+# When checks are due at a rate: evenly, or at random as independent callers come. Pure.
+#
+# Never looks at what became of the checks before: that is what makes it an open loop.
+
+
+class Arrival(enum.StrEnum):
+    """How checks are spread over time."""
+
+    CONSTANT = "constant"
+    POISSON = "poisson"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """``rate`` checks a second on average."""
+
+    rate: float
+    arrival: Arrival = Arrival.CONSTANT
+    seed: int = 1
+
+    def due_s(self) -> Iterator[float]:
+        """Yield when each check is due, in seconds from the beginning, without end."""
+        if self.arrival is Arrival.CONSTANT:
+            return (number / self.rate for number in count())
+        return _poisson(Random(f"arrivals {self.seed}"), self.rate)  # noqa: S311 -- load, no secret
+
+
+def _poisson(chance: Random, rate: float) -> Iterator[float]:
+    due_s = 0.0
+    while True:
+        due_s += chance.expovariate(rate)
+        yield due_s

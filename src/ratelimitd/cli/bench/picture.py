@@ -14,8 +14,7 @@ from ratelimitd.cli.bench.latencies import US_PER_MS, Latencies
 from ratelimitd.cli.bench.report import description, figures, rate_of
 
 if TYPE_CHECKING:
-    from ratelimitd.cli.bench.load import Load, Result  # with grpc, see target.py
-    from ratelimitd.cli.bench.timeline import Slot
+    from ratelimitd.cli.bench.load import Load, Result, Slot  # with grpc, see target.py
 
 _STYLE: Final = """
     svg { background: #ffffff }

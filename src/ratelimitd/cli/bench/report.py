@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ratelimitd.cli.bench.arrivals import Arrivals
-from ratelimitd.cli.bench.keys import Distribution, Keys
+from ratelimitd.cli.bench.keys import Arrivals, Distribution, Keys
 from ratelimitd.cli.bench.latencies import QUANTILES, US_PER_MS, Latencies
 from ratelimitd.cli.output import Output
 
 if TYPE_CHECKING:
-    from ratelimitd.cli.bench.load import Load, Result  # with grpc, see target.py
-    from ratelimitd.cli.bench.timeline import Slot
+    from ratelimitd.cli.bench.load import Load, Result, Slot  # with grpc, see target.py
 
 BAR_WIDTH: Final = 40
 

@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
+from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_node
+from ratelimitd.cli.conformance.cases import cases
 from ratelimitd.cli.conformance.own_rules import own_rules
 from ratelimitd.cli.conformance.report import as_json, passed, print_table
 from ratelimitd.cli.conformance.run import RealTime, Runner
-from ratelimitd.cli.failures import EXIT_ERROR, UsageError
-from ratelimitd.cli.progress import working
-from ratelimitd.cli.target import Target, asks_node
-from ratelimitd.conformance.cases import cases
+from ratelimitd.cli.output import working
 from ratelimitd.model import US_PER_S
 
 

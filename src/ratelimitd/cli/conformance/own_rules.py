@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ratelimitd.cli.failures import CliError
-from ratelimitd.cli.target import Target
-from ratelimitd.conformance.cases import IDENTIFIER_TYPE, Case
+from ratelimitd.cli.client_options import CliError, Target
+from ratelimitd.cli.conformance.cases import IDENTIFIER_TYPE, Case
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from ratelimitd.cli.conformance.cases import TOLERANCE_S
 from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime, Refused
 from ratelimitd.cli.output import Output
-from ratelimitd.conformance.real_time import TOLERANCE_S
 
 HEAD: Final = ("algorithm", "case", "checks", "expected", "got", "ok")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from ratelimitd.cli.command_help import help_of
 from ratelimitd.cli.dev.command import cluster
+from ratelimitd.cli.options import help_of
 
 app = typer.Typer(help="Try things out.", no_args_is_help=True, rich_markup_mode=None)
 

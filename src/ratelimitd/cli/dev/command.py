@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ratelimitd.cli.dev import plan, servers
-from ratelimitd.cli.dev.ports import is_free
+from ratelimitd.cli.dev.plan import is_free
 from ratelimitd.cli.dev.run import Cluster
 from ratelimitd.cli.output import Output
 

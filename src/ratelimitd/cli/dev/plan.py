@@ -5,13 +5,14 @@ Pure but for the question whether a port is free, which is handed in.
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ratelimitd.cli.failures import UsageError
+from ratelimitd.cli.client_options import UsageError
 
 HOST: Final = "127.0.0.1"
 """The cluster is for whoever sits at this machine: it has no passwords."""
@@ -115,3 +116,17 @@ def suggestions(plan: Sequence[NodePlan], last_pid: int, redis_pid: int) -> Iter
     width = max(map(len, tries))
     for command, remark in tries.items():
         yield f"{command:<{width}}  # {remark}"
+
+
+# Which ports of this machine are free.
+
+
+def is_free(port: int) -> bool:
+    """Whether a node could listen on it; one that has just ended is no hindrance."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from ratelimitd.cli.dev import servers
-from ratelimitd.cli.dev.children import Child, Children, failure
 from ratelimitd.cli.dev.plan import PROGRAM, RULES, NodePlan, suggestions
-from ratelimitd.cli.keyboard import single_keys
-from ratelimitd.cli.output import Output
+from ratelimitd.cli.dev.servers import Child, Children, failure
+from ratelimitd.cli.output import Output, single_keys
 
 READY: Final = b"ratelimitd ready "
 

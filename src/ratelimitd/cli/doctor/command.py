@@ -11,7 +11,7 @@ from typing import Annotated, Final, NamedTuple
 
 import typer
 
-from ratelimitd.cli.doctor.database import check_database
+from ratelimitd.cli.client_options import EXIT_ERROR
 from ratelimitd.cli.doctor.files import (
     check_admin_token,
     check_rules_file,
@@ -21,11 +21,11 @@ from ratelimitd.cli.doctor.files import (
 )
 from ratelimitd.cli.doctor.finding import Finding, Level, ok, problem
 from ratelimitd.cli.doctor.machine import check_event_loop, check_open_files, check_ports
-from ratelimitd.cli.failures import EXIT_ERROR
+from ratelimitd.cli.doctor.stores import check_database
 from ratelimitd.cli.output import Output, printable
 from ratelimitd.errors import SettingsError
-from ratelimitd.settings import SETTINGS, Settings
-from ratelimitd.settings_sources import environment_of, file_of
+from ratelimitd.settings.sources import environment_of, file_of
+from ratelimitd.settings.table import SETTINGS, Settings
 
 _STYLES: Final = {Level.OK: "good", Level.WARNING: "warn", Level.PROBLEM: "bad"}
 
@@ -80,7 +80,7 @@ def _secret_files(given: Given) -> dict[str, Path]:
 async def _look(settings: Settings) -> list[Finding]:
     """At everything, each thing by itself, so that one that is wrong hides no other."""
     # It brings the driver of the shared state, which only a cluster has.
-    from ratelimitd.cli.doctor.shared_state import check_shared_state  # noqa: PLC0415
+    from ratelimitd.cli.doctor.stores import check_shared_state  # noqa: PLC0415
 
     findings = [
         *check_admin_token(settings),

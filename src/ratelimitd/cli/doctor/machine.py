@@ -10,11 +10,10 @@ from typing import Final
 
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
 from ratelimitd.errors import StartupError
-from ratelimitd.rpc.addresses import demand_free
-from ratelimitd.rpc.descriptors import RESERVED
+from ratelimitd.rpc.acceptor import RESERVED, demand_free
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.settings import Settings
-from ratelimitd.settings_values import Address
+from ratelimitd.settings.parsing import Address
+from ratelimitd.settings.table import Settings
 
 ANSWER_S: Final = 1.0
 """Longest wait for what listens on a port."""

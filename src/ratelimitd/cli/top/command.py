@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
-from ratelimitd.cli.failures import CliError
-from ratelimitd.cli.keyboard import single_keys
-from ratelimitd.cli.output import printable
-from ratelimitd.cli.target import Target, asks_node
+from ratelimitd.cli.client_options import CliError, Target, asks_node
+from ratelimitd.cli.output import printable, single_keys
 from ratelimitd.cli.top.reading import NAMES, Look, Reading, reading
 
 if TYPE_CHECKING:

@@ -7,17 +7,208 @@ says what follows. Never decides anything itself.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, Self, cast
+from typing import Any, Final, Protocol, Self, cast
 
-from ratelimitd.errors import CheckInvalidError, InvalidInputError
-from ratelimitd.model import INT32_MAX, Check, Decision, IdentifierType
+from ratelimitd.counters import CheckStats
+from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
+from ratelimitd.limit_fields import policy_fields
+from ratelimitd.model import INT32_MAX, US_PER_S, Check, Decision, IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.services.envoy.answers import answer_of
-from ratelimitd.services.envoy.descriptors import Identifiers, checks_of
-from ratelimitd.services.envoy.messages import SERVICE, parse_request
-from ratelimitd.stats import CheckStats
+from ratelimitd.services.convert import check_of
+from ratelimitd.services.envoy.messages import (
+    SERVICE,
+    Response,
+    WireDescriptor,
+    WireEntry,
+    WireRequest,
+    parse_request,
+)
+
+# What Envoy is answered: decisions on its descriptors, and the header fields that it adds to its response. Pure.
+
+STANDARD_FIELDS: Final = "standard"
+ALL_FIELDS: Final = "all"
+NO_FIELDS: Final = "none"
+
+_UNITS: Final = {
+    1: Response.RateLimit.SECOND,
+    60: Response.RateLimit.MINUTE,
+    3_600: Response.RateLimit.HOUR,
+    86_400: Response.RateLimit.DAY,
+    604_800: Response.RateLimit.WEEK,
+}
+"""Windows that Envoy has a name for. It counts a month as no fixed number of seconds, so no window is one."""
+
+
+def answer_of(decisions: Sequence[Decision], now_us: int, fields: str) -> bytes:
+    """The answer to a request whose descriptors were decided so; ``fields`` says which header fields go with it.
+
+    Statuses are in the order of the descriptors, and one that is denied denies the request.
+    """
+    response = Response()
+    denied = any(not decision.allowed for decision in decisions)
+    response.overall_code = Response.OVER_LIMIT if denied else Response.OK
+    for decision in decisions:
+        _write_status(response.statuses.add(), decision, now_us)
+    for name, value in _fields(_deciding(decisions), now_us, fields).items():
+        response.response_headers_to_add.add(key=name.encode(), value=value.encode())
+    answer: bytes = response.SerializeToString()
+    return answer
+
+
+def _write_status(status: Any, decision: Decision, now_us: int) -> None:
+    status.code = Response.OK if decision.allowed else Response.OVER_LIMIT
+    rule = decision.rule
+    if rule is not None:
+        status.current_limit.requests_per_unit = rule.limit
+        status.current_limit.unit = _UNITS.get(rule.window_seconds, Response.RateLimit.UNKNOWN)
+        status.current_limit.name = rule.id.encode()
+        status.limit_remaining = decision.remaining
+        status.duration_until_reset.seconds = _reset_s(decision, now_us)
+
+
+def _deciding(decisions: Sequence[Decision]) -> Decision:
+    """The decision that the caller is to heed: the denial that lasts longest, else the limit with the least left."""
+    return max(
+        decisions,
+        key=lambda decision: (
+            not decision.allowed,
+            decision.retry_after,
+            decision.rule is not None,
+            -decision.remaining,
+        ),
+    )
+
+
+def _fields(decision: Decision, now_us: int, fields: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if fields == NO_FIELDS:
+        return found
+    if not decision.allowed:
+        found["Retry-After"] = str(decision.retry_after)
+    rule = decision.rule
+    if rule is None:
+        return found
+    reset_s = _reset_s(decision, now_us)
+    found |= policy_fields(
+        rule.id,
+        limit=rule.limit,
+        window_s=rule.window_seconds,
+        remaining=decision.remaining,
+        allowed=decision.allowed,
+        reset_s=reset_s,
+        retry_after_s=decision.retry_after,
+    )
+    if fields == ALL_FIELDS:
+        found["X-RateLimit-Limit"] = str(rule.limit)
+        found["X-RateLimit-Remaining"] = str(decision.remaining)
+        found["X-RateLimit-Reset"] = str(reset_s)
+    return found
+
+
+def _reset_s(decision: Decision, now_us: int) -> int:
+    """Seconds until the whole limit is free again."""
+    return max(0, -(-(decision.reset_time * US_PER_S - now_us) // US_PER_S))
+
+
+# What the descriptors of a request ask: each is one check.
+#
+# One entry says who is limited: the first whose key is in the node's table of identifiers. The endpoint is the domain
+# and the other entries in their order, ``domain/key=value/…``. Without such an entry the last value says who, as an API
+# key, and every entry is part of the endpoint. Pure. See ADR 0033.
+
+MAX_DESCRIPTORS: Final = 32
+"""Of a request: judged at a stretch, in 0.5 to 0.7 ms. Envoy's have seldom more than three."""
+
+MAX_ENTRIES: Final = 16
+"""Of a descriptor."""
+
+UNNAMED_TYPE: Final = IdentifierType.API_KEY
+"""Whom a descriptor is about in which no entry says so."""
+
+Identifiers = Mapping[bytes, IdentifierType]
+"""Key of an entry → the type of identifier that its value is."""
+
+
+@dataclass(slots=True)
+class _AsCheck:
+    """A descriptor as a ``RateLimitRequest`` of our own contract, so that one place says what a valid check is."""
+
+    identifier: bytes
+    identifier_type: bytes
+    endpoint: bytes
+    tokens_requested: int
+    timestamp: int
+    peek: bool
+
+
+def checks_of(request: WireRequest, identifiers: Identifiers) -> list[Check]:
+    """The checks that a request asks for, one for each descriptor.
+
+    Raises:
+        CheckInvalidError: names every violated field of the first descriptor that has one.
+    """
+    if not request.domain:
+        raise CheckInvalidError(FieldViolation("domain", "must not be empty"))
+    count = len(request.descriptors)
+    if not 1 <= count <= MAX_DESCRIPTORS:
+        message = f"must be 1 to {MAX_DESCRIPTORS} descriptors"
+        raise CheckInvalidError(FieldViolation("descriptors", message))
+    return [
+        _check(request, descriptor, identifiers, f"descriptors[{index}]")
+        for index, descriptor in enumerate(request.descriptors)
+    ]
+
+
+def _check(
+    request: WireRequest, descriptor: WireDescriptor, identifiers: Identifiers, path: str
+) -> Check:
+    violations = [*_violations(descriptor, path)]
+    if violations:
+        raise CheckInvalidError(*violations)
+    entries = descriptor.entries
+    named = next((i for i, entry in enumerate(entries) if entry.key in identifiers), None)
+    who = len(entries) - 1 if named is None else named
+    rest = [entry for index, entry in enumerate(entries) if index != named]
+    own_hits = descriptor.HasField("hits_addend")
+    hits = descriptor.hits_addend.value if own_hits else request.hits_addend
+    check = _AsCheck(
+        identifier=entries[who].value,
+        identifier_type=identifiers.get(entries[who].key, UNNAMED_TYPE).encode(),
+        endpoint=_endpoint(request.domain, rest),
+        tokens_requested=hits,
+        timestamp=0,
+        peek=own_hits and not hits,
+    )
+    try:
+        return check_of(check)
+    except CheckInvalidError as error:
+        places = {
+            "identifier": f"{path}.entries[{who}].value",
+            "endpoint": f"{path}.entries" if rest else "domain",
+            "tokens_requested": f"{path}.hits_addend" if own_hits else "hits_addend",
+        }
+        placed = (FieldViolation(places[field], text) for field, text in error.violations)
+        raise CheckInvalidError(*placed) from None
+
+
+def _violations(descriptor: WireDescriptor, path: str) -> Iterator[FieldViolation]:
+    count = len(descriptor.entries)
+    if not 1 <= count <= MAX_ENTRIES:
+        yield FieldViolation(f"{path}.entries", f"must be 1 to {MAX_ENTRIES} entries")
+        return
+    for index, entry in enumerate(descriptor.entries):
+        if not entry.key:
+            yield FieldViolation(f"{path}.entries[{index}].key", "must not be empty")
+    if descriptor.is_negative_hits:
+        yield FieldViolation(f"{path}.is_negative_hits", "hits are not given back")
+
+
+def _endpoint(domain: bytes, entries: Sequence[WireEntry]) -> bytes:
+    return b"/".join([domain, *(entry.key + b"=" + entry.value for entry in entries)])
+
 
 METHOD: Final = f"/{SERVICE}/ShouldRateLimit"
 

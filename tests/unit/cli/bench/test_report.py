@@ -4,11 +4,9 @@ import io
 
 import pytest
 
-from ratelimitd.cli.bench.arrivals import Arrival, Arrivals
-from ratelimitd.cli.bench.keys import Distribution, Keys
-from ratelimitd.cli.bench.load import Load, Result
+from ratelimitd.cli.bench.keys import Arrival, Arrivals, Distribution, Keys
+from ratelimitd.cli.bench.load import Load, Result, Timeline
 from ratelimitd.cli.bench.report import as_json, description, print_report, warnings
-from ratelimitd.cli.bench.timeline import Timeline
 from ratelimitd.cli.output import Output
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from ratelimitd.cli.conformance.asking import ENDS_ALL, Asking, Refusal
-from ratelimitd.cli.failures import CliError
+from ratelimitd.cli.client_options import CliError
+from ratelimitd.cli.conformance.run import ENDS_ALL, Asking, Refusal
 from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import status

@@ -6,10 +6,9 @@ import threading
 import grpc
 import pytest
 
+from ratelimitd.cli.client_options import CliError, Target
+from ratelimitd.cli.conformance.cases import cases
 from ratelimitd.cli.conformance.own_rules import own_rules
-from ratelimitd.cli.failures import CliError
-from ratelimitd.cli.target import Target
-from ratelimitd.conformance.cases import cases
 from tests.fake_node import status
 
 CHOSEN = cases()[:3]

@@ -3,10 +3,10 @@
 import io
 import re
 
+from ratelimitd.cli.conformance.cases import cases
 from ratelimitd.cli.conformance.report import as_json, passed, print_table
 from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime, Refused
 from ratelimitd.cli.output import Output
-from ratelimitd.conformance.cases import cases
 
 CASE, OTHER = cases()[:2]
 

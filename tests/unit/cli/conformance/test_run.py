@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from ratelimitd.cli.client_options import CliError, Target, UsageError
+from ratelimitd.cli.conformance.cases import cases
 from ratelimitd.cli.conformance.own_rules import own_rules
 from ratelimitd.cli.conformance.run import RealTime, Refused, Runner
-from ratelimitd.cli.failures import CliError, UsageError
-from ratelimitd.cli.target import Target
-from ratelimitd.conformance.cases import cases
 from ratelimitd.model import Algorithm
 from ratelimitd.testing import ManualClock, running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb

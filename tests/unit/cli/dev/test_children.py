@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from ratelimitd.cli.dev import children as module
-from ratelimitd.cli.dev.children import Children, failure
-from ratelimitd.cli.failures import CliError
+from ratelimitd.cli.client_options import CliError
+from ratelimitd.cli.dev import servers as module
+from ratelimitd.cli.dev.servers import Children, failure
 
 SLEEP = "import time; print('here', flush=True); time.sleep(60)"
 OBSTINATE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
@@ -101,7 +101,7 @@ async def test_a_run_that_fails_says_what_its_last_line_was(children):
 
 AS_NOBODY = """
 import asyncio, pathlib, sys
-from ratelimitd.cli.dev.children import Children
+from ratelimitd.cli.dev.servers import Children
 
 async def main():
     children = Children(pathlib.Path(sys.argv[1]))

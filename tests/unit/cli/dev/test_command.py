@@ -2,8 +2,8 @@
 
 import pytest
 
+from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import command, servers
-from ratelimitd.cli.failures import CliError
 
 
 @pytest.fixture

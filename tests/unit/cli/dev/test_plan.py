@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from ratelimitd.cli.client_options import UsageError
 from ratelimitd.cli.dev.plan import LAST_PORT, RULES, NodePlan, nodes, suggestions
-from ratelimitd.cli.failures import UsageError
 from ratelimitd.rules.rules_file import parse_rules
-from ratelimitd.settings import Settings
+from ratelimitd.settings.table import Settings
 
 
 def free(*taken):

@@ -12,9 +12,9 @@ import asyncpg
 import pytest
 import redis
 
+from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import servers
-from ratelimitd.cli.dev.children import Children
-from ratelimitd.cli.failures import CliError
+from ratelimitd.cli.dev.servers import Children
 
 
 @pytest.fixture

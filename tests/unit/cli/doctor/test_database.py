@@ -4,11 +4,11 @@ import os
 import sqlite3
 from types import SimpleNamespace
 
-from ratelimitd.cli.doctor import database
-from ratelimitd.cli.doctor.database import check_database
-from ratelimitd.rules.migrations import upgrade
+from ratelimitd.cli.doctor import stores
+from ratelimitd.cli.doctor.stores import check_database
+from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.store import RuleDraft
-from ratelimitd.settings import Settings
+from ratelimitd.settings.table import Settings
 from tests.rule_stores import store_at
 
 DRAFT = RuleDraft("/a", "user", 1, 60, "token_bucket")
@@ -47,7 +47,7 @@ async def test_a_file_that_is_not_there_will_be_made(tmp_path, monkeypatch):
     url = f"sqlite:///{tmp_path}/rules.db"
     assert (await look(url)).what.endswith("will be made")
     assert (await look(f"sqlite:///{tmp_path}/none/rules.db")).remedy.startswith("mkdir -p ")
-    monkeypatch.setattr(database, "os", SimpleNamespace(**{**vars(os), "access": lambda *_: False}))
+    monkeypatch.setattr(stores, "os", SimpleNamespace(**{**vars(os), "access": lambda *_: False}))
     assert (await look(url)).level == "problem"
     assert not list(tmp_path.iterdir())
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import trustme
 
-from ratelimitd.admin_token import own_admin_token
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.cli.doctor import files
 from ratelimitd.cli.doctor.files import (
@@ -20,7 +19,8 @@ from ratelimitd.cli.doctor.files import (
     check_state_dir,
     check_tls,
 )
-from ratelimitd.settings import Settings
+from ratelimitd.node.admin_token import own_admin_token
+from ratelimitd.settings.table import Settings
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from ratelimitd.cli.doctor.machine import check_event_loop, check_open_files, check_ports
-from ratelimitd.settings import Settings
+from ratelimitd.settings.table import Settings
 from ratelimitd.testing import running_node
 
 

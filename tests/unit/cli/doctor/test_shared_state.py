@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from ratelimitd.cli.doctor.shared_state import check_shared_state
+from ratelimitd.cli.doctor.stores import check_shared_state
 from ratelimitd.observe.node_status import encode
-from ratelimitd.settings import Settings
+from ratelimitd.settings.table import Settings
 from tests.servers import QUICK_REPLICAS, Valkey, ValkeyCluster, ValkeySentinel, free_port, until
 from tests.unit.observe.test_node_status import STATUS
 

@@ -6,12 +6,11 @@ import time
 
 import pytest
 
-from ratelimitd.cli.doctor.store_server import Asked, check_server, judged
+from ratelimitd.cli.doctor.stores import Asked, check_server, judged
+from ratelimitd.cluster.redis.connection import Connection, Greeting, hand_over
+from ratelimitd.cluster.redis.link import connect
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.sharedstate.connecting import connect
-from ratelimitd.sharedstate.connection import Connection
-from ratelimitd.sharedstate.login import Greeting, hand_over
-from ratelimitd.sharedstate.url import NO_LOGIN, Login, Server
+from ratelimitd.settings.urls import NO_LOGIN, Login, Server
 from tests.cluster.test_permissions import NODES
 from tests.servers import Valkey, until
 

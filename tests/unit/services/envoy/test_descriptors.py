@@ -2,8 +2,8 @@ import pytest
 
 from ratelimitd.errors import CheckInvalidError
 from ratelimitd.model import INT32_MAX, Check, IdentifierType
-from ratelimitd.services.envoy.descriptors import MAX_DESCRIPTORS, MAX_ENTRIES, checks_of
 from ratelimitd.services.envoy.messages import parse_request
+from ratelimitd.services.envoy.service import MAX_DESCRIPTORS, MAX_ENTRIES, checks_of
 from tests.envoy_messages import request_of
 
 IP, USER, API_KEY = IdentifierType.IP, IdentifierType.USER, IdentifierType.API_KEY

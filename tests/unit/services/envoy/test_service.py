@@ -5,13 +5,12 @@ import pytest
 
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.services.envoy.answers import ALL_FIELDS
-from ratelimitd.services.envoy.service import METHOD, EnvoyOptions, EnvoyService
-from ratelimitd.stats import CheckStats
+from ratelimitd.services.envoy.service import ALL_FIELDS, METHOD, EnvoyOptions, EnvoyService
 from ratelimitd.testing import ManualClock
 from tests.envoy_messages import Response, request_of
 from tests.unit.services.fake_call import FakeCall

@@ -1,0 +1,348 @@
+"""The options of every command that asks a node: where it is, who asks, and how to print the answer.
+
+Never sends a call itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from ratelimitd.cli.output import Output, printable
+from ratelimitd.errors import RateLimitdError
+from ratelimitd.node.admin_token import find_admin_token
+from ratelimitd.settings.parsing import address
+
+if TYPE_CHECKING:
+    import grpc  # `serve` goes without it, see target.py
+if TYPE_CHECKING:
+    # Left out of `serve`, which needs neither: 8 MiB and 12 ms. What asks a node imports them when it does.
+    import grpc
+
+    from ratelimitd_client import NodeClient, Tls
+
+# How a command fails: one line for a person and an exit status, for every error a call to a node can end with.
+#
+# Never prints; :func:`ratelimitd.cli.main` does.
+
+EXIT_ERROR: Final = 1
+"""Any error that is not one of the others; for ``rules``: the node refused."""
+
+EXIT_USAGE: Final = 2
+"""A wrong command line, or a node that cannot be reached."""
+
+EXIT_NO: Final = 3
+"""A check was denied, or the node is DEGRADED: the answer is no, and that is no error."""
+
+EXIT_INTERRUPTED: Final = 130
+"""128 + SIGINT, as shells report it."""
+
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+
+_PREAMBLE: Final = re.compile(r"^.*last error: (?:UNKNOWN: )?", re.DOTALL)
+"""What gRPC says before it comes to the point."""
+
+_HINTS: Final[Mapping[str, str]] = {
+    "UNAUTHENTICATED": "give a token with --token-file, or a certificate with --cert and --key",
+    "UNAVAILABLE": "try again in a moment; if it lasts, the node's log says more",
+    "ABORTED": "somebody changed the rule meanwhile; look again and repeat",
+    "UNIMPLEMENTED": "is it a ratelimitd of this version?",
+}
+
+
+class CliError(RateLimitdError):
+    """Ends a command: ``str(error)`` is one line for stderr, ``exit_code`` the status of the process.
+
+    ``details`` are further lines, for a file in which several things are wrong.
+    """
+
+    def __init__(
+        self, message: str, exit_code: int = EXIT_ERROR, *, details: Iterable[str] = ()
+    ) -> None:
+        super().__init__(printable(message))
+        self.exit_code = exit_code
+        self.details = [printable(detail) for detail in details]
+
+
+class UsageError(CliError):
+    """The command line is wrong in a way that only the command itself can see."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, EXIT_USAGE)
+
+
+def rpc_failure(
+    error: grpc.RpcError, target: str, timeout_s: float, *, tls: bool, certificate: bool
+) -> CliError:
+    """The failure that the error of one call means.
+
+    ``tls`` and ``certificate`` say whether the call was encrypted and whether it showed a client certificate. A node
+    explains each of its errors in the trailers. So UNAVAILABLE without an explanation never came from a node.
+    """
+    code: str = error.code().name
+    text: str = error.details() or ""
+    if code == "DEADLINE_EXCEEDED":
+        message = f"no answer from {target} within {timeout_s:g} s; --timeout gives it longer"
+        return CliError(message, EXIT_USAGE)
+    status = _status(error)
+    if code == "UNAVAILABLE" and not status.details:
+        reason = _PREAMBLE.sub("", text)
+        question = f"is `ratelimitd serve` running there? {_tls_hint(tls, certificate)}"
+        message = f"cannot reach a node at {target}: {reason} ({question})"
+        return CliError(message, EXIT_USAGE)
+    name = code.lower().replace("_", " ")
+    hint = f" ({_HINTS[code]})" if code in _HINTS else ""
+    reason = _violations(status) or text
+    return CliError(f"{name}{': ' if reason else ''}{reason}{hint}")
+
+
+def _tls_hint(tls: bool, certificate: bool) -> str:
+    """What to look at when a handshake may have failed: gRPC says no more than that the connection ended."""
+    if not tls:
+        return "a node with TLS needs --ca"
+    if not certificate:
+        return (
+            "is --ca right? a node that asks for client certificates (mTLS) needs --cert and --key"
+        )
+    return "are --ca, --cert and --key right?"
+
+
+def _status(error: grpc.RpcError) -> status_pb2.Status:
+    """The ``google.rpc.Status`` of the trailers, empty without one."""
+    trailers = error.trailing_metadata() or ()
+    for item in trailers:
+        if item.key == _DETAILS_KEY:
+            try:
+                return status_pb2.Status.FromString(item.value)
+            except DecodeError:
+                break
+    return status_pb2.Status()
+
+
+def _violations(status: status_pb2.Status) -> str:
+    """Every violated field with what is wrong with it, empty when the status names none."""
+    found: list[error_details_pb2.BadRequest.FieldViolation] = []
+    for detail in status.details:
+        request = error_details_pb2.BadRequest()
+        if detail.Unpack(request):
+            found += request.field_violations
+    return "; ".join(
+        f"{violation.field.removeprefix('rate_limit.')}: {violation.description}"
+        for violation in found
+    )
+
+
+MAX_FILE_BYTES: Final = 1024 * 1024
+"""More than a token or a chain of certificates needs; a path to something endless must not fill the memory."""
+
+PEM_START: Final = b"-----BEGIN "
+
+SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
+"""How Python represents bytes of the command line that are no UTF-8 (PEP 383)."""
+
+ENV_PREFIX: Final = "RATELIMITCTL_"
+"""Not the node's own prefix: ``serve`` refuses every name with that one that is no setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A node to ask, and where the answer goes."""
+
+    address: str
+    timeout_s: float
+    tls: Tls | None = None
+    token: str | None = field(default=None, repr=False)
+    output: Output = field(default_factory=Output)
+
+    @contextmanager
+    def client(self) -> Iterator[NodeClient]:
+        """A client for the time of a ``with`` block; errors of its calls leave the block as a ``CliError``."""
+        from ratelimitd_client import NodeClient  # noqa: PLC0415
+
+        try:
+            client = NodeClient(
+                self.address, tls=self.tls, token=self.token, timeout_s=self.timeout_s
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        with client, self.explained():
+            yield client
+
+    @contextmanager
+    def channel(self) -> Iterator[grpc.Channel]:
+        """The same for services that are not ours: a bare channel, which sends no token."""
+        from ratelimitd_client.channel import open_channel  # noqa: PLC0415
+
+        with open_channel(self.address, tls=self.tls) as channel, self.explained():
+            yield channel
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Let errors of calls leave a ``with`` block as a ``CliError``."""
+        import grpc  # noqa: PLC0415
+
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: grpc.RpcError) -> CliError:
+        """What the error of one call means."""
+        return rpc_failure(
+            error,
+            self.address,
+            self.timeout_s,
+            tls=self.tls is not None,
+            certificate=self.tls is not None and self.tls.cert is not None,
+        )
+
+
+def connection_options(
+    *,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", envvar=ENV_PREFIX + "TARGET", help="The node's gRPC address."
+        ),
+    ] = "127.0.0.1:9090",
+    token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            envvar=ENV_PREFIX + "TOKEN",
+            help="Bearer token; default: that of a node on this host, STATE_DIR/admin-token. On a command line every"
+            " user of this machine can read it: prefer --token-file.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar=ENV_PREFIX + "TOKEN_FILE",
+            help="File that holds the bearer token.",
+        ),
+    ] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar=ENV_PREFIX + "CA",
+            help="Certificates that verify the node, PEM; turns on TLS. Without it nothing is encrypted.",
+        ),
+    ] = None,
+    cert: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", envvar=ENV_PREFIX + "CERT", help="Client certificate for mTLS, PEM."
+        ),
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar=ENV_PREFIX + "KEY",
+            help="Private key of the client certificate, PEM.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001, max=3600, metavar="SECONDS", help="How long to wait for each answer."
+        ),
+    ] = 5.0,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the messages as JSON, with the contract's names.")
+    ] = False,
+) -> Target:
+    """Build the target from the options; its parameters are the options.
+
+    Raises:
+        UsageError: options that contradict each other, or a file that cannot be read.
+    """
+    try:
+        address(target)
+    except ValueError as error:
+        message = f"--target {error}, not {target!r}"
+        raise UsageError(message) from None
+    if token is not None and token_file is not None:
+        message = f"give one of --token and --token-file (or {ENV_PREFIX}TOKEN), not both"
+        raise UsageError(message)
+    if (cert is None) != (key is None):
+        message = "give --cert and --key together"
+        raise UsageError(message)
+    if token_file is not None:
+        token = (_read("--token-file", token_file) or b"").decode(errors="replace").strip()
+        if not token:
+            message = f"--token-file: {token_file} is empty"
+            raise UsageError(message)
+    if token is None:
+        token = find_admin_token(target, os.environ)
+    tls = None
+    if ca is not None or cert is not None:
+        from ratelimitd_client import Tls  # noqa: PLC0415
+
+        tls = Tls(_read_pem("--ca", ca), _read_pem("--cert", cert), _read_pem("--key", key))
+    return Target(target, timeout, tls, token, Output(as_json=json))
+
+
+def asks_node(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the connection options, and hand it the :class:`Target` as its first parameter."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    options = list(inspect.signature(connection_options, eval_str=True).parameters.values())
+    names = [option.name for option in options]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        _refuse_broken_text(values)
+        target = connection_options(**{name: values.pop(name) for name in names})
+        command(target, **values)
+
+    # typer reads a command's options from its signature.
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    run.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
+    return run
+
+
+def _refuse_broken_text(values: Mapping[str, Any]) -> None:
+    """Refuse an argument whose bytes are no UTF-8: no message of the contract can carry it."""
+    texts = [text for text in values.values() if isinstance(text, str)]
+    if any(SURROGATE.search(text) for text in texts):
+        message = "an argument is not valid UTF-8"
+        raise UsageError(message)
+
+
+def _read_pem(option: str, path: Path | None) -> bytes | None:
+    """As :func:`_read`; a file without any PEM is named here, since gRPC only says that it cannot connect."""
+    content = _read(option, path)
+    if content is not None and PEM_START not in content:
+        message = f"{option}: {path} is not a PEM file"
+        raise UsageError(message)
+    return content
+
+
+def _read(option: str, path: Path | None) -> bytes | None:
+    """The content of the file that an option names, ``None`` when the option is not given."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        message = f"{option}: cannot read {path}: {error.strerror}"
+        raise UsageError(message) from None
+    if len(content) > MAX_FILE_BYTES:
+        message = f"{option}: {path} is larger than {MAX_FILE_BYTES} bytes"
+        raise UsageError(message)
+    return content

@@ -1,0 +1,419 @@
+"""The shared state: which servers REDIS_URL leads to, in which topology, and each of them looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from ratelimitd.cli.doctor.finding import Finding, Level, ok, problem, warning
+from ratelimitd.cluster.membership import MAX_NODES
+from ratelimitd.cluster.redis.cluster_topology import CLUSTER_SLOTS, Map, map_of
+from ratelimitd.cluster.redis.codec import Script
+from ratelimitd.cluster.redis.connection import (
+    REDIRECTIONS,
+    Connection,
+    Greeting,
+    Refused,
+    ask,
+    code_of,
+    error_of,
+    hand_over,
+)
+from ratelimitd.cluster.redis.link import LinkOptions, ask_once, connect
+from ratelimitd.cluster.redis.sentinel import ASK_S, Sentinels
+from ratelimitd.cluster.redis.statuses import READ_BYTES, status_key
+from ratelimitd.cluster.redis.store import MEMBERS_KEY, MEMBERS_TAG
+from ratelimitd.cluster.redis.topology import client_context
+from ratelimitd.errors import (
+    RateLimitdError,
+    StartupError,
+    StoreCorruptError,
+    StoreMisconfiguredError,
+    StoreUnavailableError,
+)
+from ratelimitd.observe.node_status import decode
+from ratelimitd.settings import urls
+from ratelimitd.settings.table import Settings
+from ratelimitd.settings.urls import RedisUrl, Server, Topology, parse_redis_url
+
+# One server of the shared state, asked on one connection: everything that a node asks of it, on keys of its own.
+#
+# Leaves nothing behind: what it writes expires within a second. Needs no permission beyond those of a node; what only
+# others may ask is left out where it is refused.
+
+OLDEST: Final = (7, 0)
+
+ROUNDS: Final = 8
+"""Round trips that are measured, after a first one that warms up."""
+
+MAX_SKEW_S: Final = 1.0
+
+FULL: Final = 0.8
+"""From so much of ``maxmemory`` on a server is nearly full."""
+
+_US_PER_S: Final = 1_000_000
+_SCRIPT: Final = Script(b"#!lua\nreturn 1")
+_CLUSTER_URL: Final = "it is part of a Cluster: redis+cluster:// in REDIS_URL"
+_PERMISSIONS: Final = "docs/cluster.md has the line that creates the user"
+
+
+class Asked(NamedTuple):
+    """What to call a server, a connection to it, and one of its hash tags."""
+
+    name: str
+    connection: Connection
+    tag: int = 0
+    is_cluster: bool = False
+
+
+async def check_server(
+    asked: Asked, timeout_ms: int, *, wall_s: Callable[[], float], monotonic_s: Callable[[], float]
+) -> AsyncIterator[Finding]:
+    """Everything about a server that the connection was made to."""
+    async for finding in _check_permissions(asked):
+        yield finding
+    async for finding in _check_times(asked, timeout_ms, wall_s=wall_s, monotonic_s=monotonic_s):
+        yield finding
+    async for finding in _check_configuration(asked):
+        yield finding
+    # Last: a connection that listens may ask for nothing else.
+    yield await _check_listening(asked)
+
+
+async def _check_permissions(asked: Asked) -> AsyncIterator[Finding]:
+    missing, failed = [], False
+    for name, command in _commands(asked):
+        try:
+            await ask(asked.connection, *command)
+        except Refused as refused:
+            if code_of(str(refused)) == "NOPERM":
+                missing.append(name)
+                continue
+            failed = True
+            yield problem(
+                asked.name, f"{name}: {error_of(str(refused))}", _remedy(name, str(refused))
+            )
+            break
+    if missing:
+        names = ", ".join(missing)
+        yield problem(asked.name, f"the user may not run: {names}", f"grant them; {_PERMISSIONS}")
+    elif not failed:
+        yield ok(asked.name, "everything that a node asks is allowed")
+
+
+def _commands(asked: Asked) -> Iterator[tuple[str, Sequence[bytes | int | str]]]:
+    """What nodes ask, alone or in scripts, by the name that a permission has."""
+    own = secrets.token_hex(8)
+    value, members = (f"rl1:{{{asked.tag:02x}}}:doctor:{own}:{kind}" for kind in "vm")
+    yield "script|load", ("SCRIPT", "LOAD", _SCRIPT.text)
+    yield "set", ("SET", value, "1", "PX", 1_000)
+    yield "get", ("GET", value)
+    yield "mget", ("MGET", value)
+    yield "getrange", ("GETRANGE", value, 0, 0)
+    yield "expire", ("EXPIRE", value, 1)
+    yield "evalsha", ("EVALSHA", _SCRIPT.sha, 1, value)
+    yield "zadd", ("ZADD", members, 1, "m")
+    yield "expire", ("EXPIRE", members, 1)
+    yield "zrange", ("ZRANGE", members, 0, -1)
+    yield "zremrangebyscore", ("ZREMRANGEBYSCORE", members, "-inf", 0)
+    yield "zrem", ("ZREM", members, "m")
+    yield "time", ("TIME",)
+    if asked.is_cluster:
+        yield "spublish", ("SPUBLISH", _channel(asked), "")
+    else:
+        yield "publish", ("PUBLISH", _channel(asked), "")
+
+
+async def _check_listening(asked: Asked) -> Finding:
+    verb = "SSUBSCRIBE" if asked.is_cluster else "SUBSCRIBE"
+    try:
+        await ask(asked.connection, verb, _channel(asked))
+    except Refused as refused:
+        what = f"{verb.lower()} of channels that begin with rl1: – {error_of(str(refused))}"
+        return problem(asked.name, what, f"grant it; {_PERMISSIONS}")
+    return ok(asked.name, "nodes can hear each other")
+
+
+async def _check_times(
+    asked: Asked, timeout_ms: int, *, wall_s: Callable[[], float], monotonic_s: Callable[[], float]
+) -> AsyncIterator[Finding]:
+    rounds: list[tuple[float, float]] = []
+    for _ in range(1 + ROUNDS):
+        began_s = monotonic_s()
+        try:
+            seconds, micros = await ask(asked.connection, "TIME")
+        except Refused:
+            return  # told with the permissions
+        took_s = monotonic_s() - began_s
+        store_s = int(seconds) + int(micros) / _US_PER_S
+        rounds.append((took_s, store_s - (wall_s() - took_s / 2)))
+    best_s, skew_s = min(rounds[1:])
+    worst_ms = max(took_s for took_s, _ in rounds[1:]) * 1_000
+    what = f"round trip {best_s * 1_000:.2f} to {worst_ms:.2f} ms"
+    if worst_ms > timeout_ms:
+        remedy = "bring node and server together, or raise REDIS_TIMEOUT_MS"
+        yield warning(asked.name, f"{what}, longer than REDIS_TIMEOUT_MS ({timeout_ms})", remedy)
+    else:
+        yield ok(asked.name, f"{what}, of {timeout_ms} ms that a check may wait")
+    if abs(skew_s) > MAX_SKEW_S:
+        what = f"its clock is {abs(skew_s):.3f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
+        yield warning(
+            asked.name, what, "run a time service (chrony) on both; nodes go by the server's"
+        )
+    else:
+        yield ok(asked.name, f"clocks differ by {abs(skew_s) * 1_000:.1f} ms")
+
+
+async def _check_configuration(asked: Asked) -> AsyncIterator[Finding]:
+    try:
+        told = await ask(asked.connection, "INFO")
+    except Refused:
+        what = "version and memory were not looked at: the user may not run INFO, nor need nodes"
+        yield ok(asked.name, what)
+        return
+    for finding in judged(asked.name, _pairs(told), is_cluster=asked.is_cluster):
+        yield finding
+
+
+def judged(name: str, info: Mapping[str, str], *, is_cluster: bool) -> Iterator[Finding]:
+    """What the answer to INFO says of a server."""
+    version = info.get("valkey_version") or info.get("redis_version", "")
+    # Valkey says here which Redis it is like.
+    compatible = info.get("redis_version", "0")
+    product = info.get("server_name", "redis")
+    if tuple(map(int, re.findall("[0-9]+", compatible)[:2])) < OLDEST:
+        yield problem(name, f"{product} {version} is too old", "Valkey, or Redis 7.0 or later")
+    else:
+        yield ok(name, f"{product} {version}")
+    if info.get("redis_mode") == "cluster" and not is_cluster:
+        yield problem(name, "it is part of a Cluster", _CLUSTER_URL)
+    yield from _memory(name, info)
+
+
+def _memory(name: str, info: Mapping[str, str]) -> Iterator[Finding]:
+    policy, most = info.get("maxmemory_policy", ""), int(info.get("maxmemory", 0))
+    used = int(info.get("used_memory", 0))
+    if policy != "noeviction":
+        what = f"maxmemory-policy {policy}: a bucket that the server drops is full again"
+        yield (problem if most else warning)(name, what, "maxmemory-policy noeviction")
+    elif most and used > FULL * most:
+        what = f"{used / most:.0%} of maxmemory are used; a full server settles nothing"
+        yield warning(name, what, "raise maxmemory")
+    else:
+        yield ok(name, "nothing is evicted")
+
+
+def _pairs(told: Any) -> dict[str, str]:
+    lines = told.decode(errors="replace").splitlines() if isinstance(told, bytes) else []
+    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+def _remedy(name: str, text: str) -> str:
+    if name == "script|load" and code_of(text) == "ERR":
+        return "is it Valkey, or Redis 7.0 or later?"
+    if code_of(text) in REDIRECTIONS:
+        return _CLUSTER_URL
+    if code_of(text) == "OOM":
+        return "raise maxmemory"
+    return "docs/cluster.md says how the server has to be set"
+
+
+def _channel(asked: Asked) -> str:
+    return f"rl1:{{{asked.tag:02x}}}:doctor"
+
+
+def explained(name: str, error: RateLimitdError) -> Finding:
+    """What it means that a server could not be reached, or answered no more."""
+    return problem(name, str(error), "look at REDIS_URL, the server, and what is between")
+
+
+AREA: Final = "REDIS_URL"
+
+CLIENT_NAME: Final = "ratelimitd:doctor"
+
+ANSWER_S: Final = 2.0
+
+
+async def check_shared_state(settings: Settings) -> AsyncIterator[Finding]:
+    """Look at what the settings name, if anything."""
+    if not settings.redis_url:
+        yield ok(AREA, "not set: limits are held in this node's memory")
+        return
+    url = parse_redis_url(settings.redis_url)
+    try:
+        tls = client_context(url.tls) if url.tls is not None else None
+    except RateLimitdError as error:
+        what = str(error).removeprefix(f"{AREA}: ")
+        yield problem(AREA, what, "put a PEM file there that the node may read")
+        return
+    servers: dict[Server, int] = {}
+    """Each with one of its hash tags."""
+    if url.topology is Topology.CLUSTER:
+        async for finding in _cluster(url, tls, servers):
+            yield finding
+    elif url.topology is Topology.SENTINEL:
+        async for finding in _sentinels(url, tls, servers):
+            yield finding
+    else:
+        servers[url.servers[0]] = 0
+    for server, tag in servers.items():
+        async for finding in _server(
+            server, tag, url=url, tls=tls, timeout_ms=settings.redis_timeout_ms
+        ):
+            yield finding
+
+
+async def _server(
+    server: Server, tag: int, *, url: RedisUrl, tls: ssl.SSLContext | None, timeout_ms: int
+) -> AsyncIterator[Finding]:
+    is_cluster = url.topology is Topology.CLUSTER
+    name = f"store {server}"
+    try:
+        connection = await connect(
+            server,
+            Greeting(url.login, url.database, CLIENT_NAME, wants_primary=not is_cluster),
+            tls,
+            lambda: Connection(hand_over, lambda _error: None, timeout_s=ANSWER_S),
+        )
+    except RateLimitdError as error:
+        yield explained(name, error)
+        return
+    asked = Asked(name, connection, tag, is_cluster)
+    try:
+        if tag == MEMBERS_TAG:
+            async for finding in _check_admin_tokens(asked):
+                yield finding
+        findings = check_server(asked, timeout_ms, wall_s=time.time, monotonic_s=time.monotonic)
+        async for finding in findings:
+            yield finding
+    except RateLimitdError as error:
+        yield explained(name, error)
+    finally:
+        connection.drop(StoreUnavailableError("looked at"))
+
+
+async def _check_admin_tokens(asked: Asked) -> AsyncIterator[Finding]:
+    """Whether the nodes that run have one admin token: a login or a command line for one then works for all."""
+    digests = set()
+    try:
+        for name in await ask(asked.connection, "ZRANGE", MEMBERS_KEY, 0, MAX_NODES - 1):
+            key = status_key(name.decode(errors="replace"))
+            octets = await ask(asked.connection, "GETRANGE", key, 0, READ_BYTES - 1)
+            with contextlib.suppress(StoreCorruptError):
+                digests.add(decode(octets).admin_token_digest)
+    except Refused:
+        return  # told with the permissions
+    if len(digests) > 1:
+        what = f"the nodes of this cluster have {len(digests)} different admin tokens"
+        yield warning("ADMIN_TOKEN", what, "give all nodes one ADMIN_TOKEN_FILE")
+    elif digests:
+        yield ok("ADMIN_TOKEN", "the nodes of this cluster have the same admin token")
+
+
+async def _sentinels(
+    url: RedisUrl, tls: ssl.SSLContext | None, servers: dict[Server, int]
+) -> AsyncIterator[Finding]:
+    options = LinkOptions(ASK_S, Greeting(client_name=CLIENT_NAME), tls)
+    primaries: set[Server] = set()
+    for sentinel in url.servers:
+        one = RedisUrl(url.topology, (sentinel,), service=url.service, sentinel_login=url.sentinel_login)  # fmt: skip
+        name = f"sentinel {sentinel}"
+        try:
+            primary = await Sentinels(one, options).primary()
+        except RateLimitdError as error:
+            remedy = "start it, or take it out of REDIS_URL; look at the service's name and sentinel_password"
+            yield warning(name, str(error), remedy)
+        else:
+            yield ok(name, f"says that {primary} is the primary")
+            primaries.add(primary)
+            servers[primary] = 0
+    if not primaries:
+        yield problem(AREA, "no sentinel names a primary", "see above")
+    elif len(primaries) > 1:
+        remedy = "wait for the failover to end, and look again"
+        yield problem(AREA, "the sentinels do not agree on the primary", remedy)
+
+
+async def _cluster(
+    url: RedisUrl, tls: ssl.SSLContext | None, servers: dict[Server, int]
+) -> AsyncIterator[Finding]:
+    greeting = Greeting(url.login, 0, CLIENT_NAME, wants_primary=False)
+    found: Map | None = None
+    for seed in url.servers:
+        try:
+            reply = await ask_once(seed, greeting, tls, *CLUSTER_SLOTS)
+            found = map_of(reply, seed)
+        except (StoreUnavailableError, StoreCorruptError) as error:
+            remedy = "start it, or take it out of REDIS_URL; is it part of a Cluster?"
+            yield warning(f"store {seed}", str(error), remedy)
+    if found is None:
+        yield problem(AREA, "no server tells which of them has which keys", "see above")
+        return
+    for tag, server in enumerate(found):
+        if server is not None:
+            servers.setdefault(server, tag)
+    missing = found.count(None)
+    if missing:
+        what = f"{missing} of {len(found)} hash tags have no server: their checks are not limited together"
+        yield problem(AREA, what, "cluster_state: see CLUSTER INFO; give the slots to a server")
+    else:
+        yield ok(AREA, f"a Cluster of {len(servers)} primaries, all slots served")
+
+
+# The rule database: reached, of the schema of this release, and writable – by doing once what a node does.
+
+DATABASE_AREA = "DATABASE_URL"
+
+
+async def check_database(settings: Settings) -> AsyncIterator[Finding]:
+    """Look at the database of the settings."""
+    # SQLAlchemy and Alembic take some 300 ms to import: the other commands start without.
+    from ratelimitd.rules.sql.inspection import inspect  # noqa: PLC0415
+
+    url = urls.parse(settings.database_url)
+    if isinstance(url, urls.SqliteFile):
+        missing = _missing_file(url)
+        if missing is not None:
+            yield missing
+            return
+    try:
+        contents = await inspect(settings.database_url)
+    except StoreMisconfiguredError as error:
+        yield problem(DATABASE_AREA, str(error), "mend the URL, or what the server grants its user")
+    except (StoreUnavailableError, StartupError) as error:
+        yield problem(DATABASE_AREA, str(error), _database_remedy(str(error)))
+    else:
+        rules = f"{contents.rules} rules, revision {contents.revision}"
+        level = Level.OK if contents.rules else Level.WARNING
+        remedy = (
+            ""
+            if contents.rules
+            else "ratelimitd rules apply -f rules.yaml; until then every check is allowed"
+        )
+        yield Finding(DATABASE_AREA, level, f"{url.place}: {rules}, can be written", remedy)
+
+
+def _missing_file(url: urls.SqliteFile) -> Finding | None:
+    """What to say of a file that is not there; ``None``: it is."""
+    if url.path.exists():
+        return None
+    directory = url.path.absolute().parent
+    if not directory.is_dir():
+        return problem(DATABASE_AREA, f"there is no directory {directory}", f"mkdir -p {directory}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return problem(
+            DATABASE_AREA, f"{url.path} cannot be made in {directory}", "give it to the node's user"
+        )
+    return ok(DATABASE_AREA, f"{url.path} will be made")
+
+
+def _database_remedy(message: str) -> str:
+    if "ratelimitd db upgrade" in message:
+        return "ratelimitd db upgrade"
+    return "docs/operations.md has a row for this message"

@@ -1,0 +1,114 @@
+"""The settings of a node as options of a command: one for each, generated, so that none can be forgotten.
+
+Knows no setting by name and judges no value: :mod:`ratelimitd.settings.table` does both.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Annotated, Any, Final
+
+import typer
+
+from ratelimitd.cli.output import Output
+from ratelimitd.settings.sources import file_of, flag_of
+from ratelimitd.settings.table import SETTINGS, Settings, SettingSpec
+
+Load = Callable[[Mapping[str, str], Mapping[str, str | None]], Any]
+"""Makes what a command wants of the environment and the flags, as :meth:`Settings.load` does."""
+
+
+def takes_settings(
+    command: Callable[..., None], only: Collection[str] = (), load: Load = Settings.load
+) -> Callable[..., None]:
+    """Give a command an option for each setting, and hand it the loaded :class:`Settings` as its first parameter.
+
+    ``only`` names the settings that get an option; the others still come from the environment. The result raises
+    ``SettingsError`` when a setting is wrong, unless ``load`` is another.
+    """
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    options = [
+        parameter
+        for spec in SETTINGS
+        if not only or spec.name in only
+        for parameter in _options(spec)
+    ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        flags = {option.name.upper(): values.pop(option.name) for option in options}
+        command(load(os.environ, flags), **values)
+
+    # typer reads a command's options from its signature.
+    run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
+    return run
+
+
+def _options(spec: SettingSpec) -> Iterator[inspect.Parameter]:
+    """The option of a setting, and for a secret the one that names its file."""
+    default = f" [default: {spec.default}]" if spec.default else ""
+    yield _option(spec.name, "VALUE", f"{spec.help}{default}")
+    if spec.secret:
+        yield _option(file_of(spec.name), "FILE", f"file that holds {spec.name}")
+
+
+def _option(name: str, metavar: str, text: str) -> inspect.Parameter:
+    option = typer.Option(flag_of(name), metavar=metavar, help=text, show_default=False)
+    return inspect.Parameter(
+        name.lower(),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[str | None, option],
+    )
+
+
+# The help text of a command: its docstring, with the lines of its example left as they are.
+#
+# Never touches a docstring: reading one in the source needs no knowledge of typer's markers.
+
+EXAMPLE: Final = "Example:"
+
+VERBATIM: Final = "\b\n"
+"""typer wraps every paragraph but those that begin with this."""
+
+
+def help_of(command: Callable[..., Any]) -> str:
+    """Return the help text of a command."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(
+        VERBATIM + paragraph if paragraph.startswith(EXAMPLE) else paragraph
+        for paragraph in paragraphs
+    )
+
+
+# ``ratelimitd config show``: what a node started here and now would be set to.
+
+app = typer.Typer(help="Show how a node is set.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def show(
+    settings: Settings,
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
+) -> None:
+    """Show every setting, its value and where it came from; secrets are masked.
+
+    Reads the environment and takes the options of `serve`, so it answers for that command line.
+
+    Example:
+      ratelimitd config show
+      RATELIMITD_DRAIN_S=30 ratelimitd config show --json
+    """
+    output = Output(as_json=json)
+    rows = settings.describe()
+    if json:
+        output.json([row._asdict() for row in rows])
+    else:
+        output.table(("SETTING", "VALUE", "SOURCE"), rows)
+
+
+app.command("show", help=help_of(show))(takes_settings(show))

@@ -1,0 +1,182 @@
+"""What nodes tell each other beside the store: which buckets run low or were reset, and that rules have changed.
+
+Every message may be lost: whatever it says is also in the store, where the next sync, look or poll finds it. So a
+message is never long, and there is one for a bucket at most in each interval of the sync. See rule 10 of ADR 0023.
+
+    messages:  kind (1 byte) · body
+    S          {name (16) · generation (4) · revision (8) · limit (4) · spent (16) · latest_us (8)} …
+    D          {name (16)} …             buckets that are others now: whoever knows them reads them again
+    R          revision of the rule book (8)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from struct import Struct, error
+from typing import Final, Protocol
+
+from ratelimitd.clock import Clock
+from ratelimitd.cluster.pending import Bucket, SharedStore
+from ratelimitd.errors import RateLimitdError, StoreOverloadedError, StoreUnavailableError
+from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.ledger.shared_state import SharedState, generation_at
+from ratelimitd.model import INT32_MAX, MAX_TIME_US, Rule
+
+MAX_PER_MESSAGE: Final = 100
+"""Buckets in one message: 6 KB at most."""
+
+NAME_BYTES: Final = 16
+
+_STATE: Final = Struct("<16sIQIQQQ")
+_REVISION: Final = Struct("<Q")
+_LOW_BITS: Final = 64
+_LOW_MASK: Final = (1 << _LOW_BITS) - 1
+
+
+class Bus(Protocol):
+    """Brings messages to the other nodes."""
+
+    def publish(self, tag: int, payload: bytes) -> None:
+        """Send one by way of the server that holds a hash tag; it may be lost."""
+
+
+class Hearer(Protocol):
+    """Who goes by what others tell."""
+
+    def heard(self, name: bytes, shared: SharedState) -> None:
+        """A bucket is in this state."""
+
+    def doubt(self, name: bytes) -> None:
+        """A bucket is another now."""
+
+
+class News:
+    """What one node tells the others."""
+
+    def __init__(self, bus: Bus, clock: Clock) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._states: dict[int, list[bytes]] = {}
+        self._told: set[bytes] = set()
+
+    def settled(self, bucket: Bucket, before: SharedState | None) -> None:
+        """A bucket has a new base, ``before`` was the old one: tell when it runs low."""
+        after = bucket.view.base
+        if after is None or bucket.name in self._told:
+            return
+        rule = bucket.view.rule
+        if _has_half(after, rule, self._clock) or not _has_half(before, rule, self._clock):
+            return
+        self._told.add(bucket.name)
+        packed = packed_state(bucket.name, after)
+        if packed is None:
+            self.was_reset(bucket.name)
+        else:
+            self._states.setdefault(bucket.name[0], []).append(packed)
+
+    def was_reset(self, name: bytes) -> None:
+        """Tell at once that a bucket is another now."""
+        self._bus.publish(name[0], b"D" + name)
+
+    def rules_changed(self, revision: int) -> None:
+        """Tell at once that there is a new rule book."""
+        self._bus.publish(0, b"R" + _REVISION.pack(revision))
+
+    def tell(self) -> None:
+        """Send what has come together; once in each interval of the sync."""
+        states, self._states = self._states, {}
+        self._told.clear()
+        for tag, parts in states.items():
+            for start in range(0, len(parts), MAX_PER_MESSAGE):
+                self._bus.publish(tag, b"S" + b"".join(parts[start : start + MAX_PER_MESSAGE]))
+
+
+def _has_half(shared: SharedState | None, rule: Rule, clock: Clock) -> bool:
+    if shared is None:
+        return True
+    used = ACCOUNTS[rule.algorithm].used(shared.state, rule, clock.now_us())
+    return 2 * used <= rule.limit
+
+
+def packed_state(name: bytes, shared: SharedState) -> bytes | None:
+    """A bucket and its state as bytes; ``None`` for one that is too long to be told."""
+    generation, revision, limit, state = shared
+    if state is None or isinstance(state, bytes):
+        return None
+    spent, latest_us = state
+    return _STATE.pack(
+        name, generation, revision, limit, spent & _LOW_MASK, spent >> _LOW_BITS, latest_us
+    )
+
+
+def take(payload: bytes, hearer: Hearer, *, rules_changed: Callable[[], None]) -> None:
+    """Go by a message of another node; one that is none of ours is left alone."""
+    kind, body = payload[:1], payload[1:]
+    if kind == b"R":
+        rules_changed()
+    elif kind == b"D":
+        for start in range(0, len(body) - NAME_BYTES + 1, NAME_BYTES):
+            hearer.doubt(body[start : start + NAME_BYTES])
+    elif kind == b"S":
+        try:
+            parts = [*_STATE.iter_unpack(body)]
+        except error:
+            return
+        for name, generation, revision, limit, low, high, latest_us in parts:
+            # As of a value of the store: a limit of 0, or a generation that no batch can name, would stop all checks.
+            is_sound = generation <= INT32_MAX and max(revision, latest_us) <= MAX_TIME_US
+            if is_sound and 1 <= limit <= INT32_MAX:
+                spent = high << _LOW_BITS | low
+                hearer.heard(name, SharedState(generation, revision, limit, (spent, latest_us)))
+
+
+# Resets of shared buckets: asked for together, awaited together.
+
+_Answer = asyncio.Future[RateLimitdError | None]
+
+Heard = Callable[[bytes, SharedState], None]
+"""Takes the name of a bucket that was reset, and what it is now."""
+
+
+async def reset_buckets(
+    store: SharedStore,
+    names: Sequence[bytes],
+    rules: Sequence[Rule],
+    heard: Heard,
+    *,
+    now_us: int,
+) -> None:
+    """Make buckets full, each with its rule; ``now_us`` is the time of all nodes.
+
+    ``heard`` is called for each as soon as it is, also when others of them fail: whoever goes by what it was before
+    must be told in any case.
+
+    Raises:
+        StoreUnavailableError: not known to be done.
+        StoreOverloadedError: at least one was not asked for.
+    """
+    loop = asyncio.get_running_loop()
+    answers: list[_Answer] = []
+    least = generation_at(now_us)
+    for name, rule in zip(names, rules, strict=True):
+        answers.append(loop.create_future())
+        store.reset(name, rule, least, partial(_answered, answers[-1], name, heard))
+    for answer in answers:
+        error = await answer
+        if isinstance(error, StoreOverloadedError):
+            raise error
+        if error is not None:
+            message = "the shared state did not answer: the bucket may be as it was"
+            raise StoreUnavailableError(message) from error
+
+
+def _answered(
+    answer: _Answer, name: bytes, heard: Heard, shared: SharedState | RateLimitdError
+) -> None:
+    error = shared if isinstance(shared, RateLimitdError) else None
+    if not isinstance(shared, RateLimitdError):
+        heard(name, shared)
+    if not answer.done():
+        answer.set_result(error)

@@ -1,0 +1,306 @@
+"""A check that waits for the shared state, and how it is answered when that has answered."""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from ratelimitd.clock import Clock
+from ratelimitd.errors import RateLimitdError
+from ratelimitd.ledger.local_view import View
+from ratelimitd.ledger.protocol import Batch, Reply
+from ratelimitd.ledger.shared_state import Ask, Met, SharedState, StoreCheck
+from ratelimitd.model import (
+    ALLOWED,
+    DENIED,
+    INT32_MAX,
+    LIMIT_EXCEEDED,
+    US_PER_S,
+    WITHIN_LIMIT,
+    Outcome,
+    Rule,
+)
+
+if TYPE_CHECKING:
+    from ratelimitd.cluster.sync import Tag
+
+BEYOND_ANY_LIMIT = INT32_MAX + 1
+"""A cost that no bucket has: the denial tells what is left, and when all of it is back."""
+
+
+class Question:
+    """One check that waits.
+
+    Attributes:
+        ask: what a batch asks for it; there is none before it is known that the store has to decide.
+        answer: to the check: an outcome, or the error that stands for it.
+        charged: whether the node's own view was charged when the store did not answer in time.
+    """
+
+    __slots__ = ("answer", "ask", "charged", "cost", "now_us", "peek", "rule")
+
+    def __init__(
+        self,
+        rule: Rule,
+        now_us: int,
+        cost: int,
+        *,
+        peek: bool,
+        answer: Future[Outcome | RateLimitdError],
+    ) -> None:
+        self.rule = rule
+        self.now_us = now_us
+        self.cost = cost
+        self.peek = peek
+        self.answer = answer
+        self.ask: Ask
+        self.charged = False
+
+    def tell(self, outcome: Outcome | RateLimitdError) -> None:
+        """Answer, unless nobody waits any more."""
+        if not self.answer.done():
+            self.answer.set_result(outcome)
+
+    def fail(self, error: Exception) -> None:
+        """Let the caller meet an error that nobody expected."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+def granted(view: View, now_us: int, later: int = 0) -> Outcome:
+    """What a check is told that the store has allowed and charged; ``view`` has heard of it.
+
+    ``later`` tokens were granted behind it in the same batch: it is told what was left before those.
+    """
+    left = view.peek(now_us, BEYOND_ANY_LIMIT)
+    remaining = left[1] + later
+    retry_after = 0 if remaining else view.peek(now_us, 1)[3]
+    return ALLOWED, remaining, left[2], retry_after, WITHIN_LIMIT, left[5]
+
+
+def refused(view: View, now_us: int, cost: int) -> Outcome:
+    """What a check is told that the store has not allowed."""
+    outcome = view.peek(now_us, cost)
+    if not outcome[0]:
+        return outcome
+    # There was not enough when the store was asked, and by now there is: it may try again as soon as it can be told.
+    left = view.peek(now_us, BEYOND_ANY_LIMIT)
+    return DENIED, left[1], left[2], 1, LIMIT_EXCEEDED, left[5]
+
+
+# What a node needs of the state that nodes share, whoever keeps it: a Valkey or Redis, or a test.
+#
+# Every request is sent in the turn of the event loop in which it is made, together with the others of that turn, and
+# its ``done`` is called exactly once, in a later turn, with the answer or with the error that stands for it.
+
+HASH_TAGS: Final = 256
+"""Buckets are spread over so many parts by the first byte of their name. Never changes."""
+
+
+class SharedStore(Protocol):
+    """The shared buckets. A bucket's ``name`` is :meth:`ratelimitd.buckets.keys.BucketKeys.stored` of its key."""
+
+    @property
+    def tags_per_batch(self) -> int:
+        """How many neighbouring hash tags one batch may be of; a divisor of :data:`HASH_TAGS`."""
+
+    def shard_of(self, tag: int) -> str:
+        """The server that holds a hash tag, by a name for people."""
+
+    def is_connected(self, tag: int) -> bool:
+        """Whether there is a connection to the server that holds a hash tag; if not, one is being made."""
+
+    def read(
+        self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
+    ) -> None:
+        """Read a bucket; ``None``: it is full."""
+
+    def meet(self, check: StoreCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
+        """Decide a first check by the bucket itself. With an error nobody knows whether it was charged."""
+
+    def settle(
+        self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
+    ) -> None:
+        """Apply a batch, once however often it is sent; ``None``: it is older than the last of its sender."""
+
+    def decide(self, check: StoreCheck, done: Callable[[Outcome | RateLimitdError], None]) -> None:
+        """Decide a check by the bucket itself, for ``strict``; its time may be ``STORE_TIME``. As with :meth:`meet`."""
+
+    def reset(
+        self,
+        name: bytes,
+        rule: Rule,
+        least: int,
+        done: Callable[[SharedState | RateLimitdError], None],
+    ) -> None:
+        """Make a bucket full, in a new generation, which is ``least`` at least."""
+
+    def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
+        """Find out whether the server that holds a hash tag reads and writes."""
+
+
+class Timers(Protocol):
+    """What is needed of an event loop."""
+
+    def call_soon(self, callback: Callable[..., object], *arguments: Any) -> object:
+        """Call back in the next turn."""
+
+    def call_later(self, delay: float, callback: Callable[..., object], *arguments: Any) -> object:
+        """Call back after ``delay`` seconds."""
+
+
+# A shared bucket that a node knows: its view of it, and where it belongs.
+
+
+class Bucket:
+    """One bucket.
+
+    Attributes:
+        key: its key on this node.
+        name: its name in the store.
+        tag: the part of the store that it belongs to.
+        view: what this node knows of it.
+        is_dirty: whether there is something to settle that no batch carries yet.
+        is_denied: whether a check of it was denied since it was last read for that.
+        is_watched: whether it is read again now and then.
+        is_cached: whether checks find it by its key; else it lives until it is settled.
+    """
+
+    __slots__ = ("is_cached", "is_denied", "is_dirty", "is_watched", "key", "name", "tag", "view")
+
+    def __init__(  # noqa: PLR0917 - made for every miss
+        self, key: bytes, name: bytes, tag: Tag, rule: Rule, base: SharedState | None
+    ) -> None:
+        self.key = key
+        self.name = name
+        self.tag = tag
+        self.view = View(rule, base)
+        self.is_dirty = self.is_denied = self.is_watched = self.is_cached = False
+
+
+# The checks of one hash tag that only the store can decide: a batch takes them along, and brings the verdicts.
+
+
+class Asked:
+    """Those that wait for the next batch, and those that the last one has taken, until it is answered."""
+
+    __slots__ = ("_taken", "_waiting")
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, list[Question]] = {}
+        self._taken: dict[bytes, list[Question]] = {}
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether there are any for the next batch."""
+        return bool(self._waiting)
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether the last batch has taken any along."""
+        return bool(self._taken)
+
+    def wait(self, bucket: Bucket, question: Question) -> None:
+        """Let the next batch take a check along."""
+        question.ask = bucket.view.ask(question.now_us, question.cost)
+        self._waiting.setdefault(bucket.name, []).append(question)
+
+    def withdraw(self, bucket: Bucket, question: Question) -> None:
+        """Do not take a check to the store, unless a batch has done so already."""
+        waiting = self._waiting.get(bucket.name, [])
+        if question not in waiting:
+            return
+        bucket.view.withdraw(question.ask)
+        waiting.remove(question)
+        if not waiting:
+            del self._waiting[bucket.name]
+
+    def take(self, bucket: Bucket) -> None:
+        """A batch takes along what waits of a bucket."""
+        if bucket.name in self._waiting:
+            self._taken[bucket.name] = self._waiting.pop(bucket.name)
+
+    def decide(self, bucket: Bucket, grants: Sequence[bool]) -> None:
+        """The store has decided what the batch took along of a bucket, in order; its view has heard of the rest."""
+        if grants:
+            bucket.view.note_grants(grants)
+        verdicts = [*zip(self._taken.pop(bucket.name, ()), grants, strict=True)]
+        later = sum(question.cost for question, is_granted in verdicts if is_granted)
+        for question, is_granted in verdicts:
+            if is_granted:
+                later -= question.cost
+            _decide(bucket, question, later if is_granted else None)
+
+    def forget_taken(self) -> None:
+        """The batch will not be answered."""
+        self._taken = {}
+
+
+def _decide(bucket: Bucket, question: Question, later: int | None) -> None:
+    """The store has refused a check (``None``), or granted it and so many tokens behind it."""
+    view, now_us, cost = bucket.view, question.now_us, question.cost
+    if question.answer.done():
+        if later is not None and question.charged:
+            view.pay(cost)
+    elif later is None:
+        question.tell(refused(view, now_us, cost))
+    else:
+        question.tell(granted(view, now_us, later))
+
+
+# How long a check waits for the shared state, which is not for ever.
+
+
+class _Wait(NamedTuple):
+    until_us: int
+    bucket: Bucket
+    question: Question
+
+
+class Patience:
+    """The checks that wait, all for ``answer_s``, so in the order of time; one timer for all.
+
+    ``give_up`` is called for each that was not answered in time, and for each whose caller has left.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        timers: Timers,
+        answer_s: float,
+        give_up: Callable[[Bucket, Question], None],
+    ) -> None:
+        self._clock = clock
+        self._timers = timers
+        self._answer_s = answer_s
+        self._give_up = give_up
+        self._waits: deque[_Wait] = deque()
+
+    def wait_for(self, bucket: Bucket, question: Question) -> None:
+        """A check waits from now on."""
+        if not self._waits:
+            self._timers.call_later(self._answer_s, self._look)
+        until_us = self._clock.monotonic_us() + round(self._answer_s * US_PER_S)
+        self._waits.append(_Wait(until_us, bucket, question))
+
+    def _look(self) -> None:
+        now_us = self._clock.monotonic_us()
+        try:
+            self._give_up_late(now_us)
+        finally:
+            # Whatever went wrong with one, the others must not wait for ever.
+            if self._waits:
+                wait_us = max(0, self._waits[0].until_us - now_us)
+                self._timers.call_later(wait_us / US_PER_S, self._look)
+
+    def _give_up_late(self, now_us: int) -> None:
+        while self._waits:
+            until_us, bucket, question = self._waits[0]
+            is_answered = question.answer.done()
+            if until_us > now_us and not is_answered:
+                return
+            self._waits.popleft()
+            if not is_answered or question.answer.cancelled():
+                self._give_up(bucket, question)

@@ -1,0 +1,260 @@
+"""The shards of a Cluster: a link to each primary, and a map of who has which hash tag that follows the Cluster.
+
+The map is read at the start, whenever a server says that a key is elsewhere, and every few seconds; often while a
+server of the map cannot be reached, since another is about to take its place. A server that is down costs its own tags
+only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from binascii import crc_hqx
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from ratelimitd.cluster.redis.connection import Request
+from ratelimitd.cluster.redis.link import Link, LinkOptions, ask_once, for_ever
+from ratelimitd.cluster.redis.topology import START_S, TAGS, settled
+from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreUnavailableError
+from ratelimitd.settings.urls import RedisUrl, Server
+
+# Which server of a Cluster has which hash tag. Pure: reads what a server told, and asks none.
+
+SLOTS: Final = 16_384
+
+Map = tuple[Server | None, ...]
+"""The server of each hash tag; ``None`` where no server has its slot."""
+
+
+def slot_of_tag(tag: int) -> int:
+    """The slot of every key with ``{xx}`` in it: the server hashes what is between the braces with CRC-16/XMODEM."""
+    return crc_hqx(b"%02x" % tag, 0) % SLOTS
+
+
+SLOT_OF_TAG: Final = tuple(slot_of_tag(tag) for tag in range(TAGS))
+
+
+def map_of(reply: object, asked: Server) -> Map:
+    """The map in a reply to CLUSTER SLOTS of the server ``asked``.
+
+    Raises:
+        StoreCorruptError: it is none.
+    """
+    if not isinstance(reply, list):
+        message = "the reply to CLUSTER SLOTS is none"
+        raise StoreCorruptError(message)
+    ranges = list(_ranges(reply, asked))
+    return tuple(
+        next((server for first, last, server in ranges if first <= slot <= last), None)
+        for slot in SLOT_OF_TAG
+    )
+
+
+def _ranges(reply: list[object], asked: Server) -> Iterator[tuple[int, int, Server | None]]:
+    """First slot, last slot and primary; the replicas, which follow it, are of no use to us."""
+    for entry in reply:
+        match entry:
+            case [int() as first, int() as last, [bytes() | None as host, int() as port, *_], *_]:
+                yield first, last, _server(host, port, asked)
+            case _:
+                message = "the reply to CLUSTER SLOTS is none"
+                raise StoreCorruptError(message)
+
+
+def _server(host: bytes | None, port: int, asked: Server) -> Server | None:
+    """A server without a host is where the one asked is; ``?`` is one that the Cluster cannot name."""
+    if host == b"?":
+        return None
+    return Server(host.decode(errors="replace") if host else asked.host, port)
+
+
+POLL_S: Final = 5.0
+"""How often the map is read when nothing seems to have changed: a slot that moved says so itself when it is asked."""
+
+POLL_TROUBLED_S: Final = 0.5
+"""How often while a server of the map is not connected. Less up to a half at random, both."""
+
+RETIRE_S: Final = 1.0
+"""A link to a server that has no tags any more may finish what is in flight: longer than any timeout."""
+
+PAUSE_S: Final = 0.05
+"""Between two readings of the map, however much it is wanted."""
+
+CLUSTER_SLOTS: Final = (b"CLUSTER", b"SLOTS")
+
+
+class ClusterShards:
+    """The links to the primaries. ``on_change`` is called when tags have moved from one link to another."""
+
+    is_cluster = True
+
+    def __init__(
+        self, url: RedisUrl, options: LinkOptions, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        self.options = options
+        self._seeds = url.servers
+        self._on_change = on_change
+        self._links: dict[Server, Link] = {}
+        self._map: Map = (None,) * TAGS
+        # A link that never connects: what is asked of tags that no server has fails there.
+        self._nowhere = Link(self._nobody, self.options)
+        self._of_tag: tuple[Link, ...] = (self._nowhere,) * TAGS
+        self._wanted = asyncio.Event()
+        self._read_once = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+        self._retiring: dict[asyncio.Task[None], Link] = {}
+        self._reported: type[RateLimitdError] | None = None
+
+    async def start(self) -> None:
+        """Read the map and connect, or have tried."""
+        self._following = asyncio.create_task(for_ever(self._follow, self.options.sleep))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                await self._read_once.wait()
+                await settled(self.all())
+
+    async def close(self) -> None:
+        """End all connections."""
+        retiring = dict(self._retiring)
+        tasks = [*retiring, *([self._following] if self._following else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for link in (*retiring.values(), *self._links.values()):
+            await link.close()
+
+    def of_tag(self, tag: int) -> Link:
+        """The link to the server that has the tag, as far as is known."""
+        return self._of_tag[tag]
+
+    def all(self) -> Sequence[Link]:
+        """One link for each primary."""
+        return tuple(self._links.values())
+
+    @property
+    def connected(self) -> bool:
+        """Whether every hash tag has a server, and every server is connected; not before the map was read."""
+        return None not in self._map and all(link.connected for link in self._links.values())
+
+    async def server_of_tag(self, tag: int) -> Server:
+        """Where the server of the tag is."""
+        server = self._map[tag]
+        if server is None:
+            return await self._nobody()
+        return server
+
+    @staticmethod
+    async def _nobody() -> Server:
+        message = "no server of the Cluster has the slot"
+        raise StoreUnavailableError(message)
+
+    # The map
+
+    async def _follow(self) -> None:
+        """Read the map, and return when it is to be read again."""
+        self._wanted.clear()
+        try:
+            self._take(await self._read())
+        except RateLimitdError as error:
+            self._fail(error)
+        self._read_once.set()
+        await self.options.sleep(PAUSE_S)
+        await self._until_due()
+
+    async def _until_due(self) -> None:
+        """Return when the map is to be read again."""
+        shorter = 1 - self.options.random() / 2
+        ticks = round(POLL_S / POLL_TROUBLED_S) if self.connected else 1
+        while ticks and not self._wanted.is_set():
+            ticks = ticks - 1 if self.connected else min(ticks, 2) - 1
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_TROUBLED_S * shorter):
+                    await self._wanted.wait()
+
+    async def _read(self) -> Map:
+        """The map, from any server that tells it; raises the reason of the last that did not."""
+        connected = [server for server, link in self._links.items() if link.connected]
+        others = [server for server in (*self._links, *self._seeds) if server not in connected]
+        start = int(self.options.random() * len(connected))
+        failure: RateLimitdError = StoreUnavailableError("no server of the Cluster answers")
+        for server in (*connected[start:], *connected[:start], *dict.fromkeys(others)):
+            try:
+                return await self._read_from(server)
+            except RateLimitdError as error:
+                failure = error
+        raise failure
+
+    async def _read_from(self, server: Server) -> Map:
+        link = self._links.get(server)
+        if link is not None and link.connected:
+            reply = await _reply(link)
+        else:
+            reply = await ask_once(server, self.options.greeting, self.options.tls, *CLUSTER_SLOTS)
+        read = map_of(reply, server)
+        if not any(read):
+            message = "the server knows of no Cluster"
+            raise StoreUnavailableError(message)
+        return read
+
+    def _take(self, read: Map) -> None:
+        moved, self._map = read != self._map, read
+        for server in set(read):
+            if server is not None:
+                self._link_to(server)
+        for server in self._links.keys() - set(read):
+            self._retire(server, self._links.pop(server))
+        self._of_tag = tuple(
+            self._nowhere if server is None else self._links[server] for server in read
+        )
+        if self._reported is not None:
+            self._reported = None
+            self.options.report("the map of the Cluster can be read again")
+        if moved:
+            self._on_change()
+
+    def _fail(self, error: RateLimitdError) -> None:
+        if type(error) is not self._reported:
+            self._reported = type(error)
+            self.options.report(f"the map of the Cluster cannot be read: {error}")
+
+    # The links
+
+    def _link_to(self, server: Server) -> Link:
+        link = self._links.get(server)
+        if link is None:
+
+            async def locate() -> Server:
+                return server
+
+            link = self._links[server] = Link(locate, self.options, self._redirect)
+            link.start()
+        return link
+
+    def _redirect(self, request: Request, server: Server) -> None:
+        """Another server answers: for good, so that the map is wrong, or while a slot is on its way there."""
+        self._link_to(server).submit_again(request)
+        if not request.asking:
+            self._wanted.set()
+
+    def _retire(self, server: Server, link: Link) -> None:
+        if not link.connected:  # that was reported, and nobody would hear of its end
+            self.options.report(f"shared state at {server}: has no part of the keys any more")
+
+        async def close_later() -> None:
+            await self.options.sleep(RETIRE_S)
+            await link.close()
+
+        task = asyncio.create_task(close_later())
+        self._retiring[task] = link
+        task.add_done_callback(self._retiring.pop)
+
+
+async def _reply(link: Link) -> Any:
+    """The reply of a link that is connected; raises what it is told instead."""
+    reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    link.send(CLUSTER_SLOTS, lambda value: None if reply.done() else reply.set_result(value))
+    value = await reply
+    if isinstance(value, RateLimitdError):
+        raise value
+    return value

@@ -1,0 +1,372 @@
+"""What goes to the scripts of the store and what comes back: values to bytes, bytes to values. Pure.
+
+``scripts/*.lua`` describe the same bytes from their side. A store is not trusted: whatever comes from it is looked at,
+and what is not ours is a :class:`StoreCorruptError`, never another exception. See ADR 0027.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from hashlib import sha1
+from importlib.resources import files
+from struct import Struct, error
+from types import MappingProxyType
+from typing import Any, Final
+
+from ratelimitd.algorithms.sliding_window import MAX_RUNS
+from ratelimitd.errors import StoreCorruptError
+from ratelimitd.ledger.accounts import BucketState
+from ratelimitd.ledger.protocol import Batch, Reply
+from ratelimitd.ledger.shared_state import Met, Settled, SharedState, StoreCheck, Update
+from ratelimitd.model import (
+    ALLOWED,
+    COST_EXCEEDS_LIMIT,
+    DENIED,
+    INT32_MAX,
+    LIMIT_EXCEEDED,
+    MAX_TIME_US,
+    WITHIN_LIMIT,
+    Algorithm,
+    Outcome,
+    Reason,
+    Rule,
+)
+
+# A bucket as it lies in the store: bytes to the ledger's state. Only scripts write such bytes. Pure.
+#
+# Little-endian; of a full bucket the head is all (``scripts/bucket.lua`` and those of the algorithms):
+#
+#     head:            format (1 byte) · algorithm (1) · generation (4) · revision (8) · limit (4)
+#     token bucket:    whole tokens spent (8) · units beyond them (8) · latest_us (8)
+#     fixed window:    count (8) · latest_us (8)
+#     sliding window:  sum before the first entry (8) · {time in µs (8) · sum up to here (8)} …
+
+FORMAT: Final = 1
+"""Of the bytes. A value of another format is not ours."""
+
+NUMBERS: Final[Mapping[Algorithm, int]] = MappingProxyType(
+    {
+        Algorithm.TOKEN_BUCKET: 1,
+        Algorithm.FIXED_WINDOW: 2,
+        Algorithm.SLIDING_WINDOW: 3,
+    }
+)
+"""What stands for an algorithm in the store; never changes."""
+
+_LARGEST: Final = MAX_TIME_US  # of every number there: they are doubles in the scripts
+
+_HEAD: Final = Struct("<BBIQI")
+_TOKEN_BUCKET: Final = Struct(f"<{_HEAD.size}xQQQ")
+_FIXED_WINDOW: Final = Struct(f"<{_HEAD.size}xQQ")
+_LOG_HEAD_BYTES: Final = _HEAD.size + 8
+_ENTRY_BYTES: Final = 16
+
+
+def state_of(value: Any, rule: Rule) -> SharedState | None:
+    """The state that a value of the store holds, of a bucket of ``rule``; ``None`` when the store holds none.
+
+    Raises:
+        StoreCorruptError: the value is no bucket of this algorithm.
+    """
+    return None if value is None else bucket_of(value, rule)
+
+
+def bucket_of(value: Any, rule: Rule) -> SharedState:
+    """The same of a value that has to be there."""
+    if isinstance(value, bytes) and len(value) >= _HEAD.size:
+        form, number, generation, revision, limit = _HEAD.unpack_from(value)
+        is_ours = form == FORMAT and number == NUMBERS[rule.algorithm]
+        is_sound = 1 <= limit <= INT32_MAX and revision <= _LARGEST and generation <= INT32_MAX
+        if is_ours and is_sound:
+            if len(value) == _HEAD.size:
+                return SharedState(generation, revision, limit)
+            state = _STATES[rule.algorithm](value, rule)
+            if state is not None:
+                # To call the class itself takes 0.4 µs longer, and this is done for every bucket of every reply.
+                return tuple.__new__(SharedState, (generation, revision, limit, state))
+    message = "the shared state holds something else where a bucket should be"
+    raise StoreCorruptError(message)
+
+
+def _token_bucket(value: bytes, rule: Rule) -> BucketState:
+    if len(value) != _TOKEN_BUCKET.size:
+        return None
+    tokens, units, latest_us = _TOKEN_BUCKET.unpack(value)
+    if tokens > _LARGEST or units >= rule.window_us or latest_us > _LARGEST:
+        return None
+    return tokens * rule.window_us + units, latest_us
+
+
+def _fixed_window(value: bytes, _rule: Rule) -> BucketState:
+    if len(value) != _FIXED_WINDOW.size:
+        return None
+    count, latest_us = _FIXED_WINDOW.unpack(value)
+    return (count, latest_us) if count <= _LARGEST and latest_us <= _LARGEST else None
+
+
+def _sliding_window(value: bytes, _rule: Rule) -> BucketState:
+    """The log as :mod:`ratelimitd.algorithms.sliding_window` has it: all times, then all sums.
+
+    Only the ends are looked at: enough that no check of the log can fail.
+    """
+    runs, rest = divmod(len(value) - _LOG_HEAD_BYTES, _ENTRY_BYTES)
+    if rest or not 1 <= runs <= MAX_RUNS:
+        return None
+    cells = array("q", value[_HEAD.size :])
+    if sys.byteorder == "big":
+        cells.byteswap()
+    times, sums = cells[1::2], cells[::2]
+    if 0 <= times[0] <= times[-1] <= _LARGEST and 0 <= sums[0] < sums[-1] <= _LARGEST:
+        return times.tobytes() + sums.tobytes()
+    return None
+
+
+_STATES: Final = MappingProxyType(
+    {
+        Algorithm.TOKEN_BUCKET: _token_bucket,
+        Algorithm.FIXED_WINDOW: _fixed_window,
+        Algorithm.SLIDING_WINDOW: _sliding_window,
+    }
+)
+
+
+# A Lua script that runs in the store: its text, and the digest by which the server knows it.
+#
+# The text is constant, so that servers keep one copy for ever and a node never sends it twice to one of them.
+
+LIBRARY: Final = (
+    "bucket.lua",
+    "token_bucket.lua",
+    "fixed_window.lua",
+    "sliding_window.lua",
+    "ledger.lua",
+)
+"""What every script begins with; the server has no way to load one text from another."""
+
+SHEBANG: Final = "#!lua\n"
+"""With it a server that is out of memory, or no primary, refuses a script as a whole and not at its first write."""
+
+
+class Script:
+    """One script; ``sha`` is the SHA-1 of ``text`` in hexadecimal, as EVALSHA takes it."""
+
+    __slots__ = ("sha", "text")
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+        self.sha = sha1(text, usedforsecurity=False).hexdigest().encode()
+
+
+def load(name: str) -> Script:
+    """The script ``name`` of the package, with all that it builds on."""
+    scripts = files("ratelimitd.cluster.redis") / "scripts"
+    parts = [(scripts / part).read_text(encoding="utf-8") for part in (*LIBRARY, f"{name}.lua")]
+    return Script((SHEBANG + "\n".join(parts)).encode())
+
+
+SETTLE: Final = load("settle")
+"""Applies one batch of one sender, exactly once."""
+
+DECIDE: Final = load("decide")
+"""Decides checks, one after the other."""
+
+MEET: Final = load("meet")
+"""Decides one check of each of several buckets, and says what they are then."""
+
+RESET: Final = load("reset")
+"""Makes buckets full."""
+
+Request = tuple[list[bytes], list[bytes]]
+"""The keys and the arguments of a script."""
+
+_NO_GENERATION: Final = -1
+
+_NUMBER: Final = Struct("<Q")
+_UPDATE: Final = Struct("<BiQIIII")
+_UPDATE_OF_ONE_RUN: Final = Struct("<BiQIIIIQQ")
+_PAIR: Final = Struct("<QQ")
+_CHECK: Final = Struct("<BBQIIIq")
+_ANSWER: Final = Struct("<HIIQ")
+_RULE: Final = Struct("<BQII")
+
+_GRANTED: Final = 1
+
+_NO_ANSWERS: Final = "the shared state answered checks with something else"
+
+_VERDICTS: Final[Mapping[int, tuple[bool, Reason]]] = {
+    1 + (Reason.WITHIN_LIMIT << 8): (ALLOWED, WITHIN_LIMIT),
+    Reason.LIMIT_EXCEEDED << 8: (DENIED, LIMIT_EXCEEDED),
+    Reason.COST_EXCEEDS_LIMIT << 8: (DENIED, COST_EXCEEDS_LIMIT),
+}
+"""By the first two bytes of an answer: whether allowed, and why. A store says nothing else of a check."""
+
+
+def bucket_key(key: bytes) -> bytes:
+    """The key in the store of the bucket whose stored name is ``key`` (:meth:`BucketKeys.stored`)."""
+    return _prefix(key[0]) + key
+
+
+def _prefix(tag: int) -> bytes:
+    """What all keys of one hash tag begin with: they are in one slot, so that one script may touch them."""
+    return b"rl1:{%02x}:" % tag
+
+
+# One batch
+
+
+def settle_request(tag: int, batch: Batch) -> Request:
+    """What ``SETTLE`` takes for a batch; what is known of its sender is kept under the hash tag ``tag``."""
+    keys = [_prefix(tag) + b"s:" + batch.sender.encode()]
+    keys += [*map(bucket_key, batch.updates)]
+    parts = [_NUMBER.pack(batch.number)]
+    parts += [_packed(update) for update in batch.updates.values()]
+    return keys, [b"".join(parts)]
+
+
+def _packed(update: Update) -> bytes:
+    rule, generation, runs, asks = update
+    if generation is None:
+        generation = _NO_GENERATION
+    kind = NUMBERS[rule.algorithm]
+    if len(runs) == 1 and not asks:
+        # By far the most frequent, and packed at once in half the time.
+        return _UPDATE_OF_ONE_RUN.pack(
+            kind, generation, rule.revision, rule.limit, rule.window_seconds, 1, 0, *runs[0]
+        )
+    head = _UPDATE.pack(
+        kind, generation, rule.revision, rule.limit, rule.window_seconds, len(runs), len(asks)
+    )
+    return head + b"".join([_PAIR.pack(*pair) for pair in (*runs, *asks)])
+
+
+def settle_reply(batch: Batch, reply: Any) -> Reply | None:
+    """What the store made of a batch; ``None``: it had a later one of the same sender before.
+
+    Raises:
+        StoreCorruptError: no reply to this batch.
+    """
+    if reply == 0:
+        return None
+    grants, values = _settled(batch, reply)
+    settled = {}
+    first = 0
+    for (key, update), value in zip(batch.updates.items(), values, strict=True):
+        shared = bucket_of(value, update.rule)
+        if update.asks:
+            after = first + len(update.asks)
+            granted = tuple([grant == _GRANTED for grant in grants[first:after]])
+            settled[key] = Settled(shared, granted)
+            first = after
+        else:
+            settled[key] = Settled(shared, ())
+    return Reply(batch.number, settled)
+
+
+def replaced(reply: Any) -> int:
+    """How many values the store has replaced since they were no buckets, as the reply to a batch tells."""
+    match reply:
+        case [bytes(), int() as count, *values] if 0 <= count <= len(values):
+            return count
+    return 0
+
+
+def _settled(batch: Batch, reply: Any) -> tuple[bytes, Sequence[Any]]:
+    """The grants, and the value of each bucket."""
+    match reply:
+        case [bytes() as grants, int(), *values]:
+            asks = sum([len(update.asks) for update in batch.updates.values()])
+            if len(grants) == asks and len(values) == len(batch.updates):
+                return grants, values
+    message = "the shared state answered a batch with something else"
+    raise StoreCorruptError(message)
+
+
+# Checks
+
+
+def checks_request(checks: Sequence[StoreCheck]) -> Request:
+    """What ``DECIDE`` takes for checks, and ``MEET`` for checks of different buckets."""
+    arguments = [
+        _CHECK.pack(
+            NUMBERS[rule.algorithm],
+            peek,
+            rule.revision,
+            rule.limit,
+            rule.window_seconds,
+            cost,
+            now_us,
+        )
+        for _, rule, now_us, cost, peek in checks
+    ]
+    return [bucket_key(check[0]) for check in checks], [b"".join(arguments)]
+
+
+def decided(checks: Sequence[StoreCheck], reply: Any) -> list[Outcome | None]:
+    """The outcomes of checks, without the states, which stay in the store.
+
+    ``None``: the value there was no bucket, or what is said of it cannot be.
+
+    Raises:
+        StoreCorruptError: no reply to these.
+    """
+    if isinstance(reply, bytes) and len(reply) == len(checks) * _ANSWER.size:
+        return [_outcome(*answer) for answer in _ANSWER.iter_unpack(reply)]
+    raise StoreCorruptError(_NO_ANSWERS)
+
+
+def met(checks: Sequence[StoreCheck], reply: Any) -> tuple[int, list[Met | StoreCorruptError]]:
+    """How many values were no buckets, and what became of checks and their buckets, or that it cannot be read.
+
+    Raises:
+        StoreCorruptError: no reply to these.
+    """
+    match reply:
+        case [int() as count, *values] if len(values) == len(checks) and 0 <= count <= len(checks):
+            return count, [
+                _met(check[1], value) for check, value in zip(checks, values, strict=True)
+            ]
+    raise StoreCorruptError(_NO_ANSWERS)
+
+
+def _met(rule: Rule, reply: Any) -> Met | StoreCorruptError:
+    try:
+        outcome = _outcome(*_ANSWER.unpack_from(reply))
+        if outcome is not None:
+            return outcome, bucket_of(reply[_ANSWER.size :], rule)
+    except StoreCorruptError as no_bucket:
+        return no_bucket
+    except (TypeError, error):
+        pass
+    return StoreCorruptError(_NO_ANSWERS)
+
+
+def _outcome(head: int, remaining: int, retry_after: int, reset_time: int) -> Outcome | None:
+    """What an answer says of a check; ``None`` if that cannot be."""
+    verdict = _VERDICTS.get(head)
+    if verdict is None or remaining | retry_after > INT32_MAX or reset_time > MAX_TIME_US:
+        return None
+    return verdict[0], remaining, reset_time, retry_after, verdict[1], None
+
+
+# Resets
+
+
+def reset_request(keys: Sequence[bytes], rules: Sequence[Rule], least: int = 0) -> Request:
+    """What ``RESET`` takes for buckets of one hash tag, each with its rule, and the least generation of any."""
+    argument = b"".join(
+        [
+            _RULE.pack(NUMBERS[rule.algorithm], rule.revision, rule.limit, rule.window_seconds)
+            for rule in rules
+        ]
+    )
+    return [bucket_key(key) for key in keys], [argument, b"%d" % least]
+
+
+def reset_reply(rules: Sequence[Rule], reply: Any) -> list[SharedState]:
+    """What the buckets are now."""
+    if isinstance(reply, list) and len(reply) == len(rules):
+        return [bucket_of(value, rule) for rule, value in zip(rules, reply, strict=True)]
+    message = "the shared state answered a reset with something else"
+    raise StoreCorruptError(message)

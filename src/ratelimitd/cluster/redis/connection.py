@@ -1,0 +1,471 @@
+"""One connection to one server, from its first octet to its last: requests out in order, replies matched in order.
+
+All requests of one turn of the event loop leave in one write. Never connects, logs in or reconnects, and never sends
+anything a second time: :mod:`ratelimitd.cluster.redis.link` does.
+
+How time is kept: one timer for all requests. A request that is not answered in time is told so at once and keeps its
+place, so that its late reply finds nobody and harms nobody. A connection whose oldest request has waited for
+``SILENCE_S`` is presumed dead. When the timer itself comes late, it was this process that slept, and the replies may
+lie in the socket: they are looked at again after it had its turn, and again as long as replies come, a few times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, Final, NamedTuple, cast
+
+from hiredis import Reader, ReplyError, pack_command
+
+from ratelimitd.cluster.redis.codec import Script
+from ratelimitd.errors import (
+    RateLimitdError,
+    StoreCorruptError,
+    StoreMisconfiguredError,
+    StoreMovingError,
+    StoreOverloadedError,
+    StoreSlowError,
+    StoreUnavailableError,
+)
+from ratelimitd.model import US_PER_S
+from ratelimitd.settings.urls import Login
+
+# One command on its way to the store, and whoever waits for its reply.
+
+Done = Callable[[Any], None]
+"""Takes the reply (bytes, int, list or None), or an instance of an error of :mod:`ratelimitd.errors`."""
+
+pack: Final = cast("Callable[[tuple[bytes | int | str, ...]], bytes]", pack_command)
+"""A command as the server reads it. (The library's own annotation allows commands of one word only.)"""
+
+
+class Request:
+    """A command, and ``done``: ``None`` once it was called."""
+
+    __slots__ = ("asking", "done", "had_script", "packed", "redirected", "script", "weight")
+
+    def __init__(
+        self, packed: bytes, done: Done, script: Script | None = None, weight: int = 1
+    ) -> None:
+        self.packed = packed
+        self.weight = weight
+        """As how many it counts: the work of the server."""
+        self.done: Done | None = done
+        self.script = script
+        """What it runs, if it may have to be loaded."""
+        self.had_script = False
+        """The server did not know the script and was sent it."""
+        self.redirected = False
+        """A server of a Cluster named another."""
+        self.asking = False
+        """That other one is about to take over the key, and answers only who says so."""
+
+    def tell(self, reply: object) -> None:
+        """Call ``done``, unless it was."""
+        done, self.done = self.done, None
+        if done is not None:
+            tell(done, reply)
+
+
+def tell(done: Done, reply: object) -> None:
+    """Call ``done``. A defect of whoever asked must not cost others their replies."""
+    try:
+        done(reply)
+    except Exception as error:  # noqa: BLE001 -- see above
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "what was to be done with a reply has failed", "exception": error}
+        )
+
+
+# What an error reply of the store means to us: one table.
+#
+# Only the first word of a reply ever gets into a text of ours: the rest may hold arguments, and with them keys.
+
+UNAVAILABLE: Final = frozenset(
+    {
+        "BUSY",
+        "CLUSTERDOWN",
+        "LOADING",
+        "MASTERDOWN",
+        "MISCONF",
+        "NOREPLICAS",
+        "OOM",
+        "READONLY",
+    }
+)
+"""The server cannot do it now. Reads may work all the same: what counts is whether a check can be settled."""
+
+MISCONFIGURED: Final = frozenset({"DENIED", "NOAUTH", "NOPERM", "NOPROTO", "WRONGPASS"})
+"""The server refuses us, and will until somebody mends a password or a permission."""
+
+NOT_PRIMARY: Final = frozenset({"MASTERDOWN", "READONLY"})
+"""Another server is the primary by now: the connection is of no use any more."""
+
+NOSCRIPT: Final = "NOSCRIPT"
+TRYAGAIN: Final = "TRYAGAIN"
+REDIRECTIONS: Final = frozenset({"ASK", "MOVED"})
+
+_CODE: Final = re.compile(r"[A-Z]{2,20}")
+_SCRIPT_LINE: Final = re.compile(r"user_script:([0-9]{1,6})")
+_FULL: Final = "ERR max number of clients"
+_FORBIDDEN: Final = ("ERR ACL failure in script", "ERR The user executing the script")
+"""What a user may not do in a script, in the words of Valkey and of Redis 7.0."""
+
+
+def code_of(text: str) -> str:
+    """The word that says what kind of error it is."""
+    found = _CODE.match(text)
+    return found[0] if found else ""
+
+
+def error_of(text: str) -> RateLimitdError:
+    """The error for whoever sent the command."""
+    code = code_of(text)
+    if code == TRYAGAIN:
+        return StoreMovingError(f"the shared state answered {code}")
+    if code in UNAVAILABLE:
+        return StoreUnavailableError(f"the shared state answered {code}")
+    if text.startswith(_FULL):
+        return StoreUnavailableError("the shared state has as many clients as it takes")
+    line = _SCRIPT_LINE.search(text)
+    where = f" in line {line[1]} of a script" if line else ""
+    if text.startswith(_FORBIDDEN):
+        code = "NOPERM"
+    if code in MISCONFIGURED:
+        return StoreMisconfiguredError(f"the shared state answered {code}{where}")
+    return StoreCorruptError(f"the shared state answered {code or 'an error'}{where}")
+
+
+def login_error_of(text: str) -> StoreUnavailableError:
+    """The error for an answer to what a connection begins with: what is not "not now" is a wrong setting."""
+    if code_of(text) in REDIRECTIONS:
+        return StoreUnavailableError("the map of the Cluster is about to be read")
+    error = error_of(text)
+    if isinstance(error, StoreUnavailableError):
+        return error
+    return StoreMisconfiguredError(f"the shared state refuses us: {code_of(text) or 'an error'}")
+
+
+MAX_REQUESTS: Final = 8_192
+"""Requests in flight, each by its weight: 24 batches of 1,000 checks decided there (CONSISTENCY=strict) pass at once. A
+server answers as many in 50 to 200 ms, so that a longer queue would only hold what nobody waits for any more."""
+
+MAX_BYTES: Final = 16 * 1024 * 1024
+"""Octets of requests in flight: what a hanging server may cost this process in memory, whatever a request carries."""
+
+REQUEST_S: Final = 0.000_05
+"""What each request that is ahead adds, by its weight, to the time that one may take: three times what a script costs a
+server, and what it cost on a busy machine. Else the last of 1,000 that were sent at once would be told that the server
+is slow, and the breaker with them."""
+
+SILENCE_S: Final = 1.0
+"""A server that has not answered for so long is either gone, with nobody left to say so, or of no use. Many times the
+longest timeout that makes sense, so that slow is not mistaken for dead."""
+
+SILENT_TIMEOUTS: Final = 1.5
+"""Where a timeout is chosen that is as long, so many of them are silence: what is late is told before."""
+
+LATE_S: Final = 0.002
+"""A timer that comes later than this was held up by this process."""
+
+TURN_S: Final = 0.001
+"""How long the socket is given then. Any pause would do: the event loop reads sockets before it calls timers."""
+
+MAX_TURNS: Final = 8
+"""The socket gets so many at most: 2 MiB of replies. A process that is always late must judge in the end."""
+
+_NOTHING: Final = object()
+
+
+class Connection(asyncio.Protocol):
+    """An open connection. Each request's ``done`` is called exactly once, and never inside :meth:`submit`.
+
+    ``on_error`` takes a request whose caller still waits, and the error reply to it; it has to see to its ``done``.
+    ``on_lost`` is called once, before the requests in flight are told. ``timeout_s`` holds for what is yet to be sent.
+    """
+
+    def __init__(
+        self,
+        on_error: Callable[[Request, str], None],
+        on_lost: Callable[[RateLimitdError], None],
+        *,
+        timeout_s: float,
+        max_requests: int = MAX_REQUESTS,
+        max_bytes: int = MAX_BYTES,
+        time_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.lost: RateLimitdError | None = None
+        self._on_error = on_error
+        self._on_lost = on_lost
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._time_s = time_s
+        self._loop = asyncio.get_running_loop()
+        self._reader = Reader(notEnoughData=_NOTHING)
+        self._transport: asyncio.Transport
+        self._outgoing: list[bytes] = []
+        self._waiting: deque[Request] = deque()
+        self._bytes = 0
+        # Of the requests that wait, and of those among them whose callers do not any more.
+        self._weight = self._expired_weight = 0
+        # Requests are numbered by their place: `_answered` before the oldest that waits, `_expired` before the oldest
+        # whose caller still waits. A write is (when, the number of the first request after it, when its time is over).
+        self._answered = 0
+        self._expired = 0
+        self._writes: deque[tuple[float, int, float]] = deque()
+        self._late_writes: deque[tuple[float, int, float]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = 0.0
+        self._turns = 0
+        self._answered_at_turn = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the server has not answered."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Send ``request`` with all others of this turn, unless as much is in flight as may be, or the end has come."""
+        size = len(request.packed)
+        if self._weight >= self._max_requests or self._bytes + size > self._max_bytes:
+            self._refuse(request, StoreOverloadedError("too much waits for the shared state"))
+            return
+        if self.lost is not None:
+            self._refuse(request, again(self.lost))
+            return
+        self._bytes += size
+        self._weight += request.weight
+        self._waiting.append(request)
+        outgoing = self._outgoing
+        if not outgoing:
+            self._loop.call_soon(self.flush)
+        outgoing.append(request.packed)
+
+    def flush(self) -> None:
+        """Send what this turn has gathered now, and not at its end."""
+        outgoing, self._outgoing = self._outgoing, []
+        if self.lost is not None or not outgoing:
+            return
+        self._transport.write(b"".join(outgoing))
+        now_s = self._time_s()
+        end = self._answered + len(self._waiting)
+        ahead = self._weight - self._expired_weight
+        due_s = now_s + self.timeout_s + ahead * REQUEST_S
+        self._writes.append((now_s, end, due_s))
+        # A timer that is there may be for a silence, or a greeting, and too late for these.
+        if self._timer is None or self._timer_due_s > due_s:
+            self._look_in(due_s - now_s, now_s)
+
+    def drop(self, error: RateLimitdError) -> None:
+        """End the connection; what is in flight gets ``error``."""
+        if self.lost is None:
+            self._transport.abort()
+            self._lose(error)
+
+    # What the transport says
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand each reply that is complete to the request whose turn it is."""
+        reader, waiting = self._reader, self._waiting
+        reader.feed(data)
+        while True:
+            try:
+                reply = reader.gets()
+            except Exception:  # noqa: BLE001 - it raises its own, and what Python does of a length or a key beyond reason
+                self.drop(StoreUnavailableError("the shared state does not speak its protocol"))
+                return
+            if reply is _NOTHING:
+                return
+            if not waiting:
+                if self.unasked(reply):
+                    continue
+                return
+            request = waiting.popleft()
+            self._answered += 1
+            self._bytes -= len(request.packed)
+            self._weight -= request.weight
+            if self._answered <= self._expired:
+                self._expired_weight -= request.weight
+            if request.done is not None:
+                if reply.__class__ is ReplyError:
+                    self._on_error(request, str(reply))
+                else:
+                    request.tell(reply)
+
+    def unasked(self, reply: object) -> bool:
+        """Nobody waits for ``reply``; whether to go on. The server says why it hangs up, or we have lost count."""
+        if isinstance(reply, ReplyError):
+            self.drop(error_of(str(reply)))
+        else:
+            self.drop(StoreUnavailableError("the shared state answered what was not asked"))
+        return False
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """The connection is gone, for whatever reason."""
+        if self.lost is None:
+            self._lose(StoreUnavailableError("the connection to the shared state was lost"))
+
+    # Time
+
+    def look(self) -> None:
+        """Judge what is unanswered: the timer calls it."""
+        self._timer = None
+        now_s = self._time_s()
+        answered = self._answered
+        for writes in (self._late_writes, self._writes):
+            while writes and writes[0][1] <= answered:
+                writes.popleft()
+        if self.lost is not None or not (self._writes or self._late_writes):
+            return
+        if self._gives_turn(late=now_s - self._timer_due_s > LATE_S):
+            self._look_in(TURN_S, now_s)
+            return
+        oldest_s = (self._late_writes or self._writes)[0][0]
+        silence_s = max(SILENCE_S, SILENT_TIMEOUTS * self.timeout_s)
+        if now_s - oldest_s >= silence_s:
+            self.drop(StoreUnavailableError(f"the shared state was silent for {silence_s:g} s"))
+            return
+        next_s = oldest_s + silence_s
+        if self._expire(now_s):
+            next_s = min(next_s, self._writes[0][2])
+        self._look_in(max(TURN_S, next_s - now_s), now_s)
+
+    def _gives_turn(self, *, late: bool) -> bool:
+        """Whether the socket is to be read first, since this process slept, or has just begun to read after that."""
+        came = self._answered != self._answered_at_turn
+        if (self._turns and came and self._turns < MAX_TURNS) or (late and not self._turns):
+            self._turns += 1
+            self._answered_at_turn = self._answered
+            return True
+        self._turns = 0
+        return False
+
+    def _expire(self, now_s: float) -> bool:
+        """Tell those whose time is over; whether any others are left."""
+        writes = self._writes
+        while writes and writes[0][2] <= now_s:
+            write = writes.popleft()
+            self._late_writes.append(write)
+            late = islice(
+                self._waiting, max(0, self._expired - self._answered), write[1] - self._answered
+            )
+            self._expired = write[1]
+            waited_us = round((now_s - write[0]) * US_PER_S)
+            for request in list(late):
+                self._expired_weight += request.weight
+                request.tell(StoreSlowError("the shared state was too slow", waited_us))
+        return bool(writes)
+
+    def _look_in(self, seconds: float, now_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due_s = now_s + seconds
+        self._timer = self._loop.call_later(seconds, self.look)
+
+    # Private
+
+    def _refuse(self, request: Request, error: RateLimitdError) -> None:
+        self._loop.call_soon(request.tell, error)
+
+    def _lose(self, error: RateLimitdError) -> None:
+        self.lost = error
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        self._on_lost(error)
+        for request in waiting:
+            request.tell(again(error))
+
+
+def again(error: RateLimitdError) -> RateLimitdError:
+    """A copy: whoever raises an error hangs a traceback on it, and one that many raise would grow without end."""
+    return type(error)(*error.args)
+
+
+# What a new connection says first: who we are, which database, and whether the server may be written to.
+
+
+class Greeting(NamedTuple):
+    """What is said on each new connection of a link."""
+
+    login: Login = Login()
+    database: int = 0
+    client_name: str = ""
+    """Shown by CLIENT LIST; no spaces."""
+    wants_primary: bool = True
+    """Refuse a replica. In Cluster a node redirects what is not its own, whatever its role."""
+
+
+class Refused(Exception):  # noqa: N818 -- it carries an error reply and never leaves this package
+    """The server answered with an error."""
+
+
+async def ask(connection: Connection, *command: bytes | int | str) -> Any:
+    """The reply to one command of a connection whose errors go to :func:`hand_over`.
+
+    Raises:
+        StoreUnavailableError: none came.
+        Refused: it was an error, and its text is this exception's.
+    """
+    reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def done(value: object) -> None:
+        if reply.done():
+            return  # cancelled
+        if isinstance(value, Exception):
+            reply.set_exception(value)
+        else:
+            reply.set_result(value)
+
+    connection.submit(Request(pack(command), done))
+    return await reply
+
+
+def hand_over(request: Request, text: str) -> None:
+    """Give an error reply to whoever awaits :func:`ask`."""
+    request.tell(Refused(text))
+
+
+async def log_in(connection: Connection, greeting: Greeting) -> None:
+    """Say everything in one round trip, then look at the replies.
+
+    Raises:
+        StoreMisconfiguredError: the server refuses the user, the password or the database.
+        StoreUnavailableError: it cannot serve now, or is a replica.
+    """
+    login = greeting.login
+    must: list[Sequence[bytes | int | str]] = []
+    if login.password:
+        names = (login.user,) if login.user else ()
+        must.append((b"AUTH", *names, login.password))
+    if greeting.database:
+        must.append((b"SELECT", greeting.database))
+    # A user may be forbidden these: then the node works all the same.
+    may: list[Sequence[bytes | int | str]] = [(b"PING",)]
+    if greeting.client_name:
+        may.append((b"CLIENT", b"SETNAME", greeting.client_name))
+    if greeting.wants_primary:
+        may.append((b"ROLE",))
+    asked = [ask(connection, *command) for command in (*must, *may)]
+    replies = await asyncio.gather(*asked, return_exceptions=True)
+    for place, reply in enumerate(replies):
+        if isinstance(reply, Refused):
+            if place < len(must) or code_of(str(reply)) != "NOPERM":
+                raise login_error_of(str(reply)) from None
+        elif isinstance(reply, BaseException):
+            raise reply
+    role = replies[-1] if greeting.wants_primary else None
+    if isinstance(role, list) and role[:1] != [b"master"]:
+        message = "the server is a replica"
+        raise StoreUnavailableError(message)

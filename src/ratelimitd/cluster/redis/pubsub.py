@@ -1,0 +1,416 @@
+"""Messages between the nodes of a cluster, by the store's publish/subscribe: at most once, and losses are noticed.
+
+A message is (sender, number, payload): the sender is drawn at random when a node starts, and numbers what it says on
+each channel. An empty payload, once a second, is the heartbeat: it shows that a channel is alive, and its number what
+was lost before it. Senders publish over their links, in order with what they settle there, and never a second time.
+
+One server has one channel. In a Cluster an ordinary message would be carried to every server of it, so channels are
+sharded: eight of them, fixed, so that nodes with different maps of the Cluster never talk past each other, at places
+that spread them evenly over the slots. One for each of the 256 hash tags would need as many heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import secrets
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final, NamedTuple
+
+from ratelimitd.cluster.redis.cluster_topology import SLOT_OF_TAG, SLOTS
+from ratelimitd.cluster.redis.connection import (
+    TURN_S,
+    Connection,
+    Refused,
+    ask,
+    hand_over,
+    login_error_of,
+)
+from ratelimitd.cluster.redis.link import (
+    CONNECT_S,
+    LONG_LIFE_S,
+    LinkOptions,
+    Locate,
+    connect,
+    for_ever,
+    pauses,
+)
+from ratelimitd.cluster.redis.topology import TAGS, Shards
+from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
+
+# One channel of a server, listened to on a connection of its own that is remade whenever it is lost or silent.
+#
+# What was said while there was no connection is lost, and so may be what was said just before its end: whoever listens
+# hears of each beginning, and has to find out otherwise.
+
+
+class Channel(NamedTuple):
+    """What is listened to. A sharded channel of a Cluster is known to the server of its slot only."""
+
+    name: bytes
+    sharded: bool = False
+    silence_s: float | None = None
+    """Something is said at least so often, or the connection is presumed dead; ``None``: it may be silent."""
+
+
+class Listener(Connection):
+    """A connection that hears messages. It asks for one thing only, its channel, and that before the first message."""
+
+    def __init__(
+        self,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[RateLimitdError], None],
+    ) -> None:
+        super().__init__(hand_over, on_lost, timeout_s=CONNECT_S)
+        self._on_message = on_message
+
+    def unasked(self, reply: object) -> bool:
+        """A message; or the server has moved the channel elsewhere, and this connection is of no use any more."""
+        match reply:
+            case [b"message" | b"smessage", _, bytes() as payload]:
+                try:
+                    self._on_message(payload)
+                except Exception as error:  # noqa: BLE001 -- a defect of the listener must not end the connection
+                    asyncio.get_running_loop().call_exception_handler(
+                        {"message": "a message could not be taken", "exception": error}
+                    )
+                return True
+            case _:
+                return super().unasked(reply)
+
+
+class Subscription:
+    """Listens to ``channel`` from :meth:`start` to :meth:`close`.
+
+    ``on_begin`` is called whenever a connection begins to listen, ``on_message`` with each payload.
+    """
+
+    def __init__(
+        self,
+        locate: Locate,
+        channel: Channel,
+        options: LinkOptions,
+        *,
+        on_message: Callable[[bytes], None],
+        on_begin: Callable[[], None],
+        time_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.connected = False
+        """Whether messages are heard."""
+        self._locate = locate
+        self._channel = channel
+        self._options = options
+        self._on_message = on_message
+        self._on_begin = on_begin
+        self._time_s = time_s
+        self._backoff = pauses(options.random)
+        self._reported = False
+        self._heard_s = 0.0
+        self._lost = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._keeping = asyncio.create_task(for_ever(self._keep, self._options.sleep))
+
+    async def close(self) -> None:
+        """End."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        """Listen, and return when the next connection is due."""
+        try:
+            listener = await self._subscribe()
+        except StoreUnavailableError as error:
+            self._report(error)
+            await self._options.sleep(self._backoff.next_s())
+            return
+        began_s = self._time_s()
+        try:
+            self._begin()
+            await self._until_lost(listener)
+        finally:
+            self.connected = False
+            listener.drop(StoreUnavailableError("the subscription has ended"))
+        if self._time_s() - began_s >= LONG_LIFE_S:
+            self._backoff.reset()
+        else:
+            await self._options.sleep(self._backoff.next_s())
+
+    async def _subscribe(self) -> Listener:
+        self._lost.clear()
+        server = await self._locate()
+        listener = await connect(
+            server,
+            self._options.greeting,
+            self._options.tls,
+            lambda: Listener(self._hear, lambda _error: self._lost.set()),
+        )
+        try:
+            verb = b"SSUBSCRIBE" if self._channel.sharded else b"SUBSCRIBE"
+            await ask(listener, verb, self._channel.name)
+        except Refused as refused:
+            listener.drop(StoreUnavailableError("no subscription"))
+            raise login_error_of(str(refused)) from None
+        except BaseException:
+            listener.drop(StoreUnavailableError("no subscription"))
+            raise
+        return listener
+
+    def _begin(self) -> None:
+        self._heard_s = self._time_s()
+        self.connected = True
+        if self._reported:
+            self._reported = False
+            self._options.report(f"messages of {self._channel.name.decode()}: heard again")
+        self._on_begin()
+
+    def _hear(self, payload: bytes) -> None:
+        self._heard_s = self._time_s()
+        self._on_message(payload)
+
+    async def _until_lost(self, listener: Listener) -> None:
+        """Return when the connection is lost, or drop it when it was silent for too long."""
+        silence_s = self._channel.silence_s
+        while not self._lost.is_set():
+            left_s = None if silence_s is None else self._left_s(silence_s)
+            if left_s is not None and left_s <= 0:
+                await asyncio.sleep(
+                    TURN_S
+                )  # if it was this process that slept, the messages lie in the socket
+                if silence_s is not None and self._left_s(silence_s) <= 0:
+                    listener.drop(StoreUnavailableError("silent"))
+                continue
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._lost.wait()
+            except TimeoutError:
+                continue
+
+    def _left_s(self, silence_s: float) -> float:
+        return self._heard_s + silence_s - self._time_s()
+
+    def _report(self, error: StoreUnavailableError) -> None:
+        """Say once that somebody has to mend something; that a server is away, its link says."""
+        if isinstance(error, StoreMisconfiguredError) and not self._reported:
+            self._reported = True
+            self._options.report(f"messages of {self._channel.name.decode()}: {error}")
+
+
+# Whether messages of others were lost, came twice or out of order: each sender numbers what it says on a channel.
+#
+# Pure. Knows a bounded number of senders, the longest silent of which are forgotten.
+
+MAX_SENDERS: Final = 1_024
+"""Far more nodes than a cluster has, and 100 KB: senders that have ended are not told from silent ones."""
+
+
+class Arrival(enum.Enum):
+    """What the number of a message says."""
+
+    NEXT = enum.auto()
+    """It is the one expected, or the first of its sender that could be heard."""
+    GAP = enum.auto()
+    """Some before it have not come, and would be too late now."""
+    OLD = enum.auto()
+    """It came before, or others that were said after it did."""
+
+
+class Numbering:
+    """The last number of each sender."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[bytes, int] = OrderedDict()
+
+    def judge(self, sender: bytes, number: int) -> Arrival:
+        """What a message that just came is. A sender who was not known may have said anything before."""
+        last = self._last.get(sender)
+        if last is not None and number <= last:
+            return Arrival.OLD
+        self._last[sender] = number
+        self._last.move_to_end(sender)
+        if len(self._last) > MAX_SENDERS:
+            self._last.popitem(last=False)
+        return Arrival.NEXT if last is None or number == last + 1 else Arrival.GAP
+
+    def forget(self) -> None:
+        """Nothing was heard for a while: take the next of each sender as its first."""
+        self._last.clear()
+
+
+MAX_PAYLOAD_BYTES: Final = 8_192
+"""Messages tell of single buckets. A long log is read from the store by whoever needs it, never sent to everybody."""
+
+HEARTBEAT_S: Final = 1.0
+SILENCE_S: Final = 3.0
+"""Three heartbeats, one's own included, that did not come: the subscription is dead, though its connection may look
+alive."""
+
+CLUSTER_CHANNELS: Final = 8
+
+SENDER_BYTES: Final = 8
+
+CHANNEL_TAGS: Final = tuple(
+    min(
+        range(TAGS),
+        key=lambda tag: abs(SLOT_OF_TAG[tag] - (2 * place + 1) * SLOTS // (2 * CLUSTER_CHANNELS)),
+    )
+    for place in range(CLUSTER_CHANNELS)
+)
+"""Of each eighth of the slots the tag that is nearest to its middle. What is said about a tag goes to the channel of
+its eighth, and so mostly over the link that its spends take."""
+
+_HEAD: Final = struct.Struct(f">B{SENDER_BYTES}sQ")
+_FORM: Final = 1
+"""The first octet: what is said in another form is not for this version, and is passed over."""
+
+
+class _Stream:
+    """One channel: where it is, the number of our next message on it, and those of the others' last."""
+
+    def __init__(self, tag: int, shards: Shards) -> None:
+        self.tag = tag
+        if shards.is_cluster:
+            self.verb, self.name = b"SPUBLISH", b"rl1:{%02x}:bus" % tag
+        else:
+            # Channels do not belong to databases: two clusters in two databases of one server must not meet.
+            self.verb, self.name = b"PUBLISH", b"rl1:bus:%d" % shards.options.greeting.database
+        self.number = 0
+        self.numbering = Numbering()
+        self.is_refused = False
+
+
+class Bus:
+    """A node's part in the conversation.
+
+    ``on_message`` takes the payloads of other nodes. ``on_gap`` is called when some may have been lost, at the start
+    too, and at most once in a turn of the event loop. ``sleep`` and ``time_s`` are there for tests.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        on_message: Callable[[bytes], None],
+        on_gap: Callable[[], None],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        time_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.gaps_total = 0
+        """Times that messages of others may have been lost."""
+        self.undelivered_total = 0
+        """Messages of ours, heartbeats included, that the store did not take."""
+        self._shards = shards
+        self._on_message = on_message
+        self._on_gap = on_gap
+        self._sleep = sleep
+        self._loop = asyncio.get_running_loop()
+        self._sender = secrets.token_bytes(SENDER_BYTES)
+        self._gap_due = False
+        self._beating: asyncio.Task[None] | None = None
+        tags = CHANNEL_TAGS if shards.is_cluster else CHANNEL_TAGS[:1]
+        self._streams = [_Stream(tag, shards) for tag in tags]
+        self._subscriptions = [
+            Subscription(
+                partial(shards.server_of_tag, stream.tag),
+                Channel(stream.name, shards.is_cluster, SILENCE_S),
+                shards.options,
+                on_message=partial(self._hear, stream),
+                on_begin=partial(self._begin, stream),
+                time_s=time_s,
+            )
+            for stream in self._streams
+        ]
+
+    @property
+    def connected(self) -> bool:
+        """Whether every channel is listened to."""
+        return all(subscription.connected for subscription in self._subscriptions)
+
+    async def start(self) -> None:
+        """Begin to listen, and to show that we are there. Does not wait for the store."""
+        for subscription in self._subscriptions:
+            subscription.start()
+        self._beating = asyncio.create_task(self._beat())
+
+    async def close(self) -> None:
+        """End; what others say is heard no more."""
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+        await asyncio.gather(*(subscription.close() for subscription in self._subscriptions))
+
+    def publish(self, tag: int, payload: bytes) -> None:
+        """Tell all other nodes something about a bucket of the hash tag; nobody promises that they hear it.
+
+        Raises:
+            ValueError: the payload is empty, or has more than ``MAX_PAYLOAD_BYTES``.
+        """
+        if not 0 < len(payload) <= MAX_PAYLOAD_BYTES:
+            message = f"a payload has 1 to {MAX_PAYLOAD_BYTES} bytes"
+            raise ValueError(message)
+        streams = self._streams
+        self._say(streams[SLOT_OF_TAG[tag] * len(streams) // SLOTS], payload)
+
+    def _say(self, stream: _Stream, payload: bytes) -> None:
+        stream.number += 1
+        message = _HEAD.pack(_FORM, self._sender, stream.number) + payload
+        said = partial(self._said, stream)
+        self._shards.of_tag(stream.tag).send((stream.verb, stream.name, message), said)
+
+    def _said(self, stream: _Stream, reply: object) -> None:
+        if isinstance(reply, RateLimitdError):
+            self.undelivered_total += 1
+        # That a server is away, its link says; what somebody has to mend is said here, for nothing else would fail.
+        if isinstance(reply, StoreMisconfiguredError) and not stream.is_refused:
+            stream.is_refused = True
+            self._report(stream, f"cannot be sent, {reply}")
+        elif stream.is_refused and not isinstance(reply, RateLimitdError):
+            stream.is_refused = False
+            self._report(stream, "sent again")
+
+    def _report(self, stream: _Stream, what: str) -> None:
+        self._shards.options.report(f"messages of {stream.name.decode()}: {what}")
+
+    async def _beat(self) -> None:
+        while True:
+            for stream in self._streams:
+                self._say(stream, b"")
+            await self._sleep(HEARTBEAT_S)
+
+    def _begin(self, stream: _Stream) -> None:
+        """A subscription has begun, perhaps not for the first time: what was said before is lost."""
+        stream.numbering.forget()
+        self._gap()
+
+    def _hear(self, stream: _Stream, message: bytes) -> None:
+        if not _HEAD.size <= len(message) <= _HEAD.size + MAX_PAYLOAD_BYTES:
+            return
+        form, sender, number = _HEAD.unpack_from(message)
+        if form != _FORM or sender == self._sender:
+            return
+        arrival = stream.numbering.judge(sender, number)
+        if arrival is Arrival.OLD:
+            return
+        if arrival is Arrival.GAP:
+            self._gap()
+        if len(message) > _HEAD.size:
+            self._on_message(message[_HEAD.size :])
+
+    def _gap(self) -> None:
+        self.gaps_total += 1
+        if not self._gap_due:
+            self._gap_due = True
+            self._loop.call_soon(self._tell_of_gap)
+
+    def _tell_of_gap(self) -> None:
+        self._gap_due = False
+        self._on_gap()

@@ -1,0 +1,111 @@
+"""Which server is the primary, as the sentinels see it."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Final
+
+from ratelimitd.cluster.redis.connection import Greeting
+from ratelimitd.cluster.redis.link import LinkOptions, ask_once
+from ratelimitd.cluster.redis.pubsub import Channel, Subscription
+from ratelimitd.cluster.redis.topology import OneServer
+from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
+from ratelimitd.settings.urls import RedisUrl, Server
+
+ASK_S: Final = 0.3
+"""For one sentinel. There are others, and the checks of a node wait for none of them."""
+
+SWITCHED: Final = Channel(b"+switch-master")
+"""The sentinels say here that another server has become the primary of some service."""
+
+
+class Sentinels:
+    """The sentinels of a URL. The one that answered last is asked first."""
+
+    def __init__(self, url: RedisUrl, options: LinkOptions) -> None:
+        self._service = url.service
+        self._sentinels = list(url.servers)
+        self._tls: ssl.SSLContext | None = options.tls
+        client_name = options.greeting.client_name
+        self.greeting = Greeting(url.sentinel_login, 0, client_name, wants_primary=False)
+
+    async def primary(self) -> Server:
+        """Where the primary is now.
+
+        Raises:
+            StoreMisconfiguredError: the sentinels that answer do not know the service, or refuse us.
+            StoreUnavailableError: no sentinel answers.
+        """
+        refusal = StoreUnavailableError("no sentinel answers")
+        for sentinel in tuple(self._sentinels):
+            try:
+                primary = await self._ask(sentinel)
+            except StoreMisconfiguredError as error:
+                refusal = error
+            except StoreUnavailableError:
+                continue
+            else:
+                self._prefer(sentinel)
+                return primary
+        raise refusal
+
+    @property
+    def preferred(self) -> Server:
+        """The sentinel that answered last."""
+        return self._sentinels[0]
+
+    def _prefer(self, sentinel: Server) -> None:
+        self._sentinels.remove(sentinel)
+        self._sentinels.insert(0, sentinel)
+
+    async def _ask(self, sentinel: Server) -> Server:
+        command = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service)
+        reply = await ask_once(sentinel, self.greeting, self._tls, *command, within_s=ASK_S)
+        match reply:
+            case [bytes() as host, bytes() as port]:
+                return Server(host.decode(), int(port))
+            case _:
+                message = "the sentinels do not know the service of the URL"
+                raise StoreMisconfiguredError(message)
+
+
+class SentinelShards(OneServer):
+    """The shards where the sentinels say which server is the primary, and are listened to for the next one."""
+
+    def __init__(self, url: RedisUrl, options: LinkOptions) -> None:
+        sentinels = Sentinels(url, options)
+        super().__init__(sentinels.primary, options)
+        self._sentinels = sentinels
+        self._service = url.service.encode()
+        self._switches = Subscription(
+            self._sentinel,
+            SWITCHED,
+            options._replace(greeting=sentinels.greeting),
+            on_message=self._switched,
+            on_begin=lambda: None,
+        )
+
+    async def start(self) -> None:
+        """Connect, or have tried."""
+        await super().start()
+        self._switches.start()
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._switches.close()
+        await super().close()
+
+    async def _sentinel(self) -> Server:
+        """Whom to listen to; and what was not heard until now."""
+        self._follow(await self._sentinels.primary())
+        return self._sentinels.preferred
+
+    def _switched(self, told: bytes) -> None:
+        """``service old-host old-port new-host new-port``."""
+        match told.split():
+            case [self._service, _, _, host, port]:
+                self._follow(Server(host.decode(), int(port)))
+
+    def _follow(self, primary: Server) -> None:
+        (link,) = self.all()
+        link.belongs_to(str(primary), "another server has become the primary")

@@ -1,0 +1,397 @@
+"""The shared state in Valkey or Redis: each question as a command over the links.
+
+Nothing is sent twice here. A bucket whose value is no bucket counts as a full one, so that the next batch replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
+
+from ratelimitd.cluster.redis.codec import (
+    DECIDE,
+    MEET,
+    RESET,
+    SETTLE,
+    Script,
+    bucket_key,
+    checks_request,
+    decided,
+    load,
+    met,
+    replaced,
+    reset_reply,
+    reset_request,
+    settle_reply,
+    settle_request,
+    state_of,
+)
+from ratelimitd.cluster.redis.connection import tell
+from ratelimitd.cluster.redis.link import Link
+from ratelimitd.cluster.redis.topology import Shards
+from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
+from ratelimitd.ledger.protocol import Batch, Reply
+from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
+from ratelimitd.model import MAX_TIME_US, Outcome, Rule
+from ratelimitd.tracing import Tracer
+
+# Checks of one turn of the event loop, in as few calls of a script as may be.
+#
+# A call costs the server as much as three checks in it do (ADR 0041): many are cheap together, and dear alone.
+
+CHECKS_PER_CALL: Final = 100
+"""Checks in one script call: as many as a batch may have updates, about 1 ms of the store; more only for long logs."""
+
+CHECKS_PER_WEIGHT: Final = 3
+"""As many of a call cost the server what a call costs it."""
+
+Answer = TypeVar("Answer")
+
+
+class Combiner(Generic[Answer]):
+    """The checks that one script decides.
+
+    ``read`` makes an answer to each of some checks of the reply to their call, in their order, or raises
+    ``StoreCorruptError``.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        script: Script,
+        read: Callable[[Sequence[StoreCheck], Any], Sequence[Answer | RateLimitdError]],
+    ) -> None:
+        self._shards = shards
+        self._script = script
+        self._read = read
+        self._call_soon = asyncio.get_running_loop().call_soon
+        self._checks: list[StoreCheck] = []
+        self._dones: list[Callable[[Answer | RateLimitdError], None]] = []
+        self._links: set[Link] = set()
+        """To servers that something was sent to, and has not left."""
+        self._under_way = 0
+        self._come_alone = False
+        """Whether the last check was the only one of its turn, and of its round trip."""
+
+    def add(self, check: StoreCheck, done: Callable[[Answer | RateLimitdError], None]) -> None:
+        """Let a check leave with the others of this turn; at once, where there have not been any."""
+        if self._come_alone and not self._under_way and not self._checks:
+            self._send([check], [done])
+            self._flush()
+            return
+        if not self._checks:
+            self._call_soon(self._leave)
+        self._checks.append(check)
+        self._dones.append(done)
+
+    def _leave(self) -> None:
+        checks, self._checks = self._checks, []
+        dones, self._dones = self._dones, []
+        self._come_alone = len(checks) == 1 and not self._under_way
+        if self._shards.is_cluster:
+            self._send_by_tag(checks, dones)
+        else:
+            self._send_all(checks, dones)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Let all that was sent leave: the turn in which it came is over, and to wait for another would take 5 µs."""
+        for link in self._links:
+            link.flush()
+        self._links.clear()
+
+    def _send_by_tag(
+        self,
+        checks: Sequence[StoreCheck],
+        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+    ) -> None:
+        """All keys of a call have to be of one slot in a Cluster."""
+        places: dict[int, list[int]] = {}
+        for place, check in enumerate(checks):
+            places.setdefault(check.name[0], []).append(place)
+        for of_tag in places.values():
+            self._send_all([checks[place] for place in of_tag], [dones[place] for place in of_tag])
+
+    def _send_all(
+        self,
+        checks: Sequence[StoreCheck],
+        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+    ) -> None:
+        for start in range(0, len(checks), CHECKS_PER_CALL):
+            end = start + CHECKS_PER_CALL
+            self._send(checks[start:end], dones[start:end])
+
+    def _send(
+        self,
+        checks: Sequence[StoreCheck],
+        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+    ) -> None:
+        try:
+            keys, arguments = checks_request(checks)
+        except Exception as error:  # noqa: BLE001 - a defect, and nobody must wait for ever for it
+            defect = StoreCorruptError(f"checks cannot be sent: {error}")
+            self._call_soon(self._tell, dones, [defect] * len(dones))
+            return
+        link = self._shards.of_tag(checks[0].name[0])
+        self._under_way += 1
+        weight = 1 + len(checks) // CHECKS_PER_WEIGHT
+        link.run(self._script, keys, arguments, partial(self._answered, checks, dones), weight)
+        self._links.add(link)
+
+    def _answered(
+        self,
+        checks: Sequence[StoreCheck],
+        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+        reply: Any,
+    ) -> None:
+        self._under_way -= 1
+        if isinstance(reply, StoreMovingError) and len(checks) > 1:
+            # A slot is being moved, and some of its keys are there: each by itself is answered, or redirected.
+            for check, done in zip(checks, dones, strict=True):
+                self._send([check], [done])
+            self._flush()
+            return
+        answers: Sequence[Answer | RateLimitdError]
+        if isinstance(reply, RateLimitdError):
+            answers = [reply] * len(checks)
+        else:
+            try:
+                answers = self._read(checks, reply)
+            except StoreCorruptError as error:
+                answers = [error] * len(checks)
+        self._tell(dones, answers)
+
+    @staticmethod
+    def _tell(
+        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+        answers: Sequence[Answer | RateLimitdError],
+    ) -> None:
+        for done, answer in zip(dones, answers, strict=True):
+            tell(done, answer)
+
+
+BEAT: Final = load("beat")
+"""A sign of life."""
+
+TAGS_PER_BATCH: Final = 16
+"""Where one server has all hash tags. A thousand buckets in use make 16 batches an interval then, and not 256 of four
+updates, each with the cost of a script call; in a Cluster all keys of a call have to be of one slot."""
+
+MEMBERS_TAG: Final = 0
+MEMBERS_KEY: Final = b"rl1:{00}:members"
+_MEMBERS_KEYS: Final = (MEMBERS_KEY, b"rl1:{00}:secret")
+
+_PROBER_BYTES: Final = 6
+
+Beat = tuple[int, str, tuple[str, ...]]
+"""The store's time in µs, the fingerprint that holds in the cluster, and the names of the incarnations alive."""
+
+_TIME_DIGITS: Final = len(str(MAX_TIME_US))
+
+READS_PER_COMMAND: Final = 256
+
+_NO_BUCKET: Final = StoreCorruptError("the value of a bucket is none")
+_NO_VALUES: Final = StoreCorruptError("the reply to a reading is none")
+
+
+class _Reading(NamedTuple):
+    """A bucket that is to be read."""
+
+    name: bytes
+    rule: Rule
+    done: Callable[[SharedState | RateLimitdError | None], None]
+
+
+class RedisStore:
+    """A :class:`ratelimitd.cluster.pending.SharedStore` over ``shards``."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._loop = asyncio.get_running_loop()
+        self._readings: list[_Reading] = []
+        self._meetings = Combiner(shards, MEET, self._met)
+        self._decisions = Combiner(shards, DECIDE, self._decided)
+        self._prober = f"probe/{secrets.token_hex(_PROBER_BYTES)}"
+        self._probes = 0
+        self.corrupt_total = 0
+        """Values met that were no buckets."""
+
+    @property
+    def tags_per_batch(self) -> int:
+        """How many neighbouring hash tags one batch may be of."""
+        return 1 if self._shards.is_cluster else TAGS_PER_BATCH
+
+    def shard_of(self, tag: int) -> str:
+        """The name of the server that holds a hash tag."""
+        return self._shards.of_tag(tag).name
+
+    def is_connected(self, tag: int) -> bool:
+        """Whether there is a connection to the server that holds a hash tag; if not, one is being made."""
+        return self._shards.of_tag(tag).connected
+
+    def read(
+        self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
+    ) -> None:
+        """Read a bucket; ``None``: it is full. Those of one turn, and of one server, are one command."""
+        if self._shards.is_cluster:
+            # All keys of a command have to be of one slot there.
+            self._read([_Reading(name, rule, done)])
+            return
+        if not self._readings:
+            self._loop.call_soon(self._read_all)
+        self._readings.append(_Reading(name, rule, done))
+
+    def _read_all(self) -> None:
+        readings, self._readings = self._readings, []
+        for start in range(0, len(readings), READS_PER_COMMAND):
+            self._read(readings[start : start + READS_PER_COMMAND])
+
+    def _read(self, readings: Sequence[_Reading]) -> None:
+        link = self._shards.of_tag(readings[0].name[0])
+        command = (b"MGET", *[bucket_key(reading.name) for reading in readings])
+        link.send(command, partial(self._were_read, readings))
+
+    def _were_read(self, readings: Sequence[_Reading], reply: Any) -> None:
+        values: Sequence[Any]
+        if isinstance(reply, list) and len(reply) == len(readings):
+            values = reply
+        else:
+            error = reply if isinstance(reply, RateLimitdError) else _NO_VALUES
+            values = [error] * len(readings)
+        for reading, value in zip(readings, values, strict=True):
+            state = value if isinstance(value, RateLimitdError) else self._state(value, reading)
+            tell(reading.done, state)
+
+    def _state(self, value: Any, reading: _Reading) -> SharedState | None:
+        try:
+            return state_of(value, reading.rule)
+        except StoreCorruptError:
+            self.corrupt_total += 1
+            return None
+
+    def meet(self, check: StoreCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
+        """Decide a first check by the bucket itself. Those of one turn, and of one server, are one script call."""
+        self._meetings.add(check, done)
+
+    def _met(self, checks: Sequence[StoreCheck], reply: Any) -> Sequence[Met | RateLimitdError]:
+        replaced_now, answers = met(checks, reply)
+        unreadable = sum([isinstance(answer, StoreCorruptError) for answer in answers])
+        self.corrupt_total += replaced_now + unreadable
+        return answers
+
+    def decide(self, check: StoreCheck, done: Callable[[Outcome | RateLimitdError], None]) -> None:
+        """Decide a check by the bucket itself. Those of one turn, and of one server, are one script call."""
+        self._decisions.add(check, done)
+
+    def _decided(
+        self, checks: Sequence[StoreCheck], reply: Any
+    ) -> Sequence[Outcome | RateLimitdError]:
+        answers = decided(checks, reply)
+        if None not in answers:
+            return cast("list[Outcome]", answers)
+        self.corrupt_total += answers.count(None)
+        return [_NO_BUCKET if answer is None else answer for answer in answers]
+
+    def settle(
+        self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
+    ) -> None:
+        """Apply a batch, once however often it is sent; ``None``: it is older than the last of its sender."""
+        keys, arguments = settle_request(tag, batch)
+        self._shards.of_tag(tag).run(SETTLE, keys, arguments, partial(self._settled, batch, done))
+
+    def _settled(
+        self, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None], reply: Any
+    ) -> None:
+        self.corrupt_total += replaced(reply)
+        _answer(done, partial(settle_reply, batch), reply)
+
+    def reset(
+        self,
+        name: bytes,
+        rule: Rule,
+        least: int,
+        done: Callable[[SharedState | RateLimitdError], None],
+    ) -> None:
+        """Make a bucket full, in a new generation, which is ``least`` at least."""
+        keys, arguments = reset_request([name], [rule], least)
+        answer = partial(_answer, done, lambda reply: reset_reply([rule], reply)[0])
+        self._shards.of_tag(name[0]).run(RESET, keys, arguments, answer)
+
+    def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
+        """Find out whether the server that holds a hash tag serves checks: an empty batch, which writes."""
+        self._probes += 1
+        batch = Batch(self._prober, self._probes, 0, {})
+
+        def was_settled(reply: Reply | RateLimitdError | None) -> None:
+            done(reply if isinstance(reply, RateLimitdError) else None)
+
+        self.settle(tag, batch, was_settled)
+
+    def beat(
+        self,
+        incarnation: str,
+        ttl_us: int,
+        fingerprint: str,
+        done: Callable[[Beat | RateLimitdError], None],
+    ) -> None:
+        """Give a sign of life, which is good for ``ttl_us``; 0: the node leaves."""
+        arguments = (incarnation.encode(), ttl_us, fingerprint.encode())
+        answer = partial(_answer, done, _beat)
+        self._shards.of_tag(MEMBERS_TAG).run(BEAT, _MEMBERS_KEYS, arguments, answer)
+
+
+def _answer(done: Callable[[Any], None], read: Callable[[Any], Any], reply: Any) -> None:
+    """Hand on what ``read`` makes of a reply, or the error that came instead or that it raises."""
+    if not isinstance(reply, RateLimitdError):
+        try:
+            reply = read(reply)
+        except StoreCorruptError as error:
+            reply = error
+    done(reply)
+
+
+def _beat(reply: Any) -> Beat:
+    match reply:
+        case [bytes() as now_us, bytes() as fingerprint, list() as names] if (
+            now_us.isdigit()
+            and len(now_us) <= _TIME_DIGITS
+            and all(isinstance(name, bytes) for name in names)
+        ):
+            # Names are for counting and for people: one that is no text is a node, too.
+            alive = tuple([name.decode(errors="replace") for name in names])
+            return int(now_us), fingerprint.decode(errors="replace"), alive
+    message = "the reply to a sign of life is none"
+    raise StoreCorruptError(message)
+
+
+# The shared state, with a span around each batch that is settled. Everything else is the store's own.
+
+SYNC_SPAN: Final = "ratelimitd.sync"
+
+
+class TracedStore(RedisStore):
+    """A :class:`RedisStore` whose batches are traced."""
+
+    def __init__(self, *arguments: Any, tracer: Tracer, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._tracer = tracer
+
+    def settle(
+        self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
+    ) -> None:
+        """As the store does."""
+        span = self._tracer.begin(SYNC_SPAN)
+        if span is None:
+            super().settle(tag, batch, done)
+            return
+        span.note("ratelimitd.buckets", len(batch.updates))
+        span.note("server.address", self.shard_of(tag))
+
+        def settled(reply: Reply | RateLimitdError | None) -> None:
+            span.end(type(reply).__name__ if isinstance(reply, RateLimitdError) else "")
+            done(reply)
+
+        super().settle(tag, batch, settled)

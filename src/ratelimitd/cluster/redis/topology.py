@@ -1,0 +1,138 @@
+"""Which server holds which hash tag, and a link to each.
+
+A hash tag is one of 256: the first octet of a bucket's name. All keys of a tag are on one server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from ratelimitd.cluster.redis.link import CONNECT_S, Link, LinkOptions, Locate
+from ratelimitd.errors import StartupError
+from ratelimitd.settings.urls import RedisUrl, Server, TlsFiles
+
+TAGS: Final = 256
+
+START_S: Final = CONNECT_S
+"""How long a node waits at its start for servers to answer; it serves without them afterwards."""
+
+
+class Shards(Protocol):
+    """The links of a node to its shared state."""
+
+    async def start(self) -> None:
+        """Connect, or have tried: returns within about ``START_S`` and goes on in the background. Never raises."""
+
+    async def close(self) -> None:
+        """End all connections; what is in flight gets an error."""
+
+    def of_tag(self, tag: int) -> Link:
+        """The link to the server of a hash tag. Ask again for each request: in Cluster, tags move."""
+
+    def all(self) -> Sequence[Link]:
+        """One link for each server."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether every hash tag has a server, and every server is connected."""
+
+    async def server_of_tag(self, tag: int) -> Server:
+        """Where the server of a hash tag is; raises StoreUnavailableError while nobody knows."""
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether messages need channels that belong to a server, as keys do."""
+
+    @property
+    def options(self) -> LinkOptions:
+        """How to connect to the servers."""
+
+
+class OneServer:
+    """The shards where one server at a time holds everything; ``locate`` says which."""
+
+    is_cluster = False
+
+    def __init__(self, locate: Locate, options: LinkOptions) -> None:
+        self.options = options
+        self._locate = locate
+        self._link = Link(locate, options)
+
+    async def start(self) -> None:
+        """Connect, or have tried."""
+        self._link.start()
+        await settled([self._link])
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._link.close()
+
+    def of_tag(self, _tag: int) -> Link:
+        """The one link."""
+        return self._link
+
+    def all(self) -> Sequence[Link]:
+        """The one link."""
+        return (self._link,)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server is connected."""
+        return self._link.connected
+
+    async def server_of_tag(self, _tag: int) -> Server:
+        """Where the one server is."""
+        return await self._locate()
+
+
+def standalone(url: RedisUrl, options: LinkOptions) -> OneServer:
+    """The shards of a URL that names a server, or its socket."""
+
+    async def locate() -> Server:
+        return url.servers[0]
+
+    return OneServer(locate, options)
+
+
+async def settled(links: Sequence[Link]) -> None:
+    """Wait until each link is connected or has failed once, for at most ``START_S``."""
+    if not links:
+        return
+    waits = [asyncio.create_task(link.settled()) for link in links]
+    _, pending = await asyncio.wait(waits, timeout=START_S)
+    for wait in pending:
+        wait.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+# The TLS side of a connection to the store.
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """What connections are checked with.
+
+    Raises:
+        StartupError: a file cannot be used; the message names the option of the URL.
+    """
+    try:
+        # With an authority of one's own, those of the system are trusted no more.
+        context = ssl.create_default_context(cafile=files.ca_certs or None)
+    except OSError as error:
+        raise StartupError(_unusable("ssl_ca_certs", error)) from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = files.check_hostname
+    if files.certfile:
+        try:
+            context.load_cert_chain(files.certfile, files.keyfile)
+        except OSError as error:
+            raise StartupError(_unusable("ssl_certfile or ssl_keyfile", error)) from None
+    return context
+
+
+def _unusable(option: str, error: OSError) -> str:
+    """``ssl.SSLError`` is an ``OSError`` whose text names no cause that a reader of logs would know."""
+    cause = "it is not valid PEM" if isinstance(error, ssl.SSLError) else str(error.strerror)
+    return f"REDIS_URL: {option} cannot be used: {cause}"

@@ -1,0 +1,146 @@
+"""The counters that the check path moves: plain integers, collected when somebody asks.
+
+A bare integer add costs about 36 ns, a bound counter of a metrics library about 231 ns: so the path adds here, and
+``observe/`` reads. Never reads a clock, never locks; one writer, the event loop.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import Final
+
+LATENCY_BOUNDS_S: Final = (
+    0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0,
+)  # fmt: skip
+"""Upper bounds of the check latency histogram, in seconds, with edges at 1 ms (the promise) and 2 ms (the alert)."""
+
+MAX_RULE_LABELS: Final = 1_000
+"""Rules that get counters of their own; further ones share ``OTHER_RULES``, so that labels stay bounded."""
+
+OTHER_RULES: Final = "other"
+
+
+class CheckStats:
+    """Counters of one process. All ``*_total`` only ever grow, but for ``bucket_missed_total``.
+
+    ``allowed_total`` and ``blocked_total`` count checks decided by a rule, ``NO_RULE`` as allowed, fail-open answers
+    as allowed too (and in their own two counters). Peeks count like checks: they are answered decisions.
+
+    The counters of ``transport_causes`` and ``web_causes`` are there from the start, at 0, so that who looks at growth
+    sees the first of a kind, too.
+    """
+
+    __slots__ = (
+        "allowed_total",
+        "blocked_total",
+        "breaker_denied_total",
+        "bucket_missed_total",
+        "by_rule",
+        "clock_rejected_total",
+        "errors_by_transport",
+        "fail_open_breaker_total",
+        "fail_open_error_total",
+        "false_positives_total",
+        "invalid_total",
+        "latency_counts",
+        "latency_sum_s",
+        "no_rule_total",
+        "refused_by_web",
+        "shared_state_errors_total",
+    )
+
+    def __init__(
+        self, transport_causes: Iterable[str] = (), web_causes: Iterable[str] = ()
+    ) -> None:
+        self.allowed_total = 0
+        self.blocked_total = 0
+        self.no_rule_total = 0
+        self.breaker_denied_total = 0
+        """Checks denied because the circuit breaker was open and the node is told not to allow then."""
+        self.fail_open_breaker_total = 0
+        self.fail_open_error_total = 0
+        self.false_positives_total = 0
+        self.shared_state_errors_total = 0
+        self.invalid_total = 0
+        """Malformed checks: single calls refused and batch items answered INVALID_REQUEST."""
+        self.clock_rejected_total = 0
+        """Caller timestamps that were out of tolerance, so that the node's own clock was used."""
+        self.bucket_missed_total = 0
+        """Checks whose bucket was not there: the rare ones are counted, and the others follow from the answers. In a
+        cluster one counts when it is asked for, and no more when that fails."""
+        self.latency_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
+        self.latency_sum_s = 0.0
+        self.by_rule: dict[str, list[int]] = {}
+        """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``."""
+        self.errors_by_transport: dict[str, int] = dict.fromkeys(transport_causes, 0)
+        """Transport errors by cause, from a closed set of causes."""
+        self.refused_by_web: dict[str, int] = dict.fromkeys(web_causes, 0)
+        """Requests that a page refused by cause, from a closed set of causes."""
+
+    @property
+    def bucket_looked_total(self) -> int:
+        """Checks that were judged by a rule, so that a bucket was looked for."""
+        others = self.no_rule_total + self.fail_open_breaker_total + self.fail_open_error_total
+        others += self.breaker_denied_total
+        return self.allowed_total + self.blocked_total - others
+
+    @property
+    def bucket_known_total(self) -> int:
+        """Those whose bucket was there."""
+        return self.bucket_looked_total - self.bucket_missed_total
+
+    def observe_latency(self, elapsed_s: float, checks: int = 1) -> None:
+        """Count ``checks`` checks that share ``elapsed_s`` seconds, each with its part of the time."""
+        each_s = elapsed_s / checks
+        self.latency_counts[bisect_left(LATENCY_BOUNDS_S, each_s)] += checks
+        self.latency_sum_s += elapsed_s
+
+    def rule_counters(self, rule_id: str) -> list[int]:
+        """The [allowed, blocked] pair of a rule, made at its first use."""
+        counters = self.by_rule.get(rule_id)
+        if counters is None:
+            key = rule_id if len(self.by_rule) < MAX_RULE_LABELS else OTHER_RULES
+            counters = self.by_rule.setdefault(key, [0, 0])
+        return counters
+
+    def forget_rules(self, exists: Callable[[str], bool]) -> None:
+        """Drop the counters of rules that are gone, so that their labels are free for others.
+
+        Whoever holds a pair of such a rule must let go of it: it is counted in vain from now on.
+        """
+        gone = [key for key in self.by_rule if key != OTHER_RULES and not exists(key)]
+        for key in gone:
+            del self.by_rule[key]
+
+    def transport_error(self, cause: str) -> None:
+        """Count one transport error of a closed set of causes."""
+        self.errors_by_transport[cause] = self.errors_by_transport.get(cause, 0) + 1
+
+    def web_refusal(self, cause: str) -> None:
+        """Count one request that a page refused, for a cause of a closed set."""
+        self.refused_by_web[cause] = self.refused_by_web.get(cause, 0) + 1
+
+
+# The worst of what was measured lately: a gauge that a scrape every 15 s does not miss the peaks of.
+#
+# Pure: never reads a clock; the time is handed in.
+
+
+class WorstRecent:
+    """The largest value of the current stretch of ``stretch_us`` and of the one before it."""
+
+    def __init__(self, stretch_us: int) -> None:
+        self._stretch_us = stretch_us
+        self._stretch = 0
+        self._current = 0.0
+        self._before = 0.0
+
+    def note(self, now_us: int, value: float) -> float:
+        """Take in one value; returns the worst of the last one to two stretches."""
+        stretch = now_us // self._stretch_us
+        if stretch != self._stretch:
+            self._before = self._current if stretch == self._stretch + 1 else 0.0
+            self._current, self._stretch = 0.0, stretch
+        self._current = max(self._current, value)
+        return max(self._current, self._before)

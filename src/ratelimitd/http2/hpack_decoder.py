@@ -1,0 +1,357 @@
+"""The decoder of one connection: header blocks to lists of fields (RFC 7541).
+
+Never looks at what a field says, and trusts no octet of a block. The work is proportional to the octets received,
+whatever they say: an octet costs at most one look-up and one pointer to a field that is in the table already, or its
+share of a string. So a block that refers to one huge entry thousands of times makes no copies of it; and reading stops
+soon after its list has grown beyond what an honest peer sends by mistake.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from operator import length_hint
+from typing import Final
+
+from ratelimitd.http2 import huffman
+from ratelimitd.http2 import huffman as errors
+from ratelimitd.http2.huffman import (
+    HeaderBombError,
+    HeaderListTooLargeError,
+    HpackError,
+    decode_continuation,
+)
+from ratelimitd.http2.static_table import (
+    ENTRY_OVERHEAD_BYTES,
+    FIRST_DYNAMIC_INDEX,
+    STATIC_TABLE,
+    Field,
+)
+
+# The table that indexes point into: the static entries, and behind them those that a connection adds.
+#
+# Never reads or writes a block. See RFC 7541 §2.3 and §4.
+
+Entry = tuple[Field, int]
+"""A field and its size as §4.1 counts it."""
+
+DEFAULT_MAX_BYTES: Final = 4096
+"""What both ends assume of a dynamic table until a setting says otherwise (RFC 9113 §6.5.2)."""
+
+
+def field_bytes(field: Field) -> int:
+    """Return the size of a field as §4.1 counts it."""
+    name, value = field
+    return len(name) + len(value) + ENTRY_OVERHEAD_BYTES
+
+
+_STATIC_ENTRIES: Final[tuple[Entry, ...]] = (
+    ((b"", b""), 0),  # there is no index 0; whoever reads an index refuses it
+    *((field, field_bytes(field)) for field in STATIC_TABLE),
+)
+
+
+class HeaderTable:
+    """One list of both tables, in which the position of an entry is its index.
+
+    A new entry moves all older ones up by one. To insert it at the first dynamic index costs the move of some pointers
+    (at most 128 of them in 4096 bytes, 20 ns); in return every look-up is one subscript, without arithmetic.
+
+    Attributes:
+        entries: never assigned anew, so that callers may keep a reference.
+        max_bytes: the maximum size of the dynamic table.
+        used_bytes: its size, never above ``max_bytes``.
+    """
+
+    __slots__ = ("entries", "max_bytes", "used_bytes")
+
+    def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self.entries = list(_STATIC_ENTRIES)
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+
+    def insert(self, field: Field, size: int) -> None:
+        """Add the newest entry and evict the oldest until all fit; one that can never fit empties the table (§4.4)."""
+        entries = self.entries
+        entries.insert(FIRST_DYNAMIC_INDEX, (field, size))
+        used_bytes = self.used_bytes + size
+        # Evicting after inserting gives what §4.4 describes the other way round: the newest entry goes last.
+        while used_bytes > self.max_bytes:
+            used_bytes -= entries.pop()[1]
+        self.used_bytes = used_bytes
+
+    def resize(self, max_bytes: int) -> None:
+        """Set the maximum size; evict the oldest entries until the rest fits (§4.3)."""
+        self.max_bytes = max_bytes
+        while self.used_bytes > max_bytes:
+            self.used_bytes -= self.entries.pop()[1]
+
+
+DEFAULT_MAX_LIST_BYTES: Final = 16_384
+"""As gRPC's own servers allow: metadata is small, and a limiter's is smaller."""
+
+BOMB_FACTOR: Final = 4
+"""A list over its limit costs its stream; one that is this many times over it costs the connection. Between the two
+lie honest mistakes, such as a cookie jar sent to the wrong server."""
+
+MAX_UPDATES: Final = 2
+"""In one block: the smallest maximum since the last block, then the final one (§4.2)."""
+
+RUN_OCTETS: Final = 64
+"""How much of a block is looked at in one go: more than a call has, and little enough to copy before each literal."""
+
+_MOST_INDEX: Final = 0x7F + 0x7E
+"""Of those that `Decoder.follow` reads: up to two octets, and one more stays so."""
+
+_ONE_MORE_ENTRY: Final = bytes(
+    octet + (octet < 0x7F or 0x80 + FIRST_DYNAMIC_INDEX <= octet < 0xFE) for octet in range(256)
+).replace(b"\xfe\xff", b"\x80\xff")
+"""What an index becomes when an entry is inserted before it; a table for ``bytes.translate``. An octet above 0x80 is an
+index, 0xFF with the octet behind it. 0xFE needs a second one: it becomes 0x80, which is no index."""
+
+_MAX_SHORT_BYTES: Final = 0x7E
+_MAX_SHORT_VALUE_BYTES: Final = _MAX_SHORT_BYTES * 8 // 5
+"""Of a string whose length is written in one octet; the shortest code has 5 bits."""
+
+_NEVER: Final = sys.maxsize
+"""An index that no table reaches."""
+
+
+class Decoder:
+    """Decodes the header blocks of one peer, in the order in which they came.
+
+    A field that comes from a table is the same object every time. Whoever compares a list with the one before it
+    compares pointers, which costs 10 ns a field.
+
+    Attributes:
+        generation: changes with every change of the dynamic table. While it stands, equal blocks have equal fields, so
+            a caller may keep what it made of a block; and a block that left it alone changed nothing.
+    """
+
+    __slots__ = (
+        "_behind_run",
+        "_bomb_bytes",
+        "_deepest",
+        "_due_bytes",
+        "_lead",
+        "_max_list_bytes",
+        "_max_table_bytes",
+        "_name",
+        "_name_bytes",
+        "_run",
+        "_table",
+        "generation",
+    )
+
+    def __init__(
+        self,
+        max_table_bytes: int = DEFAULT_MAX_BYTES,
+        max_list_bytes: int = DEFAULT_MAX_LIST_BYTES,
+    ) -> None:
+        self.generation = 0
+        # A peer that was allowed more than both ends assume has to say that it takes it (§6.3).
+        self._table = HeaderTable(min(max_table_bytes, DEFAULT_MAX_BYTES))
+        self._max_table_bytes = max_table_bytes
+        self._due_bytes: int | None = None
+        self._max_list_bytes = max_list_bytes
+        self._bomb_bytes = max_list_bytes * BOMB_FACTOR
+        # What `follow` goes by: the indexes that a block begins with, the highest of them, what is between them and the
+        # last value, all octets in front of it; and its name.
+        self._run = self._behind_run = self._lead = b""
+        self._deepest = _NEVER
+        self._name = b""
+        self._name_bytes = 0
+
+    def set_max_table_bytes(self, max_table_bytes: int) -> None:
+        """Follow our SETTINGS_HEADER_TABLE_SIZE; to be called when the peer has acknowledged it.
+
+        Was it lowered, the next block has to begin with an update that goes as low (RFC 9113 §4.3.1).
+        """
+        self._max_table_bytes = max_table_bytes
+        self._deepest = _NEVER
+        due = self._table.max_bytes if self._due_bytes is None else self._due_bytes
+        if max_table_bytes < due:
+            self._due_bytes = max_table_bytes
+
+    def decode(self, block: bytes) -> tuple[Field, ...]:
+        """Return the fields of a whole block, names and values as they are.
+
+        Raises:
+            HpackError: the block is malformed; the connection cannot go on.
+            HeaderBombError: an HpackError, too: the list is more than `BOMB_FACTOR` times over the limit.
+            HeaderListTooLargeError: the list is over the limit; the table is in step, the connection may go on.
+        """
+        self._deepest = _NEVER
+        fields: list[Field] = []
+        try:
+            list_bytes = self._read(block, fields)
+        except IndexError:
+            raise HpackError(errors.INDEX_INVALID) from None
+        if self._due_bytes is not None:
+            raise HpackError(errors.UPDATE_MISSING)
+        if list_bytes > self._max_list_bytes:
+            if list_bytes > self._bomb_bytes:
+                raise HeaderBombError(errors.LIST_TOO_LARGE)
+            raise HeaderListTooLargeError(errors.LIST_TOO_LARGE)
+        return tuple(fields)
+
+    def expect_another(self, block: bytes, fields: Sequence[Field]) -> None:
+        """Say that the block which was read last, as ``fields``, may be followed by one with another last value.
+
+        If it was a run of indexes and then a literal for the table, :meth:`follow` can read that one.
+        """
+        at = deepest = 0
+        for _ in fields[1:]:
+            index, at = block[at] - 0x80, at + 1
+            if index == 0x7F:
+                index, at = index + block[at], at + 1
+            if not 0 < index < _MOST_INDEX:
+                return
+            deepest = max(deepest, index + 1)
+        name, kind, behind = fields[-1][0], block[at], at + 1
+        if kind == 0x40 and block[behind] == len(name) <= _MAX_SHORT_BYTES:
+            behind += 1 + len(name)
+        elif not 0x40 < kind < 0x7F:
+            return
+        list_bytes = sum(map(field_bytes, fields)) + _MAX_SHORT_VALUE_BYTES
+        if list_bytes <= self._max_list_bytes:
+            self._expect(block[:at], block[at:behind], max(deepest, kind & 0x3F))
+            self._name, self._name_bytes = name, field_bytes((name, b""))
+
+    def follow(self, block: bytes) -> Field | None:
+        """Read a block that differs from the one before it in the last value alone; return the last field.
+
+        None: it is no such block, or :meth:`expect_another` did not know what to expect. Then nothing was read, and
+        :meth:`decode` is to be called, which takes three times as long.
+        """
+        lead, table, deepest = self._lead, self._table, self._deepest
+        if deepest >= len(table.entries) or not block.startswith(lead):
+            return None
+        string = block[len(lead) :]
+        size = len(string) - 1
+        if not 0 <= size <= _MAX_SHORT_BYTES:
+            return None
+        value = string[1:]
+        if string[0] == 0x80 | size:
+            try:
+                value = huffman.decode(value)
+            except HpackError:
+                return None
+        elif string[0] != size:
+            return None
+        field = (self._name, value)
+        table.insert(field, self._name_bytes + len(value))
+        self.generation += 1
+        self._expect(self._run, self._behind_run, deepest + 1)
+        return field
+
+    def _expect(self, run: bytes, behind_run: bytes, deepest: int) -> None:
+        """Keep what the next block begins with, now that an entry was inserted before those that ``run`` points to."""
+        run = run.translate(_ONE_MORE_ENTRY)
+        if deepest >= 0x7F:
+            run = run.replace(b"\x80", b"\xff\x00")
+            if deepest > _MOST_INDEX:
+                deepest = _NEVER
+        self._run = run
+        self._behind_run = behind_run
+        self._lead = run + behind_run
+        self._deepest = deepest
+
+    def _read(self, block: bytes, fields: list[Field]) -> int:
+        """Append the fields of a block, up to the one that makes it a bomb; return the size of the list.
+
+        Raises IndexError for an index behind the table, beside what `decode` raises.
+        """
+        entries = self._table.entries
+        add = fields.append
+        list_bytes = updates = at = 0
+        end = len(block)
+        while at < end and list_bytes <= self._bomb_bytes:
+            # Most of a block is a run of fields with indexes of one octet, or of two when the table is full. A loop
+            # over an iterator takes them in 2/3 of the time of one over positions. Anything else ends the run.
+            run = block[at : at + RUN_OCTETS]
+            octets = iter(run)
+            octet = more = 0
+            for octet in octets:
+                if octet < 0xFF:
+                    if octet <= 0x80:
+                        break
+                    index = octet - 0x80
+                else:
+                    more = next(octets, -1)
+                    if not 0 <= more < 0x80:
+                        break
+                    index = 0x7F + more
+                field, field_bytes = entries[index]
+                add(field)
+                list_bytes += field_bytes
+            else:
+                at += len(run)
+                continue
+
+            at += len(run) - length_hint(octets)
+            if 0x20 <= octet < 0x40:
+                updates += 1
+                at = self._update(block, at, octet, may_come=updates <= MAX_UPDATES and not fields)
+                continue
+            if octet < 0x80:
+                field, field_bytes, at = self._literal(block, at, octet)
+            elif octet == 0x80:
+                raise IndexError
+            else:  # the integer begins behind 0xFF, where the run may have taken an octet of it
+                index, at = decode_continuation(block, at if more < 0 else at - 1, 0x7F)
+                field, field_bytes = entries[index]
+            add(field)
+            list_bytes += field_bytes
+        return list_bytes
+
+    def _literal(self, block: bytes, at: int, octet: int) -> tuple[Field, int, int]:
+        """Read a literal whose first octet is given (§6.2); return the field, its size and the position behind it.
+
+        A field that is never to be indexed (§6.2.3) differs for those who send it on. We do not.
+        """
+        indexing = octet >= 0x40
+        prefix_max = 0x3F if indexing else 0x0F
+        index = octet & prefix_max
+        if index == prefix_max:
+            index, at = decode_continuation(block, at, prefix_max)
+        if index:
+            name = self._table.entries[index][0][0]
+        else:
+            name, at = _string(block, at)
+        value, at = _string(block, at)
+        field = (name, value)
+        field_bytes = len(name) + len(value) + ENTRY_OVERHEAD_BYTES
+        if indexing:
+            self._table.insert(field, field_bytes)
+            self.generation += 1
+        return field, field_bytes, at
+
+    def _update(self, block: bytes, at: int, octet: int, *, may_come: bool) -> int:
+        """Follow a change of the table's maximum size (§6.3); return the position behind it."""
+        if not may_come:
+            raise HpackError(errors.UPDATE_MISPLACED)
+        max_bytes = octet & 0x1F
+        if max_bytes == 0x1F:
+            max_bytes, at = decode_continuation(block, at, max_bytes)
+        if max_bytes > self._max_table_bytes:
+            raise HpackError(errors.UPDATE_TOO_LARGE)
+        if self._due_bytes is not None and max_bytes <= self._due_bytes:
+            self._due_bytes = None
+        self._table.resize(max_bytes)
+        self.generation += 1
+        return at
+
+
+def _string(block: bytes, at: int) -> tuple[bytes, int]:
+    """Read a string literal (§5.2); return it and the position behind it."""
+    octet = block[at] if at < len(block) else 0x7F  # which is continued by nothing
+    at += 1
+    length = octet & 0x7F
+    if length == 0x7F:
+        length, at = decode_continuation(block, at, length)
+    end = at + length
+    if end > len(block):
+        raise HpackError(errors.TRUNCATED)
+    string = block[at:end]
+    return (huffman.decode(string) if octet & 0x80 else string), end

@@ -1,0 +1,342 @@
+"""One node's side of one bucket: its view, on which it decides, and what it has still to settle.
+
+Never does I/O and never reads a clock. The view is the base, the last state that came from the store, less what the
+node has spent since. The node decides on it while what it has not settled stays within its share of what is left; a
+bucket that is closer to its limit is decided by the store.
+
+A check on the spot has to cost no more than one in a node's own table, so what it is compared with is remembered: what
+is left of the base only grows until a newer one comes, and is worked out anew only when the old figure is too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from ratelimitd.algorithms import Decide
+from ratelimitd.ledger.accounts import ACCOUNTS, BucketState
+from ratelimitd.ledger.protocol import Spends
+from ratelimitd.ledger.shared_state import Ask, SharedState, Update, standing
+from ratelimitd.model import COST_EXCEEDS_LIMIT, Outcome, Rule
+
+SHARES_OF_REMAINING: Final = 2
+"""A node may hold back 1/2N of what is left: all nodes together half of it."""
+
+SHARES_OF_LAST_HALF: Final = 4
+"""And 1/4N when no more than half of the limit is left. What is left is soon gone then, and the store may have given it
+to others before a node has settled what it held back. Where callers come to all nodes at once, that was up to 4 % of
+the limit too much in each window; it is less than 1 % like this (ADR 0023)."""
+
+SHARES_OF_LIMIT: Final = 100
+"""Or 1/100N of the limit, whatever is left: the smallest excess that is worth no round trip."""
+
+STALE_US: Final = 1_000_000
+"""A batch that was frozen longer ago has met an outage."""
+
+LEAST_PENDING_RUNS: Final = 1_000
+"""Of unsent spends before it is worth looking which of them the view does not lack any more."""
+
+_UNKNOWN: Final = -1
+
+
+class View:
+    """A bucket as one node sees it.
+
+    Attributes:
+        rule: in force on this node; its ``revision`` is that of the whole rule book, or of a state that knew better.
+        base: the latest state that came from the store, ``None`` while it has none of this bucket.
+        unsent: what was allowed since the last batch was frozen.
+        in_flight: what that batch carries.
+        asks: checks that wait for the next batch.
+        forgiven: tokens that were allowed and are charged nowhere. Who counts them may set it back to 0.
+        knows_better: whether the limit is newer than the one that the store was last seen to go by. Any update tells
+            the store; a denial makes none, so one has to be sent for it.
+        shared_out: what all nodes together may have unsettled, at least; -1 while that is not worked out.
+        false_positives: checks that were denied, and that the state which came from the store next would have allowed.
+            Who counts them may set it back to 0.
+    """
+
+    __slots__ = (
+        "_account",
+        "_decide",
+        "_denials",
+        "_denied_at_us",
+        "_denied_cost",
+        "_is_contended",
+        "_latest_us",
+        "_state",
+        "_trim_at",
+        "asked_in_flight",
+        "asked_tokens",
+        "asks",
+        "base",
+        "false_positives",
+        "forgiven",
+        "generation",
+        "in_flight",
+        "knows_better",
+        "rule",
+        "shared_out",
+        "unsent",
+    )
+
+    def __init__(self, rule: Rule, base: SharedState | None) -> None:
+        self.rule = rule
+        self._account = ACCOUNTS[rule.algorithm]
+        self.base = base
+        self.generation = None if base is None else base.generation
+        self.unsent = Spends(rule)
+        self.in_flight = Spends(rule)
+        self.asks: list[Ask] = []
+        self.forgiven = self.false_positives = 0
+        self.asked_tokens = self.asked_in_flight = 0
+        self._trim_at = LEAST_PENDING_RUNS
+        self._is_contended = False
+        self._denials = self._denied_at_us = self._denied_cost = 0
+        self._state: BucketState
+        self._latest_us: int
+        self.knows_better: bool
+        self.shared_out: int
+        self._decide: Decide
+        if base is not None:
+            self._learn(base)
+        self._recompute()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there is nothing to settle: then a view of the same rule and base is as good as this one."""
+        return not (self.unsent.tokens or self.in_flight.tokens or self.asked_tokens)
+
+    # Deciding
+
+    def check(self, now_us: int, members: int, cost: int) -> Outcome | None:
+        """Decide one check on the spot; ``None`` if the store is to decide it, which :meth:`ask` brings about.
+
+        ``now_us`` is the node's clock, or the caller's time; ``members`` how many nodes are alive, with this one.
+        """
+        # Attributes are called through a name: a slot that holds a function is slow to call as a method.
+        decide = self._decide
+        outcome = decide(self._state, self.rule, now_us, cost)
+        if not outcome[0]:
+            return self._denied(outcome, now_us, cost)
+        unsent = self.unsent
+        planned = (self.in_flight.tokens + unsent.tokens + self.asked_tokens + cost) * members
+        if planned > self.shared_out and planned > self._work_out_share(now_us):
+            return self._unless_crowded(now_us, members, cost)
+        self._state = outcome[5]
+        if now_us > self._latest_us:  # noqa: PLR1730 - a call costs 60 ns, a comparison 15
+            self._latest_us = now_us
+        unsent.add(self._latest_us, cost)
+        return outcome
+
+    def check_alone(self, now_us: int, cost: int) -> Outcome:
+        """Decide one check by the view, for the store has not answered in time."""
+        outcome = self.peek(now_us, cost)
+        if not outcome[0]:
+            return self._denied(outcome, now_us, cost)
+        self._state = outcome[5]
+        self._latest_us = max(self._latest_us, now_us)
+        self.unsent.add(self._latest_us, cost)
+        if len(self.unsent) > self._trim_at:
+            self._trim(now_us)
+        return outcome
+
+    def peek(self, now_us: int, cost: int) -> Outcome:
+        """Judge one check by the view, and charge nothing."""
+        decide = self._decide
+        return decide(self._state, self.rule, now_us, cost)
+
+    def ask(self, now_us: int, cost: int) -> Ask:
+        """Let the next batch take a check to the store, to be decided as of ``now_us``."""
+        ask = Ask(max(now_us, self._latest_us), cost)
+        self.asks.append(ask)
+        self.asked_tokens += cost
+        return ask
+
+    def withdraw(self, ask: Ask) -> bool:
+        """Take back what no batch has taken yet, for it was decided otherwise; false: one has."""
+        for index, one in enumerate(self.asks):
+            if one is ask:
+                del self.asks[index]
+                self.asked_tokens -= ask.cost
+                return True
+        return False
+
+    def is_due(self, now_us: int, members: int) -> bool:
+        """Whether the next batch should not wait for its time: the share is used up, or somebody waits."""
+        if self.asks:
+            return True
+        unsent = self.unsent.tokens * members
+        if unsent < self.shared_out or not unsent:
+            return False
+        return unsent >= self._share_of(self._remaining(now_us))
+
+    # Settling
+
+    def freeze(self) -> Update:
+        """What the next batch says of this bucket; from now on it is in flight. Nothing else may be."""
+        self.in_flight, self.unsent = self.unsent, self.in_flight  # which is empty
+        self.unsent.begin(self.rule)
+        self._trim_at = LEAST_PENDING_RUNS
+        asks: Sequence[Ask] = ()
+        if self.asks:
+            asks, self.asks = tuple(self.asks), []
+        self.asked_in_flight = self.asked_tokens
+        return Update(self.rule, self.generation, self.in_flight.runs(), asks)
+
+    def acknowledge(self, shared: SharedState) -> None:
+        """The batch has arrived, and this is the state that it left."""
+        self.asked_tokens -= self.asked_in_flight
+        self.asked_in_flight = 0
+        if self.generation is None or shared.generation <= self.generation:
+            self.in_flight.begin(self.rule)
+        self.hear(shared)
+
+    def abandon(self) -> int:
+        """The batch will never be acknowledged: nobody can tell what became of it; returns its tokens."""
+        lost = self.in_flight.tokens
+        self.in_flight.begin(self.rule)
+        self.asked_tokens -= self.asked_in_flight
+        self.asked_in_flight = 0
+        self._recompute()
+        return lost
+
+    def hear(self, shared: SharedState) -> None:
+        """A state came from the store. Of two the later one is the base, in whatever order they come."""
+        if self.base is None or standing(shared, self.rule) > standing(self.base, self.rule):
+            self.base = shared
+        self._learn(shared)
+        if self.generation is None:
+            self.generation = shared.generation
+        elif shared.generation > self.generation:
+            # The spends were of a bucket that is no more; the store drops what is in flight of them, too.
+            self.generation = shared.generation
+            self.forgiven += self.in_flight.tokens + self.unsent.tokens
+            self.in_flight.begin(self.rule)
+            self.unsent.begin(self.rule)
+        self._recompute()
+        if self._denials:
+            self._judge_denials()
+
+    def forgive_outage(self, now_us: int) -> None:
+        """The store is back after an outage: settle no more than the view still lacks.
+
+        To be called at the first word from it and before anything of it is adopted. What was refilled meanwhile was
+        spent rightly, and what all nodes spent beside each other cannot be taken back: charged in full, it would lock
+        the caller out for as many windows as there are nodes.
+        """
+        lacking = self._account.used(self._state, self.rule, now_us) - self.in_flight.tokens
+        excess = self.unsent.tokens - max(0, lacking)
+        # Of many views few have any. The oldest first: a window or a log does not lack them any more.
+        if excess > 0:
+            self.forgiven += self.unsent.remove_oldest(excess)
+            self._recompute()
+
+    def note_grants(self, grants: Sequence[bool]) -> None:
+        """So the store has decided what a batch asked."""
+        self._is_contended = not all(grants)
+
+    def pay(self, tokens: int) -> None:
+        """A grant came after the view had decided and charged the check: the store has charged it, too."""
+        # What is no longer to be settled was forgiven, and is charged after all.
+        self.forgiven -= tokens - self.unsent.remove_latest(tokens)
+        self._recompute()
+
+    def edit(self, rule: Rule) -> None:
+        """The node's rule book has changed, and this is the rule now: no more is settled than it allows.
+
+        Most edits are of other rules. Then nothing changes here but the revision; and of a book that is older than what
+        a state has told of this rule, nothing at all.
+        """
+        if rule.revision < self.rule.revision:
+            return
+        before, self.rule = self.rule, rule
+        if rule.limit != before.limit:
+            self.forgiven += self.unsent.remove_latest(self.unsent.tokens - rule.limit)
+            self._recompute()
+
+    # Inside
+
+    def _learn(self, shared: SharedState) -> None:
+        """Go by the limit of a state that others have charged under a newer rule book than this node has."""
+        if shared.revision > self.rule.revision:
+            rule = replace(self.rule, limit=shared.limit, revision=shared.revision)
+            if rule.limit < self.rule.limit:
+                self.forgiven += self.unsent.remove_latest(self.unsent.tokens - rule.limit)
+            self.rule = rule
+
+    def _work_out_share(self, now_us: int) -> int:
+        """What all nodes together may have unsettled; holds until what is left of the base has grown."""
+        self.shared_out = self._share_of(self._remaining(now_us))
+        return self.shared_out
+
+    def _share_of(self, remaining: int) -> int:
+        limit = self.rule.limit
+        shares = SHARES_OF_LAST_HALF if 2 * remaining <= limit else SHARES_OF_REMAINING
+        return max(remaining // shares, limit // SHARES_OF_LIMIT)
+
+    def _remaining(self, now_us: int) -> int:
+        """Tokens that the base has left at ``now_us``."""
+        if self.base is None:
+            return self.rule.limit
+        return max(0, self.rule.limit - self._account.used(self.base.state, self.rule, now_us))
+
+    def _unless_crowded(self, now_us: int, members: int, cost: int) -> Outcome | None:
+        """``None``, if what those that wait will take leaves room for one more; else a denial.
+
+        They take what is left, or others have: no more are to wait than there is left for. Where the store has refused
+        some of those that waited last, the other nodes are taken to ask for as much.
+        """
+        if not self.asked_tokens:
+            return None
+        asked = ((now_us, self.asked_tokens * (members if self._is_contended else 1)),)
+        crowded = self._account.charged(self._state, self.rule, asked)
+        outcome = self._account.judge(crowded, self.rule, now_us, cost)
+        return None if outcome[0] else self._denied((*outcome[:5], self._state), now_us, cost)
+
+    def _denied(self, outcome: Outcome, now_us: int, cost: int) -> Outcome:
+        """Remember a denial until the store has its say, and hand it on."""
+        if outcome[4] is not COST_EXCEEDS_LIMIT:
+            if not self._denials:
+                self._denied_at_us, self._denied_cost = now_us, cost
+            elif cost < self._denied_cost:
+                self._denied_cost = cost
+            self._denials += 1
+        return outcome
+
+    def _judge_denials(self) -> None:
+        """Count those denials that what is known now would have allowed: as many as fit, at the time of the first.
+
+        What has come free since then was not there, and may have been spent since then; that it was is not assumed.
+        """
+        at_us, rule, account = self._denied_at_us, self.rule, self._account
+        room = rule.limit - account.used(self._state, rule, at_us)
+        if room >= self._denied_cost and at_us < self._latest_us:
+            room -= account.freed(rule, at_us, self._latest_us)
+        self.false_positives += max(0, min(self._denials, room // self._denied_cost))
+        self._denials = 0
+
+    def _trim(self, now_us: int) -> None:
+        """Keep what waits through a long outage within bounds: what its end would forgive is forgiven already."""
+        self.forgive_outage(now_us)
+        self._trim_at = max(LEAST_PENDING_RUNS, 2 * len(self.unsent))
+
+    def _recompute(self) -> None:
+        rule, account, base = self.rule, self._account, self.base
+        state: Any = None
+        self.knows_better = False
+        if base is not None:
+            state = base.state
+            if base.limit != rule.limit:
+                state = account.capped(state, rule)
+                self.knows_better = rule.revision > base.revision
+        if self.in_flight.tokens:
+            state = account.charged(state, rule, self.in_flight.runs())
+        if self.unsent.tokens:
+            state = account.charged(state, rule, self.unsent.runs())
+        self._state = state
+        self._latest_us = account.standing(state)[0]
+        self.shared_out = _UNKNOWN
+        # An overdrawn bucket is judged as such; it is overdrawn here, or not until the next time.
+        self._decide = account.judge_of(state, rule)

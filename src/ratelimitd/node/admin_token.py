@@ -1,0 +1,138 @@
+"""The admin token that a node makes where no setting names one: its file, and how a command on the same host finds it.
+
+Loopback is no credential: behind a plain proxy every caller comes from there. See ADR 0042.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ratelimitd.buckets.state_dir import StateDir
+from ratelimitd.errors import StartupError
+from ratelimitd.settings.parsing import MAX_TOKEN_CHARACTERS, Address, address, token
+from ratelimitd.settings.sources import environment_of
+
+FILE_NAME: Final = "admin-token"
+
+TOKEN_BYTES: Final = 32
+"""Random bytes of a token: 256 bits cannot be guessed, however many tries a caller has."""
+
+STATE_DIRS: Final = (
+    Path("ratelimitd-state"),
+    Path("/var/lib/ratelimitd/ratelimitd-state"),
+)
+"""Where a node on this host keeps its state unless RATELIMITD_STATE_DIR says otherwise: the default, and the unit's."""
+
+
+def own_admin_token(state_dir: Path) -> str:
+    """Return the token in ``state_dir``, made at the first start. The caller holds the lock of the directory.
+
+    Raises:
+        StartupError: the file cannot be used, or others than its owner can; one line says why.
+    """
+    path = state_dir / FILE_NAME
+    return read_admin_token(path) or _make(path)
+
+
+def find_admin_token(target: str, environ: Mapping[str, str]) -> str | None:
+    """Return the token of the node that answers at ``target``, a ``HOST:PORT`` of this host; ``None``: none is found.
+
+    The token goes to no other address: the node that runs says in its state directory where it listens.
+    """
+    given = environ.get(environment_of("STATE_DIR"))
+    for directory in (Path(given),) if given else STATE_DIRS:
+        try:
+            listens_at = StateDir.address_in(directory)
+            if listens_at and _is_reached(address(listens_at), address(target)):
+                # Root may use the token of a node that has a user of its own.
+                return read_admin_token(directory / FILE_NAME, own=False)
+        except (OSError, ValueError, StartupError):
+            continue  # a file that cannot be used is the node's to tell, and it did
+    return None
+
+
+def _is_reached(listen: Address, target: Address) -> bool:
+    """Whether nothing but what listens at ``listen`` can answer at ``target``."""
+    if listen.port != target.port:
+        return False
+    if listen.host == target.host:
+        return True
+    try:
+        wanted, bound = ipaddress.ip_address(target.host), ipaddress.ip_address(listen.host)
+    except ValueError:
+        return False
+    # A name such as localhost may lead to an address where another program listens.
+    return wanted.is_loopback and bound.is_unspecified and wanted.version <= bound.version
+
+
+def read_admin_token(path: Path, *, own: bool = True) -> str | None:
+    """Return the token in the file, ``None`` where there is no file. ``own``: it must belong to this process's user.
+
+    Raises:
+        StartupError: the file cannot be used, or others than its owner can; one line says why.
+    """
+    try:
+        # Opening a pipe without O_NONBLOCK would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(path, f"cannot be read: {error.strerror}") from None
+    try:
+        _demand_private(path, os.fstat(descriptor), own=own)
+        octets = os.read(descriptor, MAX_TOKEN_CHARACTERS + 2)
+    finally:
+        os.close(descriptor)
+    text = octets.decode("ascii", "replace").strip()
+    try:
+        found = token(text)
+    except ValueError:
+        raise _unusable(path, "holds no token") from None
+    if not found:
+        raise _unusable(path, "is empty")
+    return found
+
+
+def _demand_private(path: Path, status: os.stat_result, *, own: bool) -> None:
+    """Refuse a file that other users made or can use. A group may have been made for it (fsGroup of Kubernetes)."""
+    if stat.S_ISDIR(status.st_mode):
+        raise _unusable(path, "is a directory")
+    if not stat.S_ISREG(status.st_mode):
+        raise _unusable(path, "is not a file")
+    if own and status.st_uid != os.geteuid():
+        raise _unusable(path, f"belongs to another user, with the id {status.st_uid}")
+    if status.st_mode & stat.S_IRWXO:
+        message = f"the admin token {path} can be used by other users: chmod 0600 it, or delete it for a new one"
+        raise StartupError(message)
+
+
+def _make(path: Path) -> str:
+    """Make a token and its file, which is there whole or not at all."""
+    made = secrets.token_urlsafe(TOKEN_BYTES)
+    aside = path.with_name(f"{FILE_NAME}.tmp")
+    try:
+        aside.unlink(missing_ok=True)  # a killed start may have left it, with another mode
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(f"{made}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        message = (
+            f"the admin token {path} cannot be written: {error.strerror}; or set ADMIN_TOKEN_FILE"
+        )
+        raise StartupError(message) from error
+    return made
+
+
+def _unusable(path: Path, reason: str) -> StartupError:
+    return StartupError(
+        f"the admin token {path} {reason}: delete it, and the next start makes another; or set ADMIN_TOKEN_FILE"
+    )

@@ -1,0 +1,112 @@
+"""The small duties of a running node, each short enough for one turn of the event loop.
+
+Expired buckets go, the table learns that time has passed, the clock is compared with the wall, health takes its
+sample, and the loop measures its own lag. Never waits, never does I/O.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.clock import SKEW_ALARM_US, Clock
+from ratelimitd.counters import WorstRecent
+from ratelimitd.model import US_PER_S
+from ratelimitd.observe.health import Health
+from ratelimitd.observe.metrics import Runtime
+
+TICK_S: Final = 0.1
+SWEEP_SHARDS: Final = 4
+"""Shards swept in a tick, about 0.4 ms; a full table of a million buckets is through in 40 s."""
+
+SAMPLE_S: Final = 1.0
+
+LAG_STRETCH_US: Final = 10 * US_PER_S
+
+_log = logging.getLogger(__name__)
+
+
+class Upkeep:
+    """The duties of one node; ``table`` is where its own buckets are, if they are its own.
+
+    ``loop_time_s`` is the event loop's own time in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        table: BucketTable | None,
+        health: Health,
+        runtime: Runtime,
+        loop_time_s: Callable[[], float],
+    ) -> None:
+        self._clock = clock
+        self._table = table
+        self._health = health
+        self._runtime = runtime
+        self._loop_time_s = loop_time_s
+        self._started_us = clock.monotonic_us()
+        self._due_s = loop_time_s() + TICK_S
+        self._lag = WorstRecent(LAG_STRETCH_US)
+        self._clock_is_wrong = False
+
+    def tick(self) -> None:
+        """What is due every :data:`TICK_S` seconds."""
+        now_s = self._loop_time_s()
+        lag_s = max(0.0, now_s - self._due_s)
+        self._due_s = now_s + TICK_S
+        self._runtime.loop_lag_s = self._lag.note(round(now_s * US_PER_S), lag_s)
+        if self._table is not None:
+            self._table.tick = 1 + (self._clock.monotonic_us() - self._started_us) // US_PER_S
+            self._table.sweep(self._clock.now_us(), SWEEP_SHARDS)
+
+    def sample(self) -> None:
+        """What is due every :data:`SAMPLE_S` seconds."""
+        self._health.sample()
+        self._runtime.clock_error_us = error_us = self._clock.remeasure()
+        self._report_clock(error_us)
+
+    def _report_clock(self, error_us: int) -> None:
+        """Log when the alarm begins and when it ends; meanwhile the metric tells."""
+        was_wrong, self._clock_is_wrong = self._clock_is_wrong, abs(error_us) > SKEW_ALARM_US
+        if self._clock_is_wrong and not was_wrong:
+            _log.error(
+                "the wall clock is %.1f s %s the node's clock, which follows at 10 ms a second",
+                abs(error_us) / US_PER_S,
+                "ahead of" if error_us > 0 else "behind",
+            )
+        elif was_wrong and not self._clock_is_wrong:
+            _log.warning("the node's clock is within a second of the wall clock again")
+
+
+# Python's garbage collector in a process that serves: what is loaded to stay is taken out of its sight.
+#
+# A full collection walks every container object, and nothing runs meanwhile: 40 ms for the modules alone, up to 350 ms
+# with a book of 100,000 rules, less than 0.1 ms once all that is frozen (measured, CPython 3.11). Buckets do not count:
+# a million of them, bytes in dicts of bytes, add nothing that can be measured.
+
+
+def tidy() -> None:
+    """Collect what is garbage and freeze the rest. Takes tens of milliseconds: not while serving."""
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def whole_load() -> Iterator[None]:
+    """Around the load of a whole rule book: no collection walks it while it grows, nor once it is in force.
+
+    What is cyclic garbage at the end is never freed; that is little, and a book is loaded whole only at the start and
+    when the database was replaced.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()

@@ -1,0 +1,461 @@
+"""The composition root: which adapters a node is made of, in which order they open, and in which they close.
+
+The only module that names them. Decides nothing about checks; signals, stdout and the exit code are the supervisor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from typing import Final
+
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.snapshot import SnapshotLog
+from ratelimitd.buckets.state_dir import StateDir
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.clock import Clock, SystemClock
+from ratelimitd.cluster.cache import BucketCache
+from ratelimitd.cluster.membership import SharedTime
+from ratelimitd.counters import CheckStats
+from ratelimitd.limiter import Limiter, SharedBuckets
+from ratelimitd.model import US_PER_S
+from ratelimitd.node.admin_token import own_admin_token
+from ratelimitd.node.clustering import Clustering
+from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
+from ratelimitd.node.live_view import live_of
+from ratelimitd.node.readings import metrics_of
+from ratelimitd.node.startup import feed_of
+from ratelimitd.node.transports import CAUSES, server_of
+from ratelimitd.observe import history
+from ratelimitd.observe.denials import FOLD_S, Denials
+from ratelimitd.observe.health import Health, SharedStateStatus, embedded
+from ratelimitd.observe.live import Live
+from ratelimitd.observe.logs import LogContext, RulesLog
+from ratelimitd.observe.metrics import Metrics, Runtime
+from ratelimitd.observe.traces import ClosableTracer, open_tracer
+from ratelimitd.retry import Background
+from ratelimitd.rpc.interface import Methods, Server
+from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.tls import TlsFiles
+from ratelimitd.rules.book import BucketKey, RuleBook
+from ratelimitd.rules.feed import RuleFeed
+from ratelimitd.rules.sql.store import SqlRuleStore
+from ratelimitd.rules.store import RuleStore
+from ratelimitd.services import grpc_health, reflection
+from ratelimitd.services.auth import Access, Credentials
+from ratelimitd.services.config import ConfigService
+from ratelimitd.services.envoy.messages import SERVICE as ENVOY
+from ratelimitd.services.envoy.service import EnvoyOptions, EnvoyService
+from ratelimitd.services.errors import ErrorEdge
+from ratelimitd.services.grpc_health import GrpcHealthService
+from ratelimitd.services.health import HealthService
+from ratelimitd.services.methods import OUR_SERVICES, admission, guarded, names_of, traced
+from ratelimitd.services.rate_limiter import RateLimiterService
+from ratelimitd.services.reflection import ReflectionService
+from ratelimitd.settings.table import Settings
+from ratelimitd.web.app import Parts, Readiness, application
+from ratelimitd.web.pages.errors import Cause
+from ratelimitd.web.pages.sessions import login_link
+from ratelimitd.web.server import HttpServer
+from ratelimitd.web.worker_proxy import FromParent
+
+CLOSING_SHARE: Final = 0.3
+MAX_CLOSING_S: Final = 3.0
+"""What of DRAIN_S is kept for writing buckets and closing stores after the last call has ended."""
+
+_log = logging.getLogger(__name__)
+
+
+class Node:
+    """One node: built from settings, started once, drained once. ``whole_load`` is for its rule feed.
+
+    ``reuse_port``: it is one of several processes on the gRPC port, and its HTTP side is for their parent, see
+    :mod:`ratelimitd.workers`. ``may_listen`` returns when it may take the port, and is asked when all else is open.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        clock: Clock | None = None,
+        context: LogContext | None = None,
+        whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
+        reuse_port: bool = False,
+        may_listen: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.grpc_address = ""
+        """``host:port`` that gRPC listens on, once started."""
+        self.http_address = ""
+        """``host:port`` that HTTP listens on, or the path of its socket, once started; empty when it is off."""
+        self.login_link = ""
+        """Opens the pages once, shortly after the start; empty unless the node made its admin token."""
+        self.node_id = settings.node_name
+        self.metrics: Metrics | None = None
+        """What it reports on itself, once started."""
+        self.stats = CheckStats(CAUSES, map(str, Cause))
+        self._settings = settings
+        self._admin_token = settings.admin_token
+        self._shared_time = SharedTime()
+        self._clock = clock or SystemClock(self._shared_time.wall_ns)
+        self._context = context or LogContext(self.node_id)
+        self._runtime = Runtime()
+        self._task_restarts: dict[str, int] = {}
+        self._callers_time = settings.timestamps == "caller"
+        self._clustering: Clustering | None = None
+        self._keys = BucketKeys(settings.key_secret)
+        self._late_key: BucketKey | None = None
+        self._denials = Denials(self.stats, digest=self._keys.identifier_digest)
+        self._health = Health(
+            node_id=self.node_id,
+            stats=self.stats,
+            clock=self._clock,
+            rules_revision=lambda: self._context.rules_revision,
+            shared_state=self._shared_state,
+        )
+        self._grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
+        self._edge = ErrorEdge()
+        self._tracer: ClosableTracer | None = None
+        self._open = AsyncExitStack()
+        self._server: Server | None = None
+        self._limiter: Limiter | None = None
+        self._whole_load = whole_load
+        self._reuse_port = reuse_port
+        self._may_listen = may_listen
+        self._rules_log = RulesLog()
+        self._draining = False
+
+    async def start(self) -> None:
+        """Open everything, and answer calls.
+
+        Raises:
+            StartupError: something cannot be opened; whatever was open is closed again. One line says what.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._open.aclose()
+            raise
+
+    async def drain(self) -> None:
+        """Stop in order: not ready, no new calls, calls in flight end, buckets are written, stores close.
+
+        Takes at most about DRAIN_S. Idempotent.
+        """
+        self._draining = True
+        self._grpc_health.drain()
+        if self._server is not None:
+            await self._server.stop_accepting()
+        await self._open.aclose()
+
+    @property
+    def readiness(self) -> Readiness:
+        """Whether checks should come here: there is a rule book, and the node is not on its way out."""
+        if self._draining:
+            return Readiness(ready=False, reason="draining")
+        if self._limiter is None or self._limiter.book is None:
+            return Readiness(ready=False, reason="no rules are loaded yet")
+        return Readiness(ready=True)
+
+    @property
+    def _closing_s(self) -> float:
+        return min(MAX_CLOSING_S, CLOSING_SHARE * self._settings.drain_s)
+
+    async def _start(self) -> None:
+        settings = self._settings
+        self._tracer = open_tracer(
+            settings.otel_endpoint, node_id=self.node_id, ratio=settings.otel_sample_ratio
+        )
+        if self._tracer is not None:
+            self._open.push_async_callback(self._tracer.close)
+        state_dir = StateDir.lock(settings.state_dir)
+        self._open.callback(state_dir.close)
+        if settings.has_own_admin_token:
+            self._admin_token = own_admin_token(state_dir.path)
+        for warning in settings.warnings:
+            _warn(warning)
+        store = SqlRuleStore(settings.database_url, clock=self._clock)
+        self._open.push_async_callback(store.close)
+        bucket_key = None if settings.key_secret else BucketKey(state_dir.path, report=_warn)
+        feed = feed_of(
+            store,
+            settings,
+            bucket_key,
+            state_dir.path,
+            on_book=self._take_book,
+            whole_load=self._whole_load,
+        )
+        # Before the buckets, so that a drain closes it after them: a rule book can be had again, spends cannot.
+        self._open.push_async_callback(feed.close)
+        await feed.start()
+        if bucket_key is not None and (feed.book is not None or not settings.redis_url):
+            self._keys.rekey(bucket_key.use())
+        else:
+            # Without rules no bucket is named; and nodes that share buckets wait for the key that all of them have.
+            self._late_key = bucket_key
+        if settings.redis_url:
+            await self._start_in_cluster(store, feed)
+        else:
+            await self._start_alone(store, feed)
+        if settings.has_own_admin_token:
+            state_dir.publish(self.grpc_address)
+            if self.http_address:
+                self.login_link = login_link(self.http_address, self._admin_token, self._now_s())
+
+    def _now_s(self) -> float:
+        return self._clock.now_us() / US_PER_S
+
+    async def _start_alone(self, store: RuleStore, feed: RuleFeed) -> None:
+        """With buckets of its own, which survive a restart on its disk."""
+        table = BucketTable(
+            self._settings.cache_entries, self.stats, callers_time=self._callers_time
+        )
+        snapshot = SnapshotLog.open(
+            self._settings.state_dir,
+            table,
+            self._keys.secret,
+            self._clock,
+            callers_time=self._callers_time,
+            report=_warn,
+        )
+        self._open.push_async_callback(snapshot.drain)
+        for report in snapshot.reports:
+            _warn(report)
+        background = self._new_background(feed)
+        self._start_upkeep(background, table)
+        background.start("snapshot", snapshot.run)
+        limiter = self._new_limiter(buckets=table, journal=snapshot)
+        metrics = self._new_metrics(feed, table, snapshot)
+        live = self._start_live(background, table)
+        await self._serve(limiter, store, feed, metrics, live=live)
+
+    async def _start_in_cluster(self, store: RuleStore, feed: RuleFeed) -> None:
+        """With the buckets that all nodes share."""
+        clustering = Clustering(
+            self._settings,
+            keys=self._keys,
+            fingerprint=lambda: "" if self._late_key else self._keys.fingerprint(),
+            clock=self._clock,
+            shared_time=self._shared_time,
+            stats=self.stats,
+            feed=feed,
+            tracer=self._tracer,
+        )
+        self._open.push_async_callback(clustering.drain, self._closing_s)
+        self._clustering = clustering
+        await clustering.start()
+        if self._shared_time.is_known and isinstance(self._clock, SystemClock):
+            self._clock.anchor()  # nobody has been answered by it yet
+        background = self._new_background(feed)
+        self._start_upkeep(background, None)
+        clustering.start_jobs(background)
+        limiter = self._new_limiter(shared=clustering.buckets)
+        metrics = self._new_metrics(feed, clustering.cache, None)
+        live = self._start_live(background, clustering.cache)
+        await self._serve(limiter, store, feed, metrics, live=live)
+
+    async def _serve(
+        self, limiter: Limiter, store: RuleStore, feed: RuleFeed, metrics: Metrics, *, live: Live
+    ) -> None:
+        self._limiter, self.metrics = limiter, metrics
+        if feed.book is not None:
+            self._take_book(feed.book)
+            self._rules_log.write()
+        access = self._access()
+        methods = self._methods(limiter, store, feed, metrics, access)
+        await self._start_http(
+            Parts(
+                node_id=self.node_id,
+                metrics=metrics,
+                readiness=lambda: self.readiness,
+                grpc_address=lambda: self.grpc_address,
+                hosts=self._settings.http_names,
+                methods=methods,
+                live=live,
+                may_read=access.may_read,
+                may_administer=access.may_administer,
+                actor=access.actor,
+                admit=admission(access),
+                translate=self._edge.translate,
+                admin_token=self._admin_token,
+                book=lambda: feed.book,
+                audit=store,
+                now_s=self._now_s,
+                refused=self.stats.web_refusal,
+            )
+        )
+        # Open pages are told that the node ends, and do not keep it.
+        self._open.push_async_callback(live.end)
+        await self._start_grpc(methods)
+
+    def _new_limiter(
+        self,
+        *,
+        buckets: BucketTable | None = None,
+        shared: SharedBuckets | None = None,
+        journal: SnapshotLog | None = None,
+    ) -> Limiter:
+        return Limiter(
+            buckets=buckets,
+            shared=shared,
+            clock=self._clock,
+            stats=self.stats,
+            timestamps=self._settings.timestamps,
+            keys=self._keys,
+            journal=journal,
+            breaker_denies=self._settings.on_breaker_open == "deny",
+            on_error=_report_fail_open,
+            on_denied=self._denials.note,
+        )
+
+    def _new_metrics(
+        self, feed: RuleFeed, buckets: BucketTable | BucketCache, snapshot: SnapshotLog | None
+    ) -> Metrics:
+        return metrics_of(
+            stats=self.stats,
+            health=self._health,
+            runtime=self._runtime,
+            clock=self._clock,
+            buckets=buckets,
+            snapshot=snapshot,
+            cluster=self._clustering,
+            feed=feed,
+            edge=self._edge,
+            transport=lambda: self._server.in_progress if self._server else None,
+            transport_name=self._settings.transport,
+            task_restarts=self._task_restarts,
+        )
+
+    def _shared_state(self) -> SharedStateStatus:
+        return self._clustering.shared_state if self._clustering else embedded()
+
+    def _take_book(self, book: RuleBook) -> None:
+        if self._limiter is None:
+            return  # it is given the first book when it is made
+        if self._late_key is not None:
+            self._keys.rekey(self._late_key.use())
+            self._late_key = None
+        self._limiter.replace_book(book)
+        self.stats.forget_rules(lambda rule_id: book.get(rule_id) is not None)
+        self._context.rules_revision = book.revision
+        self._grpc_health.set_serving()
+        self._rules_log.take(book.revision, len(book))
+
+    def _access(self) -> Access:
+        settings = self._settings
+        return Access(
+            Credentials(
+                admin_token=self._admin_token,
+                check_token=settings.check_token,
+                admin_sans=frozenset(settings.admin_sans),
+                check_sans=frozenset(settings.check_sans),
+                loopback_admin=settings.loopback_admin,
+                admin_token_name=settings.admin_token_name,
+            )
+        )
+
+    def _methods(  # noqa: PLR0917 -- the parts that the services stand on
+        self,
+        limiter: Limiter,
+        store: RuleStore,
+        feed: RuleFeed,
+        metrics: Metrics,
+        access: Access,
+    ) -> Methods:
+        settings = self._settings
+        offers = [
+            RateLimiterService(limiter, self.stats, time.perf_counter).methods(),
+            EnvoyService(
+                limiter,
+                self.stats,
+                time.perf_counter,
+                EnvoyOptions.of(settings.envoy_identifiers, settings.envoy_fields),
+            ).methods(),
+            ConfigService(store, self._clustering or feed, access.actor).methods(),
+            HealthService(
+                limiter, report=self._health.report, samples=metrics.samples, actor=access.actor
+            ).methods(),
+            self._grpc_health.methods(),
+        ]
+        if settings.reflection:
+            shown = (*OUR_SERVICES, ENVOY, grpc_health.SERVICE, reflection.V1, reflection.V1ALPHA)
+            offers.append(ReflectionService(shown).methods())
+        methods = guarded(offers, access, self._edge)
+        return methods if self._tracer is None else traced(methods, self._tracer)
+
+    def _new_background(self, feed: RuleFeed) -> Background:
+        background = Background(self._task_restarts)
+        self._open.push_async_callback(background.stop)
+        background.every(SAMPLE_S, "rules log", self._rules_log.write)
+        background.start("rules", feed.run)
+        return background
+
+    def _start_upkeep(self, background: Background, table: BucketTable | None) -> None:
+        upkeep = Upkeep(
+            clock=self._clock,
+            table=table,
+            health=self._health,
+            runtime=self._runtime,
+            loop_time_s=asyncio.get_running_loop().time,
+        )
+        background.every(TICK_S, "upkeep", upkeep.tick)
+        background.every(SAMPLE_S, "sampling", upkeep.sample)
+        background.every(FOLD_S, "denials", self._denials.fold)
+
+    def _start_live(self, background: Background, buckets: BucketTable | BucketCache) -> Live:
+        live = live_of(
+            stats=self.stats,
+            health=self._health,
+            runtime=self._runtime,
+            clock=self._clock,
+            denials=self._denials,
+            buckets=buckets,
+            cluster=self._clustering,
+            addresses=self,
+            admin_token_digest=lambda: self._keys.admin_token_digest(self._admin_token),
+            report=_warn,
+        )
+        background.every(history.SAMPLE_S, "live view", live.step)
+        return live
+
+    async def _start_http(self, parts: Parts) -> None:
+        listen = self._settings.http_listen
+        if listen is None:
+            return
+        app = application(parts)
+        if self._reuse_port:
+            # The address is the parent's, which passes on what is not for itself.
+            server = HttpServer.at(FromParent(app), self._settings.http_socket)
+        else:
+            server = HttpServer(app, *listen)
+        self._open.push_async_callback(server.stop)
+        self.http_address = await server.start()
+
+    async def _start_grpc(self, methods: Methods) -> None:
+        settings = self._settings
+        tls = None
+        if settings.tls_cert is not None and settings.tls_key is not None:
+            tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        server = server_of(settings.transport)(
+            methods,
+            listen=str(settings.listen),
+            stats=self.stats,
+            tls=tls,
+            limits=TransportLimits(max_concurrent_rpcs=settings.max_concurrent_rpcs),
+            reuse_port=self._reuse_port,
+        )
+        self._open.push_async_callback(server.stop, settings.drain_s - self._closing_s)
+        if self._may_listen is not None:
+            await self._may_listen()
+        self.grpc_address = await server.start()
+        self._server = server
+
+
+def _warn(line: str) -> None:
+    _log.warning("%s", line)
+
+
+def _report_fail_open(error: Exception) -> None:
+    _log.error("a check was answered fail-open", exc_info=error)

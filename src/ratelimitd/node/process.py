@@ -1,0 +1,118 @@
+"""What each process of ours has around its event loop: signals, one line for a failure, an exit status.
+
+Never knows what the process does, and never shows a traceback or the text of an error that nobody foresaw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from ratelimitd.errors import SettingsError, StartupError
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+SIGNAL_BASE: Final = 128
+"""A process ended by signal n exits with 128 + n, as shells report it."""
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+_log = logging.getLogger(__name__)
+
+
+def failed(line: str) -> int:
+    """Tell a person on stderr why the process ends; returns the exit status."""
+    sys.stderr.write(f"Error: {line}\n")
+    return EXIT_FAILED
+
+
+def announce(grpc_address: str, http_address: str, node_id: str, login_link: str = "") -> None:
+    """Write the ready line to stdout, and after it the login link if there is one. The log never has the link."""
+    lines = f"ratelimitd ready grpc={grpc_address} http={http_address or 'off'} node={node_id}\n"
+    if login_link:
+        lines += f"page: {login_link} (logs in once, within 30 s)\n"
+    with contextlib.suppress(OSError):  # a closed stdout is no reason not to serve
+        sys.stdout.write(lines)
+        sys.stdout.flush()
+
+
+def run_process(
+    serve: Callable[[], Coroutine[Any, Any, int]], on_failure: Callable[[str], int] = failed
+) -> int:
+    """Run ``serve`` in an event loop of its own; returns the exit status.
+
+    What it raises goes to ``on_failure`` as one line, which returns the status then.
+    """
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.get_loop().set_exception_handler(_report_lost_exception)
+            return runner.run(serve())
+    except (SettingsError, StartupError) as error:
+        return on_failure(str(error))
+    except Exception as error:  # noqa: BLE001 - whatever it is: one line, not a page
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        kind = type(error).__name__
+        return on_failure(f"unexpected {kind} at {place.filename}:{place.lineno} in {place.name}")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """The fastest event loop there is."""
+    try:
+        import uvloop  # noqa: PLC0415 - optional: it is not there for every platform
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks for an end, ``insist`` hears of any other, with the status they stand for."""
+
+    def __init__(self, insist: Callable[[int], None]) -> None:
+        self._insist = insist
+        self._asked = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def ask(self) -> None:
+        """Ask for an end as the first signal does."""
+        self._asked.set()
+
+    async def wait(self) -> None:
+        """Return when an end is asked for."""
+        await self._asked.wait()
+
+    async def comes_before(self, starting: asyncio.Task[Any]) -> bool:
+        """Whether a signal comes before the start is done; then the start is broken off, and what it opened closed."""
+        asked = asyncio.create_task(self._asked.wait())
+        await asyncio.wait((asked, starting), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            asked.cancel()
+            return False
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        return True
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._asked.is_set():
+            self._insist(SIGNAL_BASE + number)
+        self._asked.set()
+
+
+def _report_lost_exception(_loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    """Log what ended a task or callback that nobody waits for; asyncio's own line would quote arguments."""
+    error = context.get("exception")
+    exc_info = error if isinstance(error, BaseException) else None
+    _log.error("an exception was lost in the event loop", exc_info=exc_info)
+
+
+leave: Callable[[int], None] = os._exit
+"""Ends the process without another thought: no buffers, no threads, no finalisers."""

@@ -1,0 +1,156 @@
+"""How a node's rule store comes into service: schema, seed and bucket key, tried until it works.
+
+Never serves rules itself; the feed asks for the next attempt, and says what does not work. See ADR 0013 and ADR 0024.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Final
+
+from ratelimitd.errors import RuleInvalidError, StartupError, StoreUnavailableError
+from ratelimitd.rules.book import BucketKey, RuleBook, require_same_key
+from ratelimitd.rules.feed import RuleFeed
+from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
+from ratelimitd.rules.sql import migrations
+from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S
+from ratelimitd.rules.store import RuleStore
+from ratelimitd.settings import urls
+from ratelimitd.settings.table import Settings
+
+# Fills a rule book that never held a rule from RULES_FILE; any other, also one emptied on purpose, is never touched.
+#
+# All of the file is written at once or nothing of it: a start that is broken off leaves a book to be filled.
+
+ACTOR: Final = "RULES_FILE"
+"""Who the audit trail names."""
+
+
+async def seed_new_book(store: RuleStore, path: Path) -> int:
+    """Write the rules of ``path`` if the store never had one, whole; returns how many were written.
+
+    Raises:
+        StartupError: the file cannot be read, or a rule in it is wrong; the line names file, rule and field.
+        StoreUnavailableError: the store cannot be read or written.
+    """
+    if await store.revision():
+        return 0  # the file need not even be there; what decides is asked again in the transaction
+    try:
+        drafts = parse_rules(await asyncio.to_thread(_read, path))
+    except OSError as error:
+        message = f"RULES_FILE {path} cannot be read: {error.strerror}"
+        raise StartupError(message) from error
+    except RuleInvalidError as error:
+        message = f"RULES_FILE {path}: {error}"
+        raise StartupError(message) from error
+    return await store.create_all(drafts, ACTOR)
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(MAX_FILE_BYTES + 1)
+
+
+_log = logging.getLogger(__name__)
+
+
+class StoreOpening:
+    """Opens the store of one node.
+
+    ``may_create`` says at each attempt whether a missing file is made. ``rules_file`` fills a new book.
+    ``bucket_key`` is settled with the store; ``None`` when the settings give the key. ``shared_key`` is the KEY_SECRET
+    of a node that shares its buckets, empty = not set; ``None`` for a node that does not share them.
+    """
+
+    def __init__(
+        self,
+        store: RuleStore,
+        database_url: str,
+        *,
+        may_create: Callable[[], bool],
+        rules_file: Path | None,
+        bucket_key: BucketKey | None,
+        shared_key: bytes | None = None,
+    ) -> None:
+        self._store = store
+        self._database_url = database_url
+        self._may_create = may_create
+        self._rules_file = rules_file
+        self._bucket_key = bucket_key
+        self._shared_key = shared_key
+        self._was_tried = False
+        self._is_open = False
+
+    async def open(self) -> None:
+        """Bring the store into service, unless it is; call it again after a failure.
+
+        Raises:
+            StoreUnavailableError: not now; a later attempt may succeed.
+            StartupError: somebody has to mend the configuration. By the first attempt only: a node that serves goes on.
+        """
+        if self._is_open:
+            return
+        was_tried, self._was_tried = self._was_tried, True
+        try:
+            await self._prepare()
+        except StartupError as error:
+            if not was_tried:
+                raise
+            raise StoreUnavailableError(str(error)) from error
+        self._is_open = True
+
+    async def _prepare(self) -> None:
+        if isinstance(urls.parse(self._database_url), urls.SqliteFile):
+            await migrations.upgrade(
+                self._database_url, create=self._may_create(), busy_timeout_s=BUSY_TIMEOUT_S
+            )
+        else:
+            # Other nodes may be of an older release, and their operator decides when that is no longer so.
+            await migrations.require_current(self._database_url)
+        if self._rules_file is not None:
+            written = await seed_new_book(self._store, self._rules_file)
+            if written:
+                _log.info("seeded the new rule book with %d rules", written)
+        if self._bucket_key is not None:
+            await self._bucket_key.settle(self._store)
+        if self._shared_key is not None:
+            await require_same_key(self._store, self._shared_key)
+
+
+def feed_of(
+    store: RuleStore,
+    settings: Settings,
+    bucket_key: BucketKey | None,
+    state_dir: Path,
+    *,
+    on_book: Callable[[RuleBook], None],
+    whole_load: Callable[[], AbstractContextManager[None]],
+) -> RuleFeed:
+    """The feed of a node, which opens the store before it first reads it; what it reports is logged."""
+    opening = StoreOpening(
+        store,
+        settings.database_url,
+        # A database that is missing while the last good book is in force is lost, and an empty one would allow all.
+        may_create=lambda: feed.book is None,
+        rules_file=settings.rules_file,
+        bucket_key=bucket_key,
+        shared_key=settings.key_secret if settings.redis_url else None,
+    )
+    feed = RuleFeed(
+        store,
+        on_book=on_book,
+        last_good=LastGoodBook(state_dir, report=_warn),
+        report=_warn,
+        open_store=opening.open,
+        whole_load=whole_load,
+    )
+    return feed
+
+
+def _warn(line: str) -> None:
+    _log.warning("%s", line)

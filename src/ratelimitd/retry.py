@@ -1,0 +1,123 @@
+"""Pauses between attempts at something that fails: longer from failure to failure, and not in step with other nodes.
+
+Never waits, and never knows what is attempted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import random as random_source
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Final
+
+
+class Backoff:
+    """The pauses of one thing that is tried again and again: doubled from ``first_s`` up to ``longest_s``.
+
+    ``random`` (0 to 1) is there for tests.
+    """
+
+    __slots__ = ("_first_s", "_longest_s", "_pause_s", "_random")
+
+    def __init__(
+        self,
+        first_s: float,
+        longest_s: float,
+        random: Callable[[], float] = random_source.random,
+    ) -> None:
+        self._first_s = self._pause_s = first_s
+        self._longest_s = longest_s
+        self._random = random
+
+    def next_s(self) -> float:
+        """Seconds to wait now, less than the whole pause by up to a half at random."""
+        pause_s = self._pause_s
+        self._pause_s = min(self._longest_s, 2 * pause_s)
+        return pause_s * (1 - self._random() / 2)
+
+    def reset(self) -> None:
+        """It worked: begin with the first pause again."""
+        self._pause_s = self._first_s
+
+
+# Jobs that run beside the checks: a crash is logged, counted and followed by a restart, never by the end of the node.
+#
+# Owns the tasks it starts and stops them. Never knows what a job does.
+
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 30.0
+"""Pause before a restart: doubled from crash to crash, up to half a minute, less up to a half at random."""
+
+LONG_RUN_S: Final = 60.0
+"""A job that ran this long before it crashed starts again with the first pause."""
+
+_log = logging.getLogger(__name__)
+
+Job = Callable[[], Awaitable[None]]
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Background:
+    """The background jobs of a node.
+
+    ``restarts`` maps the name of each job to the times it crashed. ``sleep`` (seconds), ``time_s`` (monotonic seconds)
+    and ``random_share`` (0 to 1) are there for tests.
+    """
+
+    def __init__(
+        self,
+        restarts: MutableMapping[str, int],
+        *,
+        sleep: Sleep = asyncio.sleep,
+        time_s: Callable[[], float] | None = None,
+        random_share: Callable[[], float] = random.random,
+    ) -> None:
+        self._restarts = restarts
+        self._sleep = sleep
+        self._time_s = time_s or asyncio.get_running_loop().time
+        self._random_share = random_share
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, name: str, job: Job) -> None:
+        """Run ``job`` until it returns or :meth:`stop` is called; start it again whenever it raises."""
+        self._restarts.setdefault(name, 0)
+        task = asyncio.create_task(self._supervise(name, job), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def every(self, period_s: float, name: str, tick: Callable[[], Awaitable[None] | None]) -> None:
+        """Call ``tick`` again and again with a pause of ``period_s`` seconds before each call."""
+
+        async def loop() -> None:
+            while True:
+                await self._sleep(period_s)
+                pending = tick()
+                if pending is not None:
+                    await pending
+
+        self.start(name, loop)
+
+    async def stop(self) -> None:
+        """Cancel every job and wait until they have ended."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _supervise(self, name: str, job: Job) -> None:
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._random_share)
+        while True:
+            started_s = self._time_s()
+            try:
+                await job()
+            except Exception:  # noqa: BLE001 - whatever it is, the job must run again
+                self._restarts[name] += 1
+                if self._time_s() - started_s >= LONG_RUN_S:
+                    backoff.reset()
+                pause_s = backoff.next_s()
+                _log.exception("background job %s crashed, again in %.1f s", name, pause_s)
+                await self._sleep(pause_s)
+            else:
+                return

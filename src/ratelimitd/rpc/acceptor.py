@@ -1,0 +1,384 @@
+"""Accepting connections: each has a place from the moment the kernel hands it over, not only once TLS has greeted it.
+
+asyncio's own servers tell nobody of a connection before its TLS handshake has ended, nor of one whose handshake fails;
+so whoever opens connections and says nothing could not be counted. Never sees what comes after the handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+from ratelimitd.errors import StartupError
+from ratelimitd.http2 import frames
+from ratelimitd.http2.errors import Cause, ErrorCode
+from ratelimitd.http2.settings import PREFACE, mistaken_protocol, undecided
+from ratelimitd.rpc.interface import TransportError
+from ratelimitd.rpc.state import Turnstile
+
+# Peers on a port of TLS whose first octets are not TLS: what they are told before the connection is closed.
+#
+# The other way round, TLS on a plaintext port, is the business of :mod:`ratelimitd.http2.settings`. Never does I/O.
+
+TLS_RECORD: Final = b"\x16"
+"""What TLS begins with: a record of the handshake."""
+
+_TEXT: Final = b"This port speaks gRPC over TLS only.\n"
+_TO_HTTP1: Final = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_TEXT), _TEXT)
+)
+_TO_HTTP2: Final = frames.go_away(0, ErrorCode.INADEQUATE_SECURITY, b"this port speaks TLS")
+"""Without the SETTINGS that should come first: to grpc's core these mean that it has arrived, so it tries again at once
+and for ever, 400 times a second; like this it backs off."""
+
+
+def answer_to(octets: bytes) -> bytes | None:
+    """What to say in the peer's own words, empty when nothing is known of them; ``None`` while it is not clear."""
+    if octets.startswith(PREFACE):
+        return _TO_HTTP2
+    if undecided(octets):
+        return None
+    return _TO_HTTP1 if mistaken_protocol(octets)[0] is Cause.HTTP1 else b""
+
+
+BACKLOG: Final = 1_024
+
+ACCEPTS_PER_TURN: Final = 32
+"""Of one listening socket; each costs about 50 µs until it is a connection: a slice of 2 ms."""
+
+RETRY_S: Final = 1.0
+"""How long nothing is accepted after the system had no room for a connection."""
+
+NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""No descriptor or no memory is left. Any other error of accept(2) is that of one connection, which is lost."""
+
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+"""From the connection to the end of its TLS handshake. Honest ones take some round trips."""
+
+_LONGER_THAN_OURS_S: Final = 2 * HANDSHAKE_TIMEOUT_S
+"""asyncio has a timer of its own for handshakes, by another clock."""
+
+_STRANGER_READS: Final = 16
+_STRANGER_BYTES: Final = 4_096
+"""What is read of a peer that does not speak TLS, so that it can read why before the kernel resets it."""
+
+Connection = TypeVar("Connection", bound=asyncio.BaseProtocol)
+
+
+class Acceptor(Generic[Connection]):
+    """Accepts connections, at most ``max_connections`` at a time.
+
+    ``make`` makes the protocol of one; ``count`` counts what goes wrong. ``tls`` is None for plaintext. Whoever hears
+    that a connection is lost calls :meth:`leave`.
+
+    Attributes:
+        places: connections that there are, those still in their handshake among them.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Connection],
+        count: Callable[[TransportError], None],
+        monotonic_s: Callable[[], float],
+        *,
+        max_connections: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.places: set[Connection] = set()
+        self._make = make
+        self._count = count
+        self._monotonic_s = monotonic_s
+        self._max_connections = max_connections
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._listening: list[socket.socket] = []
+        self._coming: dict[asyncio.Task[bool], float] = {}
+        self._turnstile = Turnstile(monotonic_s)
+
+    def listen(self, sock: socket.socket) -> None:
+        """Accept from a socket that is bound; it is this object's from now on."""
+        sock.settimeout(0)
+        sock.listen(BACKLOG)
+        self._listening.append(sock)
+        self._loop.add_reader(sock, self._accept, sock)
+
+    def leave(self, connection: Connection) -> None:
+        """A connection is gone."""
+        self.places.discard(connection)
+
+    def expire(self, now_s: float) -> None:
+        """Give up on handshakes that take too long; to be called about once a second."""
+        for task, since_s in list(self._coming.items()):
+            if now_s - since_s >= HANDSHAKE_TIMEOUT_S and task.cancel():
+                self._count(TransportError.SLOW_HANDSHAKE)
+                del self._coming[task]
+
+    async def close(self) -> None:
+        """Accept no more, and give up what is not made yet."""
+        for sock in self._listening:
+            self._loop.remove_reader(sock)
+            sock.close()
+        self._listening.clear()
+        coming = list(self._coming)
+        for task in coming:
+            task.cancel()
+        if coming:
+            await asyncio.wait(coming)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                sock, _ = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    continue
+                self._count(TransportError.TOO_MANY_CONNECTIONS)
+                self._loop.remove_reader(listening)
+                self._loop.call_later(RETRY_S, self._accept_again, listening)
+                return
+            self._admit(sock)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening in self._listening:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    def _admit(self, sock: socket.socket) -> None:
+        if len(self.places) >= self._max_connections:
+            self._count(TransportError.TOO_MANY_CONNECTIONS)
+            sock.close()
+            return
+        sock.settimeout(0)
+        connection = self._make()
+        self.places.add(connection)
+        task = self._loop.create_task(self._bring_up(sock, connection))
+        self._coming[task] = self._monotonic_s()
+        task.add_done_callback(partial(self._came, sock, connection))
+
+    def _came(self, sock: socket.socket, connection: Connection, task: asyncio.Task[bool]) -> None:
+        """A connection is made, or never will be. Not in the task: one may be cancelled before its first step."""
+        self._coming.pop(task, None)
+        failed = not task.cancelled() and task.exception() is not None
+        if failed:
+            self._count(TransportError.UNEXPECTED)
+        if failed or task.cancelled() or not task.result():
+            self.places.discard(connection)
+            sock.close()
+
+    async def _bring_up(self, sock: socket.socket, connection: Connection) -> bool:
+        """Make a connection of an accepted socket; return whether it was."""
+        try:
+            if self._tls is None or await self._greet(sock):
+                await self._connect(sock, connection)
+                return True
+        except ssl.SSLError:
+            self._count(TransportError.TLS_HANDSHAKE)
+        except OSError:  # the peer is gone
+            pass
+        return False
+
+    async def _connect(self, sock: socket.socket, connection: Connection) -> None:
+        timeout_s = None if self._tls is None else _LONGER_THAN_OURS_S
+        await self._loop.connect_accepted_socket(
+            lambda: connection, sock, ssl=self._tls, ssl_handshake_timeout=timeout_s
+        )
+
+    async def _greet(self, sock: socket.socket) -> bool:
+        """Whether a peer begins with TLS; one that does not is told so."""
+        first = await self._first_octet(sock)
+        if first == TLS_RECORD:
+            # A handshake is 1 ms of arithmetic and more.
+            await self._turnstile.passed()
+            return True
+        if first:
+            self._count(TransportError.PLAINTEXT)
+            await self._turn_away(sock)
+        return False
+
+    async def _first_octet(self, sock: socket.socket) -> bytes:
+        """What comes first, which is left for the handshake to read; empty when the peer closes before it."""
+        while True:
+            readable = self._loop.create_future()
+            self._loop.add_reader(sock, _set, readable)
+            try:
+                await readable
+            finally:
+                self._loop.remove_reader(sock)
+            # Woken for nothing, as select(2) says may happen: there is nothing to read yet.
+            with contextlib.suppress(BlockingIOError):
+                return sock.recv(1, socket.MSG_PEEK)
+
+    async def _turn_away(self, sock: socket.socket) -> None:
+        octets = b""
+        while (answer := answer_to(octets)) is None:
+            more = await self._loop.sock_recv(sock, _STRANGER_BYTES)
+            if not more:
+                return
+            octets += more
+        await self._loop.sock_sendall(sock, answer)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+        for _ in range(_STRANGER_READS):
+            if not await self._loop.sock_recv(sock, _STRANGER_BYTES):
+                return
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+# File descriptors: how many connections the process can have open and still reach its own files.
+#
+# A process without a free descriptor cannot write its buckets, open its database or answer a probe. Never opens any.
+
+RESERVED: Final = 256
+"""For everything but callers: files, the database, the HTTP port and who reads metrics there."""
+
+_log = logging.getLogger(__name__)
+
+
+def room_for(connections: int) -> int:
+    """How many connections to admit where ``connections`` are wanted: at least one.
+
+    The process's soft limit is raised as far as that needs and the hard one allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + RESERVED
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed == wanted:
+        return connections
+    room = max(1, allowed - RESERVED)
+    _log.warning("room for %d connections only: the limit of open files is %d", room, allowed)
+    return room
+
+
+# Addresses a transport listens on: whether one is free, and how the bound one is written.
+#
+# Never listens itself.
+
+UNIX_PREFIX: Final = "unix:"
+
+
+async def demand_free(listen: str) -> None:
+    """See that nobody else listens there, so that a taken port is one clear line and not a page of a C library's.
+
+    Raises:
+        StartupError: the address is taken, not this host's, or not to be resolved; the message names the setting.
+    """
+    if listen.startswith(UNIX_PREFIX):
+        await _demand_silent_socket(listen)
+        return
+    host, port = split(listen)
+    if port == 0:
+        return
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                # As a server does it: connections that wait for their end do not keep a port taken.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+                probe.listen(1)
+    except OSError as error:
+        raise _cannot(listen, error) from None
+
+
+async def listening_sockets(listen: str, *, reuse_port: bool = False) -> list[socket.socket]:
+    """Sockets bound to every address that ``listen`` stands for; with port 0, all to one free port.
+
+    ``[::]`` takes IPv4 too, as it does with grpcio. A socket file that is left over is replaced. With ``reuse_port``
+    other processes of the same user that ask for it too may have the port as well.
+
+    Raises:
+        StartupError: an address cannot be bound; the message names the setting.
+    """
+    if listen.startswith(UNIX_PREFIX):
+        return [_bound_unix(listen)]
+    host, port = split(listen)
+    loop = asyncio.get_running_loop()
+    sockets: list[socket.socket] = []
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sock = socket.socket(family, kind, protocol)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                both = address[0] == "::"
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)
+            sock.bind((address[0], port, *address[2:]))
+            port = sock.getsockname()[1]
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        raise _cannot(listen, error) from None
+    return sockets
+
+
+def bound_address(listen: str, port: int) -> str:
+    """The address of a server that was asked to listen on ``listen`` and got ``port``."""
+    if listen.startswith(UNIX_PREFIX):
+        return listen
+    return f"{listen.rpartition(':')[0]}:{port}"
+
+
+def split(listen: str) -> tuple[str, int]:
+    """Host, without brackets, and port of ``host:port``.
+
+    Raises:
+        StartupError: it is no such text.
+    """
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal():
+        message = f"LISTEN: {listen} is not HOST:PORT"
+        raise StartupError(message)
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+async def _demand_silent_socket(listen: str) -> None:
+    """A socket file that nobody answers on is left over from a node that was killed, and may be replaced."""
+    try:
+        _, writer = await asyncio.open_unix_connection(listen.removeprefix(UNIX_PREFIX))
+    except OSError:
+        return
+    writer.close()
+    message = f"LISTEN: cannot listen on {listen}: another process does"
+    raise StartupError(message)
+
+
+def _bound_unix(listen: str) -> socket.socket:
+    path = Path(listen.removeprefix(UNIX_PREFIX))
+    if path.is_socket():
+        path.unlink()
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(str(path))
+    except OSError as error:
+        sock.close()
+        raise _cannot(listen, error) from None
+    return sock
+
+
+def _cannot(listen: str, error: OSError) -> StartupError:
+    return StartupError(f"LISTEN: cannot listen on {listen}: {error.strerror}")

@@ -1,0 +1,261 @@
+"""The one place where the native transport touches a socket: an asyncio protocol that moves octets.
+
+Each read is one turn: the events of at most a slice of it, then one write. What is left waits for the next turn of the
+loop, so that a peer who sends without pause takes no more than its share. Knows neither calls nor frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final, Protocol, cast
+
+from ratelimitd.http2.connection import Connection
+from ratelimitd.http2.errors import Cause, ErrorCode
+from ratelimitd.http2.events import Event
+from ratelimitd.http2.limits import Limits
+from ratelimitd.rpc.dispatch import ConnectionCalls
+from ratelimitd.rpc.interface import RpcError, TransportError
+from ratelimitd.rpc.keepalive import Lifetime, Sight, Step
+from ratelimitd.rpc.routing import peer_of
+from ratelimitd.rpc.state import SharedCalls
+
+WRITE_BUFFER_BYTES: Final = 262_144
+"""What may wait for a peer's socket before nothing more is read from it: a slice's worth of answers to batches."""
+
+LINGER_S: Final = 2.0
+"""How long a connection that has ended may take to read the reason. Closed at once, its unread input would make the
+kernel throw the reason away."""
+
+KEEPALIVE_PING: Final = b"keepaliv"
+
+
+class Registry(Protocol):
+    """What a connection needs of its server."""
+
+    shared: SharedCalls
+
+    def joined(self, connection: NativeConnection) -> bool:
+        """A connection was made; false: the server has closed meanwhile, and it has to end."""
+
+    def left(self, connection: NativeConnection) -> None:
+        """A connection is gone."""
+
+    def jitter(self) -> float:
+        """From −1 to 1."""
+
+
+class NativeConnection(asyncio.Protocol):
+    """One connection, from the socket's point of view."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._shared = registry.shared
+        self._loop = asyncio.get_running_loop()
+        limits = self._shared.limits
+        self._http2 = Connection(Limits(max_streams=limits.max_streams_per_connection))
+        self._monotonic_s = self._shared.monotonic_s
+        self._left: Iterator[Event] | None = None
+        self._came_s = 0.0
+        self._backlog = b""
+        self._backlog_came_s = 0.0
+        self._in_turn = False
+        self._writing_paused = False
+        self._reading_paused = False
+        self._flush_due = False
+        self._received = 0
+        self._ended_at_s: float | None = None
+        self._unread_bytes = 0
+        self._transport: asyncio.Transport
+        self._lifetime: Lifetime
+        self.calls: ConnectionCalls
+
+    @property
+    def open_streams(self) -> int:
+        """Requests that are not answered to their end."""
+        return self._http2.open_streams
+
+    # What the transport says
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, if there is room."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._lifetime = Lifetime(self._shared.limits, self._monotonic_s(), self._registry.jitter())
+        self.calls = ConnectionCalls(
+            self._shared, self._http2, peer_of(self._transport), self._wake
+        )
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        if not self._registry.joined(self):
+            self._ended_at_s = self._monotonic_s()
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what was read; one turn of it at once, unless others are due first."""
+        self._received += 1
+        if self._ended_at_s is not None:
+            return  # it reads the reason; what it says no longer matters
+        if self._reading_paused:
+            self._backlog += data  # read before the transport heard of the pause
+            self._backlog_came_s = self._monotonic_s()
+        else:
+            now_s = self._came_s = self._monotonic_s()
+            self._turn(data, now_s)
+
+    def eof_received(self) -> bool:
+        """The peer has closed: nobody reads answers any more."""
+        return False
+
+    def pause_writing(self) -> None:
+        """The peer does not read: read no more from it, and let its handlers wait."""
+        self._writing_paused = True
+        self.calls.block()
+        self._pause_reading()
+
+    def resume_writing(self) -> None:
+        """The peer has read."""
+        self._writing_paused = False
+        self._count_unread()
+        self._wake()  # that may have been the end
+        self.calls.unblock()
+        self._loop.call_soon(self._go_on)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """The connection is gone, for whatever reason."""
+        self._ended_at_s = self._ended_at_s or self._monotonic_s()
+        self._left, self._backlog = None, b""
+        self.calls.lose_all()
+        self._shared.unread_bytes -= self._unread_bytes
+        self._unread_bytes = 0
+        self._registry.left(self)
+
+    # Turns
+
+    def _turn(self, data: bytes, now_s: float) -> None:
+        """Act on a slice of what came, and write the answers in one go."""
+        self._in_turn = True
+        try:
+            events, self._left = self._left, None
+            if events is None:
+                events = iter(self._http2.receive(data))
+            if not self.calls.handle(events, now_s, self._came_s):
+                self._left = events
+        except Exception:  # noqa: BLE001 -- a defect of ours, and nobody knows where it left this connection
+            self._shared.count(TransportError.UNEXPECTED)
+            self._http2.end(ErrorCode.INTERNAL_ERROR, Cause.OWNER, "unexpected error")
+        finally:
+            self._in_turn = False
+        self._write()
+        if self._left is not None or self._http2.has_more:
+            self._pause_reading()
+        if self._reading_paused:
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """The next turn, if it may be taken now."""
+        if self._ended_at_s is not None or self._writing_paused:
+            return
+        if self._left is not None or self._http2.has_more:
+            self._turn(b"", self._monotonic_s())
+        elif self._backlog:
+            data, self._backlog = self._backlog, b""
+            self._came_s = self._backlog_came_s
+            self._turn(data, self._monotonic_s())
+        elif self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def _pause_reading(self) -> None:
+        if not self._reading_paused and not self._transport.is_closing():
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def _wake(self) -> None:
+        """There may be something to write: once for all that happens until the loop comes round."""
+        if not self._in_turn and not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        if self._ended_at_s is None:
+            self._write()
+
+    def _write(self) -> None:
+        http2 = self._http2
+        octets = http2.data_to_send()
+        if octets:
+            self._transport.write(octets)
+        self._count_unread()
+        if http2.ended is not None:
+            self._close(http2.ended.cause)
+        elif http2.drained and not http2.open_streams:
+            self._close(Cause.OWNER)
+
+    def _count_unread(self) -> None:
+        """Count what the peer has not taken yet; while there is too much of it everywhere, whoever holds most ends."""
+        unread_bytes = self._http2.buffered_bytes + self._transport.get_write_buffer_size()
+        if unread_bytes == self._unread_bytes:
+            return
+        shared = self._shared
+        shared.unread_bytes += unread_bytes - self._unread_bytes
+        self._unread_bytes = unread_bytes
+        limit = shared.limits.max_unread_bytes
+        if shared.unread_bytes > limit and unread_bytes * shared.connections > limit:
+            cause = Cause.UNREAD_ANSWERS
+            self._http2.end(ErrorCode.ENHANCE_YOUR_CALM, cause, cause.value)
+
+    # The end
+
+    def _close(self, cause: Cause) -> None:
+        """Nothing more is read or sent; the peer may read what was written."""
+        if self._ended_at_s is not None:
+            return
+        self._ended_at_s = self._monotonic_s()
+        if cause is not Cause.OWNER:
+            self._shared.stats.transport_error(cause)
+        self.calls.lose_all()
+        if cause is Cause.UNREAD_ANSWERS:
+            self._transport.abort()  # it would not read the reason, and what it has not read is in the way
+            return
+        if cause is Cause.OWNER or not self._transport.can_write_eof():
+            self._transport.close()
+            return
+        self._transport.write_eof()
+        if self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def look(self, now_s: float) -> None:
+        """See whether time has run out for the peer; to be called about once a second."""
+        http2 = self._http2
+        if self._ended_at_s is not None:
+            if now_s - self._ended_at_s > LINGER_S:
+                self._transport.abort()
+            return
+        http2.tick()
+        self.calls.look(now_s)
+        sight = Sight(http2.owes, http2.progress, self._received, self._writing_paused)
+        step, cause = self._lifetime.look(sight, now_s)
+        if step is Step.PING:
+            http2.ping(KEEPALIVE_PING)
+        elif step is Step.GO_AWAY:
+            http2.go_away()
+        elif step is Step.END:
+            http2.end(ErrorCode.NO_ERROR, cause, cause.value)
+        self._flush()
+
+    def go_away(self) -> None:
+        """Ask for no more calls; close when those in flight have ended."""
+        if self._ended_at_s is None:
+            self._http2.go_away()
+            self._flush()
+
+    def end_calls(self, error: RpcError) -> None:
+        """End every call, then the connection."""
+        self.calls.end_all(error)
+        self._http2.end(ErrorCode.NO_ERROR, Cause.OWNER, error.message)
+        self._flush()
+
+    def abort(self) -> None:
+        """Close without waiting for anything to be read."""
+        self._transport.abort()

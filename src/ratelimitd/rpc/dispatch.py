@@ -1,0 +1,208 @@
+"""The calls of one connection: requests of HTTP/2 to handlers, and what these answer back to HTTP/2.
+
+Requests that came in one piece, as nearly all do, are answered here: those of one method that came together in one go.
+All others are left to :mod:`ratelimitd.rpc.requests`. Never touches a socket: the owner feeds events and writes
+octets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from ratelimitd.http2.connection import Connection
+from ratelimitd.http2.events import CompleteRequest, Event
+from ratelimitd.rpc.interface import BulkHandler, RpcError, StatusCode, TransportError
+from ratelimitd.rpc.messages import PREFIX_BYTES, PREFIXES, only_message
+from ratelimitd.rpc.requests import ArrivingCalls, CallStarter
+from ratelimitd.rpc.responses import CallAnswers
+from ratelimitd.rpc.routing import CallPlan, CallReader, Peer
+from ratelimitd.rpc.state import CallTable, OpenCall, SharedCalls, Turn
+from ratelimitd.rpc.status import UNARY_ANSWER
+
+MS_PER_S: Final = 1_000.0
+
+_DEAR_BYTES: Final = 2_048
+"""A request as large as that is one to look at the clock after."""
+
+_EXCEEDED: Final = RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+_TOO_SLOW: Final = RpcError(
+    StatusCode.DEADLINE_EXCEEDED, "the rest of the request did not come in time"
+)
+
+
+class _Run:
+    """Calls that came together, one behind the other, for one bulk handler."""
+
+    __slots__ = ("handler", "messages", "requests")
+
+    def __init__(self, handler: BulkHandler | None) -> None:
+        self.handler = handler
+        self.requests: list[CompleteRequest] = []
+        self.messages: list[bytes] = []
+
+
+_NOBODY: Final = _Run(None)
+"""The run before the first."""
+
+
+class ConnectionCalls:
+    """The calls of one connection.
+
+    ``wake`` is called when there may be something to send; within :meth:`handle` that is no news.
+
+    Attributes:
+        answers: how calls are answered, for whoever has something to answer.
+    """
+
+    __slots__ = (
+        "_arriving",
+        "_connection",
+        "_limits",
+        "_reader",
+        "_shared",
+        "_starter",
+        "_table",
+        "_turn",
+        "_unusual",
+        "answers",
+    )
+
+    def __init__(
+        self, shared: SharedCalls, connection: Connection, peer: Peer, wake: Callable[[], None]
+    ) -> None:
+        self._shared = shared
+        self._limits = shared.limits
+        self._connection = connection
+        self._unusual: deque[CompleteRequest] = deque()
+        self._turn = turn = Turn(shared.monotonic_s)
+        self._table = table = CallTable(shared)
+        self._reader = reader = CallReader(shared.routes, peer, shared.monotonic_s)
+        self.answers = answers = CallAnswers(shared, connection, table, turn=turn, wake=wake)
+        self._starter = starter = CallStarter(shared, table, answers, turn)
+        self._arriving = ArrivingCalls(
+            shared, reader, table=table, answers=answers, starter=starter, turn=turn
+        )
+
+    @property
+    def open(self) -> Mapping[int, OpenCall]:
+        """Calls that are not answered yet, by stream."""
+        return self._table.open
+
+    # What the peer does
+
+    def handle(self, events: Iterator[Event], now_s: float, came_s: float | None = None) -> bool:
+        """Act on events; ``came_s`` is when they came, if not just now.
+
+        False: the time of a turn is used up, and some are left; they go with the next events.
+        """
+        turn = self._turn
+        turn.begin(now_s, now_s if came_s is None else came_s)
+        run = _NOBODY
+        for event in events:
+            if type(event) is tuple:
+                request: CompleteRequest = event  # type: ignore[assignment]  # mypy cannot tell; cast() costs 40 ns
+                head, body = request[1], request[2]
+                plan: CallPlan | None = head.note  # type: ignore[assignment]  # nobody else keeps notes with heads
+                if plan is None:
+                    plan = self._reader.read(head)
+                if plan.bulk is not None and body[:PREFIX_BYTES] == PREFIXES.get(len(body)):
+                    if plan.bulk is not run.handler:
+                        self._answer_run(run)
+                        run = _Run(plan.bulk)
+                    run.requests.append(request)
+                    run.messages.append(body[PREFIX_BYTES:])
+                    continue
+                self._whole(request, plan)
+            else:
+                self._arriving.handle(event)
+            if turn.dear and turn.is_over():
+                self._answer_run(run)
+                return False
+        self._answer_run(run)
+        return not self._unusual or self._answer_unusual()
+
+    def _answer_run(self, run: _Run) -> None:
+        """Answer the calls that came together, and keep those that are for the method's own handler."""
+        if run.handler is None:
+            return
+        shared, requests = self._shared, run.requests
+        answers: Sequence[bytes | None] = [None] * len(requests)
+        # The shortcut looks neither at the bound on calls nor at deadlines.
+        has_room = shared.unary_in_progress < self._limits.max_concurrent_rpcs
+        if has_room and not self._turn.is_late:
+            try:
+                answers = run.handler(run.messages)
+            except Exception:  # noqa: BLE001 -- whatever it is, the method's own handler decides about each call
+                shared.count(TransportError.UNEXPECTED)
+        send = self._connection.send_unary
+        for request, answer in zip(requests, answers, strict=True):
+            if answer is None:
+                self._unusual.append(request)
+            else:
+                send(request[0], UNARY_ANSWER, answer)
+
+    def _answer_unusual(self) -> bool:
+        """Answer the calls that no bulk handler has; false: the time of a turn is used up, and some are left."""
+        turn, unusual = self._turn, self._unusual
+        while unusual:
+            request = unusual.popleft()
+            self._whole(request, self._reader.read(request[1]))
+            if turn.dear and turn.is_over():
+                return not unusual
+        return True
+
+    def _whole(self, request: CompleteRequest, plan: CallPlan) -> None:
+        """A request that came in one piece."""
+        stream_id, head, body = request
+        message = only_message(body)
+        if message is None or plan.unary is None:
+            self._arriving.take(request)
+            return
+        turn = self._turn
+        if len(body) > _DEAR_BYTES:
+            turn.dear = True
+        call = self._reader.call(plan, head, turn.came_s)
+        self._starter.unary(stream_id, plan, call, message)
+
+    def block(self) -> None:
+        """The peer does not read: streams wait."""
+        self.answers.blocked = True
+
+    def unblock(self) -> None:
+        """The peer reads again."""
+        self.answers.unblock()
+
+    def lose_all(self) -> None:
+        """The connection is gone: nobody waits for any of the answers."""
+        for open_call in self._table.leave_all():
+            self._shared.count(TransportError.CANCELLED)
+            open_call.cancel()
+        self._unusual.clear()
+        self.answers.lose()
+
+    # What the clock and the server do
+
+    def expire(self, now_s: float) -> None:
+        """End the calls whose deadline has passed."""
+        for stream_id in self._table.expired(now_s):
+            self.answers.fail(stream_id, _EXCEEDED)
+
+    def look(self, now_s: float) -> None:
+        """End the requests whose rest has not come in time; to be called about once a second."""
+        began_s = now_s - self._limits.request_timeout_ms / MS_PER_S
+        for stream_id in self._table.unfinished(began_s):
+            self._shared.count(TransportError.SLOW_REQUEST)
+            if not self.answers.answer_plainly(stream_id):
+                self.answers.fail(stream_id, _TOO_SLOW)
+
+    def end_streams(self, error: RpcError) -> None:
+        """End the calls that would not end by themselves."""
+        for stream_id in self._table.streams():
+            self.answers.fail(stream_id, error)
+
+    def end_all(self, error: RpcError) -> None:
+        """End every call."""
+        for stream_id in list(self._table.open):
+            self.answers.fail(stream_id, error)

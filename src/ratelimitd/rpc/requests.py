@@ -1,0 +1,349 @@
+"""Calls whose requests come in pieces, and those whose messages are a stream: from the head to the end of the request.
+
+Never answers: that is for the handler, or for ``call_answers`` when something is wrong with a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, Final, Protocol
+
+from ratelimitd.http2.errors import Cause
+from ratelimitd.http2.events import (
+    CompleteRequest,
+    DataReceived,
+    Event,
+    HeadTooLarge,
+    RequestReceived,
+    StreamReset,
+    TrailersReceived,
+    WindowOpened,
+)
+from ratelimitd.http2.headers import RequestHead
+from ratelimitd.rpc.interface import RpcError, StatusCode, TransportError
+from ratelimitd.rpc.messages import PREFIX_BYTES, message_of
+from ratelimitd.rpc.responses import CallAnswers
+from ratelimitd.rpc.routing import CallPlan, CallReader, NativeCall
+from ratelimitd.rpc.state import CallTable, OpenCall, Questions, SharedCalls, Turn
+
+# Handlers that take their time: a unary one that has to wait, and those that answer with a stream.
+#
+# Each runs in a task of its own, and ends its call; whoever has ended the call before has cancelled the task, too.
+
+CANCELLED = RpcError(StatusCode.CANCELLED, "the call was cancelled")
+
+
+class Calls(Protocol):
+    """What a running handler needs of the calls of its connection."""
+
+    shared: SharedCalls
+
+    def is_open(self, stream_id: int, open_call: OpenCall) -> bool:
+        """Whether the call is not answered yet."""
+
+    def answer(self, stream_id: int, message: bytes) -> None:
+        """End a unary call well."""
+
+    def send(self, stream_id: int, open_call: OpenCall, message: bytes) -> bool:
+        """Send one message of a stream. Returns whether it is on its way: if not, wait for ``open_call.room``."""
+
+    def finish(self, stream_id: int) -> None:
+        """End a stream well."""
+
+    def fail(self, stream_id: int, error: RpcError) -> None:
+        """End a call with a status."""
+
+
+async def run_unary(
+    calls: Calls, stream_id: int, open_call: OpenCall, answer: Awaitable[bytes]
+) -> None:
+    """Wait for the answer of a unary handler, and give it."""
+    error: RpcError | None = None
+    message = b""
+    try:
+        message = await answer
+    except asyncio.CancelledError:
+        error = CANCELLED
+    except Exception as raised:  # noqa: BLE001 -- whatever it is, it is the end of this call alone
+        error = calls.shared.status_of(raised)
+    finally:
+        calls.shared.unary_in_progress -= 1
+    if not calls.is_open(stream_id, open_call):
+        return
+    if error is None:
+        calls.answer(stream_id, message)
+    else:
+        calls.fail(stream_id, error)
+
+
+async def run_stream(
+    calls: Calls, stream_id: int, open_call: OpenCall, answers: AsyncIterator[bytes]
+) -> None:
+    """Send what a streaming handler answers, as fast as the peer reads."""
+    error: RpcError | None = None
+    try:
+        async for message in answers:
+            if not calls.send(stream_id, open_call, message):
+                await open_call.room.wait()
+            # Whether the peer reads shows when what was sent is written, which is in another turn of the loop.
+            await calls.shared.turnstile.passed()
+    except asyncio.CancelledError:
+        error = CANCELLED
+    except Exception as raised:  # noqa: BLE001 -- as above
+        error = calls.shared.status_of(raised)
+    finally:
+        calls.shared.streams_in_progress -= 1
+        await _close(answers)
+    if not calls.is_open(stream_id, open_call):
+        return
+    if error is None:
+        calls.finish(stream_id)
+    else:
+        calls.fail(stream_id, error)
+
+
+async def _close(answers: AsyncIterator[bytes]) -> None:
+    """Let a generator that was left in the middle run its ``finally`` now, not when it is collected."""
+    close = getattr(answers, "aclose", None)
+    if close is not None:
+        await close()
+
+
+# Calls handlers: within the bounds on what is in progress, and not for a caller who no longer waits.
+#
+# A unary handler that answers at once costs no task, no timer and no lock, and nothing about its call is kept. What
+# takes longer is left to :mod:`ratelimitd.rpc.requests`. Never reads a request.
+
+TOO_MANY_CALLS: Final = RpcError(StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
+_TOO_MANY_STREAMS: Final = RpcError(StatusCode.RESOURCE_EXHAUSTED, "too many streams are open")
+_LATE: Final = RpcError(StatusCode.DEADLINE_EXCEEDED, "the deadline had passed on arrival")
+
+
+class CallStarter:
+    """Starts the calls of one connection whose requests are there."""
+
+    __slots__ = ("_answers", "_shared", "_table", "_turn")
+
+    def __init__(
+        self, shared: SharedCalls, table: CallTable, answers: CallAnswers, turn: Turn
+    ) -> None:
+        self._shared = shared
+        self._table = table
+        self._answers = answers
+        self._turn = turn
+
+    def unary(self, stream_id: int, plan: CallPlan, call: NativeCall, message: bytes) -> None:
+        """Call a unary handler, and answer if it does at once."""
+        shared = self._shared
+        if shared.unary_in_progress >= shared.limits.max_concurrent_rpcs:
+            shared.count(TransportError.TOO_MANY_CALLS)
+            self._answers.fail(stream_id, TOO_MANY_CALLS)
+            return
+        if call.deadline_s is not None and shared.monotonic_s() >= call.deadline_s:
+            self._answers.fail(stream_id, _LATE)
+            return
+        try:
+            answer = plan.unary(message, call)  # type: ignore[misc]  # who calls this has looked
+        except Exception as error:  # noqa: BLE001 -- whatever it is, it is the end of this call alone
+            self._answers.fail(stream_id, shared.status_of(error))
+            return
+        if isinstance(answer, bytes):
+            self._answers.answer(stream_id, answer)
+            return
+        table = self._table
+        open_call = table.open.get(stream_id)
+        if open_call is None:
+            open_call = table.enter(stream_id, plan, call, self._turn.came_s)
+        shared.unary_in_progress += 1
+        open_call.task = shared.start(run_unary(self._answers, stream_id, open_call, answer))
+
+    def stream(
+        self,
+        stream_id: int,
+        open_call: OpenCall,
+        handler: Callable[[NativeCall], AsyncIterator[bytes]],
+    ) -> None:
+        """Run a handler that answers with a stream."""
+        shared, call = self._shared, open_call.call
+        if shared.streams_in_progress >= shared.limits.max_streams:
+            shared.count(TransportError.TOO_MANY_STREAMS)
+            self._answers.fail(stream_id, _TOO_MANY_STREAMS)
+        elif call.deadline_s is not None and shared.monotonic_s() >= call.deadline_s:
+            self._answers.fail(stream_id, _LATE)
+        else:
+            shared.streams_in_progress += 1
+            answers = handler(call)
+            open_call.task = shared.start(run_stream(self._answers, stream_id, open_call, answers))
+
+
+_HEAD_TOO_LARGE: Final = RpcError(StatusCode.RESOURCE_EXHAUSTED, "the metadata are too large")
+_TOO_MANY_BYTES: Final = RpcError(
+    StatusCode.RESOURCE_EXHAUSTED, "too many bytes of unfinished requests"
+)
+
+
+class ArrivingCalls:
+    """The calls of one connection as their requests arrive."""
+
+    __slots__ = ("_answers", "_reader", "_shared", "_starter", "_table", "_turn")
+
+    def __init__(
+        self,
+        shared: SharedCalls,
+        reader: CallReader,
+        *,
+        table: CallTable,
+        answers: CallAnswers,
+        starter: CallStarter,
+        turn: Turn,
+    ) -> None:
+        self._shared = shared
+        self._reader = reader
+        self._table = table
+        self._answers = answers
+        self._starter = starter
+        self._turn = turn
+
+    def handle(self, event: Event) -> None:
+        """Act on what the peer did, unless it is the connection's business alone."""
+        self._EVENTS.get(type(event), _ignore)(self, event)
+
+    def take(self, request: CompleteRequest) -> None:
+        """Take a request that came in one piece as if it had come in several."""
+        stream_id, head, body = request
+        self._begin(stream_id, head)
+        self._data(DataReceived(stream_id, body, 0, ended=True))
+
+    def _received(self, event: RequestReceived) -> None:
+        self._begin(event.stream_id, event.head)
+        if event.ended:
+            self._ended(event.stream_id)
+
+    def _begin(self, stream_id: int, head: RequestHead) -> None:
+        turn, answers = self._turn, self._answers
+        turn.dear = True
+        plan = self._reader.read(head)
+        if not self._table.has_room:
+            self._shared.count(TransportError.TOO_MANY_CALLS)
+            answers.fail(stream_id, TOO_MANY_CALLS)
+            return
+        if plan.plain is not None:
+            self._table.enter_plain(stream_id, plan.plain, turn.came_s)
+            return
+        if plan.refusal is not None:
+            self._shared.count(plan.refusal.cause)
+            answers.fail(stream_id, plan.refusal.error, plan.refusal.fields)
+            return
+        call = self._reader.call(plan, head, turn.came_s)
+        open_call = self._table.enter(stream_id, plan, call, turn.came_s)
+        if plan.bidi_stream is not None:
+            questions = open_call.questions = self._questions(stream_id, open_call)
+            self._starter.stream(stream_id, open_call, partial(plan.bidi_stream, questions))
+
+    def _questions(self, stream_id: int, open_call: OpenCall) -> Questions:
+        return Questions(
+            open_call.plan.encoding,
+            self._shared.limits.max_message_bytes,
+            partial(self._answers.acknowledge, stream_id),
+            self._shared.turnstile.passed,
+            read=partial(self._has_read, stream_id, open_call),
+        )
+
+    def _has_read(self, stream_id: int, open_call: OpenCall) -> None:
+        """A handler has read a message: it is held no more."""
+        if self._table.open.get(stream_id) is open_call:
+            self._table.may_hold(open_call)
+
+    def _data(self, event: DataReceived) -> None:
+        stream_id, data, flow_bytes, ended = event
+        answers = self._answers
+        open_call = self._table.open.get(stream_id)
+        if open_call is None:
+            answers.acknowledge(stream_id, flow_bytes)
+        elif open_call.questions is not None:
+            self._ask(open_call.questions, open_call, data, flow_bytes)
+        else:
+            answers.acknowledge(stream_id, flow_bytes)
+            try:
+                open_call.take(data)
+            except RpcError as error:
+                answers.refuse(stream_id, error)
+                return
+        if open_call is not None and not self._table.may_hold(open_call):
+            answers.refuse(stream_id, _TOO_MANY_BYTES)
+        elif ended:
+            self._ended(stream_id)
+
+    def _ask(self, questions: Questions, open_call: OpenCall, data: bytes, flow_bytes: int) -> None:
+        """Hand messages to the handler of a stream. What it has read of them opens the window again."""
+        if questions.ended:
+            questions.acknowledge(flow_bytes)
+            return
+        try:
+            for part in open_call.reader.feed(data):
+                part_bytes = min(flow_bytes, len(part.content) + PREFIX_BYTES)
+                questions.put(part, part_bytes)
+                flow_bytes -= part_bytes
+        except RpcError as error:
+            self._shared.count(TransportError.BAD_REQUEST)
+            questions.end(error)
+        questions.acknowledge(flow_bytes)
+
+    def _trailers(self, event: TrailersReceived) -> None:
+        self._ended(event.stream_id)
+
+    def _ended(self, stream_id: int) -> None:
+        """The request has ended: the handler of a call with one message can begin."""
+        open_call = self._table.open.get(stream_id)
+        if open_call is None:
+            self._answers.answer_plainly(stream_id)
+            return
+        plan, questions = open_call.plan, open_call.questions
+        if questions is not None:
+            questions.end(open_call.cut_off())
+            return
+        self._turn.dear = True
+        try:
+            limit = self._shared.limits.max_message_bytes
+            message = message_of(open_call.whole(), plan.encoding, limit)
+        except RpcError as error:
+            self._answers.refuse(stream_id, error)
+            return
+        if plan.server_stream is not None:
+            self._starter.stream(stream_id, open_call, partial(plan.server_stream, message))
+        else:
+            self._starter.unary(stream_id, plan, open_call.call, message)
+
+    def _reset(self, event: StreamReset) -> None:
+        self._table.leave_plain(event.stream_id)
+        open_call = self._table.leave(event.stream_id)
+        if event.cause is not Cause.PEER_RESET:
+            self._shared.stats.transport_error(event.cause)
+        elif open_call is not None:
+            self._shared.count(TransportError.CANCELLED)
+        if open_call is not None:
+            open_call.cancel()
+
+    def _window_opened(self, event: WindowOpened) -> None:
+        open_call = self._table.open.get(event.stream_id)
+        if open_call is not None:
+            open_call.room.set()
+
+    def _head_too_large(self, event: HeadTooLarge) -> None:
+        self._answers.refuse(event.stream_id, _HEAD_TOO_LARGE)
+
+    _EVENTS: ClassVar[Mapping[type, Callable[[ArrivingCalls, Any], None]]] = {
+        RequestReceived: _received,
+        DataReceived: _data,
+        TrailersReceived: _trailers,
+        StreamReset: _reset,
+        WindowOpened: _window_opened,
+        HeadTooLarge: _head_too_large,
+    }
+    """What to do for each kind; the others are the connection's business."""
+
+
+def _ignore(_calls: ArrivingCalls, _event: Event) -> None:
+    """Nothing that concerns a call."""

@@ -1,0 +1,374 @@
+"""What a request's header list means to gRPC: which method, how it is compressed, how long the caller waits.
+
+Judged once for all calls that look alike: clients repeat their headers but for the deadline. Never judges HTTP's own
+rules: a head that breaks them does not get here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+from ratelimitd.http2.answers import static_block
+from ratelimitd.http2.headers import RequestHead
+from ratelimitd.rpc.interface import (
+    BulkHandler,
+    Methods,
+    RpcError,
+    StatusCode,
+    TransportError,
+    UnaryHandler,
+)
+from ratelimitd.rpc.messages import Encoding
+from ratelimitd.rpc.status import ACCEPTED_ENCODINGS, Fields, is_positive_timeout, parse_timeout_s
+from ratelimitd.tracing import TRACEPARENT, is_sampled
+
+# Answers to requests that are HTTP/2 but not gRPC: a browser, a probe, a proxy that was set up wrong.
+#
+# A person reads these, so they are real HTTP answers with a body. Never for anything that claims to be gRPC.
+
+
+class PlainAnswer(NamedTuple):
+    """A header block, and the body that follows it; there is none behind the headers of an answer to HEAD."""
+
+    head_block: bytes
+    body: bytes
+
+
+def plain_answer(method: bytes, *, is_grpc: bool) -> PlainAnswer | None:
+    """What to answer to a request of that method; ``None`` if it is one of gRPC."""
+    if method != b"POST":
+        return _HEAD_NOT_ALLOWED if method == b"HEAD" else _METHOD_NOT_ALLOWED
+    return None if is_grpc else _UNSUPPORTED_MEDIA_TYPE
+
+
+def _answer(status: int, body: bytes, *fields: tuple[bytes, bytes]) -> PlainAnswer:
+    block = static_block(
+        (
+            (b":status", b"%d" % status),
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", b"%d" % len(body)),
+            *fields,
+        )
+    )
+    return PlainAnswer(block, body)
+
+
+_METHOD_NOT_ALLOWED: Final = _answer(
+    405, b"This port speaks gRPC: POST with content-type application/grpc.\n", (b"allow", b"POST")
+)
+_HEAD_NOT_ALLOWED: Final = _METHOD_NOT_ALLOWED._replace(body=b"")
+_UNSUPPORTED_MEDIA_TYPE: Final = _answer(
+    415, b"This port speaks gRPC: the content-type must be application/grpc.\n"
+)
+
+
+StreamHandler = Callable[[Any, "NativeCall"], AsyncIterator[bytes]]
+
+_TIMEOUT: Final = b"grpc-timeout"
+_ENCODING: Final = b"grpc-encoding"
+_CONTENT_TYPE: Final = b"content-type"
+_MEANINGFUL: Final = frozenset((_TIMEOUT, _ENCODING, _CONTENT_TYPE))
+"""What decides about a call beside its path; all other fields are metadata."""
+
+_TRACEPARENT: Final = TRACEPARENT.encode()
+_MEANINGFUL_TRACED: Final = _MEANINGFUL | {_TRACEPARENT}
+"""The same where calls are traced."""
+
+_ENCODINGS: Final = {
+    b"identity": Encoding.IDENTITY,
+    b"deflate": Encoding.DEFLATE,
+    b"gzip": Encoding.GZIP,
+}
+
+_GRPC: Final = b"application/grpc"
+_AFTER_GRPC: Final = (b"", b"+", b";")
+"""What may follow in a content type, up to there: a codec, which is the method's business, or parameters."""
+
+
+class Route(NamedTuple):
+    """One method: its path and the one handler it has."""
+
+    path: str
+    unary: UnaryHandler | None = None
+    bulk: BulkHandler | None = None
+    server_stream: StreamHandler | None = None
+    bidi_stream: StreamHandler | None = None
+    bulk_unless_sampled: bool = False
+
+
+class Refusal(NamedTuple):
+    """A call that ends before it begins, the cause to count, and fields that go with the answer."""
+
+    error: RpcError
+    cause: TransportError
+    fields: Fields = ()
+
+
+class Peer(NamedTuple):
+    """Who is at the other end of a connection, as :class:`ratelimitd.rpc.interface.Call` tells it."""
+
+    address: str
+    sans: tuple[str, ...] = ()
+
+
+class CallPlan:
+    """How to answer requests with a certain head, kept with the head.
+
+    Exactly one of ``route``, ``refusal`` and ``plain`` is there.
+
+    Attributes:
+        route: the method that was asked for.
+        refusal: what is wrong with the call.
+        plain: the answer to a request that is not of gRPC at all.
+        encoding: of compressed messages.
+        timeout_s: how long the callers wait that do not say anything else; ``None`` without a deadline.
+        any_deadline: the one ``grpc-timeout`` that there is leaves time, so that heads with another one that does go by
+            this plan, too.
+        unary, server_stream, bidi_stream: the handler of the route; one of them is there.
+        bulk: the shortcut of the unary handler, if it has one.
+        meaningful: fields that, where they vary, may lead to another plan.
+        call: what the handler is given when nothing varies and there is no deadline: one object for all such calls.
+    """
+
+    __slots__ = (
+        "any_deadline",
+        "bidi_stream",
+        "bulk",
+        "call",
+        "encoding",
+        "meaningful",
+        "plain",
+        "refusal",
+        "route",
+        "server_stream",
+        "timeout_s",
+        "unary",
+    )
+
+    def __init__(self) -> None:
+        self.route: Route | None = None
+        self.refusal: Refusal | None = None
+        self.plain: PlainAnswer | None = None
+        self.encoding = Encoding.IDENTITY
+        self.timeout_s: float | None = None
+        self.any_deadline = False
+        self.unary: UnaryHandler | None = None
+        self.bulk: BulkHandler | None = None
+        self.server_stream: StreamHandler | None = None
+        self.bidi_stream: StreamHandler | None = None
+        self.meaningful = _MEANINGFUL
+        self.call: NativeCall | None = None
+
+
+class NativeCall:
+    """A :class:`ratelimitd.rpc.interface.Call`; metadata is looked up when asked for.
+
+    ``deadline_s`` is a reading of ``monotonic_s``.
+    """
+
+    __slots__ = ("_fields", "_monotonic_s", "_peer", "deadline_s", "method")
+
+    def __init__(  # noqa: PLR0917 -- made for every call, and keywords would cost 100 ns
+        self,
+        method: str,
+        fields: Fields,
+        peer: Peer,
+        monotonic_s: Callable[[], float],
+        deadline_s: float | None = None,
+    ) -> None:
+        self.method = method
+        self.deadline_s = deadline_s
+        self._fields = fields
+        self._peer = peer
+        self._monotonic_s = monotonic_s
+
+    @property
+    def peer(self) -> str:
+        """The address of the peer."""
+        return self._peer.address
+
+    @property
+    def peer_sans(self) -> Sequence[str]:
+        """The names in the client certificate that TLS verified; no header can add to them."""
+        return self._peer.sans
+
+    def metadata(self, key: str) -> str | None:
+        """The first value of a key; ``None`` for the binary ones, as with grpcio."""
+        wanted = key.encode()
+        if wanted.endswith(b"-bin") or wanted.startswith(b":"):
+            return None
+        for name, value in self._fields:
+            if name == wanted:
+                return _text(value)
+        return None
+
+    def time_remaining_s(self) -> float | None:
+        """Seconds until the deadline."""
+        if self.deadline_s is None:
+            return None
+        return max(0.0, self.deadline_s - self._monotonic_s())
+
+
+class CallReader:
+    """Makes plans for the requests of one connection."""
+
+    __slots__ = ("_monotonic_s", "_peer", "_routes")
+
+    def __init__(
+        self, routes: Mapping[bytes, Route], peer: Peer, monotonic_s: Callable[[], float]
+    ) -> None:
+        self._routes = routes
+        self._peer = peer
+        self._monotonic_s = monotonic_s
+
+    def read(self, head: RequestHead) -> CallPlan:
+        """How to answer a request.
+
+        What a plan was made of is looked at once for all heads that differ in nothing but metadata and the deadline.
+        """
+        model = head.model or head
+        kept = model.note
+        if kept is None:
+            kept = model.note = self._made(model.fields)
+        plan: CallPlan = kept  # type: ignore[assignment]  # nobody else keeps notes with heads; cast() costs 40 ns
+        for name, value in head.varying:
+            if name not in plan.meaningful or (name == _TRACEPARENT and not _is_sampled(value)):
+                continue
+            if name != _TIMEOUT or not plan.any_deadline or not is_positive_timeout(value):
+                return self._made(head.fields)
+        if not head.varying:
+            head.note = plan
+        return plan
+
+    def call(self, plan: CallPlan, head: RequestHead, came_s: float) -> NativeCall:
+        """What the handler of one call is given that came at ``came_s``."""
+        timeout_s = plan.timeout_s
+        if plan.any_deadline:
+            for name, value in head.varying:
+                if name == _TIMEOUT:
+                    timeout_s = parse_timeout_s(value)
+        if timeout_s is None and plan.call is not None and not head.varying:
+            return plan.call
+        route = cast("Route", plan.route)  # who asks has looked: no call without a method
+        deadline_s = None if timeout_s is None else came_s + timeout_s
+        return NativeCall(route.path, head.fields, self._peer, self._monotonic_s, deadline_s)
+
+    def _made(self, fields: Fields) -> CallPlan:
+        plan = CallPlan()
+        found = dict(reversed(fields))  # of a field that is repeated, the first one counts
+        is_grpc = _is_grpc(found.get(_CONTENT_TYPE, b""))
+        plan.plain = plain_answer(found.get(b":method", b""), is_grpc=is_grpc)
+        if plan.plain is not None:
+            return plan
+        encoding = _ENCODINGS.get(found.get(_ENCODING, b"identity"))
+        path = found.get(b":path", b"")
+        if encoding is None:
+            plan.refusal = _UNKNOWN_ENCODING
+        elif path not in self._routes:
+            plan.refusal = _UNKNOWN_METHOD
+        else:
+            try:
+                plan.timeout_s = parse_timeout_s(found[_TIMEOUT]) if _TIMEOUT in found else None
+            except ValueError:
+                plan.refusal = _BAD_TIMEOUT
+                return plan
+            plan.route = route = self._routes[path]
+            plan.unary = route.unary
+            # A call that was late on arrival is not for a handler that does not look at deadlines.
+            plan.bulk = None if plan.timeout_s == 0 else route.bulk
+            if route.bulk_unless_sampled:
+                plan.meaningful = _MEANINGFUL_TRACED
+                if _is_sampled(found.get(_TRACEPARENT, b"")):
+                    plan.bulk = None
+            plan.any_deadline = (
+                bool(plan.timeout_s) and [name for name, _ in fields].count(_TIMEOUT) == 1
+            )
+            plan.server_stream = route.server_stream
+            plan.bidi_stream = route.bidi_stream
+            plan.encoding = encoding
+            plan.call = NativeCall(route.path, fields, self._peer, self._monotonic_s)
+        return plan
+
+
+def routes_of(methods: Methods) -> Mapping[bytes, Route]:
+    """The routes by the bytes of their paths."""
+    routes = {}
+    for path, unary in methods.unary.items():
+        bulk = methods.bulk.get(path)
+        unless_sampled = bulk is not None and methods.bulk_unless_sampled
+        routes[path.encode()] = Route(path, unary, bulk, bulk_unless_sampled=unless_sampled)
+    for path, stream in methods.server_stream.items():
+        routes[path.encode()] = Route(path, server_stream=stream)
+    for path, bidi in methods.bidi_stream.items():
+        routes[path.encode()] = Route(path, bidi_stream=bidi)
+    return routes
+
+
+def _is_grpc(content_type: bytes) -> bool:
+    rest = content_type[len(_GRPC) :]
+    return content_type.startswith(_GRPC) and rest[:1] in _AFTER_GRPC
+
+
+def _is_sampled(traceparent: bytes) -> bool:
+    return is_sampled(traceparent.decode("latin-1"))
+
+
+def _text(value: bytes) -> str:
+    """A value as grpcio tells it."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+_UNKNOWN_METHOD: Final = Refusal(
+    RpcError(StatusCode.UNIMPLEMENTED, "Method not found!"), TransportError.UNKNOWN_METHOD
+)
+_UNKNOWN_ENCODING: Final = Refusal(
+    RpcError(StatusCode.UNIMPLEMENTED, "grpc-encoding names an unknown compression"),
+    TransportError.BAD_REQUEST,
+    ACCEPTED_ENCODINGS,
+)
+_BAD_TIMEOUT: Final = Refusal(
+    RpcError(StatusCode.INTERNAL, "Error parsing 'grpc-timeout' metadata"),
+    TransportError.BAD_REQUEST,
+)
+
+
+# Who is at the other end of a socket: an address in gRPC's spelling, and the names of a verified certificate.
+
+
+def peer_of(transport: asyncio.BaseTransport) -> Peer:
+    """The peer of a connection."""
+    sock: socket.socket | None = transport.get_extra_info("socket")
+    ssl_object = transport.get_extra_info("ssl_object")
+    certificate = None if ssl_object is None else ssl_object.getpeercert()
+    address = address_of(
+        None if sock is None else sock.family, transport.get_extra_info("peername")
+    )
+    return Peer(address, sans_of(certificate or {}))
+
+
+def address_of(family: int | None, name: Any) -> str:
+    """``ipv4:127.0.0.1:50000``, ``ipv6:[::1]:50000`` or ``unix:``; ``name`` is what the socket says.
+
+    An IPv4 peer of a socket that listens for both is one of IPv4. A peer that is gone already has no name, and must
+    not pass for one on this host.
+    """
+    if family == socket.AF_UNIX:
+        return "unix:"
+    if not name:
+        return "unknown:"
+    if family == socket.AF_INET:
+        return f"ipv4:{name[0]}:{name[1]}"
+    mapped = ipaddress.IPv6Address(name[0]).ipv4_mapped
+    return f"ipv6:[{name[0]}]:{name[1]}" if mapped is None else f"ipv4:{mapped}:{name[1]}"
+
+
+def sans_of(certificate: dict[str, Any]) -> tuple[str, ...]:
+    """The subject alternative names of a certificate as :mod:`ssl` tells it, of whatever kind."""
+    return tuple(name for _, name in certificate.get("subjectAltName", ()) if isinstance(name, str))

@@ -1,0 +1,463 @@
+"""What all connections of one native server have in common: methods, limits, and how much is in progress.
+
+Counts and starts; never sends, and never decides about a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Final, NamedTuple
+
+from ratelimitd.counters import CheckStats
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError
+from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.messages import Encoding, MessageReader, Part, message_of
+from ratelimitd.rpc.routing import CallPlan, NativeCall, PlainAnswer, routes_of
+
+# A call that is not answered yet: what has come of it, what runs for it, and what its handler reads.
+#
+# Never sends anything and never decides a status but those of broken messages.
+
+MAX_UNREAD_QUESTIONS: Final = 1_000
+"""Of one stream. An empty message takes 5 octets of the stream's window and 50 times that of our memory."""
+
+_TOO_MANY_QUESTIONS: Final = RpcError(
+    StatusCode.RESOURCE_EXHAUSTED, "too many messages of the stream are unread"
+)
+
+
+class OpenCall:
+    """One call, from its head to the end of its answer.
+
+    Attributes:
+        plan: how it is answered.
+        call: what its handler is given.
+        reader: of the messages of its request.
+        part: the message of a call that has one, when it has come.
+        held_bytes: of its request, as they are counted against the bounds.
+        questions: what a bidi handler reads; ``None`` for other calls.
+        task: what runs its handler, once it runs.
+        headers_sent: the answer has begun.
+        room: set when the transport takes more of a stream again, after a message that it did not take at once.
+        began_s: when its head came.
+    """
+
+    __slots__ = (
+        "began_s",
+        "call",
+        "headers_sent",
+        "held_bytes",
+        "part",
+        "plan",
+        "questions",
+        "reader",
+        "room",
+        "task",
+    )
+
+    def __init__(
+        self, plan: CallPlan, call: NativeCall, max_message_bytes: int, began_s: float = 0.0
+    ) -> None:
+        self.began_s = began_s
+        self.plan = plan
+        self.call = call
+        self.reader = MessageReader(max_message_bytes)
+        self.part: Part | None = None
+        self.held_bytes = 0
+        self.questions: Questions | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.headers_sent = False
+        self.room = asyncio.Event()
+
+    def take(self, data: bytes) -> None:
+        """Take the next bytes of a call that has one message.
+
+        Raises:
+            RpcError: there is more than one, or it is too large.
+        """
+        for part in self.reader.feed(data):
+            if self.part is not None:
+                raise RpcError(StatusCode.INTERNAL, "the call has more than one message")
+            self.part = part
+
+    def whole(self) -> Part:
+        """The one message of a call whose request has ended.
+
+        Raises:
+            RpcError: it is not there, or not whole.
+        """
+        if self.part is None or self.reader.unfinished_bytes:
+            raise RpcError(StatusCode.INTERNAL, "the call ended before its message did")
+        return self.part
+
+    def cut_off(self) -> RpcError | None:
+        """What is wrong with the end of a request, if it ended within a message."""
+        if not self.reader.unfinished_bytes:
+            return None
+        return RpcError(StatusCode.INTERNAL, "the call ended within a message")
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more.
+
+        Not at once: a task that is cancelled before its first step never runs the ``finally`` of what it was made for.
+        That step is due already, and comes first.
+        """
+        if self.task is not None:
+            self.task.get_loop().call_soon(self.task.cancel)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What this call makes us hold."""
+        part_bytes = 0 if self.part is None else len(self.part.content)
+        questions_bytes = 0 if self.questions is None else self.questions.waiting_bytes
+        return self.reader.unfinished_bytes + part_bytes + questions_bytes
+
+
+class _Question(NamedTuple):
+    part: Part
+    flow_bytes: int
+
+
+class Questions:
+    """The messages of a stream as its handler reads them; an asynchronous iterator.
+
+    What the handler has not read is not acknowledged, so that a peer who asks faster has to wait. Messages are
+    inflated when they are read: otherwise a window's worth of compressed ones would become gigabytes. Before each,
+    ``my_turn`` is waited for: a handler that never has to wait would otherwise answer a window's worth of them in one
+    turn of the loop. ``read`` is called when one was.
+
+    Attributes:
+        waiting_bytes: of the messages that were not read. Of a large one most is acknowledged while it arrives.
+    """
+
+    __slots__ = (
+        "_arrived",
+        "_end",
+        "_my_turn",
+        "_parts",
+        "_read",
+        "acknowledge",
+        "encoding",
+        "max_message_bytes",
+        "waiting_bytes",
+    )
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        max_message_bytes: int,
+        acknowledge: Callable[[int], None],
+        my_turn: Callable[[], Awaitable[None]],
+        *,
+        read: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.encoding = encoding
+        self.max_message_bytes = max_message_bytes
+        self.acknowledge = acknowledge
+        self._my_turn = my_turn
+        self._read = read
+        self.waiting_bytes = 0
+        self._parts: deque[_Question] = deque()
+        self._arrived = asyncio.Event()
+        self._end: Exception | None = None
+
+    def put(self, part: Part, flow_bytes: int) -> None:
+        """Add a message, and what is to be acknowledged when it has been read.
+
+        Raises:
+            RpcError: too many are unread.
+        """
+        if len(self._parts) >= MAX_UNREAD_QUESTIONS:
+            raise _TOO_MANY_QUESTIONS
+        self._parts.append(_Question(part, flow_bytes))
+        self.waiting_bytes += len(part.content)
+        self._arrived.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing follows."""
+        return self._end is not None
+
+    def end(self, error: RpcError | None = None) -> None:
+        """Nothing follows; ``error`` is raised behind the messages that came before it. The first end is the end."""
+        if self._end is None:
+            self._end = error or StopAsyncIteration()
+        self._arrived.set()
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._parts:
+            if self._end is not None:
+                raise self._end
+            self._arrived.clear()
+            await self._arrived.wait()
+        await self._my_turn()
+        part, flow_bytes = self._parts.popleft()
+        self.waiting_bytes -= len(part.content)
+        self._read()
+        if flow_bytes:
+            self.acknowledge(flow_bytes)
+        return message_of(part, self.encoding, self.max_message_bytes)
+
+
+# How long one connection is worked for while others wait. Knows a clock, and nothing of the work.
+
+TURN_S: Final = 0.002
+"""Bounds on frames and octets keep common calls within it; it is for the dear ones, such as a small message that
+inflates to a large one."""
+
+LATE_S: Final = 0.1
+"""What waits longer for its turn was left by a peer that did not read for some time; few deadlines are shorter."""
+
+
+class Turn:
+    """The turn of one connection: one object for all its turns. Common calls do not ask the clock; dear ones do.
+
+    Attributes:
+        began_s: when the turn began, a reading of ``monotonic_s``.
+        came_s: when what is worked on came; deadlines count from there. Earlier than ``began_s`` for what is left over
+            from another turn.
+        dear: something was done that takes many times what a common call takes, and the clock was not asked since.
+    """
+
+    __slots__ = ("_monotonic_s", "began_s", "came_s", "dear")
+
+    def __init__(self, monotonic_s: Callable[[], float]) -> None:
+        self._monotonic_s = monotonic_s
+        self.began_s = self.came_s = 0.0
+        self.dear = False
+
+    def begin(self, now_s: float, came_s: float) -> None:
+        """Begin a turn."""
+        self.began_s = now_s
+        self.came_s = came_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what is worked on has waited so long that deadlines may have passed meanwhile."""
+        return self.began_s - self.came_s > LATE_S
+
+    def is_over(self) -> bool:
+        """Whether its time is used up; to be asked after something dear."""
+        self.dear = False
+        return self._monotonic_s() - self.began_s > TURN_S
+
+
+# A turnstile: whoever wants through waits in line, and each turn of the event loop lets one through.
+#
+# What is dear, and can be asked for many times in one read, passes here first, so that a turn never holds more than one
+# piece of it. Never measures a piece: what one may cost is bounded where it is made.
+
+EVERY_S: Final = 0.005
+MOST_AT_ONCE: Final = 8
+"""For a turnstile with a clock: one for each 5 ms that the last turn took, but no more than 8. A TLS handshake is about
+1 ms of arithmetic, so that handshakes get about a fifth of the time, however long turns are."""
+
+
+class Turnstile:
+    """First come, first through; one in each turn of the loop.
+
+    With a clock, ``monotonic_s``, more go through together when turns are long: else a loop whose turns take 30 ms
+    would let 33 through in a second, however many wait. Only for pieces that cost less than ``EVERY_S``: dearer ones
+    would make the turns longer and longer.
+    """
+
+    __slots__ = ("_in_line", "_last_s", "_monotonic_s", "_taken")
+
+    def __init__(self, monotonic_s: Callable[[], float] | None = None) -> None:
+        self._monotonic_s = monotonic_s
+        self._last_s = 0.0
+        self._in_line: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+        """Whether somebody goes through in the next turn."""
+
+    async def passed(self) -> None:
+        """Wait for a turn of one's own."""
+        if self._taken:
+            turn = asyncio.get_running_loop().create_future()
+            self._in_line.append(turn)
+            await turn
+            return
+        self._take_next_turn()
+        await asyncio.sleep(0)
+
+    def _take_next_turn(self) -> None:
+        self._taken = True
+        if self._monotonic_s is not None:
+            self._last_s = self._monotonic_s()
+        asyncio.get_running_loop().call_soon(self._let_through)
+
+    def _let_through(self) -> None:
+        """Wake those who go through in the next turn."""
+        self._taken = False
+        for _ in range(self._room()):
+            while self._in_line and self._in_line[0].done():  # has left the line
+                self._in_line.popleft()
+            if not self._in_line:
+                break
+            self._in_line.popleft().set_result(None)
+            self._taken = True
+        if self._taken:
+            self._take_next_turn()
+
+    def _room(self) -> int:
+        if self._monotonic_s is None:
+            return 1
+        return min(MOST_AT_ONCE, max(1, round((self._monotonic_s() - self._last_s) / EVERY_S)))
+
+
+class SharedCalls:
+    """The calls of one server, over all its connections. ``monotonic_s`` is in seconds."""
+
+    def __init__(
+        self,
+        methods: Methods,
+        limits: TransportLimits,
+        stats: CheckStats,
+        monotonic_s: Callable[[], float],
+    ) -> None:
+        self.routes = routes_of(methods)
+        self.limits = limits
+        self.stats = stats
+        self.monotonic_s = monotonic_s
+        self.unary_in_progress = 0
+        """Unary calls whose handler has not answered at once."""
+        self.streams_in_progress = 0
+        self.request_bytes = 0
+        """Of requests that are not with a handler yet."""
+        self.open_requests = 0
+        """Requests that are not answered yet and were not answered at once, those that still arrive among them."""
+        self.connections = 0
+        self.unread_bytes = 0
+        """Of answers that peers have not taken yet."""
+        self.turnstile = Turnstile()
+        """For messages of streams: each may inflate to the bound on messages."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run what a call needs."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def all_ended(self) -> None:
+        """Wait until nothing runs."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def count(self, cause: TransportError) -> None:
+        """Count why a call ended otherwise than its handler meant."""
+        self.stats.transport_error(cause)
+
+    def status_of(self, error: Exception) -> RpcError:
+        """What to end a call with whose handler raised."""
+        if isinstance(error, RpcError):
+            return error
+        self.count(TransportError.UNEXPECTED)
+        return RpcError(StatusCode.INTERNAL, "unexpected error")
+
+
+# The requests of one connection that are not answered yet, and what they make us hold.
+#
+# Only what is not answered at once is here. Counts and looks up; never sends, and never ends a call.
+
+
+class CallTable:
+    """Open requests by stream. What is counted here is counted over all connections, too: in ``shared``.
+
+    Attributes:
+        open: calls.
+        plain: requests that are not of gRPC, as (answer, when the head came).
+        request_bytes: what the requests of open calls make us hold.
+    """
+
+    __slots__ = ("_limits", "_shared", "open", "plain", "request_bytes")
+
+    def __init__(self, shared: SharedCalls) -> None:
+        self._shared = shared
+        self._limits = shared.limits
+        self.open: dict[int, OpenCall] = {}
+        self.plain: dict[int, tuple[PlainAnswer, float]] = {}
+        self.request_bytes = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may stay open, whatever it asks for."""
+        return self._shared.open_requests < self._limits.max_open_requests
+
+    def enter(self, stream_id: int, plan: CallPlan, call: NativeCall, began_s: float) -> OpenCall:
+        """Keep a call until it is answered; ``began_s`` is when its head came."""
+        open_call = OpenCall(plan, call, self._limits.max_message_bytes, began_s)
+        self.open[stream_id] = open_call
+        self._shared.open_requests += 1
+        return open_call
+
+    def leave(self, stream_id: int) -> OpenCall | None:
+        """Give up a call with all it holds; ``None`` if there is none."""
+        open_call = self.open.pop(stream_id, None)
+        if open_call is not None:
+            self._shared.open_requests -= 1
+            self.request_bytes -= open_call.held_bytes
+            self._shared.request_bytes -= open_call.held_bytes
+        return open_call
+
+    def enter_plain(self, stream_id: int, answer: PlainAnswer, began_s: float) -> None:
+        """Keep a request that is not of gRPC until it has ended."""
+        self.plain[stream_id] = answer, began_s
+        self._shared.open_requests += 1
+
+    def leave_plain(self, stream_id: int) -> PlainAnswer | None:
+        """Give up a request that is not of gRPC, and tell its answer; ``None`` if there is none."""
+        if stream_id not in self.plain:
+            return None
+        self._shared.open_requests -= 1
+        return self.plain.pop(stream_id)[0]
+
+    def leave_all(self) -> list[OpenCall]:
+        """Give up everything; returns the calls."""
+        for stream_id in list(self.plain):
+            self.leave_plain(stream_id)
+        open_calls = list(self.open.values())
+        for stream_id in list(self.open):
+            self.leave(stream_id)
+        return open_calls
+
+    def may_hold(self, open_call: OpenCall) -> bool:
+        """Count what a call makes us hold; false when with it, it is too much."""
+        more_bytes = open_call.waiting_bytes - open_call.held_bytes
+        open_call.held_bytes += more_bytes
+        self.request_bytes += more_bytes
+        self._shared.request_bytes += more_bytes
+        return (
+            self.request_bytes <= self._limits.max_request_bytes_per_connection
+            and self._shared.request_bytes <= self._limits.max_request_bytes
+        )
+
+    def expired(self, now_s: float) -> list[int]:
+        """The calls whose deadline has passed."""
+        deadlines = ((stream_id, each.call.deadline_s) for stream_id, each in self.open.items())
+        return [
+            stream_id
+            for stream_id, deadline_s in deadlines
+            if deadline_s is not None and deadline_s <= now_s
+        ]
+
+    def unfinished(self, began_s: float) -> list[int]:
+        """The requests that began no later, and are not with a handler yet."""
+        calls = [
+            stream_id
+            for stream_id, open_call in self.open.items()
+            if open_call.task is None and open_call.began_s <= began_s
+        ]
+        return calls + [stream_id for stream_id, (_, at_s) in self.plain.items() if at_s <= began_s]
+
+    def streams(self) -> list[int]:
+        """The calls that would not end by themselves."""
+        return [
+            stream_id for stream_id, open_call in self.open.items() if open_call.plan.unary is None
+        ]

@@ -1,0 +1,224 @@
+"""Reads the configuration of envoyproxy/ratelimit: its limits as rule drafts, and a note on all that has no equivalent.
+
+What a descriptor is as a check, :mod:`ratelimitd.services.envoy.service` says; here is the same of what limits it.
+Never opens a file and never asks a node. See ADR 0033.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
+
+from ratelimitd.errors import FieldViolation, RuleInvalidError
+from ratelimitd.model import Algorithm, IdentifierType
+from ratelimitd.rules.rules_file import Node, YamlError, read_yaml_file
+from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.validation import validated
+
+MAX_FILE_BYTES: Final = 4 * 1024 * 1024
+"""Many times what such files have."""
+
+UNNAMED_TYPE: Final = IdentifierType.API_KEY
+"""Whom a limit is for in whose descriptor no entry says so."""
+
+_UNITS: Final = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400, "week": 604_800}
+_CALENDAR: Final = frozenset({"month", "year"})
+
+_LIMIT_KEYS: Final = frozenset({"unit", "requests_per_unit", "name", "unlimited", "replaces"})
+_KEYS: Final = frozenset({"key", "value", "rate_limit", "descriptors", "shadow_mode"})
+
+
+class Note(NamedTuple):
+    """What a person should know of one place of the file."""
+
+    line: int
+    place: str
+    text: str
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"line {self.line}: {self.place}: {self.text}"
+
+
+class Imported(NamedTuple):
+    """What a file becomes: rules, notes in its order, and the keys that ENVOY_IDENTIFIERS has to hold as well."""
+
+    rules: Sequence[RuleDraft]
+    notes: Sequence[Note]
+    new_identifiers: Mapping[str, IdentifierType]
+
+
+class _Entry(NamedTuple):
+    """One level of a descriptor; ``value`` ``None`` = any."""
+
+    key: str
+    value: str | None
+
+
+class _Limit(NamedTuple):
+    """A descriptor of the file that has a limit, with the levels that lead to it."""
+
+    line: int
+    entries: tuple[_Entry, ...]
+    fields: Mapping[str, Node]
+    shadow: bool
+
+
+def import_config(data: bytes, identifiers: Mapping[str, IdentifierType]) -> Imported:
+    """Return what a file becomes on a node with these ``identifiers``, key → type.
+
+    Raises:
+        RuleInvalidError: it is no such file.
+    """
+    domain, top = _domain_and_descriptors(data)
+    notes: list[Note] = []
+    limits = [*_limits(top, (), domain, notes)]
+    new = dict.fromkeys(_new_keys(limits, identifiers), UNNAMED_TYPE)
+    rules: dict[tuple[str, str], RuleDraft] = {}
+    for limit in limits:
+        place = _place(domain, limit.entries)
+        try:
+            rule = _rule(domain, limit, {**identifiers, **new})
+            if (rule.endpoint, rule.identifier_type) in rules:
+                _leave_out("an earlier limit has the same endpoint and type")
+        except ValueError as reason:
+            notes.append(Note(limit.line, place, str(reason)))
+            continue
+        rules[rule.endpoint, rule.identifier_type] = rule
+        if limit.shadow:
+            text = "shadow_mode has no equivalent: the rule is disabled, so that it denies nothing"
+            notes.append(Note(limit.line, place, text))
+    return Imported([*rules.values()], sorted(notes), new)
+
+
+def _domain_and_descriptors(data: bytes) -> tuple[str, Node]:
+    try:
+        document = read_yaml_file(data, MAX_FILE_BYTES)
+    except YamlError as error:
+        _refuse(str(error))
+    top: Any = document.value if isinstance(document.value, dict) else {}
+    domain = _text(top.get("domain"))
+    if not domain:
+        _refuse("the file must be a mapping with a domain and descriptors")
+    return domain, top.get("descriptors", Node([], document.line))
+
+
+def _limits(
+    items: Node, above: tuple[_Entry, ...], domain: str, notes: list[Note]
+) -> Iterator[_Limit]:
+    """Every limit of a list of descriptors and below; what else is odd is added to ``notes``."""
+    descriptors = items.value
+    if not isinstance(descriptors, list):
+        notes.append(Note(items.line, _place(domain, above), "descriptors are no list: left out"))
+        return
+    for item in descriptors:
+        fields: Any = item.value if isinstance(item.value, dict) else {}
+        key = _text(fields.get("key"))
+        if not key:
+            text = "a descriptor without a key: left out"
+            notes.append(Note(item.line, _place(domain, above), text))
+            continue
+        entries = (*above, _Entry(key, _text(fields.get("value")) or None))
+        place = _place(domain, entries)
+        notes += [
+            Note(fields[name].line, place, f"{name} has no equivalent")
+            for name in fields.keys() - _KEYS
+        ]
+        if "rate_limit" in fields:
+            limit: Any = fields["rate_limit"].value
+            shadow = _is_true(fields.get("shadow_mode"))
+            yield _Limit(item.line, entries, limit if isinstance(limit, dict) else {}, shadow)
+        elif "descriptors" not in fields:
+            notes.append(Note(item.line, place, "has no limit, so it needs no rule"))
+        if "descriptors" in fields:
+            yield from _limits(fields["descriptors"], entries, domain, notes)
+
+
+def _new_keys(limits: Sequence[_Limit], identifiers: Mapping[str, object]) -> Iterator[str]:
+    """The keys that have to be identifiers, because each of their values is to be limited by itself."""
+    for limit in limits:
+        if any(entry.key in identifiers for entry in limit.entries):
+            continue
+        open_keys = [entry.key for entry in limit.entries if entry.value is None]
+        if len(open_keys) == 1 and not _is_true(limit.fields.get("unlimited")):
+            yield open_keys[0]
+
+
+def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, IdentifierType]) -> RuleDraft:
+    """The rule for a limit; ``ValueError`` says why there is none."""
+    requests, window_seconds = _numbers(limit.fields)
+    entries = limit.entries
+    named = next((index for index, entry in enumerate(entries) if entry.key in identifiers), None)
+    rest = [entry for index, entry in enumerate(entries) if index != named]
+    if named is not None and entries[named].value is not None:
+        key = entries[named].key
+        _leave_out(
+            f"it is for one {identifiers[key]} only, and a rule is for all of them; without {key} in ENVOY_IDENTIFIERS"
+            " it could be a rule"
+        )
+    for entry in rest:
+        if entry.value is None:
+            _leave_out(f"it is for each value of {entry.key}, and a rule is for one")
+        if entry.value.endswith("*"):
+            _leave_out(f"it is for all values of {entry.key} with a prefix, and a rule is for one")
+    kind = UNNAMED_TYPE if named is None else identifiers[entries[named].key]
+    draft = RuleDraft(
+        endpoint="/".join([domain, *(f"{entry.key}={entry.value}" for entry in rest)]),
+        identifier_type=kind.value,
+        limit=requests,
+        window_seconds=window_seconds,
+        algorithm=Algorithm.FIXED_WINDOW.value,
+        enabled=not limit.shadow,
+    )
+    try:
+        validated(draft, rule_id="", revision=0)
+    except RuleInvalidError as error:
+        _leave_out("; ".join(violation.description for violation in error.violations))
+    return draft
+
+
+def _numbers(fields: Mapping[str, Node]) -> tuple[int, int]:
+    """Requests and seconds of a ``rate_limit``."""
+    if _is_true(fields.get("unlimited")):
+        _leave_out("unlimited needs no rule; see that none for * limits it")
+    if "replaces" in fields:
+        _leave_out("replaces has no equivalent: every limit holds beside the others")
+    if unknown := sorted(fields.keys() - _LIMIT_KEYS):
+        _leave_out(f"{', '.join(unknown)} has no equivalent")
+    unit = _text(fields.get("unit")).lower()
+    if unit in _CALENDAR:
+        _leave_out(f"a {unit} is no fixed number of seconds; write a rule with a window in seconds")
+    if unit not in _UNITS:
+        _leave_out(f"the unit must be one of {', '.join(_UNITS)}")
+    requests = fields.get("requests_per_unit", Node(0, 0)).value
+    if not isinstance(requests, int) or isinstance(requests, bool):
+        _leave_out("requests_per_unit must be a whole number")
+    if requests == 0:
+        _leave_out("a limit is at least 1; what must never pass is refused in Envoy's routes")
+    return requests, _UNITS[unit]
+
+
+def _place(domain: str, entries: Sequence[_Entry]) -> str:
+    levels = (e.key if e.value is None else f"{e.key}={e.value}" for e in entries)
+    return "/".join([domain, *levels])
+
+
+def _text(node: Node | None) -> str:
+    """A scalar as it is written in the file."""
+    value = None if node is None else node.value
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, str | int) else ""
+
+
+def _is_true(node: Node | None) -> bool:
+    return node is not None and node.value is True
+
+
+def _leave_out(reason: str) -> NoReturn:
+    message = f"left out: {reason}"
+    raise ValueError(message)
+
+
+def _refuse(description: str) -> NoReturn:
+    raise RuleInvalidError(FieldViolation("file", description)) from None

@@ -1,0 +1,1 @@
+"""The rule store in SQLite and PostgreSQL."""

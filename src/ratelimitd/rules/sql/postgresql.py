@@ -1,0 +1,266 @@
+"""The rule database in PostgreSQL: how it is reached, how long anything may take, and what its errors mean.
+
+The one place, with :mod:`ratelimitd.rules.sql.notices`, that knows this driver. Never holds a statement about rules.
+See ADR 0024.
+
+A server can be gone in more ways than a file: it refuses, it hangs, it was restarted, the machine between dropped the
+connection without a word. So each command has a time, and a connection on which one was not answered in it, or was
+cancelled, is cut: the driver would wait for the server to confirm that. An idle connection is asked before it is used,
+and replaced when it is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final
+from weakref import WeakSet
+
+import asyncpg
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine.interfaces import ExceptionContext
+from sqlalchemy.exc import DBAPIError, InvalidatePoolError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
+
+from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavailableError
+from ratelimitd.rules.sql import notices
+from ratelimitd.settings.urls import PostgresqlServer
+
+CONNECT_TIMEOUT_S: Final = 3.0
+"""Longest wait for a connection, with the look-up of its name, TLS and password."""
+
+IDLE_IN_TRANSACTION_S: Final = 10.0
+"""How long the server keeps a transaction whose node went silent: it may hold the lock that every writer needs."""
+
+POOL_SIZE: Final = 4
+"""Connections of one node; servers have a hundred for all."""
+
+POOL_TIMEOUT_S: Final = 2.0
+"""Longest wait for a connection of the pool."""
+
+CLOSE_TIMEOUT_S: Final = 1.0
+"""Longest wait for the server to let go of a connection in good order."""
+
+UPGRADE_LOCK: Final = 0x72_61_74_65_6C_69_6D_64
+"""Number of the advisory lock of upgrades: "ratelimd" in ASCII, since others may lock numbers in the same database."""
+
+_DRIVER_ERRORS: Final = (SQLAlchemyError, *notices.LOST)
+"""Of a transaction."""
+
+_MISCONFIGURED: Final = {
+    "28": "refuses the user or the password of DATABASE_URL",
+    "3D": "does not exist",
+    "42501": "forbids its user to read or write the rules",
+}
+
+_UNAVAILABLE: Final = {
+    "08": "cannot be reached",
+    "25006": "is read-only",
+    "25": "ended a transaction that took too long",
+    "3F": "has not the tables of this release: run `ratelimitd db upgrade`",
+    "40": "was changed by somebody else at the same time",
+    "42703": "has not the tables of this release: run `ratelimitd db upgrade`",
+    "42P01": "has not the tables of this release: run `ratelimitd db upgrade`",
+    "53100": "cannot grow: the disk is full",
+    "53300": "has no connection left",
+    "53": "is short of memory or another resource",
+    "55P03": "is locked by another writer",
+    "57014": "did not answer in time",
+    "57P01": "is shutting down",
+    "57P02": "is shutting down",
+    "57P03": "does not take connections yet, or no longer",
+    "58": "cannot be read or written: disk error",
+    "XX": "is damaged",
+}
+"""What an SQLSTATE means, or else its class, the first two characters (PostgreSQL documentation, appendix A)."""
+
+
+class PostgresqlDatabase:
+    """A :class:`~ratelimitd.rules.sql.database.RuleDatabase` on a PostgreSQL server."""
+
+    def __init__(
+        self,
+        url: PostgresqlServer,
+        *,
+        busy_timeout_s: float,
+        command_timeout_s: float,
+    ) -> None:
+        self.place = url.place
+        self._url = url
+        self._busy_timeout_s = busy_timeout_s
+        self._command_timeout_s = command_timeout_s
+        self._drivers: WeakSet[asyncpg.Connection] = WeakSet()
+        self._engine = self._open_engine()
+        # One state for all statements, however many pages are read; nothing is locked for it.
+        self._reading = self._engine.execution_options(
+            isolation_level="REPEATABLE READ", postgresql_readonly=True
+        )
+        # Each statement sees what was committed before it, so also all that the holder of the lock before us wrote.
+        self._writing = self._engine.execution_options(isolation_level="READ COMMITTED")
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncConnection]:
+        """One transaction that only reads: all its statements see one state."""
+        with store_errors():
+            async with self._reading.begin() as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """One transaction that writes; what is unknown after a lost commit, its error says."""
+        with store_errors():
+            async with self._writing.connect() as connection:
+                yield connection
+                try:
+                    await connection.commit()
+                except _DRIVER_ERRORS as error:
+                    message = f"{error_of(error)}; the change may have been made all the same"
+                    raise StoreUnavailableError(message) from error
+
+    @asynccontextmanager
+    async def upgrading(self) -> AsyncIterator[AsyncConnection]:
+        """One transaction that changes the schema; others that want to wait for its end."""
+        try:
+            async with self._writing.begin() as connection:
+                await _lock_schema(connection)
+                yield connection
+        except _DRIVER_ERRORS as error:
+            found = error_of(error)
+            message = f"{found}: {self.place}"
+            if isinstance(found, StoreMisconfiguredError):
+                raise StoreMisconfiguredError(message) from error
+            raise StoreUnavailableError(message) from error
+
+    async def announce(self, connection: AsyncConnection) -> None:
+        """Tell those who listen, once the transaction of ``connection`` is committed."""
+        await connection.execute(sa.select(sa.func.pg_notify(notices.CHANNEL, "")))
+
+    async def listen(self, changed: notices.Changed) -> None:
+        """Call ``changed`` at each announcement, and whenever one may have been lost, until cancelled."""
+        await notices.follow(self._connect, changed)
+
+    async def close(self) -> None:
+        """Let go of every connection; idempotent."""
+        # All at once, and each in bounded time: a server that hangs must not hold up the end of the node.
+        closings = [driver.close(timeout=CLOSE_TIMEOUT_S) for driver in self._drivers]
+        await asyncio.gather(*closings, return_exceptions=True)
+        await self._engine.dispose()
+
+    async def _connect(self) -> asyncpg.Connection:
+        limits = {
+            "lock_timeout": self._busy_timeout_s,
+            # The server gives up first: its answer says more than silence, and it is not left with the work.
+            "statement_timeout": self._command_timeout_s * 0.9,
+            "idle_in_transaction_session_timeout": IDLE_IN_TRANSACTION_S,
+        }
+        driver = await asyncpg.connect(
+            self._url.dsn,
+            timeout=min(CONNECT_TIMEOUT_S, self._command_timeout_s),
+            command_timeout=self._command_timeout_s,
+            server_settings={
+                "application_name": "ratelimitd",
+                **{name: f"{limit_s * 1000:.0f}" for name, limit_s in limits.items()},
+            },
+        )
+        self._drivers.add(driver)
+        return driver
+
+    def _open_engine(self) -> AsyncEngine:
+        engine = create_async_engine(
+            "postgresql+asyncpg://",
+            async_creator=self._connect,
+            poolclass=AsyncAdaptedQueuePool,
+            pool_size=POOL_SIZE,
+            max_overflow=0,
+            pool_timeout=POOL_TIMEOUT_S,
+            pool_use_lifo=True,  # what is not needed stays idle, instead of all being used in turn
+            hide_parameters=True,
+        )
+        event.listen(engine.sync_engine, "checkout", _ask_before_use)
+        event.listen(engine.sync_engine, "handle_error", _cut_if_lost)
+        return engine
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Turn what the driver raises inside into ``StoreUnavailableError``, without SQL or values in its message."""
+    try:
+        yield
+    except _DRIVER_ERRORS as error:
+        raise error_of(error) from error
+
+
+def error_of(error: Exception) -> StoreUnavailableError:
+    """What an error of the driver or of the pool means, in one line without SQL or values."""
+    if isinstance(error, PoolTimeoutError):
+        return StoreUnavailableError("every connection to the rule database is busy")
+    origin = error.orig if isinstance(error, DBAPIError) else error
+    state = getattr(origin, "sqlstate", None) or ""
+    for codes, kind in (
+        (_MISCONFIGURED, StoreMisconfiguredError),
+        (_UNAVAILABLE, StoreUnavailableError),
+    ):
+        meaning = codes.get(state) or codes.get(state[:2])
+        if meaning is not None:
+            return kind(f"the rule database {meaning}")
+    if state or not isinstance(origin, OSError):
+        return _error_without_state(origin, state)
+    return _error_of_network(origin)
+
+
+def _error_without_state(origin: BaseException | None, state: str) -> StoreUnavailableError:
+    cause = getattr(origin, "driver_exception", None) or origin
+    if isinstance(cause, asyncpg.exceptions.ClientConfigurationError):
+        # Its text may quote the URL.
+        return StoreMisconfiguredError("the rule database cannot be reached as DATABASE_URL says")
+    if isinstance(cause, asyncpg.InterfaceError | asyncpg.InternalClientError):
+        return StoreUnavailableError("the rule database cannot be reached")
+    return StoreUnavailableError(f"the rule database failed ({state or type(cause).__name__})")
+
+
+def _error_of_network(origin: OSError) -> StoreUnavailableError:
+    if isinstance(origin, TimeoutError):
+        return StoreUnavailableError("the rule database did not answer in time")
+    if isinstance(origin, ssl.SSLCertVerificationError):
+        return StoreMisconfiguredError(
+            "the certificate of the rule database is not one that sslrootcert vouches for"
+        )
+    if type(origin) is ConnectionError:
+        # Of its own subclasses each means something else; this one is the driver's, for a server without TLS.
+        return StoreMisconfiguredError("the rule database refuses TLS, which sslmode asks for")
+    reason = f": {origin.strerror}" if origin.strerror else ""
+    return StoreUnavailableError(f"the rule database cannot be reached{reason}")
+
+
+async def _lock_schema(connection: AsyncConnection) -> None:
+    """Wait for other upgrades, and refuse a database that could not hold every endpoint."""
+    await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(UPGRADE_LOCK)))
+    encoding = await connection.scalar(sa.text("SHOW server_encoding"))
+    if encoding != "UTF8":
+        message = f"the rule database is encoded in {encoding}; it must be UTF8"
+        raise StartupError(message)
+
+
+def _ask_before_use(connection: Any, entry: ConnectionPoolEntry, _proxy: Any) -> None:
+    """See that an idle connection still works; one that does not takes all others of the pool with it."""
+    if not entry.info.setdefault("used", False):
+        entry.info["used"] = True
+        return
+    try:
+        connection.run_async(lambda driver: driver.execute("SELECT 1"))
+    except notices.LOST as error:
+        connection.driver_connection.terminate()
+        raise InvalidatePoolError from error
+
+
+def _cut_if_lost(context: ExceptionContext) -> None:
+    """Cut a connection that will not be used again, as after a command that was not answered in time."""
+    connection = context.connection
+    if context.is_disconnect and connection is not None and not connection.invalidated:
+        driver: Any = connection.connection.driver_connection
+        driver.terminate()

@@ -1,0 +1,410 @@
+"""The rule store in SQL: every rule, the revision over them, the audit trail and the node's secrets.
+
+Never builds a book and never decides a check. One transaction per write; see ADR 0008 and ADR 0013.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets as random_source
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from ratelimitd.clock import Clock
+from ratelimitd.errors import (
+    RuleConflictError,
+    RuleExistsError,
+    RuleNotFoundError,
+    RulesFullError,
+)
+from ratelimitd.model import Rule
+from ratelimitd.rules.sql.database import COMMAND_TIMEOUT_S, Changed, open_database
+from ratelimitd.rules.sql.schema import rule_audit, rule_revision, rules, secrets
+from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S
+from ratelimitd.rules.store import (
+    MAX_RULES,
+    SECRET_BYTES,
+    AuditEntry,
+    BookChanges,
+    RuleChanges,
+    RuleDraft,
+    SkippedRow,
+)
+from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
+
+# What the SQL rule store asks the database: rules in batches, the revision, the deletions since another, changes.
+#
+# Never writes, and never begins a transaction: the caller's makes one snapshot of all it reads.
+
+ROWS_PER_TURN: Final = 128
+"""Rows turned into rules in one turn of the event loop: about 1 ms at 8 µs a row."""
+
+COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
+"""What a rule is made of, in the order of ``RuleRow``."""
+
+
+class Batch(NamedTuple):
+    """What some rows turned out to be."""
+
+    rules: list[Rule]
+    skipped: list[SkippedRow]
+
+
+async def read(connection: AsyncConnection, statement: sa.Select[Any]) -> AsyncGenerator[Batch]:
+    """The rules a statement selects, in batches with a turn of the event loop between two."""
+    async with connection.stream(statement) as result:
+        async for rows in result.partitions(ROWS_PER_TURN):
+            batch = Batch([], [])
+            for row in rows:
+                rule = rule_from_row(RuleRow._make(row))
+                if isinstance(rule, Rule):
+                    batch.rules.append(rule)
+                else:
+                    batch.skipped.append(rule)
+            yield batch
+
+
+async def read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> Batch:
+    """All of :func:`read` in one."""
+    whole = Batch([], [])
+    async for batch in read(connection, statement):
+        whole.rules.extend(batch.rules)
+        whole.skipped.extend(batch.skipped)
+    return whole
+
+
+async def current_revision(connection: AsyncConnection) -> int:
+    """The revision of the last change, 0 before the first."""
+    return await connection.scalar(sa.select(rule_revision.c.revision)) or 0
+
+
+async def removed_since(connection: AsyncConnection, revision: int) -> Sequence[str]:
+    """The ids of the rules that were deleted after ``revision``; some may have been made again."""
+    deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
+    found = await connection.scalars(sa.select(rule_audit.c.rule_id).where(deletions).distinct())
+    return found.all()
+
+
+async def audit_entries(
+    connection: AsyncConnection, rule_id: str, before: int | None, size: int
+) -> Sequence[AuditEntry]:
+    """A page of the audit trail, the newest change first."""
+    columns = [rule_audit.c[name] for name in AuditEntry._fields]
+    statement = sa.select(*columns).order_by(rule_audit.c.revision.desc()).limit(size)
+    if rule_id:
+        statement = statement.where(rule_audit.c.rule_id == rule_id)
+    if before is not None:
+        statement = statement.where(rule_audit.c.revision < before)
+    return [_audit_entry(AuditEntry._make(row)) for row in await connection.execute(statement)]
+
+
+async def stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
+    """The row of a rule, which need not be a valid one.
+
+    Raises:
+        RuleNotFoundError: no rule has this id.
+        RuleConflictError: ``etag`` is given and is not the row's.
+    """
+    row = (await connection.execute(sa.select(*COLUMNS).where(rules.c.id == rule_id))).one_or_none()
+    if row is None:
+        raise RuleNotFoundError(rule_id)
+    found = RuleRow._make(row)
+    if etag and etag != etag_of(found):
+        message = "the rule was changed meanwhile: read it again and send its new etag"
+        raise RuleConflictError(message)
+    return found
+
+
+def _audit_entry(row: AuditEntry) -> AuditEntry:
+    """The change that a row tells of. SQLite keeps no time zone: its times are in UTC, as they were written."""
+    at = row.at if row.at.tzinfo else row.at.replace(tzinfo=UTC)
+    return row._replace(at=at, before=_fields(row.before), after=_fields(row.after))
+
+
+def _fields(text: Any) -> Mapping[str, Any] | None:
+    """The fields of a rule as the audit trail holds them; of what is no such text none."""
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+MAX_ACTOR_CHARS: Final = 255
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class SqlRuleStore:
+    """A :class:`~ratelimitd.rules.store.RuleStore` in a database whose schema is current (``migrations.upgrade``).
+
+    Several processes may use one database. ``max_rules``, ``busy_timeout_s``, ``command_timeout_s``, ``new_id`` and
+    ``random_bytes`` are there for tests.
+    """
+
+    def __init__(
+        self,
+        database_url: str,
+        *,
+        clock: Clock,
+        max_rules: int = MAX_RULES,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+        command_timeout_s: float = COMMAND_TIMEOUT_S,
+        new_id: Callable[[], uuid.UUID] = uuid.uuid4,
+        random_bytes: Callable[[int], bytes] = random_source.token_bytes,
+    ) -> None:
+        self._database = open_database(
+            database_url, busy_timeout_s=busy_timeout_s, command_timeout_s=command_timeout_s
+        )
+        self._clock = clock
+        self._max_rules = max_rules
+        self._new_id = new_id
+        self._random_bytes = random_bytes
+
+    async def create(self, draft: RuleDraft, actor: str) -> Rule:
+        """Add a rule. See :meth:`RuleStore.create <ratelimitd.rules.store.RuleStore.create>`."""
+        rule_id = draft.id.lower() or str(self._new_id())
+        validated(draft, rule_id=rule_id, revision=0)  # what is malformed never waits for the lock
+        async with self._database.writing() as connection:
+            revision = await _next_revision(connection)
+            await _refuse_taken_id(connection, rule_id)
+            await _refuse_taken_pair(connection, draft.endpoint, draft.identifier_type)
+            await self._refuse_beyond_maximum(connection)
+            rule = validated(draft, rule_id=rule_id, revision=revision)
+            after = RuleRow.of(rule)
+            with _exists_if_taken():
+                await connection.execute(rules.insert().values(self._new_row(after)))
+            await self._record(connection, _Change(revision, "create", rule_id, actor), after=after)
+        return rule
+
+    async def create_all(self, drafts: Sequence[RuleDraft], actor: str) -> int:
+        """Fill a new store. See :meth:`RuleStore.create_all <ratelimitd.rules.store.RuleStore.create_all>`."""
+        if len(drafts) > self._max_rules:
+            message = f"{len(drafts)} rules are more than the {self._max_rules} a store takes"
+            raise RulesFullError(message)
+        async with self._database.writing() as connection:
+            revision = await _next_revision(connection)
+            # Rows that were put in behind the service's back have moved no revision.
+            some_id = await connection.scalar(sa.select(rules.c.id).limit(1))
+            if revision > 1 or some_id is not None:
+                return 0
+            for start in range(0, len(drafts), ROWS_PER_TURN):
+                batch = drafts[start : start + ROWS_PER_TURN]
+                await self._insert_batch(connection, batch, start + 1, actor)
+            await connection.execute(rule_revision.update().values(revision=len(drafts)))
+            await self._database.announce(connection)
+        return len(drafts)
+
+    async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
+        """Change a rule. See :meth:`RuleStore.update <ratelimitd.rules.store.RuleStore.update>`."""
+        rule_id = canonical_id(rule_id, "rate_limit.id")
+        async with self._database.writing() as connection:
+            revision = await _next_revision(connection)
+            before = await stored_row(connection, rule_id, etag)
+            draft = changes.apply(before.draft())
+            unchanged = validated(draft, rule_id=rule_id, revision=before.revision)
+            if RuleRow.of(unchanged) == before:
+                return unchanged
+            if (draft.endpoint, draft.identifier_type) != (before.endpoint, before.identifier_type):
+                await _refuse_taken_pair(connection, draft.endpoint, draft.identifier_type)
+            rule = validated(draft, rule_id=rule_id, revision=revision)
+            after = RuleRow.of(rule)
+            values = {**after._asdict(), "updated_at": self._now()}
+            with _exists_if_taken():
+                await connection.execute(rules.update().where(rules.c.id == rule_id).values(values))
+            await self._record(
+                connection, _Change(revision, "update", rule_id, actor), before=before, after=after
+            )
+        return rule
+
+    async def delete(self, rule_id: str, etag: str, actor: str) -> None:
+        """Take a rule out. See :meth:`RuleStore.delete <ratelimitd.rules.store.RuleStore.delete>`."""
+        rule_id = canonical_id(rule_id, "id")
+        async with self._database.writing() as connection:
+            revision = await _next_revision(connection)
+            before = await stored_row(connection, rule_id, etag)
+            await connection.execute(rules.delete().where(rules.c.id == rule_id))
+            await self._record(
+                connection, _Change(revision, "delete", rule_id, actor), before=before
+            )
+
+    async def page(
+        self, endpoint: str, identifier_type: str, after: tuple[str, str] | None, size: int
+    ) -> Sequence[Rule]:
+        """Rules in order. See :meth:`RuleStore.page <ratelimitd.rules.store.RuleStore.page>`."""
+        statement = sa.select(*COLUMNS).order_by(rules.c.endpoint, rules.c.identifier_type)
+        if endpoint:
+            statement = statement.where(rules.c.endpoint == endpoint)
+        if identifier_type:
+            statement = statement.where(rules.c.identifier_type == identifier_type)
+        if after is not None:
+            place = sa.tuple_(rules.c.endpoint, rules.c.identifier_type)
+            statement = statement.where(place > sa.tuple_(*after))
+        found: list[Rule] = []
+        # No LIMIT: a bad row takes no place on the page, and what lies behind the page is never fetched.
+        async with (
+            self._database.reading() as connection,
+            aclosing(read(connection, statement)) as batches,
+        ):
+            while len(found) < size and (batch := await anext(batches, None)) is not None:
+                found += batch.rules
+        return found[:size]
+
+    async def audit(self, rule_id: str, before: int | None, size: int) -> Sequence[AuditEntry]:
+        """Who changed what. See :meth:`RuleStore.audit <ratelimitd.rules.store.RuleStore.audit>`."""
+        async with self._database.reading() as connection:
+            return await audit_entries(connection, rule_id, before, size)
+
+    async def changes_since(self, revision: int | None) -> BookChanges:
+        """What changed. See :meth:`RuleStore.changes_since <ratelimitd.rules.store.RuleStore.changes_since>`."""
+        statement = sa.select(*COLUMNS)
+        async with self._database.reading() as connection:  # one snapshot for all statements
+            current = await current_revision(connection)
+            if revision is None or revision > current:
+                every = await read_all(connection, statement)
+                return BookChanges(current, every.rules, (), every.skipped, full=True)
+            changed = await read_all(connection, statement.where(rules.c.revision > revision))
+            removed = await removed_since(connection, revision)
+            return BookChanges(current, changed.rules, removed, changed.skipped)
+
+    async def revision(self) -> int:
+        """The revision of the last change, 0 before the first."""
+        async with self._database.reading() as connection:
+            return await current_revision(connection)
+
+    async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
+        """The secret of this name. See :meth:`RuleStore.secret <ratelimitd.rules.store.RuleStore.secret>`."""
+        async with self._database.writing() as connection:
+            await _next_revision(
+                connection
+            )  # one after the other: who comes second finds the secret
+            value = await connection.scalar(
+                sa.select(secrets.c.value).where(secrets.c.name == name)
+            )
+            if value is None:
+                value = proposed or self._random_bytes(SECRET_BYTES)
+                row = {"name": name, "value": value, "created_at": self._now()}
+                await connection.execute(secrets.insert().values(row))
+        return bytes(value)
+
+    async def listen(self, changed: Changed) -> None:
+        """Tell of changes. See :meth:`RuleStore.listen <ratelimitd.rules.store.RuleStore.listen>`."""
+        await self._database.listen(changed)
+
+    async def close(self) -> None:
+        """Let go of every connection; idempotent."""
+        await self._database.close()
+
+    async def _record(
+        self,
+        connection: AsyncConnection,
+        change: _Change,
+        *,
+        before: RuleRow | None = None,
+        after: RuleRow | None = None,
+    ) -> None:
+        """Move the revision, write down who did what and announce it; part of the change's transaction."""
+        await connection.execute(rule_revision.update().values(revision=change.revision))
+        row = self._audit_row(change, before=before, after=after)
+        await connection.execute(rule_audit.insert().values(row))
+        await self._database.announce(connection)
+
+    async def _insert_batch(
+        self, connection: AsyncConnection, drafts: Sequence[RuleDraft], revision: int, actor: str
+    ) -> None:
+        """Insert new rules and their audit rows; the first gets ``revision``, each further one the next."""
+        rows, audit_rows = [], []
+        for number, draft in enumerate(drafts, revision):
+            rule_id = draft.id.lower() or str(self._new_id())
+            after = RuleRow.of(validated(draft, rule_id=rule_id, revision=number))
+            rows.append(self._new_row(after))
+            change = _Change(number, "create", rule_id, actor)
+            audit_rows.append(self._audit_row(change, before=None, after=after))
+        try:
+            await connection.execute(rules.insert(), rows)
+        except IntegrityError as error:
+            message = "two of the rules have the same id, or the same endpoint and identifier type"
+            raise RuleExistsError(message) from error
+        await connection.execute(rule_audit.insert(), audit_rows)
+
+    def _new_row(self, row: RuleRow) -> dict[str, object]:
+        now = self._now()
+        return {**row._asdict(), "created_at": now, "updated_at": now}
+
+    def _audit_row(
+        self, change: _Change, *, before: RuleRow | None, after: RuleRow | None
+    ) -> dict[str, object]:
+        return {
+            **change._asdict(),
+            "actor": _storable(change.actor)[:MAX_ACTOR_CHARS],
+            "at": self._now(),
+            "before": _json(before),
+            "after": _json(after),
+        }
+
+    async def _refuse_beyond_maximum(self, connection: AsyncConnection) -> None:
+        count = await connection.scalar(sa.select(sa.func.count()).select_from(rules)) or 0
+        if count >= self._max_rules:
+            message = f"there are {count} rules, the most a store takes"
+            raise RulesFullError(message)
+
+    def _now(self) -> datetime:
+        return _EPOCH + timedelta(microseconds=self._clock.now_us())
+
+
+class _Change(NamedTuple):
+    revision: int
+    action: str
+    rule_id: str
+    actor: str
+
+
+@contextmanager
+def _exists_if_taken() -> Iterator[None]:
+    """Turn the database's own refusal into ours: somebody wrote behind the service's back, and without the lock."""
+    try:
+        yield
+    except IntegrityError as error:
+        message = "a rule with this id, or this endpoint and identifier type, was made meanwhile"
+        raise RuleExistsError(message) from error
+
+
+async def _next_revision(connection: AsyncConnection) -> int:
+    """The number of the change to come; holds other writers off until the transaction ends."""
+    # SQLite ignores FOR UPDATE: there the transaction began with the write lock. Elsewhere whoever reads a revision
+    # has every change up to it, since the next writer waits for this lock until the last one is committed.
+    locked = sa.select(rule_revision.c.revision).with_for_update()
+    return (await connection.scalar(locked) or 0) + 1
+
+
+async def _refuse_taken_id(connection: AsyncConnection, rule_id: str) -> None:
+    if await connection.scalar(sa.select(rules.c.id).where(rules.c.id == rule_id)) is not None:
+        message = f"a rule with the id {rule_id} exists"
+        raise RuleExistsError(message)
+
+
+async def _refuse_taken_pair(
+    connection: AsyncConnection, endpoint: str, identifier_type: str
+) -> None:
+    same = (rules.c.endpoint == endpoint) & (rules.c.identifier_type == identifier_type)
+    holder = await connection.scalar(sa.select(rules.c.id).where(same))
+    if holder is not None:
+        message = f"a rule with this endpoint and identifier type exists; its id is {holder}"
+        raise RuleExistsError(message)
+
+
+def _storable(text: str) -> str:
+    """``text`` in characters that every database takes; a certificate may hold others."""
+    return text.encode(errors="replace").decode().replace("\0", "?")
+
+
+def _json(row: RuleRow | None) -> str | None:
+    # A row written behind the service's back may hold what JSON cannot say, such as bytes.
+    return None if row is None else json.dumps(row._asdict(), default=repr)

@@ -1,0 +1,236 @@
+"""Every method of the node: its path or paths, the role it asks for, and the handler with its guards around it.
+
+A method that is not in the table of roles is an error at start, not an open door. Never knows what a method does.
+See ADR 0016 and ADR 0017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final, TypeVar
+
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc.interface import (
+    BidiStreamHandler,
+    BulkHandler,
+    Call,
+    Methods,
+    RpcError,
+    ServerStreamHandler,
+    StatusCode,
+    UnaryHandler,
+)
+from ratelimitd.services import config, grpc_health, health, rate_limiter, reflection
+from ratelimitd.services.auth import Access, Requirement, Role
+from ratelimitd.services.envoy import service as envoy
+from ratelimitd.services.errors import ErrorEdge
+from ratelimitd.tracing import TRACEPARENT, Span, Tracer, is_sampled
+from ratelimiter.v1 import ratelimiter_pb2
+
+Source = TypeVar("Source")
+
+PACKAGE: Final = "ratelimiter.v1."
+"""The contract's package: its services are also answered without it, as the specification addresses them."""
+
+ROLES: Final[Mapping[str, Role]] = MappingProxyType(
+    {
+        f"/{rate_limiter.SERVICE}/CheckRateLimit": Role.CHECK,
+        f"/{rate_limiter.SERVICE}/CheckRateLimitBatch": Role.CHECK,
+        envoy.METHOD: Role.CHECK,
+        f"/{config.SERVICE}/CreateRateLimit": Role.ADMIN,
+        f"/{config.SERVICE}/UpdateRateLimit": Role.ADMIN,
+        f"/{config.SERVICE}/DeleteRateLimit": Role.ADMIN,
+        f"/{config.SERVICE}/ListRateLimits": Role.READ,
+        f"/{health.SERVICE}/GetHealthStatus": Role.READ,
+        f"/{health.SERVICE}/GetMetrics": Role.READ,
+        f"/{health.SERVICE}/ResetRateLimit": Role.ADMIN,
+        f"/{grpc_health.SERVICE}/Check": Role.OPEN,
+        f"/{grpc_health.SERVICE}/List": Role.OPEN,
+        f"/{grpc_health.SERVICE}/Watch": Role.OPEN,
+        f"/{reflection.V1}/ServerReflectionInfo": Role.OPEN,
+        f"/{reflection.V1ALPHA}/ServerReflectionInfo": Role.OPEN,
+    }
+)
+"""Full path → role, for every method under its name with package."""
+
+OUR_SERVICES: Final = (rate_limiter.SERVICE, config.SERVICE, health.SERVICE)
+"""The services of the contract."""
+
+
+def names_of(services: Iterable[str]) -> frozenset[str]:
+    """Every name under which these services are addressed: with the contract's package and without."""
+    return frozenset(name for service in services for name in (service, _bare(service)))
+
+
+def guarded(offers: Iterable[Methods], access: Access, edge: ErrorEdge) -> Methods:
+    """The methods of all services as a transport serves them: under all their paths, each behind its role.
+
+    Raises:
+        StartupError: a method has no role.
+    """
+    unary: dict[str, UnaryHandler] = {}
+    server_stream: dict[str, ServerStreamHandler] = {}
+    bidi_stream: dict[str, BidiStreamHandler] = {}
+    bulk: dict[str, BulkHandler] = {}
+    for offer in offers:
+        for path, handler in offer.unary.items():
+            required = access.requirement(_role_of(path))
+            unary |= dict.fromkeys(_paths(path), _guarded_unary(handler, required, edge))
+        for path, stream in offer.server_stream.items():
+            required = access.requirement(_role_of(path))
+            server_stream |= dict.fromkeys(_paths(path), _guarded_stream(stream, required, edge))
+        for path, bidi in offer.bidi_stream.items():
+            required = access.requirement(_role_of(path))
+            bidi_stream |= dict.fromkeys(_paths(path), _guarded_stream(bidi, required, edge))
+        for path, shortcut in offer.bulk.items():
+            # It never sees the call, so it is for methods that ask nothing of their caller.
+            if access.requirement(_role_of(path)) is None:
+                bulk |= dict.fromkeys(_paths(path), shortcut)
+    return Methods(unary, server_stream, bidi_stream, bulk)
+
+
+def admission(access: Access) -> Callable[[Call], None]:
+    """What lets a call pass that may be made, and raises ``RpcError`` for any other: the guards without the handlers.
+
+    For whoever has work of its own before a handler is called, and does it for nobody else.
+    """
+    requirements = {
+        path: access.requirement(role) for name, role in ROLES.items() for path in _paths(name)
+    }
+
+    def admit(call: Call) -> None:
+        required = requirements[call.method]
+        if required is not None:
+            required(call)
+
+    return admit
+
+
+def _role_of(path: str) -> Role:
+    role = ROLES.get(path)
+    if role is None:
+        message = f"{path} has no role: add it to the table in services/catalogue.py"
+        raise StartupError(message)
+    return role
+
+
+def _paths(path: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((path, "/" + _bare(path[1:]))))
+
+
+def _bare(service: str) -> str:
+    return service.removeprefix(PACKAGE)
+
+
+def _guarded_unary(
+    handler: UnaryHandler, required: Requirement | None, edge: ErrorEdge
+) -> UnaryHandler:
+    def answer(data: bytes, call: Call) -> bytes | Awaitable[bytes]:
+        try:
+            if required is not None:
+                required(call)
+            result = handler(data, call)
+        except Exception as error:  # noqa: BLE001 -- the edge: nothing may leave but an RpcError
+            raise edge.translate(error, call.method) from None
+        return result if isinstance(result, bytes) else edge.awaited(result, call.method)
+
+    return answer
+
+
+def _guarded_stream(
+    handler: Callable[[Source, Call], AsyncIterator[bytes]],
+    required: Requirement | None,
+    edge: ErrorEdge,
+) -> Callable[[Source, Call], AsyncIterator[bytes]]:
+    async def answers(source: Source, call: Call) -> AsyncIterator[bytes]:
+        if required is not None:
+            required(call)
+        async for answer in edge.streamed(handler(source, call), call.method):
+            yield answer
+
+    return answers
+
+
+# The methods of a node, with a span around each call that is traced.
+#
+# Changes of rules, listing and resets are traced as the tracer decides; checks only for callers who sampled their
+# trace. Never looks into a request: there are identifiers in it.
+
+_CHECK: Final = f"{rate_limiter.SERVICE}/CheckRateLimit"
+_BATCH: Final = f"{rate_limiter.SERVICE}/CheckRateLimitBatch"
+_CHECKS: Final = frozenset({_CHECK, _BATCH})
+
+_OTHERS: Final = frozenset(
+    {
+        f"{config.SERVICE}/CreateRateLimit",
+        f"{config.SERVICE}/UpdateRateLimit",
+        f"{config.SERVICE}/DeleteRateLimit",
+        f"{config.SERVICE}/ListRateLimits",
+        f"{health.SERVICE}/ResetRateLimit",
+    }
+)
+
+_PACKAGE: Final = "ratelimiter.v1."
+
+
+def traced(methods: Methods, tracer: Tracer) -> Methods:
+    """``methods``, where calls of ours are traced; they are to be guarded already, so that errors have their status."""
+    unary = {path: _traced(path, handler, tracer) for path, handler in methods.unary.items()}
+    return replace(methods, unary=unary, bulk_unless_sampled=True)
+
+
+def _traced(path: str, handler: UnaryHandler, tracer: Tracer) -> UnaryHandler:
+    name = path[1:] if path.startswith(f"/{_PACKAGE}") else _PACKAGE + path[1:]
+    if name not in _CHECKS | _OTHERS:
+        return handler
+    only_sampled = name in _CHECKS
+
+    def answer(data: bytes, call: Call) -> bytes | Awaitable[bytes]:
+        parent = call.metadata(TRACEPARENT)
+        if only_sampled and not is_sampled(parent):
+            return handler(data, call)
+        span = tracer.begin(name, parent)
+        if span is None:
+            return handler(data, call)
+        try:
+            result = handler(data, call)
+        except RpcError as error:
+            _end(span, error.code)
+            raise
+        if isinstance(result, bytes):
+            return _answered(span, name, result)
+        return _awaited(span, name, result)
+
+    return answer
+
+
+async def _awaited(span: Span, name: str, answer: Awaitable[bytes]) -> bytes:
+    try:
+        return _answered(span, name, await answer)
+    except RpcError as error:
+        _end(span, error.code)
+        raise
+    except BaseException:  # cancelled: the caller left
+        _end(span, StatusCode.CANCELLED)
+        raise
+
+
+def _answered(span: Span, name: str, answer: bytes) -> bytes:
+    if name == _CHECK:
+        decision = ratelimiter_pb2.RateLimitResponse.FromString(answer)
+        span.note("ratelimitd.allowed", decision.allowed)
+        span.note("ratelimitd.reason", ratelimiter_pb2.Reason.Name(decision.reason))
+        span.note("ratelimitd.rule_id", decision.rule_id)
+    elif name == _BATCH:
+        decisions = ratelimiter_pb2.BatchRateLimitResponse.FromString(answer).responses
+        span.note("ratelimitd.checks", len(decisions))
+        span.note("ratelimitd.denied", sum(not decision.allowed for decision in decisions))
+    _end(span, StatusCode.OK)
+    return answer
+
+
+def _end(span: Span, code: StatusCode) -> None:
+    span.note("rpc.grpc.status_code", int(code))
+    span.end("" if code is StatusCode.OK else code.name)

@@ -1,0 +1,1 @@
+"""Every setting: name, default, bounds, meaning, and the sources its value comes from."""

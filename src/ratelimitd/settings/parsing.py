@@ -1,0 +1,195 @@
+"""How the text of a setting becomes a value, and how the value is shown again.
+
+Every parser takes the text and raises ``ValueError`` with the end of a sentence that begins with the setting's name
+("must be …"). None reads the environment or a file, and none puts the text into its message: it may be a secret.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+from ratelimitd.model import IdentifierType
+from ratelimitd.settings.urls import parse as parse_database_url
+from ratelimitd.settings.urls import parse_redis_url
+
+T = TypeVar("T")
+
+_TYPES: Final = frozenset(IdentifierType)
+
+MASK: Final = "********"
+
+MAX_PORT: Final = 65_535
+MAX_TOKEN_CHARACTERS: Final = 1024
+MAX_NODE_ID_CHARACTERS: Final = 128
+MIN_KEY_SECRET_BYTES: Final = 16
+MAX_KEY_SECRET_BYTES: Final = 64
+"""The longest key BLAKE2b takes."""
+
+_PASSWORD_IN_URL: Final = re.compile(r"(://[^:@/?#]*:).*@")
+"""Greedy, up to the last ``@``: a password with an unescaped ``/`` or ``@`` is masked whole, too."""
+
+_PASSWORD_IN_QUERY: Final = re.compile(
+    r"(?i)([?&][^=&]*(?:password|passwd|secret|token)[^=&]*=)[^&]*"
+)
+
+
+class Address(NamedTuple):
+    """A host and a TCP port to listen on; port 0 lets the system choose."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """``host:port``, an IPv6 host in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def address(text: str) -> Address:
+    """``HOST:PORT``, an IPv6 host in brackets."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]]+)):([0-9]{1,5})", text)
+    if match is None or int(match[3]) > MAX_PORT:
+        message = "must be HOST:PORT, such as 127.0.0.1:9090 or [::]:9090"
+        raise ValueError(message)
+    return Address(match[1] or match[2], int(match[3]))
+
+
+def optional(parse: Callable[[str], T]) -> Callable[[str], T | None]:
+    """``parse``, with an empty text for "none"."""
+    return lambda text: parse(text) if text else None
+
+
+def path(text: str) -> Path:
+    """A path; existence is the business of whoever opens it."""
+    if not text or "\0" in text:
+        message = "must be a path"
+        raise ValueError(message)
+    return Path(text)
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """One of ``choices``, spelt exactly so."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            message = f"must be {', '.join(choices[:-1])} or {choices[-1]}"
+            raise ValueError(message)
+        return text
+
+    return parse
+
+
+def on_off(text: str) -> bool:
+    """``on`` or ``off``."""
+    return one_of("on", "off")(text) == "on"
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """An integer from ``low`` to ``high`` in ASCII digits."""
+
+    def parse(text: str) -> int:
+        if re.fullmatch(r"[0-9]{1,18}", text) is None or not low <= int(text) <= high:
+            message = f"must be a whole number from {low} to {high}"
+            raise ValueError(message)
+        return int(text)
+
+    return parse
+
+
+def fraction(text: str) -> float:
+    """A number from 0 to 1, in decimal digits."""
+    if re.fullmatch(r"0|1|1\.0{1,9}|0?\.[0-9]{1,9}", text) is None:
+        message = "must be a number from 0 to 1, such as 0.1"
+        raise ValueError(message)
+    return float(text)
+
+
+def optional_url(text: str) -> str:
+    """``http://`` or ``https://`` and a host, without user and password, which would be shown; empty = none."""
+    if text and re.fullmatch(r"https?://[^\s@/?#]+(?:/[^\s@?#]*)?", text) is None:
+        message = "must be http://HOST:PORT or https://HOST:PORT, without a user"
+        raise ValueError(message)
+    return text
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names separated by commas, spaces around them dropped; empty = none."""
+    found = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
+    if not all(name and name.isprintable() for name in found):
+        message = "must be names separated by commas"
+        raise ValueError(message)
+    return found
+
+
+def identifier_keys(text: str) -> tuple[str, ...]:
+    """``KEY=TYPE`` separated by commas, TYPE one of the contract's; empty = none."""
+    found = names(text)
+    pairs = [pair.rpartition("=") for pair in found]
+    keys = [key for key, _, _ in pairs]
+    if not all(keys) or len(set(keys)) < len(keys) or not {kind for *_, kind in pairs} <= _TYPES:
+        message = (
+            f"must be KEY=TYPE separated by commas, each KEY once, TYPE {', '.join(IdentifierType)}"
+        )
+        raise ValueError(message)
+    return found
+
+
+def token(text: str) -> str:
+    """A bearer token in the characters that HTTP allows it (RFC 6750 section 2.1); empty = none."""
+    if re.fullmatch(r"(?:[A-Za-z0-9._~+/-]+=*)?", text) is None or len(text) > MAX_TOKEN_CHARACTERS:
+        message = f"must be at most {MAX_TOKEN_CHARACTERS} letters, digits and -._~+/, = at the end"
+        raise ValueError(message)
+    return text
+
+
+def key_secret(text: str) -> bytes:
+    """The UTF-8 bytes of a secret; empty = none."""
+    secret = text.encode(errors="surrogateescape")
+    if secret and not MIN_KEY_SECRET_BYTES <= len(secret) <= MAX_KEY_SECRET_BYTES:
+        message = f"must have {MIN_KEY_SECRET_BYTES} to {MAX_KEY_SECRET_BYTES} bytes"
+        raise ValueError(message)
+    return secret
+
+
+def node_id(text: str) -> str:
+    """A name in visible ASCII, since it becomes a log field and part of a line on stdout; empty = host:pid."""
+    if re.fullmatch(r"[!-~]*", text) is None or len(text) > MAX_NODE_ID_CHARACTERS:
+        message = (
+            f"must be at most {MAX_NODE_ID_CHARACTERS} visible ASCII characters without spaces"
+        )
+        raise ValueError(message)
+    return text
+
+
+def database_url(text: str) -> str:
+    """``sqlite:///PATH`` or ``postgresql://…``, as :mod:`ratelimitd.settings.urls` has it."""
+    parse_database_url(text)
+    return text
+
+
+def redis_url(text: str) -> str:
+    """What :func:`ratelimitd.settings.urls.parse_redis_url` takes; empty = none."""
+    if text:
+        parse_redis_url(text)
+    return text
+
+
+def shown(value: object) -> str:
+    """A value as text that could be set again."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple) and not isinstance(value, Address):
+        return ",".join(value)
+    return "" if value is None else str(value)
+
+
+def masked(value: object) -> str:
+    """Says only whether a secret is set."""
+    return MASK if value else ""
+
+
+def masked_url(url: str) -> str:
+    """A URL without its password."""
+    return _PASSWORD_IN_QUERY.sub(rf"\g<1>{MASK}", _PASSWORD_IN_URL.sub(rf"\g<1>{MASK}@", url))

@@ -1,0 +1,356 @@
+"""The settings of a node: one frozen value, read once from the environment and the flags of ``serve``.
+
+Owns names, defaults, bounds and what may not be combined. Never looks at the environment later, and never shows a
+secret. See ADR 0019.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple, Self
+
+from ratelimitd.errors import SettingsError
+from ratelimitd.settings import sources as lookup
+from ratelimitd.settings.parsing import (
+    Address,
+    address,
+    database_url,
+    fraction,
+    identifier_keys,
+    key_secret,
+    masked,
+    masked_url,
+    names,
+    node_id,
+    on_off,
+    one_of,
+    optional,
+    optional_url,
+    path,
+    redis_url,
+    shown,
+    token,
+    whole_number,
+)
+
+STATE_DIR_SOURCE: Final = "state directory"
+"""The source of an admin token that the parent of several workers made."""
+
+
+class SettingSpec(NamedTuple):
+    """One setting as a person meets it; ``default`` is text as in the environment. Secrets also exist as a file."""
+
+    name: str
+    default: str
+    help: str
+    secret: bool
+
+    @property
+    def environment(self) -> str:
+        """Name of the environment variable, such as ``RATELIMITD_HTTP_LISTEN``."""
+        return lookup.environment_of(self.name)
+
+    @property
+    def flag(self) -> str:
+        """Flag of ``serve``, such as ``--http-listen``."""
+        return lookup.flag_of(self.name)
+
+
+class SettingInUse(NamedTuple):
+    """One row of ``config show``: the value (secrets masked) and where it came from.
+
+    ``source`` is ``default``, ``environment``, ``flag`` or ``file``.
+    """
+
+    name: str
+    value: str
+    source: str
+
+
+class _Setting(NamedTuple):
+    """What is known of a field beside its type; the default takes the way of every other text, through ``parse``."""
+
+    default: str
+    parse: Callable[[str], Any]
+    help: str
+    show: Callable[[Any], str] = shown
+
+    @property
+    def secret(self) -> bool:
+        """Whether the value is never shown whole, and may come from a file."""
+        return self.show is not shown
+
+    @property
+    def filled(self) -> bool:
+        """Whether a value that is given must not be empty: a credential that got lost must not open the node."""
+        return self.show is masked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Settings:
+    """Every setting of a node. Build it with :meth:`load`, which validates; the class itself only holds.
+
+    Attribute ``http_listen`` is the environment's ``RATELIMITD_HTTP_LISTEN`` and the flag ``--http-listen``.
+    """
+
+    # A table, so not the formatter's: one setting, one line where it fits.
+    # fmt: off
+    listen: Annotated[Address, _Setting("127.0.0.1:9090", address,
+        "gRPC address as HOST:PORT; port 0 picks a free one")]
+    http_listen: Annotated[Address | None, _Setting("127.0.0.1:8080", optional(address),
+        "HTTP address for the page, JSON, metrics and probes; empty = off")]
+    http_hosts: Annotated[tuple[str, ...], _Setting("", names,
+        "further Host names, comma-separated, under which the HTTP page may be asked for")]
+    database_url: Annotated[str, _Setting("sqlite:///ratelimitd.db", database_url,
+        "rule database, sqlite:///PATH or postgresql://…", masked_url)]
+    redis_url: Annotated[str, _Setting("", redis_url,
+        "shared state of a cluster; empty = this node's memory", masked_url)]
+    redis_timeout_ms: Annotated[int, _Setting("20", whole_number(1, 1000),
+        "longest time a check waits for the shared state, ms")]
+    state_dir: Annotated[Path, _Setting("./ratelimitd-state", path,
+        "directory of the bucket snapshot and the last good rule book")]
+    consistency: Annotated[str, _Setting("eventual", one_of("eventual", "strict"),
+        "strict: every check is decided in the shared state")]
+    timestamps: Annotated[str, _Setting("bounded", one_of("bounded", "server", "caller"),
+        "how far a caller's timestamp is believed")]
+    on_breaker_open: Annotated[str, _Setting("fail_open", one_of("fail_open", "local", "deny"),
+        "what to answer while the circuit breaker is open")]
+    rules_file: Annotated[Path | None, _Setting("", optional(path), "YAML rules that seed a new rule book")]
+    admin_token: Annotated[str, _Setting("", token,
+        "bearer token of the admin role; empty = made once and kept in STATE_DIR/admin-token", masked)]
+    check_token: Annotated[str, _Setting("", token, "bearer token of the check role; empty = everyone", masked)]
+    admin_sans: Annotated[tuple[str, ...], _Setting("", names,
+        "client-certificate SANs, comma-separated, that hold the admin role")]
+    check_sans: Annotated[tuple[str, ...], _Setting("", names,
+        "client-certificate SANs, comma-separated, that hold the check role")]
+    loopback_admin: Annotated[bool, _Setting("off", on_off,
+        "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback hold the admin role; never behind a proxy")]
+    key_secret: Annotated[bytes, _Setting("", key_secret,
+        "keys the hash of bucket keys; empty = made once and kept in the database", masked)]
+    tls_cert: Annotated[Path | None, _Setting("", optional(path), "server certificate chain, PEM")]
+    tls_key: Annotated[Path | None, _Setting("", optional(path), "private key of the certificate, PEM")]
+    tls_client_ca: Annotated[Path | None, _Setting("", optional(path),
+        "CA of client certificates, PEM: turns on mTLS")]
+    workers: Annotated[int, _Setting("1", whole_number(1, 64), "processes on one port; more than 1 needs REDIS_URL")]
+    transport: Annotated[str, _Setting("native", one_of("native", "grpcio"),
+        "who speaks gRPC: this project's own server, or Google's library")]
+    max_concurrent_rpcs: Annotated[int, _Setting("1000", whole_number(1, 100_000),
+        "calls in progress; more are answered RESOURCE_EXHAUSTED")]
+    sync_interval_ms: Annotated[int, _Setting("100", whole_number(1, 60_000),
+        "how often spends go to the shared state, ms")]
+    cache_entries: Annotated[int, _Setting("1000000", whole_number(1, 100_000_000),
+        "buckets held, least recently used go first")]
+    cache_ttl_s: Annotated[int, _Setting("300", whole_number(1, 86_400),
+        "how long an unused bucket stays in the cache, s")]
+    breaker_failures: Annotated[int, _Setting("5", whole_number(1, 1000),
+        "failed round trips that open the circuit breaker")]
+    breaker_recovery_s: Annotated[int, _Setting("30", whole_number(1, 3600),
+        "pause before an open breaker probes, s")]
+    drain_s: Annotated[int, _Setting("10", whole_number(0, 3600),
+        "longest time a stopping node waits for calls in flight, s")]
+    node_id: Annotated[str, _Setting("", node_id, "name of this node; empty = host:pid")]
+    log_level: Annotated[str, _Setting("info", one_of("debug", "info", "warning", "error"),
+        "least severe level that is logged")]
+    log_format: Annotated[str, _Setting("auto", one_of("auto", "json", "console"),
+        "auto: console on a terminal, else json")]
+    otel_endpoint: Annotated[str, _Setting("", optional_url,
+        "OTLP/HTTP collector of traces, http://HOST:4318; empty = off")]
+    otel_sample_ratio: Annotated[float, _Setting("1", fraction,
+        "how many of the traces that begin here are recorded, 0 to 1")]
+    reflection: Annotated[bool, _Setting("on", on_off, "gRPC server reflection")]
+    envoy_identifiers: Annotated[tuple[str, ...], _Setting(
+        "remote_address=ip,ip=ip,user=user,user_id=user,x-user-id=user,api_key=api_key,authorization=api_key",
+        identifier_keys, "keys of Envoy's entries that say who is limited, and as what: KEY=TYPE, comma-separated")]
+    envoy_fields: Annotated[str, _Setting("all", one_of("all", "standard", "none"),
+        "header fields that Envoy is told to add; standard: no X-RateLimit-*")]
+    # fmt: on
+
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Setting name → ``environment``, ``flag`` or ``file``; absent = default."""
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str], flags: Mapping[str, str | None]) -> Self:
+        """Read every setting; a flag beats the environment.
+
+        Args:
+            environ: the process environment.
+            flags: setting name (``HTTP_LISTEN``; for a secret's file ``ADMIN_TOKEN_FILE``) → text, ``None`` = not
+                given.
+
+        Raises:
+            SettingsError: wrong or unknown settings, all of them named in one line; no secret is shown.
+        """
+        problems = lookup.unknown_names(environ, flags, _KNOWN)
+        parsed: dict[str, Any] = {}
+        origins: dict[str, str] = {}
+        failed: set[str] = set()
+        for name, setting in _BY_NAME.items():
+            parsed[name.lower()] = setting.parse(setting.default)
+            try:
+                found = lookup.find(name, environ, flags, with_file=setting.secret)
+                if found is not None:
+                    parsed[name.lower()] = _parse(setting, found)
+                    origins[name] = found.source
+            except SettingsError as error:
+                problems.append(str(error))
+                failed.add(name)
+        settings = cls(**parsed, sources=origins)
+        problems += [
+            bad.problem
+            for bad in _COMBINATIONS
+            if failed.isdisjoint(bad.names) and bad.clashes(settings)
+        ]
+        if problems:
+            raise SettingsError("; ".join(problems))
+        return settings
+
+    def describe(self) -> tuple[SettingInUse, ...]:
+        """Every setting in the order of the documentation, secrets masked, with its source."""
+        return tuple(
+            SettingInUse(
+                name,
+                setting.show(getattr(self, name.lower())),
+                self.sources.get(name, "default"),
+            )
+            for name, setting in _BY_NAME.items()
+        )
+
+    @property
+    def node_name(self) -> str:
+        """``node_id``, or ``host:pid`` of this process."""
+        return self.node_id or f"{socket.gethostname()}:{os.getpid()}"
+
+    @property
+    def has_own_admin_token(self) -> bool:
+        """Whether the node makes its admin token: nothing that is set holds the admin role."""
+        return not (self.admin_token or self.admin_sans or self.loopback_admin)
+
+    @property
+    def admin_token_name(self) -> str:
+        """Where the admin token comes from, as callers are told."""
+        made = self.has_own_admin_token or self.sources.get("ADMIN_TOKEN") == STATE_DIR_SOURCE
+        return "in STATE_DIR/admin-token" if made else "ADMIN_TOKEN"
+
+    def with_own_admin_token(self, made: str) -> Self:
+        """Return these settings for a worker of a parent that made the admin token for all."""
+        sources = {**self.sources, "ADMIN_TOKEN": STATE_DIR_SOURCE}
+        return replace(self, admin_token=made, sources=sources)
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What an operator should hear at each start, a line each."""
+        if not self.loopback_admin:
+            return ()
+        line = (
+            "LOOPBACK_ADMIN is on: every caller from loopback may change the rules, and behind a proxy on this host"
+            " every caller comes from loopback"
+        )
+        if self.admin_token or self.admin_sans:
+            line = "LOOPBACK_ADMIN has no effect: ADMIN_TOKEN or ADMIN_SANS is set"
+        return (line,)
+
+    @property
+    def http_names(self) -> frozenset[str]:
+        """The names under which pages are shown: the host of HTTP_LISTEN and those of HTTP_HOSTS."""
+        own = () if self.http_listen is None else (self.http_listen.host,)
+        return frozenset((*own, *self.http_hosts))
+
+    @property
+    def http_socket(self) -> Path:
+        """Where the HTTP side of a worker is for its parent."""
+        return self.state_dir / "http.sock"
+
+    def __repr__(self) -> str:
+        """The settings that were given, secrets masked."""
+        given = (f"{row.name}={row.value!r}" for row in self.describe() if row.source != "default")
+        return f"Settings({', '.join(given)})"
+
+
+_BY_NAME: Final[Mapping[str, _Setting]] = {
+    name.upper(): hint.__metadata__[0]
+    for name, hint in typing.get_type_hints(
+        Settings, globals(), globals(), include_extras=True
+    ).items()
+    if typing.get_origin(hint) is Annotated
+}
+
+SETTINGS: Final = tuple(
+    SettingSpec(name, setting.default, setting.help, setting.secret)
+    for name, setting in _BY_NAME.items()
+)
+"""Every setting, in the order of the documentation."""
+
+_KNOWN: Final = frozenset(_BY_NAME) | {
+    lookup.file_of(name) for name, setting in _BY_NAME.items() if setting.secret
+}
+
+
+def _parse(setting: _Setting, found: lookup.Found) -> object:
+    if setting.filled and not found.text:
+        message = f"{found.origin} is empty: give it a value, or leave it out"
+        raise SettingsError(message)
+    try:
+        return setting.parse(found.text)
+    except ValueError as error:
+        got = "" if setting.secret else f", not {found.text[:80]!r}"
+        message = f"{found.origin} {error}{got}"
+        raise SettingsError(message) from None
+
+
+class _Combination(NamedTuple):
+    """Settings that do not go together; not judged when one of ``names`` is wrong by itself."""
+
+    names: tuple[str, ...]
+    clashes: Callable[[Settings], bool]
+    problem: str
+
+
+_COMBINATIONS: Final = (
+    _Combination(
+        ("WORKERS", "REDIS_URL"),
+        lambda s: s.workers > 1 and not s.redis_url,
+        "WORKERS: more than 1 needs REDIS_URL, because each process would count in its own memory and so admit"
+        " the whole limit again",
+    ),
+    _Combination(
+        ("CONSISTENCY", "ON_BREAKER_OPEN", "REDIS_URL"),
+        lambda s: s.consistency == "strict" and s.on_breaker_open == "local" and bool(s.redis_url),
+        "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because a strict node knows no bucket to decide by: it"
+        " would allow everything; choose fail_open or deny",
+    ),
+    _Combination(
+        ("TLS_CERT", "TLS_KEY"),
+        lambda s: (s.tls_cert is None) != (s.tls_key is None),
+        "TLS_CERT and TLS_KEY are set together or not at all",
+    ),
+    _Combination(
+        ("TLS_CERT", "TLS_CLIENT_CA"),
+        lambda s: s.tls_client_ca is not None and s.tls_cert is None,
+        "TLS_CLIENT_CA needs TLS_CERT and TLS_KEY: client certificates are shown on TLS connections only",
+    ),
+    _Combination(
+        ("ADMIN_SANS", "CHECK_SANS", "TLS_CLIENT_CA"),
+        lambda s: bool(s.admin_sans or s.check_sans) and s.tls_client_ca is None,
+        "ADMIN_SANS and CHECK_SANS need TLS_CLIENT_CA, which verifies the certificates that carry them",
+    ),
+    _Combination(
+        ("ADMIN_TOKEN", "CHECK_TOKEN"),
+        lambda s: bool(s.admin_token) and s.admin_token == s.check_token,
+        "ADMIN_TOKEN and CHECK_TOKEN are equal: every caller that may check could change the rules",
+    ),
+    _Combination(
+        ("ADMIN_SANS", "CHECK_SANS"),
+        lambda s: bool(set(s.admin_sans) & set(s.check_sans)),
+        "ADMIN_SANS and CHECK_SANS share a name; the admin role includes the check role",
+    ),
+    _Combination(
+        ("LISTEN", "HTTP_LISTEN"),
+        lambda s: s.listen == s.http_listen and s.listen.port != 0,
+        "LISTEN and HTTP_LISTEN are the same address",
+    ),
+)

@@ -1,0 +1,235 @@
+"""The Connect protocol for unary calls, in JSON and in binary: an answer is a body, an error is a status and JSON.
+
+Follows https://connectrpc.com/docs/protocol, but for two things: fields that the contract does not know are refused in
+JSON, and a body that is too long is 413, one in an unknown encoding 415. Answers are not compressed. Never knows a
+method. See ADR 0030.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+from google.protobuf.any_pb2 import Any as PackedDetail
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES
+from ratelimitd.rpc.messages import PREFIX_BYTES, MessageReader, framed
+from ratelimitd.rpc.status import parse_timeout_s, status_fields
+from ratelimitd.web.api import json_reader
+from ratelimitd.web.api.http_call import BodyTooLargeError, EncodingUnsupportedError, uncompressed
+from ratelimitd.web.api.json_reader import message_from_json
+from ratelimitd.web.api.json_writer import json_of
+
+# What the protocols for unary calls over HTTP have in common: one implementation for each content type.
+#
+# See ADR 0030.
+
+
+@dataclass(frozen=True, slots=True)
+class Types:
+    """The messages of one method."""
+
+    request: type[Message]
+    answer: type[Message]
+
+
+class UnaryProtocol(Protocol):
+    """How a call and its answer look on the wire."""
+
+    max_body_bytes: int
+
+    def timeout_s(self, headers: Headers) -> float | None:
+        """How long the caller waits, ``None``: without end; raises ``RpcError`` when that is malformed."""
+
+    async def message_of(self, body: bytes, headers: Headers, types: Types) -> bytes:
+        """The request's message, serialised; raises ``RpcError`` or ``InvalidInputError`` when it is none."""
+
+    async def answer(self, message: bytes, types: Types) -> Response:
+        """The answer that carries this serialised message."""
+
+    def failure(self, error: RpcError) -> Response:
+        """The answer of a call that failed."""
+
+
+JSON: Final = "application/json"
+PROTO: Final = "application/proto"
+
+BODY_STATUS: Final[Mapping[type, int]] = MappingProxyType(
+    {BodyTooLargeError: 413, EncodingUnsupportedError: 415}
+)
+"""For a body that cannot be read. Connect has 429 for whatever is RESOURCE_EXHAUSTED and 501 for UNIMPLEMENTED; clients
+of Connect go by the code in the body."""
+
+HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
+    {
+        StatusCode.CANCELLED: 499,
+        StatusCode.UNKNOWN: 500,
+        StatusCode.INVALID_ARGUMENT: 400,
+        StatusCode.DEADLINE_EXCEEDED: 504,
+        StatusCode.NOT_FOUND: 404,
+        StatusCode.ALREADY_EXISTS: 409,
+        StatusCode.PERMISSION_DENIED: 403,
+        StatusCode.RESOURCE_EXHAUSTED: 429,
+        StatusCode.FAILED_PRECONDITION: 400,
+        StatusCode.ABORTED: 409,
+        StatusCode.OUT_OF_RANGE: 400,
+        StatusCode.UNIMPLEMENTED: 501,
+        StatusCode.INTERNAL: 500,
+        StatusCode.UNAVAILABLE: 503,
+        StatusCode.DATA_LOSS: 500,
+        StatusCode.UNAUTHENTICATED: 401,
+    }
+)
+"""Connect's table."""
+
+_CODES: Final = {code: code.name.lower() for code in StatusCode} | {
+    StatusCode.CANCELLED: "canceled"
+}
+"""gRPC's names in lower case, but for the one that Connect spells otherwise."""
+
+_VERSION: Final = "1"
+_MAX_TIMEOUT_DIGITS: Final = 10
+
+
+class Connect:
+    """What its two codecs have in common."""
+
+    max_body_bytes = MAX_MESSAGE_BYTES
+
+    def timeout_s(self, headers: Headers) -> float | None:
+        """From ``Connect-Timeout-Ms``; looks at the protocol's version, too."""
+        if headers.get("connect-protocol-version", _VERSION) != _VERSION:
+            message = f"Connect-Protocol-Version must be {_VERSION}"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, message)
+        text = headers.get("connect-timeout-ms")
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit()) or len(text) > _MAX_TIMEOUT_DIGITS:
+            message = f"Connect-Timeout-Ms must be up to {_MAX_TIMEOUT_DIGITS} digits"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, message)
+        return int(text) / 1_000
+
+    def failure(self, error: RpcError) -> Response:
+        """An HTTP status for the code, and a body with code, text and details."""
+        content: dict[str, Any] = {"code": _CODES[error.code], "message": error.message}
+        headers = {}
+        details = status_pb2.Status.FromString(error.details).details
+        if details:
+            content["details"] = [*map(_detail, details)]
+        retry = error_details_pb2.RetryInfo()
+        if any(detail.Unpack(retry) for detail in details):
+            headers["Retry-After"] = str(retry.retry_delay.seconds)
+        if error.code is StatusCode.UNAUTHENTICATED:
+            headers["WWW-Authenticate"] = "Bearer"
+        if isinstance(error, EncodingUnsupportedError):
+            headers["Accept-Encoding"] = "gzip"
+        status = BODY_STATUS.get(type(error)) or HTTP_STATUS[error.code]
+        return Response(json.dumps(content) + "\n", status, headers, JSON)
+
+    def _uncompressed(self, body: bytes, headers: Headers) -> bytes:
+        encoding = headers.get("content-encoding", "identity")
+        return uncompressed(body, encoding, self.max_body_bytes)
+
+
+class ConnectJson(Connect):
+    """Bodies of JSON."""
+
+    max_body_bytes = json_reader.MAX_BODY_BYTES
+
+    async def message_of(self, body: bytes, headers: Headers, types: Types) -> bytes:
+        """Read strictly: see :mod:`ratelimitd.web.api.json_reader`."""
+        text = self._uncompressed(body, headers)
+        return (await message_from_json(text, types.request)).SerializeToString()
+
+    async def answer(self, message: bytes, types: Types) -> Response:
+        """Every field is there, under the contract's name."""
+        return Response(await json_of(types.answer.FromString(message)), media_type=JSON)
+
+
+class ConnectProto(Connect):
+    """Bodies are serialised messages; what they hold is for the services to judge."""
+
+    async def message_of(self, body: bytes, headers: Headers, _types: Types) -> bytes:
+        """The body."""
+        return self._uncompressed(body, headers)
+
+    async def answer(self, message: bytes, _types: Types) -> Response:
+        """The message."""
+        return Response(message, media_type=PROTO)
+
+
+def _detail(detail: PackedDetail) -> dict[str, object]:
+    """A detail as Connect carries it, and again for people under ``debug``."""
+    shown = MessageToDict(detail, preserving_proto_field_name=True)
+    del shown["@type"]
+    return {
+        "type": detail.TypeName(),
+        "value": b64encode(detail.value).rstrip(b"=").decode(),
+        "debug": shown,
+    }
+
+
+# gRPC-Web in binary, for unary calls: gRPC's messages and trailers in one body, for callers that see no trailers.
+#
+# Follows PROTOCOL-WEB.md of grpc/grpc. Answers are not compressed. Never knows a method. See ADR 0030.
+
+GRPC_WEB: Final = "application/grpc-web"
+GRPC_WEB_PROTO: Final = "application/grpc-web+proto"
+
+TRAILERS: Final = 0x80
+"""The flag of the last frame: what it holds are trailers, as a block of HTTP/1.1."""
+
+_OK: Final = RpcError(StatusCode.OK, "")
+
+
+class GrpcWeb:
+    """Bodies are a framed message, answered by another and a frame of trailers."""
+
+    max_body_bytes = MAX_MESSAGE_BYTES + PREFIX_BYTES
+
+    def timeout_s(self, headers: Headers) -> float | None:
+        """From ``grpc-timeout``."""
+        text = headers.get("grpc-timeout")
+        if text is None:
+            return None
+        try:
+            return parse_timeout_s(text.encode("latin-1"))
+        except ValueError:
+            message = "grpc-timeout must be up to 8 digits and a unit"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, message) from None
+
+    async def message_of(self, body: bytes, headers: Headers, _types: Types) -> bytes:
+        """The only message of the body."""
+        reader = MessageReader(MAX_MESSAGE_BYTES)
+        # Two at most: a body of zeros would be 800,000 messages, and hold everybody up for as many µs.
+        parts = [*islice(reader.feed(body), 2)]
+        if len(parts) != 1 or reader.unfinished_bytes:
+            text = "the body must be one message behind its flag and its length"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, text)
+        [part] = parts
+        encoding = headers.get("grpc-encoding", "identity") if part.compressed else "identity"
+        return uncompressed(part.content, encoding, MAX_MESSAGE_BYTES)
+
+    async def answer(self, message: bytes, _types: Types) -> Response:
+        """The message, and that all is well."""
+        return Response(framed(message) + _trailers(_OK), media_type=GRPC_WEB_PROTO)
+
+    def failure(self, error: RpcError) -> Response:
+        """Trailers only. In the body, where the scripts of every browser can read them."""
+        return Response(_trailers(error), media_type=GRPC_WEB_PROTO)
+
+
+def _trailers(error: RpcError) -> bytes:
+    block = b"".join(b"%b: %b\r\n" % field for field in status_fields(error))
+    return bytes((TRAILERS,)) + len(block).to_bytes(PREFIX_BYTES - 1, "big") + block

@@ -1,0 +1,141 @@
+"""An HTTP request as the call that a handler of the services sees, so that pages and JSON act as gRPC callers do.
+
+Never decides who may do what: the handler's own guard does, from this call. See ADR 0017.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection, Request
+
+from ratelimitd.rpc.interface import Call, RpcError, StatusCode
+from ratelimitd.rpc.messages import Encoding, inflated
+
+Requirement = Callable[[Call], None]
+"""Lets a call pass, or raises ``RpcError``: what a role asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpCall:
+    """A :class:`ratelimitd.rpc.interface.Call` made of a request.
+
+    It has no certificate and no deadline. ``authorization`` stands in for the header of this name where somebody logged
+    in; empty: the request's own counts.
+    """
+
+    method: str
+    peer: str
+    headers: Headers
+    authorization: str = ""
+    peer_sans: Sequence[str] = ()
+
+    def metadata(self, key: str) -> str | None:
+        """The first value of a header by its lower-case name, or ``None``."""
+        if key == "authorization" and self.authorization:
+            return self.authorization
+        return self.headers.get(key)
+
+    def time_remaining_s(self) -> None:
+        """Nobody sends a deadline over HTTP."""
+
+
+def http_call(request: HTTPConnection, method: str, authorization: str = "") -> HttpCall:
+    """The call of ``method``, a full path such as ``/ratelimiter.v1.RateLimiter/CheckRateLimit``."""
+    return HttpCall(method, peer_of(request), request.headers, authorization)
+
+
+def peer_of(request: HTTPConnection) -> str:
+    """The peer in gRPC's spelling: ``ipv4:127.0.0.1:50000`` or ``ipv6:[::1]:50000``.
+
+    Of an IPv4 peer on a socket that listens for both it is the IPv4 address. ``unknown:`` is nobody on this host.
+    """
+    client = request.client
+    try:
+        address = ipaddress.ip_address(client.host if client else "")
+    except ValueError:
+        return "unknown:"
+    port = client.port if client else 0
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None:
+            return f"ipv6:[{address}]:{port}"
+        address = address.ipv4_mapped
+    return f"ipv4:{address}:{port}"
+
+
+async def settled(answer: bytes | Awaitable[bytes]) -> bytes:
+    """What a handler answered, at once or later."""
+    return answer if isinstance(answer, bytes) else await answer
+
+
+def network_of(request: HTTPConnection) -> str:
+    """The peer's address without its port; of IPv6 the /64, since one host has all of that."""
+    host = peer_of(request).partition(":")[2].rpartition(":")[0].strip("[]")
+    if ":" not in host:
+        return host
+    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+
+
+# The bodies of requests, read and inflated up to a bound.
+
+MAX_DISCARDED_BYTES: Final = 16 * 1024 * 1024
+"""Of a body that is too long so much is read and forgotten: most clients look for the answer only behind their own last
+byte, and would see a broken connection instead of the reason."""
+
+
+class BodyTooLargeError(RpcError):
+    """A body is longer than its kind may be."""
+
+
+class EncodingUnsupportedError(RpcError):
+    """A body is compressed in a way that nobody here can undo."""
+
+
+async def body_of(request: Request, max_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        BodyTooLargeError: it has more than ``max_bytes``.
+        starlette.requests.ClientDisconnect: the caller left before its end.
+    """
+    parts = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= max_bytes:
+            parts.append(part)
+        elif size > MAX_DISCARDED_BYTES:
+            break
+    if size > max_bytes:
+        raise _too_large(max_bytes)
+    return b"".join(parts)
+
+
+def uncompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """What a body holds. Not more is ever made of it than it may hold.
+
+    Raises:
+        BodyTooLargeError: it holds more.
+        EncodingUnsupportedError: it is compressed otherwise than with gzip.
+        RpcError: INVALID_ARGUMENT for what is no gzip.
+    """
+    if encoding == "identity" or not body:
+        return body
+    if encoding != "gzip":
+        message = "a body may be compressed with gzip only"
+        raise EncodingUnsupportedError(StatusCode.UNIMPLEMENTED, message)
+    try:
+        return inflated(body, Encoding.GZIP, max_bytes)
+    except RpcError as error:
+        if error.code is StatusCode.RESOURCE_EXHAUSTED:
+            raise _too_large(max_bytes) from None
+        raise RpcError(StatusCode.INVALID_ARGUMENT, "the body is no gzip") from None
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    message = f"the body must be at most {max_bytes} bytes"
+    return BodyTooLargeError(StatusCode.RESOURCE_EXHAUSTED, message)

@@ -1,0 +1,192 @@
+"""The contract's services over HTTP/1.1: which paths, in which protocols, and ``POST /v1/check``.
+
+The methods are those of gRPC, from the same table: a handler and its guard cannot tell how they were called. Every
+request names one of a few content types, none of which a browser sends to another site without asking; nothing here
+answers such a question, so no page of another site reaches the loopback role. See ADR 0030.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from google.protobuf.message_factory import GetMessageClass
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from ratelimitd.limit_fields import policy_fields
+from ratelimitd.rpc.interface import Call, Methods, RpcError, UnaryHandler
+from ratelimitd.web.api.connect import (
+    GRPC_WEB,
+    GRPC_WEB_PROTO,
+    JSON,
+    PROTO,
+    ConnectJson,
+    ConnectProto,
+    GrpcWeb,
+    Types,
+    UnaryProtocol,
+)
+from ratelimitd.web.api.http_call import body_of, http_call
+from ratelimitd.web.pages.invoke import Deadline, handled
+from ratelimiter.v1 import ratelimiter_pb2
+
+# ``POST /v1/check``: a check whose answer can be forwarded: 429 when denied, with the fields HTTP has for limits.
+
+DENIED = 429
+
+
+class HttpCheck(ConnectJson):
+    """Asks as Connect does. ``now_s`` is Unix time, the node's."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+
+    async def answer(self, message: bytes, types: Types) -> Response:
+        """200 or 429, by the decision in the body; also what was let through unchecked is 200."""
+        response = await super().answer(message, types)
+        decision = ratelimiter_pb2.RateLimitResponse.FromString(message)
+        response.headers.update(limit_fields(decision, self._now_s()))
+        if not decision.allowed:
+            response.status_code = DENIED
+        return response
+
+
+def limit_fields(decision: ratelimiter_pb2.RateLimitResponse, now_s: float) -> dict[str, str]:
+    """The fields for a decision: of the rule, if one decided, and when to try again, if it was denied."""
+    fields = {}
+    retry_after_s = decision.retry_after_seconds
+    if not decision.allowed:
+        fields["Retry-After"] = str(retry_after_s)
+    if decision.rule_id:
+        # The check may have been judged at its caller's time, which may be far from ours.
+        reset_s = min(max(0, math.ceil(decision.reset_time - now_s)), decision.window_seconds)
+        fields |= policy_fields(
+            decision.rule_id,
+            limit=decision.limit,
+            window_s=decision.window_seconds,
+            remaining=decision.remaining_tokens,
+            allowed=decision.allowed,
+            reset_s=reset_s,
+            retry_after_s=retry_after_s,
+        )
+    return fields
+
+
+CHECK_PATH: Final = "/v1/check"
+OPENAPI_PATH: Final = "/openapi.json"
+
+CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+
+UNSUPPORTED: Final = 415
+CLIENT_LEFT: Final = 499
+"""What nobody sees: the answer to somebody who is gone."""
+
+PROTOCOLS: Final[Mapping[str, UnaryProtocol]] = MappingProxyType(
+    {
+        JSON: ConnectJson(),
+        PROTO: ConnectProto(),
+        GRPC_WEB: GrpcWeb(),
+        GRPC_WEB_PROTO: GrpcWeb(),
+    }
+)
+"""By content type. None of them is one that a browser sends across origins unasked (``text/plain`` and forms)."""
+
+_DOCUMENT: Final = Path(__file__).parent.parent / "openapi.json"
+"""Written by `make proto` from the contract and its comments, which the generated classes do not have."""
+
+Admission = Callable[[Call], None]
+"""Lets a call pass, or raises ``RpcError``: who may call its method. Asked before a body is read."""
+
+Translation = Callable[[Exception, str], RpcError]
+"""What a call of this method ends with for whatever was raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    path: str
+    handler: UnaryHandler
+    types: Types
+
+
+class JsonApi:
+    """The routes for a node's ``methods``. ``now_s`` is Unix time."""
+
+    def __init__(
+        self,
+        methods: Methods,
+        *,
+        admit: Admission,
+        translate: Translation,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._methods = {method.path: method for method in _methods_of(methods)}
+        self._admit = admit
+        self._translate = translate
+        self._check_protocols = {JSON: HttpCheck(now_s)}
+
+    def routes(self) -> list[BaseRoute]:
+        """All of them."""
+        document = _DOCUMENT.read_bytes()
+
+        async def openapi(_: Request) -> Response:
+            return Response(document, media_type=JSON)
+
+        check = self._methods[CHECK_METHOD]
+        return [
+            *(self._route(path, method, PROTOCOLS) for path, method in self._methods.items()),
+            self._route(CHECK_PATH, check, self._check_protocols),
+            Route(OPENAPI_PATH, openapi),
+        ]
+
+    def _route(
+        self, path: str, method: _Method, protocols: Mapping[str, UnaryProtocol]
+    ) -> BaseRoute:
+        async def answer(request: Request) -> Response:
+            content_type = request.headers.get("content-type", "").partition(";")[0]
+            protocol = protocols.get(content_type.strip().lower())
+            if protocol is None:
+                return _unsupported(protocols)
+            try:
+                return await self._answer(request, method, protocol)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_LEFT)
+            except Exception as error:  # noqa: BLE001 -- the edge: whatever it is, it is told in the caller's protocol
+                return protocol.failure(self._translate(error, method.path))
+
+        return Route(path, answer, methods=["POST"])
+
+    async def _answer(self, request: Request, method: _Method, protocol: UnaryProtocol) -> Response:
+        call = http_call(request, method.path)
+        self._admit(call)
+        deadline = Deadline(protocol.timeout_s(request.headers))
+        body = await body_of(request, protocol.max_body_bytes)
+        message = await protocol.message_of(body, request.headers, method.types)
+        answer = await handled(
+            method.handler, message, call, receive=request.receive, deadline=deadline
+        )
+        return await protocol.answer(answer, method.types)
+
+
+def _methods_of(methods: Methods) -> Iterator[_Method]:
+    """The methods of the contract's services, under every path that they are in the table with."""
+    package = ratelimiter_pb2.DESCRIPTOR.package
+    for name, service in ratelimiter_pb2.DESCRIPTOR.services_by_name.items():
+        for method in service.methods:
+            types = Types(GetMessageClass(method.input_type), GetMessageClass(method.output_type))
+            for path in (f"/{package}.{name}/{method.name}", f"/{name}/{method.name}"):
+                yield _Method(path, methods.unary[path], types)
+
+
+def _unsupported(protocols: Mapping[str, UnaryProtocol]) -> Response:
+    accepted = ", ".join(protocols)
+    return PlainTextResponse(
+        f"Content-Type must be one of {accepted}; gRPC itself has a port of its own\n",
+        UNSUPPORTED,
+        {"Accept-Post": accepted},
+    )

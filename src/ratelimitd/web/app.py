@@ -1,0 +1,262 @@
+"""The HTTP side of a node: the routes of all areas joined, with what holds for each of them around.
+
+The only module that knows them all. ``/metrics``, ``/healthz`` and ``/readyz`` are for machines and stand outside of
+what pages and JSON are held to. See ADR 0028.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import ipaddress
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ratelimitd import __version__
+from ratelimitd.observe.exposition import Page
+from ratelimitd.observe.metrics import Definition, Point
+from ratelimitd.rpc.interface import Call, Methods
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.web.api.http_call import Requirement
+from ratelimitd.web.api.json_api import JsonApi, Translation
+from ratelimitd.web.live_stream import LiveStatus
+from ratelimitd.web.pages.audit import AuditReader, AuditTrail, audit_routes
+from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
+from ratelimitd.web.pages.invoke import ServiceCalls
+from ratelimitd.web.pages.login import LoginPages
+from ratelimitd.web.pages.overview import OverviewPage
+from ratelimitd.web.pages.page_base import Frame, accepts_html
+from ratelimitd.web.pages.rendering import look
+from ratelimitd.web.pages.rules import RulesPages
+from ratelimitd.web.pages.sessions import Sessions
+from ratelimitd.web.pages.try_page import TryPage
+from ratelimitd.web.security import Guard
+
+# What the HTTP side answers: ``/metrics``, ``/healthz``, ``/readyz`` and ``/``.
+#
+# Never measures and never decides readiness: it shows what it is given. The three for machines answer under any
+# ``Host``, so that scrapers and probes work behind every name; pages for people only under names of this node, so that
+# no web site can point its own name here and read them through a visitor's browser (DNS rebinding).
+
+FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz"})
+
+_HOST: Final = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]{1,5})?")
+"""RFC 9110 section 7.2 without what no name of ours contains: user information, escapes, zones."""
+
+HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+T = TypeVar("T")
+
+Points = Iterable[tuple[Definition, Iterable[Point]]]
+"""Every metric with its readings."""
+
+
+class Readiness(NamedTuple):
+    """Whether traffic should come here, and if not, why. With a reason all the same: which part of it is not ready."""
+
+    ready: bool
+    reason: str = ""
+
+
+class Metrics(Protocol):
+    """Where the numbers come from."""
+
+    def points(self) -> Points | Awaitable[Points]:
+        """The readings of this moment, or an awaitable of them."""
+
+
+def machine_routes(
+    *, metrics: Metrics, readiness: Callable[[], Readiness | Awaitable[Readiness]]
+) -> list[BaseRoute]:
+    """The pages for machines."""
+
+    async def healthz(_: Request) -> Response:
+        return PlainTextResponse("ok\n", headers=HEADERS)
+
+    async def readyz(_: Request) -> Response:
+        ready, reason = await _settled(readiness())
+        text = "ready" if ready else "not ready"
+        text += f": {reason}\n" if reason else "\n"
+        return PlainTextResponse(text, status_code=200 if ready else 503, headers=HEADERS)
+
+    async def scrape(request: Request) -> Response:
+        page = Page(request.headers.get("accept", ""), await _settled(metrics.points()))
+        headers = {**HEADERS, "Content-Type": page.content_type}
+        return StreamingResponse(_paced(page), headers=headers)
+
+    return [
+        Route("/metrics", scrape),
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+    ]
+
+
+def front_page(grpc_address: Callable[[], str]) -> Callable[[Request], Awaitable[Response]]:
+    """What this is, in words, for programs that ask for ``/``."""
+
+    async def front(_: Request) -> Response:
+        return PlainTextResponse(
+            f"ratelimitd {__version__}: a gRPC rate limiter\n\n"
+            f"gRPC      {grpc_address()}\n"
+            "/metrics  numbers for Prometheus\n"
+            "/healthz  200 while the process lives\n"
+            "/readyz   200 while checks should come here\n",
+            headers=HEADERS,
+        )
+
+    return front
+
+
+def worker_application(
+    *,
+    metrics: Metrics,
+    readiness: Callable[[], Readiness | Awaitable[Readiness]],
+    others: ASGIApp,
+) -> ASGIApp:
+    """The pages for machines, and ``others`` for every other path."""
+    routes = machine_routes(metrics=metrics, readiness=readiness)
+    return Starlette(routes=[*routes, Mount("/", others)])
+
+
+class HostCheck:
+    """Refuses requests for people's pages whose ``Host`` is a name this node does not know: 421.
+
+    An address is let through: a page of a foreign site has that site's name, whatever it resolves to.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], count: Count) -> None:
+        """``hosts`` are the names of this node beside ``localhost`` and addresses."""
+        self._app = app
+        self._count = count
+        self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in FOR_MACHINES:
+            host = Headers(scope=scope).get("host", "")
+            if not self._knows(_host_name(host)):
+                self._count(Cause.UNKNOWN_HOST)
+                app = plain(ANSWERS[Cause.UNKNOWN_HOST])
+        await app(scope, receive, send)
+
+    def _knows(self, name: str) -> bool:
+        if name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+async def _settled(value: T | Awaitable[T]) -> T:
+    """What a node knows at once, or several processes have to be asked for."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def _host_name(host: str) -> str:
+    """The name or address in a ``Host`` header, without port and brackets; empty when it has not that form."""
+    found = _HOST.fullmatch(host.lower())
+    return (found["address"] or found["name"]) if found else ""
+
+
+async def _paced(page: Page) -> AsyncIterator[bytes]:
+    """The pieces of a page; between two of them the loop answers checks."""
+    for piece in page.pieces():
+        yield piece
+        await asyncio.sleep(0)
+
+
+STATUS_TITLES = {404: "There is no such page", 405: "This page is not for that"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the HTTP side is given of its node."""
+
+    node_id: str
+    metrics: Metrics
+    readiness: Callable[[], Readiness | Awaitable[Readiness]]
+    grpc_address: Callable[[], str]
+    hosts: Collection[str]
+    """Its names beside ``localhost`` and addresses."""
+    methods: Methods
+    """The services, each method behind its role."""
+    book: Callable[[], RuleBook | None]
+    """The rule book of this moment, ``None`` while there is none."""
+    audit: AuditReader
+    live: LiveStatus
+    """What the overview shows."""
+    may_read: Requirement
+    may_administer: Requirement
+    actor: Callable[[Call], str]
+    """Who the log names for a call."""
+    admit: Requirement
+    """Lets a call pass that may be made."""
+    translate: Translation
+    """What a call failed with is told to its caller."""
+    admin_token: str
+    now_s: Callable[[], float]
+    """Unix time that never steps back."""
+    refused: Count
+    """Counts one request that was refused."""
+
+
+def application(parts: Parts) -> ASGIApp:
+    """The ASGI application of a node."""
+    static, templates = look()
+    sessions = Sessions(parts.admin_token, parts.now_s)
+    frame = Frame(
+        node_id=parts.node_id,
+        may_read=parts.may_read,
+        sessions=sessions,
+        count=parts.refused,
+        templates=templates,
+    )
+    services = ServiceCalls(parts.methods, frame)
+    trail = AuditTrail(parts.audit)
+    api = JsonApi(parts.methods, admit=parts.admit, translate=parts.translate, now_s=parts.now_s)
+    overview = OverviewPage(
+        frame,
+        parts.live,
+        front_page(parts.grpc_address),
+        may_administer=parts.may_administer,
+        actor=parts.actor,
+    )
+    routes: list[BaseRoute] = [
+        *overview.routes(),
+        static.route(),
+        *LoginPages(frame, sessions, parts.refused, parts.now_s).routes(),
+        *RulesPages(frame, services, parts.book, trail).routes(),
+        *TryPage(frame, services, parts.now_s).routes(),
+        *audit_routes(frame, trail),
+        *api.routes(),
+    ]
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)  # noqa: S101 -- what it is registered for
+        title = STATUS_TITLES.get(error.status_code, str(error.detail))
+        if accepts_html(request):
+            return await frame.message(request, title, "", error.status_code)
+        return PlainTextResponse(f"{title}\n", error.status_code, headers=error.headers)
+
+    people = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, count=parts.refused)],
+        exception_handlers={HTTPException: http_error, Refused: frame.refuse},
+    )
+    whole = worker_application(metrics=parts.metrics, readiness=parts.readiness, others=people)
+    return HostCheck(whole, parts.hosts, parts.refused)

@@ -1,0 +1,1 @@
+"""The web pages: rules, audit, try, login, overview."""

@@ -1,0 +1,213 @@
+"""What pages do, done through the services: the methods that gRPC callers call, with the visitor's credentials.
+
+Never touches a store or a limiter: roles, validation, audit trail and errors are the services' own. See ADR 0028.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from ratelimitd.model import Rule
+from ratelimitd.rpc.interface import Call, Methods, RpcError, StatusCode, UnaryHandler
+from ratelimitd.web.api.http_call import settled
+from ratelimitd.web.pages.page_base import Frame
+from ratelimitd.web.pages.rule_changes import RuleForm
+from ratelimiter.v1 import ratelimiter_pb2
+
+CONFIG: Final = "/ratelimiter.v1.RateLimiterConfig"
+CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+RESET_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
+
+RULE_PATH: Final = "rate_limit."
+"""What the paths of a rule's fields begin with."""
+
+HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
+    {
+        StatusCode.INVALID_ARGUMENT: 422,
+        StatusCode.NOT_FOUND: 404,
+        StatusCode.ALREADY_EXISTS: 409,
+        StatusCode.ABORTED: 409,
+        StatusCode.PERMISSION_DENIED: 403,
+        StatusCode.UNAUTHENTICATED: 401,
+        StatusCode.RESOURCE_EXHAUSTED: 429,
+        StatusCode.UNAVAILABLE: 503,
+    }
+)
+"""What a page that shows an error is answered with; 500 for the others."""
+
+
+class Rejected(Exception):  # noqa: N818 -- an answer, not a failure
+    """A service said no; nothing was changed. ``fields`` says what is wrong with which field."""
+
+    def __init__(self, code: StatusCode, message: str, fields: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.fields = fields
+
+    @property
+    def status(self) -> int:
+        """The HTTP status of a page that shows it."""
+        return HTTP_STATUS.get(self.code, 500)
+
+
+class Question(NamedTuple):
+    """A check or a reset as it was typed."""
+
+    identifier: str
+    identifier_type: str
+    endpoint: str
+
+
+class ServiceCalls:
+    """The calls that pages make."""
+
+    def __init__(self, methods: Methods, frame: Frame) -> None:
+        self._methods = methods
+        self._frame = frame
+
+    async def create(self, request: Request, form: RuleForm) -> str:
+        """Store a new rule; returns its id.
+
+        Raises:
+            Rejected: it was not stored. So do all of these.
+        """
+        message = ratelimiter_pb2.CreateRateLimitRequest(rate_limit=_rate_limit(form))
+        answer = await self._ask(request, f"{CONFIG}/CreateRateLimit", message)
+        return ratelimiter_pb2.RateLimit.FromString(answer).id
+
+    async def update(self, request: Request, rule_id: str, form: RuleForm, etag: str) -> None:
+        """Store another version of a rule, if ``etag`` is that of the one there is."""
+        rate_limit = _rate_limit(form)
+        rate_limit.id, rate_limit.etag = rule_id, etag
+        message = ratelimiter_pb2.UpdateRateLimitRequest(rate_limit=rate_limit)
+        await self._ask(request, f"{CONFIG}/UpdateRateLimit", message)
+
+    async def delete(self, request: Request, rule_id: str, etag: str) -> None:
+        """Take a rule out, if ``etag`` is its own."""
+        message = ratelimiter_pb2.DeleteRateLimitRequest(id=rule_id, etag=etag)
+        await self._ask(request, f"{CONFIG}/DeleteRateLimit", message)
+
+    async def check(
+        self, request: Request, question: Question, cost: int, *, peek: bool
+    ) -> ratelimiter_pb2.RateLimitResponse:
+        """Ask for a decision; it spends unless ``peek``."""
+        message = ratelimiter_pb2.RateLimitRequest(
+            **question._asdict(), tokens_requested=cost, peek=peek
+        )
+        answer = await self._ask(request, CHECK_METHOD, message)
+        return ratelimiter_pb2.RateLimitResponse.FromString(answer)
+
+    async def reset(self, request: Request, question: Question) -> None:
+        """Let an identifier start afresh."""
+        await self._ask(request, RESET_METHOD, ratelimiter_pb2.ResetRequest(**question._asdict()))
+
+    async def _ask(self, request: Request, method: str, message: Message) -> bytes:
+        call = self._frame.call(request, method)
+        try:
+            return await settled(self._methods.unary[method](message.SerializeToString(), call))
+        except RpcError as error:
+            raise _rejected(error) from None
+
+
+def _rate_limit(form: RuleForm) -> ratelimiter_pb2.RateLimit:
+    """The message of a form whose numbers are numbers (:meth:`RuleForm.checked`)."""
+    rule: Rule = form.checked()
+    return ratelimiter_pb2.RateLimit(
+        endpoint=rule.endpoint,
+        identifier_type=rule.identifier_type,
+        limit=rule.limit,
+        window_seconds=rule.window_seconds,
+        algorithm=rule.algorithm,
+        enabled=rule.enabled,
+    )
+
+
+def _rejected(error: RpcError) -> Rejected:
+    fields = {}
+    for detail in status_pb2.Status.FromString(error.details).details:
+        request = error_details_pb2.BadRequest()
+        if detail.Unpack(request):
+            for violation in request.field_violations:
+                fields[violation.field.removeprefix(RULE_PATH)] = violation.description
+    return Rejected(error.code, error.message, fields)
+
+
+# Calls a handler of the services for a request over HTTP, with what a transport owes it.
+#
+# It is not called once the deadline has passed, so that nothing is charged for an answer that nobody waits for, and it
+# is cancelled when the caller leaves. Never knows what a method means. See ADR 0016.
+
+
+class Deadline:
+    """When a caller stops waiting, told from now on; never, without a ``timeout_s``."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._time_s = asyncio.get_running_loop().time
+        self._at_s = None if timeout_s is None else self._time_s() + timeout_s
+
+    def remaining_s(self) -> float | None:
+        """Seconds that are left; ``None``: no end.
+
+        Raises:
+            RpcError: DEADLINE_EXCEEDED.
+        """
+        if self._at_s is None:
+            return None
+        remaining_s = self._at_s - self._time_s()
+        if remaining_s <= 0:
+            raise _exceeded()
+        return remaining_s
+
+
+async def handled(
+    handler: UnaryHandler, data: bytes, call: Call, *, receive: Receive, deadline: Deadline
+) -> bytes:
+    """The answer of a handler; ``receive`` tells when the caller has left, the body having been read.
+
+    Raises:
+        RpcError: the handler's own, or DEADLINE_EXCEEDED.
+        starlette.requests.ClientDisconnect: nobody waits for the answer.
+    """
+    deadline.remaining_s()
+    answer = handler(data, call)
+    if isinstance(answer, bytes):
+        return answer
+    return await _first_of(answer, receive, deadline)
+
+
+async def _first_of(answer: Awaitable[bytes], receive: Receive, deadline: Deadline) -> bytes:
+    """The answer, unless the caller's patience or the caller's connection ends before."""
+    working = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_left(receive))
+    both = (working, leaving)
+    try:
+        await asyncio.wait(
+            both, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_COMPLETED
+        )
+        if working.done():
+            return working.result()
+        if leaving.done():
+            raise ClientDisconnect
+        raise _exceeded()
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _exceeded() -> RpcError:
+    return RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")

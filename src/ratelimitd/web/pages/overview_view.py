@@ -1,0 +1,330 @@
+"""What the overview page says of an overview: every figure as text, every judgement as a word. Pure.
+
+The page and the live stream show the same, so one that a script keeps up to date reads as one that was just loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, islice
+from typing import Final, NamedTuple
+
+from ratelimitd.observe.denials import DeniedIdentifier
+from ratelimitd.observe.health import MAX_AVERAGE_LATENCY_MS, MAX_ERROR_RATE, MIN_CACHE_HIT_RATIO
+from ratelimitd.observe.history import MAX_SAMPLES, Sample, summed
+from ratelimitd.observe.live import NodeView, Overview
+from ratelimitd.observe.node_status import NodeStatus
+from ratelimitd.web.pages.rendering import NONE, faded, milliseconds, percent, seconds, short, size
+
+# Samples as the charts of the overview take them. Each is worked out once, however often it is sent.
+
+P99: Final = 6
+HIT_RATIO: Final = 7
+"""Where a row has what the charts are told in words by."""
+
+
+@lru_cache(maxsize=2 * MAX_SAMPLES)
+def row(sample: Sample) -> Sequence[float | None]:
+    """A sample as the charts take it.
+
+    Time in ms, allowed, blocked and fail-open a second, the 50th, 95th and 99th percentile in ms, hit ratio, buckets.
+    """
+    return [
+        sample.at_ms,
+        *(
+            None if value is None else round(value, 3)
+            for value in (
+                sample.allowed_per_s,
+                sample.blocked_per_s,
+                sample.fail_open_per_s,
+                sample.percentile_ms(0.5),
+                sample.percentile_ms(0.95),
+                sample.percentile_ms(0.99),
+                sample.hit_ratio,
+            )
+        ),
+        sample.buckets,
+    ]
+
+
+RECENT_SAMPLES: Final = 5
+"""Ratios and percentiles are of the last ten seconds: of two there would be too few checks."""
+
+BREAKER_WORDS: Final = {"closed": "closed", "open": "open", "half_open": "half open"}
+
+GOOD: Final = "good"
+WARN: Final = "warn"
+BAD: Final = "bad"
+"""How a figure is marked, beside what it says."""
+
+_TOO_FEW: Final = ", once there are checks enough to tell"
+
+
+class Tile(NamedTuple):
+    """One figure; ``note`` is what it is compared with, ``tone`` empty or one of the marks."""
+
+    label: str
+    value: str
+    note: str = ""
+    tone: str = ""
+
+
+class Condition(NamedTuple):
+    """One of the four conditions of health."""
+
+    name: str
+    value: str
+    wanted: str
+    met: bool
+
+
+class NodeRow(NamedTuple):
+    """One line of the table of nodes; each figure with its mark, empty for most."""
+
+    name: str
+    is_this: bool
+    gone: bool
+    state: str
+    state_tone: str
+    addresses: str
+    version: str
+    revision: Tile
+    figures: Sequence[Tile]
+
+
+class DeniedRow(NamedTuple):
+    """One line of the tables of denials. ``name`` is as much of it as may be shown."""
+
+    name: str
+    kind: str
+    per_minute: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Everything that the overview shows, but for its charts."""
+
+    healthy: bool
+    health_text: str
+    conditions: Sequence[Condition]
+    others_known: bool
+    tiles: Sequence[Tile]
+    nodes: Sequence[NodeRow]
+    gone: int
+    endpoints: Sequence[DeniedRow]
+    identifiers: Sequence[DeniedRow]
+    named: bool
+
+
+def view_of(overview: Overview, history: Sequence[Sample], *, named: bool) -> View:
+    """The view; ``history`` ends with the sample of now, or is empty."""
+    alive = overview.alive
+    newest = max(status.rules_revision for status in alive)
+    return View(
+        healthy=overview.this.healthy,
+        health_text=_health_text(alive),
+        conditions=_conditions(overview.this),
+        others_known=overview.others_known,
+        tiles=_tiles(overview, _recent(overview, history)),
+        nodes=[_node_row(node, newest) for node in overview.nodes],
+        gone=sum(node.gone for node in overview.nodes),
+        endpoints=[
+            DeniedRow(one.endpoint, "", faded(one.per_minute)) for one in overview.endpoints
+        ],
+        identifiers=[
+            DeniedRow(_shown(one), one.identifier_type, faded(one.per_minute))
+            for one in overview.identifiers
+        ],
+        named=named,
+    )
+
+
+def summary_of(history: Sequence[Sample]) -> Sequence[tuple[str, str]]:
+    """What the charts show, in words: for who does not see them."""
+    if not history:
+        return ()
+    rows = [*map(row, history)]
+    latencies = [one for each in rows if (one := each[P99]) is not None]
+    ratios = [one for each in rows if (one := each[HIT_RATIO]) is not None]
+    now = history[-1]
+    return (
+        ("Allowed", _course(now.allowed_per_s, max(one.allowed_per_s for one in history))),
+        ("Blocked", _course(now.blocked_per_s, max(one.blocked_per_s for one in history))),
+        ("Fail-open", _course(now.fail_open_per_s, max(one.fail_open_per_s for one in history))),
+        (
+            "Latency, 99th percentile",
+            f"now {milliseconds(now.percentile_ms(0.99))}, at most {milliseconds(max(latencies, default=None))}",
+        ),
+        (
+            "Hit ratio",
+            f"now {percent(now.hit_ratio)}, at least {percent(min(ratios, default=None))}",
+        ),
+        (
+            "Buckets",
+            f"now {short(now.buckets)}, at most {short(max(one.buckets for one in history))}",
+        ),
+    )
+
+
+def _course(now: float, highest: float) -> str:
+    return f"now {short(now)} a second, at most {short(highest)}"
+
+
+def _recent(overview: Overview, history: Sequence[Sample]) -> Sample:
+    """The last ten seconds in one; of what is read more rarely, the last sample."""
+    since_ms = overview.total.at_ms - 10_000
+    last = islice(reversed(history), RECENT_SAMPLES)
+    return summed([one for one in last if one.at_ms > since_ms] or [overview.total])
+
+
+def _health_text(alive: Sequence[NodeStatus]) -> str:
+    if len(alive) == 1:
+        return ""
+    healthy = sum(status.healthy for status in alive)
+    return f"{healthy} of {len(alive)} nodes are healthy"
+
+
+def _conditions(status: NodeStatus) -> Sequence[Condition]:
+    ratio_wanted = f"more than {percent(MIN_CACHE_HIT_RATIO)}"
+    if status.hit_ratio_met and status.hit_ratio <= MIN_CACHE_HIT_RATIO:
+        ratio_wanted += _TOO_FEW
+    latency_wanted = f"less than {milliseconds(MAX_AVERAGE_LATENCY_MS)}"
+    if status.latency_met and status.average_latency_ms >= MAX_AVERAGE_LATENCY_MS:
+        latency_wanted += _TOO_FEW
+    return (
+        Condition(
+            "Shared state",
+            "reached" if status.shared_state_connected else "away",
+            "",
+            status.shared_state_connected,
+        ),
+        Condition("Known buckets", percent(status.hit_ratio), ratio_wanted, status.hit_ratio_met),
+        Condition(
+            "Average latency",
+            milliseconds(status.average_latency_ms),
+            latency_wanted,
+            status.latency_met,
+        ),
+        Condition(
+            "Fail-open answers",
+            percent(status.error_rate),
+            f"less than {percent(MAX_ERROR_RATE)}",
+            status.error_rate < MAX_ERROR_RATE,
+        ),
+    )
+
+
+def _tiles(overview: Overview, recent: Sample) -> Sequence[Tile]:
+    total = overview.total
+    return (
+        Tile("Allowed", short(total.allowed_per_s), "a second"),
+        Tile("Blocked", short(total.blocked_per_s), "a second"),
+        Tile(
+            "Fail-open",
+            short(total.fail_open_per_s),
+            "a second",
+            BAD if total.fail_open_per_s else "",
+        ),
+        Tile(
+            "Latency, 99 % within",
+            milliseconds(recent.percentile_ms(0.99)),
+            f"half {milliseconds(recent.percentile_ms(0.5))}, 95 % {milliseconds(recent.percentile_ms(0.95))}",
+        ),
+        Tile("Hit ratio", percent(recent.hit_ratio), "checks of known buckets"),
+        Tile("Buckets", short(total.buckets), "held in memory"),
+        Tile("Memory", size(total.memory_bytes), "of all nodes" if overview.nodes[1:] else ""),
+        _breaker(overview.alive),
+        _over_admission(overview.alive),
+    )
+
+
+def _breaker(alive: Sequence[NodeStatus]) -> Tile:
+    """Of the node that has to wait longest, if any has."""
+    worst = max(alive, key=lambda one: (one.breaker_state == "open", one.retry_s))
+    if worst.breaker_state == "closed":
+        return Tile("Breaker", "closed", "checks are decided as usual", GOOD)
+    note = f"next try in {seconds(round(worst.retry_s))}"
+    if alive[1:]:
+        note += f", on {worst.node_id}"
+    return Tile("Breaker", BREAKER_WORDS[worst.breaker_state], note, BAD)
+
+
+def _over_admission(alive: Sequence[NodeStatus]) -> Tile:
+    """Of the node that was furthest over, beyond its promise before all; a node by itself is exact."""
+    worst = max(alive, key=lambda one: (_is_beyond(one), one.excess_ratio, one.excess_bound_ratio))
+    if not worst.excess_bound_ratio:
+        return Tile("Over-admission", "none", "a single node is exact")
+    return Tile(
+        "Over-admission",
+        percent(worst.excess_ratio),
+        f"of a limit; at most {percent(worst.excess_bound_ratio)} is promised",
+        BAD if _is_beyond(worst) else "",
+    )
+
+
+def _is_beyond(status: NodeStatus) -> bool:
+    return status.excess_ratio > status.excess_bound_ratio
+
+
+def _node_row(node: NodeView, newest_revision: int) -> NodeRow:
+    status = node.status
+    sample = status.sample
+    behind = status.rules_revision < newest_revision and not node.gone
+    state, tone = _state(node)
+    breaker = BREAKER_WORDS[status.breaker_state]
+    if status.breaker_state != "closed":
+        breaker += f", {seconds(round(status.retry_s))}"
+    figures = (
+        Tile("Allowed", short(sample.allowed_per_s)),
+        Tile("Blocked", short(sample.blocked_per_s)),
+        Tile(
+            "Fail-open", short(sample.fail_open_per_s), tone=BAD if sample.fail_open_per_s else ""
+        ),
+        Tile("99 % within", milliseconds(sample.percentile_ms(0.99))),
+        Tile("Hit ratio", percent(status.hit_ratio), tone="" if status.hit_ratio_met else WARN),
+        Tile("Buckets", short(sample.buckets)),
+        Tile("Memory", size(sample.memory_bytes)),
+        Tile("Breaker", breaker, tone="" if status.breaker_state == "closed" else BAD),
+        Tile("Sync lag", seconds(status.sync_lag_s), tone=WARN if status.sync_lag_s > 1 else ""),
+        Tile(
+            "Skew",
+            seconds(status.clock_error_s),
+            tone=WARN if abs(status.clock_error_s) > 1 else "",
+        ),
+        Tile(
+            "Over-admission",
+            f"{percent(status.excess_ratio)} of {percent(status.excess_bound_ratio)}"
+            if status.excess_bound_ratio
+            else NONE,
+            tone=BAD if _is_beyond(status) else "",
+        ),
+    )
+    return NodeRow(
+        name=status.node_id,
+        is_this=node.is_this,
+        gone=node.gone,
+        state=state,
+        state_tone=tone,
+        addresses=" · ".join(filter(None, (status.grpc_address, status.http_address))),
+        version=status.version,
+        revision=Tile("Rules", str(status.rules_revision), tone=WARN if behind else ""),
+        figures=figures,
+    )
+
+
+def _state(node: NodeView) -> tuple[str, str]:
+    if node.gone:
+        return f"gone, last seen {seconds(round(node.age_s))} ago", BAD
+    return ("healthy", GOOD) if node.status.healthy else ("degraded", WARN)
+
+
+def _shown(one: DeniedIdentifier) -> str:
+    return one.name or one.masked
+
+
+def headings_of(view: View) -> Sequence[str]:
+    """The columns of the table of nodes, which are the labels of its figures."""
+    first = view.nodes[0]
+    return [tile.label for tile in chain([first.revision], first.figures)]

@@ -1,0 +1,248 @@
+"""What all pages for people have in common: who is looking, what they may see, forms that are theirs, one look.
+
+Never knows what a page shows. Who may read is decided by the requirement it is given, the one that guards the services.
+See ADR 0017 and ADR 0028.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qsl, quote
+
+from jinja2 import Environment
+from markupsafe import Markup
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from ratelimitd import __version__
+from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.web.api.http_call import HttpCall, Requirement, http_call
+from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused
+from ratelimitd.web.pages.sessions import Sessions
+
+SESSION_COOKIE: Final = "ratelimitd_session"
+FORM_COOKIE: Final = "ratelimitd_forms"
+"""What forms are bound to where nobody logs in."""
+
+FORM_TOKEN_FIELD: Final = "form_token"  # noqa: S105 -- the name of a field
+
+MAX_FORM_BYTES: Final = 65_536
+MAX_FORM_FIELDS: Final = 50
+FORM_TYPE: Final = "application/x-www-form-urlencoded"
+
+_NONCE: Final = re.compile(r"[0-9a-f]{32}")
+_LOCAL_PATH: Final = re.compile(r"/(?:[A-Za-z0-9_?&=.%+~-][A-Za-z0-9_?&=.%+~/-]*)?")
+"""A path of this node with its query, and nothing that a browser could read as another site."""
+
+Fields = Mapping[str, str]
+"""The fields of a form; of two with one name the last."""
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+FormEndpoint = Callable[[Request, Fields], Awaitable[Response]]
+
+
+class Visitor(NamedTuple):
+    """Who is looking at a page. ``authorization`` is what they present to the services; empty: their address counts."""
+
+    authorization: str
+    nonce: str
+    """What their forms are bound to."""
+    logged_in: bool = False
+    new: bool = False
+    """The nonce is one they do not know yet."""
+    admitted: bool = False
+    """They may see the page."""
+
+
+class Frame:
+    """Wraps the endpoints of pages and renders their templates."""
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        may_read: Requirement,
+        sessions: Sessions,
+        count: Count,
+        templates: Environment,
+    ) -> None:
+        self._node_id = node_id
+        self._may_read = may_read
+        self._sessions = sessions
+        self._count = count
+        self._templates = templates
+
+    def reading(self, endpoint: Endpoint) -> Endpoint:
+        """``endpoint`` for those who may read; the others are refused or sent to log in."""
+
+        async def guarded(request: Request) -> Response:
+            self._admit(request)
+            return await endpoint(request)
+
+        return guarded
+
+    def posting(self, endpoint: FormEndpoint) -> Endpoint:
+        """``endpoint`` for forms of those who may read; it is given the fields of the form."""
+
+        async def guarded(request: Request) -> Response:
+            visitor = self._admit(request)
+            return await endpoint(request, await self.form_of(request, visitor))
+
+        return guarded
+
+    def call(self, request: Request, method: str) -> HttpCall:
+        """The call of a service's method by whoever sent ``request``."""
+        return http_call(request, method, visitor_of(request).authorization)
+
+    def page(
+        self, request: Request, template: str, *, status_code: int = 200, **context: Any
+    ) -> Response:
+        """A page made of a template, which extends ``base.html``."""
+        visitor: Visitor | None = getattr(request.state, "visitor", None)
+        text = self._templates.get_template(template).render(
+            path=request.url.path,
+            node_id=self._node_id,
+            version=__version__,
+            visitor=visitor,
+            token_field=self._token_field(visitor) if visitor else "",
+            **context,
+        )
+        response = HTMLResponse(text, status_code)
+        if visitor and visitor.new:
+            self.set_cookie(request, response, FORM_COOKIE, visitor.nonce)
+        return response
+
+    def fragment(self, template: str, **context: Any) -> str:
+        """A piece of a page, which knows nothing of who is looking."""
+        return self._templates.get_template(template).render(**context)
+
+    def set_cookie(self, request: Request, response: Response, name: str, value: str) -> None:
+        """Give the browser a cookie that no script reads and no other site's request carries; empty: take it away."""
+        encrypted = "https" in {request.url.scheme, request.headers.get("x-forwarded-proto")}
+        response.set_cookie(
+            name,
+            value,
+            max_age=None if value else 0,
+            httponly=True,
+            samesite="strict",
+            secure=encrypted,
+        )
+
+    def stranger(self, request: Request) -> Visitor:
+        """Whoever is at the door: with forms of their own, and no role."""
+        known = request.cookies.get(FORM_COOKIE, "")
+        new = _NONCE.fullmatch(known) is None
+        visitor = Visitor("", self._sessions.nonce() if new else known, new=new)
+        request.state.visitor = visitor
+        return visitor
+
+    async def form_of(self, request: Request, visitor: Visitor) -> Fields:
+        """The fields of a form that this visitor was given.
+
+        Raises:
+            Refused: it is no form, too large, or somebody else's.
+        """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != FORM_TYPE:
+            raise Refused(Cause.BAD_FORM)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_FORM_BYTES:
+                raise Refused(Cause.TOO_LARGE)
+        try:
+            pairs = parse_qsl(
+                body.decode(),
+                keep_blank_values=True,
+                errors="strict",
+                max_num_fields=MAX_FORM_FIELDS,
+            )
+        except ValueError:
+            raise Refused(Cause.BAD_FORM) from None
+        fields = dict(pairs)
+        given = fields.pop(FORM_TOKEN_FIELD, "").encode()
+        if not hmac.compare_digest(given, self._sessions.form_token(visitor.nonce).encode()):
+            raise Refused(Cause.FORM_TOKEN)
+        return fields
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """The answer to a request that was refused: who only looks is sent to log in."""
+        assert isinstance(error, Refused)  # noqa: S101 -- what it is registered for
+        cause = error.cause
+        login = cause in {Cause.LOGIN_REQUIRED, Cause.SESSION_EXPIRED}
+        if login and request.method == "GET" and accepts_html(request):
+            if cause is Cause.SESSION_EXPIRED:
+                self._count(cause)
+            return RedirectResponse(login_url(request), 303)
+        self._count(cause)
+        answer = ANSWERS[cause]
+        return self.page(
+            request,
+            "message.html",
+            status_code=answer.status,
+            title=answer.title,
+            text=error.text,
+            login=login,
+        )
+
+    async def message(self, request: Request, title: str, text: str, status_code: int) -> Response:
+        """A page that says one thing."""
+        return self.page(
+            request,
+            "message.html",
+            status_code=status_code,
+            title=title,
+            text=text,
+            login=False,
+        )
+
+    def _token_field(self, visitor: Visitor) -> Markup:
+        """What every form of a page contains."""
+        field = Markup('<input type="hidden" name="{}" value="{}">')
+        return field.format(FORM_TOKEN_FIELD, self._sessions.form_token(visitor.nonce))
+
+    def _admit(self, request: Request) -> Visitor:
+        """Find out who is looking, and let them pass if they may read."""
+        session = self._sessions.read(request.cookies.get(SESSION_COOKIE, ""))
+        if session is not None and not session.expired:
+            visitor = Visitor(self._sessions.authorization, session.nonce, logged_in=True)
+        else:
+            visitor = self.stranger(request)
+        try:
+            self._may_read(http_call(request, request.url.path, visitor.authorization))
+        except RpcError as error:
+            request.state.visitor = None
+            if error.code is StatusCode.UNAUTHENTICATED and self._sessions.possible:
+                expired = session is not None
+                cause = Cause.SESSION_EXPIRED if expired else Cause.LOGIN_REQUIRED
+                raise Refused(cause) from None
+            raise Refused(Cause.NOT_ALLOWED, error.message) from None
+        visitor = visitor._replace(admitted=True)
+        request.state.visitor = visitor
+        return visitor
+
+
+def visitor_of(request: Request) -> Visitor:
+    """Who is looking, on a page behind :meth:`Frame.reading` or :meth:`Frame.posting`."""
+    visitor = request.state.visitor
+    assert isinstance(visitor, Visitor)  # noqa: S101 -- only admitted ones come here
+    return visitor
+
+
+def accepts_html(request: Request) -> bool:
+    """Whether a browser asks: a person, who reads pages."""
+    return "text/html" in request.headers.get("accept", "")
+
+
+def login_url(request: Request) -> str:
+    """Where to log in and come back from."""
+    target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return f"/login?next={quote(target, safe='/')}"
+
+
+def local_path(target: str) -> str:
+    """``target`` if it is a path of this node, else the front page."""
+    return target if _LOCAL_PATH.fullmatch(target) else "/"

@@ -1,0 +1,181 @@
+"""Templates and static files: read once when the node starts, so that no page waits for the disk.
+
+Everything that a template prints is escaped. See ADR 0028.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+HERE: Final = Path(__file__).parent.parent
+MEDIA_TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+LASTING: Final = "public, max-age=31536000, immutable"
+"""For an address that names its content by a hash: another content has another address."""
+
+
+class StaticFile(NamedTuple):
+    """One file as it is sent. ``version`` is a hash of it."""
+
+    content: bytes
+    media_type: str
+    version: str
+
+
+class StaticFiles:
+    """The files under ``/static/``."""
+
+    def __init__(self, directory: Path = HERE / "static") -> None:
+        self._files = {path.name: _read(path) for path in sorted(directory.iterdir())}
+
+    def url(self, name: str) -> str:
+        """The address of a file, with the hash of what it holds."""
+        return f"/static/{name}?v={self._files[name].version}"
+
+    def route(self) -> Route:
+        """Where they are found; ``name`` is the last part of the path."""
+        return Route("/static/{name}", self._answer)
+
+    def _answer(self, request: Request) -> Response:
+        found = self._files.get(request.path_params["name"])
+        if found is None:
+            return Response(status_code=404)
+        # A module that another one imports has no hash in its address: it is asked for again each time.
+        named = request.query_params.get("v") == found.version
+        etag = f'"{found.version}"'
+        headers = {"Cache-Control": LASTING if named else "no-cache", "ETag": etag}
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(found.content, headers=headers, media_type=found.media_type)
+
+
+@cache
+def look() -> tuple[StaticFiles, Environment]:
+    """The files and templates of the package: the same for every node of a process, so made once."""
+    static = StaticFiles()
+    return static, environment(static)
+
+
+def environment(static: StaticFiles, directory: Path = HERE / "templates") -> Environment:
+    """The templates, compiled."""
+    found = Environment(
+        loader=FileSystemLoader(directory),
+        autoescape=True,
+        undefined=StrictUndefined,
+        auto_reload=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals["static_url"] = static.url
+    found.filters["number"] = number
+    found.filters["duration"] = duration
+    found.filters["instant"] = instant
+    for name in found.list_templates():
+        found.get_template(name)
+    return found
+
+
+def number(value: float) -> str:
+    """With a thin space between thousands."""
+    return f"{value:,}".replace(",", "\u202f")
+
+
+def duration(seconds: int) -> str:
+    """In the largest units that say it exactly, such as ``1 h 30 min``."""
+    parts = []
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
+        count, seconds = divmod(seconds, size)
+        if count:
+            parts.append(f"{number(count)} {unit}")
+    return " ".join(parts) or "0 s"
+
+
+def instant(at: datetime | int) -> str:
+    """A point in time as people read it, in UTC; a number is in Unix seconds."""
+    moment: Any = datetime.fromtimestamp(at, UTC) if isinstance(at, int) else at
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _read(path: Path) -> StaticFile:
+    content = path.read_bytes()
+    return StaticFile(content, MEDIA_TYPES[path.suffix], sha256(content).hexdigest()[:16])
+
+
+# Figures as people read them at a glance: three digits that matter, with their unit. Pure.
+#
+# What there is no figure for is a dash.
+
+NONE: Final = "–"
+
+NEXT_TO_NOTHING: Final = 0.005
+NEXT_TO_ALL: Final = 0.999
+FOUR_DIGITS: Final = 1_000
+
+_GAP: Final = "\u202f"
+"""A thin space that no line ends at."""
+
+
+def short(value: float) -> str:
+    """With decimals only while they matter: ``0``, ``0.04``, ``3.5``, ``420``, ``12 345``."""
+    if value < 0:
+        return "−" + short(-value)
+    if 0 < value < NEXT_TO_NOTHING:
+        return f"<{_GAP}0.01"
+    for below, digits in ((0.095, 2), (9.95, 1)):
+        if value != round(value) and value < below:
+            return f"{value:.{digits}f}"
+    return number(round(value))
+
+
+def faded(value: float) -> str:
+    """A count that fades with time: what little is left of it is not told to the hundredth."""
+    return f"<{_GAP}1" if value < 1 else short(value)
+
+
+def milliseconds(value_ms: float | None) -> str:
+    """A latency: ``35 µs`` or ``1.5 ms``."""
+    if value_ms is None:
+        return NONE
+    if value_ms < 1:
+        return f"{round(value_ms * 1_000)}{_GAP}µs"
+    return f"{short(value_ms)}{_GAP}ms"
+
+
+def seconds(value_s: float) -> str:
+    """A duration from milliseconds to minutes."""
+    if 0 < abs(value_s) < 1:
+        sign = "−" if value_s < 0 else ""
+        return sign + milliseconds(abs(value_s) * 1_000)
+    return f"{short(value_s)}{_GAP}s"
+
+
+def percent(ratio: float | None) -> str:
+    """A part of a whole; all of it and next to all of it are told apart."""
+    if ratio is None:
+        return NONE
+    if NEXT_TO_ALL <= ratio < 1:
+        return f"99.9{_GAP}%"
+    return f"{short(ratio * 100)}{_GAP}%"
+
+
+def size(octets: int) -> str:
+    """Memory, in the unit in which it has one to three digits before the point."""
+    value = float(octets)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < FOUR_DIGITS:
+            return f"{short(value)}{_GAP}{unit}"
+        value /= 1_024
+    return f"{short(value)}{_GAP}TiB"

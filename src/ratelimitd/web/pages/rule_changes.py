@@ -1,0 +1,347 @@
+"""What a change of a rule would do, in words: for the preview that stands before each write. Pure.
+
+The words are those of docs/algorithms.md, "When a rule changes". See ADR 0008.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest, nsmallest
+from itertools import islice
+from typing import Any, Final, NamedTuple, Self
+from urllib.parse import urlencode
+
+from ratelimitd.errors import RuleInvalidError
+from ratelimitd.model import GLOBAL_ENDPOINT, Algorithm, IdentifierType, Rule
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.validation import validated
+from ratelimitd.web.pages.rendering import duration, number
+
+LABELS: Final[Mapping[str, str]] = {
+    "endpoint": "Endpoint",
+    "identifier_type": "Identifier type",
+    "limit": "Limit",
+    "window_seconds": "Window",
+    "algorithm": "Algorithm",
+    "enabled": "Enabled",
+}
+"""The fields of a rule, in the order in which they are shown."""
+
+
+class Difference(NamedTuple):
+    """One field before and after; empty where there is no rule."""
+
+    label: str
+    before: str
+    after: str
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is another value."""
+        return self.before != self.after
+
+
+def differences(before: Rule | None, after: Rule | None) -> list[Difference]:
+    """Each field of two versions of a rule."""
+    return fields_differences(fields_of(before), fields_of(after))
+
+
+def fields_differences(
+    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> list[Difference]:
+    """As :func:`differences`, for fields of which nothing is certain."""
+    return [
+        Difference(label, _shown(name, before), _shown(name, after))
+        for name, label in LABELS.items()
+    ]
+
+
+def fields_of(rule: Rule | None) -> dict[str, Any] | None:
+    """The fields that are shown of a rule."""
+    return None if rule is None else {name: getattr(rule, name) for name in LABELS}
+
+
+def consequences(before: Rule | None, after: Rule | None, book: RuleBook) -> list[str]:
+    """What the change means for callers; ``book`` still holds ``before``."""
+    was = before if before is not None and before.enabled else None
+    will = after if after is not None and after.enabled else None
+    if (
+        before is not None
+        and after is not None
+        and not any(difference.changed for difference in differences(before, after))
+    ):
+        return ["Nothing changes."]
+    if was is None and will is None:
+        return ["The rule is not enabled, so nothing changes for callers."]
+    if was is None and will is not None:
+        return [_begins(will, before, book)]
+    if will is None and was is not None:
+        return [_ends(was, book), _COMES_BACK]
+    assert was is not None  # noqa: S101 -- as the lines above leave it
+    assert will is not None  # noqa: S101
+    if _pair(was) != _pair(will):
+        return [_ends(was, book), _begins(will, before, book), _OTHER_BUCKETS]
+    return _edited(was, will)
+
+
+def summary(rule: Rule) -> str:
+    """The rule in a few words."""
+    name = rule.algorithm.replace("_", " ")
+    return f"{number(rule.limit)} in {duration(rule.window_seconds)}, {name}"
+
+
+_COMES_BACK: Final = (
+    "What was spent is kept until it expires: a rule that comes back with the same endpoint, identifier type, window"
+    " and algorithm finds it again."
+)
+_OTHER_BUCKETS: Final = (
+    "What was spent under the old endpoint and identifier type does not count under the new ones."
+)
+_AFRESH: Final = (
+    "Everybody starts afresh: window and algorithm belong to a bucket, so whoever had used up the limit has all of it"
+    " again. The old buckets stay until they expire; taking this change back finds them, with what was spent."
+)
+
+
+def _edited(was: Rule, will: Rule) -> list[str]:
+    if (was.algorithm, was.window_seconds) != (will.algorithm, will.window_seconds):
+        return [_AFRESH]
+    if will.limit > was.limit:
+        more = number(will.limit - was.limit)
+        return [f"What was spent stays spent, and everybody has {more} more at once."]
+    window = duration(will.window_seconds)
+    waits = f"whoever spent more may wait, and for no longer than one window of {window}"
+    return [f"What was spent stays spent, but counts as the new limit at most: {waits}."]
+
+
+def _begins(will: Rule, before: Rule | None, book: RuleBook) -> str:
+    """Whose checks it decides from now on, and what decided them until now."""
+    until_now = _next_best(will, before, book)
+    return f"{_whose(will)} are decided by this rule from now on. Until now: {until_now}."
+
+
+def _ends(was: Rule, book: RuleBook) -> str:
+    from_now_on = _next_best(was, was, book)
+    whose = _whose(was)
+    return f"{whose} are no longer decided by this rule. From now on: {from_now_on}."
+
+
+def _whose(rule: Rule) -> str:
+    if rule.endpoint == GLOBAL_ENDPOINT:
+        return (
+            f"Checks of {rule.identifier_type} on every endpoint without an enabled rule of its own"
+        )
+    return f"Checks of {rule.identifier_type} on {rule.endpoint}"
+
+
+def _next_best(rule: Rule, without: Rule | None, book: RuleBook) -> str:
+    """What decides the checks of ``rule`` when neither it nor ``without`` does."""
+    others: Sequence[Rule] = book.candidates(rule.endpoint, rule.identifier_type)
+    for other in others:
+        if other.enabled and (without is None or other.id != without.id):
+            return f"the rule of {other.endpoint} ({summary(other)})"
+    return "no rule, so they are all allowed"
+
+
+def _pair(rule: Rule) -> tuple[str, str]:
+    return rule.endpoint, rule.identifier_type
+
+
+def _shown(name: str, fields: Mapping[str, Any] | None) -> str:
+    value = None if fields is None else fields.get(name)
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name == "window_seconds" and isinstance(value, int):
+        spelt, seconds = duration(value), f"{number(value)} s"
+        return spelt if spelt == seconds else f"{spelt} ({seconds})"
+    return number(value) if isinstance(value, int) else str(value)
+
+
+# Finding rules in the book: by a part of the endpoint, by type, algorithm and state, a page at a time.
+#
+# Asks no database. The work is done in slices with a turn of the event loop between two, so that 100,000 rules hold up
+# no check.
+
+PAGE_RULES: Final = 50
+RULES_PER_TURN: Final = 1_000
+"""About 0.4 ms."""
+
+STATES: Final = ("enabled", "disabled")
+
+Place = tuple[str, str]
+"""Endpoint and identifier type: rules are in this order, by their bytes."""
+
+
+class RuleQuery(NamedTuple):
+    """What is looked for, and which page of it; an empty field selects all."""
+
+    text: str = ""
+    identifier_type: str = ""
+    algorithm: str = ""
+    state: str = ""
+    after: Place | None = None
+    """The page begins behind this place."""
+    before: Place | None = None
+    """The page ends in front of it."""
+
+    @classmethod
+    def of_parameters(cls, given: Mapping[str, str]) -> Self:
+        """From the parameters of an address."""
+        return cls(
+            given.get("q", "").strip(),
+            given.get("type", ""),
+            given.get("algorithm", ""),
+            given.get("state", ""),
+            _place(given, "after"),
+            _place(given, "before"),
+        )
+
+    @property
+    def selects_all(self) -> bool:
+        """Whether every rule matches."""
+        return not any(self[:4])
+
+    def matches(self, rule: Rule) -> bool:
+        """Whether it is looked for, on whichever page."""
+        return (
+            self.text.casefold() in rule.endpoint.casefold()
+            and self.identifier_type in {"", rule.identifier_type}
+            and self.algorithm in {"", rule.algorithm}
+            and self.state in {"", STATES[not rule.enabled]}
+        )
+
+    def address(self, name: str = "", place: Place | None = None) -> str:
+        """The address of the page that ``name``, ``after`` or ``before``, says from ``place`` on."""
+        texts = zip(("q", "type", "algorithm", "state"), self[:4], strict=True)
+        parameters = {key: value for key, value in texts if value}
+        if place is not None:
+            parameters |= {name: place[0], f"{name}_type": place[1]}
+        return "/rules" + ("?" + urlencode(parameters) if parameters else "")
+
+
+class Found(NamedTuple):
+    """One page of what was found. ``first`` is the number of its first rule, from 1."""
+
+    rules: Sequence[Rule]
+    first: int
+    total: int
+
+    @property
+    def last(self) -> int:
+        """The number of its last rule."""
+        return self.first + len(self.rules) - 1
+
+
+async def search(book: RuleBook, query: RuleQuery) -> Found:
+    """The page of ``book`` that ``query`` asks for."""
+    total = in_front = 0
+    page: list[Rule] = []
+    rules = book.rules()
+    while batch := [*islice(rules, RULES_PER_TURN)]:
+        matching = [rule for rule in batch if query.matches(rule)]
+        total += len(matching)
+        if query.before is not None:
+            candidates = [rule for rule in matching if place_of(rule) < query.before]
+            in_front += len(candidates)
+            page = nlargest(PAGE_RULES, page + candidates, key=place_of)
+        else:
+            candidates = _behind(query.after, matching)
+            in_front += len(matching) - len(candidates)
+            page = nsmallest(PAGE_RULES, page + candidates, key=place_of)
+        await asyncio.sleep(0)
+    if query.before is not None:
+        page.reverse()
+        in_front -= len(page)
+    return Found(page, in_front + 1, total)
+
+
+def place_of(rule: Rule) -> Place:
+    """Where it stands among all rules."""
+    return rule.endpoint, rule.identifier_type
+
+
+def _behind(after: Place | None, rules: Iterable[Rule]) -> list[Rule]:
+    return [rule for rule in rules if after is None or place_of(rule) > after]
+
+
+def _place(given: Mapping[str, str], name: str) -> Place | None:
+    return (given[name], given.get(f"{name}_type", "")) if name in given else None
+
+
+# The form of a rule: the texts that somebody typed, and the rule they make. Pure.
+
+DEFAULT_WINDOW_S: Final = "60"
+
+_WHOLE: Final = re.compile(r"[+-]?[0-9]{1,20}")
+
+
+class RuleForm(NamedTuple):
+    """A rule as it was typed."""
+
+    endpoint: str = ""
+    identifier_type: str = IdentifierType.USER
+    limit: str = ""
+    window_seconds: str = DEFAULT_WINDOW_S
+    algorithm: str = Algorithm.TOKEN_BUCKET
+    enabled: bool = True
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, str]) -> Self:
+        """From the fields of a form; a box that is not ticked is not among them."""
+        return cls(
+            endpoint=fields.get("endpoint", ""),
+            identifier_type=fields.get("identifier_type", ""),
+            limit=fields.get("limit", "").strip(),
+            window_seconds=fields.get("window_seconds", "").strip(),
+            algorithm=fields.get("algorithm", ""),
+            enabled="enabled" in fields,
+        )
+
+    @classmethod
+    def of_rule(cls, rule: Rule) -> Self:
+        """With the values of a rule."""
+        return cls(
+            endpoint=rule.endpoint,
+            identifier_type=rule.identifier_type,
+            limit=str(rule.limit),
+            window_seconds=str(rule.window_seconds),
+            algorithm=rule.algorithm,
+            enabled=rule.enabled,
+        )
+
+    def checked(self) -> Rule:
+        """The rule, without an id.
+
+        Raises:
+            RuleInvalidError: names every field that is wrong, by its path in the contract.
+        """
+        draft = RuleDraft(
+            endpoint=self.endpoint,
+            identifier_type=self.identifier_type,
+            limit=whole_number(self.limit),
+            window_seconds=whole_number(self.window_seconds),
+            algorithm=self.algorithm,
+            enabled=self.enabled,
+        )
+        return validated(draft, rule_id="", revision=0)
+
+    def errors(self) -> dict[str, str]:
+        """What is wrong with which field; empty when nothing is."""
+        try:
+            self.checked()
+        except RuleInvalidError as error:
+            return {
+                violation.field.rpartition(".")[2]: violation.description
+                for violation in error.violations
+            }
+        return {}
+
+
+def whole_number(text: str) -> Any:
+    """The number; any other text as it is, for the validation to refuse."""
+    return int(text) if _WHOLE.fullmatch(text) else text

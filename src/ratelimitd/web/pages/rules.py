@@ -1,0 +1,308 @@
+"""The pages of the rules: the table with its search, and the forms that create, edit, switch and delete a rule.
+
+Each write is shown as what it would change before it is stored, and is stored only on the version that was shown.
+Never stores anything itself: :mod:`ratelimitd.web.pages.invoke` does, through the services. See ADR 0028.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.rpc.interface import StatusCode
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.web.pages.audit import AuditTrail
+from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
+from ratelimitd.web.pages.page_base import Fields, Frame
+from ratelimitd.web.pages.rule_changes import (
+    STATES,
+    RuleForm,
+    RuleQuery,
+    consequences,
+    differences,
+    place_of,
+    search,
+)
+
+CHOICES: Final[Mapping[str, Any]] = {
+    "types": tuple(IdentifierType),
+    "algorithms": tuple(Algorithm),
+    "states": STATES,
+}
+
+DONE: Final[Mapping[str, str]] = {
+    "created": "The rule was created. It holds from now on.",
+    "stored": "The change was stored. It holds from now on.",
+    "deleted": "The rule was deleted.",
+}
+"""What the page after a write says."""
+
+TAKEN: Final = "another rule has this endpoint and identifier type"
+STALE: Final = "Somebody changed this rule meanwhile, so nothing was stored."
+GONE: Final = (
+    "Somebody deleted this rule meanwhile, so nothing was stored. Sent again, it is a new rule."
+)
+
+
+class RulesPages:
+    """The endpoints. ``book`` is the book of this moment, ``None`` while there is none."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        services: ServiceCalls,
+        book: Callable[[], RuleBook | None],
+        trail: AuditTrail,
+    ) -> None:
+        self._frame = frame
+        self._services = services
+        self._book = book
+        self._trail = trail
+
+    def routes(self) -> list[BaseRoute]:
+        """Where the pages are."""
+        reading, posting = self._frame.reading, self._frame.posting
+        return [
+            Route("/rules", reading(self.table)),
+            Route("/rules/new", reading(self.new)),
+            Route("/rules/new", posting(self.create), methods=["POST"]),
+            Route("/rules/{id}", reading(self.show)),
+            Route("/rules/{id}", posting(self.edit), methods=["POST"]),
+            Route("/rules/{id}/switch", reading(self.preview_switch)),
+            Route("/rules/{id}/delete", reading(self.preview_delete)),
+            Route("/rules/{id}/delete", posting(self.delete), methods=["POST"]),
+        ]
+
+    async def table(self, request: Request) -> Response:
+        """The rules that are looked for, a page of them."""
+        query = RuleQuery.of_parameters(request.query_params)
+        book = self._current_book()
+        found = await search(book, query)
+        earlier = later = ""
+        if found.rules and found.first > 1:
+            earlier = query.address("before", place_of(found.rules[0]))
+        if found.last < found.total and found.rules:
+            later = query.address("after", place_of(found.rules[-1]))
+        return self._frame.page(
+            request,
+            "rules.html",
+            query=query,
+            found=found,
+            earlier=earlier,
+            later=later,
+            revision=book.revision,
+            loaded=self._book() is not None,
+            done=DONE.get(request.query_params.get("done", ""), ""),
+            **CHOICES,
+        )
+
+    async def new(self, request: Request) -> Response:
+        """The empty form; parameters of the address fill it, so that others can link to it."""
+        given = request.query_params
+        form = RuleForm(
+            endpoint=given.get("endpoint", ""),
+            identifier_type=given.get("identifier_type", IdentifierType.USER),
+        )
+        return self._form(request, form)
+
+    async def create(self, request: Request, fields: Fields) -> Response:
+        """The form of a new rule, sent: to be changed again, shown as what it does, or stored."""
+        form = RuleForm.of_fields(fields)
+        step = fields.get("step")
+        errors = {} if step == "edit" else self._errors(form)
+        if errors or step == "edit":
+            return self._form(request, form, errors=errors, status_code=422 if errors else 200)
+        if step != "store":
+            return self._preview(request, form, None, form.checked())
+        try:
+            rule_id = await self._services.create(request, form)
+        except Rejected as error:
+            return self._refused(request, form, None, error)
+        return RedirectResponse(f"/rules/{rule_id}?done=created", 303)
+
+    async def show(self, request: Request) -> Response:
+        """The form of a rule, and what happened to it."""
+        rule = self._rule(request)
+        if rule is None:
+            return await self._missing(request)
+        return self._form(
+            request,
+            RuleForm.of_rule(rule),
+            rule=rule,
+            etag=rule.etag,
+            history=await self._trail.page(rule.id, None),
+            done=DONE.get(request.query_params.get("done", ""), ""),
+        )
+
+    async def edit(self, request: Request, fields: Fields) -> Response:
+        """The form of a rule, sent: as :meth:`create`, but only for the version that it was made from."""
+        form, etag = RuleForm.of_fields(fields), fields.get("etag", "")
+        rule = self._rule(request)
+        if rule is None or rule.etag != etag:
+            # This node may not know it yet, or not any more: the database knows what there is.
+            rule = await self._trail.stored(request.path_params["id"]) or rule
+        if rule is None or rule.etag != etag:
+            return await self._outdated(request, form, rule)
+        step = fields.get("step")
+        errors = {} if step == "edit" else self._errors(form, rule.id)
+        if errors or step == "edit":
+            status_code = 422 if errors else 200
+            return self._form(
+                request, form, rule=rule, etag=etag, errors=errors, status_code=status_code
+            )
+        if step != "store":
+            return self._preview(request, form, rule, form.checked())
+        try:
+            await self._services.update(request, rule.id, form, etag)
+        except Rejected as error:
+            return await self._not_stored(request, form, rule, error)
+        return RedirectResponse(f"/rules/{rule.id}?done=stored", 303)
+
+    async def preview_switch(self, request: Request) -> Response:
+        """What happens when the rule is enabled, or disabled."""
+        rule = self._rule(request)
+        if rule is None:
+            return await self._missing(request)
+        form = RuleForm.of_rule(rule)._replace(enabled=not rule.enabled)
+        return self._preview(request, form, rule, form.checked())
+
+    async def preview_delete(self, request: Request) -> Response:
+        """What happens when the rule is deleted."""
+        rule = self._rule(request)
+        if rule is None:
+            return await self._missing(request)
+        return self._preview(request, RuleForm.of_rule(rule), rule, None)
+
+    async def delete(self, request: Request, fields: Fields) -> Response:
+        """Take the rule out, if it still is the one that was shown."""
+        rule_id = request.path_params["id"]
+        try:
+            await self._services.delete(request, rule_id, fields.get("etag", ""))
+        except Rejected as error:
+            rule = await self._trail.stored(rule_id) or self._rule(request)
+            if rule is None or error.code is StatusCode.NOT_FOUND:
+                return await self._missing(request)
+            problem = STALE if error.code is StatusCode.ABORTED else error.message
+            return self._preview(request, RuleForm.of_rule(rule), rule, None, problem, error.status)
+        return RedirectResponse("/rules?done=deleted", 303)
+
+    def _current_book(self) -> RuleBook:
+        return self._book() or RuleBook.empty()
+
+    def _rule(self, request: Request) -> Rule | None:
+        return self._current_book().get(request.path_params["id"])
+
+    def _errors(self, form: RuleForm, rule_id: str = "") -> dict[str, str]:
+        """What is wrong with which field, also that another rule is in its place, as far as this node knows."""
+        errors = form.errors()
+        if errors:
+            return errors
+        rule = form.checked()
+        for other in self._current_book().candidates(rule.endpoint, rule.identifier_type):
+            if other.endpoint == rule.endpoint and other.id != rule_id:
+                return {"endpoint": TAKEN}
+        return {}
+
+    def _form(
+        self,
+        request: Request,
+        form: RuleForm,
+        *,
+        rule: Rule | None = None,
+        status_code: int = 200,
+        **context: Any,
+    ) -> Response:
+        """The form, of a new rule or of ``rule``."""
+        given = {"etag": "", "errors": {}, "problem": "", "history": None, "done": "", **context}
+        return self._frame.page(
+            request,
+            "rule_form.html",
+            status_code=status_code,
+            form=form,
+            rule=rule,
+            address=f"/rules/{rule.id}" if rule else "/rules/new",
+            **given,
+            **CHOICES,
+        )
+
+    def _preview(  # noqa: PLR0917 -- all of them are what is shown
+        self,
+        request: Request,
+        form: RuleForm,
+        before: Rule | None,
+        after: Rule | None,
+        problem: str = "",
+        status_code: int = 200,
+    ) -> Response:
+        """What would change, with the form that stores it."""
+        address = f"/rules/{before.id}" if before else "/rules/new"
+        return self._frame.page(
+            request,
+            "rule_preview.html",
+            status_code=status_code,
+            form=form,
+            before=before,
+            after=after,
+            problem=problem,
+            etag=before.etag if before else "",
+            address=address if after else f"{address}/delete",
+            differences=differences(before, after),
+            consequences=consequences(before, after, self._current_book()),
+        )
+
+    async def _not_stored(
+        self, request: Request, form: RuleForm, rule: Rule, error: Rejected
+    ) -> Response:
+        """What a service said to an edit."""
+        if error.code is StatusCode.NOT_FOUND:
+            return await self._outdated(request, form, None)
+        if error.code is StatusCode.ABORTED:
+            # Old changes may have been deleted from the trail: then what this node knows has to do.
+            return await self._outdated(request, form, await self._trail.stored(rule.id) or rule)
+        return self._refused(request, form, rule, error)
+
+    def _refused(
+        self, request: Request, form: RuleForm, rule: Rule | None, error: Rejected
+    ) -> Response:
+        """The form once more, with what a service said to it."""
+        errors = dict(error.fields)
+        if error.code is StatusCode.ALREADY_EXISTS:
+            errors["endpoint"] = TAKEN
+        return self._form(
+            request,
+            form,
+            rule=rule,
+            etag=rule.etag if rule else "",
+            errors=errors,
+            problem="" if errors else error.message,
+            status_code=error.status,
+        )
+
+    async def _outdated(self, request: Request, form: RuleForm, stored: Rule | None) -> Response:
+        """What was typed, beside what became of the rule meanwhile."""
+        if stored is None:
+            return self._form(request, form, problem=GONE, status_code=409)
+        return await self._conflict(request, form, stored)
+
+    async def _conflict(self, request: Request, form: RuleForm, stored: Rule) -> Response:
+        """Both versions side by side: what is stored, and what was typed."""
+        latest = await self._trail.page(stored.id, None)
+        errors = form.errors()
+        return self._frame.page(
+            request,
+            "rule_conflict.html",
+            status_code=409,
+            form=form,
+            stored=stored,
+            latest=latest.changes[0] if latest.changes else None,
+            differences=None if errors else differences(stored, form.checked()),
+        )
+
+    async def _missing(self, request: Request) -> Response:
+        text = "It was deleted, or never was. The changes tell which."
+        return await self._frame.message(request, "There is no such rule", text, 404)

@@ -1,0 +1,146 @@
+"""``/try``: a check made by hand, with its whole answer in words, and the reset of one identifier.
+
+Identifiers are in forms only, never in an address: addresses stay behind in histories and logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from ratelimitd.model import INT32_MAX, IdentifierType, Reason
+from ratelimitd.web.pages.invoke import Question, Rejected, ServiceCalls
+from ratelimitd.web.pages.page_base import Fields, Frame
+from ratelimitd.web.pages.rule_changes import whole_number
+from ratelimiter.v1 import ratelimiter_pb2
+
+WORDS: Final[Mapping[int, str]] = {
+    Reason.WITHIN_LIMIT: "There was enough left of the limit.",
+    Reason.LIMIT_EXCEEDED: "Not enough is left of the limit. Nothing was charged.",
+    Reason.COST_EXCEEDS_LIMIT: (
+        "The cost is higher than the whole limit, so waiting does not help. Nothing was charged."
+    ),
+    Reason.NO_RULE: "No rule applies, so every check is allowed.",
+    Reason.FAIL_OPEN_BREAKER: "Allowed without a check: the shared state is away, and its circuit breaker open.",
+    Reason.FAIL_OPEN_ERROR: "Allowed without a check: something failed. The log says what.",
+}
+
+COST_PROBLEM: Final = f"must be a whole number from 0 to {INT32_MAX}; 0 means 1"
+
+
+class CheckForm(NamedTuple):
+    """A check as it was typed."""
+
+    identifier: str = ""
+    identifier_type: str = IdentifierType.USER
+    endpoint: str = ""
+    cost: str = "1"
+    peek: bool = False
+
+    @classmethod
+    def of_fields(cls, fields: Fields) -> CheckForm:
+        """From the fields of a form; a box that is not ticked is not among them."""
+        return cls(
+            fields.get("identifier", ""),
+            fields.get("identifier_type", ""),
+            fields.get("endpoint", ""),
+            fields.get("cost", "1").strip(),
+            "peek" in fields,
+        )
+
+    @property
+    def question(self) -> Question:
+        """What a service is asked."""
+        return Question(self.identifier, self.identifier_type, self.endpoint)
+
+
+class TryPage:
+    """The endpoints. ``now_s`` is Unix time, for how long it is until a moment."""
+
+    def __init__(self, frame: Frame, services: ServiceCalls, now_s: Callable[[], float]) -> None:
+        self._frame = frame
+        self._services = services
+        self._now_s = now_s
+
+    def routes(self) -> list[BaseRoute]:
+        """Where they are."""
+        return [
+            Route("/try", self._frame.reading(self.show)),
+            Route("/try", self._frame.posting(self.act), methods=["POST"]),
+        ]
+
+    async def show(self, request: Request) -> Response:
+        """Both forms; parameters of the address fill in the endpoint and the type."""
+        given = request.query_params
+        form = CheckForm(
+            endpoint=given.get("endpoint", ""),
+            identifier_type=given.get("identifier_type", IdentifierType.USER),
+        )
+        return self._page(request, form)
+
+    async def act(self, request: Request, fields: Fields) -> Response:
+        """A check, a reset, or the question whether to reset."""
+        form = CheckForm.of_fields(fields)
+        action = fields.get("action", "check")
+        try:
+            if action == "reset":
+                await self._services.reset(request, form.question)
+                return self._page(request, form, was_reset=True)
+            if action == "ask":
+                # Asked without spending, so that what is wrong with the form is told before it is confirmed.
+                await self._services.check(request, form.question, 1, peek=True)
+                return self._frame.page(request, "reset.html", form=form)
+            return await self._check(request, form)
+        except Rejected as error:
+            status = error.status
+            return self._page(
+                request,
+                form,
+                status_code=status,
+                about="check" if action == "check" else "reset",
+                errors=error.fields,
+                problem="" if error.fields else error.message,
+            )
+
+    async def _check(self, request: Request, form: CheckForm) -> Response:
+        cost = whole_number(form.cost)
+        if not isinstance(cost, int) or not 0 <= cost <= INT32_MAX:
+            errors = {"tokens_requested": COST_PROBLEM}
+            return self._page(request, form, status_code=422, about="check", errors=errors)
+        answer = await self._services.check(request, form.question, cost, peek=form.peek)
+        return self._page(request, form, answer=_Answer(answer, int(self._now_s())))
+
+    def _page(
+        self, request: Request, form: CheckForm, *, status_code: int = 200, **context: Any
+    ) -> Response:
+        given = {
+            "answer": None,
+            "was_reset": False,
+            "about": "",
+            "errors": {},
+            "problem": "",
+            **context,
+        }
+        return self._frame.page(
+            request,
+            "try.html",
+            status_code=status_code,
+            form=form,
+            types=tuple(IdentifierType),
+            **given,
+        )
+
+
+class _Answer:
+    """An answer, as the template shows it."""
+
+    def __init__(self, answer: ratelimiter_pb2.RateLimitResponse, now_s: int) -> None:
+        self.message = answer
+        self.reason = ratelimiter_pb2.Reason.Name(answer.reason)
+        self.words = WORDS.get(answer.reason, "")
+        self.fail_open = self.reason.startswith("FAIL_OPEN")
+        self.reset_in_s = max(0, answer.reset_time - now_s) if answer.reset_time else 0

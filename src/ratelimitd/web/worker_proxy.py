@@ -1,0 +1,215 @@
+"""The parent's side of the pages of its workers: requests are passed on to one of them, and the answer back.
+
+Never looks into either. A caller stays with one worker as long as that answers, so that what it changed there is what
+it sees next. See ADR 0025.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+from zlib import crc32
+
+import h11
+from starlette.datastructures import Address
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ratelimitd.web.server import short_name
+
+# The worker's side of what its parent passes on: who the caller is comes in a header, since all share one peer.
+#
+# Only for a socket that nobody but the parent can open. See ADR 0025.
+
+PEER_HEADER: Final = b"x-ratelimitd-peer"
+"""Host and port, with a space between. The parent takes it out of what comes from outside."""
+
+
+class FromParent:
+    """An application whose requests are those of the parent's callers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        given = dict(scope["headers"]).get(PEER_HEADER, b"")
+        host, _, port = given.decode("ascii", "replace").rpartition(" ")
+        headers = [(name, value) for name, value in scope["headers"] if name != PEER_HEADER]
+        client = (host, int(port)) if host and port.isdigit() else None
+        await self._app({**scope, "client": client, "headers": headers}, receive, send)
+
+
+CONNECT_TIMEOUT_S: Final = 1.0
+
+ANSWER_TIMEOUT_S: Final = 15.0
+"""How long a worker may take to begin its answer. A page that waits for a rule database in vain takes 6 s."""
+
+READ_BYTES: Final = 65_536
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+"""What says something about one connection only: RFC 9110, section 7.6.1."""
+
+_OWN: Final = frozenset({PEER_HEADER, b"date", b"server"})
+"""What this side says itself."""
+
+_GONE: Final = (OSError, h11.RemoteProtocolError)
+"""How a worker that ended looks from here."""
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+
+class PassingOn:
+    """An ASGI application that asks workers; ``sockets`` are where they listen, dead ones among them."""
+
+    def __init__(self, sockets: Sequence[Path]) -> None:
+        self._sockets = sockets
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        exchange = await self._exchange(scope)
+        if exchange is None:
+            refusal = PlainTextResponse("no worker answers at the moment\n", 503)
+            await refusal(scope, receive, send)
+            return
+        try:
+            await _pass(exchange, scope, receive, send)
+        finally:
+            exchange.close()
+
+    async def _exchange(self, scope: Scope) -> _Exchange | None:
+        """A connection to a worker that listens; the caller's own first."""
+        sockets = self._sockets
+        client = Address(*(scope.get("client") or ("", 0)))
+        # One worker counts tries to log in and knows which login links were used.
+        first = 0 if scope["path"] == "/login" else crc32(client.host.encode()) % len(sockets)
+        for path in (*sockets[first:], *sockets[:first]):
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    with short_name(path) as name:
+                        return _Exchange(*await asyncio.open_unix_connection(name))
+        return None
+
+
+class _Exchange:
+    """One request and its answer, on a connection of its own."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._http = h11.Connection(h11.CLIENT)
+        self.started = False
+        """The answer began."""
+
+    async def ask(self, scope: Scope, receive: Receive) -> None:
+        """Pass the request on; returns when the caller leaves."""
+        await self._write(_request(scope))
+        while (message := await receive())["type"] == "http.request":
+            await self._write(h11.Data(message.get("body", b"")))
+            if not message.get("more_body", False):
+                await self._write(h11.EndOfMessage())
+
+    async def answer(self, send: Send) -> None:
+        """Pass the answer back."""
+        while not isinstance(event := await self._next(), h11.EndOfMessage):
+            if isinstance(event, h11.Response):
+                self.started = True
+                headers = _passed(event.headers.raw_items())
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": event.status_code,
+                        "headers": headers,
+                    }
+                )
+            elif isinstance(event, h11.Data):
+                body = bytes(event.data)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._writer.close()
+
+    async def _write(self, event: h11.Event) -> None:
+        self._writer.write(self._http.send(event) or b"")
+        await self._writer.drain()
+
+    async def _next(self) -> object:
+        """The next event of the answer."""
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._http.receive_data(await self._reader.read(READ_BYTES))
+        if event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
+            # Asked for once more, it would come at once and for ever, and nobody else would have a turn.
+            message = "the worker has ended the connection and not its answer"
+            raise h11.RemoteProtocolError(message)
+        return event
+
+
+async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    """Pass both ways at once, until the answer is complete or the caller has left.
+
+    A worker may answer before it has read the whole request, and then read no more of it.
+    """
+    asking = asyncio.create_task(exchange.ask(scope, receive))
+    answering = asyncio.create_task(exchange.answer(send))
+    both = {asking, answering}
+    try:
+        done, _ = await asyncio.wait(
+            both, timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done and not exchange.started:
+            answering.cancel()
+            refusal = PlainTextResponse("the worker does not answer\n", 504)
+            await refusal(scope, receive, send)
+            return
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if asking.done() and asking.exception() is None:
+            return  # nobody is left to answer
+        await answering
+    except _GONE:
+        if exchange.started:
+            raise  # the server ends the connection: what was sent is not the whole answer
+        refusal = PlainTextResponse("the worker ended before it had answered\n", 502)
+        await refusal(scope, receive, send)
+    finally:
+        for task in (asking, answering):
+            task.cancel()
+        await asyncio.gather(asking, answering, return_exceptions=True)
+
+
+def _request(scope: Scope) -> h11.Request:
+    target: bytes = scope["raw_path"]
+    if scope["query_string"]:
+        target += b"?" + scope["query_string"]
+    headers = _passed(scope["headers"])
+    if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+        # It was sent in chunks, whatever length it also names: RFC 9112, section 6.3.
+        headers = [header for header in headers if header[0] != b"content-length"]
+        headers.append((b"transfer-encoding", b"chunked"))
+    if not any(name == b"host" for name, _ in headers):
+        headers.append((b"host", b""))  # HTTP/1.0 may leave it out, and HTTP/1.1 may not
+    client = scope.get("client")
+    if client is not None:
+        headers.append((PEER_HEADER, f"{client[0]} {client[1]}".encode()))
+    headers.append((b"connection", b"close"))
+    return h11.Request(method=scope["method"], target=target, headers=headers)
+
+
+def _passed(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+    """The headers that are for the other end."""
+    left_out = _HOP_BY_HOP | _OWN
+    return [(name, value) for name, value in headers if name.lower() not in left_out]

@@ -1,0 +1,178 @@
+"""How the metrics of several workers become those of one node: pure. Never asks a worker, never formats.
+
+Counters and histograms are summed by their definition's kind. A gauge has a rule of its own, in the table below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Final
+
+from ratelimitd.counters import MAX_RULE_LABELS
+from ratelimitd.observe.metrics import DEFINITIONS, Definition, Point
+from ratelimitd.observe.samples import HistogramSample
+from ratelimitd.workers.protocol import Reading, Report
+
+
+def _furthest_from_0(values: Iterable[float]) -> float:
+    return max(values, key=abs)
+
+
+GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
+    # What the workers hold or use together.
+    "rate_limiter_active_buckets": sum,
+    "rate_limiter_calls_in_progress": sum,
+    "rate_limiter_connections": sum,
+    "rate_limiter_http2_streams": sum,
+    "rate_limiter_memory_usage_bytes": sum,
+    "rate_limiter_tasks": sum,
+    "rate_limiter_unsettled_buckets": sum,
+    # The worst of them, so that an alert on one process holds for all.
+    "rate_limiter_cache_hit_ratio": min,
+    "rate_limiter_clock_error_seconds": _furthest_from_0,
+    "rate_limiter_cluster_nodes": min,
+    "rate_limiter_healthy": min,
+    "rate_limiter_loop_lag_seconds": max,
+    "rate_limiter_over_admission_bound_ratio": max,
+    "rate_limiter_over_admission_ratio": max,
+    "rate_limiter_rules_left_out": max,
+    "rate_limiter_rules_revision": min,
+    "rate_limiter_rules_store_up": min,
+    "rate_limiter_shared_state_up": min,
+    "rate_limiter_snapshot_age_seconds": max,
+    "rate_limiter_sync_lag_seconds": max,
+    # Each state that some worker is in.
+    "rate_limiter_breaker_state": max,
+    # What is the same for all, or as good as that.
+    "rate_limiter_build_info": max,
+    "rate_limiter_rules": min,
+    "rate_limiter_transport_info": max,
+    "process_start_time_seconds": min,
+}
+"""Rule of each gauge; one that is missing here would show the largest value."""
+
+
+def merged(
+    counted: Sequence[Report], now: Sequence[Report]
+) -> list[tuple[Definition, list[Point]]]:
+    """The readings of one node, in the order of the definitions.
+
+    Args:
+        counted: the counters and histograms of each worker, from all its processes.
+        now: what each process that answered says of this moment.
+    """
+    return [
+        (
+            definition,
+            _gauge_points(definition, now)
+            if definition.kind == "gauge"
+            else _sum_points(definition, counted),
+        )
+        for definition in DEFINITIONS
+    ]
+
+
+def added(first: Reading, second: Reading) -> Reading:
+    """The sum of two counters, or of two histograms with the same bounds."""
+    if isinstance(first, HistogramSample) and isinstance(second, HistogramSample):
+        pairs = zip(first.cumulative_counts, second.cumulative_counts, strict=True)
+        return HistogramSample(first.upper_bounds, tuple(map(sum, pairs)), first.sum + second.sum)
+    return number(first) + number(second)
+
+
+def number(reading: Reading) -> float:
+    """A counter as it is, and of a histogram how much it has seen."""
+    if isinstance(reading, HistogramSample):
+        return reading.cumulative_counts[-1]
+    return reading
+
+
+def _sum_points(definition: Definition, reports: Sequence[Report]) -> list[Point]:
+    return [
+        _point(label, reduce(added, readings))
+        for label, readings in _by_label(definition.name, reports).items()
+    ]
+
+
+def _gauge_points(definition: Definition, reports: Sequence[Report]) -> list[Point]:
+    rule = GAUGES.get(definition.name, max)
+    return [
+        Point(rule(map(number, readings)), label)
+        for label, readings in _by_label(definition.name, reports).items()
+    ]
+
+
+def _by_label(name: str, reports: Sequence[Report]) -> dict[str, list[Reading]]:
+    found: dict[str, list[Reading]] = {}
+    for report in reports:
+        for label, reading in report.get(name, {}).items():
+            found.setdefault(label, []).append(reading)
+    return found
+
+
+def _point(label: str, reading: Reading) -> Point:
+    if isinstance(reading, HistogramSample):
+        return Point(label=label, histogram=reading)
+    return Point(reading, label)
+
+
+# What one worker has counted, all the processes together that it has been: such numbers never sink.
+#
+# A process that ended takes what it counted since its last report with it; nothing else is forgotten. Pure.
+
+COUNTED: Final = frozenset(
+    definition.name for definition in DEFINITIONS if definition.kind != "gauge"
+)
+"""The metrics that only grow."""
+
+MAX_LABELS: Final = 2 * MAX_RULE_LABELS
+"""Values of one label that are kept: those of rules in use, and as many of rules that may be gone."""
+
+
+class Tally:
+    """The counters and histograms of one worker."""
+
+    def __init__(self) -> None:
+        self._base: dict[str, dict[str, Reading]] = {}
+        """What processes counted that have ended."""
+        self._last: dict[str, dict[str, Reading]] = {}
+        """What the present process said last."""
+
+    def take(self, report: Report) -> None:
+        """A report of the present process."""
+        for name in COUNTED & report.keys():
+            last = self._last.setdefault(name, {})
+            for label, reading in report[name].items():
+                # It may begin anew in the same process, too: a rule was dropped, and is there again.
+                if label in last and number(reading) < number(last[label]):
+                    self._add_to_base(name, label, last[label])
+                last[label] = reading
+            self._forget_unused(name, report[name].keys())
+
+    def process_ended(self) -> None:
+        """The next report is one of a new process, which counts from 0."""
+        for name, readings in self._last.items():
+            for label, reading in readings.items():
+                self._add_to_base(name, label, reading)
+        self._last.clear()
+
+    def report(self) -> Report:
+        """What has been counted so far."""
+        total = {name: dict(readings) for name, readings in self._base.items()}
+        for name, readings in self._last.items():
+            found = total.setdefault(name, {})
+            for label, reading in readings.items():
+                found[label] = added(found[label], reading) if label in found else reading
+        return total
+
+    def _add_to_base(self, name: str, label: str, reading: Reading) -> None:
+        base = self._base.setdefault(name, {})
+        base[label] = added(base[label], reading) if label in base else reading
+
+    def _forget_unused(self, name: str, used: Collection[str]) -> None:
+        """Bound the labels: those of rules that are gone would be kept for ever."""
+        for readings in (self._base.get(name, {}), self._last[name]):
+            if len(readings) > MAX_LABELS:
+                for label in readings.keys() - used:
+                    del readings[label]

@@ -1,0 +1,454 @@
+"""All workers of a parent together: started, kept, asked and stopped as one node. Never knows how one is started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random as random_source
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Final, Self, TypeVar
+
+from ratelimitd.errors import StartupError
+from ratelimitd.observe.metrics import STARTED_AT_S, Definition, Point, resident_bytes
+from ratelimitd.retry import Background, Backoff
+from ratelimitd.settings.table import Settings
+from ratelimitd.web.app import Points, Readiness
+from ratelimitd.workers import protocol
+from ratelimitd.workers.metrics import Tally, merged
+from ratelimitd.workers.protocol import Reading, Report
+
+# One process of a worker, as its parent sees it: started, asked, told to end, ended. Never starts another one.
+
+T = TypeVar("T")
+
+COMMAND: Final = (sys.executable, "-P", "-m", "ratelimitd.workers")
+"""``-P``: no file of the working directory can stand in for a module of ours."""
+
+REPORT_TIMEOUT_S: Final = 1.0
+READINESS_TIMEOUT_S: Final = 0.5
+"""How long a worker may take to answer; one that takes longer is left out. Probes often wait for a second only."""
+
+
+class WorkerProcess:
+    """A process that was started.
+
+    ``on_report`` is called with each report, also with one that comes too late for whoever asked.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_report: Callable[[Report], None],
+    ) -> None:
+        self._process = process
+        self._writer = writer
+        self._on_report = on_report
+        self._is_prepared = False
+        self._is_ready = False
+        self._reason = ""
+        self._prepared = asyncio.Event()
+        """All it lacks is the word to listen, or it never will be ready."""
+        self._settled = asyncio.Event()
+        """It is ready, or never will be."""
+        self._readiness: asyncio.Future[Readiness | None] | None = None
+        self._report: asyncio.Future[Report | None] | None = None
+        self._points: dict[str, dict[str, Reading]] = {}
+        """Of the report that is being read."""
+        self._listening = asyncio.create_task(self._listen(reader))
+
+    @classmethod
+    async def start(
+        cls,
+        settings: Settings,
+        on_report: Callable[[Report], None],
+        command: Sequence[str] = COMMAND,
+    ) -> Self:
+        """Start a process and give it its settings.
+
+        Raises:
+            StartupError: the system has no process or no descriptor left.
+        """
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                reader, writer = await asyncio.open_unix_connection(
+                    sock=ours, limit=protocol.MAX_LINE_BYTES
+                )
+                # The name is for people who look at a list of processes.
+                process = await _spawn((*command, settings.node_id), theirs, writer)
+        except OSError as error:
+            message = f"a worker cannot be started: {error.strerror}"
+            raise StartupError(message) from error
+        writer.write(protocol.settings_message(settings))
+        return cls(process, reader, writer, on_report)
+
+    async def prepared(self) -> None:
+        """Wait until all it lacks is the word to listen.
+
+        Raises:
+            StartupError: it ended before; one line says why.
+        """
+        await self._prepared.wait()
+        if not self._is_prepared:
+            raise StartupError(self.reason)
+
+    async def ready(self) -> None:
+        """Let it listen as soon as it can, and wait until it answers calls.
+
+        Raises:
+            StartupError: it ended before; one line says why.
+        """
+        if not self._listening.done():
+            self._writer.write(protocol.LISTEN)
+        await self._settled.wait()
+        if not self._is_ready:
+            raise StartupError(self.reason)
+
+    async def readiness(self) -> Readiness | None:
+        """Whether checks should come to it; ``None`` when it does not answer in time."""
+        if self._readiness is None:
+            self._readiness = self._ask(protocol.READINESS)
+        return await _in_time(self._readiness, READINESS_TIMEOUT_S)
+
+    async def report(self) -> Report | None:
+        """Its metrics; ``None`` when it does not answer in time. Whoever asks meanwhile gets the same answer."""
+        if self._report is None:
+            self._report = self._ask(protocol.REPORT)
+        return await _in_time(self._report, REPORT_TIMEOUT_S)
+
+    def terminate(self) -> None:
+        """Ask it to drain and end, as a signal does; nothing happens to one that has ended."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once; nothing happens to one that has ended."""
+        self._signal(signal.SIGKILL)
+
+    async def ended(self) -> int:
+        """Wait for its end; returns the exit status, −n for signal n."""
+        await asyncio.shield(self._listening)
+        return await self._process.wait()
+
+    @property
+    def reason(self) -> str:
+        """Why it ended: in its own words, or as the system tells."""
+        status = self._process.returncode or 0
+        how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return self._reason or how
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Not by asyncio's methods: on its own event loop they look whether the process has ended first, which takes its
+        # status away from whoever waits for it.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def _ask(self, question: bytes) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._listening.done():
+            answer.set_result(None)
+        else:
+            self._writer.write(question)
+        return answer
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while line := await reader.readline():
+                self._take(*protocol.parsed(line))
+        except OSError:  # it ended with something of ours unread
+            pass
+        except ValueError:  # a line without end: it is no worker of ours any more
+            self.kill()
+        self._writer.close()
+        await self._process.wait()
+        self._prepared.set()
+        self._settled.set()
+        for question in (self._readiness, self._report):
+            if question is not None:
+                question.set_result(None)
+
+    def _take(self, kind: str, values: list[Any]) -> None:
+        if kind == "prepared":
+            self._is_prepared = True
+            self._prepared.set()
+        elif kind == "ready":
+            self._is_ready = True
+            self._settled.set()
+        elif kind == "failed":
+            [self._reason] = values
+        elif kind == "readiness" and self._readiness is not None:
+            self._readiness.set_result(Readiness(*values))
+            self._readiness = None
+        elif kind == "points":
+            name, readings = values
+            self._points.setdefault(name, {}).update(protocol.readings_of(readings))
+        elif kind == "reported" and self._report is not None:
+            report, self._points = self._points, {}
+            self._on_report(report)
+            self._report.set_result(report)
+            self._report = None
+
+
+async def _spawn(
+    command: Sequence[str], stdin: socket.socket, writer: asyncio.StreamWriter
+) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=stdin.fileno(),
+            # The one line there is the parent's. The log goes to the same stderr.
+            stdout=asyncio.subprocess.DEVNULL,
+            # Of its own, so that a Ctrl-C reaches the parent alone, which tells the workers.
+            start_new_session=True,
+        )
+    except BaseException:
+        writer.close()  # a process that was started all the same ends when it sees that
+        raise
+
+
+async def _in_time(answer: asyncio.Future[T], timeout_s: float) -> T | None:
+    """The answer, ``None`` when it does not come in time; it may still come later."""
+    done, _ = await asyncio.wait([answer], timeout=timeout_s)
+    return answer.result() if done else None
+
+
+# Keeps one worker running: a process that ends without being told to is followed by another, after a pause.
+#
+# Owns the pauses, and what the worker has counted in all its processes. Never knows of the other workers.
+
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 5.0
+"""Pause before another process: doubled each time, up to this, and cut by up to half at random."""
+
+LONG_LIFE_S: Final = 60.0
+"""After a process that lived that long the pauses begin anew."""
+
+LOOK_S: Final = 5.0
+MAX_SILENT_LOOKS: Final = 6
+"""A process that gives no answer that often in a row hangs, and is killed: nobody else could tell, since probes are
+answered by the parent, and the kernel would go on giving it connections. Looks are counted, not seconds, so that a
+machine that stood still for a while finds its workers as they were."""
+
+_log = logging.getLogger(__name__)
+
+Start = Callable[[Callable[[Report], None]], Awaitable[WorkerProcess]]
+"""Starts a process that hands its reports to the function."""
+
+
+class Keeper:
+    """One worker. ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are there for tests."""
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        time_s: Callable[[], float] | None = None,
+        random: Callable[[], float] = random_source.random,
+    ) -> None:
+        self.tally = Tally()
+        self.restarts_total = 0
+        self._start = start
+        self._sleep = sleep
+        self._time_s = time_s or asyncio.get_running_loop().time
+        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, random)
+        self._process: WorkerProcess | None = None
+        self._is_up = False
+
+    async def prepare(self) -> None:
+        """Start a process, and return when all it lacks is the word to listen.
+
+        Raises:
+            StartupError: it cannot be started, or ended before; one line says why.
+        """
+        self._process = await self._start(self.tally.take)
+        await self._process.prepared()
+
+    async def start(self) -> None:
+        """Start a process unless one is prepared, and return when it answers calls.
+
+        Raises:
+            StartupError: it cannot be started, or ended before; one line says why.
+        """
+        await self._begin()
+
+    async def keep(self, name: str) -> None:
+        """Replace each process that ends, for ever; ``name`` is the worker's in the log."""
+        while True:
+            since_s = self._time_s()
+            reason = await self._one_life(name)
+            if self._time_s() - since_s >= LONG_LIFE_S:
+                self._backoff.reset()
+            self.restarts_total += 1
+            pause_s = self._backoff.next_s()
+            _log.error("%s: %s; it is started again in %.1f s", name, reason, pause_s)
+            await self._sleep(pause_s)
+
+    async def readiness(self) -> Readiness:
+        """Whether checks should come to this worker."""
+        if self._process is None or not self._is_up:
+            return Readiness(ready=False, reason="starting")
+        return await self._process.readiness() or Readiness(ready=False, reason="no answer")
+
+    async def report(self) -> Report | None:
+        """What its process says of this moment; ``None`` when there is no answer in time."""
+        return await self._process.report() if self._process is not None and self._is_up else None
+
+    async def stop(self) -> str:
+        """Let the process drain, once nothing keeps it; returns why it did not end well, empty when it did."""
+        if self._process is None:
+            return ""
+        self._process.terminate()
+        status = await self._process.ended()
+        # A signal before it was up finds nothing to drain, and may end it as it ends any process.
+        return self._process.reason if status and self._is_up else ""
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def _begin(self) -> WorkerProcess:
+        self._process = process = self._process or await self._start(self.tally.take)
+        await process.ready()
+        self._is_up = True
+        return process
+
+    async def _one_life(self, name: str) -> str:
+        """Wait for the end of the process, of a new one if there is none; returns why it ended."""
+        try:
+            process = self._process or await self._begin()
+            await self._end_of(process, name)
+            reason = process.reason
+        except StartupError as error:
+            reason = str(error)
+        self._process = None
+        self._is_up = False
+        self.tally.process_ended()
+        return reason
+
+    async def _end_of(self, process: WorkerProcess, name: str) -> None:
+        watching = asyncio.create_task(self._watch(process, name))
+        try:
+            await process.ended()
+        finally:
+            watching.cancel()
+
+    async def _watch(self, process: WorkerProcess, name: str) -> None:
+        silent = 0
+        while silent < MAX_SILENT_LOOKS:
+            await self._sleep(LOOK_S)
+            silent = 0 if await process.readiness() else silent + 1
+        _log.error("%s does not answer, and is killed", name)
+        process.kill()
+
+
+ANSWERING: Final = Definition(
+    "rate_limiter_workers",
+    "gauge",
+    "Worker processes that answered this scrape; the gauges are theirs.",
+    lambda _: (),
+)
+RESTARTS: Final = Definition(
+    "rate_limiter_worker_restarts_total",
+    "counter",
+    "Worker processes that ended and were started again, by the worker's number.",
+    lambda _: (),
+    "worker",
+)
+DEFINITIONS: Final = (ANSWERING, RESTARTS)
+"""The metrics of a parent, beside those of its workers."""
+
+TOGETHER_S: Final = 5.0
+"""How long workers wait for each other before they listen: one that hangs at its start keeps nobody from serving."""
+
+
+class Crew:
+    """The workers, by their number."""
+
+    def __init__(self, keepers: Sequence[Keeper]) -> None:
+        self._keepers = keepers
+        self._background = Background({})
+        self._draining = False
+
+    async def start(self) -> None:
+        """Start every worker at once; from then on each is kept.
+
+        None listens before all can, or after a while: callers that wait for the port would all come to the first that
+        does.
+
+        Raises:
+            StartupError: one cannot start; stop the others.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOGETHER_S):
+                await asyncio.gather(*(keeper.prepare() for keeper in self._keepers))
+        await asyncio.gather(*(self._start(*each) for each in enumerate(self._keepers)))
+
+    async def _start(self, number: int, keeper: Keeper) -> None:
+        await keeper.start()
+        if self._draining:  # another could not start meanwhile
+            return
+        name = f"worker {number}"
+        self._background.start(name, partial(keeper.keep, name))
+
+    async def stop(self, timeout_s: float) -> str:
+        """Let every worker drain; kill those that take longer. Returns what did not end well, empty when all did."""
+        self._draining = True
+        await self._background.stop()
+        stopping = [asyncio.create_task(keeper.stop()) for keeper in self._keepers]
+        _, overdue = await asyncio.wait(stopping, timeout=timeout_s)
+        if overdue:
+            self.kill()
+        reasons = await asyncio.gather(*stopping)
+        return "; ".join(
+            f"worker {number}: {reason}" for number, reason in enumerate(reasons) if reason
+        )
+
+    def kill(self) -> None:
+        """End every process at once."""
+        for keeper in self._keepers:
+            keeper.kill()
+
+    async def readiness(self) -> Readiness:
+        """Ready while one worker is; says which are not, and why."""
+        if self._draining:
+            return Readiness(ready=False, reason="draining")
+        answers = await asyncio.gather(*(keeper.readiness() for keeper in self._keepers))
+        lacking = ", ".join(
+            f"worker {number} ({answer.reason})"
+            for number, answer in enumerate(answers)
+            if not answer.ready
+        )
+        if not any(answer.ready for answer in answers):
+            return Readiness(ready=False, reason=lacking)
+        return Readiness(ready=True, reason=f"all but {lacking}" if lacking else "")
+
+    async def points(self) -> Points:
+        """The metrics of all workers as those of one node, and the parent's own."""
+        answers = await asyncio.gather(*(keeper.report() for keeper in self._keepers))
+        now = [answer for answer in answers if answer is not None]
+        restarts = [
+            Point(keeper.restarts_total, str(number)) for number, keeper in enumerate(self._keepers)
+        ]
+        return [
+            *merged([keeper.tally.report() for keeper in self._keepers], [_parent(), *now]),
+            (ANSWERING, [Point(len(now))]),
+            (RESTARTS, restarts),
+        ]
+
+
+def _parent() -> Report:
+    """What the parent adds to the gauges of its workers."""
+    return {
+        "rate_limiter_memory_usage_bytes": {"": resident_bytes()},
+        "process_start_time_seconds": {"": STARTED_AT_S},
+    }

@@ -1,0 +1,51 @@
+"""Answers, compared field by field."""
+
+import pytest
+
+from ratelimitd.cli.conformance.cases import Answer
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+DENIED = Answer(False, 0, 1_700_006_460, 40, "LIMIT_EXCEEDED", 2, 60)
+
+
+def test_a_response_is_read_with_the_names_of_the_contract():
+    response = pb.RateLimitResponse(
+        reset_time=1_700_006_460,
+        retry_after_seconds=40,
+        reason=pb.LIMIT_EXCEEDED,
+        limit=2,
+        window_seconds=60,
+        rule_id="any",
+    )
+    assert Answer.of(response) == DENIED
+
+
+def test_a_reason_of_a_later_release_is_told_by_its_number():
+    assert Answer.of(pb.RateLimitResponse(reason=99)).reason == "99"
+
+
+@pytest.mark.parametrize(
+    ("change", "differences"),
+    [
+        ({}, []),
+        ({"allowed": True, "reason": "WITHIN_LIMIT"}, ["allowed", "reason"]),
+        ({"remaining_tokens": 1}, ["remaining_tokens"]),
+        (
+            {"reset_time": 1_700_006_461, "retry_after_seconds": 41},
+            ["reset_time", "retry_after_seconds"],
+        ),
+        ({"limit": 3, "window_seconds": 61}, ["limit", "window_seconds"]),
+    ],
+)
+def test_every_field_that_differs_is_named(change, differences):
+    assert DENIED.differences(DENIED._replace(**change)) == differences
+
+
+def test_times_may_differ_by_the_tolerance_and_nothing_else_may():
+    near = DENIED._replace(reset_time=1_700_006_459, retry_after_seconds=41, remaining_tokens=1)
+    assert DENIED.differences(near, tolerance_s=1) == ["remaining_tokens"]
+    assert DENIED.differences(DENIED._replace(retry_after_seconds=42), tolerance_s=1)
+
+
+def test_the_same_answer_later_names_a_later_time():
+    assert DENIED.later(7) == DENIED._replace(reset_time=1_700_006_467)

@@ -1,0 +1,250 @@
+import asyncio
+
+import pytest
+
+from ratelimitd.cluster.redis.cluster_topology import SLOT_OF_TAG, SLOTS, ClusterShards, _reply
+from ratelimitd.cluster.redis.codec import Script
+from ratelimitd.cluster.redis.connection import Greeting
+from ratelimitd.cluster.redis.opening import open_shards
+from ratelimitd.cluster.redis.topology import TAGS
+from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.settings.urls import Server, parse_redis_url
+from tests.servers import ValkeyCluster, free_port
+from tests.unit.cluster.redis.asking import PATIENT, ask, asked, at, linked, peer, serving, soon
+
+INCREMENT = Script(b"return redis.call('INCRBY', KEYS[1], ARGV[1])")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with ValkeyCluster(tmp_path_factory.mktemp("cluster"), node_timeout_ms=500) as servers:
+        yield servers
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+async def shards(cluster, said):
+    shards = open_shards(
+        parse_redis_url(cluster.url),
+        timeout_ms=5_000,
+        report=said.append,
+        on_change=lambda: said.append("changed"),
+    )
+    await shards.start()
+    yield shards
+    await shards.close()
+
+
+def key(tag, name=b"k"):
+    return b"rl1:{%02x}:%s" % (tag, name)
+
+
+async def test_every_tag_has_the_link_to_the_primary_of_its_slot(cluster, shards, said):
+    assert said == ["changed"]
+    assert len(shards.all()) == 3
+    assert all(link.connected for link in shards.all())
+    replies = [asked(shards.of_tag(tag).send, (b"SET", key(tag), tag)) for tag in range(TAGS)]
+    assert set(await asyncio.gather(*replies)) == {b"OK"}
+    assert {link.name for link in shards.all()} == {node.address for node in cluster.nodes}
+    assert str(await shards.server_of_tag(0)) == shards.of_tag(0).name
+
+
+async def test_a_slot_that_moved_is_found_and_the_command_runs_once(cluster, shards, said):
+    tag = 7
+    slot = SLOT_OF_TAG[tag]
+    source = next(
+        node for number, node in enumerate(cluster.nodes) if slot in cluster.slots(number)
+    )
+    target = cluster.nodes[(cluster.nodes.index(source) + 1) % 3]
+    name = key(tag, b"moved")
+    assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 1
+    cluster.move_slot(slot, source, target)
+    try:
+        assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 2
+        await soon(lambda: shards.of_tag(tag).name == target.address)
+        assert said == ["changed", "changed"]
+        assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 3
+    finally:
+        cluster.move_slot(slot, target, source)
+    assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 4
+
+
+async def test_a_slot_that_is_being_moved_answers_from_where_the_key_is(cluster, shards, said):
+    tag = 9
+    slot = SLOT_OF_TAG[tag]
+    source = next(
+        node for number, node in enumerate(cluster.nodes) if slot in cluster.slots(number)
+    )
+    target = cluster.nodes[(cluster.nodes.index(source) + 1) % 3]
+    ids = {node: node.ask("CLUSTER", "MYID").decode() for node in (source, target)}
+    target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+    source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+    try:
+        name = key(tag, b"asked")
+        assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 1
+        assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 2
+        assert said == ["changed"], "the slot has not moved yet, and neither has the map"
+    finally:
+        for node in (source, target):
+            node.ask("CLUSTER", "SETSLOT", slot, "STABLE")
+
+
+async def test_a_server_that_is_named_for_the_first_time_gets_a_link(cluster, shards):
+    link = shards.of_tag(0)
+    shards._links.pop(Server(*_address(link.name)))
+    reply = asyncio.get_running_loop().create_future()
+    other = next(each for each in shards.all() if each is not link)
+    other.send((b"GET", key(0, b"absent")), reply.set_result)
+    assert await reply is None
+    await link.close()
+
+
+def _address(name):
+    host, _, port = name.rpartition(":")
+    return host, int(port)
+
+
+async def test_a_shard_that_is_down_fails_its_own_tags_only_and_comes_back(cluster, shards, said):
+    tags = {shards.of_tag(tag).name: tag for tag in range(TAGS)}
+    dead, *living = cluster.nodes
+    link = shards.of_tag(tags[dead.address])
+    dead.kill()
+    try:
+        await soon(lambda: not link.connected)
+        for node in living:
+            assert await ask(shards.of_tag(tags[node.address]), b"PING") == b"PONG"
+        reply = await asked(shards.of_tag(tags[dead.address]).send, (b"PING",))
+        assert isinstance(reply, StoreUnavailableError)
+    finally:
+        dead.start()
+    await soon(lambda: shards.of_tag(tags[dead.address]).connected)
+    reply = b""
+    while reply != b"OK":  # it serves once the others have greeted it
+        reply = await asked(shards.of_tag(tags[dead.address]).send, (b"SET", key(0), 1))
+        await asyncio.sleep(0.01)
+
+
+async def test_without_any_server_the_start_returns_and_everything_fails_until_one_is_there(
+    tmp_path,
+):
+    port, lines = free_port(), []
+    shards = open_shards(
+        parse_redis_url(f"redis+cluster://127.0.0.1:{port}"), timeout_ms=5, report=lines.append
+    )
+    await shards.start()
+    assert (shards.all(), shards.connected) == ((), False)
+    assert isinstance(await asked(shards.of_tag(3).send, (b"PING",)), StoreUnavailableError)
+    with pytest.raises(StoreUnavailableError):
+        await shards.server_of_tag(3)
+    assert lines == ["the map of the Cluster cannot be read: no connection: Connection refused"]
+    await shards.close()
+
+
+def slots(port, last):
+    return b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$0\r\n\r\n:%d\r\n" % (last, port)
+
+
+async def test_a_map_with_holes_holds_where_it_can_and_is_read_again_soon(monkeypatch):
+    """A server that at first knows of no Cluster, then of half of one, then is busy, then knows it whole."""
+    monkeypatch.setattr("ratelimitd.cluster.redis.cluster_topology.POLL_TROUBLED_S", 0.01)
+    lines, changes, asked_for = [], [], []
+
+    async def serve(reader, writer):
+        while told := await reader.read(1_000):
+            if b"PING" in told:
+                writer.write(b"+PONG\r\n")
+            if b"SLOTS" in told:
+                asked_for.append(1)
+                answers = {1: b"*0\r\n", 2: slots(port, SLOTS // 2 - 1), 3: b"-LOADING wait\r\n"}
+                writer.write(answers.get(len(asked_for), slots(port, SLOTS - 1)))
+
+    async with serving(serve) as port:
+        url = parse_redis_url(f"redis+cluster://127.0.0.1:{port}")
+        options = PATIENT._replace(
+            greeting=Greeting(wants_primary=False), report=lines.append, random=lambda: 0.0
+        )
+        shards = ClusterShards(url, options, lambda: changes.append(len(asked_for)))
+        await shards.start()
+        assert lines == ["the map of the Cluster cannot be read: the server knows of no Cluster"]
+        await soon(lambda: changes)
+        low, high = (tag_between(0, SLOTS // 2), tag_between(SLOTS // 2, SLOTS))
+        assert isinstance(await asked(shards.of_tag(high).send, (b"GET",)), StoreUnavailableError)
+        assert not shards.connected
+        await soon(lambda: len(changes) == 2)
+        assert shards.of_tag(low) is shards.of_tag(high)
+        assert shards.connected
+        await shards.close()
+    assert changes[0] == 2
+    assert lines[1] == "the map of the Cluster can be read again"
+
+
+def tag_between(first, end):
+    return next(tag for tag in range(TAGS) if first <= SLOT_OF_TAG[tag] < end)
+
+
+async def test_a_server_that_left_the_cluster_may_finish_what_is_in_flight(cluster):
+    paused = asyncio.Event()
+
+    async def sleep(_seconds):
+        await paused.wait()
+
+    lines = []
+    options = PATIENT._replace(
+        greeting=Greeting(wants_primary=False), sleep=sleep, report=lines.append
+    )
+    shards = ClusterShards(parse_redis_url(cluster.url), options)
+    await shards.start()
+    first, *others = shards.all()
+    shards._take((await shards.server_of_tag(tag_of(shards, first)),) * TAGS)
+    assert shards.all() == (first,)
+    assert all([await ask(link, b"PING") == b"PONG" for link in others])
+    paused.set()
+    await soon(lambda: not any(link.connected for link in others))
+    assert lines == []
+    await shards.close()
+
+
+async def test_a_server_that_was_away_and_left_the_cluster_is_reported_as_such(cluster):
+    lines = []
+    options = PATIENT._replace(greeting=Greeting(wants_primary=False), report=lines.append)
+    shards = ClusterShards(parse_redis_url(cluster.url), options)
+    await shards.start()
+    away, *_ = shards.all()
+    await away.close()
+    other = Server(*_address(shards.all()[1].name))
+    shards._take((other,) * TAGS)
+    assert lines == [f"shared state at {away.name}: has no part of the keys any more"]
+    await shards.close()
+
+
+async def test_a_cluster_that_stays_away_is_reported_once(monkeypatch):
+    monkeypatch.setattr("ratelimitd.cluster.redis.cluster_topology.POLL_TROUBLED_S", 0.001)
+    lines, pauses = [], []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    url = parse_redis_url(f"redis+cluster://127.0.0.1:{free_port()}")
+    shards = ClusterShards(url, PATIENT._replace(sleep=sleep, report=lines.append))
+    await shards.start()
+    await soon(lambda: len(pauses) >= 3)
+    await shards.close()
+    assert len(lines) == 1
+
+
+def tag_of(shards, link):
+    return next(tag for tag in range(TAGS) if shards.of_tag(tag) is link)
+
+
+async def test_shards_that_were_never_started_can_be_closed(cluster):
+    await ClusterShards(parse_redis_url(cluster.url), PATIENT).close()
+
+
+async def test_a_server_that_cannot_tell_its_map_now_is_passed_over():
+    async with peer(b"-LOADING wait\r\n") as port, linked(at(port)) as link:
+        with pytest.raises(StoreUnavailableError, match="LOADING"):
+            await _reply(link)

@@ -1,0 +1,429 @@
+import asyncio
+
+import pytest
+
+from ratelimitd.cluster.redis.connection import (
+    LATE_S,
+    MAX_TURNS,
+    REQUEST_S,
+    SILENCE_S,
+    TURN_S,
+    Connection,
+    Request,
+    again,
+    pack,
+)
+from ratelimitd.errors import (
+    StoreCorruptError,
+    StoreOverloadedError,
+    StoreSlowError,
+    StoreUnavailableError,
+)
+from ratelimitd.model import US_PER_S
+
+TIMEOUT_S = 0.005
+PING = pack((b"PING",))
+
+
+class Transport:
+    """The side of a transport that a connection uses."""
+
+    def __init__(self):
+        self.writes = []
+        self.aborted = False
+
+    def write(self, octets):
+        self.writes.append(octets)
+
+    def abort(self):
+        self.aborted = True
+
+
+class Setup:
+    """A connection with a clock that is set by hand, and all that it said."""
+
+    def __init__(self, **options):
+        self.now_s = 100.0
+        self.errors = []
+        self.lost = []
+        self.transport = Transport()
+        self.connection = Connection(
+            lambda request, text: self.errors.append((request, text)),
+            self.lost.append,
+            timeout_s=TIMEOUT_S,
+            time_s=lambda: self.now_s,
+            **options,
+        )
+        self.connection.connection_made(self.transport)
+
+    def ask(self, packed=PING, *, weight=1):
+        """What the request is told, as it comes."""
+        told = []
+        self.connection.submit(Request(packed, told.append, weight=weight))
+        return told
+
+    async def asked(self, packed=PING, *, weight=1):
+        """Likewise, and the request has left."""
+        told = self.ask(packed, weight=weight)
+        await turn()
+        return told
+
+    def timer(self, late_s=0.0):
+        """The timer fires, so much after its time."""
+        self.now_s = self.connection._timer_due_s + late_s
+        self.connection._timer.cancel()
+        self.connection.look()
+
+
+async def turn():
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_requests_of_one_turn_leave_in_one_write():
+    setup = Setup()
+    for _ in range(3):
+        setup.ask()
+    assert setup.transport.writes == []
+    await turn()
+    assert setup.transport.writes == [3 * PING]
+    await setup.asked()
+    assert setup.transport.writes == [3 * PING, PING]
+
+
+async def test_replies_are_taken_in_order_however_they_are_cut():
+    setup = Setup()
+    first, second = setup.ask(), await setup.asked()
+    for octet in b"$5\r\nfirst\r\n$6\r\ns":
+        setup.connection.data_received(bytes([octet]))
+    assert (first, second, setup.connection.in_flight) == ([b"first"], [], 1)
+    setup.connection.data_received(b"econd\r\n")
+    assert (second, setup.connection.in_flight) == ([b"second"], 0)
+
+
+async def test_an_error_reply_goes_to_the_owner_with_its_request():
+    setup = Setup()
+    told = await setup.asked()
+    setup.connection.data_received(b"-OOM no room\r\n")
+    ((request, text),) = setup.errors
+    assert (told, text) == ([], "OOM no room")
+    request.tell("told by the owner")
+    assert told == ["told by the owner"]
+
+
+async def test_a_request_that_is_not_answered_in_time_is_told_and_its_late_reply_is_swallowed():
+    setup = Setup()
+    first = await setup.asked()
+    setup.timer()
+    [slow] = first
+    assert isinstance(slow, StoreSlowError)
+    assert slow.waited_us == pytest.approx(TIMEOUT_S * US_PER_S, abs=1_000)
+    second = await setup.asked()
+    setup.connection.data_received(b"-OOM late\r\n+second\r\n")
+    assert (len(first), second, setup.errors) == (1, [b"second"], [])
+
+
+async def test_only_those_whose_time_is_over_are_told():
+    setup = Setup()
+    first = await setup.asked()
+    setup.now_s += TIMEOUT_S / 2
+    second = await setup.asked()
+    setup.timer()
+    assert (len(first), len(second)) == (1, 0)
+    setup.timer()
+    assert (len(first), len(second)) == (1, 1)
+
+
+async def test_many_requests_at_once_have_the_time_that_a_server_needs_for_them():
+    setup = Setup()
+    asked = [setup.ask() for _ in range(1_000)]
+    await turn()
+    assert setup.connection._timer_due_s == pytest.approx(100 + TIMEOUT_S + 0.05, abs=1e-9)
+    setup.timer()
+    assert {len(told) for told in asked} == {1}
+    last = await setup.asked()
+    assert setup.connection._timer_due_s == pytest.approx(
+        setup.now_s + TIMEOUT_S + REQUEST_S, abs=1e-9
+    ), "those that are told already are not waited for"
+    setup.timer()
+    assert len(last) == 1
+    setup.connection.drop(StoreUnavailableError("end"))
+
+
+async def test_those_that_were_answered_meanwhile_are_not_told():
+    setup = Setup()
+    first, second, third = setup.ask(), setup.ask(), await setup.asked()
+    setup.connection.data_received(b"+1\r\n")
+    setup.timer()
+    assert first == [b"1"]
+    assert (len(second), len(third)) == (1, 1)
+    setup.connection.data_received(b"+2\r\n+3\r\n")
+    fourth = await setup.asked()
+    setup.timer()
+    assert (len(second), len(third), len(fourth)) == (1, 1, 1)
+
+
+async def test_nothing_in_flight_needs_no_timer():
+    setup = Setup()
+    await setup.asked()
+    setup.connection.data_received(b"+1\r\n")
+    setup.timer()
+    assert setup.connection._timer is None
+    await setup.asked()
+    assert setup.connection._timer is not None
+    setup.connection.drop(StoreUnavailableError("end"))
+
+
+async def test_a_timer_for_a_silence_comes_earlier_for_a_new_request():
+    setup = Setup()
+    await setup.asked()
+    setup.timer()
+    assert setup.connection._timer_due_s == pytest.approx(setup.now_s + SILENCE_S - TIMEOUT_S)
+    told = await setup.asked()
+    assert setup.connection._timer_due_s == pytest.approx(setup.now_s + TIMEOUT_S)
+    setup.timer()
+    assert len(told) == 1
+    setup.connection.drop(StoreUnavailableError("end"))
+
+
+async def test_a_connection_that_is_silent_for_a_second_is_dropped():
+    setup = Setup()
+    first = await setup.asked()
+    setup.timer()
+    second = await setup.asked()
+    setup.timer()
+    assert (setup.lost, setup.transport.aborted) == ([], False)
+    third = await setup.asked()
+    setup.now_s = 100.0 + SILENCE_S
+    setup.connection._timer_due_s = setup.now_s
+    setup.timer()
+    assert setup.transport.aborted
+    assert str(setup.lost[0]) == "the shared state was silent for 1 s"
+    assert (len(first), len(second), len(third)) == (1, 1, 1)
+    assert str(third[0]) == "the shared state was silent for 1 s"
+
+
+async def test_with_a_timeout_of_a_second_what_is_late_is_told_before_the_connection_is_dropped():
+    setup = Setup()
+    setup.connection.timeout_s = SILENCE_S
+    told = await setup.asked()
+    setup.timer()
+    assert type(told[0]) is StoreSlowError
+    assert setup.lost == []
+    setup.timer()
+    assert str(setup.lost[0]) == "the shared state was silent for 1.5 s"
+
+
+async def test_a_process_that_slept_reads_what_came_meanwhile_before_it_judges():
+    setup = Setup()
+    told = await setup.asked()
+    setup.timer(late_s=0.2)
+    assert told == []
+    assert setup.connection._timer_due_s == pytest.approx(setup.now_s + TURN_S)
+    setup.connection.data_received(b"+in time\r\n")
+    setup.timer()
+    assert told == [b"in time"]
+    assert setup.lost == []
+
+
+async def test_a_process_that_slept_longer_than_a_silence_does_not_blame_the_server():
+    setup = Setup()
+    told = await setup.asked()
+    setup.timer(late_s=2 * SILENCE_S)
+    setup.connection.data_received(b"+in time\r\n")
+    setup.timer()
+    assert (told, setup.lost) == ([b"in time"], [])
+
+
+async def test_as_long_as_replies_come_after_a_sleep_the_rest_of_them_is_waited_for():
+    setup = Setup()
+    asked = [setup.ask() for _ in range(MAX_TURNS + 3)]
+    await turn()
+    setup.timer(late_s=0.2)
+    for _ in range(3):
+        setup.connection.data_received(b"+read in parts\r\n")
+        setup.timer()
+    assert not any(asked[3:])
+    setup.timer()
+    assert [len(told) for told in asked] == [1] * len(asked)
+    assert setup.connection.lost is None
+
+
+async def test_a_process_that_is_late_judges_in_the_end_although_replies_come():
+    setup = Setup()
+    asked = [setup.ask() for _ in range(MAX_TURNS + 3)]
+    await turn()
+    for _ in range(MAX_TURNS):
+        setup.timer(late_s=2 * LATE_S)
+        setup.connection.data_received(b"+slow\r\n")
+    assert asked[MAX_TURNS] == []
+    setup.timer(late_s=2 * LATE_S)
+    assert [len(told) for told in asked] == [1] * len(asked)
+
+
+async def test_a_process_that_is_always_late_judges_at_the_second_look():
+    setup = Setup()
+    told = await setup.asked()
+    setup.timer(late_s=2 * LATE_S)
+    assert told == []
+    setup.timer(late_s=2 * LATE_S)
+    assert len(told) == 1
+
+
+async def test_a_loop_that_was_held_up_gets_its_replies(valkey):
+    """With a real socket: the reply lies there when the timer is overdue."""
+    import time  # noqa: PLC0415
+
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(
+        lambda: Connection(lambda *_: None, lambda _error: None, timeout_s=TIMEOUT_S),
+        "127.0.0.1",
+        valkey.port,
+    )
+    reply = loop.create_future()
+    connection.submit(Request(PING, reply.set_result))
+    await asyncio.sleep(0)
+    loop.call_soon(time.sleep, 10 * TIMEOUT_S)
+    assert await reply == b"PONG"
+    connection.drop(StoreUnavailableError("end"))
+
+
+async def test_a_request_counts_by_its_weight_until_it_is_told_or_answered():
+    setup = Setup(max_requests=40)
+    late = await setup.asked(weight=20)
+    assert setup.connection._timer_due_s == pytest.approx(100 + TIMEOUT_S + 20 * REQUEST_S)
+    setup.timer()
+    assert len(late) == 1
+    due_s = setup.now_s + TIMEOUT_S + 20 * REQUEST_S
+    first, second = await setup.asked(weight=20), await setup.asked()
+    assert setup.connection._timer_due_s == pytest.approx(due_s), "what is told is not waited for"
+    assert isinstance(second[0], StoreOverloadedError), "but is in flight"
+    setup.connection.data_received(b"+1\r\n+2\r\n")
+    assert first == [b"2"]
+    await setup.asked(weight=7)
+    setup.timer()
+    assert setup.now_s == pytest.approx(due_s - 13 * REQUEST_S)
+    setup.connection.drop(StoreUnavailableError("end"))
+
+
+async def test_what_is_flushed_leaves_at_once_and_once():
+    setup = Setup()
+    setup.connection.flush()
+    assert setup.transport.writes == []
+    setup.ask()
+    setup.connection.flush()
+    assert setup.transport.writes == [PING]
+    await turn()
+    assert setup.transport.writes == [PING]
+    setup.connection.drop(StoreUnavailableError("end"))
+
+
+async def test_more_requests_than_may_be_in_flight_are_refused():
+    setup = Setup(max_requests=2)
+    asked = [setup.ask() for _ in range(3)]
+    assert asked[2] == []
+    await turn()
+    assert isinstance(asked[2][0], StoreOverloadedError)
+    setup.connection.data_received(b"+1\r\n")
+    again_asked = await setup.asked()
+    assert (asked[0], asked[1], again_asked) == ([b"1"], [], [])
+
+
+async def test_more_octets_than_may_be_in_flight_are_refused():
+    setup = Setup(max_bytes=2 * len(PING))
+    asked = [setup.ask(), setup.ask(), await setup.asked()]
+    assert isinstance(asked[2][0], StoreOverloadedError)
+    setup.connection.data_received(b"+1\r\n")
+    assert await setup.asked() == []
+    assert isinstance((await setup.asked(2 * PING))[0], StoreOverloadedError)
+
+
+async def test_the_end_of_a_connection_fails_what_is_in_flight_once():
+    setup = Setup()
+    told = await setup.asked()
+    setup.connection.connection_lost(None)
+    setup.connection.connection_lost(None)
+    setup.connection.drop(StoreUnavailableError("later"))
+    assert [str(error) for error in told] == ["the connection to the shared state was lost"]
+    assert len(setup.lost) == 1
+    assert not setup.transport.aborted
+    setup.connection.look()
+    refused = await setup.asked()
+    assert [type(error) for error in refused] == [StoreUnavailableError]
+
+
+async def test_what_has_not_left_when_the_connection_ends_never_leaves():
+    setup = Setup()
+    told = setup.ask()
+    setup.connection.drop(StoreUnavailableError("end"))
+    await turn()
+    assert [str(error) for error in told] == ["end"]
+    assert setup.transport.writes == []
+
+
+async def test_everybody_gets_an_error_of_their_own():
+    setup = Setup()
+    first, second = setup.ask(), await setup.asked()
+    setup.connection.drop(StoreUnavailableError("end"))
+    assert first[0] is not second[0]
+    assert str(again(StoreCorruptError("text"))) == "text"
+
+
+@pytest.mark.parametrize(
+    "octets",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b"\x15\x03\x01\x00\x02\x02",
+        b"*4294967295\r\n",  # MemoryError
+        b"%1\r\n*0\r\n+x\r\n",  # TypeError
+    ],
+)
+async def test_octets_that_are_no_reply_end_the_connection(octets):
+    setup = Setup()
+    told = await setup.asked()
+    setup.connection.data_received(octets)
+    assert setup.transport.aborted
+    assert str(told[0]) == "the shared state does not speak its protocol"
+
+
+async def test_an_answer_to_nothing_ends_the_connection():
+    setup = Setup()
+    setup.connection.data_received(b"+hello\r\n")
+    assert str(setup.lost[0]) == "the shared state answered what was not asked"
+
+
+async def test_an_owner_may_take_what_was_not_asked_and_go_on():
+    class Listener(Connection):
+        def unasked(self, reply):
+            self.heard = reply
+            return True
+
+    listener = Listener(None, None, timeout_s=TIMEOUT_S)
+    listener.data_received(b"+one\r\n+two\r\n")
+    assert listener.heard == b"two"
+
+
+async def test_a_server_that_hangs_up_says_why():
+    setup = Setup()
+    setup.connection.data_received(b"-ERR max number of clients reached\r\n")
+    assert str(setup.lost[0]) == "the shared state has as many clients as it takes"
+
+
+async def test_a_caller_may_end_the_connection_from_its_callback():
+    setup = Setup()
+    setup.connection.submit(
+        Request(PING, lambda _reply: setup.connection.drop(StoreUnavailableError("enough")))
+    )
+    told = await setup.asked()
+    setup.connection.data_received(b"+1\r\n+2\r\n")
+    assert [str(error) for error in told] == ["enough"]
+
+
+async def test_a_caller_that_times_out_may_end_the_connection_for_the_others():
+    setup = Setup()
+    setup.connection.submit(
+        Request(PING, lambda _reply: setup.connection.drop(StoreUnavailableError("enough")))
+    )
+    told = await setup.asked()
+    setup.timer()
+    assert [str(error) for error in told] == ["enough"]

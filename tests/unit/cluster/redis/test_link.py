@@ -1,0 +1,502 @@
+import asyncio
+from functools import partial
+
+import pytest
+
+from ratelimitd.cluster.redis.codec import Script
+from ratelimitd.cluster.redis.connection import Greeting, Request, pack
+from ratelimitd.cluster.redis.link import Link, connect
+from ratelimitd.errors import (
+    StoreCorruptError,
+    StoreMisconfiguredError,
+    StoreOverloadedError,
+    StoreUnavailableError,
+)
+from ratelimitd.settings.urls import Login, Server
+from tests.chaos_proxy import ChaosProxy
+from tests.servers import Valkey, free_port
+from tests.unit.cluster.redis.asking import PATIENT, ask, asked, at, linked, peer, soon
+
+INCREMENT = Script(b"return redis.call('INCRBY', KEYS[1], ARGV[1])")
+ECHO = Script(b"return ARGV[1]")
+
+
+async def no_pause(_seconds):
+    await asyncio.sleep(0)
+
+
+class Naps:
+    """Pauses that last until the test says so."""
+
+    def __init__(self):
+        self.slept = []
+        self.over = asyncio.Event()
+
+    async def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.over.clear()
+        await self.over.wait()
+
+
+async def test_a_command_gets_its_reply_whatever_its_type(valkey):
+    async with linked(at(valkey)) as link:
+        assert await ask(link, b"SET", b"k", 12) == b"OK"
+        assert await ask(link, b"GET", b"k") == b"12"
+        assert await ask(link, b"INCR", b"k") == 13
+        assert await ask(link, b"GET", b"absent") is None
+        assert await ask(link, b"MGET", b"k", b"absent") == [b"13", None]
+        assert link.name == valkey.address
+
+
+async def test_replies_find_the_requests_they_belong_to(valkey):
+    async with linked(at(valkey)) as link:
+        replies = [asked(link.send, (b"ECHO", number)) for number in range(2_000)]
+        assert link.in_flight == 2_000
+        assert await asyncio.gather(*replies) == [b"%d" % number for number in range(2_000)]
+        assert link.in_flight == 0
+
+
+async def test_a_script_that_the_store_does_not_know_runs_once_for_each_request(valkey):
+    async with linked(at(valkey)) as link:
+        replies = [asked(link.run, INCREMENT, (b"k",), (1,)) for _ in range(50)]
+        assert sorted(await asyncio.gather(*replies)) == list(range(1, 51))
+        assert valkey.ask("GET", "k") == b"50"
+        assert valkey.info("commandstats")["cmdstat_script|load"]["calls"] == 1
+
+
+async def test_a_script_is_loaded_again_when_the_store_forgot_it(valkey):
+    async with linked(at(valkey)) as link:
+        assert await asked(link.run, ECHO, (), (b"a",)) == b"a"
+        valkey.ask("SCRIPT", "FLUSH")
+        assert await asked(link.run, ECHO, (), (b"b",)) == b"b"
+
+
+async def test_a_script_that_cannot_be_loaded_fails_with_the_reason(valkey):
+    async with linked(at(valkey)) as link:
+        reply = await asked(link.run, Script(b"this is no Lua"), (), ())
+    assert isinstance(reply, StoreCorruptError)
+
+
+async def test_a_store_that_keeps_no_scripts_is_unavailable():
+    noscript = b"-NOSCRIPT No matching script.\r\n"
+    async with peer(noscript, b"+OK\r\n" + noscript) as port, linked(at(port)) as link:
+        reply = await asked(link.run, ECHO, (), ())
+    assert isinstance(reply, StoreUnavailableError)
+
+
+async def test_an_error_in_a_script_is_told_without_what_it_was_given(valkey):
+    failing = Script(b"return redis.call('GET', KEYS[1], ARGV[1])")
+    async with linked(at(valkey)) as link:
+        reply = await asked(link.run, failing, (b"key-of-somebody",), (b"secret",))
+    assert isinstance(reply, StoreCorruptError)
+    assert "somebody" not in str(reply)
+    assert "secret" not in str(reply)
+
+
+async def test_before_the_start_and_after_the_end_requests_fail(valkey):
+    link = Link(at(valkey), PATIENT)
+    assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
+    link.start()
+    await link.settled()
+    pending = asked(link.send, (b"BLPOP", b"nothing", 0))
+    await asyncio.sleep(0)
+    await link.close()
+    assert isinstance(await pending, StoreUnavailableError)
+    assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
+    assert not link.connected
+
+
+async def test_a_link_can_be_closed_while_it_connects():
+    async with peer(greeted=False) as port:
+        link = Link(at(port), PATIENT)
+        link.start()
+        parked = asked(link.send, (b"PING",))
+        await asyncio.sleep(0.01)
+        await link.close()
+        assert isinstance(await parked, StoreUnavailableError)
+
+
+async def test_requests_wait_for_the_first_connection(valkey):
+    link = Link(at(valkey), PATIENT)
+    link.start()
+    reply = asked(link.send, (b"PING",))
+    assert (link.in_flight, link.connected) == (1, False)
+    assert await reply == b"PONG"
+    await link.close()
+
+
+async def test_requests_do_not_wait_longer_for_a_connection_than_for_a_reply():
+    async with peer(greeted=False) as port:
+        link = Link(at(port), PATIENT._replace(timeout_s=0.01))
+        link.start()
+        assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
+        assert not link.connected
+        await link.close()
+
+
+async def test_no_more_wait_for_a_connection_than_may_be_in_flight():
+    async with peer(greeted=False) as port:
+        link = Link(at(port), PATIENT._replace(max_requests=1))
+        link.start()
+        first = asked(link.send, (b"PING",))
+        assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
+        assert not first.done()
+        await link.close()
+
+
+async def test_those_that_wait_count_by_their_weight():
+    async with peer(greeted=False) as port:
+        link = Link(at(port), PATIENT._replace(max_requests=30))
+        link.start()
+        heavy = []
+        link.run(Script(b"return 1"), [], [], heavy.append, 30)
+        assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
+        assert heavy == []
+        await link.close()
+
+
+async def test_a_lost_connection_is_remade_and_what_comes_meanwhile_waits_for_it(valkey):
+    async with linked(at(valkey), PATIENT._replace(sleep=no_pause)) as link:
+        pending = asked(link.send, (b"BLPOP", b"nothing", 0))
+        await soon(lambda: valkey.info("clients")["blocked_clients"] == 1)
+        valkey.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert isinstance(await pending, StoreUnavailableError)
+        assert await ask(link, b"PING") == b"PONG"
+        assert link.connections_total == 2
+
+
+async def test_what_was_in_flight_when_the_connection_was_lost_is_not_sent_again(valkey):
+    with ChaosProxy(valkey.port) as proxy:
+        async with linked(at(proxy.port), PATIENT._replace(sleep=no_pause)) as link:
+            await ask(link, b"PING")
+            proxy.down.hold = True
+            reply = asked(link.send, (b"INCR", b"k"))
+            await soon(lambda: valkey.ask("GET", "k") == b"1")
+            proxy.reset()
+            assert isinstance(await reply, StoreUnavailableError)
+            proxy.heal()
+            await soon(lambda: link.connected)
+            assert await ask(link, b"INCR", b"k") == 2
+
+
+async def test_a_late_reply_finds_nobody_and_the_next_ones_their_own_requests(valkey):
+    with ChaosProxy(valkey.port) as proxy:
+        async with linked(at(proxy.port), PATIENT._replace(timeout_s=0.05)) as link:
+            proxy.down.hold = True
+            assert isinstance(await asked(link.send, (b"ECHO", b"late")), StoreUnavailableError)
+            assert link.in_flight == 1
+            proxy.down.hold = False
+            await soon(lambda: link.in_flight == 0)
+            assert link.connections_total == 1
+            for word in (b"one", b"two"):
+                reply = await asked(link.send, (b"ECHO", word))
+                assert reply == word or isinstance(reply, StoreUnavailableError)
+
+
+async def test_a_server_that_is_away_is_tried_again_with_growing_pauses_and_reported_once(valkey):
+    port, naps, lines = free_port(), Naps(), []
+    options = PATIENT._replace(sleep=naps.sleep, random=lambda: 0.0, report=lines.append)
+    async with linked(at(port), options) as link:
+        for count in range(1, 8):
+            await soon(lambda count=count: len(naps.slept) == count)
+            assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
+            naps.over.set()
+        assert naps.slept[:7] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+        assert lines == [f"shared state at 127.0.0.1:{port}: no connection: Connection refused"]
+        await soon(lambda: len(naps.slept) == 8)
+        with Valkey(valkey.directory / "late", port=port):
+            naps.over.set()
+            await soon(lambda: link.connected)
+            assert lines[1:] == [f"shared state at 127.0.0.1:{port}: connected"]
+            assert await ask(link, b"PING") == b"PONG"
+
+
+async def test_nobody_knows_where_the_server_is_until_somebody_does(valkey):
+    knows, nobody = asyncio.Event(), StoreUnavailableError("no sentinel answers")
+
+    async def locate():
+        if not knows.is_set():
+            raise nobody
+        return Server("127.0.0.1", valkey.port)
+
+    lines = []
+    async with linked(locate, PATIENT._replace(report=lines.append)) as link:
+        assert not link.connected
+        assert lines == ["shared state: no sentinel answers"]
+        assert str(await asked(link.send, (b"PING",))) == "no sentinel answers"
+        knows.set()
+        await soon(lambda: link.connected)
+
+
+async def test_a_connection_that_does_not_last_is_not_remade_without_a_pause():
+    naps = Naps()
+    async with peer(b"") as port, linked(at(port), PATIENT._replace(sleep=naps.sleep)) as link:
+        assert isinstance(await asked(link.send, (b"PING",)), StoreUnavailableError)
+        await soon(lambda: naps.slept)
+
+
+async def test_a_connection_that_lasted_is_remade_without_a_pause(valkey, monkeypatch):
+    monkeypatch.setattr("ratelimitd.cluster.redis.link.LONG_LIFE_S", 0.0)
+    naps = Naps()
+    async with linked(at(valkey), PATIENT._replace(sleep=naps.sleep)) as link:
+        link.drop("the primary has moved")
+        assert not link.connected
+        await soon(lambda: link.connected)
+        assert link.connections_total == 2
+        assert not naps.slept
+
+
+async def test_a_connection_that_was_left_while_it_was_made_is_not_used(valkey, monkeypatch):
+    made = []
+
+    async def connect_and_hear_of_a_switch(*arguments):
+        made.append(await connect(*arguments))
+        if len(made) == 1:
+            link.belongs_to("192.0.2.7:6379", "another server has become the primary")
+        return made[-1]
+
+    monkeypatch.setattr("ratelimitd.cluster.redis.link.connect", connect_and_hear_of_a_switch)
+    link = Link(at(valkey), PATIENT._replace(sleep=no_pause))
+    link.start()
+    await soon(lambda: link.connected)
+    assert str(made[0].lost) == "another server has become the primary"
+    assert (len(made), link.connections_total) == (2, 1)
+    link.belongs_to(link.name, "it is this one")
+    assert link.connected
+    link.belongs_to("192.0.2.7:6379", "it is another one")
+    assert not link.connected
+    await link.close()
+
+
+async def test_to_drop_a_link_that_is_not_connected_does_nothing():
+    link = Link(at(1), PATIENT)
+    link.drop("no reason")
+    assert not link.connected
+    await link.close()
+
+
+async def test_a_wrong_password_is_a_misconfiguration_until_it_is_mended(tmp_path):
+    lines = []
+    wrong = PATIENT._replace(
+        greeting=Greeting(Login(password="wrong-secret")), report=lines.append, sleep=no_pause
+    )
+    with Valkey(tmp_path, password="right-secret") as server:
+        async with linked(at(server), wrong) as link:
+            assert isinstance(await asked(link.send, (b"PING",)), StoreMisconfiguredError)
+            assert lines == [
+                f"shared state at {server.address}: the shared state answered WRONGPASS"
+            ]
+            server.ask("CONFIG", "SET", "requirepass", "wrong-secret")
+            await soon(lambda: link.connected)
+            assert await ask(link, b"PING") == b"PONG"
+            assert len(lines) == 2
+
+
+async def test_a_permission_that_lacks_is_reported_once_for_a_connection(valkey):
+    valkey.ask("ACL", "SETUSER", "node", "on", ">pw", "~*", "+@all", "-get")
+    lines = []
+    options = PATIENT._replace(greeting=Greeting(Login("node", "pw")), report=lines.append)
+    async with linked(at(valkey), options) as link:
+        for _ in range(3):
+            assert isinstance(await asked(link.send, (b"GET", b"k")), StoreMisconfiguredError)
+        assert await ask(link, b"PING") == b"PONG"
+    assert lines == [f"shared state at {valkey.address}: the shared state answered NOPERM"]
+
+
+async def test_a_primary_that_became_a_replica_is_left(valkey):
+    naps = Naps()
+    async with linked(at(valkey), PATIENT._replace(sleep=naps.sleep)) as link:
+        valkey.ask("REPLICAOF", "127.0.0.1", free_port())
+        try:
+            reply = await asked(link.send, (b"SET", b"k", 1))
+            assert str(reply) == "the shared state answered READONLY"
+            assert not link.connected
+            await soon(lambda: naps.slept)
+            naps.over.set()
+            await soon(lambda: len(naps.slept) == 2)
+            reply = await asked(link.send, (b"GET", b"k"))
+            assert str(reply) == "the server is a replica"
+        finally:
+            valkey.ask("REPLICAOF", "NO", "ONE")
+        naps.over.set()
+        await soon(lambda: link.connected)
+
+
+@pytest.mark.parametrize(
+    ("option", "code"), [("maxmemory", "OOM"), ("min-replicas-to-write", "NOREPLICAS")]
+)
+async def test_a_server_that_cannot_write_now_is_unavailable_although_it_reads(
+    valkey, option, code
+):
+    async with linked(at(valkey)) as link:
+        valkey.ask("CONFIG", "SET", option, 1)
+        try:
+            assert await ask(link, b"GET", b"k") is None
+            with pytest.raises(StoreUnavailableError, match=f"answered {code}$"):
+                await ask(link, b"SET", b"k", 1)
+            reply = await asked(link.run, INCREMENT, (b"k",), (1,))
+            assert str(reply) == f"the shared state answered {code}"
+        finally:
+            valkey.ask("CONFIG", "SET", option, 0)
+        assert await asked(link.run, INCREMENT, (b"k",), (1,)) == 1
+        assert link.connections_total == 1
+
+
+async def test_a_server_with_as_many_clients_as_it_takes_is_unavailable(valkey):
+    lines = []
+    valkey.ask("CONFIG", "SET", "maxclients", 1)
+    try:
+        async with (
+            linked(at(valkey)) as first,
+            linked(at(valkey), PATIENT._replace(report=lines.append)) as second,
+        ):
+            assert (first.connected, second.connected) == (True, False)
+            reply = await asked(second.send, (b"PING",))
+            assert str(reply) == "the shared state has as many clients as it takes"
+            assert len(lines) == 1
+    finally:
+        async with linked(at(valkey)) as link:
+            await ask(link, b"CONFIG", b"SET", b"maxclients", 1_000)
+
+
+async def test_a_server_that_runs_an_endless_script_is_unavailable(valkey):
+    valkey.ask("CONFIG", "SET", "busy-reply-threshold", 1)
+    endless = Script(b"while true do end")
+    async with linked(at(valkey)) as first, linked(at(valkey)) as second:
+        pending = asked(first.run, endless, (), ())
+        while (reply := await asked(second.send, (b"GET", b"k"))) is None:
+            pass
+        assert str(reply) == "the shared state answered BUSY"
+        assert await ask(second, b"SCRIPT", b"KILL") == b"OK"
+        assert isinstance(await pending, StoreCorruptError)
+
+
+async def test_more_than_may_be_in_flight_is_an_overload_of_ours(valkey):
+    async with linked(at(valkey), PATIENT._replace(max_requests=2)) as link:
+        replies = [asked(link.send, (b"PING",)) for _ in range(3)]
+        first, second, third = await asyncio.gather(*replies)
+    assert (first, second) == (b"PONG", b"PONG")
+    assert isinstance(third, StoreOverloadedError)
+
+
+async def test_a_redirection_outside_of_a_cluster_is_a_misconfiguration():
+    async with peer(b"-MOVED 1 127.0.0.1:7001\r\n") as port, linked(at(port)) as link:
+        assert isinstance(await asked(link.send, (b"GET", b"k")), StoreMisconfiguredError)
+
+
+@pytest.mark.parametrize(
+    ("reply", "server", "asking"),
+    [
+        (b"-MOVED 1 127.0.0.1:7001\r\n", Server("127.0.0.1", 7001), False),
+        (b"-ASK 1 ::1:7001\r\n", Server("::1", 7001), True),
+        (b"-MOVED 1 :7001\r\n", Server("127.0.0.1", 7001), False),
+    ],
+)
+async def test_a_redirection_is_handed_on_once(reply, server, asking):
+    handed = []
+
+    def redirect(request, to):
+        handed.append((to, request.asking))
+        link.submit(request)
+
+    async with peer(reply, reply) as port, linked(at(port), redirect=redirect) as link:
+        assert isinstance(await asked(link.send, (b"GET", b"k")), StoreUnavailableError)
+    assert handed == [(server, asking)]
+
+
+@pytest.mark.parametrize("reply", [b"-MOVED 1 ?:7001\r\n", b"-MOVED\r\n", b"-ASK 1 host:port\r\n"])
+async def test_a_redirection_to_nowhere_is_not_followed(reply):
+    handed = []
+
+    def redirect(request, to):
+        handed.append(to)
+        request.tell(None)
+
+    async with peer(reply, b"+PONG\r\n") as port, linked(at(port), redirect=redirect) as link:
+        assert isinstance(await asked(link.send, (b"GET", b"k")), StoreUnavailableError)
+        assert await ask(link, b"PING") == b"PONG"
+    assert handed == []
+
+
+async def test_a_request_that_asks_says_so_before_it(valkey):
+    async with linked(at(valkey)) as link:
+        reply = asyncio.get_running_loop().create_future()
+        request = Request(pack((b"GET", b"k")), reply.set_result)
+        request.asking = True
+        link.submit_again(request)
+        assert link.in_flight == 2
+        assert await reply is None
+
+
+async def test_a_callback_that_fails_costs_others_nothing(valkey):
+    failures = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: failures.append(context["exception"])
+    )
+
+    def fails(_reply):
+        raise ValueError
+
+    async with linked(at(valkey)) as link:
+        link.send((b"PING",), fails)
+        assert await ask(link, b"PING") == b"PONG"
+    assert [type(failure) for failure in failures] == [ValueError]
+
+
+async def test_octets_that_are_no_protocol_end_the_connection():
+    naps = Naps()
+    async with (
+        peer(b"HTTP/1.1 400 Bad Request\r\n") as port,
+        linked(at(port), PATIENT._replace(sleep=naps.sleep)) as link,
+    ):
+        replies = [asked(link.send, (b"PING",)) for _ in range(3)]
+        assert {type(reply) for reply in await asyncio.gather(*replies)} == {StoreUnavailableError}
+        assert not link.connected
+
+
+async def test_whatever_the_network_does_each_request_is_told_once_and_runs_at_most_once(valkey):
+    """No reply is ever another's (redis-py#2624 was), and what was told to have run has run."""
+    told, sent = {}, 0
+    with ChaosProxy(valkey.port, seed=1) as proxy:
+        options = PATIENT._replace(timeout_s=0.05, sleep=no_pause)
+        async with linked(at(proxy.port), options) as link:
+            for number in range(60):
+                if number % 6 == 0:
+                    proxy.down.cut_after_bytes = 11 * number
+                if number % 10 == 9:
+                    proxy.reset()
+                proxy.down.slice_bytes = number % 3
+                proxy.down.latency_ms = 60.0 * (number % 15 == 14)
+                for _ in range(20):
+                    sent += 1
+                    script = Script(b"redis.call('INCR', KEYS[1]) return ARGV[1]")
+                    link.run(script, (b"k",), (sent,), partial(told.setdefault(sent, []).append))
+                await soon(lambda sent=sent: all(told[n] for n in range(sent - 19, sent + 1)))
+            proxy.heal()
+            await soon(lambda: link.in_flight == 0)
+    ran = {number for number, (reply,) in told.items() if reply == b"%d" % number}
+    lost = {n for n, (reply,) in told.items() if isinstance(reply, StoreUnavailableError)}
+    assert ran | lost == set(told)
+    assert ran
+    assert lost
+    assert len(ran) <= int(valkey.ask("GET", "k")) <= sent
+
+
+async def test_a_server_with_a_socket_is_reached_by_its_path(valkey):
+    async def locate():
+        return Server(str(valkey.unix_path), 0)
+
+    async with linked(locate) as link:
+        assert await ask(link, b"PING") == b"PONG"
+        assert link.name == str(valkey.unix_path)
+
+
+async def test_a_connection_that_is_lost_right_after_its_greeting_does_not_come_into_service(
+    valkey,
+):
+    link = Link(at(valkey), PATIENT)
+    connection = await link._connect()
+    connection.drop(StoreUnavailableError("lost"))
+    link._serve(connection)
+    assert (link.connected, link.connections_total) == (False, 0)
+    await link.close()

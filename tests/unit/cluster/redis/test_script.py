@@ -1,0 +1,26 @@
+from importlib.resources import files
+
+import pytest
+
+from ratelimitd.cluster.redis.codec import LIBRARY, SHEBANG, Script, load
+
+SCRIPTS = ("settle", "decide", "meet", "reset")
+
+
+def test_a_script_knows_the_digest_by_which_a_server_finds_it():
+    script = Script(b"return 1")
+    assert script.text == b"return 1"
+    assert script.sha == b"e0e1f9fabfc9d4800c877a703b823ac0578ff8db"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_loaded_script_is_whole_and_always_the_same(name):
+    script = load(name)
+    assert script.text.startswith(SHEBANG.encode())
+    for part in (*LIBRARY, f"{name}.lua"):
+        assert (files("ratelimitd.cluster.redis") / "scripts" / part).read_bytes() in script.text
+    assert script.sha == load(name).sha
+
+
+def test_the_scripts_differ():
+    assert len({load(name).sha for name in SCRIPTS}) == len(SCRIPTS)

@@ -1,0 +1,123 @@
+import asyncio
+from contextlib import suppress
+
+import pytest
+import redis
+
+from ratelimitd.cluster.redis.opening import open_shards
+from ratelimitd.cluster.redis.sentinel import Sentinels, SentinelShards
+from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
+from ratelimitd.settings.urls import Login, RedisUrl, Server, Topology, parse_redis_url
+from tests.servers import ValkeySentinel, free_port
+from tests.unit.cluster.redis.asking import PATIENT, ask, peer, serving, soon
+
+
+@pytest.fixture(scope="module")
+def sentinel(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sentinel")
+    with ValkeySentinel(directory, replicas=1, sentinels=1, down_after_ms=300) as servers:
+        yield servers
+
+
+async def test_the_primary_is_asked_for_and_the_sentinel_that_answers_is_asked_first_later(
+    sentinel,
+):
+    dead = Server("127.0.0.1", free_port())
+    live = Server("127.0.0.1", sentinel.sentinels[0].port)
+    url = RedisUrl(Topology.SENTINEL, (dead, live), service=sentinel.service)
+    sentinels = Sentinels(url, PATIENT)
+    assert sentinels.preferred == dead
+    assert await sentinels.primary() == Server("127.0.0.1", sentinel.primary.port)
+    assert sentinels.preferred == live
+
+
+async def test_a_service_that_the_sentinels_do_not_know_is_a_misconfiguration(sentinel):
+    url = parse_redis_url(sentinel.url.replace(sentinel.service, "other"))
+    with pytest.raises(StoreMisconfiguredError, match="do not know the service"):
+        await Sentinels(url, PATIENT).primary()
+
+
+async def test_no_sentinel_at_all_is_unavailable():
+    url = parse_redis_url(f"redis+sentinel://127.0.0.1:{free_port()}/limits")
+    with pytest.raises(StoreUnavailableError, match="no sentinel answers"):
+        await Sentinels(url, PATIENT).primary()
+
+
+def fail_over(sentinel):
+    """As soon as the sentinel has seen that the replica is fit for it."""
+    with suppress(redis.ResponseError):  # NOGOODSLAVE
+        return sentinel.sentinels[0].ask("SENTINEL", "FAILOVER", sentinel.service)
+    return None
+
+
+@pytest.fixture
+async def shards(sentinel):
+    shards = open_shards(parse_redis_url(sentinel.url), timeout_ms=5_000)
+    await shards.start()
+    yield shards
+    await shards.close()
+
+
+async def test_a_failover_is_followed(sentinel, shards):
+    link = shards.of_tag(0)
+    old = sentinel.primary
+    assert link.name == old.address
+    assert await ask(link, b"SET", b"k", 1) == b"OK"
+    await soon(lambda: shards._switches.connected)
+    await soon(lambda: fail_over(sentinel))
+    new = await asyncio.to_thread(sentinel.wait_for_failover, old)
+    await soon(lambda: link.connected and link.name == new.address)
+    assert await ask(link, b"SET", b"k", 2) == b"OK"
+    assert await shards.server_of_tag(0) == Server("127.0.0.1", new.port)
+
+
+def reply(*words):
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w), w) for w in words)
+
+
+async def test_the_link_leaves_a_primary_that_still_answers_when_the_sentinels_name_another(valkey):
+    """A primary that is cut off from the others goes on as if nothing had happened."""
+    host, port = b"127.0.0.1", b"%d" % valkey.port
+    other = b"%d" % free_port()
+    said = asyncio.Event()
+
+    async def serve(reader, writer):
+        asked = await reader.readuntil(b"PING\r\n")
+        writer.write(b"+PONG\r\n")
+        asked = await reader.read(1_000)
+        if b"SUBSCRIBE" not in asked:
+            writer.write(reply(host, other if said.is_set() else port))
+            return
+        writer.write(b"*3\r\n$9\r\nsubscribe\r\n$14\r\n+switch-master\r\n:1\r\n")
+        said.set()
+        switch = b"ours %s %s %s %s" % (host, port, host, other)
+        for told in (b"their 127.0.0.1 1 127.0.0.1 2", b"what?", switch):
+            writer.write(reply(b"message", b"+switch-master", told))
+        await reader.read()
+
+    async with serving(serve) as sentinel_port:
+        url = RedisUrl(Topology.SENTINEL, (Server("127.0.0.1", sentinel_port),), service="ours")
+        shards = SentinelShards(url, PATIENT)
+        await shards.start()
+        (link,) = shards.all()
+        await soon(lambda: link.name == f"127.0.0.1:{other.decode()}")
+        await shards.close()
+
+
+async def test_sentinels_have_a_login_of_their_own():
+    url = RedisUrl(
+        Topology.SENTINEL,
+        (Server("h", 1),),
+        Login("u", "p"),
+        service="s",
+        sentinel_login=Login("", "other"),
+    )
+    assert Sentinels(url, PATIENT).greeting.login == Login("", "other")
+    assert not Sentinels(url, PATIENT).greeting.wants_primary
+
+
+async def test_an_error_of_a_sentinel_is_that_of_the_login():
+    async with peer(b"+PONG\r\n", b"-NOAUTH Authentication required.\r\n", greeted=False) as port:
+        url = parse_redis_url(f"redis+sentinel://127.0.0.1:{port}/limits")
+        with pytest.raises(StoreMisconfiguredError, match="NOAUTH"):
+            await Sentinels(url, PATIENT).primary()

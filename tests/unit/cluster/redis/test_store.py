@@ -1,0 +1,374 @@
+"""The shared state as a node asks for it, in a real Valkey."""
+
+import asyncio
+from dataclasses import replace
+from struct import pack
+
+import pytest
+
+from ratelimitd.algorithms.sliding_window import runs_of
+from ratelimitd.cluster.redis.codec import bucket_key
+from ratelimitd.cluster.redis.store import READS_PER_COMMAND, TAGS_PER_BATCH, RedisStore
+from ratelimitd.cluster.redis.topology import TAGS, standalone
+from ratelimitd.errors import StoreCorruptError, StoreMisconfiguredError, StoreUnavailableError
+from ratelimitd.ledger.protocol import Sender
+from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
+from ratelimitd.model import LIMIT_EXCEEDED, WITHIN_LIMIT, Algorithm, IdentifierType, Rule
+from ratelimitd.settings.urls import parse_redis_url
+from tests.servers import free_port
+from tests.unit.cluster.redis.asking import PATIENT, asked
+
+RULE = Rule("1", "/a", IdentifierType.USER, 10, 3_600, Algorithm.FIXED_WINDOW, revision=3)
+NAME = b"a" * 16
+NOW_US = 1_700_006_400_000_000
+
+
+@pytest.fixture
+async def shards(valkey):
+    shards = standalone(parse_redis_url(valkey.url), PATIENT)
+    await shards.start()
+    yield shards
+    await shards.close()
+
+
+@pytest.fixture
+async def store(shards):
+    return RedisStore(shards)
+
+
+class Liar:
+    """Shards of which the one server answers everything with ``reply``."""
+
+    is_cluster = False
+    name = "liar:1"
+
+    def __init__(self, reply):
+        self.reply = reply
+
+    def of_tag(self, _tag):
+        return self
+
+    def send(self, _command, done):
+        asyncio.get_running_loop().call_soon(done, self.reply)
+
+    def run(self, _script, _keys, _arguments, done, _weight=1):
+        self.send((), done)
+
+    def flush(self):
+        pass
+
+
+def update(tokens=0, *asks):
+    return Update(RULE, None, [(NOW_US, tokens)] if tokens else (), [Ask(NOW_US, n) for n in asks])
+
+
+async def settle(store, sender, *updates):
+    batch = sender.freeze(list(updates), NOW_US)
+    return await asked(store.settle, NAME[0], batch)
+
+
+async def decide(store, cost, *, peek=False, now_us=NOW_US):
+    return await asked(store.decide, StoreCheck(NAME, RULE, now_us, cost, peek))
+
+
+async def meet(store, cost=1, *, name=NAME, peek=False):
+    return await asked(store.meet, StoreCheck(name, RULE, NOW_US, cost, peek))
+
+
+async def beat(store, name, ttl_us=5_000_000, fingerprint="ours"):
+    return await asked(store.beat, name, ttl_us, fingerprint)
+
+
+async def test_the_one_server_is_named_and_batches_are_of_several_tags(store, valkey):
+    assert {store.shard_of(tag) for tag in range(TAGS)} == {valkey.address}
+    assert store.tags_per_batch == TAGS_PER_BATCH
+    assert store.is_connected(7)
+
+
+async def test_a_batch_is_applied_once_and_read_again_as_it_was_answered(store):
+    sender = Sender("node/1")
+    first = await settle(store, sender, (NAME, update(4)))
+    again = await asked(store.settle, NAME[0], sender.outstanding)
+    assert first == again
+    assert first.settled[NAME].shared == SharedState(0, 3, 10, (4, NOW_US))
+    assert await asked(store.read, NAME, RULE) == first.settled[NAME].shared
+
+
+async def test_a_batch_that_is_older_than_the_last_of_its_sender_is_refused(store):
+    sender = Sender("node/1")
+    reply = await settle(store, sender, (NAME, update(1)))
+    old = sender.acknowledged(reply)
+    await settle(store, sender, (NAME, update(1)))
+    assert await asked(store.settle, NAME[0], old) is None
+
+
+async def test_checks_that_a_batch_takes_along_are_decided(store):
+    reply = await settle(store, Sender("node/1"), (NAME, update(8, 2, 1)))
+    assert reply.settled[NAME].grants == (True, False)
+
+
+async def test_buckets_of_one_turn_are_read_together_each_with_its_own_answer(store, valkey):
+    await settle(store, Sender("node/1"), (NAME, update(4)))
+    names = [b"a%015d" % number for number in range(READS_PER_COMMAND)]
+    states = await asyncio.gather(*(asked(store.read, name, RULE) for name in (*names, NAME)))
+    assert states == [None] * READS_PER_COMMAND + [SharedState(0, 3, 10, (4, NOW_US))]
+    assert valkey.info("commandstats")["cmdstat_mget"]["calls"] == 2
+
+
+async def test_in_a_cluster_each_bucket_is_read_by_itself(shards, valkey, monkeypatch):
+    monkeypatch.setattr(shards, "is_cluster", True, raising=False)
+    store = RedisStore(shards)
+    assert store.tags_per_batch == 1
+    names = [bytes([number]) * 16 for number in range(3)]
+    states = await asyncio.gather(*(asked(store.read, name, RULE) for name in names))
+    assert states == [None] * 3
+    assert valkey.info("commandstats")["cmdstat_mget"]["calls"] == 3
+
+
+async def test_a_first_check_is_decided_and_the_bucket_comes_with_its_answer(store):
+    await settle(store, Sender("node/1"), (NAME, update(4)))
+    outcome, shared = await meet(store, 5)
+    assert outcome == (True, 1, 1_700_006_400 + 3_600, 0, WITHIN_LIMIT, None)
+    assert shared == SharedState(0, 3, 10, (9, NOW_US))
+    assert await asked(store.read, NAME, RULE) == shared
+    outcome, same = await meet(store, 2)
+    assert (outcome[4], same) == (LIMIT_EXCEEDED, shared)
+
+
+async def test_one_that_only_asks_writes_nothing(store, valkey):
+    outcome, shared = await meet(store, 3, peek=True)
+    assert (outcome[:2], shared) == ((True, 7), SharedState(0, 3, 10))
+    assert valkey.ask("EXISTS", bucket_key(NAME)) == 0
+
+
+async def test_a_denial_writes_a_newer_limit_and_nothing_else(store, valkey):
+    await settle(store, Sender("node/1"), (NAME, update(4)))
+    lower = StoreCheck(NAME, replace(RULE, limit=3, revision=4), NOW_US, 1, peek=False)
+    value = valkey.ask("GET", bucket_key(NAME))
+    assert (await meet(store, 8))[0][0] is False
+    outcome, shared = await asked(store.meet, lower._replace(peek=True))
+    assert (outcome[0], shared) == (False, SharedState(0, 3, 10, (4, NOW_US)))
+    assert valkey.ask("GET", bucket_key(NAME)) == value
+    outcome, shared = await asked(store.meet, lower)
+    assert (outcome[0], shared) == (False, SharedState(0, 4, 3, (3, NOW_US)))
+    assert await asked(store.read, NAME, RULE) == shared
+
+
+async def test_a_first_check_of_a_value_that_is_no_bucket_begins_one(store, valkey):
+    valkey.ask("SET", bucket_key(NAME), b"not ours")
+    outcome, _ = await meet(store, 4)
+    assert (outcome[:2], store.corrupt_total) == ((True, 6), 1)
+    assert (await asked(store.read, NAME, RULE)).state == (4, NOW_US)
+
+
+async def test_a_check_of_a_value_that_is_no_bucket_is_an_error_once(store, valkey):
+    valkey.ask("SET", bucket_key(NAME), b"not ours")
+    first, second = await asyncio.gather(decide(store, 4), decide(store, 4))
+    assert (type(first), second[:2], store.corrupt_total) == (StoreCorruptError, (True, 6), 1)
+
+
+async def test_a_first_check_whose_answer_is_none_costs_those_beside_it_nothing():
+    answer = pack("<BBIIQ", 1, 1, 9, 0, 50) + pack("<BBIQI", 1, 2, 0, 3, 10)
+    store = RedisStore(Liar([0, answer, b"not ours"]))
+    first, second = await asyncio.gather(meet(store), meet(store))
+    assert (first[0][:2], type(second)) == ((True, 9), StoreCorruptError)
+    assert store.corrupt_total == 1
+
+
+async def test_a_value_that_is_no_bucket_counts_as_a_full_one_and_the_next_batch_replaces_it(
+    store, valkey
+):
+    valkey.ask("SET", bucket_key(NAME), b"not ours")
+    assert await asked(store.read, NAME, RULE) is None
+    assert store.corrupt_total == 1
+    reply = await settle(store, Sender("node/1"), (NAME, update(4)))
+    assert store.corrupt_total == 2
+    assert await asked(store.read, NAME, RULE) == reply.settled[NAME].shared
+
+
+@pytest.mark.parametrize("gone", [2**40, 2])
+async def test_a_log_that_says_less_than_nothing_or_more_than_there_is_begins_anew(
+    store, valkey, gone
+):
+    rule = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, window_seconds=60)
+    check = StoreCheck(NAME, rule, NOW_US, 4, peek=False)
+    times_us = NOW_US - 61_000_000, NOW_US
+    log = pack("<BBIQIQQQQQ", 1, 3, 0, 3, 10, 3, times_us[0], gone, times_us[1], 9)
+    valkey.ask("SET", bucket_key(NAME), log)
+    too_much = await asked(store.decide, check._replace(cost=11))
+    assert too_much[:2] == (False, 10)
+    assert [(await asked(store.decide, check))[:2] for _ in range(2)] == [(True, 6), (True, 2)]
+    shared = await asked(store.read, NAME, rule)
+    assert runs_of(shared.state) == [(NOW_US, 8)]
+
+
+@pytest.mark.parametrize("ask", ["decide", "meet"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (4, (NOW_US - 3, 1), (NOW_US - 2, 2), (5, 9)),
+        (4, (NOW_US - 3, 1), (NOW_US - 2, 2), (2**52, 9)),
+        (1, (NOW_US - 61_000_000, 1), (2**52, 9)),
+    ],
+)
+async def test_a_log_whose_times_do_not_ascend_begins_anew(store, valkey, broken, ask):
+    cost, *entries = broken
+    rule = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, window_seconds=60)
+    check = StoreCheck(NAME, rule, NOW_US, cost, peek=False)
+    entries.append((NOW_US, 10))
+    log = pack("<BBIQIQ", 1, 3, 0, 3, 10, 0) + b"".join(pack("<QQ", *entry) for entry in entries)
+    valkey.ask("SET", bucket_key(NAME), log)
+    answer = await asked(getattr(store, ask), check)
+    outcome = answer[0] if ask == "meet" else answer
+    assert outcome[0]
+    assert 0 <= outcome[3] <= 61
+    shared = await asked(store.read, NAME, rule)
+    assert runs_of(shared.state)[-1] == (NOW_US, cost)
+
+
+async def test_one_check_is_decided_by_the_store(store):
+    allowed = await decide(store, 7)
+    assert allowed[:2] == (True, 3)
+    assert (await decide(store, 3, peek=True))[:2] == (True, 0)
+    assert (await decide(store, 4))[4] is LIMIT_EXCEEDED
+
+
+async def test_without_a_time_the_store_has_its_own(store, valkey):
+    await decide(store, 7, now_us=STORE_TIME)
+    state = (await asked(store.read, NAME, RULE)).state
+    seconds, _ = valkey.ask("TIME")
+    assert abs(state[1] // 1_000_000 - seconds) < 60
+
+
+async def test_a_reset_is_a_full_bucket_of_the_next_generation(store):
+    await settle(store, Sender("node/1"), (NAME, update(4)))
+    shared = await asked(store.reset, NAME, RULE, 0)
+    assert shared == SharedState(1, 3, 10)
+    assert await asked(store.read, NAME, RULE) == shared
+    assert (await asked(store.reset, NAME, RULE, 50)).generation == 50
+    assert (await asked(store.reset, NAME, RULE, 50)).generation == 51
+
+
+async def test_a_probe_finds_that_the_server_writes(store, valkey):
+    assert await asked(store.probe, 7) is None
+    assert await asked(store.probe, 7) is None
+
+
+async def test_a_probe_finds_that_it_does_not(store, valkey):
+    valkey.ask("CONFIG", "SET", "min-replicas-to-write", 1)
+    try:
+        assert isinstance(await asked(store.probe, 7), StoreUnavailableError)
+    finally:
+        valkey.ask("CONFIG", "SET", "min-replicas-to-write", 0)
+
+
+async def test_signs_of_life_tell_who_is_alive_and_the_time_of_the_store(store, valkey):
+    now_us, fingerprint, names = await beat(store, "one/1")
+    assert (fingerprint, names) == ("ours", ("one/1",))
+    seconds, _ = valkey.ask("TIME")
+    assert abs(now_us // 1_000_000 - seconds) < 60
+    _, fingerprint, names = await beat(store, "two/2", fingerprint="theirs")
+    assert (fingerprint, {*names}) == ("ours", {"one/1", "two/2"})
+    await beat(store, "two/2", ttl_us=0)
+    _, _, names = await beat(store, "one/1")
+    assert names == ("one/1",)
+
+
+async def test_who_was_alive_before_the_clock_went_back_is_not(store, valkey):
+    seconds, _ = valkey.ask("TIME")
+    valkey.ask("ZADD", "rl1:{00}:members", (seconds + 3_600) * 1_000_000, "dead/1")
+    assert (await beat(store, "one/1"))[2] == ("one/1",)
+
+
+async def test_a_name_that_is_no_text_is_counted_all_the_same(store, valkey):
+    seconds, _ = valkey.ask("TIME")
+    valkey.ask("ZADD", "rl1:{00}:members", seconds * 1_000_000, b"\xff")
+    assert len((await beat(store, "one/1"))[2]) == 2
+
+
+@pytest.mark.parametrize("kind", ["list", "text"])
+async def test_what_others_put_where_signs_of_life_are_is_removed(store, valkey, kind):
+    for key in ("rl1:{00}:members", "rl1:{00}:secret"):
+        valkey.ask(*(("RPUSH", key, "x") if kind == "list" else ("SET", key, b"\xff no text")))
+    _, fingerprint, names = await beat(store, "one/1")
+    assert (fingerprint, names) == ("ours", ("one/1",))
+    assert (await beat(store, "one/1"))[1:] == ("ours", ("one/1",))
+
+
+@pytest.mark.parametrize("command", ["get", "set"])
+async def test_a_user_who_may_not_do_what_scripts_do_is_refused_and_no_bucket_is_full(
+    store, valkey, command
+):
+    sender = Sender("node/1")
+    await settle(store, sender, (NAME, update(7)))
+    before = valkey.ask("GET", bucket_key(NAME))
+    valkey.ask("ACL", "SETUSER", "default", f"-{command}")
+    try:
+        answers = [
+            await settle(store, Sender("node/2"), (NAME, update(1))),
+            await decide(store, 1),
+            await meet(store),
+            await asked(store.reset, NAME, RULE, 0),
+            await asked(store.probe, 7),
+            await beat(store, "one/1"),
+        ]
+    finally:
+        valkey.ask("ACL", "SETUSER", "default", f"+{command}")
+    assert {type(answer) for answer in answers} == {StoreMisconfiguredError}
+    assert valkey.ask("GET", bucket_key(NAME)) == before
+
+
+async def ask_everything(store):
+    return [
+        await asked(store.read, NAME, RULE),
+        await settle(store, Sender("node/1"), (NAME, update(4))),
+        await decide(store, 1),
+        await meet(store),
+        await asked(store.reset, NAME, RULE, 0),
+        await asked(store.probe, 7),
+        await beat(store, "one/1"),
+    ]
+
+
+async def test_a_server_that_is_away_is_an_error_for_all_who_ask():
+    shards = standalone(parse_redis_url(f"redis://127.0.0.1:{free_port()}"), PATIENT)
+    await shards.start()
+    store = RedisStore(shards)
+    assert not store.is_connected(7)
+    answers = await ask_everything(store)
+    await shards.close()
+    assert all(isinstance(answer, StoreUnavailableError) for answer in answers)
+
+
+@pytest.mark.parametrize("reply", [b"not ours", [], 7, None])
+async def test_a_reply_that_is_none_of_ours_is_an_error_for_all_who_ask(reply):
+    answers = await ask_everything(RedisStore(Liar(reply)))
+    assert all(isinstance(answer, StoreCorruptError) for answer in answers)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        [b"1" * 17, b"ours", []],
+        [b"1" * 5_000, b"ours", []],
+        [b"-1", b"ours", []],
+        [b"1", b"ours", [b"one/1", 7]],
+    ],
+)
+async def test_a_time_or_a_name_that_cannot_be_is_no_reply_to_a_sign_of_life(reply):
+    assert type(await beat(RedisStore(Liar(reply)), "one/1")) is StoreCorruptError
+
+
+async def test_who_cannot_take_what_was_read_costs_others_of_the_same_turn_nothing(store):
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: reported.append(context["exception"])
+    )
+    error = ValueError("defect")
+
+    def fails(_shared):
+        raise error
+
+    store.read(NAME, RULE, fails)
+    assert await asked(store.read, b"b" * 16, RULE) is None
+    assert reported == [error]

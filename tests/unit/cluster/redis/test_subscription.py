@@ -1,0 +1,193 @@
+import asyncio
+from itertools import chain, repeat
+
+from ratelimitd.cluster.redis.connection import Greeting
+from ratelimitd.cluster.redis.pubsub import Channel, Subscription
+from ratelimitd.settings.urls import Login
+from tests.servers import free_port
+from tests.unit.cluster.redis.asking import PATIENT, at, serving, soon
+
+SUBSCRIBED = b"*3\r\n$9\r\nsubscribe\r\n$1\r\nc\r\n:1\r\n"
+MESSAGE = b"*3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$2\r\nhi\r\n"
+GREETED = b"+PONG\r\n*3\r\n$6\r\nmaster\r\n:0\r\n*0\r\n"
+
+
+class Heard:
+    """A subscription and what came of it."""
+
+    def __init__(self, locate, channel=Channel(b"c"), options=PATIENT, **more):  # noqa: B008
+        self.began = 0
+        self.messages = []
+        self.subscription = Subscription(
+            locate,
+            channel,
+            options,
+            on_message=self.messages.append,
+            on_begin=self._begin,
+            **more,
+        )
+
+    def _begin(self):
+        self.began += 1
+
+    async def __aenter__(self):
+        self.subscription.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.subscription.close()
+
+
+async def no_pause(_seconds):
+    await asyncio.sleep(0)
+
+
+async def test_messages_are_heard_from_the_beginning_on(valkey):
+    async with Heard(at(valkey)) as heard:
+        await soon(lambda: heard.began)
+        assert heard.subscription.connected
+        valkey.ask("PUBLISH", "c", b"one")
+        valkey.ask("PUBLISH", "d", b"elsewhere")
+        valkey.ask("PUBLISH", "c", b"two")
+        await soon(lambda: heard.messages == [b"one", b"two"])
+    assert not heard.subscription.connected
+    await soon(lambda: valkey.ask("PUBSUB", "NUMSUB", "c") == [b"c", 0])
+
+
+async def test_a_subscription_that_was_never_started_can_be_closed(valkey):
+    heard = Heard(at(valkey))
+    await heard.subscription.close()
+    assert heard.began == 0
+
+
+async def test_a_lost_connection_begins_anew(valkey):
+    async with Heard(at(valkey), options=PATIENT._replace(sleep=no_pause)) as heard:
+        await soon(lambda: heard.began == 1)
+        valkey.ask("CLIENT", "KILL", "TYPE", "pubsub")
+        await soon(lambda: heard.began == 2)
+        valkey.ask("PUBLISH", "c", b"again")
+        await soon(lambda: heard.messages == [b"again"])
+
+
+async def test_a_connection_that_lasted_is_remade_without_a_pause(valkey, monkeypatch):
+    monkeypatch.setattr("ratelimitd.cluster.redis.pubsub.LONG_LIFE_S", 0.0)
+    slept = []
+    options = PATIENT._replace(sleep=slept.append)
+    async with Heard(at(valkey), options=options) as heard:
+        await soon(lambda: heard.began == 1)
+        valkey.ask("CLIENT", "KILL", "TYPE", "pubsub")
+        await soon(lambda: heard.began == 2)
+    assert slept == []
+
+
+async def test_a_server_that_is_away_is_tried_again_in_silence():
+    pauses, lines = [], []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+        await asyncio.sleep(0)
+
+    options = PATIENT._replace(sleep=sleep, report=lines.append, random=lambda: 0.0)
+    async with Heard(at(free_port()), options=options) as heard:
+        await soon(lambda: len(pauses) >= 3)
+        assert pauses[:3] == [0.05, 0.1, 0.2]
+    assert (lines, heard.began) == ([], 0)
+
+
+async def test_a_channel_that_the_user_may_not_hear_is_reported_once_until_it_may(valkey):
+    valkey.ask("ACL", "SETUSER", "node", "on", ">pw", "resetchannels", "+@all")
+    lines = []
+    options = PATIENT._replace(
+        greeting=Greeting(Login("node", "pw")), report=lines.append, sleep=no_pause
+    )
+    async with Heard(at(valkey), options=options) as heard:
+        await soon(lambda: lines)
+        assert lines == ["messages of c: the shared state answered NOPERM"]
+        valkey.ask("ACL", "SETUSER", "node", "&c")
+        await soon(lambda: heard.began)
+    assert lines[1:] == ["messages of c: heard again"]
+    valkey.ask("ACL", "DELUSER", "node")
+
+
+async def test_a_server_that_hangs_up_before_it_subscribes_is_tried_again():
+    connections = []
+
+    async def serve(reader, writer):
+        connections.append(1)
+        await reader.readuntil(b"ROLE\r\n")
+        writer.write(GREETED)
+        await reader.readuntil(b"\r\nc\r\n")
+        if len(connections) > 1:
+            writer.write(SUBSCRIBED + MESSAGE)
+            await reader.read()
+
+    async with (
+        serving(serve) as port,
+        Heard(at(port), options=PATIENT._replace(sleep=no_pause)) as heard,
+    ):
+        await soon(lambda: heard.messages == [b"hi"])
+        assert (heard.began, len(connections)) == (1, 2)
+
+
+async def test_a_channel_that_the_server_gives_up_is_looked_for_again():
+    connections = []
+
+    async def serve(reader, writer):
+        connections.append(1)
+        await reader.readuntil(b"ROLE\r\n")
+        writer.write(GREETED)
+        await reader.readuntil(b"\r\nc\r\n")
+        writer.write(SUBSCRIBED)
+        if len(connections) == 1:
+            writer.write(b"*3\r\n$12\r\nsunsubscribe\r\n$1\r\nc\r\n:0\r\n")
+        await reader.read()
+
+    async with (
+        serving(serve) as port,
+        Heard(at(port), options=PATIENT._replace(sleep=no_pause)) as heard,
+    ):
+        await soon(lambda: heard.began == 2)
+
+
+async def test_silence_that_is_not_allowed_ends_the_connection(valkey):
+    options = PATIENT._replace(sleep=no_pause)
+    async with Heard(at(valkey), Channel(b"c", silence_s=0.01), options) as heard:
+        await soon(lambda: heard.began >= 2)
+
+
+async def test_a_process_that_slept_hears_first_what_was_said_meanwhile(valkey):
+    clock = [0.0]
+    channel = Channel(b"c", silence_s=0.1)
+    async with Heard(at(valkey), channel, time_s=lambda: clock[0]) as heard:
+        await soon(lambda: heard.began)
+        for count in range(1, 4):
+            valkey.ask("PUBLISH", "c", b"one")
+            clock[0] += 10.0
+            await soon(lambda count=count: len(heard.messages) == count)
+        assert heard.began == 1
+
+
+async def test_what_came_while_the_process_slept_is_heard_before_it_judges_the_silence(valkey):
+    """The clock jumps, once, when the silence is looked at."""
+    clock = chain([0.0, 0.0, 100.0], repeat(0.0))
+    channel = Channel(b"c", silence_s=0.02)
+    async with Heard(at(valkey), channel, time_s=lambda: next(clock)) as heard:
+        await soon(lambda: heard.began)
+        valkey.ask("PUBLISH", "c", b"one")
+        await soon(lambda: heard.messages)
+        assert heard.began == 1
+
+
+async def test_a_listener_that_fails_is_reported_and_hears_on(valkey):
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: reported.append(type(context["exception"]))
+    )
+    async with Heard(at(valkey)) as heard:
+        heard.subscription._on_message = {b"known": 1}.__getitem__
+        await soon(lambda: heard.began)
+        valkey.ask("PUBLISH", "c", b"strange")
+        valkey.ask("PUBLISH", "c", b"known")
+        valkey.ask("PUBLISH", "c", b"strange")
+        await soon(lambda: reported == [KeyError, KeyError])
+        assert heard.began == 1

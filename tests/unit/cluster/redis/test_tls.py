@@ -1,0 +1,59 @@
+import ssl
+
+import pytest
+import trustme
+
+from ratelimitd.cluster.redis.topology import client_context
+from ratelimitd.errors import StartupError
+from ratelimitd.settings.urls import TlsFiles
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The paths of an authority, a certificate of it and the key to that."""
+    directory = tmp_path_factory.mktemp("tls")
+    ca, paths = trustme.CA(), {}
+    certificate = ca.issue_cert("node-1")
+    for name, pem in (
+        ("ca", ca.cert_pem),
+        ("cert", certificate.cert_chain_pems[0]),
+        ("key", certificate.private_key_pem),
+    ):
+        paths[name] = str(directory / name)
+        pem.write_to_path(paths[name])
+    return paths
+
+
+def test_the_authorities_of_the_system_hold_unless_others_are_named(files):
+    context = client_context(TlsFiles())
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.check_hostname
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+    before = len(ssl.create_default_context().get_ca_certs())
+    assert len(client_context(TlsFiles(ca_certs=files["ca"])).get_ca_certs()) == 1
+    assert len(context.get_ca_certs()) == before
+
+
+def test_the_name_of_the_host_may_be_left_unchecked_and_never_the_certificate():
+    context = client_context(TlsFiles(check_hostname=False))
+    assert not context.check_hostname
+    assert context.verify_mode is ssl.CERT_REQUIRED
+
+
+def test_a_certificate_of_ours_needs_its_key(files):
+    client_context(TlsFiles(certfile=files["cert"], keyfile=files["key"]))
+    with pytest.raises(StartupError, match="ssl_certfile or ssl_keyfile cannot be used"):
+        client_context(TlsFiles(certfile=files["cert"], keyfile=files["ca"]))
+
+
+@pytest.mark.parametrize(
+    ("files", "option"),
+    [
+        (TlsFiles(ca_certs="/absent"), "ssl_ca_certs cannot be used: No such file"),
+        (TlsFiles(certfile="/absent", keyfile="/absent"), "ssl_keyfile cannot be used: No such"),
+        (TlsFiles(ca_certs=__file__), "ssl_ca_certs cannot be used: it is not valid PEM"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_by_its_option(files, option):
+    with pytest.raises(StartupError, match=option):
+        client_context(files)

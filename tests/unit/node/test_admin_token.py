@@ -1,0 +1,177 @@
+import os
+import stat
+
+import pytest
+
+from ratelimitd.buckets.state_dir import StateDir
+from ratelimitd.errors import StartupError
+from ratelimitd.node.admin_token import (
+    FILE_NAME,
+    find_admin_token,
+    own_admin_token,
+    read_admin_token,
+)
+
+VARIABLE = "RATELIMITD_STATE_DIR"
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    return tmp_path / FILE_NAME
+
+
+def test_a_token_is_made_once_for_its_owner_alone(tmp_path, token_file):
+    made = own_admin_token(tmp_path)
+    assert len(made) >= 43  # 32 random bytes
+    assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+    assert token_file.read_text() == f"{made}\n"
+    assert own_admin_token(tmp_path) == made
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_two_nodes_have_two_tokens(tmp_path):
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    assert own_admin_token(directories[0]) != own_admin_token(directories[1])
+
+
+def test_a_token_that_somebody_put_there_is_used(tmp_path, token_file):
+    token_file.write_text(" chosen-by-hand\r\n")
+    token_file.chmod(0o640)  # a group may have been made for it
+    assert own_admin_token(tmp_path) == "chosen-by-hand"
+
+
+def test_what_a_killed_start_left_is_replaced(tmp_path, token_file):
+    aside = tmp_path / f"{FILE_NAME}.tmp"
+    aside.write_text("half")
+    aside.chmod(0o666)
+    assert own_admin_token(tmp_path) != "half"
+    assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+
+
+def unusable(tmp_path):
+    with pytest.raises(StartupError) as caught:
+        own_admin_token(tmp_path)
+    message = str(caught.value)
+    assert str(tmp_path / FILE_NAME) in message
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is empty"),
+        (" \n\n", "is empty"),
+        ("two words", "holds no token"),
+        ("é", "holds no token"),
+        ("a" * 1025, "holds no token"),
+    ],
+)
+def test_a_file_without_a_token_is_refused(tmp_path, token_file, text, reason):
+    token_file.write_text(text)
+    token_file.chmod(0o600)
+    message = unusable(tmp_path)
+    assert reason in message
+    assert "delete it" in message
+    assert "two words" not in message
+    assert token_file.read_text() == text
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o666, 0o601])
+def test_a_file_that_others_can_use_is_refused(tmp_path, token_file, mode):
+    token_file.write_text("secret\n")
+    token_file.chmod(mode)
+    message = unusable(tmp_path)
+    assert "by other users" in message
+    assert "secret" not in message
+
+
+def test_a_directory_and_a_pipe_are_refused(tmp_path, token_file):
+    token_file.mkdir()
+    assert "is a directory" in unusable(tmp_path)
+    token_file.rmdir()
+    os.mkfifo(token_file)
+    assert "is not a file" in unusable(tmp_path)
+
+
+def test_a_file_of_another_user_is_refused(tmp_path, token_file, monkeypatch):
+    own_admin_token(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: token_file.stat().st_uid + 1)
+    assert "belongs to another user" in unusable(tmp_path)
+    assert read_admin_token(token_file, own=False)
+
+
+def test_a_file_that_cannot_be_read_or_made_is_refused(tmp_path, token_file):
+    token_file.symlink_to(token_file)
+    assert "cannot be read" in unusable(tmp_path)
+    with pytest.raises(StartupError, match="cannot be written"):
+        own_admin_token(tmp_path / "none")
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A state directory in use, with a token."""
+    state_dir = StateDir.lock(tmp_path)
+    own_admin_token(tmp_path)
+    yield state_dir
+    state_dir.close()
+
+
+@pytest.mark.parametrize(
+    ("listens", "target", "found"),
+    [
+        ("127.0.0.1:9090", "127.0.0.1:9090", True),
+        ("10.0.0.5:9090", "10.0.0.5:9090", True),
+        ("0.0.0.0:9090", "127.0.0.1:9090", True),
+        ("0.0.0.0:9090", "127.0.0.2:9090", True),
+        ("[::]:9090", "127.0.0.1:9090", True),
+        ("[::]:9090", "[::1]:9090", True),
+        ("127.0.0.1:9090", "127.0.0.1:9091", False),
+        ("127.0.0.1:9090", "prod.example:9090", False),
+        ("0.0.0.0:9090", "10.0.0.5:9090", False),
+        ("0.0.0.0:9090", "[::1]:9090", False),
+        ("10.0.0.5:9090", "127.0.0.1:9090", False),
+        ("127.0.0.1:9090", "127.0.0.2:9090", False),
+        ("127.0.0.1:9090", "localhost:9090", False),  # may be ::1, where another program listens
+        ("nonsense", "127.0.0.1:9090", False),
+    ],
+)
+def test_the_token_goes_only_where_the_node_of_its_directory_answers(
+    running, listens, target, found
+):
+    running.publish(listens)
+    expected = own_admin_token(running.path) if found else None
+    assert find_admin_token(target, {VARIABLE: str(running.path)}) == expected
+
+
+def test_without_the_variable_the_default_directories_are_looked_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_admin_token("127.0.0.1:9090", {}) is None
+    state_dir = StateDir.lock("ratelimitd-state")
+    state_dir.publish("127.0.0.1:9090")
+    made = own_admin_token(state_dir.path)
+    assert find_admin_token("127.0.0.1:9090", {}) == made
+    assert find_admin_token("127.0.0.1:9090", {VARIABLE: str(tmp_path)}) is None
+    state_dir.close()
+
+
+def test_the_token_of_a_node_that_has_ended_is_not_sent(tmp_path):
+    environ = {VARIABLE: str(tmp_path)}
+    state_dir = StateDir.lock(tmp_path)
+    own_admin_token(tmp_path)
+    state_dir.publish("127.0.0.1:9090")
+    state_dir.close()
+    assert find_admin_token("127.0.0.1:9090", environ) is None
+    (tmp_path / "lock").write_text(
+        "127.0.0.1:9090\n"
+    )  # it was killed: another program may have its port
+    assert find_admin_token("127.0.0.1:9090", environ) is None
+    again = StateDir.lock(tmp_path)
+    assert find_admin_token("127.0.0.1:9090", environ) is None  # it has not said where it listens
+    again.publish("127.0.0.1:9090")
+    assert find_admin_token("127.0.0.1:9090", environ)
+    (tmp_path / FILE_NAME).write_text("")
+    assert find_admin_token("127.0.0.1:9090", environ) is None
+    again.close()

@@ -1,0 +1,137 @@
+"""What is around the event loop of a process, in this process: signals and event loop are real."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+import pytest
+
+from ratelimitd.errors import SettingsError, StartupError
+from ratelimitd.node import process
+from ratelimitd.node.process import StopSignals
+
+
+async def ended():
+    return 3
+
+
+def test_the_status_is_that_of_what_was_run():
+    assert process.run_process(ended) == 3
+
+
+@pytest.mark.parametrize("kind", [SettingsError, StartupError])
+def test_a_foreseen_failure_is_its_own_line_and_status_1(kind, capsys):
+    async def serve():
+        message = "LISTEN: taken"
+        raise kind(message)
+
+    assert process.run_process(serve) == 1
+    assert capsys.readouterr() == ("", "Error: LISTEN: taken\n")
+
+
+def test_an_unexpected_error_is_one_line_with_its_place_but_without_its_text(capsys):
+    async def serve():
+        text = "a secret"
+        raise KeyError(text)
+
+    assert process.run_process(serve) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Error: unexpected KeyError at ")
+    assert error.endswith("in serve\n")
+    assert error.count("\n") == 1
+    assert "secret" not in error
+
+
+def test_a_failure_may_be_told_to_somebody_else(capsys):
+    async def serve():
+        message = "no"
+        raise StartupError(message)
+
+    told = []
+    assert process.run_process(serve, lambda line: told.append(line) or 9) == 9
+    assert told == ["no"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_ready_line_has_the_addresses_and_the_name(capsys):
+    process.announce("127.0.0.1:1", "127.0.0.1:2", "n1")
+    process.announce("127.0.0.1:1", "", "n1")
+    process.announce("127.0.0.1:1", "127.0.0.1:2", "n1", "http://127.0.0.1:2/login?code=c")
+    assert capsys.readouterr().out.splitlines() == [
+        "ratelimitd ready grpc=127.0.0.1:1 http=127.0.0.1:2 node=n1",
+        "ratelimitd ready grpc=127.0.0.1:1 http=off node=n1",
+        "ratelimitd ready grpc=127.0.0.1:1 http=127.0.0.1:2 node=n1",
+        "page: http://127.0.0.1:2/login?code=c (logs in once, within 30 s)",
+    ]
+
+
+def test_a_closed_stdout_is_no_reason_not_to_serve(monkeypatch):
+    class Closed:
+        def write(self, _text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    process.announce("127.0.0.1:1", "", "n1")
+
+
+def test_an_exception_that_nobody_waits_for_is_logged_without_its_text(caplog):
+    async def serve():
+        loop = asyncio.get_running_loop()
+        loop.call_soon({}.__getitem__, "user:alice")
+        loop.call_exception_handler({"message": "user:alice"})
+        await asyncio.sleep(0)
+        return 0
+
+    with caplog.at_level(logging.ERROR):
+        process.run_process(serve)
+    kinds = [record.exc_info and record.exc_info[0] for record in caplog.records]
+    assert kinds == [None, KeyError]
+    assert all("alice" not in record.getMessage() for record in caplog.records)
+
+
+def test_the_event_loop_is_uvloop_where_there_is_one(monkeypatch):
+    loop = process.new_event_loop()
+    loop.close()
+    assert type(loop).__module__ == "uvloop"
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    loop = process.new_event_loop()
+    loop.close()
+    assert type(loop).__module__.startswith("asyncio")
+
+
+@pytest.mark.parametrize("number", process.SIGNALS)
+async def test_the_first_signal_asks_for_an_end_and_each_further_one_insists(number):
+    insisted = asyncio.Queue()
+    stop = StopSignals(insisted.put_nowait)
+    os.kill(os.getpid(), number)
+    await stop.wait()
+    assert insisted.empty()
+    for _ in range(2):
+        os.kill(os.getpid(), number)
+        assert await insisted.get() == 128 + number
+
+
+async def test_an_end_may_be_asked_for_without_a_signal_and_a_signal_after_it_insists():
+    insisted = asyncio.Queue()
+    stop = StopSignals(insisted.put_nowait)
+    stop.ask()
+    await stop.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await insisted.get() == 128 + signal.SIGTERM
+
+
+async def test_a_start_that_comes_before_any_signal_goes_on():
+    stop = StopSignals(lambda _: None)
+    starting = asyncio.create_task(asyncio.sleep(0))
+    assert not await stop.comes_before(starting)
+    assert not starting.cancelled()
+
+
+async def test_a_signal_before_the_start_is_done_breaks_it_off():
+    stop = StopSignals(lambda _: None)
+    starting = asyncio.create_task(asyncio.Event().wait())
+    stop.ask()
+    assert await stop.comes_before(starting)
+    assert starting.cancelled()

@@ -1,0 +1,224 @@
+"""The process around a node, in this process: the node is a stand-in, signals and event loop are real."""
+
+import asyncio
+import gc
+import os
+import signal
+from contextlib import asynccontextmanager
+from typing import ClassVar
+
+import pytest
+
+from ratelimitd.errors import StartupError
+from ratelimitd.node import jobs, process, supervisor
+from ratelimitd.observe import logs
+from ratelimitd.settings.table import Settings
+
+
+class StandIn:
+    """Behaves like a node; each test says how. ``happened`` is what was asked of it, in order."""
+
+    grpc_address = "127.0.0.1:1"
+    http_address = "127.0.0.1:2"
+    node_id = "n1"
+    login_link = ""
+    happened: ClassVar[list[str]]
+
+    def __init__(self, _settings, *, context, whole_load, reuse_port, may_listen):
+        self.context = context
+        self.reuse_port = reuse_port
+        self.may_listen = may_listen
+        assert whole_load is jobs.whole_load
+
+    async def start(self):
+        self.happened.append("start")
+        await self.may_listen()
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+
+    async def drain(self):
+        self.happened.append("drain")
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch):
+    """What belongs to the whole process is left to the test run: logging, the collector, and its end."""
+    statuses = []
+    monkeypatch.setattr(logs, "configure", lambda **_: None)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(process, "leave", statuses.append)
+    return statuses
+
+
+@pytest.fixture
+def node(monkeypatch):
+    class Node(StandIn):
+        happened: ClassVar = []
+
+    monkeypatch.setattr(supervisor, "Node", Node)
+    return Node
+
+
+def run(overseer=None, **settings):
+    return supervisor.run(
+        Settings.load({}, {name.upper(): text for name, text in settings.items()}), overseer
+    )
+
+
+class Overseer:
+    """Somebody else whom the process answers to; ``heard`` is what it was told."""
+
+    reuse_port = True
+
+    def __init__(self):
+        self.heard = []
+
+    @asynccontextmanager
+    async def attending(self, node, stop):
+        self.heard.append("attends")
+        self.stop = stop
+        self.shares_port = node.reuse_port
+        yield
+        self.heard.append("leaves")
+
+    async def may_listen(self):
+        self.heard.append("lets it listen")
+
+    def ready(self, node):
+        self.heard.append(f"ready {node.grpc_address}")
+
+    def failed(self, line):
+        self.heard.append(line)
+        return 7
+
+    def insist(self, status):
+        self.heard.append(status)
+        self.insisted.set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_the_node_and_the_status_is_0(node, monkeypatch, number):
+    monkeypatch.setattr(signal, "SIGTERM", number)
+    assert run() == 0
+    assert node.happened == ["start", "drain"]
+
+
+def test_one_line_on_stdout_says_that_the_node_is_ready(node, capsys):
+    run()
+    captured = capsys.readouterr()
+    assert captured.out == "ratelimitd ready grpc=127.0.0.1:1 http=127.0.0.1:2 node=n1\n"
+    assert captured.err == ""
+
+
+def test_an_http_side_that_is_off_is_called_off(node, capsys):
+    node.http_address = ""
+    run()
+    assert capsys.readouterr().out == "ratelimitd ready grpc=127.0.0.1:1 http=off node=n1\n"
+
+
+def test_a_node_that_cannot_start_is_one_line_and_status_1(node, capsys):
+    async def start(_self):
+        message = "LISTEN: taken"
+        raise StartupError(message)
+
+    node.start = start
+    assert run() == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "Error: LISTEN: taken\n")
+
+
+def test_a_signal_during_the_start_breaks_it_off_and_closes_what_was_open(node, capsys):
+    async def start(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.happened.append("broken off")
+
+    node.start = start
+    assert run() == 0
+    assert node.happened == ["broken off", "drain"]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_second_signal_ends_the_process_at_once(node, monkeypatch):
+    ended = []
+
+    async def drain(_self):
+        left = asyncio.Event()
+        monkeypatch.setattr(process, "leave", lambda status: (ended.append(status), left.set()))
+        os.kill(os.getpid(), signal.SIGINT)
+        await left.wait()
+
+    node.drain = drain
+    run()
+    assert ended == [128 + signal.SIGINT]
+
+
+def test_a_drain_that_hangs_ends_the_process_with_status_1(node, ended, capsys, monkeypatch):
+    async def drain(_self):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(supervisor, "OVERDUE_S", 0.0)
+    node.drain = drain
+    run(drain_s="0")
+    assert ended == [1]
+    assert capsys.readouterr().err.startswith("Error: the node did not drain in time")
+
+
+def test_what_was_loaded_is_taken_out_of_the_collectors_sight_before_the_start_and_after(
+    node, monkeypatch
+):
+    monkeypatch.setattr(gc, "freeze", lambda: node.happened.append("freeze"))
+    run()
+    assert node.happened == ["freeze", "start", "freeze", "drain"]
+
+
+def test_the_log_is_set_up_by_the_settings(node, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(logs, "configure", lambda **given: seen.update(given))
+    run(log_level="debug", log_format="json", node_id="n7")
+    assert (seen["level"], seen["log_format"], seen["context"].node_id) == ("debug", "json", "n7")
+
+
+def test_an_overseer_hears_what_a_terminal_would_show(node, capsys):
+    overseer = Overseer()
+    assert run(overseer) == 0
+    assert overseer.heard == ["attends", "lets it listen", "ready 127.0.0.1:1", "leaves"]
+    assert overseer.shares_port
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_overseer_may_ask_for_the_end(node):
+    overseer = Overseer()
+
+    async def start(self):
+        self.happened.append("start")
+        asyncio.get_running_loop().call_soon(overseer.stop)
+
+    node.start = start
+    assert run(overseer) == 0
+    assert node.happened == ["start", "drain"]
+
+
+def test_an_overseer_decides_what_a_failed_start_is(node, capsys):
+    async def start(_self):
+        message = "LISTEN: taken"
+        raise StartupError(message)
+
+    node.start = start
+    overseer = Overseer()
+    assert run(overseer) == 7
+    assert overseer.heard == ["attends", "LISTEN: taken"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_overseer_decides_what_a_second_signal_does(node):
+    async def drain(_self):
+        overseer.insisted = asyncio.Event()
+        os.kill(os.getpid(), signal.SIGINT)
+        await overseer.insisted.wait()
+
+    node.drain = drain
+    overseer = Overseer()
+    assert run(overseer) == 0
+    assert overseer.heard[3:] == [128 + signal.SIGINT, "leaves"]

@@ -1,0 +1,111 @@
+import pytest
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
+from ratelimitd.counters import CheckStats
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.node.jobs import SWEEP_SHARDS, TICK_S, Upkeep
+from ratelimitd.observe.health import Health
+from ratelimitd.observe.metrics import Runtime
+from ratelimitd.testing import ManualClock
+
+RULE = Rule("r", "/a", IdentifierType.USER, 10, 1, Algorithm.FIXED_WINDOW)
+
+
+class WrongClock(ManualClock):
+    """A clock that finds itself ``error_us`` behind the wall."""
+
+    error_us = 0
+
+    def remeasure(self):
+        return self.error_us
+
+
+class Fixture:
+    def __init__(self):
+        self.clock = WrongClock()
+        self.stats = CheckStats()
+        self.table = BucketTable(SHARD_ENTRIES * SWEEP_SHARDS, self.stats)
+        self.health = Health(
+            node_id="n", stats=self.stats, clock=self.clock, rules_revision=lambda: 0
+        )
+        self.runtime = Runtime()
+        self.loop_s = 100.0
+        self.upkeep = Upkeep(
+            clock=self.clock,
+            table=self.table,
+            health=self.health,
+            runtime=self.runtime,
+            loop_time_s=lambda: self.loop_s,
+        )
+
+
+@pytest.fixture
+def node():
+    return Fixture()
+
+
+def test_expired_buckets_leave(node):
+    for number in range(50):
+        key = b"%d" % number
+        node.table.apply(key, RULE, DECIDE[RULE.algorithm], node.clock.now_us(), 1)
+    node.upkeep.tick()
+    assert len(node.table) == 50
+    node.clock.advance(seconds=3600)
+    node.upkeep.tick()
+    assert (len(node.table), node.table.expired_total) == (0, 50)
+
+
+def test_the_table_learns_of_the_seconds_that_passed_also_of_those_that_were_missed(node):
+    node.upkeep.tick()
+    assert node.table.tick == 1
+    node.clock.advance(seconds=0.9)
+    node.upkeep.tick()
+    assert node.table.tick == 1
+    node.clock.advance(seconds=5.1)
+    node.upkeep.tick()
+    assert node.table.tick == 7
+
+
+def test_a_late_tick_is_the_lag_of_the_loop(node):
+    node.loop_s += TICK_S
+    node.upkeep.tick()
+    assert node.runtime.loop_lag_s == 0.0
+    node.loop_s += TICK_S + 0.25
+    node.upkeep.tick()
+    assert node.runtime.loop_lag_s == pytest.approx(0.25)
+    node.loop_s += TICK_S
+    node.upkeep.tick()
+    assert node.runtime.loop_lag_s == pytest.approx(0.25)
+
+
+def test_health_is_sampled(node):
+    node.stats.allowed_total = node.stats.fail_open_error_total = 10
+    for _ in range(62):
+        node.clock.advance(seconds=1)
+        node.upkeep.sample()
+    assert node.health.report().error_rate == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error_us", "told"),
+    [
+        (1_000_000, ""),
+        (1_500_000, "the wall clock is 1.5 s ahead of the node's clock"),
+        (-1_500_000, "the wall clock is 1.5 s behind the node's clock"),
+    ],
+)
+def test_a_clock_that_is_wrong_by_more_than_a_second_is_an_alarm(node, caplog, error_us, told):
+    node.clock.error_us = error_us
+    node.upkeep.sample()
+    assert node.runtime.clock_error_us == error_us
+    assert told in caplog.text
+    assert bool(caplog.records) is bool(told)
+
+
+def test_the_alarm_is_logged_when_it_begins_and_when_it_ends(node, caplog):
+    for error_us in (0, 1_020_000, 1_010_000, 1_000_000, 990_000):
+        node.clock.error_us = error_us
+        node.upkeep.sample()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert "within a second of the wall clock again" in caplog.text

@@ -1,0 +1,326 @@
+import asyncio
+import logging
+import sqlite3
+from contextlib import closing
+from functools import partial
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from ratelimitd.errors import SettingsError, StartupError, StoreUnavailableError
+from ratelimitd.rules.sql.migrations import VERSION_TABLE, require_current, upgrade
+from ratelimitd.rules.sql.schema import metadata
+
+NEWEST = "0002"
+NEWER = rf"newer ratelimitd \(schema 0999, .* up to {NEWEST}\)"
+AUDIT = "INSERT INTO rule_audit VALUES (1, '2026-01-01', 'ada', 'create', 'r', NULL, NULL)"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "rules.db"
+
+
+def run(path, statement):
+    with closing(sqlite3.connect(path)) as connection, connection:
+        return connection.execute(statement).fetchall()
+
+
+def contents(path):
+    with closing(sqlite3.connect(path)) as connection:
+        return list(connection.iterdump())
+
+
+async def test_a_missing_file_is_made_with_the_newest_schema(path):
+    await upgrade(f"sqlite:///{path}")
+    assert run(path, f"SELECT version_num FROM {VERSION_TABLE}") == [(NEWEST,)]  # noqa: S608
+    assert run(path, "SELECT revision FROM rule_revision") == [(0,)]
+    assert run(path, "PRAGMA journal_mode") == [("wal",)]
+
+
+@pytest.fixture
+async def first_release(monkeypatch):
+    """Makes the tables of the first release."""
+
+    async def make(url):
+        with monkeypatch.context() as then:
+            then.setattr(command, "upgrade", partial(_upgrade_to, command.upgrade, "0001"))
+            await upgrade(url)
+
+    return make
+
+
+def _upgrade_to(real, revision, config, _newest):
+    real(config, revision)
+
+
+async def test_a_file_of_the_first_release_is_brought_up_to_date_with_what_is_in_it(
+    path, first_release
+):
+    await first_release(f"sqlite:///{path}")
+    run(path, AUDIT)
+    with pytest.raises(StoreUnavailableError, match=r"of an older release \(schema 0001\)"):
+        await require_current(f"sqlite:///{path}")
+    await upgrade(f"sqlite:///{path}")
+    await require_current(f"sqlite:///{path}")
+    assert run(path, "SELECT revision, actor, rule_id FROM rule_audit") == [(1, "ada", "r")]
+
+
+async def test_the_audit_trail_of_one_rule_is_found_by_an_index(path):
+    await upgrade(f"sqlite:///{path}")
+    of_one = "SELECT actor FROM rule_audit WHERE rule_id = 'r' AND revision < 9"
+    [plan] = run(path, f"EXPLAIN QUERY PLAN {of_one} ORDER BY revision DESC LIMIT 20")
+    assert "USING INDEX rule_audit_rule" in plan[-1]
+
+
+async def test_the_migrated_schema_is_the_one_the_code_uses(path):
+    await upgrade(f"sqlite:///{path}")
+    engine = sa.create_engine(f"sqlite:///{path}")
+    with engine.connect() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"version_table": VERSION_TABLE, "compare_type": True}
+        )
+        assert compare_metadata(context, metadata) == []
+        for table in metadata.tables.values():
+            migrated = sa.Table(table.name, sa.MetaData(), autoload_with=connection)
+            assert checks(migrated) == checks(table)
+    engine.dispose()
+
+
+def checks(table):
+    constraints = (c for c in table.constraints if isinstance(c, sa.CheckConstraint))
+    return {constraint.name: str(constraint.sqltext) for constraint in constraints}
+
+
+async def test_a_current_database_is_left_as_it_is(path):
+    await upgrade(f"sqlite:///{path}")
+    before = contents(path)
+    await upgrade(f"sqlite:///{path}")
+    assert contents(path) == before
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "'1', '', 'user', 1, 1, 'fixed_window'",
+        "'1', '/', 'nobody', 1, 1, 'fixed_window'",
+        "'1', '/', 'user', 0, 1, 'fixed_window'",
+        "'1', '/', 'user', 2147483648, 1, 'fixed_window'",
+        "'1', '/', 'user', 1, 0, 'fixed_window'",
+        "'1', '/', 'user', 1, 1, 'leaky_bucket'",
+        "'1', '/', 'user', NULL, 1, 'fixed_window'",
+        "'2', '/taken', 'user', 1, 1, 'fixed_window'",
+    ],
+)
+async def test_the_database_itself_refuses_what_is_no_rule(path, row):
+    await upgrade(f"sqlite:///{path}")
+    insert = "INSERT INTO rules VALUES ({}, 1, 1, '2026-01-01', '2026-01-01')"
+    run(path, insert.format("'1', '/taken', 'user', 1, 1, 'fixed_window'"))
+    with pytest.raises(sqlite3.IntegrityError):
+        run(path, insert.format(row.replace("'1'", "'9'")))
+
+
+async def test_several_upgrades_at_once_are_one(path):
+    await asyncio.gather(*(upgrade(f"sqlite:///{path}") for _ in range(3)))
+    assert run(path, "SELECT count(*) FROM rule_revision") == [(1,)]
+
+
+async def test_a_foreign_database_is_refused_and_left_alone(path):
+    run(path, "CREATE TABLE customers (name TEXT)")
+    before = contents(path)
+    with pytest.raises(StartupError, match="holds tables that are not ratelimitd's"):
+        await upgrade(f"sqlite:///{path}")
+    assert contents(path) == before
+
+
+async def test_a_database_of_a_newer_release_is_refused_and_left_alone(path):
+    await upgrade(f"sqlite:///{path}")
+    run(path, f"UPDATE {VERSION_TABLE} SET version_num = '0999'")  # noqa: S608
+    before = contents(path)
+    with pytest.raises(StartupError, match=NEWER):
+        await upgrade(f"sqlite:///{path}")
+    assert contents(path) == before
+
+
+async def test_a_file_that_is_no_database_is_damaged_and_left_alone(path):
+    path.write_text("rules: []\n" * 1000)
+    with pytest.raises(StoreUnavailableError, match="is not a SQLite database"):
+        await upgrade(f"sqlite:///{path}")
+    assert path.read_text() == "rules: []\n" * 1000
+
+
+async def test_a_directory_that_is_missing_may_come(tmp_path):
+    with pytest.raises(StoreUnavailableError) as caught:
+        await upgrade(f"sqlite:///{tmp_path / 'missing/rules.db'}")
+    assert str(caught.value) == f"the rule database cannot be opened: {tmp_path}/missing/rules.db"
+
+
+async def test_a_directory_in_place_of_the_file_is_a_mistake(tmp_path):
+    with pytest.raises(StartupError, match=f"cannot be opened: {tmp_path}$"):
+        await upgrade(f"sqlite:///{tmp_path}")
+
+
+async def test_a_missing_file_is_not_made_when_it_must_be_there(path):
+    with pytest.raises(StoreUnavailableError, match="cannot be opened"):
+        await upgrade(f"sqlite:///{path}", create=False)
+    assert not path.exists()
+
+
+async def test_a_database_that_stays_locked_is_one_clear_line(path):
+    await upgrade(f"sqlite:///{path}")
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreUnavailableError, match="is locked by another process"):
+            await upgrade(f"sqlite:///{path}", busy_timeout_s=0.01)
+
+
+async def test_a_migration_that_fails_half_way_leaves_the_database_as_it_was(path, monkeypatch):
+    run(path, "PRAGMA journal_mode=WAL")
+    real = command.upgrade
+
+    def upgrade_and_fail(*args):
+        real(*args)
+        raise sqlite3.OperationalError
+
+    monkeypatch.setattr(command, "upgrade", upgrade_and_fail)
+    with pytest.raises(sqlite3.OperationalError):
+        await upgrade(f"sqlite:///{path}")
+    assert run(path, "SELECT name FROM sqlite_master") == []
+
+
+async def test_alembic_prints_and_logs_nothing(path, capfd, caplog):
+    caplog.set_level(logging.INFO)
+    await upgrade(f"sqlite:///{path}")
+    assert capfd.readouterr() == ("", "")
+    assert "alembic" not in {record.name.split(".")[0] for record in caplog.records}
+
+
+async def test_another_kind_of_url_is_refused():
+    with pytest.raises(SettingsError):
+        await upgrade("mysql://h/d")
+
+
+@pytest.fixture
+def empty_url(postgres):
+    """A PostgreSQL database without a table."""
+    return postgres.new_database("template0")
+
+
+@pytest.fixture
+def ask(postgres):
+    """Runs a statement on the database of a URL."""
+    return lambda url, statement: postgres.sql(statement, database=url.rpartition("/")[2])
+
+
+async def test_an_empty_postgresql_gets_the_newest_schema_and_a_current_one_is_left_alone(
+    empty_url, ask
+):
+    for _ in range(2):
+        await upgrade(empty_url)
+        assert ask(empty_url, f"SELECT version_num FROM {VERSION_TABLE}") == [NEWEST]  # noqa: S608
+        assert ask(empty_url, "SELECT revision FROM rule_revision") == ["0"]
+
+
+async def test_a_postgresql_of_the_first_release_is_brought_up_to_date_with_what_is_in_it(
+    empty_url, ask, first_release
+):
+    await first_release(empty_url)
+    ask(empty_url, AUDIT)
+    with pytest.raises(StoreUnavailableError, match=r"older release \(schema 0001\): run `rate"):
+        await require_current(empty_url)
+    await upgrade(empty_url)
+    await require_current(empty_url)
+    assert ask(empty_url, "SELECT actor FROM rule_audit") == ["ada"]
+    assert "rule_audit_rule" in ask(empty_url, "SELECT indexname FROM pg_indexes")
+
+
+async def test_the_schema_on_postgresql_is_the_one_the_code_uses(postgresql_url):
+    def compare(connection):
+        context = MigrationContext.configure(
+            connection, opts={"version_table": VERSION_TABLE, "compare_type": True}
+        )
+        assert compare_metadata(context, metadata) == []
+        for table in metadata.tables.values():
+            migrated = sa.Table(table.name, sa.MetaData(), autoload_with=connection)
+            assert checks(migrated).keys() == checks(table).keys()
+            for column in table.columns:
+                kind = column.type.dialect_impl(connection.dialect)
+                found = getattr(migrated.columns[column.name].type, "collation", None)
+                assert found == getattr(kind, "collation", None)
+
+    engine = create_async_engine(postgresql_url.replace(":", "+asyncpg:", 1))
+    async with engine.connect() as connection:
+        await connection.run_sync(compare)
+    await engine.dispose()
+
+
+async def test_rules_are_ordered_by_bytes_whatever_the_language_of_the_database(
+    postgresql_url, ask
+):
+    collations = ask(
+        postgresql_url,
+        "SELECT column_name, collation_name FROM information_schema.columns"
+        " WHERE table_name = 'rules' AND column_name IN ('endpoint', 'identifier_type')",
+    )
+    assert sorted(collations) == ["endpoint|C", "identifier_type|C"]
+
+
+async def test_several_upgrades_of_one_postgresql_at_once_are_one(empty_url, ask):
+    await asyncio.gather(*(upgrade(empty_url) for _ in range(4)))
+    assert ask(empty_url, "SELECT count(*) FROM rule_revision") == ["1"]
+
+
+async def test_a_foreign_postgresql_is_refused_and_left_alone(empty_url, ask):
+    ask(empty_url, "CREATE TABLE customers (name TEXT)")
+    for attempt in (upgrade, require_current):
+        with pytest.raises(StartupError, match="holds tables that are not ratelimitd's"):
+            await attempt(empty_url)
+    assert ask(empty_url, "SELECT relname FROM pg_stat_user_tables") == ["customers"]
+
+
+async def test_a_postgresql_of_a_newer_release_is_refused_and_left_alone(postgresql_url, ask):
+    ask(postgresql_url, f"UPDATE {VERSION_TABLE} SET version_num = '0999'")  # noqa: S608
+    for attempt in (upgrade, require_current):
+        with pytest.raises(StartupError, match=NEWER):
+            await attempt(postgresql_url)
+
+
+async def test_a_migration_that_fails_half_way_leaves_postgresql_as_it_was(
+    empty_url, ask, monkeypatch
+):
+    real = command.upgrade
+
+    def upgrade_and_fail(*args):
+        real(*args)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(command, "upgrade", upgrade_and_fail)
+    with pytest.raises(ZeroDivisionError):
+        await upgrade(empty_url)
+    assert ask(empty_url, "SELECT relname FROM pg_stat_user_tables") == []
+
+
+async def test_a_current_schema_is_enough_to_begin_and_a_missing_one_names_the_command(
+    postgresql_url, empty_url
+):
+    await require_current(postgresql_url)
+    with pytest.raises(
+        StoreUnavailableError,
+        match=r"has no tables yet: run `ratelimitd db upgrade`: 127\.0\.0\.1:.*",
+    ):
+        await require_current(empty_url)
+
+
+async def test_a_schema_of_its_own_is_enough_beside_somebody_elses_tables(empty_url, ask):
+    ask(empty_url, "CREATE TABLE rules (name TEXT)")
+    ask(empty_url, "CREATE SCHEMA own")
+    own = f"{empty_url}?search_path=own"
+    await upgrade(own)
+    await upgrade(own)
+    await require_current(own)
+    tables = ask(empty_url, "SELECT relname FROM pg_stat_user_tables WHERE schemaname = 'public'")
+    assert tables == ["rules"]

@@ -1,0 +1,451 @@
+import asyncio
+import ssl
+from contextlib import asynccontextmanager
+from urllib.parse import quote
+
+import asyncpg
+import pytest
+import pytest_asyncio
+import sqlalchemy as sa
+import trustme
+from asyncpg.exceptions import ClientConfigurationError
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from ratelimitd.errors import (
+    StartupError,
+    StoreMisconfiguredError,
+    StoreUnavailableError,
+)
+from ratelimitd.rules.sql import postgresql
+from ratelimitd.rules.sql.postgresql import PostgresqlDatabase, error_of
+from ratelimitd.settings import urls
+from tests.chaos_proxy import ChaosProxy
+from tests.postgres_server import PASSWORD
+
+IMPATIENT_S = 1.0
+"""Of tests that wait for it to end: long enough for what is answered on a machine that is busy."""
+
+
+@asynccontextmanager
+async def opened(url, *, busy_timeout_s=1.0, command_timeout_s=10.0):
+    database = PostgresqlDatabase(
+        urls.parse(url),
+        busy_timeout_s=busy_timeout_s,
+        command_timeout_s=command_timeout_s,
+    )
+    try:
+        yield database
+    finally:
+        await database.close()
+
+
+@pytest_asyncio.fixture
+async def database(postgresql_url):
+    async with opened(postgresql_url) as found:
+        yield found
+
+
+async def read(database, statement="SELECT 1"):
+    async with database.reading() as connection:
+        return await connection.scalar(sa.text(statement))
+
+
+async def write(database, statement="UPDATE rule_revision SET revision = revision + 1"):
+    async with database.writing() as connection:
+        await connection.exec_driver_sql(statement)
+
+
+async def write_around(database, between, before_commit=lambda: None):
+    """One transaction that writes twice, with something that happens between and before the commit."""
+    async with database.writing() as connection:
+        await connection.exec_driver_sql("UPDATE rule_revision SET revision = 5")
+        between()
+        await connection.exec_driver_sql("UPDATE rule_revision SET revision = 6")
+        before_commit()
+
+
+async def revision(database):
+    return await read(database, "SELECT revision FROM rule_revision")
+
+
+async def test_what_is_written_is_there_and_what_fails_is_not(database):
+    await write(database)
+    with pytest.raises(ZeroDivisionError):
+        await write_around(database, lambda: 1 // 0)
+    assert await revision(database) == 1
+
+
+async def test_all_statements_of_a_reading_transaction_see_one_state_and_none_may_write(database):
+    async with database.reading() as connection:
+        before = await connection.scalar(sa.text("SELECT revision FROM rule_revision"))
+        await write(database)
+        after = await connection.scalar(sa.text("SELECT revision FROM rule_revision"))
+    assert (before, after, await revision(database)) == (0, 0, 1)
+    with pytest.raises(StoreUnavailableError, match="is read-only"):
+        async with database.reading() as connection:
+            await connection.exec_driver_sql("UPDATE rule_revision SET revision = 7")
+
+
+async def test_a_writer_that_waited_for_the_lock_sees_what_its_holder_wrote(database):
+    lock = "SELECT revision FROM rule_revision FOR UPDATE"
+    async with database.writing() as connection:
+        await connection.exec_driver_sql(lock)
+        waiting = asyncio.create_task(read_locked(database, lock))
+        await connection.exec_driver_sql("UPDATE rule_revision SET revision = 5")
+    assert await waiting == 5
+
+
+async def read_locked(database, lock):
+    async with database.writing() as connection:
+        return await connection.scalar(sa.text(lock))
+
+
+async def test_a_writer_waits_for_another_no_longer_than_the_busy_timeout(postgresql_url):
+    async with opened(postgresql_url, busy_timeout_s=0.05) as database:
+        async with database.writing() as connection:
+            await connection.exec_driver_sql("UPDATE rule_revision SET revision = 5")
+            with pytest.raises(StoreUnavailableError, match="is locked by another writer"):
+                await write(database)
+        assert await revision(database) == 5
+
+
+async def test_the_server_ends_a_command_that_takes_too_long(postgresql_url):
+    async with opened(postgresql_url, command_timeout_s=IMPATIENT_S) as database:
+        with pytest.raises(StoreUnavailableError, match="did not answer in time"):
+            await read(database, "SELECT 1 FROM pg_sleep(60)")
+        assert await read(database) == 1
+
+
+async def test_the_server_is_told_to_free_the_lock_of_a_node_that_went_silent(database):
+    assert await read(database, "SHOW idle_in_transaction_session_timeout") == "10s"
+
+
+async def test_a_restart_of_the_server_costs_no_call(postgres, database):
+    await asyncio.gather(*(read(database) for _ in range(postgresql.POOL_SIZE)))
+    postgres.stop()
+    postgres.start()
+    for _ in range(postgresql.POOL_SIZE):
+        await write(database)
+
+
+async def test_a_server_that_is_down_is_unavailable_until_it_is_back(postgres, database):
+    postgres.stop()
+    with pytest.raises(StoreUnavailableError, match=r"cannot be reached: .*Connect call failed"):
+        await read(database)
+    postgres.start()
+    assert await read(database) == 1
+
+
+async def test_a_server_that_shuts_down_ends_the_transaction_under_way(postgres, database):
+    with pytest.raises(StoreUnavailableError, match=r"is shutting down|cannot be reached"):
+        await write_around(database, postgres.stop)
+    postgres.start()
+    assert await revision(database) == 0
+
+
+async def test_a_server_that_crashes_in_the_middle_of_a_write_keeps_nothing_of_it(
+    postgres, database
+):
+    with pytest.raises(StoreUnavailableError, match="cannot be reached"):
+        await write_around(database, postgres.crash)
+    postgres.start()
+    assert await revision(database) == 0
+    await write(database)
+
+
+async def test_a_commit_without_an_answer_may_have_been_made(postgres, database):
+    with pytest.raises(StoreUnavailableError, match="; the change may have been made all the same"):
+        await write_around(database, lambda: None, before_commit=postgres.crash)
+    postgres.start()
+    assert await revision(database) in {0, 6}
+
+
+async def test_a_change_whose_answer_is_lost_was_made_and_the_error_leaves_it_open(
+    postgres, postgresql_url, database
+):
+    def lose_answers():
+        proxy.down.drop = True
+
+    with ChaosProxy(postgres.port) as proxy:
+        url = postgresql_url.replace(str(postgres.port), str(proxy.port))
+        async with opened(url, command_timeout_s=IMPATIENT_S) as impatient:
+            with pytest.raises(
+                StoreUnavailableError,
+                match="did not answer in time; the change may have been made all the same",
+            ):
+                await write_around(impatient, lambda: None, before_commit=lose_answers)
+            proxy.heal()
+            assert await revision(impatient) == 6  # on another connection
+    assert await revision(database) == 6
+
+
+async def test_a_server_that_hangs_is_waited_for_no_longer_than_a_command_may_take(
+    postgres, postgresql_url, database
+):
+    async with opened(postgresql_url, command_timeout_s=IMPATIENT_S) as impatient:
+        await read(impatient)
+        postgres.pause()
+        for attempt in (read, write):  # on the connection there was, and on a new one
+            with pytest.raises(StoreUnavailableError, match="did not answer in time"):
+                await attempt(impatient)
+        postgres.resume()
+    assert await revision(database) == 0
+
+
+async def test_a_server_that_hangs_in_the_middle_of_a_write_keeps_nothing_of_it(
+    postgres, postgresql_url, database
+):
+    async with opened(postgresql_url, command_timeout_s=IMPATIENT_S) as impatient:
+        with pytest.raises(StoreUnavailableError, match="did not answer in time"):
+            await write_around(impatient, postgres.pause)
+        postgres.resume()
+    await write(database)  # its lock is free
+    assert await revision(database) == 1
+
+
+async def test_a_call_that_is_cancelled_does_not_wait_for_a_server_that_hangs(postgres, database):
+    begun = asyncio.Event()
+
+    def hang():
+        postgres.pause()
+        begun.set()
+
+    task = asyncio.create_task(write_around(database, hang))
+    await begun.wait()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    postgres.resume()
+    assert await revision(database) == 0
+
+
+async def test_closing_does_not_wait_for_a_server_that_hangs(postgres, postgresql_url, monkeypatch):
+    monkeypatch.setattr(postgresql, "CLOSE_TIMEOUT_S", 0.05)
+    async with opened(postgresql_url, command_timeout_s=30.0) as database:
+        await asyncio.gather(*(read(database) for _ in range(4)))
+        postgres.pause()
+        await database.close()
+        postgres.resume()
+        await database.close()
+
+
+async def test_when_every_connection_is_busy_the_wait_is_bounded(postgresql_url, monkeypatch):
+    monkeypatch.setattr(postgresql, "POOL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(postgresql, "POOL_SIZE", 1)
+    async with opened(postgresql_url) as database, database.reading():
+        with pytest.raises(StoreUnavailableError, match=r"every connection .* is busy"):
+            await read(database)
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "meaning"),
+    [
+        ("53100", StoreUnavailableError, "cannot grow: the disk is full"),
+        ("53300", StoreUnavailableError, "has no connection left"),
+        ("53200", StoreUnavailableError, "is short of memory or another resource"),
+        ("57P01", StoreUnavailableError, "is shutting down"),
+        ("57P03", StoreUnavailableError, "does not take connections yet, or no longer"),
+        ("57014", StoreUnavailableError, "did not answer in time"),
+        ("40001", StoreUnavailableError, "was changed by somebody else at the same time"),
+        ("40P01", StoreUnavailableError, "was changed by somebody else at the same time"),
+        ("58030", StoreUnavailableError, "cannot be read or written: disk error"),
+        ("XX001", StoreUnavailableError, "is damaged"),
+        ("08006", StoreUnavailableError, "cannot be reached"),
+        ("25P03", StoreUnavailableError, "ended a transaction that took too long"),
+        ("42501", StoreMisconfiguredError, "forbids its user to read or write the rules"),
+        ("28P01", StoreMisconfiguredError, "refuses the user or the password of DATABASE_URL"),
+        ("22000", StoreUnavailableError, "failed (22000)"),
+    ],
+)
+async def test_what_the_server_answers_has_a_meaning_and_no_text_of_its_own(
+    postgres, state, error, meaning
+):
+    raising = f"DO $$ BEGIN RAISE EXCEPTION 's3cret' USING ERRCODE = '{state}'; END $$"
+    async with opened(postgres.url("postgres")) as database:
+        with pytest.raises(StoreUnavailableError) as caught:
+            await write(database, raising)
+    assert type(caught.value) is error
+    assert str(caught.value) == f"the rule database {meaning}"
+
+
+@pytest.mark.parametrize(
+    "statement", ["SELECT x FROM rules", "SELECT 1 FROM ruled", "SELECT 1 FROM a.b"]
+)
+async def test_a_table_that_is_not_there_asks_for_an_upgrade(database, statement):
+    with pytest.raises(StoreUnavailableError, match="run `ratelimitd db upgrade`"):
+        await read(database, statement)
+
+
+async def test_a_database_that_does_not_exist_is_a_mistake(postgres):
+    async with opened(postgres.url("nonesuch")) as database:
+        with pytest.raises(StoreMisconfiguredError, match="the rule database does not exist"):
+            await read(database)
+
+
+async def test_a_wrong_password_is_a_mistake_and_is_not_repeated(postgres, postgresql_url):
+    name = postgresql_url.rpartition("/")[2]
+    async with opened(postgres.url(name, user="guarded:s3cret")) as database:
+        with pytest.raises(StoreMisconfiguredError, match="refuses the user or the pass") as caught:
+            await read(database)
+    assert "s3cret" not in str(caught.value)
+
+
+async def test_a_password_may_hold_anything_and_a_role_may_be_too_weak(postgres, postgresql_url):
+    name = postgresql_url.rpartition("/")[2]
+    async with opened(postgres.url(name, user=f"guarded:{quote(PASSWORD, safe='')}")) as database:
+        assert await read(database) == 1
+        with pytest.raises(StoreMisconfiguredError, match="forbids its user"):
+            await revision(database)
+
+
+@pytest.fixture
+def tls_url(postgres, postgresql_url, tmp_path):
+    """A server that speaks TLS, with the authority of its certificate in ``ca.pem``."""
+    ca, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ca.issue_cert("127.0.0.1").configure_cert(tls)
+    tls.set_alpn_protocols(["postgresql"])
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
+    with ChaosProxy(postgres.port, tls=tls) as proxy:
+        url = postgresql_url.replace(str(postgres.port), str(proxy.port))
+        yield f"{url}?sslnegotiation=direct"
+
+
+async def test_a_certificate_is_verified_against_the_authority_that_is_named(tls_url, tmp_path):
+    async with opened(f"{tls_url}&sslmode=verify-full&sslrootcert={tmp_path}/ca.pem") as database:
+        assert await read(database) == 1
+    other = f"{tls_url}&sslmode=verify-full&sslrootcert={tmp_path}/other.pem"
+    async with opened(other) as database:
+        with pytest.raises(StoreMisconfiguredError, match="not one that sslrootcert vouches for"):
+            await read(database)
+
+
+async def test_the_name_of_the_server_is_verified_with_verify_full_only(tls_url, tmp_path):
+    named = tls_url.replace("127.0.0.1", "localhost")
+    for mode in ("require", "verify-ca"):
+        url = f"{named}&sslmode={mode}&sslrootcert={tmp_path}/ca.pem"
+        async with opened(url) as database:
+            assert await read(database) == 1
+    async with opened(f"{named}&sslmode=verify-full&sslrootcert={tmp_path}/ca.pem") as database:
+        with pytest.raises(StoreMisconfiguredError, match="not one that sslrootcert vouches for"):
+            await read(database)
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ("sslmode=require", (StoreMisconfiguredError, "refuses TLS, which sslmode asks for")),
+        ("sslmode=verify-full&sslrootcert=/x", (StoreUnavailableError, "No such file")),
+        ("sslmode=verify-full", (StoreMisconfiguredError, "as DATABASE_URL says")),
+    ],
+)
+async def test_tls_is_as_the_url_asks_or_not_at_all(
+    postgresql_url, monkeypatch, *, tmp_path, options, refused
+):
+    error, meaning = refused
+    monkeypatch.setenv("HOME", str(tmp_path))  # where libpq's users keep a certificate
+    async with opened(f"{postgresql_url}?{options}") as database:
+        with pytest.raises(error, match=meaning):
+            await read(database)
+
+
+async def test_without_a_server_of_the_kind_that_is_asked_for_there_is_none(postgresql_url):
+    async with opened(f"{postgresql_url}?target_session_attrs=standby") as database:
+        with pytest.raises(StoreUnavailableError, match=r"cannot be reached$"):
+            await read(database)
+    async with opened(f"{postgresql_url}?target_session_attrs=primary") as database:
+        assert await read(database) == 1
+
+
+async def test_the_first_server_that_is_up_is_used(postgres, postgresql_url):
+    several = postgresql_url.replace("127.0.0.1", "127.0.0.1:1,127.0.0.1")
+    async with opened(several) as database:
+        assert await read(database) == 1
+
+
+async def test_a_socket_on_this_host_does_as_well(postgres, postgresql_url):
+    name = postgresql_url.rpartition("/")[2]
+    url = f"postgresql://postgres@/{name}?host={postgres.directory}&port={postgres.port}"
+    async with opened(url) as database:
+        assert await read(database) == 1
+
+
+class DriverError(Exception):
+    """What SQLAlchemy wraps an error of the driver in."""
+
+    def __init__(self, cause):
+        self.driver_exception = cause
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "meaning"),
+    [
+        (PoolTimeoutError(), StoreUnavailableError, "every connection to the rule database is busy"),
+        (ArgumentError("x"), StoreUnavailableError, "the rule database failed (ArgumentError)"),
+        (ConnectionResetError(), StoreUnavailableError, "the rule database cannot be reached"),
+        (ssl.SSLCertVerificationError(), StoreMisconfiguredError,
+         "the certificate of the rule database is not one that sslrootcert vouches for"),
+        (DBAPIError("s3cret", {}, DriverError(asyncpg.InterfaceError("s3cret"))),
+         StoreUnavailableError, "the rule database cannot be reached"),
+        (DBAPIError("s3cret", {}, DriverError(ClientConfigurationError("s3cret"))),
+         StoreMisconfiguredError, "the rule database cannot be reached as DATABASE_URL says"),
+        (DBAPIError("s3cret", {}, DriverError(asyncpg.DataError("s3cret"))),
+         StoreUnavailableError, "the rule database failed (DataError)"),
+    ],
+)  # fmt: skip
+def test_what_never_reached_the_server_has_a_meaning_too(error, kind, meaning):
+    found = error_of(error)
+    assert type(found) is kind
+    assert str(found) == meaning
+
+
+async def test_an_upgrade_waits_for_another_that_is_under_way(database):
+    order = []
+
+    async def upgrade(name):
+        async with database.upgrading() as connection:
+            order.append(f"{name} begins")
+            await connection.exec_driver_sql("SELECT pg_sleep(0.01)")
+            order.append(f"{name} ends")
+
+    await asyncio.gather(upgrade("a"), upgrade("b"))
+    assert [line.split()[1] for line in order] == ["begins", "ends"] * 2
+
+
+async def test_an_upgrade_that_fails_says_where(postgres, database):
+    for url, error, meaning in (
+        (postgres.url("nonesuch"), StoreMisconfiguredError, "does not exist"),
+        ("postgresql://postgres@127.0.0.1:1/rules", StoreUnavailableError, "cannot be reached.*"),
+    ):
+        async with opened(url) as absent:
+            with pytest.raises(error, match=f"{meaning}: 127.0.0.1:.*/"):
+                async with absent.upgrading():
+                    pytest.fail("it opened what is not there")
+
+
+async def test_a_database_that_could_not_hold_every_endpoint_is_refused(postgres):
+    postgres.sql("CREATE DATABASE latin TEMPLATE template0 ENCODING latin1 LOCALE 'C'")
+    async with opened(postgres.url("latin")) as database:
+        with pytest.raises(StartupError, match="is encoded in LATIN1; it must be UTF8"):
+            async with database.upgrading():
+                pytest.fail("it was taken")
+    postgres.sql("DROP DATABASE latin")
+
+
+async def test_an_announcement_is_heard_once_it_is_committed(database):
+    heard = asyncio.Queue()
+
+    async def changed():
+        heard.put_nowait("changed")
+
+    listening = asyncio.create_task(database.listen(changed))
+    await heard.get()  # of the connection
+    async with database.writing() as connection:
+        await database.announce(connection)
+        assert heard.empty()
+    assert await heard.get() == "changed"
+    listening.cancel()
+    await asyncio.wait([listening])

@@ -1,0 +1,348 @@
+"""What the SQL adapter does beyond the protocol; the protocol itself: tests/conformance/test_rule_store.py."""
+
+import asyncio
+import json
+import sqlite3
+import uuid
+from contextlib import closing
+from urllib.parse import quote
+
+import pytest
+import pytest_asyncio
+
+from ratelimitd.errors import (
+    RuleExistsError,
+    RuleInvalidError,
+    RuleNotFoundError,
+    StoreUnavailableError,
+)
+from ratelimitd.model import Rule
+from ratelimitd.rules.sql.migrations import require_current
+from ratelimitd.rules.sql.store import ROWS_PER_TURN, SqlRuleStore
+from ratelimitd.rules.store import RuleChanges, RuleDraft, SkippedRow
+from ratelimitd.testing import ManualClock
+from tests.postgres_server import PASSWORD
+from tests.rule_stores import sqlite_store, store_at
+
+ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
+ID = "0b1f2c3d-0000-4000-8000-00000000000a"
+NEVER = "00000000-0000-4000-8000-000000000000"
+
+
+@pytest.fixture
+def clock():
+    return ManualClock(now_us=1_700_006_400_123_456)
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path, clock):
+    async with sqlite_store(
+        tmp_path, clock=clock, new_id=lambda: uuid.UUID(ID), busy_timeout_s=0.01
+    ) as opened:
+        yield opened
+
+
+@pytest.fixture
+def behind(tmp_path):
+    """Runs a statement on the file as somebody who does not ask the service; returns the rows."""
+
+    def run(statement, *parameters):
+        with closing(sqlite3.connect(tmp_path / "rules.db")) as connection, connection:
+            connection.execute("PRAGMA ignore_check_constraints = 1")
+            return connection.execute(statement, parameters).fetchall()
+
+    return run
+
+
+def many(behind, count):
+    for n in range(count):
+        behind(
+            "INSERT INTO rules VALUES (?, ?, 'user', 1, 1, 'fixed_window', 1, 1, '2026-01-01', '2026-01-01')",
+            str(uuid.UUID(int=n)), f"/{n:04}",
+        )  # fmt: skip
+
+
+async def test_each_change_is_in_the_audit_trail_with_who_when_and_what(store, behind, clock):
+    await store.create(ORDERS, "ops@10.0.0.1")
+    clock.advance(seconds=1)
+    await store.update(ID, RuleChanges(limit=20), "", "alice")
+    await store.delete(ID, "", "x" * 300)
+    rows = behind("SELECT revision, at, actor, action, rule_id, before, after FROM rule_audit")
+    assert [row[:5] for row in rows] == [
+        (1, "2023-11-15 00:00:00.123456", "ops@10.0.0.1", "create", ID),
+        (2, "2023-11-15 00:00:01.123456", "alice", "update", ID),
+        (3, "2023-11-15 00:00:01.123456", "x" * 255, "delete", ID),
+    ]
+    before_and_after = [[json.loads(text) if text else None for text in row[5:]] for row in rows]
+    created = {
+        "id": ID, "endpoint": "/orders", "identifier_type": "user", "limit": 10,
+        "window_seconds": 60, "algorithm": "token_bucket", "enabled": True, "revision": 1,
+    }  # fmt: skip
+    updated = {**created, "limit": 20, "revision": 2}
+    assert before_and_after == [[None, created], [created, updated], [updated, None]]
+
+
+async def test_rules_that_moved_no_revision_keep_a_store_from_being_filled(store, behind):
+    many(behind, 1)
+    assert await store.create_all([ORDERS], "me") == 0
+
+
+async def test_filling_a_store_leaves_a_row_of_the_audit_trail_for_each_rule(store, behind):
+    await store.create_all([ORDERS, RuleDraft("/b", "ip", 1, 1, "fixed_window", id=NEVER)], "me")
+    rows = behind("SELECT revision, actor, action, rule_id, after FROM rule_audit")
+    assert [row[:4] for row in rows] == [(1, "me", "create", ID), (2, "me", "create", NEVER)]
+    assert json.loads(rows[1][4])["endpoint"] == "/b"
+
+
+async def test_a_change_that_changes_nothing_and_a_refused_one_leave_no_trace(store, behind):
+    await store.create(ORDERS, "me")
+    await store.update(ID, RuleChanges(limit=10), "", "me")
+    with pytest.raises(RuleInvalidError):
+        await store.update(ID, RuleChanges(limit=0), "", "me")
+    with pytest.raises(RuleNotFoundError):
+        await store.delete(NEVER, "", "me")
+    assert behind("SELECT count(*) FROM rule_audit") == [(1,)]
+
+
+async def test_creation_and_update_times_are_kept_in_utc(store, behind, clock):
+    await store.create(ORDERS, "me")
+    clock.advance(seconds=60)
+    await store.update(ID, RuleChanges(limit=20), "", "me")
+    assert behind("SELECT created_at, updated_at FROM rules") == [
+        ("2023-11-15 00:00:00.123456", "2023-11-15 00:01:00.123456")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ('"limit" = 0', "limit: the limit must be positive"),
+        ("\"limit\" = 'many'", "limit: the limit must be a whole number"),
+        ("window_seconds = 1099511627776", "window_seconds: the window must be at most 2147483647"),
+        ("endpoint = x'ff'", "endpoint: the endpoint must not be empty; * is the global rule"),
+        ("revision = 'new'", "revision: the revision must be a whole number"),
+    ],
+)
+async def test_a_row_made_bad_behind_the_api_is_skipped_and_the_others_served(
+    store, behind, damage, reason
+):
+    await store.create(ORDERS, "me")
+    good = await store.create(RuleDraft("/carts", "user", 1, 1, "fixed_window", id=NEVER), "me")
+    behind(f"UPDATE rules SET {damage} WHERE id = ?", ID)  # noqa: S608
+    assert await store.changes_since(None) == (2, [good], (), [SkippedRow(ID, reason)], True)
+    assert list(await store.page("", "", None, 10)) == [good]
+
+
+async def test_broken_text_is_a_bad_row_and_does_not_fail_the_load(store, behind):
+    await store.create(ORDERS, "me")
+    behind("UPDATE rules SET endpoint = CAST(x'2fff' AS TEXT)")
+    changes = await store.changes_since(None)
+    assert changes.changed == []
+    assert changes.skipped == [SkippedRow(ID, "endpoint: the endpoint must be valid Unicode")]
+
+
+async def test_a_bad_row_can_be_mended_or_deleted_through_the_api(store, behind):
+    await store.create(ORDERS, "me")
+    behind('UPDATE rules SET "limit" = ?', b"\x00")
+    with pytest.raises(RuleInvalidError, match="whole number"):
+        await store.update(ID, RuleChanges(window_seconds=5), "", "me")
+    mended = await store.update(ID, RuleChanges(limit=5), "", "me")
+    assert list(await store.page("", "", None, 10)) == [mended]
+    behind("UPDATE rules SET algorithm = ''")
+    await store.delete(ID, "", "me")
+    assert await store.changes_since(2) == (3, [], [ID], [], False)
+
+
+async def test_a_bad_row_takes_no_place_on_a_page(store, behind):
+    many(behind, ROWS_PER_TURN + 3)
+    behind("UPDATE rules SET algorithm = '' WHERE endpoint IN ('/0001', '/0003')")
+    page = await store.page("", "", None, 3)
+    assert [rule.endpoint for rule in page] == ["/0000", "/0002", "/0004"]
+    assert len(await store.page("", "", None, 1000)) == ROWS_PER_TURN + 1
+    assert await store.page("", "", ("/0129", "user"), 1000) == [
+        rule for rule in await store.page("/0130", "", None, 10) if isinstance(rule, Rule)
+    ]
+
+
+async def test_a_load_of_more_than_one_turn_is_whole(store, behind):
+    many(behind, 2 * ROWS_PER_TURN + 1)
+    changes = await store.changes_since(None)
+    assert len(changes.changed) == 2 * ROWS_PER_TURN + 1
+
+
+async def test_a_failed_write_leaves_nothing_behind(store, behind):
+    behind("CREATE TRIGGER refuse BEFORE INSERT ON rule_audit BEGIN SELECT RAISE(ABORT, 'no'); END")
+    with pytest.raises(StoreUnavailableError):
+        await store.create(ORDERS, "me")
+    assert await store.revision() == 0
+    assert await store.page("", "", None, 10) == []
+
+
+async def test_while_another_process_holds_the_lock_reading_works_and_writing_says_why(
+    store, tmp_path
+):
+    with closing(sqlite3.connect(tmp_path / "rules.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert await store.revision() == 0
+        with pytest.raises(StoreUnavailableError, match="locked"):
+            await store.create(ORDERS, "me")
+        with pytest.raises(StoreUnavailableError, match="locked"):
+            await store.secret("key")
+    await store.create(ORDERS, "me")
+
+
+async def test_a_database_without_the_schema_is_unavailable(tmp_path):
+    sqlite3.connect(tmp_path / "rules.db").executescript("CREATE TABLE t (x)").connection.close()
+    store = SqlRuleStore(f"sqlite:///{tmp_path}/rules.db", clock=ManualClock())
+    for call in (store.revision(), store.changes_since(None), store.create(ORDERS, "me")):
+        with pytest.raises(StoreUnavailableError):
+            await call
+    await store.close()
+
+
+async def test_a_secret_is_of_the_given_randomness_and_dated(tmp_path, behind, clock):
+    async with sqlite_store(tmp_path, clock=clock, random_bytes=lambda n: b"r" * n) as store:
+        assert await store.secret("key") == b"r" * 32
+    assert behind("SELECT name, value, created_at FROM secrets") == [
+        ("key", b"r" * 32, "2023-11-15 00:00:00.123456")
+    ]
+
+
+async def test_a_change_is_told_to_those_who_listen_and_a_refused_one_is_not(postgresql_url):
+    async with store_at(postgresql_url) as store, store_at(postgresql_url) as other:
+        told = asyncio.Queue()
+
+        async def changed():
+            told.put_nowait(await other.revision())
+
+        listening = asyncio.create_task(other.listen(changed))
+        assert await told.get() == 0
+        rule = await store.create(ORDERS, "me")
+        assert await told.get() == 1
+        with pytest.raises(RuleNotFoundError):
+            await store.delete(NEVER, "", "me")
+        await store.update(rule.id, RuleChanges(limit=10), "", "me")  # changes nothing
+        await store.delete(rule.id, "", "me")
+        assert await told.get() == 2
+        listening.cancel()
+        await asyncio.wait([listening])
+
+
+async def test_a_new_store_that_is_filled_is_told_once(postgresql_url):
+    async with store_at(postgresql_url) as store:
+        told = asyncio.Queue()
+
+        async def changed():
+            told.put_nowait(await store.revision())
+
+        listening = asyncio.create_task(store.listen(changed))
+        assert await told.get() == 0
+        await store.create_all([ORDERS, RuleDraft("/b", "ip", 1, 1, "fixed_window")], "me")
+        assert await told.get() == 2
+        listening.cancel()
+        await asyncio.wait([listening])
+
+
+@pytest.fixture
+def raced(postgres, postgresql_url):
+    """A database in which somebody who does not take the lock is always quicker by a hair."""
+    postgres.sql(
+        "CREATE FUNCTION race() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$ BEGIN RAISE unique_violation; END $$",
+        "CREATE TRIGGER race BEFORE INSERT OR UPDATE ON rules FOR EACH ROW"
+        " WHEN (NEW.endpoint = '/raced') EXECUTE FUNCTION race()",
+        database=postgresql_url.rpartition("/")[2],
+    )
+    return postgresql_url
+
+
+async def test_who_loses_to_a_writer_that_takes_no_lock_is_told_that_the_rule_exists(raced):
+    async with store_at(raced) as store:
+        rule = await store.create(ORDERS, "me")
+        with pytest.raises(RuleExistsError, match="was made meanwhile"):
+            await store.create(RuleDraft("/raced", "user", 1, 1, "fixed_window"), "me")
+        with pytest.raises(RuleExistsError, match="was made meanwhile"):
+            await store.update(rule.id, RuleChanges(endpoint="/raced"), "", "me")
+        assert list(await store.page("", "", None, 10)) == [rule]
+        assert await store.revision() == 1
+
+
+async def test_of_nodes_that_create_one_pair_at_once_one_wins_and_the_others_are_told(
+    postgresql_url,
+):
+    async with store_at(postgresql_url) as one, store_at(postgresql_url) as two:
+        results = await asyncio.gather(
+            *(store.create(ORDERS, "me") for store in (one, two, one, two)), return_exceptions=True
+        )
+        kinds = sorted(type(result).__name__ for result in results)
+        assert kinds == ["Rule", *["RuleExistsError"] * 3]
+        assert await two.revision() == 1
+
+
+async def test_who_sees_a_revision_sees_everything_up_to_it(postgresql_url):
+    async with store_at(postgresql_url) as one, store_at(postgresql_url) as two:
+        drafts = [RuleDraft(f"/{n}", "user", 1, 1, "fixed_window") for n in range(40)]
+        writing = asyncio.gather(
+            *((one, two)[n % 2].create(draft, "me") for n, draft in enumerate(drafts))
+        )
+        seen = 0
+        while seen < 40:
+            if writing.done():
+                await writing  # raises what went wrong: they would be waited for in vain
+            changes = await two.changes_since(None)
+            assert sorted(rule.revision for rule in changes.changed) == list(
+                range(1, changes.revision + 1)
+            )
+            assert changes.revision >= seen
+            seen = changes.revision
+        await writing
+
+
+async def test_rows_made_bad_behind_the_api_are_skipped_on_postgresql_too(postgres, postgresql_url):
+    async with store_at(postgresql_url) as store:
+        bad = await store.create(ORDERS, "me")
+        good = await store.create(RuleDraft("/carts", "user", 1, 1, "fixed_window"), "me")
+        postgres.sql(
+            "ALTER TABLE rules DROP CONSTRAINT rules_limit, ALTER COLUMN algorithm DROP NOT NULL",
+            'UPDATE rules SET "limit" = 0, algorithm = NULL',
+            f"UPDATE rules SET \"limit\" = 1, algorithm = 'fixed_window' WHERE id = '{good.id}'",  # noqa: S608
+            database=postgresql_url.rpartition("/")[2],
+        )
+        changes = await store.changes_since(None)
+        assert list(changes.changed) == [good]
+        assert [row.rule_id for row in changes.skipped] == [bad.id]
+        mended = await store.update(
+            bad.id, RuleChanges(limit=5, algorithm="fixed_window"), "", "me"
+        )
+        assert set(await store.page("", "", None, 10)) == {good, mended}
+
+
+@pytest.mark.parametrize("actor", ["spiffe://a\0b", "caf\udce9"])
+async def test_an_actor_in_characters_that_no_database_takes_is_noted_without_them(
+    postgres, postgresql_url, actor
+):
+    async with store_at(postgresql_url) as store:
+        await store.create(ORDERS, actor)
+    (noted,) = postgres.sql(
+        "SELECT actor FROM rule_audit", database=postgresql_url.rpartition("/")[2]
+    )
+    assert noted in {"spiffe://a?b", "caf?"}
+
+
+GRANTS = (
+    "GRANT SELECT ON ratelimitd_schema TO guarded",
+    "GRANT SELECT, INSERT, UPDATE, DELETE ON rules, rule_revision, rule_audit, secrets TO guarded",
+)
+"""What docs/operations.md gives to the role of the nodes."""
+
+
+async def test_a_role_that_may_not_change_the_schema_is_enough_for_a_node(postgres, postgresql_url):
+    name = postgresql_url.rpartition("/")[2]
+    postgres.sql(*GRANTS, database=name)
+    url = postgres.url(name, user=f"guarded:{quote(PASSWORD, safe='')}")
+    await require_current(url)
+    async with store_at(url) as store:
+        rule = await store.create(ORDERS, "me")
+        await store.update(rule.id, RuleChanges(limit=5), "", "me")
+        assert len(await store.secret("key")) == 32
+        await store.delete(rule.id, "", "me")

@@ -1,0 +1,297 @@
+import asyncio
+import logging
+import os
+import sqlite3
+import threading
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
+
+from ratelimitd.errors import RuleNotFoundError, StartupError, StoreUnavailableError
+from ratelimitd.rules.sql import sqlite
+from ratelimitd.rules.sql.sqlite import SqliteDatabase
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A database of one table in a file whose name is a trial for URLs."""
+    path = tmp_path / "ru%les #1?.db"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE things (name TEXT UNIQUE)")
+    connection.commit()
+    connection.close()
+    return path
+
+
+async def using(path, work, *, write=False, **options):
+    """What ``work`` returns on a connection of a fresh engine."""
+    engine = sqlite.open_engine(path, **options)
+    try:
+        with sqlite.store_errors():
+            async with (sqlite.writing(engine) if write else engine).begin() as connection:
+                return await work(connection)
+    finally:
+        await sqlite.close_engine(engine)
+
+
+def sql(statement, *parameters):
+    async def work(connection):
+        return (await connection.exec_driver_sql(statement, parameters)).all()
+
+    return work
+
+
+def insert(name):
+    async def work(connection):
+        await connection.exec_driver_sql("INSERT INTO things VALUES (?)", (name,))
+
+    return work
+
+
+async def test_a_connection_waits_for_readers_never_and_loses_no_commit(path):
+    assert await using(path, sql("PRAGMA journal_mode")) == [("wal",)]
+    assert await using(path, sql("PRAGMA synchronous")) == [(2,)]
+
+
+async def test_a_missing_file_is_an_error_and_not_an_empty_database(tmp_path):
+    with pytest.raises(StoreUnavailableError, match="cannot be opened"):
+        await using(tmp_path / "rules.db", sql("SELECT 1"))
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_missing_file_is_made_when_asked_for(tmp_path):
+    assert await using(tmp_path / "rules.db", sql("SELECT 1"), create=True) == [(1,)]
+
+
+async def test_a_file_that_is_made_is_for_its_owner_alone(tmp_path):
+    await using(tmp_path / "rules.db", sql("SELECT 1"), create=True)
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600]
+
+
+async def test_a_writer_waits_for_another_no_longer_than_the_busy_timeout(path):
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreUnavailableError, match="is locked by another process"):
+        await using(path, insert("a"), write=True, busy_timeout_s=0.01)
+    other.execute("ROLLBACK")
+    other.close()
+    await using(path, insert("a"), write=True)
+
+
+async def test_reading_goes_on_while_another_process_writes(path):
+    await using(path, insert("a"), write=True)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    other.execute("DELETE FROM things")
+    assert await using(path, sql("SELECT name FROM things"), busy_timeout_s=0.01) == [("a",)]
+    other.close()
+
+
+async def test_all_statements_of_one_transaction_see_one_state(path):
+    async def work(connection):
+        before = (await connection.exec_driver_sql("SELECT count(*) FROM things")).scalar()
+        await using(path, insert("a"), write=True)
+        return before, (await connection.exec_driver_sql("SELECT count(*) FROM things")).scalar()
+
+    assert await using(path, work) == (0, 0)
+
+
+async def test_a_full_disk_is_named(path):
+    async def work(connection):
+        await connection.exec_driver_sql("PRAGMA max_page_count = 1")
+        await connection.exec_driver_sql("INSERT INTO things VALUES (?)", ("x" * 100_000,))
+
+    with pytest.raises(StoreUnavailableError, match="the disk is full"):
+        await using(path, work)
+
+
+async def test_a_read_only_database_is_named(path):
+    async def work(connection):
+        await connection.exec_driver_sql("PRAGMA query_only = 1")
+        await connection.exec_driver_sql("INSERT INTO things VALUES ('a')")
+
+    with pytest.raises(StoreUnavailableError, match="is read-only"):
+        await using(path, work)
+
+
+async def test_a_file_that_is_no_database_is_named(tmp_path):
+    (tmp_path / "rules.db").write_text("rules: []\n" * 1000)
+    with pytest.raises(StoreUnavailableError, match="is not a SQLite database"):
+        await using(tmp_path / "rules.db", sql("SELECT 1"))
+
+
+async def test_a_message_holds_neither_statement_nor_value(path):
+    await using(path, insert("s3cret"), write=True)
+    with pytest.raises(StoreUnavailableError) as caught:
+        await using(path, insert("s3cret"), write=True)
+    assert str(caught.value) == "the rule database failed (SQLITE_CONSTRAINT_UNIQUE)"
+    assert "s3cret" not in str(caught.value.__cause__)
+
+
+def test_an_error_that_is_not_the_drivers_has_a_message_too():
+    assert sqlite.meaning_of(SQLAlchemyError("x")) == "the rule database failed (SQLAlchemyError)"
+    assert "ArgumentError" in sqlite.meaning_of(ArgumentError("x"))
+
+
+def test_errors_of_our_own_pass_through():
+    with pytest.raises(RuleNotFoundError), sqlite.store_errors():
+        raise RuleNotFoundError(rule_id="x")
+
+
+async def test_when_every_connection_is_busy_the_wait_is_bounded(path, monkeypatch):
+    monkeypatch.setattr(sqlite, "POOL_TIMEOUT_S", 0.01)
+    engine = sqlite.open_engine(path)
+    held = [await engine.connect() for _ in range(sqlite.POOL_SIZE)]
+    with (
+        pytest.raises(StoreUnavailableError, match=r"every connection .* is busy"),
+        sqlite.store_errors(),
+    ):
+        await engine.connect()
+    for connection in held:
+        await connection.close()
+    await sqlite.close_engine(engine)
+
+
+async def test_a_replaced_database_is_noticed_at_the_next_transaction(path, tmp_path):
+    other = tmp_path / "other.db"
+    other.write_bytes(path.read_bytes())
+    await using(other, insert("from the backup"), write=True)
+    engine = sqlite.open_engine(path)
+    async with engine.begin() as connection:
+        assert await sql("SELECT name FROM things")(connection) == []
+    other.replace(path)
+    async with engine.begin() as connection:
+        assert await sql("SELECT name FROM things")(connection) == [("from the backup",)]
+    await sqlite.close_engine(engine)
+
+
+async def test_a_deleted_database_is_noticed_instead_of_written_to(path):
+    engine = sqlite.open_engine(path)
+    async with engine.begin() as connection:
+        await sql("SELECT 1")(connection)
+    path.unlink()
+    with pytest.raises(StoreUnavailableError, match="cannot be opened"), sqlite.store_errors():
+        async with sqlite.writing(engine).begin() as connection:
+            await insert("lost")(connection)
+    await sqlite.close_engine(engine)
+
+
+async def test_broken_text_is_read_as_lone_surrogates(path):
+    broken = await using(path, sql("SELECT CAST(x'2fff' AS TEXT)"))
+    assert broken == [("/\udcff",)]
+
+
+async def test_the_driver_never_logs_the_values_of_a_call(path, caplog):
+    caplog.set_level(logging.DEBUG)
+    asyncio.get_running_loop().set_debug(enabled=False)
+    await using(path, insert("s3cret"), write=True)
+    assert "s3cret" not in caplog.text
+
+
+def test_the_engine_hides_parameters(tmp_path):
+    engine = sqlite.open_engine(tmp_path / "rules.db")
+    assert engine.sync_engine.hide_parameters
+    assert isinstance(engine.url, sa.URL)
+
+
+async def test_closing_waits_for_the_thread_of_a_connection_whose_caller_was_cancelled(path):
+    engine, held = sqlite.open_engine(path), asyncio.Event()
+
+    async def hold():
+        async with engine.begin() as connection:
+            await connection.execute(sa.text("SELECT 1"))
+            held.set()
+            await asyncio.Event().wait()
+
+    before = set(threading.enumerate())
+    holder = asyncio.create_task(hold())
+    await held.wait()
+    workers = set(threading.enumerate()) - before
+    holder.cancel()
+    await asyncio.wait([holder])
+    await sqlite.close_engine(engine)
+    assert workers
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def sqlite_error(code):
+    error = sqlite3.OperationalError()
+    error.sqlite_errorcode = code
+    return OperationalError("", None, error)
+
+
+@pytest.mark.parametrize(
+    ("code", "waiting_is_in_vain"),
+    [
+        (sqlite3.SQLITE_READONLY_DIRECTORY, True),
+        (sqlite3.SQLITE_PERM, True),
+        (sqlite3.SQLITE_FULL, True),
+        (sqlite3.SQLITE_BUSY, False),
+        (sqlite3.SQLITE_CORRUPT, False),
+        (sqlite3.SQLITE_NOTADB, False),
+        (sqlite3.SQLITE_IOERR_WRITE, False),
+    ],
+)
+def test_what_only_a_person_can_mend_is_told_from_what_may_pass(path, code, waiting_is_in_vain):
+    assert sqlite.needs_mending(sqlite_error(code), path) is waiting_is_in_vain
+
+
+def test_a_place_that_is_not_there_may_come_and_one_that_is_forbidden_will_not(
+    path, tmp_path, monkeypatch
+):
+    cannot_open = sqlite_error(sqlite3.SQLITE_CANTOPEN)
+    assert not sqlite.needs_mending(cannot_open, path)
+    assert not sqlite.needs_mending(cannot_open, tmp_path / "absent.db")
+    assert not sqlite.needs_mending(cannot_open, tmp_path / "absent" / "rules.db")
+    assert sqlite.needs_mending(cannot_open, tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may do all
+    assert sqlite.needs_mending(cannot_open, path)
+    assert sqlite.needs_mending(cannot_open, tmp_path / "absent.db")
+    assert not sqlite.needs_mending(cannot_open, tmp_path / "absent" / "rules.db")
+
+
+def test_an_error_without_a_code_may_pass(path):
+    assert not sqlite.needs_mending(SQLAlchemyError(), path)
+
+
+async def test_an_announcement_reaches_nobody_and_a_listener_is_let_go_at_once(path):
+    database = SqliteDatabase(path)
+    async with database.writing() as connection:
+        await database.announce(connection)
+    await database.listen(pytest.fail)
+    await database.close()
+
+
+async def test_a_database_is_read_and_written_in_transactions_of_its_own(path):
+    database = SqliteDatabase(path)
+    async with database.writing() as connection:
+        await insert("a")(connection)
+    with pytest.raises(StoreUnavailableError, match="SQLITE_CONSTRAINT_UNIQUE"):
+        await insert_into(database, "a")
+    async with database.reading() as connection:
+        assert await sql("SELECT name FROM things")(connection) == [("a",)]
+    await database.close()
+
+
+async def insert_into(database, name):
+    async with database.writing() as connection:
+        await insert(name)(connection)
+
+
+async def test_an_upgrade_of_what_may_not_be_written_is_given_up(path):
+    database = SqliteDatabase(path)
+    async with database.upgrading() as connection:
+        await connection.exec_driver_sql("PRAGMA query_only = 1")
+    with pytest.raises(StartupError, match="is read-only: "):
+        async with database.upgrading() as connection:
+            await insert("a")(connection)
+    await database.close()
+
+
+async def test_an_upgrade_names_the_file_it_failed_on(tmp_path):
+    database = SqliteDatabase(tmp_path / "absent" / "rules.db")
+    with pytest.raises(StoreUnavailableError, match=r"cannot be opened: .*rules\.db$"):
+        async with database.upgrading():
+            pytest.fail("it opened what is not there")
+    await database.close()

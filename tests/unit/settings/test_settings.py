@@ -1,0 +1,257 @@
+import dataclasses
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from ratelimitd.errors import SettingsError
+from ratelimitd.settings.parsing import MASK, Address
+from ratelimitd.settings.table import SETTINGS, Settings
+
+SPECIFIED_DEFAULTS = {
+    "LISTEN": "127.0.0.1:9090",
+    "HTTP_LISTEN": "127.0.0.1:8080",
+    "DATABASE_URL": "sqlite:///ratelimitd.db",
+    "STATE_DIR": "./ratelimitd-state",
+    "CONSISTENCY": "eventual",
+    "TIMESTAMPS": "bounded",
+    "ON_BREAKER_OPEN": "fail_open",
+    "WORKERS": "1",
+    "SYNC_INTERVAL_MS": "100",
+    "CACHE_ENTRIES": "1000000",
+    "CACHE_TTL_S": "300",
+    "BREAKER_FAILURES": "5",
+    "BREAKER_RECOVERY_S": "30",
+    "DRAIN_S": "10",
+    "LOG_LEVEL": "info",
+    "LOG_FORMAT": "auto",
+    "REFLECTION": "on",
+}
+
+CREDENTIALS = ("ADMIN_TOKEN", "CHECK_TOKEN", "KEY_SECRET")
+
+
+def load(**environ):
+    return Settings.load({f"RATELIMITD_{name}": text for name, text in environ.items()}, {})
+
+
+def problem(environ=None, flags=None):
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ or {}, flags or {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "default"), SPECIFIED_DEFAULTS.items())
+def test_defaults_are_those_that_are_documented(name, default):
+    assert {spec.name: spec.default for spec in SETTINGS}[name] == default
+
+
+def test_every_default_is_valid_text_of_its_own_setting():
+    given = {spec.environment: spec.default for spec in SETTINGS if spec.name not in CREDENTIALS}
+    assert Settings.load(given, {}) == Settings.load({}, {})
+
+
+@pytest.mark.parametrize("name", CREDENTIALS)
+def test_a_credential_that_is_given_and_empty_is_refused_and_does_not_open_the_node(name, tmp_path):
+    blank = tmp_path / "blank"
+    blank.write_text("\n")
+    assert problem({f"RATELIMITD_{name}": ""}).startswith(f"RATELIMITD_{name} is empty: ")
+    assert problem({f"RATELIMITD_{name}_FILE": str(blank)}) == (
+        f"RATELIMITD_{name}_FILE: {blank} is empty"
+    )
+    flag = "--" + name.lower().replace("_", "-")
+    assert problem(flags={name: ""}).startswith(f"{flag} is empty: ")
+    assert problem(flags={f"{name}_FILE": ""}).startswith(f"{flag}-file is empty: ")
+
+
+def test_every_field_is_a_setting_and_every_setting_a_field():
+    fields = {field.name.upper() for field in dataclasses.fields(Settings)} - {"SOURCES"}
+    assert fields == {spec.name for spec in SETTINGS}
+
+
+def test_names_in_environment_and_flags_are_derived_from_one_name():
+    spec = next(spec for spec in SETTINGS if spec.name == "HTTP_LISTEN")
+    assert (spec.environment, spec.flag) == ("RATELIMITD_HTTP_LISTEN", "--http-listen")
+
+
+def test_settings_cannot_be_changed_after_loading():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load().workers = 2
+
+
+def test_a_flag_beats_the_environment():
+    settings = Settings.load(
+        {"RATELIMITD_LISTEN": "0.0.0.0:1"}, {"LISTEN": "[::1]:2", "DRAIN_S": None}
+    )
+    assert settings.listen == Address("::1", 2)
+    assert settings.sources == {"LISTEN": "flag"}
+
+
+def test_an_empty_http_listen_turns_the_http_side_off():
+    assert load(HTTP_LISTEN="").http_listen is None
+
+
+def test_everything_that_is_wrong_is_named_at_once():
+    text = problem(
+        {"RATELIMITD_FOO": "1", "RATELIMITD_DRAIN_S": "-1", "RATELIMITD_TLS_CERT": "cert.pem"},
+        {"LISTEN": "9090"},
+    )
+    assert "RATELIMITD_FOO is not a setting" in text
+    assert "RATELIMITD_DRAIN_S must be a whole number from 0 to 3600, not '-1'" in text
+    assert "--listen must be HOST:PORT" in text
+    assert "TLS_CERT and TLS_KEY are set together" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"WORKERS": "2"}, "WORKERS: more than 1 needs REDIS_URL, because"),
+        (
+            {"CONSISTENCY": "strict", "ON_BREAKER_OPEN": "local", "REDIS_URL": "redis://host"},
+            "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because",
+        ),
+        ({"TLS_KEY": "k"}, "TLS_CERT and TLS_KEY are set together"),
+        ({"TLS_CLIENT_CA": "ca"}, "TLS_CLIENT_CA needs TLS_CERT"),
+        ({"ADMIN_SANS": "ops"}, "need TLS_CLIENT_CA"),
+        ({"CHECK_SANS": "app"}, "need TLS_CLIENT_CA"),
+        ({"ADMIN_TOKEN": "same", "CHECK_TOKEN": "same"}, "ADMIN_TOKEN and CHECK_TOKEN are equal"),
+        (
+            {
+                "TLS_CERT": "c",
+                "TLS_KEY": "k",
+                "TLS_CLIENT_CA": "a",
+                "ADMIN_SANS": "x",
+                "CHECK_SANS": "y,x",
+            },
+            "share a name",
+        ),
+        ({"LISTEN": "127.0.0.1:7000", "HTTP_LISTEN": "127.0.0.1:7000"}, "are the same address"),
+        ({"ON_BREAKER_OPEN": "shut"}, "must be fail_open, local or deny"),
+        ({"TRANSPORT": "http"}, "RATELIMITD_TRANSPORT must be native or grpcio"),
+    ],
+)
+def test_settings_that_cannot_work_together_or_at_all_are_refused(environ, expected):
+    assert expected in problem({f"RATELIMITD_{name}": text for name, text in environ.items()})
+
+
+@pytest.mark.parametrize("consistency", ["eventual", "strict"])
+def test_either_consistency_is_true_of_a_node_that_decides_in_its_own_memory(consistency):
+    assert load(CONSISTENCY=consistency, ON_BREAKER_OPEN="local").consistency == consistency
+
+
+def test_several_processes_may_share_one_port_where_they_share_their_buckets():
+    assert load(WORKERS="2", REDIS_URL="redis://host").workers == 2
+
+
+def test_a_free_port_may_be_asked_for_twice():
+    settings = load(LISTEN="127.0.0.1:0", HTTP_LISTEN="127.0.0.1:0")
+    assert settings.listen == settings.http_listen
+
+
+def test_a_complete_tls_configuration_is_accepted():
+    settings = load(
+        TLS_CERT="c", TLS_KEY="k", TLS_CLIENT_CA="a", ADMIN_SANS="ops", CHECK_SANS="app"
+    )
+    assert settings.admin_sans == ("ops",)
+
+
+def test_a_setting_that_is_wrong_by_itself_is_not_also_blamed_for_its_company():
+    text = problem({"RATELIMITD_WORKERS": "2", "RATELIMITD_REDIS_URL": "http://host"})
+    assert "REDIS_URL must" in text
+    assert "more than 1" not in text
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in SETTINGS if spec.secret])
+def test_no_secret_is_shown_in_an_error(name):
+    assert "hush hush" not in problem({f"RATELIMITD_{name}": "hush hush\0", "RATELIMITD_FOO": ""})
+
+
+def test_secrets_are_masked_wherever_settings_are_shown():
+    settings = load(
+        ADMIN_TOKEN="topsecret",
+        KEY_SECRET="topsecret-topsecret",
+        DATABASE_URL="sqlite:///a?password=topsecret",
+    )
+    shown = repr(settings) + str(settings.describe())
+    assert "topsecret" not in shown
+    assert f"ADMIN_TOKEN={MASK!r}" in repr(settings)
+
+
+def test_describe_tells_for_every_setting_where_its_value_came_from(tmp_path):
+    secret = tmp_path / "token"
+    secret.write_text("from-file\n")
+    settings = Settings.load(
+        {"RATELIMITD_CHECK_TOKEN_FILE": str(secret), "RATELIMITD_REFLECTION": "off"},
+        {"LISTEN": "127.0.0.1:0"},
+    )
+    assert settings.check_token == "from-file"
+    rows = {row.name: row for row in settings.describe()}
+    assert list(rows) == [spec.name for spec in SETTINGS]
+    assert rows["CHECK_TOKEN"][1:] == (MASK, "file")
+    assert rows["REFLECTION"][1:] == ("off", "environment")
+    assert rows["LISTEN"][1:] == ("127.0.0.1:0", "flag")
+    assert rows["DRAIN_S"][1:] == ("10", "default")
+    assert rows["ADMIN_TOKEN"][1:] == ("", "default")
+
+
+def test_a_node_without_a_name_is_called_by_host_and_process():
+    assert load().node_name == f"{socket.gethostname()}:{os.getpid()}"
+    assert load(NODE_ID="n1").node_name == "n1"
+
+
+@pytest.mark.parametrize("name", ["RATELIMITD_CHECK_TOKE", "RATELIMITD_", "RATELIMITD_LISTEN_FILE"])
+def test_a_misspelt_variable_stops_the_start(name):
+    assert f"{name} is not a setting" in problem({name: "x"})
+
+
+def test_pages_are_shown_under_the_name_they_are_listened_at_and_those_that_are_set():
+    assert load().http_names == {"127.0.0.1"}
+    assert load(HTTP_LISTEN="node:80", HTTP_HOSTS="a,b").http_names == {"node", "a", "b"}
+    assert load(HTTP_LISTEN="").http_names == set()
+
+
+def test_the_pages_of_a_worker_are_in_its_state_directory():
+    assert load(STATE_DIR="/state").http_socket == Path("/state/http.sock")
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "name"),
+    [
+        ({}, True, "in STATE_DIR/admin-token"),
+        ({"CHECK_TOKEN": "t"}, True, "in STATE_DIR/admin-token"),
+        ({"ADMIN_TOKEN": "t"}, False, "ADMIN_TOKEN"),
+        ({"LOOPBACK_ADMIN": "on"}, False, "ADMIN_TOKEN"),
+        (
+            {"ADMIN_SANS": "n", "TLS_CLIENT_CA": "a", "TLS_CERT": "b", "TLS_KEY": "c"},
+            False,
+            "ADMIN_TOKEN",
+        ),
+    ],
+)
+def test_a_node_makes_its_admin_token_where_nothing_else_holds_the_role(flags, own, name):
+    settings = Settings.load({}, flags)
+    assert settings.has_own_admin_token is own
+    assert settings.admin_token_name == name
+
+
+def test_workers_are_given_the_token_that_their_parent_made():
+    worker = Settings.load({}, {}).with_own_admin_token("made")
+    assert (worker.admin_token, worker.has_own_admin_token) == ("made", False)
+    assert worker.admin_token_name == "in STATE_DIR/admin-token"
+    assert "made" not in repr(worker)
+
+
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        ({}, None),
+        ({"LOOPBACK_ADMIN": "on"}, "every caller from loopback may change the rules"),
+        ({"LOOPBACK_ADMIN": "on", "ADMIN_TOKEN": "t"}, "has no effect"),
+    ],
+)
+def test_loopback_as_a_credential_is_warned_of(flags, warning):
+    lines = Settings.load({}, flags).warnings
+    assert len(lines) == (warning is not None)
+    assert all(warning in line for line in lines)

@@ -1,0 +1,147 @@
+import pytest
+
+from ratelimitd.settings.urls import (
+    MAX_DATABASE,
+    Login,
+    RedisUrl,
+    Server,
+    TlsFiles,
+    Topology,
+    parse_redis_url,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("redis://valkey", RedisUrl(Topology.STANDALONE, (Server("valkey", 6379),))),
+        ("redis://10.0.0.1:7000/", RedisUrl(Topology.STANDALONE, (Server("10.0.0.1", 7000),))),
+        ("redis://[::1]:7000", RedisUrl(Topology.STANDALONE, (Server("::1", 7000),))),
+        ("redis://[::1]", RedisUrl(Topology.STANDALONE, (Server("::1", 6379),))),
+        ("redis://h/15", RedisUrl(Topology.STANDALONE, (Server("h", 6379),), database=15)),
+        ("redis://h?db=2", RedisUrl(Topology.STANDALONE, (Server("h", 6379),), database=2)),
+        (
+            "redis://:p%40ss%2F:%23@h",
+            RedisUrl(Topology.STANDALONE, (Server("h", 6379),), Login("", "p@ss/:#")),
+        ),
+        (
+            "redis://n%C3%B6de:pw@h",
+            RedisUrl(Topology.STANDALONE, (Server("h", 6379),), Login("nöde", "pw")),
+        ),
+        ("rediss://h", RedisUrl(Topology.STANDALONE, (Server("h", 6379),), tls=TlsFiles())),
+        (
+            "rediss://h?ssl_ca_certs=/ca&ssl_certfile=/c&ssl_keyfile=/k&ssl_check_hostname=false",
+            RedisUrl(
+                Topology.STANDALONE, (Server("h", 6379),), tls=TlsFiles("/ca", "/c", "/k", False)
+            ),
+        ),
+        (
+            "unix:///run/valkey%20one.sock?db=1",
+            RedisUrl(Topology.STANDALONE, (Server("/run/valkey one.sock", 0),), database=1),
+        ),
+        (
+            "unix://:pw@/run/valkey.sock",
+            RedisUrl(Topology.STANDALONE, (Server("/run/valkey.sock", 0),), Login("", "pw")),
+        ),
+        (
+            "redis+sentinel://a,b:1/limits/4?sentinel_username=u&sentinel_password=p%26",
+            RedisUrl(
+                Topology.SENTINEL,
+                (Server("a", 26379), Server("b", 1)),
+                database=4,
+                service="limits",
+                sentinel_login=Login("u", "p&"),
+            ),
+        ),
+        (
+            "rediss+sentinel://u:p@a/limits",
+            RedisUrl(
+                Topology.SENTINEL,
+                (Server("a", 26379),),
+                Login("u", "p"),
+                tls=TlsFiles(),
+                service="limits",
+            ),
+        ),
+        (
+            "redis+cluster://a,[::1]:7",
+            RedisUrl(Topology.CLUSTER, (Server("a", 6379), Server("::1", 7))),
+        ),
+        (
+            "rediss+cluster://a/0",
+            RedisUrl(Topology.CLUSTER, (Server("a", 6379),), tls=TlsFiles()),
+        ),
+    ],
+)
+def test_a_url_becomes_a_value(text, value):
+    assert parse_redis_url(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "must be redis://"),
+        ("valkey:6379", "must be redis://"),
+        ("http://valkey", "must be redis://"),
+        ("redis+unix:///s", "must be redis://"),
+        ("redis://hunter2 x", "without spaces"),
+        ("redis://hunter2\n", "without spaces"),
+        ("redis://[::1", "IPv6"),
+        ("redis://:hunter2#x@h", "written as %23"),
+        ("redis://", "HOST or HOST:PORT"),
+        ("redis://:hunter2@", "HOST or HOST:PORT"),
+        ("redis://u:hunter2/x@h", "percent-encoded"),
+        ("redis://h:0", "HOST or HOST:PORT"),
+        ("redis://h:65536", "HOST or HOST:PORT"),
+        ("redis://h:hunter2", "HOST or HOST:PORT"),
+        ("redis://a,b", "must name one server"),
+        ("redis+cluster://a,,b", "HOST or HOST:PORT"),
+        ("redis://hunter2@h", "a password where there is a user"),
+        ("redis://h/hunter2", "by a number"),
+        ("redis://h/1/2", "at most one database"),
+        ("redis://h/1?db=1", "at most one database"),
+        (f"redis://h/{MAX_DATABASE + 1}", "by a number"),
+        ("redis://h/-1", "by a number"),
+        ("redis://h?hunter2=1", "no options but db, each once"),
+        ("redis://h?db=1&db=2", "each once"),
+        ("redis://h?ssl_ca_certs=/ca", "no options but db, each once"),
+        ("redis://h?sentinel_password=hunter2", "no options but db"),
+        ("rediss://h?ssl_check_hostname=hunter2", "ssl_check_hostname=true"),
+        ("rediss://h?ssl_certfile=/hunter2", "both or none"),
+        ("unix://hunter2/s", "absolute path"),
+        ("unix:///", "absolute path"),
+        ("unix:///a%00b", "absolute path"),
+        ("redis+sentinel://hunter2", "must name the service"),
+        ("redis+sentinel://h/s/x", "by a number"),
+        ("redis+cluster://h/1", "no database with a cluster"),
+    ],
+)
+def test_a_wrong_url_is_refused_without_quoting_it(text, problem):
+    with pytest.raises(ValueError, match=problem) as refused:
+        parse_redis_url(text)
+    assert str(refused.value).startswith("must ")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_the_largest_database_is_taken():
+    assert parse_redis_url(f"redis://h/{MAX_DATABASE}").database == MAX_DATABASE
+
+
+def test_the_value_shows_no_password():
+    url = parse_redis_url("redis+sentinel://u:hunter2@h/s?sentinel_password=hunter2")
+    assert "hunter2" not in repr(url)
+    assert repr(url.login) == "Login(user='u', password='********')"
+    assert repr(Login()) == "Login(user='', password='')"
+
+
+@pytest.mark.parametrize(
+    ("server", "shown"),
+    [
+        (Server("valkey", 6379), "valkey:6379"),
+        (Server("::1", 7), "[::1]:7"),
+        (Server("/run/valkey.sock", 0), "/run/valkey.sock"),
+    ],
+)
+def test_a_server_is_shown_as_an_address_or_a_path(server, shown):
+    assert str(server) == shown
+    assert server.is_path == shown.startswith("/")

@@ -1,0 +1,71 @@
+import json
+
+import pytest
+
+from ratelimitd.web.api.connect import Types
+from ratelimitd.web.api.json_api import HttpCheck, limit_fields
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+NOW_S = 1_700_006_400.25
+RULE_ID = "0e8f3b6c-7b5e-4a39-9d5f-0a1c7f0f2b11"
+RULE = {"limit": 10, "window_seconds": 60, "rule_id": RULE_ID}
+
+
+def decision(**fields):
+    return pb.RateLimitResponse(**{"allowed": True, "reason": pb.WITHIN_LIMIT, **RULE, **fields})
+
+
+def denial(**fields):
+    denied = {"allowed": False, "reason": pb.LIMIT_EXCEEDED, "retry_after_seconds": 7}
+    return decision(**{**denied, **fields})
+
+
+async def answer(message):
+    types = Types(pb.RateLimitRequest, pb.RateLimitResponse)
+    return await HttpCheck(lambda: NOW_S).answer(message.SerializeToString(), types)
+
+
+def test_what_is_left_lasts_until_the_whole_limit_is_free():
+    fields = limit_fields(decision(remaining_tokens=4, reset_time=1_700_006_430), NOW_S)
+    assert fields == {
+        "RateLimit-Policy": f'"{RULE_ID}";q=10;w=60',
+        "RateLimit": f'"{RULE_ID}";r=4;t=30',
+    }
+
+
+def test_an_allowed_check_is_not_told_to_wait_even_when_it_was_the_last():
+    fields = limit_fields(decision(retry_after_seconds=6, reset_time=1_700_006_460), NOW_S)
+    assert "Retry-After" not in fields
+
+
+def test_a_denial_says_when_it_would_pass_and_no_window_ends_later():
+    fields = limit_fields(denial(remaining_tokens=2, reset_time=1_700_006_460), NOW_S)
+    assert fields["Retry-After"] == "7"
+    assert fields["RateLimit"] == f'"{RULE_ID}";r=2;t=7'
+
+
+@pytest.mark.parametrize(("reset_time", "window_s"), [(1, 0), (2_000_000_000, 60)])
+def test_a_check_judged_at_another_time_promises_nothing_absurd(reset_time, window_s):
+    fields = limit_fields(decision(reset_time=reset_time), NOW_S)
+    assert fields["RateLimit"].endswith(f";t={window_s}")
+
+
+@pytest.mark.parametrize("reason", [pb.NO_RULE, pb.FAIL_OPEN_ERROR, pb.FAIL_OPEN_BREAKER])
+async def test_what_no_rule_decided_has_no_policy_and_is_let_through(reason):
+    response = await answer(pb.RateLimitResponse(allowed=True, reason=reason, remaining_tokens=1))
+    assert response.status_code == 200
+    assert not {"ratelimit", "ratelimit-policy", "retry-after"} & set(response.headers)
+    assert json.loads(response.body)["reason"] == pb.Reason.Name(reason)
+
+
+async def test_a_denial_is_too_many_requests():
+    response = await answer(denial())
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert json.loads(response.body)["allowed"] is False
+
+
+async def test_a_node_set_to_deny_while_its_breaker_is_open_says_when_to_come_back():
+    message = pb.RateLimitResponse(reason=pb.FAIL_OPEN_BREAKER, retry_after_seconds=3)
+    response = await answer(message)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+    assert "ratelimit" not in response.headers

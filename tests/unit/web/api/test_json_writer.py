@@ -1,0 +1,73 @@
+import asyncio
+import json
+import math
+
+import pytest
+from google.protobuf import empty_pb2, json_format
+
+from ratelimitd.web.api.json_writer import SLICE_ITEMS, json_of
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+RESPONSE = pb.RateLimitResponse(
+    allowed=True, remaining_tokens=4, reset_time=2**60, reason=pb.WITHIN_LIMIT, rule_id='é\n"'
+)
+METRIC = pb.Metric(
+    name="a", kind="histogram", labels={"b": "1", "a": "2"},
+    histogram=pb.Histogram(upper_bounds=[0.1, 1], cumulative_counts=[1, 2**63, 3], sum=0.5),
+)  # fmt: skip
+
+
+def written(message):
+    return asyncio.run(json_of(message))
+
+
+def as_the_library(message):
+    return json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+MESSAGES = {
+    "an answer": RESPONSE,
+    "an empty answer": pb.RateLimitResponse(),
+    "a batch": pb.BatchRateLimitResponse(responses=[RESPONSE, pb.RateLimitResponse()]),
+    "an empty batch": pb.BatchRateLimitResponse(),
+    "an optional field that is set": pb.RateLimit(id="i", limit=5, enabled=False),
+    "an optional field that is not set": pb.RateLimit(id="i"),
+    "a list": pb.ListRateLimitsResponse(rate_limits=[pb.RateLimit(id="i")], next_page_token="t"),
+    "health": pb.HealthResponse(status=pb.DEGRADED, error_rate=0.25, rules_revision=7),
+    "metrics": pb.MetricsResponse(metrics=[METRIC, pb.Metric(name="b", value=math.inf)]),
+    "below all numbers": pb.Metric(value=-math.inf),
+    "no number": pb.Metric(value=math.nan),
+    "a reason of a later release": pb.RateLimitResponse.FromString(b"\x28\x63"),
+    "nothing": empty_pb2.Empty(),
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
+def test_an_answer_is_written_as_the_library_writes_it(message):
+    assert json.loads(written(message)) == as_the_library(message)
+
+
+def test_fields_come_in_the_order_of_the_contract_in_one_line():
+    assert written(pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE)) == (
+        b'{"allowed":true,"remaining_tokens":0,"reset_time":"0","retry_after_seconds":0,'
+        b'"reason":"NO_RULE","limit":0,"window_seconds":0,"rule_id":"","error":""}\n'
+    )
+
+
+async def test_others_have_their_turn_while_a_long_list_is_written():
+    turns = 0
+
+    async def count():
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    other = asyncio.create_task(count())
+    message = pb.BatchRateLimitResponse(responses=[RESPONSE] * (5 * SLICE_ITEMS))
+    text = await json_of(message)
+    other.cancel()
+    assert json.loads(text) == as_the_library(message)
+    assert turns >= 3

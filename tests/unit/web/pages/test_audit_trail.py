@@ -1,0 +1,95 @@
+from datetime import UTC, datetime
+
+import pytest
+import pytest_asyncio
+
+from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.rules.store import AuditEntry, RuleChanges, RuleDraft
+from ratelimitd.web.pages.audit import PAGE_CHANGES, AuditTrail
+from tests.rule_stores import sqlite_store
+
+ORDERS = RuleDraft("/orders", "user", 10, 60, "token_bucket")
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path):
+    async with sqlite_store(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def trail(store):
+    return AuditTrail(store)
+
+
+async def test_changes_come_newest_first_with_the_fields_that_changed(store, trail):
+    rule = await store.create(ORDERS, "alice")
+    await store.update(rule.id, RuleChanges(limit=20, enabled=False), "", "bob")
+    newest, oldest = (await trail.page(rule.id, None)).changes
+    assert (newest.entry.actor, newest.entry.action, newest.endpoint) == (
+        "bob",
+        "update",
+        "/orders",
+    )
+    assert newest.differences == [("Limit", "10", "20"), ("Enabled", "yes", "no")]
+    assert (oldest.entry.action, len(oldest.differences)) == ("create", 6)
+
+
+async def test_what_does_not_fit_on_a_page_is_on_the_next(store, trail):
+    rule = await store.create(ORDERS, "me")
+    for limit in range(1, PAGE_CHANGES + 1):
+        await store.update(rule.id, RuleChanges(limit=100 + limit), "", "me")
+    first = await trail.page("", None)
+    assert (len(first.changes), first.earlier) == (PAGE_CHANGES, 2)
+    rest = await trail.page("", first.earlier)
+    assert [change.entry.revision for change in rest.changes] == [1]
+    assert rest.earlier == 0
+
+
+async def test_a_deleted_rule_is_told_by_what_it_was(store, trail):
+    rule = await store.create(ORDERS, "me")
+    await store.delete(rule.id, "", "me")
+    newest = (await trail.page("", None)).changes[0]
+    assert (newest.endpoint, newest.differences[0]) == ("/orders", ("Endpoint", "/orders", ""))
+
+
+async def test_the_stored_rule_is_what_its_last_change_left(store, trail):
+    rule = await store.create(ORDERS, "me")
+    assert await trail.stored(rule.id) == rule
+    changed = await store.update(rule.id, RuleChanges(limit=20), "", "me")
+    assert await trail.stored(rule.id) == changed
+    await store.delete(rule.id, "", "me")
+    assert await trail.stored(rule.id) is None
+    assert await trail.stored("nobody") is None
+
+
+class Reader:
+    def __init__(self, *entries, error=None):
+        self.entries = entries
+        self.error = error
+
+    async def audit(self, rule_id, before, size):
+        if self.error:
+            raise self.error
+        return self.entries
+
+
+async def test_a_store_that_is_away_is_said_to_be_so(caplog):
+    trail = AuditTrail(Reader(error=StoreUnavailableError("the rule database is away")))
+    assert await trail.page("", None) == ([], 0, True)
+    assert await trail.stored("1") is None
+    assert "the audit trail cannot be read: the rule database is away" in caplog.text
+
+
+async def test_a_row_that_holds_no_rule_is_shown_and_is_no_rule():
+    at = datetime(2023, 11, 15, tzinfo=UTC)
+    trail = AuditTrail(Reader(AuditEntry(1, at, "me", "update", "x", None, {"limit": "<b>"})))
+    [change] = (await trail.page("", None)).changes
+    assert (change.endpoint, change.differences) == ("", [("Limit", "", "<b>")])
+    assert await trail.stored("x") is None
+
+
+async def test_a_row_without_any_rule_is_shown():
+    at = datetime(2023, 11, 15, tzinfo=UTC)
+    trail = AuditTrail(Reader(AuditEntry(1, at, "me", "delete", "x", None, None)))
+    assert (await trail.page("", None)).changes[0].differences == []

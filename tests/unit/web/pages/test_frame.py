@@ -1,0 +1,230 @@
+"""The frame around a page that shows who looks at it."""
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from ratelimitd.services.auth import Access, Credentials
+from ratelimitd.web.pages.errors import Cause, Refused
+from ratelimitd.web.pages.page_base import (
+    FORM_COOKIE,
+    MAX_FORM_BYTES,
+    SESSION_COOKIE,
+    Frame,
+    local_path,
+    visitor_of,
+)
+from ratelimitd.web.pages.rendering import look
+from ratelimitd.web.pages.sessions import SESSION_S, Sessions
+from tests.page_visitor import PageVisitor, token_in
+
+TOKEN = "a token for the tests"
+FORM = "application/x-www-form-urlencoded"
+
+
+class Node:
+    """An application of two pages: one shows a form, the other what was sent by it."""
+
+    def __init__(self, **credentials):
+        self.refused = []
+        self.now_s = 1_700_006_400.0
+        self.sessions = Sessions(credentials.get("admin_token", ""), lambda: self.now_s)
+        self.frame = Frame(
+            node_id="n1",
+            may_read=Access(Credentials(**credentials)).may_read,
+            sessions=self.sessions,
+            count=self.refused.append,
+            templates=look()[1],
+        )
+        self.app = Starlette(
+            routes=[
+                Route("/try", self.frame.reading(self.show)),
+                Route("/sent", self.frame.posting(self.sent), methods=["POST"]),
+            ],
+            exception_handlers={Refused: self.frame.refuse},
+        )
+
+    async def show(self, request):
+        return self.frame.page(request, "login.html", next="/", possible=True, error="")
+
+    async def sent(self, request, fields):
+        call = self.frame.call(request, "/s/m")
+        who = (visitor_of(request).logged_in, call.metadata("authorization"))
+        return PlainTextResponse(f"{dict(fields)} {who}")
+
+    def visitor(self, **options):
+        return PageVisitor(app=self.app, **options)
+
+    def logged_in(self):
+        visitor = self.visitor()
+        visitor.cookies.set(SESSION_COOKIE, self.sessions.open())
+        return visitor
+
+
+@pytest.fixture
+def local():
+    return Node(loopback_admin=True)
+
+
+@pytest.fixture
+def guarded():
+    return Node(admin_token=TOKEN)
+
+
+async def test_on_loopback_a_visitor_reads_and_sends_forms_without_a_login(local):
+    async with local.visitor() as visitor:
+        page = await visitor.get("/try")
+        assert page.status_code == 200
+        assert "Node <b>n1</b>" in page.text
+        assert "Log out" not in page.text
+        answer = await visitor.post("/sent", {"a": "1", "b": ""})
+        assert answer.text == "{'a': '1', 'b': ''} (False, None)"
+    assert local.refused == []
+
+
+async def test_the_cookie_of_forms_is_given_once_and_to_no_script(local):
+    async with local.visitor() as visitor:
+        page = await visitor.get("/try")
+        cookie = page.headers["set-cookie"]
+        assert cookie.startswith(f"{FORM_COOKIE}=")
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert "Secure" not in cookie
+        assert "set-cookie" not in (await visitor.get("/try")).headers
+        visitor.cookies.clear()
+        visitor.cookies.set(FORM_COOKIE, "chosen by somebody")
+        assert "set-cookie" in (await visitor.get("/try")).headers
+
+
+@pytest.mark.parametrize(("scheme", "secure"), [("https", True), ("http", False)])
+def test_behind_tls_a_cookie_stays_there(local, scheme, secure):
+    headers = [(b"host", b"node"), (b"x-forwarded-proto", scheme.encode())]
+    request = Request({"type": "http", "scheme": "http", "path": "/", "headers": headers})
+    answer = PlainTextResponse("")
+    local.frame.set_cookie(request, answer, SESSION_COOKIE, "x")
+    assert ("Secure" in answer.headers["set-cookie"]) is secure
+
+
+@pytest.mark.parametrize("client", [("192.0.2.1", 1), ("2001:db8::1", 1)])
+async def test_without_a_token_set_nobody_from_elsewhere_sees_a_page(local, client):
+    async with local.visitor(client=client) as visitor:
+        answer = await visitor.get("/try")
+    assert answer.status_code == 403
+    assert "loopback only" in answer.text
+    assert "n1" not in answer.text
+    assert local.refused == [Cause.NOT_ALLOWED]
+
+
+async def test_who_forwards_for_others_is_not_local(local):
+    async with local.visitor() as visitor:
+        answer = await visitor.get("/try", **{"X-Forwarded-For": "127.0.0.1"})
+    assert answer.status_code == 403
+
+
+async def test_with_certificates_only_a_page_cannot_be_entered_and_says_what_it_takes():
+    node = Node(admin_sans=frozenset({"ops"}))
+    async with node.visitor() as visitor:
+        answer = await visitor.get("/try")
+    assert answer.status_code == 403
+    assert "ADMIN_SANS" in answer.text
+
+
+async def test_with_a_token_set_a_visitor_is_sent_to_log_in_and_comes_back(guarded):
+    async with guarded.visitor() as visitor:
+        answer = await visitor.get("/try?a=1&b=%2F")
+        assert (answer.status_code, answer.headers["location"]) == (
+            303,
+            "/login?next=/try%3Fa%3D1%26b%3D%252F",
+        )
+        program = await visitor.get("/try", accept="application/json")
+        assert program.status_code == 401
+    assert guarded.refused == [Cause.LOGIN_REQUIRED]
+
+
+async def test_a_session_presents_the_token_and_a_header_does_too(guarded):
+    async with guarded.logged_in() as visitor:
+        page = await visitor.get("/try")
+        assert "Log out" in page.text
+        answer = await visitor.post("/sent", {})
+        assert answer.text == f"{{}} (True, 'Bearer {TOKEN}')"
+    async with guarded.visitor() as visitor:
+        header = {"Authorization": f"Bearer {TOKEN}"}
+        assert (await visitor.get("/try", **header)).status_code == 200
+        assert (await visitor.get("/try", Authorization="Bearer no")).status_code == 303
+
+
+async def test_an_expired_session_is_refused_and_counted(guarded):
+    async with guarded.logged_in() as visitor:
+        token = token_in((await visitor.get("/try")).text)
+        guarded.now_s += SESSION_S
+        assert (await visitor.get("/try")).headers["location"] == "/login?next=/try"
+        answer = await visitor.post("/sent", {}, token=token)
+        assert answer.status_code == 401
+        assert "Your session has ended" in answer.text
+        assert 'href="/login"' in answer.text
+    assert guarded.refused == [Cause.SESSION_EXPIRED] * 2
+
+
+async def test_a_form_without_its_token_is_refused_and_counted(local, guarded):
+    for node, visiting in ((local, local.visitor()), (guarded, guarded.logged_in())):
+        async with visiting as visitor:
+            for token in ("", "0" * 64, "ü"):
+                answer = await visitor.post("/sent", {}, token=token)
+                assert answer.status_code == 403
+                assert "not valid any more" in answer.text
+        assert node.refused == [Cause.FORM_TOKEN] * 3
+
+
+async def test_the_token_of_one_visitor_is_none_for_another(local):
+    async with local.visitor() as theirs, local.visitor() as mine:
+        token = token_in((await theirs.get("/try")).text)
+        await mine.get("/try")
+        assert (await mine.post("/sent", {}, token=token)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "cause"),
+    [
+        (b"a=1", "application/json", Cause.BAD_FORM),
+        (b"a=1", "multipart/form-data; boundary=x", Cause.BAD_FORM),
+        (b"a=1", "", Cause.BAD_FORM),
+        (b"a=%ff", FORM, Cause.BAD_FORM),
+        (b"a=\xff", FORM, Cause.BAD_FORM),
+        (b"&".join(b"a=1" for _ in range(51)), FORM, Cause.BAD_FORM),
+        (b"a=" + b"x" * MAX_FORM_BYTES, FORM, Cause.TOO_LARGE),
+    ],
+    ids=["json", "multipart", "no_type", "no_utf8_escaped", "no_utf8", "many_fields", "large"],
+)
+async def test_what_is_no_form_is_refused_and_counted(local, content, content_type, cause):
+    async with local.visitor() as visitor:
+        answer = await visitor.send("/sent", content, content_type)
+    assert 400 <= answer.status_code < 500
+    assert local.refused == [cause]
+
+
+@pytest.mark.parametrize("path", ["/", "/rules?q=%2Fa&x=1", "/rules/0-1", "/a/b", "/?x=1"])
+def test_a_path_of_this_node_is_where_a_login_may_lead(path):
+    assert local_path(path) == path
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "//evil.example", "/\\evil", "https://evil", "/\t/evil", "rules", "/a\nb", "/@evil:"],
+)
+def test_a_login_leads_nowhere_else(path):
+    assert local_path(path) == "/"
+
+
+async def test_a_message_is_a_page_of_its_own(local):
+    scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
+    answer = await local.frame.message(Request(scope), "<title>", "What to do", 404)
+    assert answer.status_code == 404
+    assert b"<h1>&lt;title&gt;</h1>" in answer.body
+    assert b"What to do" in answer.body
+
+
+def test_a_piece_of_a_page_knows_nobody(local):
+    text = local.frame.fragment("_parts.html")
+    assert "n1" not in text

@@ -1,0 +1,186 @@
+import pytest
+from starlette.applications import Starlette
+
+from ratelimitd.services.auth import Access, Credentials
+from ratelimitd.web.pages import login
+from ratelimitd.web.pages.errors import Cause, Refused
+from ratelimitd.web.pages.login import MAX_TRIES, TRIES_WINDOW_S, LoginPages, Tries
+from ratelimitd.web.pages.page_base import SESSION_COOKIE, Frame
+from ratelimitd.web.pages.rendering import look
+from ratelimitd.web.pages.sessions import LINK_S, Sessions
+from tests.page_visitor import PageVisitor, errors_in
+
+TOKEN = "a token for the tests"
+
+
+class Node:
+    def __init__(self, admin_token=TOKEN):
+        self.refused = []
+        self.now_s = 1_700_006_400.0
+        now_s = lambda: self.now_s  # noqa: E731 -- the hand of its clock
+        sessions = Sessions(admin_token, now_s)
+        frame = Frame(
+            node_id="n1",
+            may_read=Access(Credentials(admin_token=admin_token, loopback_admin=True)).may_read,
+            sessions=sessions,
+            count=self.refused.append,
+            templates=look()[1],
+        )
+        self.app = Starlette(
+            routes=LoginPages(frame, sessions, self.refused.append, now_s).routes(),
+            exception_handlers={Refused: frame.refuse},
+        )
+
+    def visitor(self, host="192.0.2.1"):
+        return PageVisitor(app=self.app, client=(host, 1))
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+async def test_the_token_opens_a_session_and_leads_back(node):
+    async with node.visitor() as visitor:
+        page = await visitor.get("/login?next=/rules?q=a")
+        assert '<input type="hidden" name="next" value="/rules?q=a">' in page.text
+        assert "Log out" not in page.text
+        answer = await visitor.log_in(f" {TOKEN} ")
+        assert (answer.status_code, answer.headers["location"]) == (303, "/rules")
+        cookie = answer.headers["set-cookie"]
+        assert cookie.startswith(f"{SESSION_COOKIE}=")
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert TOKEN not in cookie
+    assert node.refused == []
+
+
+async def test_another_token_is_told_at_the_field_and_counted(node):
+    async with node.visitor() as visitor:
+        answer = await visitor.log_in("guess")
+    assert (answer.status_code, answer.headers.get("set-cookie")) == (401, None)
+    assert errors_in(answer.text) == {"token": "This is not the admin token of this node."}
+    assert "guess" not in answer.text
+    assert node.refused == [Cause.WRONG_TOKEN]
+
+
+async def test_tries_are_bounded_for_each_address_and_the_right_token_must_wait_too(node):
+    async with node.visitor() as visitor, node.visitor("192.0.2.2") as other:
+        for _ in range(MAX_TRIES):
+            await visitor.log_in("guess")
+        answer = await visitor.log_in(TOKEN)
+        assert answer.status_code == 429
+        assert "Wait a minute" in errors_in(answer.text)["token"]
+        assert (await other.log_in(TOKEN)).status_code == 303
+        node.now_s += TRIES_WINDOW_S
+        assert (await visitor.log_in(TOKEN)).status_code == 303
+    assert node.refused == [Cause.WRONG_TOKEN] * MAX_TRIES + [Cause.TOO_MANY_LOGINS]
+
+
+async def test_a_login_from_a_foreign_form_is_refused(node):
+    async with node.visitor() as visitor:
+        answer = await visitor.post("/login", {"token": TOKEN}, token="0" * 64)
+    assert answer.status_code == 403
+    assert node.refused == [Cause.FORM_TOKEN]
+
+
+async def test_a_login_never_leads_to_another_site(node):
+    async with node.visitor() as visitor:
+        answer = await visitor.post("/login", {"token": TOKEN, "next": "//evil.example"})
+    assert answer.headers["location"] == "/"
+
+
+async def test_logging_out_takes_the_cookie_away(node):
+    async with node.visitor() as visitor:
+        await visitor.log_in(TOKEN)
+        # The page after the login would have the form; here it is that of the door.
+        nonce = Sessions(TOKEN, lambda: node.now_s).read(visitor.cookies[SESSION_COOKIE]).nonce
+        token = Sessions(TOKEN, lambda: node.now_s).form_token(nonce)
+        answer = await visitor.post("/logout", {}, token=token)
+        assert answer.headers["location"] == "/login"
+        assert SESSION_COOKIE not in visitor.cookies
+    assert node.refused == []
+
+
+def code_of(node, host="localhost", token=TOKEN):
+    return Sessions(token, lambda: node.now_s).link_code(host)
+
+
+async def test_a_login_link_opens_one_session(node):
+    async with node.visitor() as visitor, node.visitor() as other:
+        path = f"/login?code={code_of(node)}"
+        looked = await visitor._http.head(path)
+        assert (
+            SESSION_COOKIE not in looked.headers["set-cookie"]
+        )  # a program that looks does not use it up
+        node.now_s += LINK_S - 1
+        answer = await visitor.get(path)
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert answer.headers["set-cookie"].startswith(f"{SESSION_COOKIE}=")
+        again = await other.get(path)
+        assert again.status_code == 401
+        assert "used before" in errors_in(again.text)["token"]
+    assert node.refused == [Cause.LOGIN_LINK]
+
+
+@pytest.mark.parametrize(
+    ("made", "age_s", "host"),
+    [
+        ({}, LINK_S, "localhost"),
+        ({}, 0, "127.0.0.1"),
+        ({}, 0, "localhost:8080"),
+        ({"token": "another token"}, 0, "localhost"),
+        ({"host": "127.0.0.1"}, 0, "localhost"),
+    ],
+)
+async def test_a_link_that_is_late_or_not_for_this_address_shows_the_login(node, made, age_s, host):
+    path = f"/login?code={code_of(node, **made)}"
+    node.now_s += age_s
+    async with node.visitor() as visitor:
+        answer = await visitor.get(path, Host=host)
+    assert answer.status_code == 401
+    assert SESSION_COOKIE not in answer.headers.get("set-cookie", "")
+    assert "Admin token" in answer.text
+    assert node.refused == [Cause.LOGIN_LINK]
+
+
+@pytest.mark.parametrize("code", ["", "x", "x.y", "a" * 10_000, "%00", "W10.x"])
+async def test_a_code_that_is_none_shows_the_login(node, code):
+    async with node.visitor() as visitor:
+        answer = await visitor.get(f"/login?code={code}")
+    assert answer.status_code == 401
+    assert node.refused == [Cause.LOGIN_LINK]
+
+
+async def test_a_session_is_no_login_link(node):
+    async with node.visitor() as visitor:
+        await visitor.log_in(TOKEN)
+        answer = await visitor.get(f"/login?code={visitor.cookies[SESSION_COOKIE]}")
+    assert answer.status_code == 401
+
+
+async def test_without_an_admin_token_no_link_opens_a_session():
+    node = Node(admin_token="")
+    async with node.visitor("127.0.0.1") as visitor:
+        answer = await visitor.get(f"/login?code={code_of(node, token='x')}")
+    assert answer.status_code == 401
+
+
+async def test_without_an_admin_token_the_page_says_that_nobody_logs_in():
+    node = Node(admin_token="")
+    async with node.visitor("127.0.0.1") as visitor:
+        page = await visitor.get("/login")
+        assert "has no admin token" in page.text
+
+
+def test_what_addresses_tried_is_forgotten_from_the_oldest_on(monkeypatch):
+    monkeypatch.setattr(login, "MAX_ADDRESSES", 2)
+    tries = Tries(lambda: 0.0)
+    for _ in range(MAX_TRIES):
+        assert tries.admit("a")
+    assert not tries.admit("a")
+    assert tries.admit("b")
+    assert not tries.admit("a")
+    assert tries.admit("c")  # in the place of b
+    assert not tries.admit("a")
+    assert len(tries._by_address) == 2

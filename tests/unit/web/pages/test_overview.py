@@ -1,0 +1,165 @@
+"""The overview, asked for as a browser or a program would."""
+
+import asyncio
+import logging
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+
+from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
+from ratelimitd.observe.history import Sample
+from ratelimitd.observe.live import NodeView, Overview
+from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.web.live_stream import MAX_STREAMS
+from ratelimitd.web.pages.errors import Refused
+from ratelimitd.web.pages.overview import FRAGMENTS, OverviewPage
+from ratelimitd.web.pages.page_base import Frame
+from ratelimitd.web.pages.rendering import look
+from ratelimitd.web.pages.sessions import Sessions
+from tests.unit.observe.test_live import status_of
+
+HTML = {"accept": "text/html"}
+
+
+class FakeLive:
+    """A node with one denied identifier; unless it ``lasts``, it ends after one step that somebody listens to."""
+
+    def __init__(self):
+        self.history, self.ended, self.refreshed = [Sample(1_000)], False, 0
+        self.lasts = False
+
+    def listen(self, listener):
+        if not self.lasts:
+            self.stepping = asyncio.create_task(self.step_and_end(listener))
+
+    async def step_and_end(self, listener):
+        await listener()
+        self.ended = True
+        await listener()
+
+    def unlisten(self, listener):
+        self.ended = False
+
+    async def refresh(self):
+        self.refreshed += 1
+
+    def overview(self, *, named=False):
+        status = status_of("<n1>", at_ms=1_000)
+        name = "ada.lovelace" if named else ""
+        return Overview(
+            total=status.sample,
+            nodes=[NodeView(status, is_this=True, age_s=0.0, gone=False)],
+            others_known=False,
+            endpoints=[DeniedEndpoint("/<script>", 3.0)],
+            identifiers=[DeniedIdentifier("00", "user", "ada…", 3.0, name)],
+        )
+
+
+class Site:
+    def __init__(self):
+        self.live, self.admin = FakeLive(), True
+        frame = Frame(
+            node_id="n1",
+            may_read=lambda call: None,
+            sessions=Sessions("", lambda: 0.0),
+            count=lambda cause: None,
+            templates=look()[1],
+        )
+        self.page = OverviewPage(
+            frame,
+            self.live,
+            self.words,
+            may_administer=self.may_administer,
+            actor=lambda call: f"admin@{call.peer}",
+        )
+        self.app = Starlette(routes=self.page.routes(), exception_handlers={Refused: frame.refuse})
+
+    async def words(self, _request):
+        return PlainTextResponse("a rate limiter")
+
+    def may_administer(self, _call):
+        if not self.admin:
+            raise RpcError(StatusCode.PERMISSION_DENIED, "for administrators")
+
+    async def get(self, path, **headers):
+        transport = httpx.ASGITransport(app=self.app, client=("127.0.0.1", 5))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get(path, headers=headers)
+
+
+@pytest.fixture
+def site():
+    return Site()
+
+
+async def test_a_browser_is_shown_numbers_before_any_script_runs(site):
+    answer = await site.get("/", **HTML)
+    assert answer.status_code == 200
+    assert "<dt>Allowed</dt><dd><b>1</b>" in answer.text
+    assert "the shared state does not answer" in answer.text.lower()
+    assert 'data-events="/events"' in answer.text
+    assert site.live.refreshed == 1
+    for name in FRAGMENTS:
+        assert f'<div id="{name}">' in answer.text
+
+
+async def test_what_came_from_callers_and_nodes_is_text(site):
+    text = (await site.get("/", **HTML)).text
+    assert "/&lt;script&gt;" in text
+    assert "&lt;n1&gt;" in text
+    assert "<script>" not in text
+
+
+async def test_a_program_is_told_what_this_is(site):
+    assert (await site.get("/", accept="*/*")).text == "a rate limiter"
+
+
+async def test_names_are_masked_unless_they_are_asked_for_which_the_log_tells(site, caplog):
+    with caplog.at_level(logging.INFO):
+        masked = await site.get("/", **HTML)
+        assert "ada…" in masked.text
+        assert "lovelace" not in masked.text
+        named = await site.get("/?names=shown", **HTML)
+    assert "ada.lovelace" in named.text
+    assert 'data-events="/events?names=shown"' in named.text
+    assert [record.message for record in caplog.records if "overview" in record.name] == [
+        "admin@ipv4:127.0.0.1:5 looks at the names of denied identifiers"
+    ]
+
+
+@pytest.mark.parametrize("path", ["/", "/events"])
+async def test_names_are_for_administrators(site, path):
+    site.admin = False
+    answer = await site.get(f"{path}?names=shown", **HTML)
+    assert answer.status_code == 403
+    assert "for administrators" in answer.text
+    assert (await site.get(path, **HTML)).status_code == 200
+
+
+@pytest.mark.parametrize(("query", "shown"), [("", False), ("?names=shown", True)])
+async def test_the_stream_sends_the_past_and_the_parts_of_the_page(site, query, shown):
+    answer = await site.get(f"/events{query}")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert "event: past\ndata: [[1000,0.0," in answer.text
+    assert all(f'"{name}":"' in answer.text for name in FRAGMENTS)
+    assert ("ada.lovelace" in answer.text) is shown
+
+
+async def test_too_many_streams_are_refused_until_one_ends(site):
+    site.live.lasts = True
+    streams = [site.page._stream.events(named=False) for _ in range(MAX_STREAMS)]
+    for stream in streams:
+        await anext(stream)
+    answer = await site.get("/events")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
+    for stream in streams:
+        await stream.aclose()
+    site.live.lasts = False
+    assert (await site.get("/events")).status_code == 200
+
+
+async def test_a_node_that_ends_begins_no_stream(site):
+    site.live.ended = True
+    assert (await site.get("/events")).status_code == 503

@@ -1,0 +1,99 @@
+from datetime import UTC, datetime
+
+import httpx
+import jinja2
+import pytest
+from starlette.applications import Starlette
+
+from ratelimitd.web.pages.rendering import (
+    LASTING,
+    StaticFiles,
+    duration,
+    environment,
+    instant,
+    look,
+    number,
+)
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "a.css").write_text("a {}")
+    (tmp_path / "b.js").write_text("b()")
+    return StaticFiles(tmp_path)
+
+
+async def get(files, path, **headers):
+    transport = httpx.ASGITransport(app=Starlette(routes=[files.route()]))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return await client.get(path, headers=headers)
+
+
+async def test_a_file_may_be_kept_for_ever_under_the_address_that_names_its_content(files):
+    answer = await get(files, files.url("a.css"))
+    assert (answer.text, answer.headers["cache-control"]) == ("a {}", LASTING)
+    assert answer.headers["content-type"] == "text/css; charset=utf-8"
+
+
+async def test_under_any_other_address_a_file_is_asked_for_again(files):
+    answer = await get(files, "/static/b.js?v=old")
+    assert (answer.text, answer.headers["cache-control"]) == ("b()", "no-cache")
+    again = await get(files, "/static/b.js", **{"if-none-match": answer.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+async def test_another_content_has_another_address(files, tmp_path):
+    (tmp_path / "a.css").write_text("b {}")
+    assert StaticFiles(tmp_path).url("a.css") != files.url("a.css")
+
+
+@pytest.mark.parametrize("path", ["/static/c.css", "/static/..%2frendering.py", "/static/"])
+async def test_there_are_no_other_files(files, path):
+    assert (await get(files, path)).status_code == 404
+
+
+def test_what_a_template_prints_is_text(tmp_path, files):
+    (tmp_path / "t.html").write_text('<p title="{{ x }}">{{ x }}</p>')
+    (tmp_path / "broken.html").write_text("{{ missing }}")
+    templates = environment(files, tmp_path)
+    text = templates.get_template("t.html").render(x="\"><script>alert('1')</script>")
+    assert "<script>" not in text
+    assert text.count("&#34;&gt;&lt;script&gt;") == 2
+    with pytest.raises(jinja2.UndefinedError):
+        templates.get_template("broken.html").render()
+
+
+def test_a_template_that_cannot_be_read_is_found_out_at_once(tmp_path, files):
+    (tmp_path / "t.html").write_text("{% if %}")
+    with pytest.raises(jinja2.TemplateSyntaxError):
+        environment(files, tmp_path)
+
+
+def test_numbers_have_a_thin_space_between_thousands():
+    assert (number(999), number(1_234_567)) == ("999", "1\u202f234\u202f567")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (1, "1 s"),
+        (60, "1 min"),
+        (5_400, "1 h 30 min"),
+        (86_401, "1 d 1 s"),
+        (2**31 - 1, "24\u202f855 d 3 h 14 min 7 s"),
+    ],
+)
+def test_durations_are_in_the_largest_units_that_say_them_exactly(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_moments_are_in_utc():
+    assert instant(1_700_006_400) == "2023-11-15 00:00:00 UTC"
+    assert instant(datetime(2023, 11, 15, tzinfo=UTC)) == "2023-11-15 00:00:00 UTC"
+
+
+def test_all_nodes_of_a_process_look_the_same():
+    static, templates = look()
+    assert look() == (static, templates)
+    assert "base.html" in templates.list_templates()

@@ -1,0 +1,68 @@
+import pytest
+
+from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType
+from ratelimitd.web.pages.rule_changes import RuleForm, whole_number
+
+FIELDS = {
+    "endpoint": "/orders",
+    "identifier_type": "user",
+    "limit": " 10 ",
+    "window_seconds": "60",
+    "algorithm": "fixed_window",
+    "enabled": "on",
+}
+
+
+def test_a_form_makes_a_rule():
+    found = RuleForm.of_fields(FIELDS).checked()
+    assert (found.endpoint, found.identifier_type) == ("/orders", IdentifierType.USER)
+    assert found.algorithm is Algorithm.FIXED_WINDOW
+    assert (found.limit, found.window_seconds, found.enabled) == (10, 60, True)
+
+
+def test_a_box_that_is_not_ticked_is_a_disabled_rule():
+    fields = {name: text for name, text in FIELDS.items() if name != "enabled"}
+    assert RuleForm.of_fields(fields).checked().enabled is False
+
+
+def test_a_rule_and_its_form_say_the_same():
+    rule = RuleForm.of_fields(FIELDS).checked()
+    assert RuleForm.of_rule(rule).checked() == rule
+
+
+def test_what_is_typed_around_an_endpoint_belongs_to_it():
+    assert RuleForm.of_fields({**FIELDS, "endpoint": " /a "}).checked().endpoint == " /a "
+
+
+def test_each_field_that_is_wrong_is_named():
+    errors = RuleForm.of_fields({}).errors()
+    assert set(errors) == {"endpoint", "identifier_type", "limit", "window_seconds", "algorithm"}
+    assert errors["limit"] == "the limit must be a whole number"
+    assert RuleForm.of_fields(FIELDS).errors() == {}
+
+
+@pytest.mark.parametrize(
+    ("typed", "problem"),
+    [
+        ("0", "the limit must be positive"),
+        ("-1", "the limit must be positive"),
+        (str(INT32_MAX + 1), f"the limit must be at most {INT32_MAX}"),
+        ("9" * 5_000, "the limit must be a whole number"),
+        ("1.5", "the limit must be a whole number"),
+        ("1_000", "the limit must be a whole number"),
+        ("١", "the limit must be a whole number"),  # noqa: RUF001 -- a digit, in Arabic
+        ("<b>", "the limit must be a whole number"),
+    ],
+    ids=repr,
+)
+def test_a_limit_is_a_whole_number_in_its_bounds(typed, problem):
+    assert RuleForm.of_fields({**FIELDS, "limit": typed}).errors() == {"limit": problem}
+
+
+def test_the_empty_form_suggests_what_is_common():
+    form = RuleForm()
+    assert (form.identifier_type, form.window_seconds, form.enabled) == ("user", "60", True)
+
+
+def test_a_whole_number_may_have_a_sign():
+    assert (whole_number("+7"), whole_number("-7"), whole_number("7a")) == (7, -7, "7a")

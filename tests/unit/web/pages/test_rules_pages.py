@@ -1,0 +1,339 @@
+"""Through a real node over HTTP, as a person without scripts uses the pages."""
+
+import html
+
+import pytest
+import pytest_asyncio
+
+from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.rules.sql.store import SqlRuleStore
+from ratelimitd.rules.store import RuleChanges, RuleDraft
+from ratelimitd.testing import ManualClock, running_node
+from ratelimitd.web.pages.rules import GONE, STALE, TAKEN
+from tests.page_visitor import PageVisitor, errors_in, hidden_in
+
+RULE = {
+    "endpoint": "/orders",
+    "identifier_type": "user",
+    "limit": "10",
+    "window_seconds": "60",
+    "algorithm": "token_bucket",
+    "enabled": "on",
+}
+SCRIPT = "<script>alert('x')</script>"
+OTHER_ID = "0b1f2c3d-0000-4000-8000-00000000000a"
+
+
+@pytest_asyncio.fixture
+async def node():
+    async with running_node() as found:
+        yield found
+
+
+@pytest_asyncio.fixture
+async def visitor(node):
+    async with PageVisitor(node.http_address) as found:
+        yield found
+
+
+def book_of(node):
+    return node._limiter.book
+
+
+async def created(visitor, **fields):
+    """The address of a new rule."""
+    answer = await visitor.post("/rules/new", {**RULE, **fields, "step": "store"})
+    assert answer.status_code == 303, answer.text
+    return answer.headers["location"].partition("?")[0]
+
+
+async def opened(visitor, address):
+    """The fields of a rule's form as it is sent back unchanged."""
+    page = (await visitor.get(address)).text
+    return {**RULE, "etag": hidden_in(page)["etag"]}
+
+
+async def test_a_node_without_rules_says_what_that_means(visitor):
+    page = await visitor.get("/rules")
+    assert "no rules yet, so every check is allowed" in page.text
+
+
+async def test_a_rule_is_shown_before_it_is_created_and_then_holds(visitor, node):
+    preview = await visitor.post("/rules/new", {**RULE, "step": "preview"})
+    assert "Nothing is stored yet." in preview.text
+    assert "Until now: no rule, so they are all allowed." in preview.text
+    assert len(book_of(node)) == 0
+    answer = await visitor.post("/rules/new", {**hidden_in(preview.text), "step": "store"})
+    assert answer.headers["location"].endswith("?done=created")
+    page = await visitor.get(answer.headers["location"])
+    assert "The rule was created." in page.text
+    assert "admin@127.0.0.1" in page.text
+    [rule] = book_of(node).rules()
+    assert (rule.endpoint, rule.limit, rule.window_seconds) == ("/orders", 10, 60)
+    table = (await visitor.get("/rules")).text
+    assert f'<a href="/rules/{rule.id}"><code>/orders</code></a>' in table
+
+
+async def test_each_wrong_field_is_told_at_the_field_with_the_input_kept_and_nothing_stored(
+    visitor, node
+):
+    for step in ("preview", "store"):
+        wrong = {"endpoint": "", "limit": "many", "window_seconds": "-7", "step": step}
+        answer = await visitor.post("/rules/new", wrong)
+        assert answer.status_code == 422
+        assert set(errors_in(answer.text)) == {
+            "endpoint",
+            "identifier_type",
+            "limit",
+            "window_seconds",
+            "algorithm",
+        }
+        assert 'value="many"' in answer.text
+        assert answer.text.count('aria-invalid="true"') == 5
+        assert 'aria-describedby="limit-error limit-hint"' in answer.text
+    assert len(book_of(node)) == 0
+
+
+async def test_two_rules_in_one_place_are_refused_also_when_this_node_does_not_know_yet(
+    visitor, node, monkeypatch
+):
+    await created(visitor)
+    answer = await visitor.post("/rules/new", {**RULE, "step": "store"})
+    assert (answer.status_code, errors_in(answer.text)) == (422, {"endpoint": TAKEN})
+    # As if it were another node's, of which nobody has told this one: the service refuses it.
+    monkeypatch.setattr(type(book_of(node)), "candidates", lambda *_: ())
+    answer = await visitor.post("/rules/new", {**RULE, "step": "store"})
+    assert (answer.status_code, errors_in(answer.text)) == (409, {"endpoint": TAKEN})
+
+
+async def test_script_in_an_endpoint_is_text_on_every_page(visitor):
+    address = await created(visitor, endpoint=SCRIPT)
+    fields = {**await opened(visitor, address), "endpoint": SCRIPT, "limit": "11"}
+    pages = [
+        await visitor.get(path)
+        for path in ("/rules", address, f"{address}/switch", f"{address}/delete", "/audit")
+    ]
+    pages += [
+        await visitor.post(address, {**fields, "step": "preview"}),
+        await visitor.post(address, {**fields, "limit": SCRIPT, "step": "preview"}),
+        await visitor.post(address, {**fields, "etag": SCRIPT, "step": "preview"}),
+        await visitor.get("/rules?q=" + SCRIPT),
+        await visitor.get(f"/rules/new?endpoint={SCRIPT}&identifier_type={SCRIPT}"),
+    ]
+    for page in pages:
+        assert SCRIPT not in page.text
+        assert html.escape(SCRIPT, quote=False) in page.text.replace("&#39;", "'")
+
+
+async def test_an_edit_says_what_it_changes_and_is_stored(visitor, node):
+    address = await created(visitor)
+    fields = {**await opened(visitor, address), "limit": "25"}
+    preview = await visitor.post(address, {**fields, "step": "preview"})
+    assert "<del>10</del>" in preview.text
+    assert "<ins>25</ins>" in preview.text
+    assert "15 more at once" in preview.text
+    again = await visitor.post(address, {**hidden_in(preview.text), "step": "edit"})
+    assert 'name="limit" type="text" value="25"' in again.text
+    answer = await visitor.post(address, {**hidden_in(preview.text), "step": "store"})
+    assert answer.headers["location"] == f"{address}?done=stored"
+    assert [rule.limit for rule in book_of(node).rules()] == [25]
+    page = (await visitor.get(answer.headers["location"])).text
+    assert "The change was stored." in page
+    assert "Limit: <del>10</del>" in " ".join(page.split())
+
+
+async def test_an_edit_with_wrong_fields_is_told_so(visitor, node):
+    address = await created(visitor)
+    fields = {**await opened(visitor, address), "limit": "0", "step": "store"}
+    answer = await visitor.post(address, fields)
+    assert (answer.status_code, set(errors_in(answer.text))) == (422, {"limit"})
+    assert [rule.limit for rule in book_of(node).rules()] == [10]
+
+
+async def test_a_rule_cannot_be_moved_onto_another_one(visitor, monkeypatch, node):
+    await created(visitor, endpoint="/taken")
+    address = await created(visitor)
+    fields = {**await opened(visitor, address), "endpoint": "/taken", "step": "store"}
+    answer = await visitor.post(address, fields)
+    assert (answer.status_code, errors_in(answer.text)) == (422, {"endpoint": TAKEN})
+    monkeypatch.setattr(type(book_of(node)), "candidates", lambda *_: ())
+    answer = await visitor.post(address, fields)
+    assert (answer.status_code, errors_in(answer.text)) == (409, {"endpoint": TAKEN})
+
+
+async def test_a_stale_edit_is_refused_with_both_versions_side_by_side(visitor, node):
+    address = await created(visitor)
+    mine, theirs = [{**await opened(visitor, address), "limit": limit} for limit in ("77", "55")]
+    assert (await visitor.post(address, {**theirs, "step": "store"})).status_code == 303
+    for step in ("preview", "store", "edit"):
+        answer = await visitor.post(address, {**mine, "step": step})
+        assert answer.status_code == 409
+        assert "Nothing was stored. The version that is stored now comes from admin@" in answer.text
+        assert "<td>55</td><td><ins>77</ins>" in answer.text
+    assert [rule.limit for rule in book_of(node).rules()] == [55]
+    # Who goes on with theirs does so on top of the version that they have seen.
+    form = await visitor.post(address, {**hidden_in(answer.text), "step": "edit"})
+    assert 'value="77"' in form.text
+    fields = {**RULE, "limit": "77", "etag": hidden_in(form.text)["etag"], "step": "store"}
+    assert (await visitor.post(address, fields)).status_code == 303
+    assert [rule.limit for rule in book_of(node).rules()] == [77]
+
+
+async def test_a_stale_edit_with_wrong_fields_is_shown_as_it_was_typed(visitor):
+    address = await created(visitor)
+    fields = {**await opened(visitor, address), "limit": "many", "etag": "old"}
+    answer = await visitor.post(address, {**fields, "step": "store"})
+    assert answer.status_code == 409
+    assert "<td>10</td><td>many</td>" in answer.text
+
+
+class TestChangesThisNodeHasNotHeardOf:
+    """Another node stored them; the services refuse, and the database tells what there is."""
+
+    @pytest_asyncio.fixture
+    async def other(self, node):
+        """Another node's hand in the same database."""
+        store = SqlRuleStore(node._settings.database_url, clock=ManualClock())
+        yield store
+        await store.close()
+
+    async def test_an_edit_of_a_changed_rule(self, visitor, other, node):
+        address = await created(visitor)
+        fields = {**await opened(visitor, address), "limit": "77", "step": "store"}
+        await other.update(address.rpartition("/")[2], RuleChanges(limit=55), "", "bob")
+        answer = await visitor.post(address, fields)
+        assert answer.status_code == 409
+        assert "comes from bob" in answer.text
+        assert "<td>55</td><td><ins>77</ins>" in answer.text
+
+    async def test_an_edit_of_a_deleted_rule(self, visitor, other):
+        address = await created(visitor)
+        fields = {**await opened(visitor, address), "limit": "77", "step": "store"}
+        await other.delete(address.rpartition("/")[2], "", "bob")
+        answer = await visitor.post(address, fields)
+        assert answer.status_code == 409
+        assert GONE in answer.text
+        assert 'action="/rules/new"' in answer.text
+        assert 'value="77"' in answer.text
+
+    async def test_deleting_a_changed_rule(self, visitor, other):
+        address = await created(visitor)
+        page = (await visitor.get(f"{address}/delete")).text
+        await other.update(address.rpartition("/")[2], RuleChanges(limit=55), "", "bob")
+        answer = await visitor.post(f"{address}/delete", hidden_in(page))
+        assert answer.status_code == 409
+        assert STALE in answer.text
+        assert "<td>55</td>" in answer.text
+        again = await visitor.post(f"{address}/delete", hidden_in(answer.text))
+        assert again.headers["location"] == "/rules?done=deleted"
+
+    async def test_deleting_a_deleted_rule(self, visitor, other):
+        address = await created(visitor)
+        page = (await visitor.get(f"{address}/delete")).text
+        await other.delete(address.rpartition("/")[2], "", "bob")
+        answer = await visitor.post(f"{address}/delete", hidden_in(page))
+        assert answer.status_code == 404
+        assert "There is no such rule" in answer.text
+
+    async def test_a_rule_that_this_node_does_not_know_yet_can_be_edited(
+        self, visitor, other, node
+    ):
+        rule = await other.create(RuleDraft("/new", "user", 5, 60, "fixed_window"), "bob")
+        assert book_of(node).get(rule.id) is None
+        fields = {**RULE, "endpoint": "/new", "etag": rule.etag, "step": "store"}
+        assert (await visitor.post(f"/rules/{rule.id}", fields)).status_code == 303
+
+
+async def test_a_rule_is_disabled_enabled_and_deleted_each_after_a_preview(visitor, node):
+    address = await created(visitor)
+    page = (await visitor.get(f"{address}/switch")).text
+    assert "<del>yes</del>" in page
+    assert "no longer decided by this rule" in page
+    assert (await visitor.post(address, {**hidden_in(page), "step": "store"})).status_code == 303
+    assert [rule.enabled for rule in book_of(node).rules()] == [False]
+    assert 'class="off"' in (await visitor.get("/rules")).text
+    page = (await visitor.get(f"{address}/switch")).text
+    assert (await visitor.post(address, {**hidden_in(page), "step": "store"})).status_code == 303
+    assert [rule.enabled for rule in book_of(node).rules()] == [True]
+    page = (await visitor.get(f"{address}/delete")).text
+    assert "Delete this rule?" in page
+    answer = await visitor.post(f"{address}/delete", hidden_in(page))
+    assert "The rule was deleted." in (await visitor.get(answer.headers["location"])).text
+    assert len(book_of(node)) == 0
+
+
+@pytest.mark.parametrize("path", ["", "/switch", "/delete"])
+async def test_a_rule_that_is_not_there_is_not_found(visitor, path):
+    answer = await visitor.get(f"/rules/{OTHER_ID}{path}")
+    assert answer.status_code == 404
+    assert "There is no such rule" in answer.text
+
+
+async def test_an_edit_of_a_rule_that_never_was_is_refused(visitor):
+    answer = await visitor.post(f"/rules/{OTHER_ID}", {**RULE, "step": "store"})
+    assert answer.status_code == 409
+    answer = await visitor.post("/rules/none/delete", {})
+    assert answer.status_code == 404
+
+
+async def test_search_and_pages_lead_to_each_rule(visitor, node):
+    for number in range(3):
+        await created(visitor, endpoint=f"/orders/{number}")
+    await created(visitor, endpoint="/carts", identifier_type="ip")
+    query = "q=ORDERS&type=user&algorithm=token_bucket&state=enabled"
+    page = (await visitor.get(f"/rules?{query}")).text
+    assert page.count("<code>/orders/") == 3
+    assert "/carts" not in page
+    assert "No rule matches." in (await visitor.get("/rules?q=nothing")).text
+    assert "1–1 of 4 rules" in (await visitor.get("/rules?before=/d")).text
+
+
+async def test_earlier_and_later_pages_are_linked(visitor, monkeypatch):
+    monkeypatch.setattr("ratelimitd.web.pages.rule_changes.PAGE_RULES", 2)
+    for number in range(5):
+        await created(visitor, endpoint=f"/{number}")
+    page = (await visitor.get("/rules")).text
+    assert 'rel="prev"' not in page
+    later = html.unescape(page.partition('" rel="next"')[0].rpartition('href="')[2])
+    middle = (await visitor.get(later)).text
+    assert "<code>/2</code>" in middle
+    assert 'rel="prev"' in middle
+    assert 'rel="next"' in middle
+
+
+async def test_before_the_rules_are_loaded_the_page_says_so(tmp_path):
+    database = tmp_path / "rules.db"
+    database.write_bytes(b"no database" * 100)
+    async with (
+        running_node(database_url=f"sqlite:///{database}") as node,
+        PageVisitor(node.http_address) as visitor,
+    ):
+        page = await visitor.get("/rules")
+        assert "No rules are loaded yet" in page.text
+        answer = await visitor.post("/rules/new", {**RULE, "step": "store"})
+        assert answer.status_code == 503
+        assert "the rule database" in answer.text
+        assert "cannot be shown now" in (await visitor.get("/audit")).text
+        answer = await visitor.post(f"/rules/{OTHER_ID}/delete", {})
+        assert answer.status_code == 404
+
+
+async def test_a_store_that_goes_away_while_a_rule_is_edited_is_told_with_the_input_kept(
+    visitor, node, monkeypatch
+):
+    address = await created(visitor)
+    fields = {**await opened(visitor, address), "limit": "77", "step": "store"}
+    page = (await visitor.get(f"{address}/delete")).text
+
+    async def away(*_args):
+        message = "the rule database is away"
+        raise StoreUnavailableError(message)
+
+    monkeypatch.setattr("ratelimitd.rules.sql.store.SqlRuleStore.update", away)
+    monkeypatch.setattr("ratelimitd.rules.sql.store.SqlRuleStore.delete", away)
+    answer = await visitor.post(address, fields)
+    assert (answer.status_code, 'value="77"' in answer.text) == (503, True)
+    assert "the rule database is away" in answer.text
+    answer = await visitor.post(f"{address}/delete", hidden_in(page))
+    assert answer.status_code == 503
+    assert "the rule database is away" in answer.text

@@ -1,0 +1,81 @@
+import pytest
+
+from ratelimitd.web.pages.sessions import MAX_COOKIE_CHARS, SESSION_S, Session, Sessions
+
+TOKEN = "a token for the tests"
+
+
+class Times:
+    def __init__(self):
+        self.now_s = 1_700_006_400.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def now_s():
+    return Times()
+
+
+@pytest.fixture
+def sessions(now_s):
+    return Sessions(TOKEN, now_s)
+
+
+def test_the_admin_token_opens_a_session_and_nothing_else_does(sessions):
+    assert sessions.possible
+    assert sessions.opened_with(TOKEN)
+    for other in ("", TOKEN + " ", TOKEN[:-1], "ü", "\udc80"):
+        assert not sessions.opened_with(other)
+    assert sessions.authorization == f"Bearer {TOKEN}"
+
+
+def test_a_session_ends_eight_hours_after_its_login(sessions, now_s):
+    cookie = sessions.open()
+    nonce, expired = sessions.read(cookie)
+    assert (len(nonce), expired) == (32, False)
+    now_s.now_s += SESSION_S - 1
+    assert not sessions.read(cookie).expired
+    now_s.now_s += 1
+    assert sessions.read(cookie) == Session(nonce, expired=True)
+
+
+def test_every_node_with_the_token_takes_a_session_and_a_new_token_ends_it(sessions, now_s):
+    cookie = sessions.open()
+    assert Sessions(TOKEN, now_s).read(cookie) is not None
+    assert Sessions("another token", now_s).read(cookie) is None
+    assert Sessions("", now_s).read(cookie) is None
+
+
+@pytest.mark.parametrize("damaged", ["{}x", "x{}", "", "x", "x.y", "é{}"])
+def test_a_cookie_that_was_not_ours_is_no_session(sessions, damaged):
+    assert sessions.read(damaged.format(sessions.open())) is None
+
+
+def test_a_cookie_of_any_length_is_not_looked_into(sessions):
+    assert sessions.read("x" * (MAX_COOKIE_CHARS + 1)) is None
+
+
+def test_the_token_is_not_in_the_cookie(sessions):
+    assert TOKEN not in sessions.open()
+    assert TOKEN not in repr(sessions)
+
+
+def test_forms_are_bound_to_who_has_the_cookie(sessions, now_s):
+    first, second = sessions.nonce(), sessions.nonce()
+    assert sessions.form_token(first) == Sessions(TOKEN, now_s).form_token(first)
+    assert sessions.form_token(first) != sessions.form_token(second)
+
+
+def test_a_form_tells_nothing_of_the_admin_token_to_who_is_not_logged_in(sessions, now_s):
+    nonce = sessions.nonce()
+    assert sessions.form_token(nonce) == Sessions("another token", now_s).form_token(nonce)
+
+
+def test_without_an_admin_token_nobody_logs_in_but_forms_are_bound_all_the_same(now_s):
+    sessions = Sessions("", now_s)
+    assert not sessions.possible
+    assert not sessions.opened_with("")
+    assert sessions.read(sessions.open()) is None
+    assert sessions.form_token("a") != sessions.form_token("b")

@@ -1,0 +1,153 @@
+import html
+import re
+
+import pytest
+import pytest_asyncio
+
+from ratelimitd.model import Reason
+from ratelimitd.testing import ManualClock, running_node
+from ratelimitd.web.pages.try_page import COST_PROBLEM, WORDS
+from tests.page_visitor import PageVisitor, errors_in, hidden_in
+
+ALICE = {"identifier_type": "user", "identifier": "alice", "endpoint": "/orders", "cost": "1"}
+SCRIPT = "<script>alert('x')</script>"
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest_asyncio.fixture
+async def node(clock, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "rules:\n- {endpoint: /orders, identifier_type: user, limit: 3, window_seconds: 60,"
+        " algorithm: fixed_window}\n"
+    )
+    async with running_node(clock=clock, rules_file=rules) as found:
+        yield found
+
+
+@pytest_asyncio.fixture
+async def visitor(node):
+    async with PageVisitor(node.http_address) as found:
+        yield found
+
+
+async def check(visitor, **fields):
+    answer = await visitor.post("/try", {**ALICE, "action": "check", **fields})
+    text = re.sub(r"<[^>]*>", " ", answer.text)
+    return answer.status_code, html.unescape(" ".join(text.split()))
+
+
+def test_every_reason_of_a_single_check_has_words():
+    assert set(WORDS) == set(Reason) - {Reason.INVALID_REQUEST}
+
+
+async def test_an_answer_is_told_whole_in_words_and_numbers(visitor, node, clock):
+    clock.advance(seconds=10)
+    status, text = await check(visitor, cost="2")
+    assert status == 200
+    assert "allowed user alice on /orders" in text
+    assert "There was enough left of the limit." in text
+    assert "Reason WITHIN_LIMIT" in text
+    assert "3 in 1 min" in text
+    assert "Remaining 1 of 3" in text
+    assert "2023-11-15 00:01:00 UTC, in 50 s" in text
+    status, text = await check(visitor, cost="2")
+    assert "denied user alice" in text
+    assert "The same check passes in 50 s, if nobody else spends." in text
+    assert node.stats.blocked_total == 1
+
+
+async def test_to_only_ask_spends_nothing(visitor):
+    for _ in range(2):
+        assert "Remaining 0 of 3 The" in (await check(visitor, cost="3", peek="on"))[1]
+    assert "Only asked: nothing was spent." in (await check(visitor, peek="on"))[1]
+
+
+async def test_a_cost_above_the_limit_never_passes(visitor):
+    text = (await check(visitor, cost="4"))[1]
+    assert "waiting does not help" in text
+    assert "The same check passes" not in text
+
+
+async def test_without_a_rule_there_are_no_numbers(visitor):
+    text = (await check(visitor, endpoint="/other"))[1]
+    assert "No rule applies" in text
+    assert "Remaining" not in text
+
+
+async def test_an_answer_without_a_check_is_marked(visitor, node, monkeypatch):
+    monkeypatch.setattr(node._limiter, "_clock", None)
+    status, text = await check(visitor)
+    assert status == 200
+    assert "allowed without a check user alice" in text
+
+
+@pytest.mark.parametrize("cost", ["", "x", "-1", "1.5", str(2**31), "<b>"])
+async def test_a_cost_that_is_none_is_told_at_its_field(visitor, cost):
+    answer = await visitor.post("/try", {**ALICE, "action": "check", "cost": cost})
+    assert (answer.status_code, errors_in(answer.text)) == (422, {"cost": COST_PROBLEM})
+
+
+async def test_what_the_service_refuses_is_told_at_its_fields(visitor, node):
+    fields = {**ALICE, "identifier": "", "identifier_type": "nobody", "endpoint": "*"}
+    answer = await visitor.post("/try", {**fields, "action": "check"})
+    assert answer.status_code == 422
+    assert set(errors_in(answer.text)) == {"identifier", "identifier_type", "endpoint"}
+    answer = await visitor.post("/try", {**fields, "action": "ask"})
+    assert set(errors_in(answer.text)) == {
+        "reset-identifier",
+        "reset-identifier_type",
+        "reset-endpoint",
+    }
+    answer = await visitor.post("/try", {**fields, "action": "reset"})
+    assert answer.status_code == 422
+    assert node.stats.allowed_total == 0
+
+
+async def test_a_reset_is_asked_about_and_then_done(visitor):
+    await check(visitor, cost="3")
+    asked = await visitor.post("/try", {**ALICE, "action": "ask"})
+    assert "This cannot be taken back." in asked.text
+    assert "denied" in (await check(visitor))[1]
+    done = await visitor.post("/try", {**hidden_in(asked.text), "action": "reset"})
+    assert "starts afresh" in done.text
+    assert "Remaining 2 of 3" in (await check(visitor))[1]
+
+
+async def test_a_reset_that_fails_is_told(visitor, monkeypatch):
+    monkeypatch.setattr("ratelimitd.services.health.MAX_RESETS", 0)
+    answer = await visitor.post("/try", {**ALICE, "action": "reset"})
+    assert answer.status_code == 429
+    assert "0 resets are in progress" in answer.text
+
+
+async def test_script_in_a_check_is_text(visitor):
+    fields = dict.fromkeys(ALICE, SCRIPT)
+    for action in ("check", "ask", "reset", SCRIPT):
+        answer = await visitor.post("/try", {**fields, "action": action})
+        assert SCRIPT not in answer.text
+    fields = {**ALICE, "identifier": SCRIPT, "endpoint": SCRIPT}
+    for action in ("check", "ask", "reset"):
+        answer = await visitor.post("/try", {**fields, "action": action})
+        assert (answer.status_code, SCRIPT in answer.text) == (200, False)
+
+
+async def test_the_address_fills_in_the_endpoint_but_never_an_identifier(visitor):
+    page = await visitor.get("/try?endpoint=/orders&identifier_type=ip&identifier=alice")
+    assert page.text.count('value="/orders"') == 2
+    assert page.text.count('<option value="ip" selected>') == 2
+    assert "alice" not in page.text
+
+
+async def test_a_node_whose_checks_need_a_token_says_so():
+    async with (
+        running_node(check_token="token-of-the-checks") as node,
+        PageVisitor(node.http_address) as visitor,
+    ):
+        status, text = await check(visitor)
+    assert status == 401
+    assert "this call needs the check role" in text
