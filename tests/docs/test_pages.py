@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratelimitd.cli import client_options, main
+from ratelimitd.cli import client_options, commands
 from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.rules.store import RuleDraft
 from ratelimitd.settings.table import SETTINGS
@@ -95,7 +95,7 @@ def test_operations_lists_every_variable_of_the_command_line():
     }
     assert set(re.findall(r"RATELIMITCTL_\w+", OPERATIONS)) == {
         *variables,
-        main.DEBUG_VARIABLE,
+        commands.DEBUG_VARIABLE,
     }
 
 

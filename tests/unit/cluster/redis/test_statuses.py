@@ -7,8 +7,8 @@ from ratelimitd.cluster.redis.topology import standalone
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.observe.node_status import MAX_BYTES
 from ratelimitd.settings.urls import parse_redis_url
-from tests.unit.cluster.redis.test_store import Liar
 from tests.unit.cluster.redis.asking import PATIENT, asked
+from tests.unit.cluster.redis.test_store import Liar
 
 KEY = b"rl1:{00}:status:n1/a"
 
