@@ -19,9 +19,24 @@ serve: ## serve from the checkout; a new rule book is seeded from examples/rules
 	@$(PYTHON) tools/setup_venv.py --to-serve
 	@$(BIN)/ratelimitd serve --rules-file examples/rules.yaml
 
+# The tests of whole clusters, of the simulated ledger and of generated input are `deep`; a slice of each stays in `test`.
+QUICK := not system and not long and not deep
+
 .PHONY: test
 test: setup ## run the tests
-	@$(BIN)/python -m pytest -q -n 2 -m "not system and not long"
+	@$(BIN)/python -m pytest -q -n 2 -m "$(QUICK)"
+
+.PHONY: coverage
+coverage: setup ## run the tests in asyncio's debug mode; the pure packages must be covered to every line and branch
+	@rm -f .coverage .coverage.*
+	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+		$(BIN)/python -m pytest -q -n 2 -o asyncio_debug=true -m "$(QUICK)" tests/unit
+	@$(BIN)/coverage combine --quiet && $(BIN)/coverage report --skip-covered
+	@$(BIN)/python -m pytest -q -n 2 -o asyncio_debug=true -m "$(QUICK)" --ignore tests/unit
+
+.PHONY: test-deep
+test-deep: setup ## run the tests of real clusters, the simulated ledger and generated input
+	@$(BIN)/python -m pytest -q -n 2 -m "deep and not long"
 
 .PHONY: test-system
 test-system: setup ## run the end-to-end tests of the installed command
@@ -30,11 +45,11 @@ test-system: setup ## run the end-to-end tests of the installed command
 
 .PHONY: test-long
 test-long: setup ## run the tests that take minutes
-	@$(BIN)/python -m pytest -q -m long -o asyncio_debug=false
+	@$(BIN)/python -m pytest -q -m long
 
 .PHONY: soak
 soak: setup ## of test-long the node under load alone, for SOAK_S seconds (600), with its figures
-	@$(BIN)/python -m pytest -q -s -m long -o asyncio_debug=false tests/system/test_soak.py
+	@$(BIN)/python -m pytest -q -s -m long tests/system/test_soak.py
 
 # One target for each check, so that one that fails does not hide the others.
 LINTS := format ruff mypy pyright imports spelling contract generated pins docs

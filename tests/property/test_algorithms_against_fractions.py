@@ -13,6 +13,8 @@ from tests.outcomes import NAMED_DECIDE
 
 from .fraction_model import Model
 
+pytestmark = pytest.mark.slice
+
 START_US = 1_700_006_400_000_000
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
+
+pytestmark = pytest.mark.slice
 
 USER = IdentifierType.USER
 SECOND = 1_000_000
