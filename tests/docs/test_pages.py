@@ -47,9 +47,9 @@ def test_every_link_of_a_page_leads_somewhere(page):
         if link.startswith(("https://", "http://")):
             continue
         path, _, anchor = link.partition("#")
-        client_options = (page.parent / path).resolve() if path else page
-        assert client_options.exists(), link
-        assert not anchor or anchor in anchors(client_options), link
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
 def test_every_decision_that_code_cites_has_a_page():
