@@ -14,6 +14,7 @@ from ratelimitd.clock import SystemClock
 from ratelimitd.node import jobs
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleChanges
@@ -37,7 +38,7 @@ async def _measure(directory: Path) -> tuple[list[Row], dict[str, float]]:
     url = f"sqlite:///{directory}/rules.db"
     await upgrade(url)
     _fill(directory / "rules.db")
-    store = SqlRuleStore(url, clock=SystemClock())
+    store = SqlRuleStore(open_database(url), clock=SystemClock())
     feed = _feed(store, directory)
     turns = Turns()
     jobs.tidy()  # as the process of a node does before its start
@@ -60,7 +61,7 @@ async def _measure(directory: Path) -> tuple[list[Row], dict[str, float]]:
             await feed.close()
             save_s = time.perf_counter() - started
         save_turn_ms = turns.longest_ms
-        away = SqlRuleStore(f"sqlite:///{directory}/absent.db", clock=SystemClock())
+        away = SqlRuleStore(open_database(f"sqlite:///{directory}/absent.db"), clock=SystemClock())
         without_store = _feed(away, directory)
         async with turns.measured():
             started = time.perf_counter()

@@ -4,9 +4,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.testing import ManualClock
+
+UNHURRIED_S = 50.0
+"""Waits of tests that are about something else: longer than any on a busy machine, within a test's own limit."""
 
 
 @asynccontextmanager
@@ -19,9 +23,22 @@ async def sqlite_store(directory: Path, **options) -> AsyncIterator[SqlRuleStore
 
 
 @asynccontextmanager
-async def store_at(url: str, **options) -> AsyncIterator[SqlRuleStore]:
+async def store_at(
+    url: str,
+    *,
+    busy_timeout_s: float = UNHURRIED_S,
+    command_timeout_s: float = UNHURRIED_S,
+    pool_timeout_s: float = UNHURRIED_S,
+    **options,
+) -> AsyncIterator[SqlRuleStore]:
     """A store in a database that has the schema."""
-    store = SqlRuleStore(url, **{"clock": ManualClock(), **options})
+    database = open_database(
+        url,
+        busy_timeout_s=busy_timeout_s,
+        command_timeout_s=command_timeout_s,
+        pool_timeout_s=pool_timeout_s,
+    )
+    store = SqlRuleStore(database, **{"clock": ManualClock(), **options})
     try:
         yield store
     finally:

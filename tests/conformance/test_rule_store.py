@@ -307,26 +307,6 @@ async def test_a_write_that_is_cancelled_is_whole_or_nothing(store, turns):
     assert await store.revision() == revision + 1
 
 
-async def test_who_listens_is_told_of_each_change_by_anybody_or_let_go_at_once(open_store):
-    async with open_store() as one, open_store() as two:
-        told = asyncio.Queue()
-
-        async def changed():
-            told.put_nowait(await one.revision())
-
-        listening = asyncio.create_task(one.listen(changed))
-        first = asyncio.create_task(told.get())
-        await asyncio.wait([listening, first], return_when=asyncio.FIRST_COMPLETED)
-        if not listening.done():
-            rule = await two.create(ORDERS, ME)
-            assert await told.get() == 1
-            await two.delete(rule.id, "", ME)
-            assert await told.get() == 2
-        listening.cancel()
-        first.cancel()
-        await asyncio.wait([listening, first])
-
-
 async def test_closing_twice_does_no_harm(store):
     await store.close()
     await store.close()

@@ -89,6 +89,9 @@ class World:
         self.floor = dict.fromkeys(PLACES, 0)
         monkeypatch.setattr(asyncio, "to_thread", self.in_other_thread)
         monkeypatch.setattr(os, "pwrite", self.pwrite)
+        # What a power failure would lose is not modelled, so no step waits for the disk.
+        monkeypatch.setattr(os, "fsync", lambda _fd: None)
+        monkeypatch.setattr(os, "fdatasync", lambda _fd: None)
         self.start()
 
     def start(self):
@@ -309,7 +312,7 @@ def _small_steps(monkeypatch):
     monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 2_000)
 
 
-async def run(directory, monkeypatch, seeds, steps):
+async def run(directory, monkeypatch, seeds, steps, *, at_least):
     met: Counter[str] = Counter()
     for seed in seeds:
         (directory / str(seed)).mkdir()
@@ -317,7 +320,7 @@ async def run(directory, monkeypatch, seeds, steps):
             world = World(directory / str(seed), random.Random(seed), patched)
             await world.live(steps)
         met += world.met
-    assert {case for case in CASES if met[case] < 10} == set()
+    assert {case for case in CASES if met[case] < at_least} == set()
 
 
 CASES = {
@@ -341,7 +344,7 @@ CASES = {
 async def test_no_kill_at_any_point_undoes_a_reset_or_loses_what_was_looked_at(
     tmp_path, monkeypatch
 ):
-    await run(tmp_path, monkeypatch, range(10), 1_500)
+    await run(tmp_path, monkeypatch, range(5), 1_000, at_least=1)
 
 
 @pytest.mark.long
@@ -350,4 +353,4 @@ async def test_no_kill_at_any_point_undoes_a_reset_or_loses_what_was_looked_at(
 async def test_no_kill_in_many_long_lives_undoes_a_reset_or_loses_what_was_looked_at(
     tmp_path, monkeypatch
 ):
-    await run(tmp_path, monkeypatch, range(100, 200), 4_000)
+    await run(tmp_path, monkeypatch, range(100, 200), 4_000, at_least=10)

@@ -9,7 +9,8 @@ from google.protobuf import empty_pb2
 
 from ratelimitd.errors import StartupError
 from ratelimitd.node import node as app
-from ratelimitd.rules.sql.store import SqlRuleStore
+from ratelimitd.rules import feed as rule_feed
+from ratelimitd.rules.sql.database import open_database
 from ratelimitd.testing import running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as pb_grpc
@@ -63,8 +64,10 @@ class Caller:
 @pytest.fixture
 def serve(postgresql_url, tmp_path, monkeypatch):
     """Runs a node, with a state directory of its name."""
-    impatient = partial(SqlRuleStore, command_timeout_s=1.0)
-    monkeypatch.setattr(app, "SqlRuleStore", impatient)
+    monkeypatch.setattr(app, "open_database", partial(open_database, command_timeout_s=1.0))
+    monkeypatch.setattr(
+        rule_feed, "POLL_S", 0.05
+    )  # nothing else tells a node of the edits of others
 
     @asynccontextmanager
     async def serve(name="a", **settings):

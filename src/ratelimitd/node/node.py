@@ -42,6 +42,7 @@ from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.tls import TlsFiles
 from ratelimitd.rules.book import BucketKey, RuleBook
 from ratelimitd.rules.feed import RuleFeed
+from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleStore
 from ratelimitd.services import grpc_health, reflection
@@ -176,7 +177,7 @@ class Node:
             self._admin_token = own_admin_token(state_dir.path)
         for warning in settings.warnings:
             _warn(warning)
-        store = SqlRuleStore(settings.database_url, clock=self._clock)
+        store = SqlRuleStore(open_database(settings.database_url), clock=self._clock)
         self._open.push_async_callback(store.close)
         bucket_key = None if settings.key_secret else BucketKey(state_dir.path, report=_warn)
         feed = feed_of(

@@ -105,7 +105,7 @@ class StoreOpening:
         self._is_open = True
 
     async def _prepare(self) -> None:
-        if isinstance(urls.parse(self._database_url), urls.SqliteFile):
+        if isinstance(urls.parse_database_url(self._database_url), urls.SqliteFile):
             await migrations.upgrade(
                 self._database_url, create=self._may_create(), busy_timeout_s=BUSY_TIMEOUT_S
             )

@@ -102,17 +102,14 @@ class RuleFeed:
                 await self._take_last_good(self._last_good)
 
     async def run(self) -> None:
-        """Follow the store until cancelled: by its notices where it has any, and by asking.
-
-        Whatever is raised while asking is counted as a failed attempt; run it again then.
-        """
-        try:
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._store.listen(self.notify), name="rule notices")
-                both.create_task(self._poll(), name="rule poll")
-        except ExceptionGroup as group:
-            # The log says where an exception was raised; of a group only that it was one.
-            raise group.exceptions[0] from None
+        """Poll the store until cancelled. An exception counts as a failed attempt and ends the run; run it again."""
+        while True:
+            await self._sleep(self._pause_s())
+            try:
+                await self.notify()
+            except Exception:
+                self._failures += 1
+                raise
 
     async def notify(self) -> None:
         """Take over what changed now, instead of at the next poll; returns when it is in force.
@@ -135,15 +132,6 @@ class RuleFeed:
         """Let the last good book reach the disk; idempotent. The task of :meth:`run` must have ended."""
         if self._last_good is not None:
             await self._last_good.close()
-
-    async def _poll(self) -> None:
-        while True:
-            await self._sleep(self._pause_s())
-            try:
-                await self.notify()
-            except Exception:
-                self._failures += 1
-                raise
 
     def _pause_s(self) -> float:
         if self._failures:

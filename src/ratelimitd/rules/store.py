@@ -6,7 +6,7 @@ Never imports a driver. Adapters: :mod:`ratelimitd.rules.sql.store`. See ADR 000
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, NamedTuple, Protocol
@@ -160,13 +160,6 @@ class RuleStore(Protocol):
 
     async def revision(self) -> int:
         """The revision of the last change, 0 before the first."""
-
-    async def listen(self, changed: Callable[[], Awaitable[None]]) -> None:
-        """Call ``changed`` soon after each change, whoever made it, until cancelled.
-
-        Returns at once where the database cannot tell. A change may be missed, and ``changed`` called without one.
-        Does not raise when the database is away.
-        """
 
     async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
         """The secret of this name, made once and kept: ``proposed`` if given, else ``SECRET_BYTES`` random bytes."""

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from ratelimitd.model import IdentifierType
-from ratelimitd.settings.urls import parse as parse_database_url
-from ratelimitd.settings.urls import parse_redis_url
+from ratelimitd.settings.urls import parse_database_url, parse_redis_url
 
 T = TypeVar("T")
 

@@ -306,7 +306,7 @@ class PostgresqlServer(NamedTuple):
 DatabaseUrl = SqliteFile | PostgresqlServer
 
 
-def parse(text: str) -> DatabaseUrl:
+def parse_database_url(text: str) -> DatabaseUrl:
     """What ``text`` names.
 
     Raises:

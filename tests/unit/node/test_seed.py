@@ -8,6 +8,7 @@ from ratelimitd.clock import SystemClock
 from ratelimitd.errors import StartupError
 from ratelimitd.node.startup import ACTOR, seed_new_book
 from ratelimitd.rules.sql import migrations
+from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 
 RULES = """
@@ -21,7 +22,7 @@ rules:
 async def store(tmp_path):
     url = f"sqlite:///{tmp_path / 'rules.db'}"
     await migrations.upgrade(url)
-    store = SqlRuleStore(url, clock=SystemClock())
+    store = SqlRuleStore(open_database(url), clock=SystemClock())
     yield store
     await store.close()
 

@@ -12,6 +12,7 @@ from ratelimitd.node import startup
 from ratelimitd.node.startup import StoreOpening, feed_of
 from ratelimitd.rules.book import STORED_NAME, BucketKey
 from ratelimitd.rules.sql import migrations
+from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.settings.table import Settings
 from tests.rule_stores import store_at
@@ -29,7 +30,7 @@ def url(tmp_path):
 
 @pytest_asyncio.fixture
 async def store(url):
-    store = SqlRuleStore(url, clock=SystemClock())
+    store = SqlRuleStore(open_database(url), clock=SystemClock())
     yield store
     await store.close()
 

@@ -14,7 +14,7 @@ from ratelimitd.settings.urls import PostgresqlServer, SqliteFile
     ],
 )
 def test_the_path_of_a_sqlite_file_is_taken_as_it_stands(text, path):
-    url = urls.parse(text)
+    url = urls.parse_database_url(text)
     assert url == SqliteFile(Path(path))
     assert url.place == path
 
@@ -33,7 +33,7 @@ def test_the_path_of_a_sqlite_file_is_taken_as_it_stands(text, path):
     ],
 )
 def test_a_server_is_named_without_user_and_password(text, place):
-    url = urls.parse(text)
+    url = urls.parse_database_url(text)
     assert isinstance(url, PostgresqlServer)
     assert (url.dsn, url.place) == (text, place)
     assert repr(url) == f"PostgresqlServer({place!r})"
@@ -68,6 +68,6 @@ def test_a_server_is_named_without_user_and_password(text, place):
 )
 def test_a_url_that_cannot_be_used_is_refused_without_repeating_it(text, beginning):
     with pytest.raises(ValueError) as caught:
-        urls.parse(text)
+        urls.parse_database_url(text)
     assert str(caught.value).startswith(beginning)
     assert "s3" not in str(caught.value)

@@ -374,9 +374,9 @@ DATABASE_AREA = "DATABASE_URL"
 async def check_database(settings: Settings) -> AsyncIterator[Finding]:
     """Look at the database of the settings."""
     # SQLAlchemy and Alembic take some 300 ms to import: the other commands start without.
-    from ratelimitd.rules.sql.inspection import inspect  # noqa: PLC0415
+    from ratelimitd.rules.sql.store import inspect  # noqa: PLC0415
 
-    url = urls.parse(settings.database_url)
+    url = urls.parse_database_url(settings.database_url)
     if isinstance(url, urls.SqliteFile):
         missing = _missing_file(url)
         if missing is not None:

@@ -1,64 +1,52 @@
-"""What the SQL rule store needs of a database, and which of the two kinds a URL names.
+"""The rule database: its tables, what an adapter of it offers, and which adapter a URL names.
 
-Never holds a statement about rules, and knows no driver: those are :mod:`ratelimitd.rules.sql.sqlite` and
-:mod:`ratelimitd.rules.sql.postgresql`. See ADR 0024.
+The tables are portable between SQLite and PostgreSQL. Their constraints repeat :mod:`ratelimitd.rules.validation`,
+because a writer may bypass the service; :mod:`ratelimitd.rules.sql.migrations` creates them. See ADR 0024.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol
 
+import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ratelimitd.errors import SettingsError
-from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S, SqliteDatabase
+from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S, POOL_TIMEOUT_S, SqliteDatabase
 from ratelimitd.settings import urls
 
 COMMAND_TIMEOUT_S: Final = 3.0
-"""Longest wait for a server's answer to one command: they take milliseconds."""
-
-Changed = Callable[[], Awaitable[None]]
-"""What is called when the rules may have changed."""
+"""Longest wait for a server's answer to one command; commands take milliseconds."""
 
 
 class RuleDatabase(Protocol):
-    """A database and the connections to it; it connects when it is first used.
+    """A database and its connections; it connects on first use.
 
-    What a driver raises inside a transaction leaves it as ``StoreUnavailableError``, without SQL or values in its
-    message. A transaction is rolled back by any exception, also by a cancelled call.
+    Driver errors inside a transaction leave it as ``StoreUnavailableError``, without SQL or values in the message.
+    Any exception rolls the transaction back, cancellation included.
     """
 
     place: str
-    """Where it is, for a message: no user, no password."""
+    """Host and database, or the file, for messages; no user, no password."""
 
     def reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """One transaction that only reads: all its statements see one state."""
+        """Begin a read-only transaction; all its statements see one state."""
 
     def writing(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """One transaction that writes, committed at the end.
+        """Begin a transaction that is committed at its end.
 
-        The lock on the revision is the first thing it must take: on SQLite it has the database's own already.
+        Its first statement must lock the revision; SQLite locks the whole database at the begin.
         """
 
     def upgrading(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """One transaction that changes the schema: others, of any process, wait for each other.
+        """Begin a transaction that changes the schema; concurrent ones of other processes wait.
 
-        Raises ``StartupError`` at what waiting does not mend, where that can be told.
-        """
-
-    async def announce(self, connection: AsyncConnection) -> None:
-        """Tell those who listen that the rules changed, once the transaction of ``connection`` is committed."""
-
-    async def listen(self, changed: Changed) -> None:
-        """Call ``changed`` at each announcement, until cancelled; return at once where nobody can announce.
-
-        An announcement may be lost, and then nobody is told; ``changed`` is also called without one.
+        Raises ``StartupError`` where a retry cannot succeed.
         """
 
     async def close(self) -> None:
-        """Let go of every connection; idempotent."""
+        """Close every connection; idempotent."""
 
 
 def open_database(
@@ -67,25 +55,102 @@ def open_database(
     create: bool = False,
     busy_timeout_s: float = BUSY_TIMEOUT_S,
     command_timeout_s: float = COMMAND_TIMEOUT_S,
+    pool_timeout_s: float = POOL_TIMEOUT_S,
 ) -> RuleDatabase:
-    """The database of a URL. Close it, or its connections live on.
+    """Return the database of a URL; the caller closes it.
 
-    ``create`` makes a missing SQLite file. ``busy_timeout_s`` is the longest wait for another writer,
-    ``command_timeout_s`` for a server's answer to one command.
+    Args:
+        database_url: the setting.
+        create: make a missing SQLite file.
+        busy_timeout_s: longest wait for another writer.
+        command_timeout_s: longest wait for a server's answer to one command.
+        pool_timeout_s: longest wait for a free connection.
 
     Raises:
         SettingsError: the URL names no database.
     """
     try:
-        url = urls.parse(database_url)
+        url = urls.parse_database_url(database_url)
     except ValueError as error:
         message = f"DATABASE_URL {error}"
         raise SettingsError(message) from None
     if isinstance(url, urls.SqliteFile):
-        return SqliteDatabase(url.path, create=create, busy_timeout_s=busy_timeout_s)
-    # Its driver takes 100 ms to import, which a node on SQLite need not wait for.
+        return SqliteDatabase(
+            url.path, create=create, busy_timeout_s=busy_timeout_s, pool_timeout_s=pool_timeout_s
+        )
+    # The driver takes 100 ms to import, which a node on SQLite saves.
     from ratelimitd.rules.sql.postgresql import PostgresqlDatabase  # noqa: PLC0415
 
     return PostgresqlDatabase(
-        url, busy_timeout_s=busy_timeout_s, command_timeout_s=command_timeout_s
+        url,
+        busy_timeout_s=busy_timeout_s,
+        command_timeout_s=command_timeout_s,
+        pool_timeout_s=pool_timeout_s,
     )
+
+
+metadata = sa.MetaData()
+
+# Ordered by bytes, as SQLite does; PostgreSQL needs the collation.
+_ENDPOINT: Final = sa.String(255).with_variant(sa.String(255, collation="C"), "postgresql")
+_TYPE: Final = sa.String(50).with_variant(sa.String(50, collation="C"), "postgresql")
+
+rules = sa.Table(
+    "rules",
+    metadata,
+    sa.Column("id", sa.String(36), primary_key=True),
+    sa.Column("endpoint", _ENDPOINT, nullable=False),
+    sa.Column("identifier_type", _TYPE, nullable=False),
+    sa.Column("limit", sa.Integer, nullable=False),
+    sa.Column("window_seconds", sa.Integer, nullable=False),
+    sa.Column("algorithm", sa.String(50), nullable=False),
+    sa.Column("enabled", sa.Boolean, nullable=False),
+    sa.Column("revision", sa.BigInteger, nullable=False),
+    sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+    sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False),
+    sa.UniqueConstraint("endpoint", "identifier_type", name="rules_pair_unique"),
+    sa.CheckConstraint("length(endpoint) BETWEEN 1 AND 255", name="rules_endpoint_length"),
+    sa.CheckConstraint(
+        "identifier_type IN ('user', 'ip', 'api_key')", name="rules_identifier_type"
+    ),
+    sa.CheckConstraint('"limit" BETWEEN 1 AND 2147483647', name="rules_limit"),
+    sa.CheckConstraint("window_seconds BETWEEN 1 AND 2147483647", name="rules_window_seconds"),
+    sa.CheckConstraint(
+        "algorithm IN ('token_bucket', 'sliding_window', 'fixed_window')", name="rules_algorithm"
+    ),
+    sa.Index("rules_revision", "revision"),
+)
+"""``revision`` is the store's at the rule's last change; times are UTC."""
+
+rule_revision = sa.Table(
+    "rule_revision",
+    metadata,
+    sa.Column("only", sa.Integer, primary_key=True),
+    sa.Column("revision", sa.BigInteger, nullable=False),
+    sa.CheckConstraint('"only" = 1', name="rule_revision_one_row"),
+)
+"""One row: the revision of the last change. Writers lock it first, so revisions are in commit order."""
+
+rule_audit = sa.Table(
+    "rule_audit",
+    metadata,
+    sa.Column("revision", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("at", sa.DateTime(timezone=True), nullable=False),
+    sa.Column("actor", sa.String(255), nullable=False),
+    sa.Column("action", sa.String(10), nullable=False),
+    sa.Column("rule_id", sa.String(36), nullable=False),
+    sa.Column("before", sa.Text, nullable=True),
+    sa.Column("after", sa.Text, nullable=True),
+    sa.CheckConstraint("action IN ('create', 'update', 'delete')", name="rule_audit_action"),
+    sa.Index("rule_audit_rule", "rule_id", "revision"),
+)
+"""One row per revision: who changed what and when; ``before`` and ``after`` are JSON, NULL where there was no rule."""
+
+secrets = sa.Table(
+    "secrets",
+    metadata,
+    sa.Column("name", sa.String(50), primary_key=True),
+    sa.Column("value", sa.LargeBinary, nullable=False),
+    sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+)
+"""Random values shared by all nodes, such as the key of the bucket keys' hash."""

@@ -1,12 +1,9 @@
-"""The rule database in PostgreSQL: how it is reached, how long anything may take, and what its errors mean.
+"""The rule database in PostgreSQL: connections, transactions, time limits, and the meaning of its errors.
 
-The one place, with :mod:`ratelimitd.rules.sql.notices`, that knows this driver. Never holds a statement about rules.
-See ADR 0024.
+The only module that imports the driver. Holds no statement about rules. See ADR 0024.
 
-A server can be gone in more ways than a file: it refuses, it hangs, it was restarted, the machine between dropped the
-connection without a word. So each command has a time, and a connection on which one was not answered in it, or was
-cancelled, is cut: the driver would wait for the server to confirm that. An idle connection is asked before it is used,
-and replaced when it is dead.
+Every command has a time limit. A connection whose command ran out of time or was cancelled is cut, because the driver
+would wait for the server to confirm the cancellation. An idle connection is probed before use and replaced when dead.
 """
 
 from __future__ import annotations
@@ -28,29 +25,33 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
 
 from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavailableError
-from ratelimitd.rules.sql import notices
 from ratelimitd.settings.urls import PostgresqlServer
 
 CONNECT_TIMEOUT_S: Final = 3.0
-"""Longest wait for a connection, with the look-up of its name, TLS and password."""
+"""Longest wait for a connection, name look-up, TLS and password included."""
 
 IDLE_IN_TRANSACTION_S: Final = 10.0
-"""How long the server keeps a transaction whose node went silent: it may hold the lock that every writer needs."""
+"""After this the server ends a transaction whose node is silent: it may hold the lock that every writer needs."""
 
 POOL_SIZE: Final = 4
-"""Connections of one node; servers have a hundred for all."""
-
-POOL_TIMEOUT_S: Final = 2.0
-"""Longest wait for a connection of the pool."""
+"""Connections of one node; a server has 100 for all by default."""
 
 CLOSE_TIMEOUT_S: Final = 1.0
-"""Longest wait for the server to let go of a connection in good order."""
+"""Longest wait for the orderly close of a connection."""
 
 UPGRADE_LOCK: Final = 0x72_61_74_65_6C_69_6D_64
-"""Number of the advisory lock of upgrades: "ratelimd" in ASCII, since others may lock numbers in the same database."""
+"""Key of the advisory lock of upgrades: "ratelimd" in ASCII, unlikely to collide with another program's."""
 
-_DRIVER_ERRORS: Final = (SQLAlchemyError, *notices.LOST)
-"""Of a transaction."""
+_LOST: Final = (
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # raised when no server matches target_session_attrs
+    OSError,  # includes TimeoutError
+)
+"""Raised by the driver when a connection cannot be made or is lost."""
+
+_DRIVER_ERRORS: Final = (SQLAlchemyError, *_LOST)
+"""Raised inside a transaction."""
 
 _MISCONFIGURED: Final = {
     "28": "refuses the user or the password of DATABASE_URL",
@@ -77,7 +78,7 @@ _UNAVAILABLE: Final = {
     "58": "cannot be read or written: disk error",
     "XX": "is damaged",
 }
-"""What an SQLSTATE means, or else its class, the first two characters (PostgreSQL documentation, appendix A)."""
+"""Meaning of an SQLSTATE or of its class, the first two characters (PostgreSQL documentation, appendix A)."""
 
 
 class PostgresqlDatabase:
@@ -89,31 +90,32 @@ class PostgresqlDatabase:
         *,
         busy_timeout_s: float,
         command_timeout_s: float,
+        pool_timeout_s: float,
     ) -> None:
         self.place = url.place
         self._url = url
         self._busy_timeout_s = busy_timeout_s
         self._command_timeout_s = command_timeout_s
         self._drivers: WeakSet[asyncpg.Connection] = WeakSet()
-        self._engine = self._open_engine()
-        # One state for all statements, however many pages are read; nothing is locked for it.
+        self._engine = self._open_engine(pool_timeout_s)
+        # One snapshot for all statements; nothing is locked.
         self._reading = self._engine.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
-        # Each statement sees what was committed before it, so also all that the holder of the lock before us wrote.
+        # Each statement sees all commits before it, those of the lock's previous holder included.
         self._writing = self._engine.execution_options(isolation_level="READ COMMITTED")
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """One transaction that only reads: all its statements see one state."""
-        with store_errors():
+        """Begin a read-only transaction; all its statements see one state."""
+        with _store_errors():
             async with self._reading.begin() as connection:
                 yield connection
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """One transaction that writes; what is unknown after a lost commit, its error says."""
-        with store_errors():
+        """Begin a transaction; the error of a COMMIT without an answer says that the outcome is unknown."""
+        with _store_errors():
             async with self._writing.connect() as connection:
                 yield connection
                 try:
@@ -124,7 +126,7 @@ class PostgresqlDatabase:
 
     @asynccontextmanager
     async def upgrading(self) -> AsyncIterator[AsyncConnection]:
-        """One transaction that changes the schema; others that want to wait for its end."""
+        """Begin a transaction under the advisory lock of upgrades."""
         try:
             async with self._writing.begin() as connection:
                 await _lock_schema(connection)
@@ -136,17 +138,9 @@ class PostgresqlDatabase:
                 raise StoreMisconfiguredError(message) from error
             raise StoreUnavailableError(message) from error
 
-    async def announce(self, connection: AsyncConnection) -> None:
-        """Tell those who listen, once the transaction of ``connection`` is committed."""
-        await connection.execute(sa.select(sa.func.pg_notify(notices.CHANNEL, "")))
-
-    async def listen(self, changed: notices.Changed) -> None:
-        """Call ``changed`` at each announcement, and whenever one may have been lost, until cancelled."""
-        await notices.follow(self._connect, changed)
-
     async def close(self) -> None:
-        """Let go of every connection; idempotent."""
-        # All at once, and each in bounded time: a server that hangs must not hold up the end of the node.
+        """Close every connection; idempotent."""
+        # Concurrently and in bounded time: a server that hangs must not delay the shutdown.
         closings = [driver.close(timeout=CLOSE_TIMEOUT_S) for driver in self._drivers]
         await asyncio.gather(*closings, return_exceptions=True)
         await self._engine.dispose()
@@ -154,7 +148,7 @@ class PostgresqlDatabase:
     async def _connect(self) -> asyncpg.Connection:
         limits = {
             "lock_timeout": self._busy_timeout_s,
-            # The server gives up first: its answer says more than silence, and it is not left with the work.
+            # The server gives up before the client: its error is more precise, and it stops the work.
             "statement_timeout": self._command_timeout_s * 0.9,
             "idle_in_transaction_session_timeout": IDLE_IN_TRANSACTION_S,
         }
@@ -170,33 +164,24 @@ class PostgresqlDatabase:
         self._drivers.add(driver)
         return driver
 
-    def _open_engine(self) -> AsyncEngine:
+    def _open_engine(self, pool_timeout_s: float) -> AsyncEngine:
         engine = create_async_engine(
             "postgresql+asyncpg://",
             async_creator=self._connect,
             poolclass=AsyncAdaptedQueuePool,
             pool_size=POOL_SIZE,
             max_overflow=0,
-            pool_timeout=POOL_TIMEOUT_S,
-            pool_use_lifo=True,  # what is not needed stays idle, instead of all being used in turn
+            pool_timeout=pool_timeout_s,
+            pool_use_lifo=True,  # surplus connections stay idle
             hide_parameters=True,
         )
-        event.listen(engine.sync_engine, "checkout", _ask_before_use)
+        event.listen(engine.sync_engine, "checkout", _probe)
         event.listen(engine.sync_engine, "handle_error", _cut_if_lost)
         return engine
 
 
-@contextmanager
-def store_errors() -> Iterator[None]:
-    """Turn what the driver raises inside into ``StoreUnavailableError``, without SQL or values in its message."""
-    try:
-        yield
-    except _DRIVER_ERRORS as error:
-        raise error_of(error) from error
-
-
 def error_of(error: Exception) -> StoreUnavailableError:
-    """What an error of the driver or of the pool means, in one line without SQL or values."""
+    """Return the store error for an error of the driver or the pool, in one line without SQL or values."""
     if isinstance(error, PoolTimeoutError):
         return StoreUnavailableError("every connection to the rule database is busy")
     origin = error.orig if isinstance(error, DBAPIError) else error
@@ -213,10 +198,18 @@ def error_of(error: Exception) -> StoreUnavailableError:
     return _error_of_network(origin)
 
 
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except _DRIVER_ERRORS as error:
+        raise error_of(error) from error
+
+
 def _error_without_state(origin: BaseException | None, state: str) -> StoreUnavailableError:
     cause = getattr(origin, "driver_exception", None) or origin
     if isinstance(cause, asyncpg.exceptions.ClientConfigurationError):
-        # Its text may quote the URL.
+        # The text may quote the URL.
         return StoreMisconfiguredError("the rule database cannot be reached as DATABASE_URL says")
     if isinstance(cause, asyncpg.InterfaceError | asyncpg.InternalClientError):
         return StoreUnavailableError("the rule database cannot be reached")
@@ -231,14 +224,14 @@ def _error_of_network(origin: OSError) -> StoreUnavailableError:
             "the certificate of the rule database is not one that sslrootcert vouches for"
         )
     if type(origin) is ConnectionError:
-        # Of its own subclasses each means something else; this one is the driver's, for a server without TLS.
+        # Raised by the driver, not by a subclass of the system, when the server offers no TLS.
         return StoreMisconfiguredError("the rule database refuses TLS, which sslmode asks for")
     reason = f": {origin.strerror}" if origin.strerror else ""
     return StoreUnavailableError(f"the rule database cannot be reached{reason}")
 
 
 async def _lock_schema(connection: AsyncConnection) -> None:
-    """Wait for other upgrades, and refuse a database that could not hold every endpoint."""
+    """Wait for other upgrades; refuse a database that cannot hold every endpoint."""
     await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(UPGRADE_LOCK)))
     encoding = await connection.scalar(sa.text("SHOW server_encoding"))
     if encoding != "UTF8":
@@ -246,20 +239,20 @@ async def _lock_schema(connection: AsyncConnection) -> None:
         raise StartupError(message)
 
 
-def _ask_before_use(connection: Any, entry: ConnectionPoolEntry, _proxy: Any) -> None:
-    """See that an idle connection still works; one that does not takes all others of the pool with it."""
+def _probe(connection: Any, entry: ConnectionPoolEntry, _proxy: Any) -> None:
+    """Probe an idle connection; a dead one invalidates the whole pool."""
     if not entry.info.setdefault("used", False):
         entry.info["used"] = True
         return
     try:
         connection.run_async(lambda driver: driver.execute("SELECT 1"))
-    except notices.LOST as error:
+    except _LOST as error:
         connection.driver_connection.terminate()
         raise InvalidatePoolError from error
 
 
 def _cut_if_lost(context: ExceptionContext) -> None:
-    """Cut a connection that will not be used again, as after a command that was not answered in time."""
+    """Terminate a connection that SQLAlchemy discards, such as after a command timeout."""
     connection = context.connection
     if context.is_disconnect and connection is not None and not connection.invalidated:
         driver: Any = connection.connection.driver_connection

@@ -1,6 +1,6 @@
-"""The rule database in a SQLite file: how it is opened, and what its errors mean.
+"""The rule database in a SQLite file: connections, transactions, and the meaning of SQLite's errors.
 
-The one place that knows this driver. Never holds a statement about rules. See ADR 0013.
+The only module that imports the driver. Holds no statement about rules. See ADR 0013.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import asyncio
 import logging
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, Final
 from urllib.parse import quote
-from weakref import WeakKeyDictionary
 
 import aiosqlite
 import sqlalchemy as sa
@@ -29,18 +28,19 @@ from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
 from ratelimitd.errors import StartupError, StoreUnavailableError
 
 BUSY_TIMEOUT_S: Final = 2.0
-"""Longest wait for another process's write; writes here take milliseconds, so beyond it something hangs."""
+"""Longest wait for another process's write. Writes take milliseconds."""
 
 POOL_SIZE: Final = 4
-"""Connections, each with a thread of its own: one writes (SQLite allows one), the others read."""
+"""Connections, each with its own thread: one writes (SQLite allows one), the others read."""
 
 POOL_TIMEOUT_S: Final = 5.0
-"""Longest wait for a connection of the pool."""
+"""Longest wait for a free connection: more than one writer's wait for the lock and for its answer."""
+
+WAL_ATTEMPTS: Final = 5
+"""Attempts to switch a new file to write-ahead logging while other processes open it."""
 
 CLOSE_TIMEOUT_S: Final = 2.0
 """Longest wait for the thread of a closed connection: as long as a statement may wait for a lock."""
-
-_threads: Final[WeakKeyDictionary[sa.Engine, set[Thread]]] = WeakKeyDictionary()
 
 _BEGIN: Final = "ratelimitd_begin"
 
@@ -61,112 +61,134 @@ _MEANINGS: Final = {
 
 
 class SqliteDatabase:
-    """A :class:`~ratelimitd.rules.sql.database.RuleDatabase` in the file at ``path``; see :func:`open_engine`."""
+    """A :class:`~ratelimitd.rules.sql.database.RuleDatabase` in the file at ``path``.
+
+    A missing file is created only with ``create``, readable by its owner alone: it holds the key of the buckets.
+    Creating it elsewhere would turn a lost database into an empty one.
+    """
 
     def __init__(
-        self, path: Path, *, create: bool = False, busy_timeout_s: float = BUSY_TIMEOUT_S
+        self,
+        path: Path,
+        *,
+        create: bool = False,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+        pool_timeout_s: float = POOL_TIMEOUT_S,
     ) -> None:
         self.place = str(path)
         self._path = path
-        self._engine = open_engine(path, create=create, busy_timeout_s=busy_timeout_s)
-        self._writing = writing(self._engine)
+        self._uri = f"file:{quote(str(path))}?mode={'rwc' if create else 'rw'}"
+        self._busy_timeout_s = busy_timeout_s
+        self._threads: set[Thread] = set()
+        if create:
+            _make_private(path)
+        self._engine = self._open_engine(pool_timeout_s)
+        # A transaction that reads first and locks later fails at once if another process wrote in between,
+        # whatever the busy timeout is.
+        self._writing = self._engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """One transaction that only reads: all its statements see one state."""
-        with store_errors():
+        """Begin a read-only transaction; all its statements see one state."""
+        with _store_errors():
             async with self._engine.begin() as connection:
                 yield connection
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """One transaction that begins with the write lock."""
-        with store_errors():
+        """Begin a transaction that holds the write lock from its begin."""
+        with _store_errors():
             async with self._writing.begin() as connection:
                 yield connection
 
     @asynccontextmanager
     async def upgrading(self) -> AsyncIterator[AsyncConnection]:
-        """As :meth:`writing`; the message of what it raises names the file."""
+        """Begin a transaction as :meth:`writing` does; error messages name the file."""
         try:
             async with self._writing.begin() as connection:
                 yield connection
         except SQLAlchemyError as error:
             message = f"{meaning_of(error)}: {self._path}"
-            if needs_mending(error, self._path):
+            if is_permanent(error, self._path):
                 raise StartupError(message) from error
             raise StoreUnavailableError(message) from error
 
-    async def announce(self, connection: AsyncConnection) -> None:
-        """Nothing: SQLite has no way to tell another process."""
-
-    async def listen(self, changed: Callable[[], Awaitable[None]]) -> None:
-        """Return at once: others are polled."""
-
     async def close(self) -> None:
-        """Close every connection and end its thread; idempotent."""
-        await close_engine(self._engine)
+        """Close every connection and wait for its thread; idempotent.
 
+        The thread of a connection whose caller was cancelled closes it later. A thread that outlives the event loop
+        ends with a traceback on stderr.
+        """
+        await self._engine.dispose()
+        for thread in tuple(self._threads):
+            if thread.ident is not None:
+                await asyncio.to_thread(thread.join, CLOSE_TIMEOUT_S)
 
-def open_engine(
-    path: Path, *, create: bool = False, busy_timeout_s: float = BUSY_TIMEOUT_S
-) -> AsyncEngine:
-    """An engine on the file. It connects when it is first used; dispose of it, or its threads live on.
-
-    Only with ``create`` is a missing file made: elsewhere that would turn a lost database into an empty one. It holds
-    the secret that keys the buckets, so it is for its owner alone.
-    """
-    if create:
-        _make_private(path)
-    uri = f"file:{quote(str(path))}?mode={'rwc' if create else 'rw'}"
-    threads: set[Thread] = set()
-
-    async def connect() -> aiosqlite.Connection:
+    async def _connect(self) -> aiosqlite.Connection:
         connection = aiosqlite.connect(
-            uri, uri=True, timeout=busy_timeout_s, check_same_thread=False
+            self._uri, uri=True, timeout=self._busy_timeout_s, check_same_thread=False
         )
-        threads.difference_update([thread for thread in threads if not thread.is_alive()])
-        threads.add(connection._thread)  # noqa: SLF001 - nothing else tells when it has ended
+        self._threads = {thread for thread in self._threads if thread.is_alive()}
+        self._threads.add(connection._thread)  # noqa: SLF001 - the driver has no public way to join it
         return await connection
 
-    engine = create_async_engine(
-        "sqlite+aiosqlite://",
-        async_creator=connect,
-        poolclass=AsyncAdaptedQueuePool,
-        pool_size=POOL_SIZE,
-        max_overflow=0,
-        pool_timeout=POOL_TIMEOUT_S,
-        hide_parameters=True,
-    )
-    _threads[engine.sync_engine] = threads
-    _prepare_connections(engine, path)
-    return engine
+    def _open_engine(self, pool_timeout_s: float) -> AsyncEngine:
+        engine = create_async_engine(
+            "sqlite+aiosqlite://",
+            async_creator=self._connect,
+            poolclass=AsyncAdaptedQueuePool,
+            pool_size=POOL_SIZE,
+            max_overflow=0,
+            pool_timeout=pool_timeout_s,
+            hide_parameters=True,
+        )
+        event.listen(engine.sync_engine, "connect", self._set_up)
+        event.listen(engine.sync_engine, "checkout", self._require_same_file)
+        event.listen(engine.sync_engine, "begin", _begin)
+        return engine
+
+    def _set_up(self, connection: Any, entry: ConnectionPoolEntry) -> None:
+        entry.info["file"] = _identity(self._path)
+        # The driver would begin a transaction at the first write only; `_begin` decides instead.
+        connection.isolation_level = None
+        # Invalid UTF-8 in one row would fail a whole load; validation finds the lone surrogates instead.
+        connection.driver_connection.text_factory = _lenient_text
+        cursor = connection.cursor()
+        _use_wal(cursor)
+        # WAL is often used with NORMAL. FULL: an answered edit survives a power failure. Edits are rare, so a sync
+        # of milliseconds is cheap.
+        cursor.execute("PRAGMA synchronous=FULL")
+        cursor.close()
+
+    def _require_same_file(
+        self, _connection: DBAPIConnection, entry: ConnectionPoolEntry, _proxy: Any
+    ) -> None:
+        # Writes to a file that was replaced (a restored backup) or deleted would be lost.
+        if entry.info["file"] != _identity(self._path):
+            raise DisconnectionError
 
 
-async def close_engine(engine: AsyncEngine) -> None:
-    """Close every connection and wait until its thread has ended; idempotent.
-
-    A connection whose caller was cancelled is closed by its thread alone, in its own time. A thread that outlives the
-    event loop ends with a traceback on stderr.
-    """
-    await engine.dispose()
-    for thread in _threads.get(engine.sync_engine, ()):
-        if thread.ident is not None:
-            await asyncio.to_thread(thread.join, CLOSE_TIMEOUT_S)
+def meaning_of(error: SQLAlchemyError) -> str:
+    """Return what a database error means, in one line without SQL or values."""
+    orig = error.orig if isinstance(error, DBAPIError) else error
+    meaning = _MEANINGS.get(_code_of(orig))
+    if meaning is None:
+        meaning = f"failed ({getattr(orig, 'sqlite_errorname', type(orig).__name__)})"
+    return f"the rule database {meaning}"
 
 
-def writing(engine: AsyncEngine) -> AsyncEngine:
-    """The same engine for transactions that write: each takes the write lock when it begins.
-
-    A transaction that reads first and locks later fails at once if another process wrote in between, however long
-    the busy timeout is.
-    """
-    return engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
+def is_permanent(error: SQLAlchemyError, path: Path) -> bool:
+    """Return whether a retry cannot succeed: ``path`` is not writable or no file, or the disk is full."""
+    code = _code_of(getattr(error, "orig", None))
+    if code != sqlite3.SQLITE_CANTOPEN:
+        return code in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL}
+    if path.exists():
+        return not path.is_file() or not os.access(path, os.R_OK | os.W_OK)
+    return path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK)
 
 
 @contextmanager
-def store_errors() -> Iterator[None]:
-    """Turn what the driver raises inside into ``StoreUnavailableError``, without SQL or values in its message."""
+def _store_errors() -> Iterator[None]:
     try:
         yield
     except PoolTimeoutError as error:
@@ -176,60 +198,35 @@ def store_errors() -> Iterator[None]:
         raise StoreUnavailableError(meaning_of(error)) from error
 
 
-def meaning_of(error: SQLAlchemyError) -> str:
-    """What a database error means, in one line without SQL or values."""
-    orig = error.orig if isinstance(error, DBAPIError) else error
-    code = getattr(orig, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-    # The low byte is the error, the rest its finer kind (sqlite.org/rescode.html).
-    meaning = _MEANINGS.get(code & 0xFF)
-    if meaning is None:
-        meaning = f"failed ({getattr(orig, 'sqlite_errorname', type(orig).__name__)})"
-    return f"the rule database {meaning}"
+def _code_of(error: object) -> int:
+    # The low byte is the primary code (sqlite.org/rescode.html).
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return code & 0xFF
 
 
-def needs_mending(error: SQLAlchemyError, path: Path) -> bool:
-    """Whether to wait is in vain: ``path`` may not be written, is no place for a database, or the disk is full."""
-    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    if code != sqlite3.SQLITE_CANTOPEN:
-        return code in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL}
-    if path.exists():
-        return not path.is_file() or not os.access(path, os.R_OK | os.W_OK)
-    return path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK)
+def _begin(connection: sa.Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
+
+
+def _use_wal(cursor: Any) -> None:
+    """Set the journal mode with which readers and the writer do not wait for each other."""
+    # The switch ignores the busy timeout while another connection switches or writes; the begin of a write honours it.
+    for _ in range(WAL_ATTEMPTS - 1):
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if _code_of(error) != sqlite3.SQLITE_BUSY:
+                raise
+            cursor.execute("BEGIN IMMEDIATE")
+            cursor.execute("COMMIT")
+        else:
+            return
+    cursor.execute("PRAGMA journal_mode=WAL")
 
 
 def _make_private(path: Path) -> None:
-    with suppress(
-        OSError
-    ):  # SQLite will meet the same obstacle, and its error is the one that is mapped
+    with suppress(OSError):  # SQLite meets the same error and reports it
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-
-
-def _prepare_connections(engine: AsyncEngine, path: Path) -> None:
-    @event.listens_for(engine.sync_engine, "connect")
-    def set_up(connection: Any, entry: ConnectionPoolEntry) -> None:
-        entry.info["file"] = _identity(path)
-        # The driver's own handling starts a transaction at the first write only; ours begins where it says.
-        connection.isolation_level = None
-        # One row of broken text would fail a whole load. As lone surrogates, its own validation finds it.
-        connection.driver_connection.text_factory = _lenient_text
-        cursor = connection.cursor()
-        cursor.execute(
-            "PRAGMA journal_mode=WAL"
-        )  # readers and the writer do not wait for each other
-        # FULL, where WAL is often used with NORMAL: an edit that was answered survives a power failure. Edits
-        # are rare, so the sync it costs (milliseconds) is cheap.
-        cursor.execute("PRAGMA synchronous=FULL")
-        cursor.close()
-
-    @event.listens_for(engine.sync_engine, "checkout")
-    def follow_file(_connection: DBAPIConnection, entry: ConnectionPoolEntry, _proxy: Any) -> None:
-        # A database that was replaced (a restored backup) or deleted stays open as a ghost: writes to it are lost.
-        if entry.info["file"] != _identity(path):
-            raise DisconnectionError
-
-    @event.listens_for(engine.sync_engine, "begin")
-    def begin(connection: sa.Connection) -> None:
-        connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
 
 
 def _lenient_text(text: bytes) -> str:

@@ -1,6 +1,7 @@
 """The rule store in SQL: every rule, the revision over them, the audit trail and the node's secrets.
 
-Never builds a book and never decides a check. One transaction per write; see ADR 0008 and ADR 0013.
+One transaction per write, whose first statement locks the revision: revisions become visible in their order. One
+snapshot per read. Builds no book and decides no check. See ADR 0008, ADR 0013 and ADR 0024.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.sql.dml import UpdateBase
 
 from ratelimitd.clock import Clock
 from ratelimitd.errors import (
@@ -25,9 +27,15 @@ from ratelimitd.errors import (
     RulesFullError,
 )
 from ratelimitd.model import Rule
-from ratelimitd.rules.sql.database import COMMAND_TIMEOUT_S, Changed, open_database
-from ratelimitd.rules.sql.schema import rule_audit, rule_revision, rules, secrets
-from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S
+from ratelimitd.rules.sql.database import (
+    RuleDatabase,
+    open_database,
+    rule_audit,
+    rule_revision,
+    rules,
+    secrets,
+)
+from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.store import (
     MAX_RULES,
     SECRET_BYTES,
@@ -39,103 +47,11 @@ from ratelimitd.rules.store import (
 )
 from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
 
-# What the SQL rule store asks the database: rules in batches, the revision, the deletions since another, changes.
-#
-# Never writes, and never begins a transaction: the caller's makes one snapshot of all it reads.
-
-ROWS_PER_TURN: Final = 128
-"""Rows turned into rules in one turn of the event loop: about 1 ms at 8 µs a row."""
+ROWS_PER_TICK: Final = 128
+"""Rows converted to rules per event-loop iteration: about 1 ms at 8 µs a row."""
 
 COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
-"""What a rule is made of, in the order of ``RuleRow``."""
-
-
-class Batch(NamedTuple):
-    """What some rows turned out to be."""
-
-    rules: list[Rule]
-    skipped: list[SkippedRow]
-
-
-async def read(connection: AsyncConnection, statement: sa.Select[Any]) -> AsyncGenerator[Batch]:
-    """The rules a statement selects, in batches with a turn of the event loop between two."""
-    async with connection.stream(statement) as result:
-        async for rows in result.partitions(ROWS_PER_TURN):
-            batch = Batch([], [])
-            for row in rows:
-                rule = rule_from_row(RuleRow._make(row))
-                if isinstance(rule, Rule):
-                    batch.rules.append(rule)
-                else:
-                    batch.skipped.append(rule)
-            yield batch
-
-
-async def read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> Batch:
-    """All of :func:`read` in one."""
-    whole = Batch([], [])
-    async for batch in read(connection, statement):
-        whole.rules.extend(batch.rules)
-        whole.skipped.extend(batch.skipped)
-    return whole
-
-
-async def current_revision(connection: AsyncConnection) -> int:
-    """The revision of the last change, 0 before the first."""
-    return await connection.scalar(sa.select(rule_revision.c.revision)) or 0
-
-
-async def removed_since(connection: AsyncConnection, revision: int) -> Sequence[str]:
-    """The ids of the rules that were deleted after ``revision``; some may have been made again."""
-    deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
-    found = await connection.scalars(sa.select(rule_audit.c.rule_id).where(deletions).distinct())
-    return found.all()
-
-
-async def audit_entries(
-    connection: AsyncConnection, rule_id: str, before: int | None, size: int
-) -> Sequence[AuditEntry]:
-    """A page of the audit trail, the newest change first."""
-    columns = [rule_audit.c[name] for name in AuditEntry._fields]
-    statement = sa.select(*columns).order_by(rule_audit.c.revision.desc()).limit(size)
-    if rule_id:
-        statement = statement.where(rule_audit.c.rule_id == rule_id)
-    if before is not None:
-        statement = statement.where(rule_audit.c.revision < before)
-    return [_audit_entry(AuditEntry._make(row)) for row in await connection.execute(statement)]
-
-
-async def stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
-    """The row of a rule, which need not be a valid one.
-
-    Raises:
-        RuleNotFoundError: no rule has this id.
-        RuleConflictError: ``etag`` is given and is not the row's.
-    """
-    row = (await connection.execute(sa.select(*COLUMNS).where(rules.c.id == rule_id))).one_or_none()
-    if row is None:
-        raise RuleNotFoundError(rule_id)
-    found = RuleRow._make(row)
-    if etag and etag != etag_of(found):
-        message = "the rule was changed meanwhile: read it again and send its new etag"
-        raise RuleConflictError(message)
-    return found
-
-
-def _audit_entry(row: AuditEntry) -> AuditEntry:
-    """The change that a row tells of. SQLite keeps no time zone: its times are in UTC, as they were written."""
-    at = row.at if row.at.tzinfo else row.at.replace(tzinfo=UTC)
-    return row._replace(at=at, before=_fields(row.before), after=_fields(row.after))
-
-
-def _fields(text: Any) -> Mapping[str, Any] | None:
-    """The fields of a rule as the audit trail holds them; of what is no such text none."""
-    try:
-        found = json.loads(text or "null")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
+"""The columns of a rule, in the order of ``RuleRow``."""
 
 MAX_ACTOR_CHARS: Final = 255
 
@@ -145,33 +61,29 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class SqlRuleStore:
     """A :class:`~ratelimitd.rules.store.RuleStore` in a database whose schema is current (``migrations.upgrade``).
 
-    Several processes may use one database. ``max_rules``, ``busy_timeout_s``, ``command_timeout_s``, ``new_id`` and
-    ``random_bytes`` are there for tests.
+    :meth:`close` closes ``database``. Several processes may use one. Tests set ``max_rules``, ``new_id`` and
+    ``random_bytes``.
     """
 
     def __init__(
         self,
-        database_url: str,
+        database: RuleDatabase,
         *,
         clock: Clock,
         max_rules: int = MAX_RULES,
-        busy_timeout_s: float = BUSY_TIMEOUT_S,
-        command_timeout_s: float = COMMAND_TIMEOUT_S,
         new_id: Callable[[], uuid.UUID] = uuid.uuid4,
         random_bytes: Callable[[int], bytes] = random_source.token_bytes,
     ) -> None:
-        self._database = open_database(
-            database_url, busy_timeout_s=busy_timeout_s, command_timeout_s=command_timeout_s
-        )
+        self._database = database
         self._clock = clock
         self._max_rules = max_rules
         self._new_id = new_id
         self._random_bytes = random_bytes
 
     async def create(self, draft: RuleDraft, actor: str) -> Rule:
-        """Add a rule. See :meth:`RuleStore.create <ratelimitd.rules.store.RuleStore.create>`."""
+        """Add a rule."""
         rule_id = draft.id.lower() or str(self._new_id())
-        validated(draft, rule_id=rule_id, revision=0)  # what is malformed never waits for the lock
+        validated(draft, rule_id=rule_id, revision=0)  # fail before waiting for the lock
         async with self._database.writing() as connection:
             revision = await _next_revision(connection)
             await _refuse_taken_id(connection, rule_id)
@@ -185,25 +97,24 @@ class SqlRuleStore:
         return rule
 
     async def create_all(self, drafts: Sequence[RuleDraft], actor: str) -> int:
-        """Fill a new store. See :meth:`RuleStore.create_all <ratelimitd.rules.store.RuleStore.create_all>`."""
+        """Fill a new store."""
         if len(drafts) > self._max_rules:
-            message = f"{len(drafts)} rules are more than the {self._max_rules} a store takes"
+            message = f"{len(drafts)} rules exceed the {self._max_rules} that a store holds"
             raise RulesFullError(message)
         async with self._database.writing() as connection:
             revision = await _next_revision(connection)
-            # Rows that were put in behind the service's back have moved no revision.
+            # Rows inserted past the service did not move the revision.
             some_id = await connection.scalar(sa.select(rules.c.id).limit(1))
             if revision > 1 or some_id is not None:
                 return 0
-            for start in range(0, len(drafts), ROWS_PER_TURN):
-                batch = drafts[start : start + ROWS_PER_TURN]
+            for start in range(0, len(drafts), ROWS_PER_TICK):
+                batch = drafts[start : start + ROWS_PER_TICK]
                 await self._insert_batch(connection, batch, start + 1, actor)
             await connection.execute(rule_revision.update().values(revision=len(drafts)))
-            await self._database.announce(connection)
         return len(drafts)
 
     async def update(self, rule_id: str, changes: RuleChanges, etag: str, actor: str) -> Rule:
-        """Change a rule. See :meth:`RuleStore.update <ratelimitd.rules.store.RuleStore.update>`."""
+        """Change a rule."""
         rule_id = canonical_id(rule_id, "rate_limit.id")
         async with self._database.writing() as connection:
             revision = await _next_revision(connection)
@@ -225,7 +136,7 @@ class SqlRuleStore:
         return rule
 
     async def delete(self, rule_id: str, etag: str, actor: str) -> None:
-        """Take a rule out. See :meth:`RuleStore.delete <ratelimitd.rules.store.RuleStore.delete>`."""
+        """Delete a rule."""
         rule_id = canonical_id(rule_id, "id")
         async with self._database.writing() as connection:
             revision = await _next_revision(connection)
@@ -238,7 +149,7 @@ class SqlRuleStore:
     async def page(
         self, endpoint: str, identifier_type: str, after: tuple[str, str] | None, size: int
     ) -> Sequence[Rule]:
-        """Rules in order. See :meth:`RuleStore.page <ratelimitd.rules.store.RuleStore.page>`."""
+        """Return rules in order."""
         statement = sa.select(*COLUMNS).order_by(rules.c.endpoint, rules.c.identifier_type)
         if endpoint:
             statement = statement.where(rules.c.endpoint == endpoint)
@@ -248,7 +159,7 @@ class SqlRuleStore:
             place = sa.tuple_(rules.c.endpoint, rules.c.identifier_type)
             statement = statement.where(place > sa.tuple_(*after))
         found: list[Rule] = []
-        # No LIMIT: a bad row takes no place on the page, and what lies behind the page is never fetched.
+        # No LIMIT: invalid rows do not count, and rows behind the page are never fetched.
         async with (
             self._database.reading() as connection,
             aclosing(read(connection, statement)) as batches,
@@ -258,14 +169,14 @@ class SqlRuleStore:
         return found[:size]
 
     async def audit(self, rule_id: str, before: int | None, size: int) -> Sequence[AuditEntry]:
-        """Who changed what. See :meth:`RuleStore.audit <ratelimitd.rules.store.RuleStore.audit>`."""
+        """Return a page of the audit trail."""
         async with self._database.reading() as connection:
             return await audit_entries(connection, rule_id, before, size)
 
     async def changes_since(self, revision: int | None) -> BookChanges:
-        """What changed. See :meth:`RuleStore.changes_since <ratelimitd.rules.store.RuleStore.changes_since>`."""
+        """Return what changed."""
         statement = sa.select(*COLUMNS)
-        async with self._database.reading() as connection:  # one snapshot for all statements
+        async with self._database.reading() as connection:
             current = await current_revision(connection)
             if revision is None or revision > current:
                 every = await read_all(connection, statement)
@@ -275,16 +186,16 @@ class SqlRuleStore:
             return BookChanges(current, changed.rules, removed, changed.skipped)
 
     async def revision(self) -> int:
-        """The revision of the last change, 0 before the first."""
+        """Return the revision of the last change, 0 before the first."""
         async with self._database.reading() as connection:
             return await current_revision(connection)
 
     async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
-        """The secret of this name. See :meth:`RuleStore.secret <ratelimitd.rules.store.RuleStore.secret>`."""
+        """Return the secret of this name."""
         async with self._database.writing() as connection:
             await _next_revision(
                 connection
-            )  # one after the other: who comes second finds the secret
+            )  # takes the lock, so that only one node makes the secret
             value = await connection.scalar(
                 sa.select(secrets.c.value).where(secrets.c.name == name)
             )
@@ -294,12 +205,8 @@ class SqlRuleStore:
                 await connection.execute(secrets.insert().values(row))
         return bytes(value)
 
-    async def listen(self, changed: Changed) -> None:
-        """Tell of changes. See :meth:`RuleStore.listen <ratelimitd.rules.store.RuleStore.listen>`."""
-        await self._database.listen(changed)
-
     async def close(self) -> None:
-        """Let go of every connection; idempotent."""
+        """Close every connection; idempotent."""
         await self._database.close()
 
     async def _record(
@@ -310,11 +217,10 @@ class SqlRuleStore:
         before: RuleRow | None = None,
         after: RuleRow | None = None,
     ) -> None:
-        """Move the revision, write down who did what and announce it; part of the change's transaction."""
+        """Move the revision and insert the audit row, within the transaction of the change."""
         await connection.execute(rule_revision.update().values(revision=change.revision))
         row = self._audit_row(change, before=before, after=after)
         await connection.execute(rule_audit.insert().values(row))
-        await self._database.announce(connection)
 
     async def _insert_batch(
         self, connection: AsyncConnection, drafts: Sequence[RuleDraft], revision: int, actor: str
@@ -352,11 +258,139 @@ class SqlRuleStore:
     async def _refuse_beyond_maximum(self, connection: AsyncConnection) -> None:
         count = await connection.scalar(sa.select(sa.func.count()).select_from(rules)) or 0
         if count >= self._max_rules:
-            message = f"there are {count} rules, the most a store takes"
+            message = f"there are {count} rules, the maximum of a store"
             raise RulesFullError(message)
 
     def _now(self) -> datetime:
         return _EPOCH + timedelta(microseconds=self._clock.now_us())
+
+
+class Contents(NamedTuple):
+    """The number of rules, and the revision of the last change."""
+
+    rules: int
+    revision: int
+
+
+async def inspect(database_url: str) -> Contents:
+    """Try every read and write that a node needs, and roll back.
+
+    Raises:
+        StoreUnavailableError, StartupError: a node could not use the database; the message says why.
+        SettingsError: the URL names no database.
+    """
+    await require_current(database_url)
+    database = open_database(database_url)
+    try:
+        async with database.reading() as connection:
+            count = await connection.scalar(sa.select(sa.func.count()).select_from(rules))
+            contents = Contents(count or 0, await current_revision(connection))
+        async with database.writing() as connection:
+            for statement in _writes_of_no_row():
+                await connection.execute(statement)
+            await connection.rollback()
+    finally:
+        await database.close()
+    return contents
+
+
+def _writes_of_no_row() -> Iterator[UpdateBase]:
+    """Yield writes that change no row; the server checks the permissions all the same."""
+    # The lock first, so that concurrent inspections wait for each other.
+    yield rule_revision.update().values(revision=rule_revision.c.revision)
+    for table in (rule_revision, rules, rule_audit, secrets):
+        column = next(iter(table.c))
+        no_rows = sa.select(*table.c).where(sa.false())
+        yield table.update().where(sa.false()).values({column: column})
+        yield table.insert().from_select(list(table.c.keys()), no_rows)
+        yield table.delete().where(sa.false())
+
+
+class Batch(NamedTuple):
+    """The valid rules of some rows, and the invalid rows."""
+
+    rules: list[Rule]
+    skipped: list[SkippedRow]
+
+
+async def read(connection: AsyncConnection, statement: sa.Select[Any]) -> AsyncGenerator[Batch]:
+    """Yield the rules that a statement selects, one batch per event-loop iteration."""
+    async with connection.stream(statement) as result:
+        async for rows in result.partitions(ROWS_PER_TICK):
+            batch = Batch([], [])
+            for row in rows:
+                rule = rule_from_row(RuleRow._make(row))
+                if isinstance(rule, Rule):
+                    batch.rules.append(rule)
+                else:
+                    batch.skipped.append(rule)
+            yield batch
+
+
+async def read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> Batch:
+    """Return all batches of :func:`read` as one."""
+    whole = Batch([], [])
+    async for batch in read(connection, statement):
+        whole.rules.extend(batch.rules)
+        whole.skipped.extend(batch.skipped)
+    return whole
+
+
+async def current_revision(connection: AsyncConnection) -> int:
+    """Return the revision of the last change, 0 before the first."""
+    return await connection.scalar(sa.select(rule_revision.c.revision)) or 0
+
+
+async def removed_since(connection: AsyncConnection, revision: int) -> Sequence[str]:
+    """Return the ids of the rules deleted after ``revision``; some may exist again."""
+    deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
+    found = await connection.scalars(sa.select(rule_audit.c.rule_id).where(deletions).distinct())
+    return found.all()
+
+
+async def audit_entries(
+    connection: AsyncConnection, rule_id: str, before: int | None, size: int
+) -> Sequence[AuditEntry]:
+    """Return a page of the audit trail, newest change first."""
+    columns = [rule_audit.c[name] for name in AuditEntry._fields]
+    statement = sa.select(*columns).order_by(rule_audit.c.revision.desc()).limit(size)
+    if rule_id:
+        statement = statement.where(rule_audit.c.rule_id == rule_id)
+    if before is not None:
+        statement = statement.where(rule_audit.c.revision < before)
+    return [_audit_entry(AuditEntry._make(row)) for row in await connection.execute(statement)]
+
+
+async def stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
+    """Return the row of a rule, valid or not.
+
+    Raises:
+        RuleNotFoundError: no rule has this id.
+        RuleConflictError: ``etag`` is given and is not the row's.
+    """
+    row = (await connection.execute(sa.select(*COLUMNS).where(rules.c.id == rule_id))).one_or_none()
+    if row is None:
+        raise RuleNotFoundError(rule_id)
+    found = RuleRow._make(row)
+    if etag and etag != etag_of(found):
+        message = "the rule was changed meanwhile: read it again and send its new etag"
+        raise RuleConflictError(message)
+    return found
+
+
+def _audit_entry(row: AuditEntry) -> AuditEntry:
+    """Return the change of a row; SQLite drops the time zone, which is always UTC."""
+    at = row.at if row.at.tzinfo else row.at.replace(tzinfo=UTC)
+    return row._replace(at=at, before=_fields(row.before), after=_fields(row.after))
+
+
+def _fields(text: Any) -> Mapping[str, Any] | None:
+    """Return the fields of a rule from their JSON; ``None`` when it is not an object."""
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class _Change(NamedTuple):
@@ -368,7 +402,7 @@ class _Change(NamedTuple):
 
 @contextmanager
 def _exists_if_taken() -> Iterator[None]:
-    """Turn the database's own refusal into ours: somebody wrote behind the service's back, and without the lock."""
+    """Raise ``RuleExistsError`` for a violated constraint: a writer outside the service does not take the lock."""
     try:
         yield
     except IntegrityError as error:
@@ -377,9 +411,9 @@ def _exists_if_taken() -> Iterator[None]:
 
 
 async def _next_revision(connection: AsyncConnection) -> int:
-    """The number of the change to come; holds other writers off until the transaction ends."""
-    # SQLite ignores FOR UPDATE: there the transaction began with the write lock. Elsewhere whoever reads a revision
-    # has every change up to it, since the next writer waits for this lock until the last one is committed.
+    """Return the next revision, and lock out other writers until the transaction ends."""
+    # SQLite ignores FOR UPDATE: its transaction began with the write lock. On PostgreSQL the next writer waits for
+    # the commit, so a reader of a revision sees every change up to it.
     locked = sa.select(rule_revision.c.revision).with_for_update()
     return (await connection.scalar(locked) or 0) + 1
 
@@ -401,10 +435,10 @@ async def _refuse_taken_pair(
 
 
 def _storable(text: str) -> str:
-    """``text`` in characters that every database takes; a certificate may hold others."""
+    """Return ``text`` in characters that every database stores; a certificate may hold others."""
     return text.encode(errors="replace").decode().replace("\0", "?")
 
 
 def _json(row: RuleRow | None) -> str | None:
-    # A row written behind the service's back may hold what JSON cannot say, such as bytes.
+    # A row written past the service may hold values that JSON cannot express, such as bytes.
     return None if row is None else json.dumps(row._asdict(), default=repr)

@@ -3,8 +3,8 @@
 import pytest
 
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.rules.sql.inspection import Contents, inspect
 from ratelimitd.rules.sql.migrations import upgrade
+from ratelimitd.rules.sql.store import Contents, inspect
 from ratelimitd.rules.store import RuleDraft
 from tests.rule_stores import store_at
 

@@ -28,11 +28,12 @@ IMPATIENT_S = 1.0
 
 
 @asynccontextmanager
-async def opened(url, *, busy_timeout_s=1.0, command_timeout_s=10.0):
+async def opened(url, *, busy_timeout_s=10.0, command_timeout_s=10.0, pool_timeout_s=10.0):
     database = PostgresqlDatabase(
-        urls.parse(url),
+        urls.parse_database_url(url),
         busy_timeout_s=busy_timeout_s,
         command_timeout_s=command_timeout_s,
+        pool_timeout_s=pool_timeout_s,
     )
     try:
         yield database
@@ -233,9 +234,8 @@ async def test_closing_does_not_wait_for_a_server_that_hangs(postgres, postgresq
 
 
 async def test_when_every_connection_is_busy_the_wait_is_bounded(postgresql_url, monkeypatch):
-    monkeypatch.setattr(postgresql, "POOL_TIMEOUT_S", 0.01)
     monkeypatch.setattr(postgresql, "POOL_SIZE", 1)
-    async with opened(postgresql_url) as database, database.reading():
+    async with opened(postgresql_url, pool_timeout_s=0.01) as database, database.reading():
         with pytest.raises(StoreUnavailableError, match=r"every connection .* is busy"):
             await read(database)
 
@@ -433,19 +433,3 @@ async def test_a_database_that_could_not_hold_every_endpoint_is_refused(postgres
             async with database.upgrading():
                 pytest.fail("it was taken")
     postgres.sql("DROP DATABASE latin")
-
-
-async def test_an_announcement_is_heard_once_it_is_committed(database):
-    heard = asyncio.Queue()
-
-    async def changed():
-        heard.put_nowait("changed")
-
-    listening = asyncio.create_task(database.listen(changed))
-    await heard.get()  # of the connection
-    async with database.writing() as connection:
-        await database.announce(connection)
-        assert heard.empty()
-    assert await heard.get() == "changed"
-    listening.cancel()
-    await asyncio.wait([listening])

@@ -4,7 +4,7 @@ import asyncio
 import json
 import sqlite3
 import uuid
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from urllib.parse import quote
 
 import pytest
@@ -17,8 +17,10 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.model import Rule
+from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import require_current
-from ratelimitd.rules.sql.store import ROWS_PER_TURN, SqlRuleStore
+from ratelimitd.rules.sql.postgresql import POOL_SIZE
+from ratelimitd.rules.sql.store import ROWS_PER_TICK, SqlRuleStore
 from ratelimitd.rules.store import RuleChanges, RuleDraft, SkippedRow
 from ratelimitd.testing import ManualClock
 from tests.postgres_server import PASSWORD
@@ -154,20 +156,20 @@ async def test_a_bad_row_can_be_mended_or_deleted_through_the_api(store, behind)
 
 
 async def test_a_bad_row_takes_no_place_on_a_page(store, behind):
-    many(behind, ROWS_PER_TURN + 3)
+    many(behind, ROWS_PER_TICK + 3)
     behind("UPDATE rules SET algorithm = '' WHERE endpoint IN ('/0001', '/0003')")
     page = await store.page("", "", None, 3)
     assert [rule.endpoint for rule in page] == ["/0000", "/0002", "/0004"]
-    assert len(await store.page("", "", None, 1000)) == ROWS_PER_TURN + 1
+    assert len(await store.page("", "", None, 1000)) == ROWS_PER_TICK + 1
     assert await store.page("", "", ("/0129", "user"), 1000) == [
         rule for rule in await store.page("/0130", "", None, 10) if isinstance(rule, Rule)
     ]
 
 
-async def test_a_load_of_more_than_one_turn_is_whole(store, behind):
-    many(behind, 2 * ROWS_PER_TURN + 1)
+async def test_a_load_of_more_than_one_tick_is_whole(store, behind):
+    many(behind, 2 * ROWS_PER_TICK + 1)
     changes = await store.changes_since(None)
-    assert len(changes.changed) == 2 * ROWS_PER_TURN + 1
+    assert len(changes.changed) == 2 * ROWS_PER_TICK + 1
 
 
 async def test_a_failed_write_leaves_nothing_behind(store, behind):
@@ -193,11 +195,10 @@ async def test_while_another_process_holds_the_lock_reading_works_and_writing_sa
 
 async def test_a_database_without_the_schema_is_unavailable(tmp_path):
     sqlite3.connect(tmp_path / "rules.db").executescript("CREATE TABLE t (x)").connection.close()
-    store = SqlRuleStore(f"sqlite:///{tmp_path}/rules.db", clock=ManualClock())
-    for call in (store.revision(), store.changes_since(None), store.create(ORDERS, "me")):
-        with pytest.raises(StoreUnavailableError):
-            await call
-    await store.close()
+    async with store_at(f"sqlite:///{tmp_path}/rules.db") as store:
+        for call in (store.revision(), store.changes_since(None), store.create(ORDERS, "me")):
+            with pytest.raises(StoreUnavailableError):
+                await call
 
 
 async def test_a_secret_is_of_the_given_randomness_and_dated(tmp_path, behind, clock):
@@ -206,41 +207,6 @@ async def test_a_secret_is_of_the_given_randomness_and_dated(tmp_path, behind, c
     assert behind("SELECT name, value, created_at FROM secrets") == [
         ("key", b"r" * 32, "2023-11-15 00:00:00.123456")
     ]
-
-
-async def test_a_change_is_told_to_those_who_listen_and_a_refused_one_is_not(postgresql_url):
-    async with store_at(postgresql_url) as store, store_at(postgresql_url) as other:
-        told = asyncio.Queue()
-
-        async def changed():
-            told.put_nowait(await other.revision())
-
-        listening = asyncio.create_task(other.listen(changed))
-        assert await told.get() == 0
-        rule = await store.create(ORDERS, "me")
-        assert await told.get() == 1
-        with pytest.raises(RuleNotFoundError):
-            await store.delete(NEVER, "", "me")
-        await store.update(rule.id, RuleChanges(limit=10), "", "me")  # changes nothing
-        await store.delete(rule.id, "", "me")
-        assert await told.get() == 2
-        listening.cancel()
-        await asyncio.wait([listening])
-
-
-async def test_a_new_store_that_is_filled_is_told_once(postgresql_url):
-    async with store_at(postgresql_url) as store:
-        told = asyncio.Queue()
-
-        async def changed():
-            told.put_nowait(await store.revision())
-
-        listening = asyncio.create_task(store.listen(changed))
-        assert await told.get() == 0
-        await store.create_all([ORDERS, RuleDraft("/b", "ip", 1, 1, "fixed_window")], "me")
-        assert await told.get() == 2
-        listening.cancel()
-        await asyncio.wait([listening])
 
 
 @pytest.fixture
@@ -277,6 +243,22 @@ async def test_of_nodes_that_create_one_pair_at_once_one_wins_and_the_others_are
         kinds = sorted(type(result).__name__ for result in results)
         assert kinds == ["Rule", *["RuleExistsError"] * 3]
         assert await two.revision() == 1
+
+
+async def test_a_call_that_finds_every_connection_busy_waits_for_one(postgresql_url):
+    """Of as many calls at once as no pool has connections, each is answered: none is bound by the clock of the test."""
+    async with store_at(postgresql_url) as store:
+        drafts = [RuleDraft(f"/{n}", "user", 1, 1, "fixed_window") for n in range(5 * POOL_SIZE)]
+        made = await asyncio.gather(*(store.create(draft, "me") for draft in drafts))
+        assert sorted(rule.revision for rule in made) == list(range(1, len(drafts) + 1))
+    database = open_database(postgresql_url, pool_timeout_s=0.0)
+    impatient = SqlRuleStore(database, clock=ManualClock())
+    async with AsyncExitStack() as held:
+        held.push_async_callback(impatient.close)
+        for _ in range(POOL_SIZE):
+            await held.enter_async_context(database.reading())
+        with pytest.raises(StoreUnavailableError, match=r"every connection .* is busy"):
+            await impatient.revision()
 
 
 async def test_who_sees_a_revision_sees_everything_up_to_it(postgresql_url):

@@ -25,14 +25,13 @@ def path(tmp_path):
 
 
 async def using(path, work, *, write=False, **options):
-    """What ``work`` returns on a connection of a fresh engine."""
-    engine = sqlite.open_engine(path, **options)
+    """What ``work`` returns in a transaction of a database that is opened for it."""
+    database = SqliteDatabase(path, **options)
     try:
-        with sqlite.store_errors():
-            async with (sqlite.writing(engine) if write else engine).begin() as connection:
-                return await work(connection)
+        async with database.writing() if write else database.reading() as connection:
+            return await work(connection)
     finally:
-        await sqlite.close_engine(engine)
+        await database.close()
 
 
 def sql(statement, *parameters):
@@ -52,6 +51,29 @@ def insert(name):
 async def test_a_connection_waits_for_readers_never_and_loses_no_commit(path):
     assert await using(path, sql("PRAGMA journal_mode")) == [("wal",)]
     assert await using(path, sql("PRAGMA synchronous")) == [(2,)]
+
+
+class BusyOnce:
+    """A cursor whose switch of the journal mode fails as it does while another process switches."""
+
+    def __init__(self, error=sqlite3.SQLITE_BUSY):
+        self.statements, self._error = [], error
+
+    def execute(self, statement):
+        self.statements.append(statement)
+        if len(self.statements) == 1:
+            error = sqlite3.OperationalError()
+            error.sqlite_errorcode = self._error
+            raise error
+
+
+def test_processes_that_open_a_new_file_at_once_wait_for_each_other():
+    cursor = BusyOnce()
+    sqlite._use_wal(cursor)
+    switch = "PRAGMA journal_mode=WAL"
+    assert cursor.statements == [switch, "BEGIN IMMEDIATE", "COMMIT", switch]
+    with pytest.raises(sqlite3.OperationalError):
+        sqlite._use_wal(BusyOnce(sqlite3.SQLITE_IOERR))
 
 
 async def test_a_missing_file_is_an_error_and_not_an_empty_database(tmp_path):
@@ -134,47 +156,49 @@ def test_an_error_that_is_not_the_drivers_has_a_message_too():
     assert "ArgumentError" in sqlite.meaning_of(ArgumentError("x"))
 
 
-def test_errors_of_our_own_pass_through():
-    with pytest.raises(RuleNotFoundError), sqlite.store_errors():
+async def test_errors_of_our_own_pass_through(path):
+    async def work(_connection):
         raise RuleNotFoundError(rule_id="x")
+
+    with pytest.raises(RuleNotFoundError):
+        await using(path, work)
 
 
 async def test_when_every_connection_is_busy_the_wait_is_bounded(path, monkeypatch):
-    monkeypatch.setattr(sqlite, "POOL_TIMEOUT_S", 0.01)
-    engine = sqlite.open_engine(path)
-    held = [await engine.connect() for _ in range(sqlite.POOL_SIZE)]
-    with (
-        pytest.raises(StoreUnavailableError, match=r"every connection .* is busy"),
-        sqlite.store_errors(),
-    ):
-        await engine.connect()
-    for connection in held:
-        await connection.close()
-    await sqlite.close_engine(engine)
+    monkeypatch.setattr(sqlite, "POOL_SIZE", 1)
+
+    async def work(_connection):
+        async with database.reading():
+            pytest.fail("there was another connection")
+
+    database = SqliteDatabase(path, pool_timeout_s=0.01)
+    with pytest.raises(StoreUnavailableError, match=r"every connection .* is busy"):
+        async with database.reading() as connection:
+            await work(connection)
+    await database.close()
 
 
 async def test_a_replaced_database_is_noticed_at_the_next_transaction(path, tmp_path):
     other = tmp_path / "other.db"
     other.write_bytes(path.read_bytes())
     await using(other, insert("from the backup"), write=True)
-    engine = sqlite.open_engine(path)
-    async with engine.begin() as connection:
+    database = SqliteDatabase(path)
+    async with database.reading() as connection:
         assert await sql("SELECT name FROM things")(connection) == []
     other.replace(path)
-    async with engine.begin() as connection:
+    async with database.reading() as connection:
         assert await sql("SELECT name FROM things")(connection) == [("from the backup",)]
-    await sqlite.close_engine(engine)
+    await database.close()
 
 
 async def test_a_deleted_database_is_noticed_instead_of_written_to(path):
-    engine = sqlite.open_engine(path)
-    async with engine.begin() as connection:
+    database = SqliteDatabase(path)
+    async with database.reading() as connection:
         await sql("SELECT 1")(connection)
     path.unlink()
-    with pytest.raises(StoreUnavailableError, match="cannot be opened"), sqlite.store_errors():
-        async with sqlite.writing(engine).begin() as connection:
-            await insert("lost")(connection)
-    await sqlite.close_engine(engine)
+    with pytest.raises(StoreUnavailableError, match="cannot be opened"):
+        await insert_into(database, "lost")
+    await database.close()
 
 
 async def test_broken_text_is_read_as_lone_surrogates(path):
@@ -189,17 +213,11 @@ async def test_the_driver_never_logs_the_values_of_a_call(path, caplog):
     assert "s3cret" not in caplog.text
 
 
-def test_the_engine_hides_parameters(tmp_path):
-    engine = sqlite.open_engine(tmp_path / "rules.db")
-    assert engine.sync_engine.hide_parameters
-    assert isinstance(engine.url, sa.URL)
-
-
 async def test_closing_waits_for_the_thread_of_a_connection_whose_caller_was_cancelled(path):
-    engine, held = sqlite.open_engine(path), asyncio.Event()
+    database, held = SqliteDatabase(path), asyncio.Event()
 
     async def hold():
-        async with engine.begin() as connection:
+        async with database.reading() as connection:
             await connection.execute(sa.text("SELECT 1"))
             held.set()
             await asyncio.Event().wait()
@@ -210,7 +228,7 @@ async def test_closing_waits_for_the_thread_of_a_connection_whose_caller_was_can
     workers = set(threading.enumerate()) - before
     holder.cancel()
     await asyncio.wait([holder])
-    await sqlite.close_engine(engine)
+    await database.close()
     assert workers
     assert not any(worker.is_alive() for worker in workers)
 
@@ -222,7 +240,7 @@ def sqlite_error(code):
 
 
 @pytest.mark.parametrize(
-    ("code", "waiting_is_in_vain"),
+    ("code", "permanent"),
     [
         (sqlite3.SQLITE_READONLY_DIRECTORY, True),
         (sqlite3.SQLITE_PERM, True),
@@ -233,34 +251,26 @@ def sqlite_error(code):
         (sqlite3.SQLITE_IOERR_WRITE, False),
     ],
 )
-def test_what_only_a_person_can_mend_is_told_from_what_may_pass(path, code, waiting_is_in_vain):
-    assert sqlite.needs_mending(sqlite_error(code), path) is waiting_is_in_vain
+def test_errors_that_a_retry_cannot_mend_are_permanent(path, code, permanent):
+    assert sqlite.is_permanent(sqlite_error(code), path) is permanent
 
 
 def test_a_place_that_is_not_there_may_come_and_one_that_is_forbidden_will_not(
     path, tmp_path, monkeypatch
 ):
     cannot_open = sqlite_error(sqlite3.SQLITE_CANTOPEN)
-    assert not sqlite.needs_mending(cannot_open, path)
-    assert not sqlite.needs_mending(cannot_open, tmp_path / "absent.db")
-    assert not sqlite.needs_mending(cannot_open, tmp_path / "absent" / "rules.db")
-    assert sqlite.needs_mending(cannot_open, tmp_path)
+    assert not sqlite.is_permanent(cannot_open, path)
+    assert not sqlite.is_permanent(cannot_open, tmp_path / "absent.db")
+    assert not sqlite.is_permanent(cannot_open, tmp_path / "absent" / "rules.db")
+    assert sqlite.is_permanent(cannot_open, tmp_path)
     monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may do all
-    assert sqlite.needs_mending(cannot_open, path)
-    assert sqlite.needs_mending(cannot_open, tmp_path / "absent.db")
-    assert not sqlite.needs_mending(cannot_open, tmp_path / "absent" / "rules.db")
+    assert sqlite.is_permanent(cannot_open, path)
+    assert sqlite.is_permanent(cannot_open, tmp_path / "absent.db")
+    assert not sqlite.is_permanent(cannot_open, tmp_path / "absent" / "rules.db")
 
 
 def test_an_error_without_a_code_may_pass(path):
-    assert not sqlite.needs_mending(SQLAlchemyError(), path)
-
-
-async def test_an_announcement_reaches_nobody_and_a_listener_is_let_go_at_once(path):
-    database = SqliteDatabase(path)
-    async with database.writing() as connection:
-        await database.announce(connection)
-    await database.listen(pytest.fail)
-    await database.close()
+    assert not sqlite.is_permanent(SQLAlchemyError(), path)
 
 
 async def test_a_database_is_read_and_written_in_transactions_of_its_own(path):

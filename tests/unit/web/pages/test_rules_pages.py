@@ -6,6 +6,7 @@ import pytest
 import pytest_asyncio
 
 from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock, running_node
@@ -193,7 +194,7 @@ class TestChangesThisNodeHasNotHeardOf:
     @pytest_asyncio.fixture
     async def other(self, node):
         """Another node's hand in the same database."""
-        store = SqlRuleStore(node._settings.database_url, clock=ManualClock())
+        store = SqlRuleStore(open_database(node._settings.database_url), clock=ManualClock())
         yield store
         await store.close()
 

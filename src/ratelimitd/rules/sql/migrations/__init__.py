@@ -1,6 +1,6 @@
-"""The schema's history, and the step that brings a database to its newest revision.
+"""The schema's migrations, and the upgrade of a database to the newest one.
 
-Never changes a database it does not recognise: a file of somebody else, or of a newer release, is left alone.
+Refuses a database with another program's tables or the schema of a newer release.
 """
 
 from __future__ import annotations
@@ -16,35 +16,33 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from ratelimitd.errors import StartupError, StoreUnavailableError
-from ratelimitd.rules.sql.database import open_database
-from ratelimitd.rules.sql.schema import rule_revision
+from ratelimitd.rules.sql.database import open_database, rule_revision
 
 VERSION_TABLE: Final = "ratelimitd_schema"
-"""Where the database notes its revision; not alembic's own name, so that another program's history is not mistaken."""
+"""Holds the schema revision; not alembic's default name, which another program may use in the same database."""
 
 UPGRADE_BUSY_TIMEOUT_S: Final = 10.0
-"""Longest wait while another process brings the same database up to date."""
+"""Longest wait for another process that upgrades the same database."""
 
 UPGRADE_COMMAND_TIMEOUT_S: Final = 60.0
-"""Longest wait for one command of an upgrade, where a server answers it: it may build an index."""
+"""Longest wait for one command of an upgrade, which may build an index."""
 
-# It tells of each step at level info; what matters of that is in our own errors.
+# Alembic logs each step at level info.
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 async def upgrade(
     database_url: str, *, create: bool = True, busy_timeout_s: float = UPGRADE_BUSY_TIMEOUT_S
 ) -> None:
-    """Bring the schema to the newest revision. Nothing happens to a current one. Several processes may do it at once.
+    """Upgrade the schema to the newest revision; several processes may do so at once.
 
     Args:
         database_url: the database.
-        create: make a SQLite file if there is none.
+        create: create a missing SQLite file.
         busy_timeout_s: longest wait for another process that writes.
 
     Raises:
-        StartupError: the database is not ours, of a newer release, not writable, or the disk is full: waiting is in
-            vain.
+        StartupError: a retry cannot succeed: another program's database, a newer schema, not writable, disk full.
         StoreUnavailableError: it is locked, damaged or cannot be opened.
         SettingsError: the URL names no database.
     """
@@ -62,10 +60,10 @@ async def upgrade(
 
 
 async def require_current(database_url: str) -> None:
-    """See that the schema is of this release, and change nothing.
+    """Verify that the schema is that of this release; change nothing.
 
     Raises:
-        StoreUnavailableError: it is missing or older, until somebody upgrades it; or as :func:`upgrade`.
+        StoreUnavailableError: it is missing or older; or as :func:`upgrade`.
         StartupError: as :func:`upgrade`.
     """
     database = open_database(database_url)
@@ -81,7 +79,7 @@ def _upgrade(connection: sa.Connection, place: str) -> None:
     config.attributes["connection"] = connection
     _known_revision(connection, ScriptDirectory.from_config(config), place)
     command.upgrade(config, "head")
-    # On a file that may only be read a transaction begins all the same; it is the first write that fails.
+    # A transaction begins on a read-only file, too; only a write shows that it fails.
     connection.execute(rule_revision.update().values(revision=rule_revision.c.revision))
 
 
@@ -101,7 +99,7 @@ def _config() -> Config:
 
 
 def _known_revision(connection: sa.Connection, script: ScriptDirectory, place: str) -> str | None:
-    """The revision of the schema, ``None`` before the first. One that is not of our history is refused."""
+    """Return the revision of the schema, ``None`` before the first; refuse an unknown one."""
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     found = context.get_current_revision()
     if found is None:

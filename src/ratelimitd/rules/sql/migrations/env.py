@@ -1,4 +1,4 @@
-"""What alembic runs to apply revisions: on the connection and in the transaction that ``upgrade`` opened."""
+"""Run by alembic to apply revisions, in the transaction that ``upgrade`` opened."""
 
 from alembic import context
 
@@ -7,6 +7,6 @@ from ratelimitd.rules.sql.migrations import VERSION_TABLE
 context.configure(
     connection=context.config.attributes["connection"],
     version_table=VERSION_TABLE,
-    transactional_ddl=True,  # both databases can, and our engines begin transactions themselves
+    transactional_ddl=True,  # supported by both databases
 )
 context.run_migrations()

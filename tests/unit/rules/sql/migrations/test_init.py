@@ -12,8 +12,8 @@ from alembic.migration import MigrationContext
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from ratelimitd.errors import SettingsError, StartupError, StoreUnavailableError
+from ratelimitd.rules.sql.database import metadata
 from ratelimitd.rules.sql.migrations import VERSION_TABLE, require_current, upgrade
-from ratelimitd.rules.sql.schema import metadata
 
 NEWEST = "0002"
 NEWER = rf"newer ratelimitd \(schema 0999, .* up to {NEWEST}\)"

@@ -1,1 +1,1 @@
-"""The revisions, each a file that is never changed once released."""
+"""Migrations; a released file never changes."""

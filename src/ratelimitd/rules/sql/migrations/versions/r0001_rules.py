@@ -1,6 +1,6 @@
 """The first schema: rules, their revision, the audit trail, the node's secrets.
 
-Written out instead of taken from ``rules.schema``: that one moves on, this revision never does.
+Written out instead of taken from ``rules.sql.database``, which changes with later revisions.
 """
 
 import sqlalchemy as sa
