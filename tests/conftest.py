@@ -65,3 +65,15 @@ def postgres(postgres_server: "PostgresServer") -> Iterator["PostgresServer"]:
 def postgresql_url(postgres: "PostgresServer") -> str:
     """A database of the test's own, with the schema and nothing else."""
     return postgres.new_database()
+
+
+@pytest.fixture
+def reports(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """The warnings and errors that ratelimitd logged, a line each."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING, "ratelimitd"):
+        logging.getLogger("ratelimitd").addHandler(handler)
+        yield lines
+        logging.getLogger("ratelimitd").removeHandler(handler)

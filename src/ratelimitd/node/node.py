@@ -40,8 +40,9 @@ from ratelimitd.retry import Background
 from ratelimitd.rpc.interface import Methods, Server
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.tls import TlsFiles
-from ratelimitd.rules.book import BucketKey, RuleBook
+from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
+from ratelimitd.rules.last_good import BucketKey
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleStore
@@ -179,7 +180,7 @@ class Node:
             _warn(warning)
         store = SqlRuleStore(open_database(settings.database_url), clock=self._clock)
         self._open.push_async_callback(store.close)
-        bucket_key = None if settings.key_secret else BucketKey(state_dir.path, report=_warn)
+        bucket_key = None if settings.key_secret else BucketKey(state_dir.path)
         feed = feed_of(
             store,
             settings,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from ratelimitd.errors import RuleInvalidError, StartupError, StoreUnavailableError
-from ratelimitd.rules.book import BucketKey, RuleBook, require_same_key
+from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
-from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.last_good import BucketKey, LastGoodBook, require_same_key
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.sql import migrations
 from ratelimitd.rules.sql.sqlite import BUSY_TIMEOUT_S
@@ -131,7 +131,7 @@ def feed_of(
     on_book: Callable[[RuleBook], None],
     whole_load: Callable[[], AbstractContextManager[None]],
 ) -> RuleFeed:
-    """The feed of a node, which opens the store before it first reads it; what it reports is logged."""
+    """The feed of a node, which opens the store before it first reads it."""
     opening = StoreOpening(
         store,
         settings.database_url,
@@ -144,13 +144,8 @@ def feed_of(
     feed = RuleFeed(
         store,
         on_book=on_book,
-        last_good=LastGoodBook(state_dir, report=_warn),
-        report=_warn,
+        last_good=LastGoodBook(state_dir),
         open_store=opening.open,
         whole_load=whole_load,
     )
     return feed
-
-
-def _warn(line: str) -> None:
-    _log.warning("%s", line)

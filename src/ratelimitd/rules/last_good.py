@@ -1,111 +1,113 @@
-"""The last good rule book on disk: what a node starts from while the database is away.
+"""What a node keeps of the rule database in its state directory, for a start while the database is unavailable.
 
-Never fatal: a file that is torn, foreign or unwritable is reported and set aside, and the node goes on without it.
-See ADR 0013.
+Two files: the last good rule book, and the key of the buckets' names. Both are written aside and renamed, so that a
+reader finds the old file or the new one, whole. An unusable file is logged and never ends the start. See ADR 0013.
 
-The file is lines of JSON: a header, one array per rule in the columns of ``RuleRow``, and a checksum of all before
-it. It is written aside and renamed, so that a reader finds the old one or the new one, whole.
+The book is lines of JSON: a header, one array per rule in the columns of ``RuleRow``, and a checksum of all before it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import BinaryIO, Final
 
+from ratelimitd.errors import StartupError
 from ratelimitd.model import Rule
 from ratelimitd.rules.book import BookEditor, RuleBook
+from ratelimitd.rules.store import SECRET_BYTES, RuleStore
 from ratelimitd.rules.validation import RuleRow, rule_from_row
 
-FILE_NAME: Final = "rules.last-good"
+BOOK_FILE: Final = "rules.last-good"
+KEY_FILE: Final = "bucket-key"
 FORMAT: Final = "ratelimitd rule book 1"
 
 WRITE_DELAY_S: Final = 5.0
-"""How long a new book waits for a newer one before it is written: an import of many rules is written once."""
+"""How long a new book waits for a newer one before it is written, so that an import is written once."""
 
-RULES_PER_TURN: Final = 128
-"""Rules written in one turn of the event loop: about 0.5 ms."""
+RULES_PER_STEP: Final = 128
+"""Rules written per event-loop iteration: about 0.5 ms."""
 
-BYTES_PER_TURN: Final = 16_384
-"""What is read and decoded in one turn: about 100 rules, 1 ms."""
+BYTES_PER_STEP: Final = 16_384
+"""Bytes read and decoded per event-loop iteration: about 100 rules, 1 ms."""
 
 _MAX_HEADER_BYTES: Final = 1_024
 
+KEY_NAME: Final = "key"
+"""The store's secret that is used when KEY_SECRET is empty."""
 
-class Loaded(NamedTuple):
-    """The book that was found, or ``None`` and why; no file is no book without a reason."""
+FINGERPRINT_NAME: Final = "key fingerprint"
+"""The store's secret that tells whether nodes have the same key."""
 
-    book: RuleBook | None
-    reason: str
+_FINGERPRINT_OF: Final = b"ratelimitd: which key names the buckets"
+
+_log = logging.getLogger(__name__)
 
 
 class LastGoodBook:
-    """Keeps the newest book in ``state_dir``, which must exist and belong to this node alone.
-
-    ``report`` takes one line for an operator; ``sleep`` is there for tests.
-    """
+    """Keeps the newest book in ``state_dir``, which must exist and belong to this node alone. Tests set ``sleep``."""
 
     def __init__(
-        self,
-        state_dir: Path,
-        *,
-        report: Callable[[str], None] = lambda _line: None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        self, state_dir: Path, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
-        self._path = state_dir / FILE_NAME
-        self._report = report
+        self._path = state_dir / BOOK_FILE
         self._sleep = sleep
         self._offered: RuleBook | None = None
         self._writer: asyncio.Task[None] | None = None
-        self._pause: asyncio.Future[None] | None = None
+        self._delay: asyncio.Future[None] | None = None
         self._closing = False
 
-    async def load(self) -> Loaded:
-        """Read the book. A file that cannot be used is renamed to ``*.bad``, so that it can be looked at."""
+    async def load(self) -> RuleBook | None:
+        """Return the book, ``None`` without a usable one. An unusable file is logged and renamed to ``*.bad``."""
         try:
             with await asyncio.to_thread(self._path.open, "rb") as file:
-                return Loaded(await _read(file), "")
+                return await _read(file)
         except FileNotFoundError:
-            return Loaded(None, "")
+            return None
         except OSError as error:
-            return Loaded(None, f"the last good rule book cannot be read: {error.strerror}")
+            _log.warning("the last good rule book cannot be read: %s", error.strerror)
         except _UnusableFileError as error:
             self._set_aside()
-            return Loaded(None, f"the last good rule book was set aside: {error}")
+            _log.warning("the last good rule book was set aside: %s", error)
+        return None
 
     def offer(self, book: RuleBook) -> None:
-        """Write this book within ``WRITE_DELAY_S``, unless a newer one is offered meanwhile. Never raises."""
+        """Write this book within ``WRITE_DELAY_S``, unless a newer one is offered before. Never raises."""
         self._offered = book
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_offered(), name="last good rule book")
 
     async def close(self) -> None:
-        """Write at once what still waits; idempotent."""
+        """Write the offered book at once; idempotent."""
         self._closing = True
-        if self._pause is not None:
-            self._pause.cancel()
+        if self._delay is not None:
+            self._delay.cancel()
         if self._writer is not None:
             await self._writer
 
     async def _write_offered(self) -> None:
         while self._offered is not None:
             if not self._closing:
-                # Only the pause can be cut short: to stop in the middle of a write would gain nothing.
-                self._pause = asyncio.ensure_future(self._sleep(WRITE_DELAY_S))
-                await asyncio.wait([self._pause])
+                # Only the delay is cancelled; a write that has begun is completed.
+                self._delay = asyncio.ensure_future(self._sleep(WRITE_DELAY_S))
+                await asyncio.wait([self._delay])
             book, self._offered = self._offered, None
             try:
                 await self._write(book)
             except OSError as error:
-                self._report(f"the last good rule book cannot be written: {error.strerror}")
+                _log.warning("the last good rule book cannot be written: %s", error.strerror)
 
     async def _write(self, book: RuleBook) -> None:
-        aside = self._path.with_name(f"{FILE_NAME}.tmp")
+        aside = self._path.with_name(f"{BOOK_FILE}.tmp")
         digest = blake2b()
         header = {"format": FORMAT, "revision": book.revision, "rules": len(book)}
         with await asyncio.to_thread(aside.open, "wb") as file:
@@ -115,33 +117,123 @@ class LastGoodBook:
                 data = b"".join(lines)
                 digest.update(data)
                 await asyncio.to_thread(file.write, data)
-                lines = [_line(RuleRow.of(rule)) for rule in islice(rules, RULES_PER_TURN)]
+                lines = [_line(RuleRow.of(rule)) for rule in islice(rules, RULES_PER_STEP)]
             await asyncio.to_thread(file.write, _line({"blake2b": digest.hexdigest()}))
             await asyncio.to_thread(_sync, file)
         await asyncio.to_thread(os.replace, aside, self._path)
 
     def _set_aside(self) -> None:
         try:
-            self._path.rename(self._path.with_name(f"{FILE_NAME}.bad"))
+            self._path.rename(self._path.with_name(f"{BOOK_FILE}.bad"))
         except OSError as error:
-            self._report(f"the unusable rule book cannot be renamed: {error.strerror}")
+            _log.warning("the unusable rule book cannot be renamed: %s", error.strerror)
+
+
+class BucketKey:
+    """The key of one node: the store's if it can be read in time, else the copy in ``state_dir``, else a new one.
+
+    The log never holds the key.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / KEY_FILE
+        self._copy = self._load()
+        self._key = self._copy or secrets.token_bytes(SECRET_BYTES)
+        self._in_use = False
+
+    async def settle(self, store: RuleStore) -> None:
+        """Take over the store's key, or store this node's if there is none; a key in use does not change.
+
+        Raises:
+            StoreUnavailableError: the store cannot be read.
+        """
+        stored = await store.secret(KEY_NAME, self._key)
+        if stored == self._key:
+            return
+        if self._in_use:
+            _log.warning(
+                "the rule database has another bucket key than this node uses; the next start takes the database's,"
+                " and buckets start full"
+            )
+            return
+        if self._copy is not None:
+            _log.warning(
+                "the rule database has another bucket key than the state directory; it is used, and buckets start full"
+            )
+        self._key = stored
+
+    def use(self) -> bytes:
+        """Return the key, fixed from now on, and write its copy to the state directory."""
+        self._in_use = True
+        if self._key != self._copy:
+            self._save()
+        return self._key
+
+    def _load(self) -> bytes | None:
+        try:
+            with self._path.open("rb") as file:
+                key = file.read(SECRET_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _log.warning("the copy of the bucket key cannot be read: %s", error.strerror)
+            return None
+        if len(key) == SECRET_BYTES:
+            return key
+        _log.warning("the copy of the bucket key is not a key and is replaced")
+        return None
+
+    def _save(self) -> None:
+        aside = self._path.with_name(f"{KEY_FILE}.tmp")
+        try:
+            with suppress(FileNotFoundError):
+                aside.unlink()  # left by a killed process, perhaps with another mode
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self._key)
+                _sync(file)
+            aside.replace(self._path)
+        except OSError as error:
+            _log.warning(
+                "the bucket key cannot be copied to the state directory: %s", error.strerror
+            )
+
+
+async def require_same_key(store: RuleStore, key_secret: bytes) -> None:
+    """Verify that this node has the key of the first node that called this; nodes that share buckets must call it.
+
+    ``key_secret`` is the setting; empty = the store's key. The store holds a keyed hash of a fixed text, from which a
+    reader of the database can test guesses of a weak key, and learns nothing of a random one. See ADR 0024.
+
+    Raises:
+        StartupError: the keys differ; this node would count in separate buckets.
+        StoreUnavailableError: the store cannot be read.
+    """
+    key = key_secret or await store.secret(KEY_NAME)
+    fingerprint = hmac.digest(key, _FINGERPRINT_OF, "sha256")
+    if not hmac.compare_digest(await store.secret(FINGERPRINT_NAME, fingerprint), fingerprint):
+        message = (
+            "KEY_SECRET is not that of the other nodes on this rule database: it must be the same on all of them, or"
+            " set on none"
+        )
+        raise StartupError(message)
 
 
 class _UnusableFileError(Exception):
-    """The file is not a whole book of ours; the message says in which way."""
+    """The file is no whole book; the message says why."""
 
 
 async def _read(file: BinaryIO) -> RuleBook:
-    """The book in the file. Takes turns with the rest of the loop; nothing of it is used before its checksum."""
+    """Return the book in the file, decoded in steps; nothing of it is used before its checksum is verified."""
     first = await asyncio.to_thread(file.readline, _MAX_HEADER_BYTES)
     header = _object(first)
     revision = header.get("revision")
     if header.get("format") != FORMAT or not isinstance(revision, int):
-        message = "it is not one of ours"
+        message = "it has another format"
         raise _UnusableFileError(message)
     digest = blake2b(first)
     editor = BookEditor(RuleBook.empty())
-    while lines := await asyncio.to_thread(file.readlines, BYTES_PER_TURN):
+    while lines := await asyncio.to_thread(file.readlines, BYTES_PER_STEP):
         for line in lines:
             if line.startswith(b"{"):
                 if _object(line).get("blake2b") != digest.hexdigest():

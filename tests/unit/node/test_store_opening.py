@@ -10,7 +10,7 @@ from ratelimitd.clock import SystemClock
 from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.node import startup
 from ratelimitd.node.startup import StoreOpening, feed_of
-from ratelimitd.rules.book import STORED_NAME, BucketKey
+from ratelimitd.rules.last_good import KEY_NAME, BucketKey
 from ratelimitd.rules.sql import migrations
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
@@ -45,13 +45,13 @@ def rules_file(tmp_path):
 async def test_a_new_database_gets_its_schema_its_rules_and_the_nodes_key(
     store, url, rules_file, tmp_path
 ):
-    key = BucketKey(tmp_path, report=lambda _line: None)
+    key = BucketKey(tmp_path)
     opening = StoreOpening(
         store, url, may_create=lambda: True, rules_file=rules_file, bucket_key=key
     )
     await opening.open()
     assert [rule.endpoint for rule in await store.page("", "", None, 10)] == ["/a"]
-    assert await store.secret(STORED_NAME) == key.use()
+    assert await store.secret(KEY_NAME) == key.use()
     rules_file.unlink()
     await opening.open()
 
@@ -143,7 +143,7 @@ async def test_a_server_without_the_schema_is_waited_for_and_named_with_the_comm
 async def test_a_server_that_is_down_is_waited_for_and_then_gets_rules_and_key(
     postgres, postgresql_url, rules_file, tmp_path
 ):
-    key = BucketKey(tmp_path, report=lambda _line: None)
+    key = BucketKey(tmp_path)
     async with store_at(postgresql_url) as store:
         opening = StoreOpening(
             store, postgresql_url, may_create=lambda: True, rules_file=rules_file, bucket_key=key
@@ -154,7 +154,7 @@ async def test_a_server_that_is_down_is_waited_for_and_then_gets_rules_and_key(
         postgres.start()
         await opening.open()
         assert [rule.endpoint for rule in await store.page("", "", None, 10)] == ["/a"]
-        assert await store.secret(STORED_NAME) == key.use()
+        assert await store.secret(KEY_NAME) == key.use()
 
 
 async def test_a_wrong_password_is_waited_for_since_somebody_may_mend_it(postgres):

@@ -5,10 +5,10 @@ import pytest
 import pytest_asyncio
 
 from ratelimitd.errors import StartupError, StoreUnavailableError
-from ratelimitd.rules.book import (
-    FILE_NAME,
+from ratelimitd.rules.last_good import (
     FINGERPRINT_NAME,
-    STORED_NAME,
+    KEY_FILE,
+    KEY_NAME,
     BucketKey,
     require_same_key,
 )
@@ -22,23 +22,18 @@ async def store(tmp_path):
 
 
 @pytest.fixture
-def reports():
-    return []
-
-
-@pytest.fixture
-def key(tmp_path, reports):
+def key(tmp_path):
     """Makes the key of one start after another in one state directory."""
-    return lambda: BucketKey(tmp_path, report=reports.append)
+    return lambda: BucketKey(tmp_path)
 
 
 async def test_the_stores_key_is_used_and_copied_for_its_owner_alone(key, store, tmp_path, reports):
-    stored = await store.secret(STORED_NAME)
+    stored = await store.secret(KEY_NAME)
     new = key()
     await new.settle(store)
-    assert new.use() == stored == (tmp_path / FILE_NAME).read_bytes()
-    assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o600
-    assert sorted(path.name for path in tmp_path.glob("bucket*")) == [FILE_NAME]
+    assert new.use() == stored == (tmp_path / KEY_FILE).read_bytes()
+    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in tmp_path.glob("bucket*")) == [KEY_FILE]
     assert reports == []
 
 
@@ -54,13 +49,13 @@ async def test_a_key_made_without_the_store_is_kept_and_becomes_the_stores(key, 
     later = key()
     assert later.use() == made
     await later.settle(store)
-    assert await store.secret(STORED_NAME) == made
+    assert await store.secret(KEY_NAME) == made
     assert reports == []
 
 
 async def test_another_key_in_the_store_wins_at_the_start_and_is_reported(key, store, reports):
     key().use()
-    stored = await store.secret(STORED_NAME)
+    stored = await store.secret(KEY_NAME)
     new = key()
     await new.settle(store)
     assert new.use() == stored == key().use()
@@ -69,7 +64,7 @@ async def test_another_key_in_the_store_wins_at_the_start_and_is_reported(key, s
 
 
 async def test_another_key_in_the_store_is_only_reported_once_the_node_serves(key, store, reports):
-    stored = await store.secret(STORED_NAME)
+    stored = await store.secret(KEY_NAME)
     serving = key()
     used = serving.use()
     await serving.settle(store)
@@ -88,16 +83,16 @@ async def test_a_store_that_is_away_changes_nothing(key, store, tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"x" * 31, b"x" * 33])
 def test_a_copy_that_is_no_key_is_reported_and_replaced(key, tmp_path, reports, content):
-    (tmp_path / FILE_NAME).write_bytes(content)
+    (tmp_path / KEY_FILE).write_bytes(content)
     used = key().use()
-    assert reports == ["the copy of the bucket key is not one of ours and is replaced"]
+    assert reports == ["the copy of the bucket key is not a key and is replaced"]
     assert key().use() == used != content
 
 
 def test_a_copy_that_can_be_neither_read_nor_written_is_reported_and_not_fatal(
     key, tmp_path, reports
 ):
-    (tmp_path / FILE_NAME).mkdir()
+    (tmp_path / KEY_FILE).mkdir()
     assert len(key().use()) == 32
     assert [line.partition(":")[0] for line in reports] == [
         "the copy of the bucket key cannot be read",
@@ -106,12 +101,12 @@ def test_a_copy_that_can_be_neither_read_nor_written_is_reported_and_not_fatal(
 
 
 def test_what_a_kill_left_over_is_replaced(key, tmp_path):
-    left_over = tmp_path / f"{FILE_NAME}.tmp"
+    left_over = tmp_path / f"{KEY_FILE}.tmp"
     left_over.write_bytes(b"half")
     left_over.chmod(0o644)
     used = key().use()
-    assert (tmp_path / FILE_NAME).read_bytes() == used
-    assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / KEY_FILE).read_bytes() == used
+    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
 
 
 GIVEN = b"a secret of sixteen bytes and more"
@@ -128,7 +123,7 @@ async def test_nodes_with_the_same_key_go_together_whether_it_is_given_or_the_st
 async def test_nodes_without_a_key_of_their_own_go_together(store):
     await require_same_key(store, b"")
     await require_same_key(store, b"")
-    await require_same_key(store, await store.secret(STORED_NAME))
+    await require_same_key(store, await store.secret(KEY_NAME))
 
 
 @pytest.mark.parametrize(("first", "second"), [(GIVEN, GIVEN + b"2"), (GIVEN, b""), (b"", GIVEN)])

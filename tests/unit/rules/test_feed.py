@@ -15,7 +15,7 @@ from ratelimitd.rules.feed import (
     POLL_S,
     RETRY_FIRST_S,
     RETRY_LONGEST_S,
-    RULES_PER_TURN,
+    RULES_PER_STEP,
     RuleFeed,
 )
 from ratelimitd.rules.last_good import LastGoodBook
@@ -49,20 +49,19 @@ class Turnstile:
 class Node:
     """A feed with everything it is given, and what it did."""
 
-    def __init__(self, store, directory):
+    def __init__(self, store, directory, reports):
         self.books: list[RuleBook] = []
-        self.reports: list[str] = []
+        self.reports: list[str] = reports
         self.pauses = Turnstile()
         self.random = 0.5
         self.restarts: dict[str, int] = {}
         self.background = Background(self.restarts, sleep=lambda _seconds: asyncio.sleep(0))
         self.loads: list[str] = []
-        self.last_good = LastGoodBook(directory, report=self.reports.append)
+        self.last_good = LastGoodBook(directory)
         self.feed = RuleFeed(
             store,
             on_book=self.take,
             last_good=self.last_good,
-            report=self.reports.append,
             whole_load=self.whole_load,
             sleep=self.pauses,
             random=lambda: self.random,
@@ -89,12 +88,12 @@ async def store(tmp_path):
 
 
 @pytest_asyncio.fixture
-async def start(store, tmp_path):
+async def start(store, tmp_path, reports):
     """Starts nodes, one after another in one state directory, and closes them."""
     started = []
 
     async def start():
-        node = Node(store, tmp_path)
+        node = Node(store, tmp_path, reports)
         started.append(node)
         await node.feed.start()
         node.background.start("rules", node.feed.run)
@@ -192,9 +191,9 @@ async def test_two_rules_that_swapped_their_endpoints_arrive_together(start, sto
 
 
 async def test_a_book_of_many_turns_is_swapped_whole(start, behind):
-    insert_many(behind, RULES_PER_TURN + 1)
+    insert_many(behind, RULES_PER_STEP + 1)
     node = await start()
-    assert [len(book) for book in node.books] == [RULES_PER_TURN + 1]
+    assert [len(book) for book in node.books] == [RULES_PER_STEP + 1]
 
 
 async def test_a_replaced_database_is_read_anew(start, store, behind):
@@ -294,7 +293,7 @@ async def test_an_unusable_last_good_book_is_reported_and_the_node_starts(start,
     lose()
     node = await start()
     assert node.feed.book is None
-    assert node.reports[-1] == ("the last good rule book was set aside: it is not one of ours")
+    assert node.reports[-1] == ("the last good rule book was set aside: it has another format")
 
 
 async def test_a_feed_needs_no_last_good_book(store, lose):
@@ -420,7 +419,7 @@ async def test_each_load_of_a_whole_book_is_marked_and_no_edit_is(start, store, 
     assert again.loads[-2:] == ["begins", "ends with 1 books"]
 
 
-async def test_the_store_is_opened_before_it_is_read_until_that_works(store):
+async def test_the_store_is_opened_before_it_is_read_until_that_works(store, reports):
     attempts = []
 
     async def open_store():
@@ -429,8 +428,7 @@ async def test_the_store_is_opened_before_it_is_read_until_that_works(store):
             message = "locked"
             raise StoreUnavailableError(message)
 
-    reports = []
-    feed = RuleFeed(store, on_book=lambda _book: None, report=reports.append, open_store=open_store)
+    feed = RuleFeed(store, on_book=lambda _book: None, open_store=open_store)
     await feed.start()
     assert feed.book is None
     await feed.notify()
@@ -461,14 +459,14 @@ async def test_a_change_by_another_process_on_the_same_file_is_there_after_one_p
 
 
 @pytest_asyncio.fixture
-async def cluster(postgresql_url, tmp_path):
+async def cluster(postgresql_url, tmp_path, reports):
     """Starts nodes on one server, each with a store and a state directory of its own, and closes them."""
     async with AsyncExitStack() as stack:
 
         async def start(name):
             store = await stack.enter_async_context(store_at(postgresql_url))
             (tmp_path / name).mkdir(exist_ok=True)
-            node = Node(store, tmp_path / name)
+            node = Node(store, tmp_path / name, reports)
             stack.push_async_callback(node.close)
             await node.feed.start()
             node.background.start("rules", node.feed.run)

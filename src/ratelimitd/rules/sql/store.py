@@ -47,7 +47,7 @@ from ratelimitd.rules.store import (
 )
 from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
 
-ROWS_PER_TICK: Final = 128
+ROWS_PER_STEP: Final = 128
 """Rows converted to rules per event-loop iteration: about 1 ms at 8 µs a row."""
 
 COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
@@ -107,8 +107,8 @@ class SqlRuleStore:
             some_id = await connection.scalar(sa.select(rules.c.id).limit(1))
             if revision > 1 or some_id is not None:
                 return 0
-            for start in range(0, len(drafts), ROWS_PER_TICK):
-                batch = drafts[start : start + ROWS_PER_TICK]
+            for start in range(0, len(drafts), ROWS_PER_STEP):
+                batch = drafts[start : start + ROWS_PER_STEP]
                 await self._insert_batch(connection, batch, start + 1, actor)
             await connection.execute(rule_revision.update().values(revision=len(drafts)))
         return len(drafts)
@@ -316,7 +316,7 @@ class Batch(NamedTuple):
 async def read(connection: AsyncConnection, statement: sa.Select[Any]) -> AsyncGenerator[Batch]:
     """Yield the rules that a statement selects, one batch per event-loop iteration."""
     async with connection.stream(statement) as result:
-        async for rows in result.partitions(ROWS_PER_TICK):
+        async for rows in result.partitions(ROWS_PER_STEP):
             batch = Batch([], [])
             for row in rows:
                 rule = rule_from_row(RuleRow._make(row))

@@ -20,7 +20,7 @@ from ratelimitd.model import Rule
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.sql.postgresql import POOL_SIZE
-from ratelimitd.rules.sql.store import ROWS_PER_TICK, SqlRuleStore
+from ratelimitd.rules.sql.store import ROWS_PER_STEP, SqlRuleStore
 from ratelimitd.rules.store import RuleChanges, RuleDraft, SkippedRow
 from ratelimitd.testing import ManualClock
 from tests.postgres_server import PASSWORD
@@ -156,20 +156,20 @@ async def test_a_bad_row_can_be_mended_or_deleted_through_the_api(store, behind)
 
 
 async def test_a_bad_row_takes_no_place_on_a_page(store, behind):
-    many(behind, ROWS_PER_TICK + 3)
+    many(behind, ROWS_PER_STEP + 3)
     behind("UPDATE rules SET algorithm = '' WHERE endpoint IN ('/0001', '/0003')")
     page = await store.page("", "", None, 3)
     assert [rule.endpoint for rule in page] == ["/0000", "/0002", "/0004"]
-    assert len(await store.page("", "", None, 1000)) == ROWS_PER_TICK + 1
+    assert len(await store.page("", "", None, 1000)) == ROWS_PER_STEP + 1
     assert await store.page("", "", ("/0129", "user"), 1000) == [
         rule for rule in await store.page("/0130", "", None, 10) if isinstance(rule, Rule)
     ]
 
 
 async def test_a_load_of_more_than_one_tick_is_whole(store, behind):
-    many(behind, 2 * ROWS_PER_TICK + 1)
+    many(behind, 2 * ROWS_PER_STEP + 1)
     changes = await store.changes_since(None)
-    assert len(changes.changed) == 2 * ROWS_PER_TICK + 1
+    assert len(changes.changed) == 2 * ROWS_PER_STEP + 1
 
 
 async def test_a_failed_write_leaves_nothing_behind(store, behind):

@@ -8,7 +8,7 @@ from ratelimitd.errors import RuleConflictError, RuleNotFoundError
 from ratelimitd.rules.sql import store as sql_reads
 from ratelimitd.rules.sql.database import rule_audit, rules
 from ratelimitd.rules.sql.sqlite import SqliteDatabase
-from ratelimitd.rules.sql.store import COLUMNS, ROWS_PER_TICK
+from ratelimitd.rules.sql.store import COLUMNS, ROWS_PER_STEP
 from ratelimitd.rules.store import RuleDraft
 from tests.rule_stores import sqlite_store
 
@@ -18,7 +18,7 @@ EVERY = sa.select(*COLUMNS).order_by(rules.c.endpoint)
 @pytest.fixture
 def drafts():
     return [
-        RuleDraft(f"/{n:03}", "user", 1, 1, "fixed_window") for n in range(2 * ROWS_PER_TICK + 1)
+        RuleDraft(f"/{n:03}", "user", 1, 1, "fixed_window") for n in range(2 * ROWS_PER_STEP + 1)
     ]
 
 
@@ -41,7 +41,7 @@ async def connection(store, tmp_path):
 async def test_rules_come_in_batches_with_turns_of_the_loop_between(store, connection, drafts):
     await store.create_all(drafts, "me")
     sizes = [len(batch.rules) async for batch in sql_reads.read(connection, EVERY)]
-    assert sizes == [ROWS_PER_TICK, ROWS_PER_TICK, 1]
+    assert sizes == [ROWS_PER_STEP, ROWS_PER_STEP, 1]
     whole = await sql_reads.read_all(connection, EVERY)
     assert [rule.endpoint for rule in whole.rules] == [draft.endpoint for draft in drafts]
     assert whole.skipped == []
