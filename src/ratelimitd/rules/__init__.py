@@ -1,1 +1,1 @@
-"""Rules: what they are, where they are kept, and how the book of them stays current on a node."""
+"""Rules: their validation and storage, and the rule book of a node."""

@@ -1,7 +1,7 @@
-"""Reads the configuration of envoyproxy/ratelimit: its limits as rule drafts, and a note on all that has no equivalent.
+"""Converts the configuration of envoyproxy/ratelimit: its limits to rule drafts, with a note on what has no equivalent.
 
-What a descriptor is as a check, :mod:`ratelimitd.services.envoy.service` says; here is the same of what limits it.
-Never opens a file and never asks a node. See ADR 0033.
+Maps descriptors as :mod:`ratelimitd.services.envoy.service` maps them to checks. Opens no file and asks no node. See
+ADR 0033.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ratelimitd.rules.store import RuleDraft
 from ratelimitd.rules.validation import validated
 
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024
-"""Many times what such files have."""
+"""Many times the size of such files."""
 
 UNNAMED_TYPE: Final = IdentifierType.API_KEY
-"""Whom a limit is for in whose descriptor no entry says so."""
+"""Identifier type of a limit whose descriptor names none."""
 
 _UNITS: Final = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400, "week": 604_800}
 _CALENDAR: Final = frozenset({"month", "year"})
@@ -29,7 +29,7 @@ _KEYS: Final = frozenset({"key", "value", "rate_limit", "descriptors", "shadow_m
 
 
 class Note(NamedTuple):
-    """What a person should know of one place of the file."""
+    """A remark on one place of the file."""
 
     line: int
     place: str
@@ -41,7 +41,7 @@ class Note(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """What a file becomes: rules, notes in its order, and the keys that ENVOY_IDENTIFIERS has to hold as well."""
+    """The rules of a file, notes in its order, and the keys to add to ENVOY_IDENTIFIERS."""
 
     rules: Sequence[RuleDraft]
     notes: Sequence[Note]
@@ -49,14 +49,14 @@ class Imported(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """One level of a descriptor; ``value`` ``None`` = any."""
+    """One level of a descriptor; a ``value`` of ``None`` matches any."""
 
     key: str
     value: str | None
 
 
 class _Limit(NamedTuple):
-    """A descriptor of the file that has a limit, with the levels that lead to it."""
+    """A descriptor with a limit, and the levels above it."""
 
     line: int
     entries: tuple[_Entry, ...]
@@ -65,10 +65,10 @@ class _Limit(NamedTuple):
 
 
 def import_config(data: bytes, identifiers: Mapping[str, IdentifierType]) -> Imported:
-    """Return what a file becomes on a node with these ``identifiers``, key → type.
+    """Return the rules of a file for a node with these ``identifiers``, key → type.
 
     Raises:
-        RuleInvalidError: it is no such file.
+        RuleInvalidError: the file has another format.
     """
     domain, top = _domain_and_descriptors(data)
     notes: list[Note] = []
@@ -106,7 +106,7 @@ def _domain_and_descriptors(data: bytes) -> tuple[str, Node]:
 def _limits(
     items: Node, above: tuple[_Entry, ...], domain: str, notes: list[Note]
 ) -> Iterator[_Limit]:
-    """Every limit of a list of descriptors and below; what else is odd is added to ``notes``."""
+    """Yield every limit of a list of descriptors and below; add other findings to ``notes``."""
     descriptors = items.value
     if not isinstance(descriptors, list):
         notes.append(Note(items.line, _place(domain, above), "descriptors are no list: left out"))
@@ -135,7 +135,7 @@ def _limits(
 
 
 def _new_keys(limits: Sequence[_Limit], identifiers: Mapping[str, object]) -> Iterator[str]:
-    """The keys that have to be identifiers, because each of their values is to be limited by itself."""
+    """Yield the keys that must be identifiers because each of their values has its own limit."""
     for limit in limits:
         if any(entry.key in identifiers for entry in limit.entries):
             continue
@@ -145,7 +145,11 @@ def _new_keys(limits: Sequence[_Limit], identifiers: Mapping[str, object]) -> It
 
 
 def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, IdentifierType]) -> RuleDraft:
-    """The rule for a limit; ``ValueError`` says why there is none."""
+    """Return the rule of a limit.
+
+    Raises:
+        ValueError: there is none; the message says why.
+    """
     requests, window_seconds = _numbers(limit.fields)
     entries = limit.entries
     named = next((index for index, entry in enumerate(entries) if entry.key in identifiers), None)
@@ -178,7 +182,7 @@ def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, IdentifierType])
 
 
 def _numbers(fields: Mapping[str, Node]) -> tuple[int, int]:
-    """Requests and seconds of a ``rate_limit``."""
+    """Return requests and seconds of a ``rate_limit``."""
     if _is_true(fields.get("unlimited")):
         _leave_out("unlimited needs no rule; see that none for * limits it")
     if "replaces" in fields:
@@ -204,7 +208,7 @@ def _place(domain: str, entries: Sequence[_Entry]) -> str:
 
 
 def _text(node: Node | None) -> str:
-    """A scalar as it is written in the file."""
+    """Return a scalar as written in the file."""
     value = None if node is None else node.value
     if isinstance(value, bool):
         return str(value).lower()

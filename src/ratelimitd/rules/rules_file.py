@@ -1,6 +1,11 @@
 """The rules file: YAML text to rule drafts and back, for ``rules apply``, ``rules export`` and RULES_FILE.
 
-Names everything that is wrong with a file at once, each with its place. Never opens a file and never asks a node.
+Reports all errors of a file at once, each with its place. Opens no file and asks no node.
+
+The reader takes the part of YAML that a rules file needs: mappings, sequences and scalars, each with its line. It uses
+the events of PyYAML, not its loader, which composes recursively in C and crashes on deep nesting, lets a repeated key
+overwrite the first, reads ``1:30`` as 90 and ``no`` as false, and multiplies aliases. Here nesting is bounded, keys are
+unique, scalars follow the core schema of YAML 1.2, and anchors, aliases and tags are refused.
 """
 
 from __future__ import annotations
@@ -18,21 +23,46 @@ from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.rules.store import MAX_RULES, RuleDraft
 from ratelimitd.rules.validation import validated
 
-# Reads the part of YAML that a rules file needs: mappings, sequences and scalars, each with its line.
-#
-# Built on the events of PyYAML, not on its loader: that one composes recursively in C and dies of deep nesting, lets a
-# repeated key overwrite the first, reads ``1:30`` as ninety and ``no`` as false, and multiplies aliases. Here nesting
-# is bounded, keys are unique, scalars follow YAML 1.2's core schema, and anchors, aliases and tags are refused.
-# Never does I/O.
+MAX_FILE_BYTES: Final = 64 * 1024 * 1024
+"""An export of ``MAX_RULES`` rules with the longest endpoints of ASCII text fits."""
+
+RULES_KEY: Final = "rules"
+
+FIELDS: Final[Mapping[str, str]] = {
+    "id": "text",
+    "endpoint": "text",
+    "identifier_type": "text",
+    "limit": "a whole number",
+    "window_seconds": "a whole number",
+    "algorithm": "text",
+    "enabled": "true or false",
+}
+"""The fields of a rule in the order of the contract, and the name of their type."""
+
+_PLACEHOLDERS: Final[Mapping[str, Any]] = {
+    "endpoint": "*",
+    "identifier_type": "user",
+    "limit": 1,
+    "window_seconds": 1,
+    "algorithm": "token_bucket",
+}
+"""The required fields, each with a substitute for a missing or mistyped value, so that one run reports all errors."""
+
+_TYPES: Final = {"text": str, "a whole number": int, "true or false": bool}
+
+_NOT_PLAIN_IN_YAML: Final = re.compile("[\u007f-\u009f\u2028\u2029\ufeff\ufffe\uffff]")
+
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
 
 MAX_DEPTH: Final = 16
-"""Deepest nesting that is read; a rules file needs three levels."""
+"""Deepest nesting; a rules file needs three levels."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The C parser where PyYAML was built with it: 100,000 rules take seconds instead of minutes."""
+"""The C parser if PyYAML has it: 100,000 rules take seconds instead of minutes."""
 
 _INTEGER: Final = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})")
-"""At most 18 digits: more than any field holds, and few enough that reading them costs nothing."""
+"""At most 18 digits: more than any field holds, and cheap to parse."""
 
 _CONSTANTS: Final[dict[str, bool | None]] = {
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -43,8 +73,139 @@ _CONSTANTS: Final[dict[str, bool | None]] = {
 Scalar = str | int | bool | None
 
 
+def parse_rules(data: bytes) -> tuple[RuleDraft, ...]:
+    """Return the rules of a file in its order; a given id is in lower case.
+
+    Raises:
+        RuleInvalidError: names every violated field by its place, such as ``rules[3].limit``; ``rules`` stands for the
+            whole file.
+    """
+    try:
+        document = read_yaml_file(data, MAX_FILE_BYTES)
+    except YamlError as error:
+        _refuse(str(error))
+    violations: list[FieldViolation] = []
+    drafts = [_draft(index, item, violations) for index, item in enumerate(_items(document))]
+    violations += _duplicates(drafts)
+    if violations:
+        raise RuleInvalidError(*violations)
+    return tuple(draft for draft in drafts if draft is not None)
+
+
+def dump_rules(drafts: Iterable[RuleDraft]) -> str:
+    """Return the YAML text that :func:`parse_rules` reads back as ``drafts``."""
+    items = [{field: getattr(draft, field) for field in FIELDS} for draft in drafts]
+    text: str = yaml.dump(
+        {RULES_KEY: items}, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=2**31 - 1
+    )
+    return text
+
+
+def dump_rules_json(drafts: Iterable[RuleDraft]) -> str:
+    """Return the same file in JSON, which is also YAML."""
+    items = [{field: getattr(draft, field) for field in FIELDS} for draft in drafts]
+    text = json.dumps({RULES_KEY: items}, indent=2, ensure_ascii=False)
+    # JSON may hold these unescaped; YAML refuses them or reads them as line ends.
+    return _NOT_PLAIN_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _items(document: Node) -> list[Node]:
+    """Return the items of the key ``rules``."""
+    top = document.value
+    if not isinstance(top, dict) or RULES_KEY not in top:
+        _refuse(
+            "the file must be a mapping with the key rules; an empty book is written as rules: []"
+        )
+    if unknown := [key for key in top if key != RULES_KEY]:
+        _refuse(f"line {top[unknown[0]].line}: unknown key {unknown[0]!r} beside rules")
+    items = top[RULES_KEY].value
+    if not isinstance(items, list):
+        _refuse(f"line {top[RULES_KEY].line}: rules must be a list; an empty one is written as []")
+    if len(items) > MAX_RULES:
+        _refuse(f"more than {MAX_RULES} rules")
+    return items
+
+
+def _draft(index: int, item: Node, violations: list[FieldViolation]) -> RuleDraft | None:
+    """Return the draft of an item, ``None`` if it has errors, which are added to ``violations``."""
+    if not isinstance(item.value, dict):
+        violations.append(_violation(index, "", "must be a mapping of a rule's fields", item.line))
+        return None
+    fields = item.value
+    typed = {name: node.value for name, node in fields.items() if _well_typed(name, node)}
+    draft = RuleDraft(**{**_PLACEHOLDERS, **typed})
+    found = [*_field_violations(index, item), *_value_violations(index, draft, fields)]
+    violations += found
+    return None if found else dataclasses.replace(draft, id=draft.id.lower())
+
+
+def _field_violations(index: int, item: Node) -> Iterator[FieldViolation]:
+    """Yield unknown, missing and mistyped fields."""
+    fields: Any = item.value
+    for name, node in fields.items():
+        if name not in FIELDS:
+            yield _violation(index, name, _unknown(name), node.line)
+        elif not _well_typed(name, node):
+            text = isinstance(node.value, bool | int) and FIELDS[name] == "text"
+            hint = ": put it in quotes" if text else ""
+            yield _violation(index, name, f"must be {FIELDS[name]}{hint}", node.line)
+    for name in _PLACEHOLDERS:
+        if name not in fields:
+            yield _violation(index, name, "is missing", item.line)
+
+
+def _well_typed(name: str, node: Node) -> bool:
+    return name in FIELDS and type(node.value) is _TYPES[FIELDS[name]]
+
+
+def _value_violations(
+    index: int, draft: RuleDraft, fields: Mapping[str, Node]
+) -> list[FieldViolation]:
+    """Return what the node's own validation finds, by place in the file."""
+    try:
+        validated(draft, rule_id=draft.id, revision=0)
+    except RuleInvalidError as error:
+        names = [(path.removeprefix("rate_limit."), text) for path, text in error.violations]
+        return [_violation(index, name, text, fields[name].line) for name, text in names]
+    return []
+
+
+def _duplicates(drafts: Iterable[RuleDraft | None]) -> Iterator[FieldViolation]:
+    """Yield every rule with the id, or the endpoint and identifier type, of an earlier rule."""
+    first_by_key: dict[tuple[str, ...], int] = {}
+    for index, draft in enumerate(drafts):
+        if draft is None:
+            continue
+        for field, key in (
+            ("id", (draft.id,)),
+            ("endpoint", (draft.endpoint, draft.identifier_type)),
+        ):
+            first = first_by_key.setdefault(key, index)
+            if first != index and key != ("",):
+                what = "id" if field == "id" else "endpoint and identifier_type"
+                yield FieldViolation(
+                    f"{RULES_KEY}[{index}].{field}", f"same {what} as {RULES_KEY}[{first}]"
+                )
+
+
+def _unknown(name: str) -> str:
+    if name == "etag":
+        return "the node sets the etag, which changes with every edit: leave it out"
+    close = difflib.get_close_matches(name, FIELDS, n=1)
+    return "unknown field" + (f" (did you mean {close[0]}?)" if close else "")
+
+
+def _violation(index: int, name: str, description: str, line: int) -> FieldViolation:
+    path = f"{RULES_KEY}[{index}]" + (f".{name}" if name else "")
+    return FieldViolation(path, f"{description} (line {line})")
+
+
+def _refuse(description: str) -> NoReturn:
+    raise RuleInvalidError(FieldViolation(RULES_KEY, description)) from None
+
+
 class YamlError(ValueError):
-    """The text is not YAML, or not of the part that is read here; the message says where and shows none of the text."""
+    """The text is not YAML, or outside the supported part; the message names the line and quotes no text."""
 
 
 class Node(NamedTuple):
@@ -58,7 +219,7 @@ def read_yaml_file(data: bytes, max_bytes: int) -> Node:
     """Return the one document of a file in UTF-8, with or without a byte order mark.
 
     Raises:
-        YamlError: see there; also of a file that is longer, or not in UTF-8.
+        YamlError: see there; also when the file is longer or not in UTF-8.
     """
     if len(data) > max_bytes:
         message = f"larger than {max_bytes} bytes"
@@ -101,7 +262,7 @@ def _events(text: str) -> Iterator[Any]:
 
 
 def _node(event: Any, events: Iterator[Any], depth: int) -> Node:
-    """Read the node that ``event`` begins, up to its last event."""
+    """Return the node that ``event`` begins, and consume its events."""
     if depth > MAX_DEPTH:
         _refuse_node(f"nested deeper than {MAX_DEPTH} levels", event)
     if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
@@ -113,13 +274,13 @@ def _node(event: Any, events: Iterator[Any], depth: int) -> Node:
         _refuse_node("tags (!…) are not supported", event)
     line = event.start_mark.line + 1
     if isinstance(event, yaml.SequenceStartEvent):
-        return Node(_mapping_items(events, depth), line)
+        return Node(_sequence(events, depth), line)
     if isinstance(event, yaml.MappingStartEvent):
         return Node(_entries(events, depth), line)
     return Node(_scalar(event.value) if event.implicit[0] else event.value, line)
 
 
-def _mapping_items(events: Iterator[Any], depth: int) -> list[Node]:
+def _sequence(events: Iterator[Any], depth: int) -> list[Node]:
     items = []
     while not isinstance(event := next(events), yaml.SequenceEndEvent):
         items.append(_node(event, events, depth + 1))
@@ -139,7 +300,7 @@ def _entries(events: Iterator[Any], depth: int) -> dict[str, Node]:
 
 
 def _scalar(text: str) -> Scalar:
-    """Resolve a plain scalar."""
+    """Return the value of a plain scalar."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     return int(text) if _INTEGER.fullmatch(text) else text
@@ -151,175 +312,10 @@ def _refuse_node(problem: str, event: Any) -> NoReturn:
 
 
 def _located(error: yaml.MarkedYAMLError) -> str:
-    """Say in one line what the parser stumbled over and where."""
+    """Return the parser's problem and its line, in one line."""
     mark = error.problem_mark or error.context_mark
     where = "" if mark is None else f"line {mark.line + 1}: "
     hint = (
         '; a text that begins with * needs quotes: "*"' if "alias" in (error.context or "") else ""
     )
     return f"{where}not a YAML text: {error.problem or error.context}{hint}"
-
-
-MAX_FILE_BYTES: Final = 64 * 1024 * 1024
-"""An export of ``MAX_RULES`` rules with the longest endpoints of ASCII text fits."""
-
-RULES_KEY: Final = "rules"
-
-FIELDS: Final[Mapping[str, str]] = {
-    "id": "text",
-    "endpoint": "text",
-    "identifier_type": "text",
-    "limit": "a whole number",
-    "window_seconds": "a whole number",
-    "algorithm": "text",
-    "enabled": "true or false",
-}
-"""The fields of a rule in the order of the contract, and what a value of each is called."""
-
-_PLACEHOLDERS: Final[Mapping[str, Any]] = {
-    "endpoint": "*",
-    "identifier_type": "user",
-    "limit": 1,
-    "window_seconds": 1,
-    "algorithm": "token_bucket",
-}
-"""The fields a rule must have, each with a value to go on with where the file's is missing or of another kind, so that
-what is wrong with the others is named in the same run."""
-
-_TYPES: Final = {"text": str, "a whole number": int, "true or false": bool}
-
-_NOT_PLAIN_IN_YAML: Final = re.compile("[\u007f-\u009f\u2028\u2029\ufeff\ufffe\uffff]")
-
-_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
-
-def parse_rules(data: bytes) -> tuple[RuleDraft, ...]:
-    """Return the rules of a file in its order; a given id is in lower case.
-
-    Raises:
-        RuleInvalidError: names every violated field by its place, such as ``rules[3].limit``; ``rules`` stands for the
-            whole file.
-    """
-    try:
-        document = read_yaml_file(data, MAX_FILE_BYTES)
-    except YamlError as error:
-        _refuse(str(error))
-    violations: list[FieldViolation] = []
-    drafts = [_draft(index, item, violations) for index, item in enumerate(_items(document))]
-    violations += _duplicates(drafts)
-    if violations:
-        raise RuleInvalidError(*violations)
-    return tuple(draft for draft in drafts if draft is not None)
-
-
-def dump_rules(drafts: Iterable[RuleDraft]) -> str:
-    """Return the text of a file that :func:`parse_rules` reads back as ``drafts``."""
-    items = [{field: getattr(draft, field) for field in FIELDS} for draft in drafts]
-    text: str = yaml.dump(
-        {RULES_KEY: items}, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=2**31 - 1
-    )
-    return text
-
-
-def dump_rules_json(drafts: Iterable[RuleDraft]) -> str:
-    """Return the same file in JSON, which is YAML as well."""
-    items = [{field: getattr(draft, field) for field in FIELDS} for draft in drafts]
-    text = json.dumps({RULES_KEY: items}, indent=2, ensure_ascii=False)
-    # JSON may hold these as they are; YAML refuses them or takes them for the end of a line.
-    return _NOT_PLAIN_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def _items(document: Node) -> list[Node]:
-    """Return the items of the one key ``rules``."""
-    top = document.value
-    if not isinstance(top, dict) or RULES_KEY not in top:
-        _refuse(
-            "the file must be a mapping with the key rules; an empty book is written as rules: []"
-        )
-    if unknown := [key for key in top if key != RULES_KEY]:
-        _refuse(f"line {top[unknown[0]].line}: unknown key {unknown[0]!r} beside rules")
-    items = top[RULES_KEY].value
-    if not isinstance(items, list):
-        _refuse(f"line {top[RULES_KEY].line}: rules must be a list; an empty one is written as []")
-    if len(items) > MAX_RULES:
-        _refuse(f"more than {MAX_RULES} rules")
-    return items
-
-
-def _draft(index: int, item: Node, violations: list[FieldViolation]) -> RuleDraft | None:
-    """Return the draft of one item, ``None`` when something about it is wrong and was added to ``violations``."""
-    if not isinstance(item.value, dict):
-        violations.append(_violation(index, "", "must be a mapping of a rule's fields", item.line))
-        return None
-    fields = item.value
-    typed = {name: node.value for name, node in fields.items() if _well_typed(name, node)}
-    draft = RuleDraft(**{**_PLACEHOLDERS, **typed})
-    found = [*_field_violations(index, item), *_value_violations(index, draft, fields)]
-    violations += found
-    return None if found else dataclasses.replace(draft, id=draft.id.lower())
-
-
-def _field_violations(index: int, item: Node) -> Iterator[FieldViolation]:
-    """Name the fields that are no fields, that are missing, and that hold another kind of value."""
-    fields: Any = item.value
-    for name, node in fields.items():
-        if name not in FIELDS:
-            yield _violation(index, name, _unknown(name), node.line)
-        elif not _well_typed(name, node):
-            text = isinstance(node.value, bool | int) and FIELDS[name] == "text"
-            hint = ": put it in quotes" if text else ""
-            yield _violation(index, name, f"must be {FIELDS[name]}{hint}", node.line)
-    for name in _PLACEHOLDERS:
-        if name not in fields:
-            yield _violation(index, name, "is missing", item.line)
-
-
-def _well_typed(name: str, node: Node) -> bool:
-    return name in FIELDS and type(node.value) is _TYPES[FIELDS[name]]
-
-
-def _value_violations(
-    index: int, draft: RuleDraft, fields: Mapping[str, Node]
-) -> list[FieldViolation]:
-    """Judge the values as the node itself would, and name them by their place in the file."""
-    try:
-        validated(draft, rule_id=draft.id, revision=0)
-    except RuleInvalidError as error:
-        names = [(path.removeprefix("rate_limit."), text) for path, text in error.violations]
-        return [_violation(index, name, text, fields[name].line) for name, text in names]
-    return []
-
-
-def _duplicates(drafts: Iterable[RuleDraft | None]) -> Iterator[FieldViolation]:
-    """Name every rule whose id, or whose endpoint and identifier type, an earlier rule of the file has."""
-    first_by_key: dict[tuple[str, ...], int] = {}
-    for index, draft in enumerate(drafts):
-        if draft is None:
-            continue
-        for field, key in (
-            ("id", (draft.id,)),
-            ("endpoint", (draft.endpoint, draft.identifier_type)),
-        ):
-            first = first_by_key.setdefault(key, index)
-            if first != index and key != ("",):
-                what = "id" if field == "id" else "endpoint and identifier_type"
-                yield FieldViolation(
-                    f"{RULES_KEY}[{index}].{field}", f"same {what} as {RULES_KEY}[{first}]"
-                )
-
-
-def _unknown(name: str) -> str:
-    if name == "etag":
-        return "the etag is the node's and changes with every edit: leave it out"
-    close = difflib.get_close_matches(name, FIELDS, n=1)
-    return "unknown field" + (f" (did you mean {close[0]}?)" if close else "")
-
-
-def _violation(index: int, name: str, description: str, line: int) -> FieldViolation:
-    path = f"{RULES_KEY}[{index}]" + (f".{name}" if name else "")
-    return FieldViolation(path, f"{description} (line {line})")
-
-
-def _refuse(description: str) -> NoReturn:
-    """Refuse the file as a whole."""
-    raise RuleInvalidError(FieldViolation(RULES_KEY, description)) from None

@@ -88,7 +88,7 @@ rules:
         ("rules[1].algoritm", "unknown field (did you mean algorithm?) (line 11)"),
         (
             "rules[1].etag",
-            "the etag is the node's and changes with every edit: leave it out (line 12)",
+            "the node sets the etag, which changes with every edit: leave it out (line 12)",
         ),
         ("rules[1].algorithm", "is missing (line 7)"),
         ("rules[1].id", "the id must be a UUID (line 13)"),
