@@ -126,6 +126,7 @@ def _print_health(answer: pb.HealthResponse, metrics: pb.MetricsResponse, output
     output.pairs(
         [
             ("node", answer.node_id or "–"),
+            ("transport", answer.transport or "–"),
             ("shared state", "connected" if answer.shared_state_connected else "not connected"),
             ("cache hit ratio", f"{answer.local_cache_hit_ratio:.3f} (healthy above 0.90)"),
             ("average latency", f"{answer.average_latency_ms:.3f} ms (healthy below 2.0 ms)"),

@@ -70,13 +70,15 @@ class Output:
         self.json(as_dict(message))
 
     def json_list(self, values: Iterable[object]) -> None:
-        """Print a list of JSON values, each as soon as it is there."""
+        """Print a list of JSON values, each when it arrives; close it if ``values`` raises."""
         lead = "["
-        for value in values:
-            text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
-            self._stream.write(f"{lead}\n  {text}")
-            lead = ","
-        self.line("[]" if lead == "[" else "\n]")
+        try:
+            for value in values:
+                text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
+                self._stream.write(f"{lead}\n  {text}")
+                lead = ","
+        finally:
+            self.line("[]" if lead == "[" else "\n]")
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print aligned columns, numbers to the right; a terminal's width is kept by cutting the widest column."""

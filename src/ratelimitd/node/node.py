@@ -116,6 +116,7 @@ class Node:
             clock=self._clock,
             rules_revision=lambda: self._context.rules_revision,
             shared_state=self._shared_state,
+            transport=settings.transport,
         )
         self._grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
         self._edge = ErrorEdge()

@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from ratelimitd.observe.metrics import Definition, Point
+from ratelimitd.observe.metrics import Definition, Point, split_labels
 
 PIECE_POINTS: Final = 100
 """Readings formatted at a stretch: about 0.5 ms."""
@@ -77,9 +77,9 @@ def _family(definition: Definition, points: Iterable[Point]) -> Metric:
             histograms.add_metric((), list(zip(bounds, counts, strict=True)), histogram.sum)
         return histograms
     kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-    family = kind(name, text, labels=[definition.label] if definition.label else [])
+    family = kind(name, text, labels=definition.label.split(",") if definition.label else [])
     for point in points:
-        family.add_metric([point.label] if definition.label else [], point.value)
+        family.add_metric(split_labels(definition, point)[1], point.value)
     return family
 
 

@@ -53,12 +53,14 @@ class Health:
         clock: Clock,
         rules_revision: Callable[[], int],
         shared_state: Callable[[], SharedStateStatus] = embedded,
+        transport: str = "",
     ) -> None:
         self._node_id = node_id
         self._stats = stats
         self._clock = clock
         self._rules_revision = rules_revision
         self._shared_state = shared_state
+        self._transport = transport
         self._window = RollingWindow(clock.monotonic_us(), Totals.of(stats))
 
     def sample(self) -> None:
@@ -100,6 +102,7 @@ class Health:
             node_id=self._node_id,
             breaker_state=shared_state.breaker_state,
             rules_revision=self._rules_revision(),
+            transport=self._transport,
         )
 
     def _recent(self) -> Totals:

@@ -122,7 +122,7 @@ class Readings:
 
 
 class Point(NamedTuple):
-    """One reading: a number, or the histogram, with the values of the definition's label, if it has one."""
+    """One reading: a number, or the histogram; ``label`` holds the values of the definition's labels in their order."""
 
     value: float = 0.0
     label: str = ""
@@ -130,7 +130,7 @@ class Point(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """One metric. ``name`` is that of the exposition; ``label`` is the name of its label, empty without one.
+    """One metric. ``name`` is that of the exposition; ``label`` holds the names of its labels, joined by commas.
 
     ``reported_name`` is the name in GetMetrics where the specification wants another one there.
     """
@@ -183,7 +183,13 @@ class Metrics:
 
 
 def _labels(definition: Definition, point: Point) -> Mapping[str, str]:
-    return MappingProxyType({definition.label: point.label} if definition.label else {})
+    return MappingProxyType(dict(zip(*split_labels(definition, point), strict=True)))
+
+
+def split_labels(definition: Definition, point: Point) -> tuple[list[str], list[str]]:
+    """Return the names of a metric's labels and their values in this reading."""
+    names = definition.label.split(",") if definition.label else []
+    return names, point.label.split(",", len(names) - 1) if names else []
 
 
 def _one(read: Callable[[Readings], float]) -> Callable[[Readings], Iterable[Point]]:
@@ -388,10 +394,8 @@ DEFINITIONS: Final = (
         lambda r: r.runtime.clock_error_us / US_PER_S),
     Definition("rate_limiter_task_restarts_total", "counter", "Background jobs that crashed and were started again.",
         _counts(lambda r: r.task_restarts()), "task"),
-    Definition("rate_limiter_build_info", "gauge", "Always 1; the label is the version.",
-        lambda _: (Point(1.0, __version__),), "version"),
-    Definition("rate_limiter_transport_info", "gauge", "Always 1; the label is the transport that serves gRPC.",
-        lambda r: (Point(1.0, r.transport_name),), "transport"),
+    Definition("rate_limiter_build_info", "gauge", "Always 1; labels: the version, and the transport that serves gRPC.",
+        lambda r: (Point(1.0, f"{__version__},{r.transport_name}"),), "version,transport"),
     _gauge("process_start_time_seconds", "Unix time at which the process started.", lambda _: STARTED_AT_S),
 )
 # fmt: on

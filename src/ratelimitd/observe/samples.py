@@ -66,6 +66,7 @@ class HealthReport:
     node_id: str
     breaker_state: BreakerStateName
     rules_revision: int
+    transport: str = ""
     hit_ratio_met: bool = True
     latency_met: bool = True
 

@@ -134,6 +134,7 @@ def _health_response_of(report: HealthReport) -> ratelimiter_pb2.HealthResponse:
         node_id=report.node_id,
         breaker_state=report.breaker_state,
         rules_revision=report.rules_revision,
+        transport=report.transport,
     )
 
 

@@ -68,10 +68,12 @@ def test_health_shows_what_it_was_judged_by(ask, node):
         node_id="node-1",
         breaker_state="half_open",
         rules_revision=7,
+        transport="native",
     )
     assert ask("health").out == (
         "DEGRADED\n"
         "  node             node-1\n"
+        "  transport        native\n"
         "  shared state     connected\n"
         "  cache hit ratio  0.500 (healthy above 0.90)\n"
         "  average latency  0.250 ms (healthy below 2.0 ms)\n"

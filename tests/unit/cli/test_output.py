@@ -114,3 +114,15 @@ def test_text_of_another_machine_cannot_drive_the_terminal(stream):
 def test_a_value_of_an_enum_has_its_name_and_one_of_a_later_release_its_number():
     assert enum_name(pb.Reason, pb.NO_RULE) == "NO_RULE"
     assert enum_name(pb.Reason, 99) == "99"
+
+
+@pytest.mark.parametrize("printed", [0, 2])
+def test_a_json_list_whose_values_fail_half_way_is_still_json(stream, printed):
+    def values():
+        yield from range(printed)
+        message = "the node is gone"
+        raise ConnectionError(message)
+
+    with pytest.raises(ConnectionError):
+        Output(stream=stream).json_list(values())
+    assert json.loads(stream.getvalue()) == list(range(printed))

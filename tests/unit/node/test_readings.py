@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from ratelimitd import __version__
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
@@ -105,7 +106,7 @@ async def test_a_transport_tells_once_it_is_there(parts):
     assert parts.read("connections") == {}
     parts.transport = Transport()
     assert parts.read("connections") == 3
-    assert parts.read("transport_info") == {("native",): 1}
+    assert parts.read("build_info") == {(__version__, "native"): 1}
 
 
 async def test_tasks_defects_and_restarts_are_counted_as_they_come(parts):

@@ -176,8 +176,8 @@ def test_the_process_is_reported(metrics, runtime):
     assert value(metrics, "rate_limiter_loop_lag_seconds") == 0.25
     assert value(metrics, "rate_limiter_clock_error_seconds") == -1.5
     assert value(metrics, "rate_limiter_task_restarts_total", task="snapshot") == 2
-    assert value(metrics, "rate_limiter_build_info", version=__version__) == 1
-    assert value(metrics, "rate_limiter_transport_info", transport="native") == 1
+    labels = {"version": __version__, "transport": "native"}
+    assert value(metrics, "rate_limiter_build_info", **labels) == 1
     assert value(metrics, "rate_limiter_memory_usage_bytes") > 1_000_000
     assert value(metrics, "process_start_time_seconds") > 1_700_000_000
 

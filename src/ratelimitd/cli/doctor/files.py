@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import os
 import re
 import shutil
-import ssl
 import stat
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -26,7 +26,7 @@ from ratelimitd.settings.table import Settings
 # The standard library shows the dates of authorities only, or of a peer's certificate after a handshake.
 
 CERTIFICATE: Final = re.compile(
-    "-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL
+    "-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----(.+?)-----END \\1CERTIFICATE-----", re.DOTALL
 )
 
 _VERSION: Final = 0xA0
@@ -53,7 +53,7 @@ def expiries(pem: str) -> list[datetime]:
     Raises:
         ValueError: one of them is none.
     """
-    return [not_after(ssl.PEM_cert_to_DER_cert(match[0])) for match in CERTIFICATE.finditer(pem)]
+    return [not_after(base64.b64decode(match[2])) for match in CERTIFICATE.finditer(pem)]
 
 
 def not_after(der: bytes) -> datetime:

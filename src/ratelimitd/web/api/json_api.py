@@ -16,7 +16,7 @@ from typing import Final
 
 from google.protobuf.message_factory import GetMessageClass
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.limit_fields import policy_fields
@@ -185,8 +185,7 @@ def _methods_of(methods: Methods) -> Iterator[_Method]:
 
 def _unsupported(protocols: Mapping[str, UnaryProtocol]) -> Response:
     accepted = ", ".join(protocols)
-    return PlainTextResponse(
-        f"Content-Type must be one of {accepted}; gRPC itself has a port of its own\n",
-        UNSUPPORTED,
-        {"Accept-Post": accepted},
+    message = f"Content-Type must be one of {accepted}; gRPC has a port of its own"
+    return JSONResponse(
+        {"code": "invalid_argument", "message": message}, UNSUPPORTED, {"Accept-Post": accepted}
     )

@@ -52,3 +52,9 @@ def test_a_certificate_of_the_first_version_has_no_version():
 def test_what_is_cut_off_is_no_certificate(cut):
     with pytest.raises(ValueError):
         not_after(der_of(TWO_DIGITS)[:cut])
+
+
+@pytest.mark.parametrize("label", ["X509 CERTIFICATE", "TRUSTED CERTIFICATE"])
+def test_every_label_that_the_tls_loader_accepts_is_read(label):
+    blob = trustme.CA().issue_cert("localhost", not_after=TWO_DIGITS).cert_chain_pems[0].bytes()
+    assert expiries(blob.decode().replace(" CERTIFICATE", f" {label}")) == [TWO_DIGITS]

@@ -105,6 +105,8 @@ async def test_no_other_content_type_is_taken(node, path, content_type):
     answer = await node.post(path, b'{"identifier":"u"}', content_type)
     assert answer.status_code == 415
     assert "application/json" in answer.headers["accept-post"]
+    assert answer.json()["code"] == "invalid_argument"
+    assert "Content-Type" in answer.json()["message"]
     assert not node.calls
 
 

@@ -26,7 +26,7 @@ from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
 from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n ratelimiter/v1/ratelimiter.proto\x12\x0eratelimiter.v1\x1a\x1bgoogle/protobuf/empty.proto\x1a google/protobuf/field_mask.proto\"\x8c\x01\n\x10RateLimitRequest\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x17\n\x0fidentifier_type\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x18\n\x10tokens_requested\x18\x04 \x01(\x05\x12\x11\n\ttimestamp\x18\x05 \x01(\x03\x12\x0c\n\x04peek\x18\x06 \x01(\x08\"\xde\x01\n\x11RateLimitResponse\x12\x0f\n\x07\x61llowed\x18\x01 \x01(\x08\x12\x18\n\x10remaining_tokens\x18\x02 \x01(\x05\x12\x12\n\nreset_time\x18\x03 \x01(\x03\x12\x1b\n\x13retry_after_seconds\x18\x04 \x01(\x05\x12&\n\x06reason\x18\x05 \x01(\x0e\x32\x16.ratelimiter.v1.Reason\x12\r\n\x05limit\x18\x06 \x01(\x05\x12\x16\n\x0ewindow_seconds\x18\x07 \x01(\x05\x12\x0f\n\x07rule_id\x18\x08 \x01(\t\x12\r\n\x05\x65rror\x18\t \x01(\t\"K\n\x15\x42\x61tchRateLimitRequest\x12\x32\n\x08requests\x18\x01 \x03(\x0b\x32 .ratelimiter.v1.RateLimitRequest\"N\n\x16\x42\x61tchRateLimitResponse\x12\x34\n\tresponses\x18\x01 \x03(\x0b\x32!.ratelimiter.v1.RateLimitResponse\"\xac\x01\n\tRateLimit\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x17\n\x0fidentifier_type\x18\x03 \x01(\t\x12\r\n\x05limit\x18\x04 \x01(\x05\x12\x16\n\x0ewindow_seconds\x18\x05 \x01(\x05\x12\x11\n\talgorithm\x18\x06 \x01(\t\x12\x14\n\x07\x65nabled\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\x0c\n\x04\x65tag\x18\x08 \x01(\tB\n\n\x08_enabled\"G\n\x16\x43reateRateLimitRequest\x12-\n\nrate_limit\x18\x01 \x01(\x0b\x32\x19.ratelimiter.v1.RateLimit\"x\n\x16UpdateRateLimitRequest\x12-\n\nrate_limit\x18\x01 \x01(\x0b\x32\x19.ratelimiter.v1.RateLimit\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"2\n\x16\x44\x65leteRateLimitRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"i\n\x15ListRateLimitsRequest\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x17\n\x0fidentifier_type\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"a\n\x16ListRateLimitsResponse\x12.\n\x0brate_limits\x18\x01 \x03(\x0b\x32\x19.ratelimiter.v1.RateLimit\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xed\x01\n\x0eHealthResponse\x12,\n\x06status\x18\x01 \x01(\x0e\x32\x1c.ratelimiter.v1.HealthStatus\x12\x1e\n\x16shared_state_connected\x18\x02 \x01(\x08\x12\x1d\n\x15local_cache_hit_ratio\x18\x03 \x01(\x01\x12\x1a\n\x12\x61verage_latency_ms\x18\x04 \x01(\x01\x12\x12\n\nerror_rate\x18\x05 \x01(\x01\x12\x0f\n\x07node_id\x18\x06 \x01(\t\x12\x15\n\rbreaker_state\x18\x07 \x01(\t\x12\x16\n\x0erules_revision\x18\x08 \x01(\x03\"\x1f\n\x0eMetricsRequest\x12\r\n\x05names\x18\x01 \x03(\t\":\n\x0fMetricsResponse\x12\'\n\x07metrics\x18\x01 \x03(\x0b\x32\x16.ratelimiter.v1.Metric\"\xc4\x01\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x01\x12,\n\thistogram\x18\x04 \x01(\x0b\x32\x19.ratelimiter.v1.Histogram\x12\x32\n\x06labels\x18\x05 \x03(\x0b\x32\".ratelimiter.v1.Metric.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"I\n\tHistogram\x12\x14\n\x0cupper_bounds\x18\x01 \x03(\x01\x12\x19\n\x11\x63umulative_counts\x18\x02 \x03(\x04\x12\x0b\n\x03sum\x18\x03 \x01(\x01\"M\n\x0cResetRequest\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x17\n\x0fidentifier_type\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t*\xac\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x10\n\x0cWITHIN_LIMIT\x10\x01\x12\x12\n\x0eLIMIT_EXCEEDED\x10\x02\x12\x16\n\x12\x43OST_EXCEEDS_LIMIT\x10\x03\x12\x0b\n\x07NO_RULE\x10\x04\x12\x15\n\x11\x46\x41IL_OPEN_BREAKER\x10\x05\x12\x13\n\x0f\x46\x41IL_OPEN_ERROR\x10\x06\x12\x13\n\x0fINVALID_REQUEST\x10\x07*H\n\x0cHealthStatus\x12\x1d\n\x19HEALTH_STATUS_UNSPECIFIED\x10\x00\x12\x0b\n\x07HEALTHY\x10\x01\x12\x0c\n\x08\x44\x45GRADED\x10\x02\x32\xca\x01\n\x0bRateLimiter\x12U\n\x0e\x43heckRateLimit\x12 .ratelimiter.v1.RateLimitRequest\x1a!.ratelimiter.v1.RateLimitResponse\x12\x64\n\x13\x43heckRateLimitBatch\x12%.ratelimiter.v1.BatchRateLimitRequest\x1a&.ratelimiter.v1.BatchRateLimitResponse2\xf3\x02\n\x11RateLimiterConfig\x12T\n\x0f\x43reateRateLimit\x12&.ratelimiter.v1.CreateRateLimitRequest\x1a\x19.ratelimiter.v1.RateLimit\x12T\n\x0fUpdateRateLimit\x12&.ratelimiter.v1.UpdateRateLimitRequest\x1a\x19.ratelimiter.v1.RateLimit\x12Q\n\x0f\x44\x65leteRateLimit\x12&.ratelimiter.v1.DeleteRateLimitRequest\x1a\x16.google.protobuf.Empty\x12_\n\x0eListRateLimits\x12%.ratelimiter.v1.ListRateLimitsRequest\x1a&.ratelimiter.v1.ListRateLimitsResponse2\xf5\x01\n\x11RateLimiterHealth\x12I\n\x0fGetHealthStatus\x12\x16.google.protobuf.Empty\x1a\x1e.ratelimiter.v1.HealthResponse\x12M\n\nGetMetrics\x12\x1e.ratelimiter.v1.MetricsRequest\x1a\x1f.ratelimiter.v1.MetricsResponse\x12\x46\n\x0eResetRateLimit\x12\x1c.ratelimiter.v1.ResetRequest\x1a\x16.google.protobuf.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n ratelimiter/v1/ratelimiter.proto\x12\x0eratelimiter.v1\x1a\x1bgoogle/protobuf/empty.proto\x1a google/protobuf/field_mask.proto\"\x8c\x01\n\x10RateLimitRequest\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x17\n\x0fidentifier_type\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x18\n\x10tokens_requested\x18\x04 \x01(\x05\x12\x11\n\ttimestamp\x18\x05 \x01(\x03\x12\x0c\n\x04peek\x18\x06 \x01(\x08\"\xde\x01\n\x11RateLimitResponse\x12\x0f\n\x07\x61llowed\x18\x01 \x01(\x08\x12\x18\n\x10remaining_tokens\x18\x02 \x01(\x05\x12\x12\n\nreset_time\x18\x03 \x01(\x03\x12\x1b\n\x13retry_after_seconds\x18\x04 \x01(\x05\x12&\n\x06reason\x18\x05 \x01(\x0e\x32\x16.ratelimiter.v1.Reason\x12\r\n\x05limit\x18\x06 \x01(\x05\x12\x16\n\x0ewindow_seconds\x18\x07 \x01(\x05\x12\x0f\n\x07rule_id\x18\x08 \x01(\t\x12\r\n\x05\x65rror\x18\t \x01(\t\"K\n\x15\x42\x61tchRateLimitRequest\x12\x32\n\x08requests\x18\x01 \x03(\x0b\x32 .ratelimiter.v1.RateLimitRequest\"N\n\x16\x42\x61tchRateLimitResponse\x12\x34\n\tresponses\x18\x01 \x03(\x0b\x32!.ratelimiter.v1.RateLimitResponse\"\xac\x01\n\tRateLimit\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x17\n\x0fidentifier_type\x18\x03 \x01(\t\x12\r\n\x05limit\x18\x04 \x01(\x05\x12\x16\n\x0ewindow_seconds\x18\x05 \x01(\x05\x12\x11\n\talgorithm\x18\x06 \x01(\t\x12\x14\n\x07\x65nabled\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\x0c\n\x04\x65tag\x18\x08 \x01(\tB\n\n\x08_enabled\"G\n\x16\x43reateRateLimitRequest\x12-\n\nrate_limit\x18\x01 \x01(\x0b\x32\x19.ratelimiter.v1.RateLimit\"x\n\x16UpdateRateLimitRequest\x12-\n\nrate_limit\x18\x01 \x01(\x0b\x32\x19.ratelimiter.v1.RateLimit\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"2\n\x16\x44\x65leteRateLimitRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"i\n\x15ListRateLimitsRequest\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x17\n\x0fidentifier_type\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"a\n\x16ListRateLimitsResponse\x12.\n\x0brate_limits\x18\x01 \x03(\x0b\x32\x19.ratelimiter.v1.RateLimit\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x80\x02\n\x0eHealthResponse\x12,\n\x06status\x18\x01 \x01(\x0e\x32\x1c.ratelimiter.v1.HealthStatus\x12\x1e\n\x16shared_state_connected\x18\x02 \x01(\x08\x12\x1d\n\x15local_cache_hit_ratio\x18\x03 \x01(\x01\x12\x1a\n\x12\x61verage_latency_ms\x18\x04 \x01(\x01\x12\x12\n\nerror_rate\x18\x05 \x01(\x01\x12\x0f\n\x07node_id\x18\x06 \x01(\t\x12\x15\n\rbreaker_state\x18\x07 \x01(\t\x12\x16\n\x0erules_revision\x18\x08 \x01(\x03\x12\x11\n\ttransport\x18\t \x01(\t\"\x1f\n\x0eMetricsRequest\x12\r\n\x05names\x18\x01 \x03(\t\":\n\x0fMetricsResponse\x12\'\n\x07metrics\x18\x01 \x03(\x0b\x32\x16.ratelimiter.v1.Metric\"\xc4\x01\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x01\x12,\n\thistogram\x18\x04 \x01(\x0b\x32\x19.ratelimiter.v1.Histogram\x12\x32\n\x06labels\x18\x05 \x03(\x0b\x32\".ratelimiter.v1.Metric.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"I\n\tHistogram\x12\x14\n\x0cupper_bounds\x18\x01 \x03(\x01\x12\x19\n\x11\x63umulative_counts\x18\x02 \x03(\x04\x12\x0b\n\x03sum\x18\x03 \x01(\x01\"M\n\x0cResetRequest\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x17\n\x0fidentifier_type\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t*\xac\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x10\n\x0cWITHIN_LIMIT\x10\x01\x12\x12\n\x0eLIMIT_EXCEEDED\x10\x02\x12\x16\n\x12\x43OST_EXCEEDS_LIMIT\x10\x03\x12\x0b\n\x07NO_RULE\x10\x04\x12\x15\n\x11\x46\x41IL_OPEN_BREAKER\x10\x05\x12\x13\n\x0f\x46\x41IL_OPEN_ERROR\x10\x06\x12\x13\n\x0fINVALID_REQUEST\x10\x07*H\n\x0cHealthStatus\x12\x1d\n\x19HEALTH_STATUS_UNSPECIFIED\x10\x00\x12\x0b\n\x07HEALTHY\x10\x01\x12\x0c\n\x08\x44\x45GRADED\x10\x02\x32\xca\x01\n\x0bRateLimiter\x12U\n\x0e\x43heckRateLimit\x12 .ratelimiter.v1.RateLimitRequest\x1a!.ratelimiter.v1.RateLimitResponse\x12\x64\n\x13\x43heckRateLimitBatch\x12%.ratelimiter.v1.BatchRateLimitRequest\x1a&.ratelimiter.v1.BatchRateLimitResponse2\xf3\x02\n\x11RateLimiterConfig\x12T\n\x0f\x43reateRateLimit\x12&.ratelimiter.v1.CreateRateLimitRequest\x1a\x19.ratelimiter.v1.RateLimit\x12T\n\x0fUpdateRateLimit\x12&.ratelimiter.v1.UpdateRateLimitRequest\x1a\x19.ratelimiter.v1.RateLimit\x12Q\n\x0f\x44\x65leteRateLimit\x12&.ratelimiter.v1.DeleteRateLimitRequest\x1a\x16.google.protobuf.Empty\x12_\n\x0eListRateLimits\x12%.ratelimiter.v1.ListRateLimitsRequest\x1a&.ratelimiter.v1.ListRateLimitsResponse2\xf5\x01\n\x11RateLimiterHealth\x12I\n\x0fGetHealthStatus\x12\x16.google.protobuf.Empty\x1a\x1e.ratelimiter.v1.HealthResponse\x12M\n\nGetMetrics\x12\x1e.ratelimiter.v1.MetricsRequest\x1a\x1f.ratelimiter.v1.MetricsResponse\x12\x46\n\x0eResetRateLimit\x12\x1c.ratelimiter.v1.ResetRequest\x1a\x16.google.protobuf.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_METRIC_LABELSENTRY']._loaded_options = None
   _globals['_METRIC_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_REASON']._serialized_start=1955
-  _globals['_REASON']._serialized_end=2127
-  _globals['_HEALTHSTATUS']._serialized_start=2129
-  _globals['_HEALTHSTATUS']._serialized_end=2201
+  _globals['_REASON']._serialized_start=1974
+  _globals['_REASON']._serialized_end=2146
+  _globals['_HEALTHSTATUS']._serialized_start=2148
+  _globals['_HEALTHSTATUS']._serialized_end=2220
   _globals['_RATELIMITREQUEST']._serialized_start=116
   _globals['_RATELIMITREQUEST']._serialized_end=256
   _globals['_RATELIMITRESPONSE']._serialized_start=259
@@ -60,23 +60,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTRATELIMITSRESPONSE']._serialized_start=1169
   _globals['_LISTRATELIMITSRESPONSE']._serialized_end=1266
   _globals['_HEALTHRESPONSE']._serialized_start=1269
-  _globals['_HEALTHRESPONSE']._serialized_end=1506
-  _globals['_METRICSREQUEST']._serialized_start=1508
-  _globals['_METRICSREQUEST']._serialized_end=1539
-  _globals['_METRICSRESPONSE']._serialized_start=1541
-  _globals['_METRICSRESPONSE']._serialized_end=1599
-  _globals['_METRIC']._serialized_start=1602
-  _globals['_METRIC']._serialized_end=1798
-  _globals['_METRIC_LABELSENTRY']._serialized_start=1753
-  _globals['_METRIC_LABELSENTRY']._serialized_end=1798
-  _globals['_HISTOGRAM']._serialized_start=1800
-  _globals['_HISTOGRAM']._serialized_end=1873
-  _globals['_RESETREQUEST']._serialized_start=1875
-  _globals['_RESETREQUEST']._serialized_end=1952
-  _globals['_RATELIMITER']._serialized_start=2204
-  _globals['_RATELIMITER']._serialized_end=2406
-  _globals['_RATELIMITERCONFIG']._serialized_start=2409
-  _globals['_RATELIMITERCONFIG']._serialized_end=2780
-  _globals['_RATELIMITERHEALTH']._serialized_start=2783
-  _globals['_RATELIMITERHEALTH']._serialized_end=3028
+  _globals['_HEALTHRESPONSE']._serialized_end=1525
+  _globals['_METRICSREQUEST']._serialized_start=1527
+  _globals['_METRICSREQUEST']._serialized_end=1558
+  _globals['_METRICSRESPONSE']._serialized_start=1560
+  _globals['_METRICSRESPONSE']._serialized_end=1618
+  _globals['_METRIC']._serialized_start=1621
+  _globals['_METRIC']._serialized_end=1817
+  _globals['_METRIC_LABELSENTRY']._serialized_start=1772
+  _globals['_METRIC_LABELSENTRY']._serialized_end=1817
+  _globals['_HISTOGRAM']._serialized_start=1819
+  _globals['_HISTOGRAM']._serialized_end=1892
+  _globals['_RESETREQUEST']._serialized_start=1894
+  _globals['_RESETREQUEST']._serialized_end=1971
+  _globals['_RATELIMITER']._serialized_start=2223
+  _globals['_RATELIMITER']._serialized_end=2425
+  _globals['_RATELIMITERCONFIG']._serialized_start=2428
+  _globals['_RATELIMITERCONFIG']._serialized_end=2799
+  _globals['_RATELIMITERHEALTH']._serialized_start=2802
+  _globals['_RATELIMITERHEALTH']._serialized_end=3047
 # @@protoc_insertion_point(module_scope)

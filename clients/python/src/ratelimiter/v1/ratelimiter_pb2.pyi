@@ -136,7 +136,7 @@ class RateLimitResponse(_message.Message):
     reset_time: _builtins.int
     """Unix seconds, rounded up, at which the whole limit is free again if nothing more is spent"""
     retry_after_seconds: _builtins.int
-    """see DESIGN.md "Answers" """
+    """denied: until this check would pass, at least 1; allowed: 0, or the seconds until the next token when none is left"""
     reason: Global___Reason.ValueType
     limit: _builtins.int
     """of the rule that decided; 0 when none did"""
@@ -281,7 +281,7 @@ class UpdateRateLimitRequest(_message.Message):
 
     @_builtins.property
     def update_mask(self) -> _field_mask_pb2.FieldMask:
-        """unset: the whole rule (DESIGN.md, "Editing a live rule")"""
+        """unset: replaces the whole rule, and "enabled" if it is set"""
 
     def __init__(
         self,
@@ -387,6 +387,7 @@ class HealthResponse(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     BREAKER_STATE_FIELD_NUMBER: _builtins.int
     RULES_REVISION_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     status: Global___HealthStatus.ValueType
     shared_state_connected: _builtins.bool
     local_cache_hit_ratio: _builtins.float
@@ -396,6 +397,8 @@ class HealthResponse(_message.Message):
     breaker_state: _builtins.str
     """"closed", "open" or "half_open" """
     rules_revision: _builtins.int
+    transport: _builtins.str
+    """"native" or "grpcio": what serves gRPC"""
     def __init__(
         self,
         *,
@@ -407,10 +410,11 @@ class HealthResponse(_message.Message):
         node_id: _builtins.str = ...,
         breaker_state: _builtins.str = ...,
         rules_revision: _builtins.int = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_latency_ms", b"average_latency_ms", "breaker_state", b"breaker_state", "error_rate", b"error_rate", "local_cache_hit_ratio", b"local_cache_hit_ratio", "node_id", b"node_id", "rules_revision", b"rules_revision", "shared_state_connected", b"shared_state_connected", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_latency_ms", b"average_latency_ms", "breaker_state", b"breaker_state", "error_rate", b"error_rate", "local_cache_hit_ratio", b"local_cache_hit_ratio", "node_id", b"node_id", "rules_revision", b"rules_revision", "shared_state_connected", b"shared_state_connected", "status", b"status", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
