@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from ratelimitd.buckets import restored as cold
-from ratelimitd.buckets import snapshot, snapshot_format
+from ratelimitd.buckets import snapshot, snapshot_format, table
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import restore
 from ratelimitd.buckets.snapshot import SnapshotLog
@@ -122,9 +121,9 @@ class World:
 
     def watch(self):
         """Learn of the moments that matter: a bucket is taken out, a look begins, a look is complete."""
-        look, remove = self.snapshot._look, self.table.remove
+        look, remove = self.snapshot._visit, self.table.remove
 
-        async def watched_look(index):
+        async def watched_visit(index):
             self.note()
             began = self.now
             # A bucket that is taken out for a reset is written by the next look, should the reset fail.
@@ -144,11 +143,11 @@ class World:
             self.met["bucket of before the restart is reset"] += self.table.value(key) is None
             return value
 
-        self.snapshot._look = watched_look
+        self.snapshot._visit = watched_visit
         self.table.remove = watched_remove
 
     def state(self, key):
-        value = self.table.value(key) or self.snapshot._cold.get(key)
+        value = self.table.value(key) or self.snapshot._restored.get(key)
         return None if value is None else unpack(value)
 
     def a_base_is_written(self):
@@ -307,8 +306,8 @@ class World:
 @pytest.fixture
 def _small_steps(monkeypatch):
     """Everything that happens at a size happens early, and between any two buckets there is a turn of the loop."""
-    monkeypatch.setattr(cold, "SHARDS", 5)
-    monkeypatch.setattr(snapshot, "TURN_BUCKETS", 2)
+    monkeypatch.setattr(table, "RESTORED_SHARDS", 5)
+    monkeypatch.setattr(snapshot, "STEP_BUCKETS", 2)
     monkeypatch.setattr(snapshot, "MIN_LOG_BYTES", 2_000)
 
 
@@ -341,7 +340,7 @@ CASES = {
 
 
 @pytest.mark.usefixtures("_small_steps")
-async def test_no_kill_at_any_point_undoes_a_reset_or_loses_what_was_looked_at(
+async def test_no_kill_at_any_point_undoes_a_reset_or_loses_what_was_visited_at(
     tmp_path, monkeypatch
 ):
     await run(tmp_path, monkeypatch, range(5), 1_000, at_least=1)
@@ -350,7 +349,7 @@ async def test_no_kill_at_any_point_undoes_a_reset_or_loses_what_was_looked_at(
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("_small_steps")
-async def test_no_kill_in_many_long_lives_undoes_a_reset_or_loses_what_was_looked_at(
+async def test_no_kill_in_many_long_lives_undoes_a_reset_or_loses_what_was_visited_at(
     tmp_path, monkeypatch
 ):
     await run(tmp_path, monkeypatch, range(100, 200), 4_000, at_least=10)

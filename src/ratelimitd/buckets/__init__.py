@@ -1,1 +1,1 @@
-"""The node's own memory of buckets: keys, the bounded table, and the log that carries it over a restart."""
+"""The buckets of a node: keys, the bounded table, and the files that keep it over a restart."""

@@ -1,9 +1,9 @@
-"""The only place a bucket key is made.
+"""Makes the keys of buckets.
 
-A bucket belongs to (identifier type, identifier, endpoint, algorithm, window): an edit of algorithm or window starts
-afresh because it leads to another key (ADR 0008, I14). In memory the key is the identifier followed by a keyed digest
-of the other four, its *scope*; on disk it is a keyed digest of that, so that no identifier is ever written (ADR 0014,
-0015). Keying with a secret keeps callers from constructing collisions.
+A bucket belongs to (identifier type, identifier, endpoint, algorithm, window): an edit of algorithm or window leads to
+another key and a fresh bucket (ADR 0008, I14). In memory the key is the identifier followed by a keyed digest of the
+other four, its *scope*; on disk it is a keyed digest of that, so that no identifier is written (ADR 0014, 0015). The
+secret key prevents callers from constructing collisions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from ratelimitd.model import IdentifierType, Rule
 
 SCOPE_BYTES: Final = 9
-"""72 bits tell the scopes of a node apart; with it a 38-character identifier still fits an 80-byte bytes object."""
+"""72 bits distinguish the scopes of a node; a 38-character identifier still fits an 80-byte object."""
 
 STORED_KEY_BYTES: Final = 16
 """128 bits, as for the keys of a shared store."""
@@ -23,7 +23,7 @@ ADMIN_TOKEN_DIGEST_BYTES: Final = 4
 FINGERPRINT_BYTES: Final = 8
 
 IDENTIFIER_DIGEST_BYTES: Final = 8
-"""Enough to tell the few that are shown to people apart."""
+"""Enough to distinguish the few identifiers shown to people."""
 
 _FINGERPRINT_PERSON: Final = b"rl-nodes"
 _ADMIN_TOKEN_PERSON: Final = b"rl-admin"
@@ -33,7 +33,7 @@ _STORED_PERSON: Final = b"rl-stored"
 
 
 class BucketKeys:
-    """Makes keys under one secret (16 to 64 bytes; nodes that share state share it)."""
+    """Makes keys with one secret of 16 to 64 bytes; nodes that share state share it."""
 
     __slots__ = ("_secret",)
 
@@ -46,20 +46,20 @@ class BucketKeys:
         return self._secret
 
     def rekey(self, secret: bytes) -> None:
-        """Use another secret: for a node that hears of it after its start, and before it has made any key."""
+        """Replace the secret, before the first key is made."""
         self._secret = secret
 
     def fingerprint(self) -> str:
-        """What tells whether two nodes have one secret, and nothing of the secret itself."""
+        """Return a digest that is equal on nodes with the same secret, and does not reveal it."""
         digest = blake2b(
             digest_size=FINGERPRINT_BYTES, key=self._secret, person=_FINGERPRINT_PERSON
         )
         return digest.hexdigest()
 
     def admin_token_digest(self, token: str) -> str:
-        """Return what tells whether two nodes have one admin token; empty for none.
+        """Return a digest that is equal on nodes with the same admin token; empty for none.
 
-        It has 32 bits, so that a copy of it confirms a guess of a weak token and never singles a strong one out.
+        32 bits: it can confirm a guess of a weak token, and does not identify a strong one.
         """
         if not token:
             return ""
@@ -72,10 +72,10 @@ class BucketKeys:
         return digest.hexdigest()
 
     def scope(self, rule: Rule, endpoint: str) -> bytes:
-        """What is common to the keys of all identifiers on ``endpoint`` while ``rule`` decides there.
+        """Return the common part of the keys on ``endpoint`` while ``rule`` decides there.
 
-        The endpoint is the caller's, not the rule's: buckets of the global rule are kept per endpoint. It is last
-        and the other parts cannot contain the separator, so that no two scopes share a text.
+        The endpoint is the caller's, not the rule's: the global rule has buckets per endpoint. It comes last and the
+        other parts cannot contain the separator, so no two scopes share a text.
         """
         text = f"{rule.identifier_type}\0{rule.algorithm}\0{rule.window_seconds}\0{endpoint}"
         return blake2b(
@@ -83,13 +83,13 @@ class BucketKeys:
         ).digest()
 
     def stored(self, key: bytes) -> bytes:
-        """The name under which the bucket of ``key`` (identifier + scope) is written."""
+        """Return the name of ``key`` (identifier + scope) in files and in the shared state."""
         return blake2b(
             key, digest_size=STORED_KEY_BYTES, key=self._secret, person=_STORED_PERSON
         ).digest()
 
     def identifier_digest(self, identifier: bytes, identifier_type: IdentifierType) -> str:
-        """What tells an identifier from others on every node, and nothing of it to who has not the secret."""
+        """Return a digest that is equal on all nodes and reveals nothing without the secret."""
         text = f"{identifier_type}\0".encode() + identifier
         return blake2b(
             text, digest_size=IDENTIFIER_DIGEST_BYTES, key=self._secret, person=_IDENTIFIER_PERSON

@@ -1,11 +1,12 @@
-"""Reads the bucket files of before a restart. Whatever they hold, a node starts.
+"""Reads the bucket files of an earlier run. Whatever they hold, a node starts.
 
-Also clears away what no longer counts, so that many short lives leave little behind; never writes. See ADR 0015; the
-form of the files is ``chunks.py``.
+Removes superseded files, so that many short runs leave little behind; never writes. See ADR 0015; the format of the
+files is in :mod:`ratelimitd.buckets.snapshot_format`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -13,75 +14,75 @@ from typing import BinaryIO, Final, NamedTuple
 
 from ratelimitd.buckets import snapshot_format
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.restored import ColdBuckets
-from ratelimitd.buckets.snapshot_format import Value, clamp, is_over, with_tick
-from ratelimitd.buckets.table import LATE_US
+from ratelimitd.buckets.snapshot_format import clamp, is_over, with_tick
+from ratelimitd.buckets.table import LATE_US, RestoredBuckets
 
 KEPT_ASIDE: Final = 3
-"""Torn or foreign files of earlier times that are kept: a crash after each start must not fill the disk."""
+"""Earlier torn or foreign files that are kept: a crash after each start must not fill the disk."""
 
-
-class Files(NamedTuple):
-    """The bucket files of a directory that count: the newest base, if there is one, and the logs from it on."""
-
-    base: Path | None
-    logs: list[Path]
-    superseded: list[Path]
-    next_number: int
+_log = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """What was read. ``torn`` files are to be set aside, ``files`` removed, once the next base is there.
+    """The buckets of an earlier run, and their files.
 
-    ``foreign`` ones were set aside already.
+    Once the next base exists, ``read`` files are removed and ``torn`` ones set aside.
     """
 
-    buckets: ColdBuckets
-    files: list[Path]
+    buckets: RestoredBuckets
+    read: list[Path]
     torn: list[Path]
-    foreign: list[Path]
     next_number: int
-    reports: list[str]
 
 
 def base_path(directory: Path, number: int) -> Path:
-    """Where base ``number`` is kept."""
+    """Return the path of base ``number``."""
     return directory / f"buckets-{number:08d}.base"
 
 
 def log_path(directory: Path, number: int) -> Path:
-    """Where log ``number`` is kept."""
+    """Return the path of log ``number``."""
     return directory / f"buckets-{number:08d}.log"
 
 
 def restore(directory: Path, keys: BucketKeys, header: bytes, now_us: int | None) -> Restored:
-    """Read the buckets that a node left in ``directory``.
+    """Read the buckets that a node left in ``directory``: the newest base, and the logs from its number on.
 
-    Buckets that are over at ``now_us`` are left out, and times after it are set to it (I8); ``None``, for buckets whose
-    time is the callers' own, keeps everything. A file of another kind, or of another secret, is renamed ``*.foreign``;
-    one that is superseded or holds nothing is removed.
+    Buckets that are over at ``now_us`` are dropped, and later times are set to it (I8); ``None``, for callers' time,
+    keeps everything. A file of another format or secret is renamed to ``*.foreign``. Damaged files are logged.
 
     Raises:
         OSError: a file cannot be renamed or removed, or the directory cannot be read.
     """
-    found = find(directory)
-    cold = ColdBuckets(keys)
-    restored = Restored(cold, [], [], [], found.next_number, [])
-    for path in found.superseded:
+    numbered = sorted(
+        (int(match[1]), match[2], path)
+        for path in directory.iterdir()
+        if (match := re.fullmatch(r"buckets-(\d{8})\.(base|log)", path.name))
+    )
+    newest = max((number for number, kind, _ in numbered if kind == "base"), default=0)
+    buckets = RestoredBuckets(keys)
+    next_number = max((number for number, _, _ in numbered), default=0) + 1
+    restored, foreign = Restored(buckets, [], [], next_number), []
+    for number, _, path in numbered:  # a base sorts before the log of its number
+        if number < newest:
+            path.unlink()
+        elif _is_foreign(path, header, restored):
+            foreign.append(path)
+    for path in directory.glob("buckets-*.tmp"):
         path.unlink()
-    for path in ([found.base] if found.base else []) + found.logs:
-        _read_file(path, header, restored)
-    set_aside(restored.foreign, ".foreign")
+    set_aside(foreign, ".foreign")
     if now_us is not None:
-        cold.map(lambda value: None if is_over(value, now_us - LATE_US) else clamp(value, now_us))
+        buckets.map(
+            lambda value: None if is_over(value, now_us - LATE_US) else clamp(value, now_us)
+        )
     return restored
 
 
 def set_aside(paths: list[Path], suffix: str) -> None:
     """Rename ``paths``, files of one directory, to end in ``suffix``, so that no start reads them again.
 
-    Of those set aside before, the newest :data:`KEPT_ASIDE` are kept. Those of one time stay together: what became
-    foreign under a wrong secret is a base and its logs, and can be renamed back.
+    Keeps the newest :data:`KEPT_ASIDE` of earlier ones. Files set aside together stay together, so that a base and its
+    logs under a wrong secret can be renamed back.
     """
     if paths:
         aside = sorted(paths[0].parent.glob(f"buckets-*{suffix}"))  # by number, that is by age
@@ -91,53 +92,35 @@ def set_aside(paths: list[Path], suffix: str) -> None:
         path.rename(path.with_name(path.name + suffix))
 
 
-def find(directory: Path) -> Files:
-    """The bucket files of ``directory``."""
-    numbered = sorted(
-        (int(match[1]), match[2], path)
-        for path in directory.iterdir()
-        if (match := re.fullmatch(r"buckets-(\d{8})\.(base|log)", path.name))
-    )
-    first = max((number for number, kind, _ in numbered if kind == "base"), default=0)
-    base = next(
-        (path for number, kind, path in numbered if (number, kind) == (first, "base")), None
-    )
-    logs = [path for number, kind, path in numbered if kind == "log" and number >= first]
-    superseded = [path for _, _, path in numbered if path != base and path not in logs]
-    superseded += directory.glob("buckets-*.tmp")
-    return Files(base, logs, superseded, max((number for number, _, _ in numbered), default=0) + 1)
-
-
-def _read_file(path: Path, header: bytes, restored: Restored) -> None:
+def _is_foreign(path: Path, header: bytes, restored: Restored) -> bool:
+    """Read a file into ``restored``, and return whether it has another format or secret."""
     try:
         with path.open("rb") as file:
-            read_bytes = _read_buckets(file, header, restored.buckets)
+            read_bytes = _read(file, header, restored.buckets)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        restored.reports.append(
-            f"{path.name} cannot be read ({error.strerror}); its buckets start afresh"
-        )
-        return
+        reason = error.strerror
+        _log.warning("%s cannot be read (%s); its buckets start afresh", path.name, reason)
+        return False
     if read_bytes is None:
-        restored.foreign.append(path)
-        restored.reports.append(
-            f"{path.name} is not a bucket file of this node's key secret; renamed to *.foreign"
+        _log.warning(
+            "%s is not a bucket file of this node's key secret; renamed to *.foreign", path.name
         )
-    elif read_bytes < size:
-        restored.reports.append(
-            f"{path.name} is torn: its last {size - read_bytes} bytes were ignored"
-        )
+        return True
+    if read_bytes < size:
+        _log.warning("%s is torn: its last %d bytes were ignored", path.name, size - read_bytes)
         restored.torn.append(path)
     elif path.suffix == ".log" and size <= len(header):
         path.unlink()
     else:
-        restored.files.append(path)
+        restored.read.append(path)
+    return False
 
 
-def _read_buckets(file: BinaryIO, header: bytes, buckets: ColdBuckets) -> int | None:
-    """How many bytes of ``file`` made sense; ``None`` if it does not begin as one of ours."""
+def _read(file: BinaryIO, header: bytes, buckets: RestoredBuckets) -> int | None:
+    """Return the number of valid bytes of ``file``, ``None`` when it begins with another header."""
     begin = file.read(len(header))
-    if begin != header:  # its writer may have been killed before it had written that much
+    if begin != header:  # a killed writer may leave a part of the header
         return len(begin) if header.startswith(begin) else None
     read_bytes = len(header)
     for chunk in snapshot_format.read_chunks(file):
@@ -146,12 +129,11 @@ def _read_buckets(file: BinaryIO, header: bytes, buckets: ColdBuckets) -> int | 
     return read_bytes
 
 
-def _apply(chunk: snapshot_format.Chunk, buckets: ColdBuckets) -> None:
+def _apply(chunk: snapshot_format.Chunk, buckets: RestoredBuckets) -> None:
     if chunk.kind == snapshot_format.RESETS:
         for stored_key in snapshot_format.decode_resets(chunk):
             buckets.discard(stored_key)
     elif chunk.kind in {snapshot_format.STATES, snapshot_format.LOGS}:
         put = buckets.put
-        value: Value
         for stored_key, value in snapshot_format.decode_values(chunk):
             put(stored_key, with_tick(value, 0))

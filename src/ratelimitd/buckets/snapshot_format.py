@@ -1,14 +1,25 @@
-"""How a bucket lies in memory: one object, invisible to the cyclic garbage collector.
+"""The two encodings of a bucket: in memory, and in the bucket files. Pure. See ADR 0014 and ADR 0015.
 
-``(spent, latest_us)`` becomes one integer, a log stays ``bytes``. Both also carry the rule's window, so that an expired
-bucket is told by its value alone, and the tick at which they were last used, which is the order of use.
-Pure: no clock, no I/O. See ADR 0014.
+In memory a bucket is one object that the cyclic garbage collector skips. Beside the state it holds the rule's window,
+for expiry, and the tick of the last use, for LRU order:
 
     integer:  spent · window_seconds (31 bits) · tick (28 bits) · latest_us (53 bits)
     bytes:    the log of ``algorithms/sliding_window.py`` · window_seconds and tick (8 bytes)
 
-An integer of up to 180 bits is an object of 48 bytes, so that spent may take 68 bits (a limit of 2 million a day)
-before a bucket grows by 16 bytes.
+An integer of up to 180 bits takes 48 bytes, so spent may take 68 bits (a limit of 2 million a day) before a bucket
+grows by 16 bytes.
+
+A file is a header, then chunks with a checksum each; all integers are little-endian:
+
+    header   magic · 16 bytes that identify the key secret
+    chunk    kind (1 byte) · length (4) · CRC-32 of all the rest (4) · payload
+    S   states in one integer each:   stored key (16) · value (26)
+    L   logs:                         stored key (16) · length (4) · value
+    R   resets:                       stored key (16)
+
+The order of the chunks is the order of events. Everything after the first invalid chunk is ignored, as a killed writer
+leaves it. The checksum covers kind and length, so that zeros, which some file systems leave after a power failure, are
+no chunk. It detects accidents, not forgery: a writer of the state directory can forge buckets.
 """
 
 from __future__ import annotations
@@ -28,7 +39,7 @@ Value = int | bytes
 State = tuple[int, int] | bytes
 
 MAX_TICK: Final = (1 << 28) - 1
-"""Ticks are seconds since the node's start: enough for eight years."""
+"""Ticks are seconds since the start: eight years."""
 
 TICK_SHIFT: Final = 53
 _TICK_BITS: Final = 28
@@ -42,7 +53,7 @@ _TAIL: Final = Struct("=q")
 
 
 def pack(state: State, rule: Rule, tick: int) -> Value:
-    """The value that holds ``state`` under ``rule``, last used at ``tick``."""
+    """Return the value of ``state`` under ``rule``, last used at ``tick``."""
     if isinstance(state, bytes):
         return state + _TAIL.pack(rule.window_seconds << _TICK_BITS | tick)
     spent, latest_us = state
@@ -52,21 +63,21 @@ def pack(state: State, rule: Rule, tick: int) -> Value:
 
 
 def unpack(value: Value) -> State:
-    """The state that ``value`` holds."""
+    """Return the state of ``value``."""
     if isinstance(value, bytes):
         return value[:-_CELL]
     return value >> SPENT_SHIFT, value & LATEST_MASK
 
 
 def tick_of(value: Value) -> int:
-    """When the bucket was last used, in ticks."""
+    """Return the tick of the last use."""
     if isinstance(value, bytes):
         return int(_TAIL.unpack_from(value, len(value) - _CELL)[0]) & MAX_TICK
     return value >> TICK_SHIFT & MAX_TICK
 
 
 def latest_us(value: Value) -> int:
-    """Time of the last accepted check, in µs since the Unix epoch."""
+    """Return the time of the last accepted check, in µs since the Unix epoch."""
     if isinstance(value, bytes):
         runs = (len(value) - 2 * _CELL) // (2 * _CELL)
         return int(_TAIL.unpack_from(value, (runs - 1) * _CELL)[0])
@@ -74,26 +85,26 @@ def latest_us(value: Value) -> int:
 
 
 def window_seconds(value: Value) -> int:
-    """The window of the bucket's rule, in seconds."""
+    """Return the window of the bucket's rule, in seconds."""
     if isinstance(value, bytes):
         return int(_TAIL.unpack_from(value, len(value) - _CELL)[0]) >> _TICK_BITS
     return value >> WINDOW_SHIFT & _WINDOW_MASK
 
 
 def is_over(value: Value, now_us: int) -> bool:
-    """Whether the bucket equals a fresh one at ``now_us``.
+    """Return whether the bucket equals a fresh one at ``now_us``.
 
     One window after the last accepted check a token bucket is full, a log empty and a fixed window over, whatever the
-    limit: so one test serves all three, and never drops a bucket that is not full again.
+    limit, so one test serves all three.
     """
     if isinstance(value, bytes):
         return latest_us(value) + window_seconds(value) * US_PER_S <= now_us
-    # The same, without two calls: the sweeper asks this of thousands of buckets in one turn of the event loop.
+    # The same, inlined: a sweep calls this for thousands of buckets per event-loop iteration.
     return (value & LATEST_MASK) + (value >> WINDOW_SHIFT & _WINDOW_MASK) * US_PER_S <= now_us
 
 
 def with_tick(value: Value, tick: int) -> Value:
-    """The value as last used at ``tick``; at tick 0 it is older than everything that this process used."""
+    """Return the value as last used at ``tick``; at tick 0 it is older than any use by this process."""
     if tick_of(value) == tick:
         return value
     if isinstance(value, bytes):
@@ -102,7 +113,7 @@ def with_tick(value: Value, tick: int) -> Value:
 
 
 def clamp(value: Value, now_us: int) -> Value:
-    """The value without times after ``now_us``: a state from the future would lock its caller out (I8)."""
+    """Return the value with times of at most ``now_us``: later ones would lock the caller out (I8)."""
     if latest_us(value) <= now_us:
         return value
     if isinstance(value, bytes):
@@ -114,10 +125,9 @@ def clamp(value: Value, now_us: int) -> Value:
 
 
 def is_log(value: bytes) -> bool:
-    """Whether ``value`` has the form of a packed log, told by its length and its ends: about 1 µs, however long it is.
+    """Return whether ``value`` has the form of a packed log, by its length and ends; takes about 1 µs.
 
-    Enough that no check of it can fail. That times and sums ascend in between is not looked at: what comes from a file
-    has passed a checksum (``chunks.py``), and is as the node that wrote it had it in use.
+    Enough that no check of it can raise. The order in between is not verified, because the chunk's checksum was.
     """
     runs = (len(value) - 2 * _CELL) // (2 * _CELL)
     if not 1 <= runs <= MAX_RUNS or len(value) % (2 * _CELL):
@@ -130,30 +140,13 @@ def is_log(value: bytes) -> bool:
     )
 
 
-# The form of the bucket files: a header, then chunks with a checksum each. Never opens a file, never picks one.
-#
-#     header   magic · 16 bytes that tell under which secret the keys were made
-#     chunk    kind (1 byte) · length (4) · CRC-32 of all the rest (4) · payload        all integers little-endian
-#
-#     S   states in one integer each:   stored key (16) · value (26)
-#     L   logs:                         stored key (16) · length (4) · value
-#     R   resets:                       stored key (16)
-#
-# The order of the chunks is the order of events. Whatever follows the first chunk that does not check is ignored: the
-# end of a file whose writer was killed. That end may be zeros, which some file systems leave after a power failure: the
-# checksum covers kind and length too, so that zeros are no chunk.
-#
-# What checks was written by a node under this key secret, as it stands: the header says whose, the checksum that
-# nothing changed by accident. Neither is a signature; who can write the state directory can write buckets. See ADR
-# 0015.
-
 STATES: Final = b"S"
 LOGS: Final = b"L"
 RESETS: Final = b"R"
 
 MAGIC: Final = b"ratelimitd buckets 1\n"
 MAX_PAYLOAD_BYTES: Final = 1 << 24
-"""A length beyond this is no length but noise: a node writes at most 512 KiB at a time (``snapshot.TURN_BYTES``)."""
+"""A greater length is invalid: a node writes at most 512 KiB at a time (``snapshot.STEP_BYTES``)."""
 
 _VALUE_BYTES: Final = 26  # the packed integer takes 194 bits at most
 _TITLE: Final = Struct("<cI")
@@ -163,19 +156,19 @@ _LOG_HEAD: Final = Struct(f"<{STORED_KEY_BYTES}sI")
 
 
 class Chunk(NamedTuple):
-    """One chunk: its kind and its payload, whose checksum was right."""
+    """A chunk with a valid checksum: its kind and its payload."""
 
     kind: bytes
     payload: bytes
 
 
 def header(secret: bytes) -> bytes:
-    """The first bytes of a file whose keys were made under ``secret``."""
+    """Return the first bytes of a file whose keys are made with ``secret``."""
     return MAGIC + blake2b(b"", digest_size=16, key=secret, person=b"rl-file").digest()
 
 
 def encode_values(values: Iterable[tuple[bytes, Value]]) -> bytes:
-    """Chunks that say what the buckets of these stored keys hold."""
+    """Return the chunks of these (stored key, value) pairs."""
     states, logs = [], []
     for stored_key, value in values:
         if isinstance(value, bytes):
@@ -186,12 +179,12 @@ def encode_values(values: Iterable[tuple[bytes, Value]]) -> bytes:
 
 
 def encode_resets(stored_keys: Iterable[bytes]) -> bytes:
-    """A chunk that says that the buckets of these stored keys start afresh."""
+    """Return the chunk that resets the buckets of these stored keys."""
     return _encode(RESETS, stored_keys)
 
 
 def read_chunks(file: BinaryIO) -> Iterator[Chunk]:
-    """The chunks of ``file`` from where it stands up to the first one that does not check, one in memory at a time.
+    """Yield the chunks of ``file`` from its position up to the first invalid one.
 
     Raises:
         OSError: the file cannot be read.
@@ -207,12 +200,12 @@ def read_chunks(file: BinaryIO) -> Iterator[Chunk]:
 
 
 def chunk_bytes(chunk: Chunk) -> int:
-    """How many bytes of a file the chunk takes."""
+    """Return the size of the chunk in a file."""
     return _TITLE.size + _CHECKSUM.size + len(chunk.payload)
 
 
 def decode_values(chunk: Chunk) -> Iterator[tuple[bytes, Value]]:
-    """The (stored key, value) pairs of a chunk of states or logs; a log that is none is passed over."""
+    """Yield the (stored key, value) pairs of a chunk of states or logs; skip malformed logs."""
     payload = chunk.payload
     if chunk.kind == STATES:
         from_bytes = int.from_bytes
@@ -231,7 +224,7 @@ def decode_values(chunk: Chunk) -> Iterator[tuple[bytes, Value]]:
 
 
 def decode_resets(chunk: Chunk) -> Iterator[bytes]:
-    """The stored keys of a chunk of resets."""
+    """Yield the stored keys of a chunk of resets."""
     payload = chunk.payload
     for start in range(0, len(payload) - STORED_KEY_BYTES + 1, STORED_KEY_BYTES):
         yield payload[start : start + STORED_KEY_BYTES]

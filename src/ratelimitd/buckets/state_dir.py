@@ -1,8 +1,4 @@
-"""The directory where a node keeps what must survive it; one node at a time.
-
-Owns the lock and the file modes. The lock file says where the node that holds it answers. Never knows what the other
-files mean.
-"""
+"""The state directory of a node: its lock, its file modes, and the address that the lock file publishes."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ MAX_ADDRESS_BYTES: Final = 300
 
 
 class StateDir:
-    """A locked state directory. The lock goes with the process, however it ends."""
+    """A locked state directory. The lock ends with the process."""
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
@@ -28,10 +24,10 @@ class StateDir:
 
     @classmethod
     def lock(cls, path: str | Path) -> StateDir:
-        """Make the directory if need be, readable by its owner alone, and take its lock.
+        """Create the directory if missing, readable by its owner alone, and lock it.
 
         Raises:
-            StartupError: it cannot be made, written or locked, or another node uses it.
+            StartupError: it cannot be created, written or locked, or another node uses it.
         """
         directory = Path(path)
         try:
@@ -46,7 +42,7 @@ class StateDir:
             os.close(lock_fd)
             message = f"the state directory {directory} is in use by another node; give this one its own STATE_DIR"
             raise StartupError(message) from error
-        except OSError as error:  # such as ENOLCK, of a network file system
+        except OSError as error:  # such as ENOLCK on a network file system
             os.close(lock_fd)
             message = f"the state directory {directory} cannot be locked: {error.strerror}"
             raise StartupError(message) from error
@@ -59,10 +55,10 @@ class StateDir:
 
     @staticmethod
     def address_in(path: Path) -> str:
-        """Return the address that the node running in ``path`` published; empty where none runs.
+        """Return the address published by the node running in ``path``; empty if none runs.
 
         Raises:
-            OSError: there is no lock file, or it may not be read.
+            OSError: the lock file is missing or not readable.
         """
         lock_fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -72,13 +68,13 @@ class StateDir:
             os.close(lock_fd)
 
     def close(self) -> None:
-        """Give up the lock."""
+        """Release the lock."""
         os.ftruncate(self._lock_fd, 0)
         os.close(self._lock_fd)
 
 
 def _is_held(lock_fd: int) -> bool:
-    """Whether another process holds the lock; tried only where one may, since the trial could get in a start's way."""
+    """Return whether another process holds the lock; the attempt itself can make a concurrent start fail."""
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

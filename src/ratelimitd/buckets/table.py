@@ -1,24 +1,25 @@
-"""The node's buckets: at most so many entries, the least recently used leave first, every step small.
+"""The buckets of a node: a bounded table with approximate LRU eviction, and the buckets restored after a restart.
 
-Never reads a clock, never does I/O, never judges: it applies the algorithm it is given. See ADR 0014.
+Reads no clock and does no I/O; applies the algorithm it is given. See ADR 0014.
 
-One dict of a million entries would be simpler, and would stall: it grows all at once. So the table is many dicts, its
-*shards*, each of about 600 entries. CPython gives a growing dict three times its entries in slots, rounded up to a
-power of two: 1,024 slots hold up to 682 entries, 30 bytes each at 600.
+One dict of a million entries would stall the loop when it grows, so the table is many dicts, its *shards*, of about 600
+entries each. CPython sizes a growing dict to three times its entries, rounded up to a power of two: 1,024 slots hold up
+to 682 entries, 30 bytes each at 600.
 
-An order of use in the dict itself (take out, put back at the end) would be exact, and would cost half as much memory
-again, because every touch uses up a slot until the dict is compacted into twice the size. So a value carries the tick,
-about a second, of its last use, and is replaced in place; making room sorts one shard by tick.
+LRU order in the dict itself (remove, reinsert at the end) would take half as much memory again, because every use takes
+a slot until the dict is compacted. Instead a value carries the tick, about a second, of its last use and is replaced in
+place; eviction sorts one shard by tick.
 
-Keys are ``bytes`` and values ``int`` or ``bytes``: the cyclic garbage collector never looks at a dict of those.
+Keys are ``bytes`` and values ``int`` or ``bytes``, so the cyclic garbage collector skips the dicts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.buckets.restored import ColdBuckets
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot_format import (
     LATEST_MASK,
     MAX_TICK,
@@ -38,21 +39,24 @@ from ratelimitd.model import US_PER_S, Outcome, Rule
 
 SHARD_ENTRIES: Final = 600
 
+RESTORED_SHARDS: Final = 2_048
+"""Shards of the restored buckets; at a million about 490 each, so that no step over one takes long."""
+
 EVICTED_PART: Final = 10
-"""A full table makes room by a tenth of one shard at a time: about 0.2 ms for 60 buckets."""
+"""A full table evicts a tenth of one shard at a time: about 0.2 ms for 60 buckets."""
 
 LATE_US: Final = 10 * US_PER_S
-"""How long an expired bucket is kept: twice the 5 s by which a caller's timestamp may lag behind the node's clock."""
+"""How long an expired bucket is kept: twice the 5 s by which a caller's timestamp may lag."""
 
 IDLE_TICKS: Final = 3600
-"""How long an unused bucket is kept when time is the callers' own; or two windows, where that is longer."""
+"""How long an unused bucket is kept with callers' time, if two windows are not longer."""
 
 
 class BucketTable:
     """At most ``max_entries`` buckets. One writer: the event loop.
 
-    ``evicted_total`` counts buckets that left only because of the bound, ``expired_total`` those that equalled a fresh
-    one. With ``callers_time`` the times inside the buckets are not the node's, and buckets expire by disuse alone.
+    ``evicted_total`` counts buckets dropped because of the bound, ``expired_total`` those equal to a fresh one. With
+    ``callers_time`` times are not the node's, and buckets expire by disuse alone.
     """
 
     def __init__(self, max_entries: int, stats: CheckStats, *, callers_time: bool = False) -> None:
@@ -62,7 +66,7 @@ class BucketTable:
         self._tick = 1
         self._stats = stats
         self._callers_time = callers_time
-        self._cold: ColdBuckets | None = None
+        self._restored: RestoredBuckets | None = None
         self._entries = 0
         self._shards: list[dict[bytes, Value]] = [
             {} for _ in range(-(-max_entries // SHARD_ENTRIES))
@@ -72,15 +76,12 @@ class BucketTable:
         self._sweep_next = 0
 
     def __len__(self) -> int:
-        """Live buckets, with those of before a restart that nobody has asked for since."""
-        return self._entries + (len(self._cold) if self._cold else 0)
+        """Return the number of buckets, restored ones included."""
+        return self._entries + (len(self._restored) if self._restored else 0)
 
     @property
     def tick(self) -> int:
-        """Seconds since the start, as the node's timer counts them: the unit of the order of use.
-
-        It stops at :data:`MAX_TICK`, after eight years: order of use is lost then, the windows beside it are not.
-        """
+        """Seconds since the start: the unit of LRU order. Stops at :data:`MAX_TICK`, after eight years."""
         return self._tick
 
     @tick.setter
@@ -92,20 +93,20 @@ class BucketTable:
         """Number of shards: the unit of :meth:`keys` and :meth:`sweep`."""
         return self._shard_count
 
-    def adopt(self, cold: ColdBuckets) -> None:
-        """Use ``cold`` for buckets that are not in the table; the bound holds for both together."""
-        self._cold = cold
-        while len(self) > self.max_entries and len(cold):
-            cold.drop_any()
+    def adopt(self, restored: RestoredBuckets) -> None:
+        """Look up buckets that are not in the table in ``restored``; the bound holds for both together."""
+        self._restored = restored
+        while len(self) > self.max_entries and len(restored):
+            restored.drop_any()
 
     def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
         self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
     ) -> Outcome:
-        """Judge a check against its bucket, keep the outcome's state, and note that the bucket was used."""
+        """Decide a check on its bucket, and store the new state with the time of use."""
         shard = self._shards[hash(key) % self._shard_count]
         value = shard.get(key)
         if type(value) is int:
-            # codec.unpack and codec.pack of an integer, spelled out: two calls less, 0.2 µs of a check's 2.
+            # unpack and pack of an integer, inlined: two calls less, 0.2 µs of a check's 2.
             outcome = decide((value >> SPENT_SHIFT, value & LATEST_MASK), rule, now_us, cost)
             spent, latest_us = outcome[5]  # type: ignore[misc]  # an integer's state is a pair
             shard[key] = (
@@ -119,9 +120,9 @@ class BucketTable:
             outcome = decide(unpack(value), rule, now_us, cost)
             shard[key] = pack(outcome[5], rule, self._tick)  # type: ignore[arg-type]  # None comes of None only
             return outcome
-        value = self._cold.take(key) if self._cold else None
+        value = self._restored.take(key) if self._restored else None
         outcome = decide(None if value is None else unpack(value), rule, now_us, cost)
-        # Only now: a check that failed is not one of those that were judged.
+        # After `decide`: a check that raised is not counted.
         self._stats.bucket_missed_total += value is None
         if outcome[5] is not None:
             self._add(key, pack(outcome[5], rule, self._tick))
@@ -130,10 +131,10 @@ class BucketTable:
     def peek(  # noqa: PLR0917 - the same signature as apply
         self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
     ) -> Outcome:
-        """Judge a check as :meth:`apply` would, and keep nothing of it."""
+        """Decide a check as :meth:`apply` does, without storing anything."""
         value = self._shards[hash(key) % self._shard_count].get(key)
-        if value is None and self._cold:
-            value = self._cold.get(key)
+        if value is None and self._restored:
+            value = self._restored.get(key)
         if value is None:
             outcome = decide(None, rule, now_us, cost)
             self._stats.bucket_missed_total += 1
@@ -141,18 +142,15 @@ class BucketTable:
         return decide(unpack(value), rule, now_us, cost)
 
     def remove(self, key: bytes) -> Value | None:
-        """Forget the bucket of ``key``: it starts afresh. Returns what it held, for :meth:`put_back`."""
+        """Drop the bucket of ``key``; return its value, for :meth:`put_back`."""
         value = self._shards[hash(key) % self._shard_count].pop(key, None)
         if value is not None:
             self._entries -= 1
             return value
-        return self._cold.take(key) if self._cold else None
+        return self._restored.take(key) if self._restored else None
 
     def put_back(self, key: bytes, value: Value) -> None:
-        """Undo a :meth:`remove`, and forget what was spent since.
-
-        Else whoever checks fast enough would profit from a reset that failed.
-        """
+        """Undo a :meth:`remove`, and drop what was spent since: a failed reset must not help fast callers."""
         shard = self._shards[hash(key) % self._shard_count]
         if key in shard:
             shard[key] = with_tick(value, self._tick)
@@ -160,11 +158,11 @@ class BucketTable:
             self._add(key, with_tick(value, self._tick))
 
     def value(self, key: bytes) -> Value | None:
-        """What the bucket of ``key`` holds, if it was used by this process."""
+        """Return the value of ``key`` if this process used the bucket, else ``None``."""
         return self._shards[hash(key) % self._shard_count].get(key)
 
     def keys(self, index: int, since_tick: int = 0) -> list[bytes]:
-        """The buckets of shard ``index`` that were used at ``since_tick`` or later; about 0.1 ms."""
+        """Return the keys of shard ``index`` used at ``since_tick`` or later; takes about 0.1 ms."""
         return [key for key, value in self._shards[index].items() if tick_of(value) >= since_tick]
 
     def sweep(self, now_us: int, shards: int) -> None:
@@ -177,13 +175,13 @@ class BucketTable:
                 del shard[key]
             self._entries -= len(expired)
             self.expired_total += len(expired)
-            if self._cold:
-                self.expired_total += self._cold.sweep(
+            if self._restored:
+                self.expired_total += self._restored.sweep(
                     lambda value: self._is_expired(value, now_us)
                 )
 
     def _add(self, key: bytes, value: Value) -> None:
-        # Room first: it may give the key's shard another dict.
+        # Evict first: it may replace the key's shard.
         if len(self) >= self.max_entries:
             self._evict()
         self._shards[hash(key) % self._shard_count][key] = value
@@ -195,13 +193,13 @@ class BucketTable:
         return is_over(value, now_us - LATE_US)
 
     def _evict(self) -> None:
-        """Make room: drop a bucket of before the restart, else the least recently used of the next shard in turn.
+        """Drop a restored bucket, else the least recently used of the next shard.
 
-        Least recently used to the tick within a shard, approximately over all: shards are filled by a hash and take
-        turns, so that their oldest buckets are about equally old.
+        LRU is exact to the tick within a shard and approximate over all: shards are filled by a hash and evicted
+        round-robin, so their oldest buckets are about equally old.
         """
-        if self._cold:
-            self._cold.drop_any()
+        if self._restored:
+            self._restored.drop_any()
             self.evicted_total += 1
             return
         shard = self._next_filled()
@@ -209,7 +207,7 @@ class BucketTable:
         victims = by_use[: -(-len(by_use) // EVICTED_PART)]
         for key, _ in victims:
             del shard[key]
-        # A dict never gives back the slots of what it lost; a copy has just as many as it needs.
+        # A dict keeps the slots of deleted keys; a copy has only as many as it needs.
         compact: dict[bytes, Value] = {}
         compact.update(shard)
         self._shards[self._evict_next - 1] = compact
@@ -222,6 +220,84 @@ class BucketTable:
             self._evict_next = (self._evict_next + 1) % self._shard_count
             if shard:
                 return shard
+
+
+class RestoredBuckets:
+    """Buckets from before a restart that have not been used since, by the name they have on disk.
+
+    The name is a digest of the key (ADR 0015), so a bucket moves to the table at its first check, which has the key.
+    """
+
+    def __init__(self, keys: BucketKeys) -> None:
+        self._keys = keys
+        self._shards: list[dict[bytes, Value]] = [{} for _ in range(RESTORED_SHARDS)]
+        self._entries = 0
+        self._drop_next = 0
+        self._sweep_next = 0
+
+    def __len__(self) -> int:
+        """Return the number of buckets."""
+        return self._entries
+
+    @property
+    def shard_count(self) -> int:
+        """Number of shards: the unit of :meth:`items` and :meth:`sweep`."""
+        return len(self._shards)
+
+    def put(self, stored_key: bytes, value: Value) -> None:
+        """Set the value of a name."""
+        shard = self._shard(stored_key)
+        self._entries += stored_key not in shard
+        shard[stored_key] = value
+
+    def discard(self, stored_key: bytes) -> None:
+        """Drop the bucket of a name, if it exists."""
+        self._entries -= self._shard(stored_key).pop(stored_key, None) is not None
+
+    def get(self, key: bytes) -> Value | None:
+        """Return the value of ``key``, or ``None``."""
+        stored_key = self._keys.stored(key)
+        return self._shard(stored_key).get(stored_key)
+
+    def take(self, key: bytes) -> Value | None:
+        """Remove and return the value of ``key``, or ``None``."""
+        stored_key = self._keys.stored(key)
+        value = self._shard(stored_key).pop(stored_key, None)
+        self._entries -= value is not None
+        return value
+
+    def drop_any(self) -> None:
+        """Drop one bucket; there must be one."""
+        while not self._shards[self._drop_next]:
+            self._drop_next = (self._drop_next + 1) % RESTORED_SHARDS
+        self._shards[self._drop_next].popitem()
+        self._entries -= 1
+
+    def items(self, index: int) -> list[tuple[bytes, Value]]:
+        """Return the (stored key, value) pairs of shard ``index``."""
+        return list(self._shards[index].items())
+
+    def sweep(self, is_expired: Callable[[Value], bool]) -> int:
+        """Drop the expired buckets of the next shard, about 0.2 ms; return their number."""
+        shard = self._shards[self._sweep_next]
+        self._sweep_next = (self._sweep_next + 1) % RESTORED_SHARDS
+        expired = [stored_key for stored_key, value in shard.items() if is_expired(value)]
+        for stored_key in expired:
+            del shard[stored_key]
+        self._entries -= len(expired)
+        return len(expired)
+
+    def map(self, change: Callable[[Value], Value | None]) -> None:
+        """Replace every value by ``change`` of it; ``None`` drops it. Takes about 0.5 s for a million."""
+        for index, shard in enumerate(self._shards):
+            changed = ((stored_key, change(value)) for stored_key, value in shard.items())
+            self._shards[index] = kept = {
+                stored_key: value for stored_key, value in changed if value is not None
+            }
+            self._entries -= len(shard) - len(kept)
+
+    def _shard(self, stored_key: bytes) -> dict[bytes, Value]:
+        return self._shards[(stored_key[0] << 8 | stored_key[1]) % RESTORED_SHARDS]
 
 
 def _tick_of_item(item: tuple[bytes, Value]) -> int:

@@ -221,11 +221,8 @@ class Node:
             self._keys.secret,
             self._clock,
             callers_time=self._callers_time,
-            report=_warn,
         )
         self._open.push_async_callback(snapshot.drain)
-        for report in snapshot.reports:
-            _warn(report)
         background = self._new_background(feed)
         self._start_upkeep(background, table)
         background.start("snapshot", snapshot.run)

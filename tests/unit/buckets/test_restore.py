@@ -3,10 +3,9 @@ import tracemalloc
 
 import pytest
 
-from ratelimitd.buckets import restored as cold
 from ratelimitd.buckets import snapshot_format
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.restore import base_path, find, log_path, restore
+from ratelimitd.buckets.restore import base_path, log_path, restore
 from ratelimitd.buckets.snapshot_format import latest_us, pack, tick_of, unpack
 from ratelimitd.buckets.table import LATE_US
 from ratelimitd.model import Algorithm, IdentifierType, Rule
@@ -55,7 +54,9 @@ def held(restored, *names):
 
 class TestFiles:
     def test_an_empty_directory_begins_with_number_one(self, tmp_path):
-        assert find(tmp_path) == (None, [], [], 1)
+        restored = read(tmp_path)
+        assert (len(restored.buckets), restored.read, restored.torn) == (0, [], [])
+        assert restored.next_number == 1
 
     def test_names_are_of_one_length_so_that_they_sort(self, tmp_path):
         assert base_path(tmp_path, 7).name == "buckets-00000007.base"
@@ -67,12 +68,11 @@ class TestFiles:
             for name in ("1.log", "2.base", "2.log", "3.log", "4.base", "4.log", "5.log", "6.tmp")
         }
         for path in paths.values():
-            path.touch()
-        found = find(tmp_path)
-        assert found.base == paths["4.base"]
-        assert found.logs == [paths["4.log"], paths["5.log"]]
-        assert set(found.superseded) == set(paths.values()) - {found.base, *found.logs}
-        assert found.next_number == 6
+            write(path, states(ada=bucket(1)))
+        restored = read(tmp_path)
+        assert restored.read == [paths["4.base"], paths["4.log"], paths["5.log"]]
+        assert set(tmp_path.iterdir()) == set(restored.read)
+        assert restored.next_number == 6
 
     def test_superseded_files_and_empty_logs_are_removed_at_once(self, tmp_path):
         """Else a node that dies again and again before its first base would fill the directory."""
@@ -85,13 +85,14 @@ class TestFiles:
         restored = read(tmp_path)
         assert held(restored, "ada") == [2]
         assert sorted(tmp_path.iterdir()) == [base_path(tmp_path, 2), log_path(tmp_path, 2)]
-        assert restored.files == sorted(tmp_path.iterdir())
+        assert restored.read == sorted(tmp_path.iterdir())
         assert restored.next_number == 5
 
     def test_other_files_are_left_alone(self, tmp_path):
         for name in ("lock", "buckets-1.log", "buckets-00000001.log.foreign", "rules.json"):
             (tmp_path / name).touch()
-        assert find(tmp_path) == (None, [], [], 1)
+        assert read(tmp_path).next_number == 1
+        assert len(list(tmp_path.iterdir())) == 4
 
 
 class TestOrder:
@@ -111,12 +112,12 @@ class TestOrder:
         write(log_path(tmp_path, 2), states(ada=bucket(2)), resets("eve"))
         assert held(read(tmp_path), "ada", "bob", "eve", "old") == [2, 1, None, None]
 
-    def test_chunks_of_a_kind_from_the_future_are_passed_over(self, tmp_path):
+    def test_chunks_of_a_kind_from_the_future_are_passed_over(self, tmp_path, reports):
         unknown = snapshot_format._encode(b"Z", [b"whatever"])
         write(log_path(tmp_path, 1), states(ada=bucket(1)), unknown, states(bob=bucket(2)))
         restored = read(tmp_path)
         assert held(restored, "ada", "bob") == [1, 2]
-        assert restored.reports == []
+        assert reports == []
 
     def test_buckets_of_before_are_older_than_everything_used_since(self, tmp_path):
         write(log_path(tmp_path, 1), states(ada=bucket(1), bob=log_bucket(1)))
@@ -149,7 +150,7 @@ class TestTime:
 
 
 class TestDamage:
-    def test_a_log_cut_at_any_byte_is_restored_up_to_the_last_whole_chunk(self, tmp_path):
+    def test_a_log_cut_at_any_byte_is_restored_up_to_the_last_whole_chunk(self, tmp_path, reports):
         parts = [
             (states(ada=bucket(1)), [1, None, None]),
             (states(bob=log_bucket(2)), [1, T, None]),
@@ -176,18 +177,17 @@ class TestDamage:
             assert found == expected[last_whole]
             torn, holds_something = cut > last_whole, cut > len(HEADER)
             assert restored.torn == [path] * torn
-            assert restored.files == [path] * (holds_something and not torn)
+            assert restored.read == [path] * (holds_something and not torn)
             assert path.exists() == holds_something
-            assert ["torn" in report for report in restored.reports] == [True] * torn
+            assert ["torn" in report for report in reports] == [True] * torn
+            reports.clear()
 
-    def test_a_log_that_ends_in_zeros_is_torn(self, tmp_path):
+    def test_a_log_that_ends_in_zeros_is_torn(self, tmp_path, reports):
         path = write(log_path(tmp_path, 1), states(ada=bucket(1)), bytes(4096))
         restored = read(tmp_path)
         assert held(restored, "ada") == [1]
-        assert (restored.torn, restored.files) == ([path], [])
-        assert restored.reports == [
-            "buckets-00000001.log is torn: its last 4096 bytes were ignored"
-        ]
+        assert (restored.torn, restored.read) == ([path], [])
+        assert reports == ["buckets-00000001.log is torn: its last 4096 bytes were ignored"]
 
     def test_a_file_is_never_in_memory_whole(self, tmp_path):
         path = write(log_path(tmp_path, 1), *[states(ada=bucket(1))] * 50_000)
@@ -198,14 +198,14 @@ class TestDamage:
         finally:
             tracemalloc.stop()
 
-    def test_what_follows_a_torn_log_in_later_ones_still_holds(self, tmp_path):
+    def test_what_follows_a_torn_log_in_later_ones_still_holds(self, tmp_path, reports):
         torn = write(log_path(tmp_path, 1), states(ada=bucket(1)), states(bob=bucket(2))[:-3])
         write(log_path(tmp_path, 2), states(eve=bucket(3)))
         restored = read(tmp_path)
         assert held(restored, "ada", "bob", "eve") == [1, None, 3]
         assert restored.torn == [torn]
-        assert restored.files == [log_path(tmp_path, 2)]
-        assert restored.reports == ["buckets-00000001.log is torn: its last 48 bytes were ignored"]
+        assert restored.read == [log_path(tmp_path, 2)]
+        assert reports == ["buckets-00000001.log is torn: its last 48 bytes were ignored"]
 
     @pytest.mark.parametrize(
         "content",
@@ -216,42 +216,43 @@ class TestDamage:
         ],
         ids=["another secret", "another program", "zeros"],
     )
-    def test_a_foreign_file_is_set_aside_whole_and_reported(self, tmp_path, content):
+    def test_a_foreign_file_is_set_aside_whole_and_reported(self, tmp_path, reports, content):
         log_path(tmp_path, 1).write_bytes(content)
         write(log_path(tmp_path, 2), states(bob=bucket(2)))
         restored = read(tmp_path)
         assert held(restored, "ada", "bob") == [None, 2]
         assert (tmp_path / "buckets-00000001.log.foreign").read_bytes() == content
         assert not log_path(tmp_path, 1).exists()
-        assert restored.files == [log_path(tmp_path, 2)]
-        (report,) = restored.reports
+        assert restored.read == [log_path(tmp_path, 2)]
+        (report,) = reports
         assert "buckets-00000001.log" in report
 
-    def test_of_the_foreign_files_of_before_the_newest_three_are_kept(self, tmp_path):
+    def test_of_the_foreign_files_of_before_the_newest_three_are_kept(self, tmp_path, reports):
         """As when the rule database, and so the secret, is new at every start."""
         for number in range(1, 9):
             write(log_path(tmp_path, number), header=b"PK")
-            assert read(tmp_path).foreign == [log_path(tmp_path, number)]
+            read(tmp_path)
+            assert not log_path(tmp_path, number).exists()
         assert [path.name for path in sorted(tmp_path.iterdir())] == [
             f"buckets-0000000{number}.log.foreign" for number in (5, 6, 7, 8)
         ]
 
-    def test_files_that_became_foreign_together_stay_together(self, tmp_path):
+    def test_files_that_became_foreign_together_stay_together(self, tmp_path, reports):
         write(base_path(tmp_path, 1), header=b"PK")
         for number in range(1, 9):
             write(log_path(tmp_path, number), header=b"PK")
-        assert len(read(tmp_path).foreign) == 9
+        read(tmp_path)
         assert len(list(tmp_path.glob("*.foreign"))) == 9
         read(tmp_path)
         assert len(list(tmp_path.glob("*.foreign"))) == 9
 
-    def test_a_file_that_cannot_be_read_is_reported_and_kept(self, tmp_path):
+    def test_a_file_that_cannot_be_read_is_reported_and_kept(self, tmp_path, reports):
         log_path(tmp_path, 1).mkdir()
         write(log_path(tmp_path, 2), states(bob=bucket(2)))
         restored = read(tmp_path)
         assert held(restored, "bob") == [2]
-        assert log_path(tmp_path, 1) not in restored.files + restored.torn
-        assert restored.reports == [
+        assert log_path(tmp_path, 1) not in restored.read + restored.torn
+        assert reports == [
             "buckets-00000001.log cannot be read (Is a directory); its buckets start afresh"
         ]
 
@@ -263,4 +264,8 @@ class TestDamage:
 
 
 def contents(restored):
-    return dict(item for index in range(cold.SHARDS) for item in restored.buckets.items(index))
+    return dict(
+        item
+        for index in range(restored.buckets.shard_count)
+        for item in restored.buckets.items(index)
+    )

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.buckets import restored, snapshot, snapshot_format
+from ratelimitd.buckets import snapshot, snapshot_format, table
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import log_path
 from ratelimitd.buckets.snapshot import (
     BASE_RETRY_US,
     PASS_S,
-    TURN_BUCKETS,
-    TURN_BYTES,
+    STEP_BUCKETS,
+    STEP_BYTES,
     WAKES_PER_S,
     SnapshotLog,
 )
@@ -40,10 +40,7 @@ class Node:
     def __init__(self, directory, clock, *, max_entries=1000, **options):
         self.directory, self.clock = directory, clock
         self.table = BucketTable(max_entries, CheckStats())
-        self.reports: list[str] = []
-        self.snapshot = SnapshotLog.open(
-            directory, self.table, SECRET, clock, report=self.reports.append, **options
-        )
+        self.snapshot = SnapshotLog.open(directory, self.table, SECRET, clock, **options)
 
     def use(self, name, cost=1, rule=RULE):
         return self.table.apply(name, rule, DECIDE[rule.algorithm], self.clock.now_us(), cost)
@@ -100,7 +97,7 @@ class TestRestart:
         again = node_of()
         assert len(again.table) == 2
         assert again.spent(b"ada", b"bob") == [5, 0]
-        log = unpack(again.snapshot._cold.get(b"log"))
+        log = unpack(again.snapshot._restored.get(b"log"))
         assert log == unpack(node.table.value(b"log"))
         _, remaining, *_ = again.use(b"log", 1, LOG_RULE)
         assert remaining == 992
@@ -146,8 +143,8 @@ class TestRestart:
         assert len(node_of().table) == 0
 
     async def test_many_buckets_and_long_logs_go_in_slices(self, node_of, monkeypatch):
-        monkeypatch.setattr(snapshot, "TURN_BUCKETS", 7)
-        monkeypatch.setattr(snapshot, "TURN_BYTES", 64)
+        monkeypatch.setattr(snapshot, "STEP_BUCKETS", 7)
+        monkeypatch.setattr(snapshot, "STEP_BYTES", 64)
         node = node_of(max_entries=5000)
         for number in range(100):
             node.use(b"%d" % number, number + 1)
@@ -189,13 +186,13 @@ class TestTurns:
         node = node_of(max_entries=SHARD_ENTRIES)
         self.use_logs(node, 500, 150)
         await node.snapshot.write_pass()
-        assert len(encoded) == pytest.approx(500 * 150 * 16 / TURN_BYTES, abs=1)
-        assert max(log_bytes for _, log_bytes in encoded) < TURN_BYTES + 16 * 152
+        assert len(encoded) == pytest.approx(500 * 150 * 16 / STEP_BYTES, abs=1)
+        assert max(log_bytes for _, log_bytes in encoded) < STEP_BYTES + 16 * 152
 
     async def test_so_do_the_many_long_logs_of_a_shard_that_waits_for_its_first_check(
         self, node_of, encoded, monkeypatch
     ):
-        monkeypatch.setattr(restored, "SHARDS", 1)
+        monkeypatch.setattr(table, "RESTORED_SHARDS", 1)
         node = node_of()
         self.use_logs(node, 500, 150)
         for number in range(400):
@@ -205,8 +202,8 @@ class TestTurns:
         encoded.clear()
         await node.snapshot.write_pass()
         assert sum(buckets for buckets, _ in encoded) == 900
-        assert max(buckets for buckets, _ in encoded) <= TURN_BUCKETS
-        assert max(log_bytes for _, log_bytes in encoded) < TURN_BYTES + 16 * 152
+        assert max(buckets for buckets, _ in encoded) <= STEP_BUCKETS
+        assert max(log_bytes for _, log_bytes in encoded) < STEP_BYTES + 16 * 152
         assert len(node_of().table) == 900
 
 
@@ -238,7 +235,7 @@ class TestPasses:
     async def test_a_bucket_that_is_reset_while_its_shard_is_written_is_left_out(
         self, node_of, monkeypatch
     ):
-        monkeypatch.setattr(snapshot, "TURN_BUCKETS", 1)
+        monkeypatch.setattr(snapshot, "STEP_BUCKETS", 1)
         node, names, resets = node_of(max_entries=10), [b"ada", b"bob", b"eve"], []
         for name in names:
             node.use(name, 5)
@@ -265,7 +262,7 @@ class TestPasses:
         assert node.snapshot.last_pass_us == clock.monotonic_us()
 
     async def test_what_could_not_be_written_is_counted_and_written_by_the_next_pass(
-        self, node_of, monkeypatch, clock
+        self, node_of, monkeypatch, clock, reports
     ):
         node = node_of()
         node.use(b"ada", 5)
@@ -280,21 +277,24 @@ class TestPasses:
         assert node.snapshot.errors_total == 1
         again = node_of()
         assert again.spent(b"ada", b"bob") == [5, 6]
-        assert again.snapshot.reports == []
+        assert [line.partition(":")[0] for line in reports] == [
+            "buckets cannot be written",
+            "buckets can be written again",
+        ]
 
     async def test_the_first_failure_and_the_recovery_are_reported_and_nothing_between(
-        self, node_of, monkeypatch
+        self, node_of, monkeypatch, reports
     ):
         node, failure = node_of(), "buckets cannot be written: No space left on device"
         node.use(b"ada")
         monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
         for _ in range(3):
             await node.snapshot.write_pass()
-        assert (node.snapshot.errors_total, node.reports) == (3, [failure])
+        assert (node.snapshot.errors_total, reports) == (3, [failure])
         monkeypatch.setattr(os, "pwrite", REAL_PWRITE)
         for _ in range(3):
             await node.snapshot.write_pass()
-        assert node.reports == [failure, "buckets can be written again"]
+        assert reports == [failure, "buckets can be written again"]
 
     async def test_a_reset_that_cannot_be_written_is_refused(self, node_of, monkeypatch):
         node = node_of()
@@ -361,16 +361,14 @@ class TestBase:
             assert base.exists() == (not outgrown[-1])
         assert 3 <= sum(outgrown) <= 20
 
-    async def test_a_torn_file_is_set_aside_once_the_base_is_there(self, node_of):
+    async def test_a_torn_file_is_set_aside_once_the_base_is_there(self, node_of, reports):
         node = node_of()
         node.use(b"ada", 5)
         await node.snapshot.write_pass()
         with log_path(node.directory, 1).open("ab") as file:
             file.write(b"half a chunk")
         again = node_of()
-        assert again.snapshot.reports == [
-            "buckets-00000001.log is torn: its last 12 bytes were ignored"
-        ]
+        assert reports == ["buckets-00000001.log is torn: its last 12 bytes were ignored"]
         await again.snapshot.write_pass()
         assert again.files() == [
             "buckets-00000001.log.torn",
@@ -404,7 +402,7 @@ class TestBase:
         assert node_of().spent(b"ada", b"bob") == [6, 6]
 
     async def test_a_reset_while_the_base_is_written_holds(self, node_of):
-        for reset_at in range(0, 2 * 1 + restored.SHARDS, 97):
+        for reset_at in range(0, 2 * 1 + table.RESTORED_SHARDS, 97):
             node = await self.two_lives(node_of)
 
             async def pace(step, steps, node=node, reset_at=reset_at):
@@ -429,7 +427,7 @@ class TestBase:
         assert node.files() == ["buckets-00000007.base", "buckets-00000007.log"]
 
     async def test_a_base_that_does_not_fit_is_given_up_and_tried_again_a_minute_later(
-        self, node_of, monkeypatch
+        self, node_of, monkeypatch, reports
     ):
         node = await self.two_lives(node_of)
         node.use(b"eve", 7)
@@ -456,11 +454,11 @@ class TestBase:
         node.clock.advance(us=BASE_RETRY_US - 1)
         await node.snapshot.write_pass()
         assert node.files() == logs
-        assert node.reports == ["buckets cannot be written: No space left on device"]
+        assert reports == ["buckets cannot be written: No space left on device"]
         node.clock.advance(us=1)
         await node.snapshot.write_pass()
         assert node.files() == ["buckets-00000004.base", "buckets-00000004.log"]
-        assert node.reports[1:] == ["buckets can be written again"]
+        assert reports[1:] == ["buckets can be written again"]
 
     async def test_a_next_log_that_cannot_be_begun_leaves_the_present_one_in_use(
         self, node_of, monkeypatch
@@ -515,7 +513,7 @@ class TestDrain:
         assert node_of().spent(b"ada", b"bob") == [5, 0]
 
     async def test_a_directory_that_was_removed_is_reported_until_it_is_there_again(
-        self, tmp_path, clock
+        self, tmp_path, clock, reports
     ):
         directory = tmp_path / "state"
         directory.mkdir()
@@ -528,23 +526,25 @@ class TestDrain:
             node.use(b"ada")
             await node.snapshot.write_pass()
             assert node.snapshot.errors_total == errors
-        assert node.reports == ["buckets cannot be written: No such file or directory"]
+        assert reports == ["buckets cannot be written: No such file or directory"]
         directory.mkdir()
         clock.advance(seconds=BASE_RETRY_US // US_PER_S)
         node.use(b"ada", 7)
         await node.snapshot.write_pass()
-        assert node.reports[1:] == ["buckets can be written again"]
+        assert reports[1:] == ["buckets can be written again"]
         await node.snapshot.drain()
         assert Node(directory, clock).spent(b"ada") == [7]
 
-    async def test_a_full_disk_does_not_keep_a_node_from_stopping(self, node_of, monkeypatch):
+    async def test_a_full_disk_does_not_keep_a_node_from_stopping(
+        self, node_of, monkeypatch, reports
+    ):
         node = node_of()
         node.use(b"ada", 5)
         monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
         monkeypatch.setattr(os, "fdatasync", fail(errno.EIO))
         await node.snapshot.drain()
         assert node.snapshot.errors_total == 2
-        assert node.reports == ["buckets cannot be written: No space left on device"]
+        assert reports == ["buckets cannot be written: No space left on device"]
 
     async def test_a_pass_that_was_cancelled_midway_is_made_good(self, node_of):
         node = node_of(max_entries=3 * SHARD_ENTRIES)
@@ -587,13 +587,13 @@ class TestRhythm:
         await node.snapshot.drain()
         node = node_of(max_entries=max_entries)
         looks: dict[int, list[float]] = {}
-        original = node.snapshot._look
+        original = node.snapshot._visit
 
         async def look(index):
             looks.setdefault(index, [0]).append(node.clock.monotonic_us() / 1_000_000)
             await original(index)
 
-        monkeypatch.setattr(node.snapshot, "_look", look)
+        monkeypatch.setattr(node.snapshot, "_visit", look)
         with pytest.raises(asyncio.CancelledError):
             await node.snapshot.run()
         assert node.files() == ["buckets-00000003.base", "buckets-00000003.log"]
@@ -620,7 +620,7 @@ class TestRhythm:
         node = node_of(max_entries=1_000_000)
         with pytest.raises(asyncio.CancelledError):
             await node.snapshot.run()
-        steps_of_the_base = 2 * node.table.shard_count + restored.SHARDS
+        steps_of_the_base = 2 * node.table.shard_count + table.RESTORED_SHARDS
         assert len(slept) >= steps_of_the_base + 8 * node.table.shard_count
 
     async def test_a_pass_that_took_too_long_is_followed_by_the_next_at_once(
@@ -645,14 +645,14 @@ class TestOpening:
             Node(path, clock)
 
     async def test_under_another_secret_every_bucket_starts_afresh_and_nothing_is_lost(
-        self, node_of, tmp_path, clock
+        self, node_of, tmp_path, clock, reports
     ):
         node = node_of()
         node.use(b"ada", 5)
         await node.snapshot.drain()
-        stranger = BucketTable(10, CheckStats())
-        opened = SnapshotLog.open(tmp_path, stranger, b"another secret", clock)
-        assert (len(stranger), len(opened.reports)) == (0, 1)
+        another = BucketTable(10, CheckStats())
+        opened = SnapshotLog.open(tmp_path, another, b"another secret", clock)
+        assert (len(another), len(reports)) == (0, 1)
         await opened.write_pass()
         assert "buckets-00000001.log.foreign" in node.files()
 

@@ -5,11 +5,16 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.buckets import restored as cold_module
+from ratelimitd.buckets import table as table_module
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.restored import ColdBuckets
 from ratelimitd.buckets.snapshot_format import MAX_TICK, pack, tick_of, unpack, window_seconds
-from ratelimitd.buckets.table import IDLE_TICKS, LATE_US, SHARD_ENTRIES, BucketTable
+from ratelimitd.buckets.table import (
+    IDLE_TICKS,
+    LATE_US,
+    SHARD_ENTRIES,
+    BucketTable,
+    RestoredBuckets,
+)
 from ratelimitd.counters import CheckStats
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from tests.outcomes import Outcome
@@ -40,8 +45,8 @@ def keys_of(table):
     return {name for index in range(table.shard_count) for name in table.keys(index)}
 
 
-def cold_of(*numbers, count=4):
-    buckets = ColdBuckets(KEYS)
+def restored_of(*numbers, count=4):
+    buckets = RestoredBuckets(KEYS)
     for number in numbers:
         buckets.put(KEYS.stored(key(number)), pack((count, T), RULE, 0))
     return buckets
@@ -129,7 +134,7 @@ class TestChecks:
     def test_buckets_that_were_not_there_are_counted(self):
         stats = CheckStats()
         table = BucketTable(10, stats)
-        table.adopt(cold_of(1, 2))
+        table.adopt(restored_of(1, 2))
         use(table, b"ada")
         use(table, b"ada")
         look(table, b"ada")
@@ -193,11 +198,11 @@ class TestBound:
 
     @pytest.mark.parametrize("seed", range(5))
     def test_any_churn_keeps_the_bound_and_the_count(self, seed, monkeypatch):
-        monkeypatch.setattr(cold_module, "SHARDS", 8)
+        monkeypatch.setattr(table_module, "RESTORED_SHARDS", 8)
         rng = random.Random(seed)
         max_entries = rng.choice([1, 5, 60, 700])
         table, now_us, removed = table_of(max_entries), T, {}
-        table.adopt(cold_of(*range(rng.randint(0, 2 * max_entries))))
+        table.adopt(restored_of(*range(rng.randint(0, 2 * max_entries))))
         for _ in range(4_000):
             name = key(rng.randint(0, 3 * max_entries))
             action = rng.random()
@@ -215,7 +220,7 @@ class TestBound:
                 now_us += rng.randint(0, 20) * SECOND
                 table.tick += rng.randint(0, 3)
             assert len(table) <= max_entries
-        adopted = len(table._cold) if table._cold else 0
+        adopted = len(table._restored) if table._restored else 0
         assert len(table) == len(keys_of(table)) + adopted
 
     def test_the_least_recently_used_leave_first(self):
@@ -294,9 +299,9 @@ class TestExpiry:
         assert (len(table), table.expired_total) == (0, 1)
 
     def test_a_sweep_reaches_the_buckets_of_before_the_restart(self, monkeypatch):
-        monkeypatch.setattr(cold_module, "SHARDS", 2)
+        monkeypatch.setattr(table_module, "RESTORED_SHARDS", 2)
         table = table_of(50)
-        table.adopt(cold_of(*range(20)))
+        table.adopt(restored_of(*range(20)))
         table.sweep(T, 1)
         assert len(table) == 20
         for _ in range(2):
@@ -331,7 +336,7 @@ class TestExpiry:
 class TestBeforeTheRestart:
     def test_a_bucket_goes_on_from_what_it_held(self):
         table = table_of(10)
-        table.adopt(cold_of(1, 2))
+        table.adopt(restored_of(1, 2))
         assert len(table) == 2
         assert use(table, key(1)).remaining == 5
         assert use(table, key(1)).remaining == 4
@@ -339,20 +344,20 @@ class TestBeforeTheRestart:
 
     def test_a_peek_leaves_it_where_it_is(self):
         table = table_of(10)
-        table.adopt(cold_of(1))
+        table.adopt(restored_of(1))
         assert look(table, key(1)).remaining == 5
         assert look(table, key(2)).remaining == 9
         assert (len(table), keys_of(table)) == (1, set())
 
     def test_a_denied_check_moves_it_unchanged(self):
         table = table_of(10)
-        table.adopt(cold_of(1, count=10))
+        table.adopt(restored_of(1, count=10))
         assert not use(table, key(1)).allowed
         assert unpack(table.value(key(1))) == (10, T)
 
     def test_it_can_be_removed_and_put_back(self):
         table = table_of(10)
-        table.adopt(cold_of(1))
+        table.adopt(restored_of(1))
         value = table.remove(key(1))
         assert len(table) == 0
         table.put_back(key(1), value)
@@ -360,26 +365,26 @@ class TestBeforeTheRestart:
 
     def test_removing_an_unknown_bucket_leaves_the_others(self):
         table = table_of(10)
-        table.adopt(cold_of(1))
+        table.adopt(restored_of(1))
         assert table.remove(key(2)) is None
         assert len(table) == 1
 
     def test_the_bound_holds_for_both_together_from_the_start(self):
         table = table_of(5)
         use(table, b"ada")
-        table.adopt(cold_of(*range(20)))
+        table.adopt(restored_of(*range(20)))
         assert len(table) == 5
         assert table.value(b"ada") is not None
 
     def test_more_live_buckets_than_the_bound_leave_nothing_of_before(self):
         table = table_of(1)
         use(table, b"ada")
-        table.adopt(cold_of(1))
+        table.adopt(restored_of(1))
         assert (len(table), table.value(b"ada") is not None) == (1, True)
 
     def test_it_gives_way_before_any_bucket_in_use(self):
         table = table_of(5)
-        table.adopt(cold_of(*range(5)))
+        table.adopt(restored_of(*range(5)))
         for number in range(100, 105):
             use(table, key(number))
             assert len(table) == 5

@@ -2,59 +2,59 @@ import random
 
 import pytest
 
-from ratelimitd.buckets import restored
+from ratelimitd.buckets import table
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.restored import ColdBuckets
+from ratelimitd.buckets.table import RestoredBuckets
 
 KEYS = BucketKeys(b"k" * 32)
 
 
-def cold_of(values):
-    buckets = ColdBuckets(KEYS)
+def restored_of(values):
+    buckets = RestoredBuckets(KEYS)
     for key, value in values.items():
         buckets.put(KEYS.stored(key), value)
     return buckets
 
 
 def contents(buckets):
-    return dict(item for index in range(restored.SHARDS) for item in buckets.items(index))
+    return dict(item for index in range(buckets.shard_count) for item in buckets.items(index))
 
 
 def test_a_bucket_is_found_by_the_key_whose_digest_it_was_stored_under():
-    buckets = cold_of({b"ada": 1, b"bob": 2})
+    buckets = restored_of({b"ada": 1, b"bob": 2})
     assert (len(buckets), buckets.get(b"ada"), buckets.get(b"eve")) == (2, 1, None)
 
 
 def test_a_bucket_is_taken_once():
-    buckets = cold_of({b"ada": 1})
+    buckets = restored_of({b"ada": 1})
     assert buckets.take(b"ada") == 1
     assert buckets.take(b"ada") is None
     assert len(buckets) == 0
 
 
 def test_what_is_read_later_replaces_what_was_read_before():
-    buckets = cold_of({b"ada": 1})
+    buckets = restored_of({b"ada": 1})
     buckets.put(KEYS.stored(b"ada"), 2)
     assert (len(buckets), buckets.get(b"ada")) == (1, 2)
 
 
 def test_a_discarded_bucket_is_gone_and_may_be_discarded_again():
-    buckets = cold_of({b"ada": 1, b"bob": 2})
+    buckets = restored_of({b"ada": 1, b"bob": 2})
     buckets.discard(KEYS.stored(b"ada"))
     buckets.discard(KEYS.stored(b"ada"))
     assert (len(buckets), buckets.get(b"ada")) == (1, None)
 
 
 def test_dropping_goes_on_until_nothing_is_left():
-    buckets = cold_of({bytes([number]): number for number in range(50)})
+    buckets = restored_of({bytes([number]): number for number in range(50)})
     for left in reversed(range(50)):
         buckets.drop_any()
         assert len(buckets) == left == len(contents(buckets))
 
 
 def test_a_sweep_drops_what_has_expired_and_comes_round_to_every_shard(monkeypatch):
-    monkeypatch.setattr(restored, "SHARDS", 4)
-    buckets = cold_of({bytes([number]): number for number in range(100)})
+    monkeypatch.setattr(table, "RESTORED_SHARDS", 4)
+    buckets = restored_of({bytes([number]): number for number in range(100)})
     dropped = [buckets.sweep(lambda value: value % 2 == 1) for _ in range(4)]
     assert min(dropped) > 0
     assert sum(dropped) == 50
@@ -65,7 +65,7 @@ def test_a_sweep_drops_what_has_expired_and_comes_round_to_every_shard(monkeypat
 
 
 def test_a_map_changes_every_value_and_drops_those_it_makes_none():
-    buckets = cold_of({bytes([number]): number for number in range(100)})
+    buckets = restored_of({bytes([number]): number for number in range(100)})
     buckets.map(lambda value: value * 2 if value < 30 else None)
     assert sorted(contents(buckets).values()) == list(range(0, 60, 2))
     assert len(buckets) == 30
@@ -73,8 +73,8 @@ def test_a_map_changes_every_value_and_drops_those_it_makes_none():
 
 @pytest.mark.parametrize("shards", [1, 7, 2_048])
 def test_the_length_is_right_whatever_is_done(monkeypatch, shards):
-    monkeypatch.setattr(restored, "SHARDS", shards)
-    rng, buckets = random.Random(shards), ColdBuckets(KEYS)
+    monkeypatch.setattr(table, "RESTORED_SHARDS", shards)
+    rng, buckets = random.Random(shards), RestoredBuckets(KEYS)
     actions = {
         "put": lambda key: buckets.put(KEYS.stored(key), rng.randint(0, 99)),
         "discard": lambda key: buckets.discard(KEYS.stored(key)),
