@@ -1,1 +1,1 @@
-"""Every setting: name, default, bounds, meaning, and the sources its value comes from."""
+"""The settings of a node: the table of them, their values, and where values come from."""

@@ -1,7 +1,7 @@
-"""How the text of a setting becomes a value, and how the value is shown again.
+"""Parses the text of a setting to a value, and formats the value again.
 
-Every parser takes the text and raises ``ValueError`` with the end of a sentence that begins with the setting's name
-("must be …"). None reads the environment or a file, and none puts the text into its message: it may be a secret.
+Every parser raises ``ValueError`` with the end of a sentence that begins with the setting's name ("must be …"), and
+quotes nothing of the text, which may be a secret.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from ratelimitd.model import IdentifierType
-from ratelimitd.settings.urls import parse_database_url, parse_redis_url
+from ratelimitd.settings.urls import MAX_PORT, parse_database_url, parse_redis_url
 
 T = TypeVar("T")
 
@@ -20,7 +20,6 @@ _TYPES: Final = frozenset(IdentifierType)
 
 MASK: Final = "********"
 
-MAX_PORT: Final = 65_535
 MAX_TOKEN_CHARACTERS: Final = 1024
 MAX_NODE_ID_CHARACTERS: Final = 128
 MIN_KEY_SECRET_BYTES: Final = 16
@@ -28,7 +27,7 @@ MAX_KEY_SECRET_BYTES: Final = 64
 """The longest key BLAKE2b takes."""
 
 _PASSWORD_IN_URL: Final = re.compile(r"(://[^:@/?#]*:).*@")
-"""Greedy, up to the last ``@``: a password with an unescaped ``/`` or ``@`` is masked whole, too."""
+"""Greedy, up to the last ``@``: masks a password with an unescaped ``/`` or ``@`` whole."""
 
 _PASSWORD_IN_QUERY: Final = re.compile(
     r"(?i)([?&][^=&]*(?:password|passwd|secret|token)[^=&]*=)[^&]*"
@@ -42,12 +41,12 @@ class Address(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        """``host:port``, an IPv6 host in brackets."""
+        """Return ``host:port``, an IPv6 host in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def address(text: str) -> Address:
-    """``HOST:PORT``, an IPv6 host in brackets."""
+    """Parse ``HOST:PORT``, an IPv6 host in brackets."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]]+)):([0-9]{1,5})", text)
     if match is None or int(match[3]) > MAX_PORT:
         message = "must be HOST:PORT, such as 127.0.0.1:9090 or [::]:9090"
@@ -56,12 +55,12 @@ def address(text: str) -> Address:
 
 
 def optional(parse: Callable[[str], T]) -> Callable[[str], T | None]:
-    """``parse``, with an empty text for "none"."""
+    """Return ``parse`` with an empty text for ``None``."""
     return lambda text: parse(text) if text else None
 
 
 def path(text: str) -> Path:
-    """A path; existence is the business of whoever opens it."""
+    """Parse a path, which need not exist."""
     if not text or "\0" in text:
         message = "must be a path"
         raise ValueError(message)
@@ -69,7 +68,7 @@ def path(text: str) -> Path:
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """One of ``choices``, spelt exactly so."""
+    """Return a parser of exactly one of ``choices``."""
 
     def parse(text: str) -> str:
         if text not in choices:
@@ -81,12 +80,12 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 def on_off(text: str) -> bool:
-    """``on`` or ``off``."""
+    """Parse ``on`` or ``off``."""
     return one_of("on", "off")(text) == "on"
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """An integer from ``low`` to ``high`` in ASCII digits."""
+    """Return a parser of integers from ``low`` to ``high`` in ASCII digits."""
 
     def parse(text: str) -> int:
         if re.fullmatch(r"[0-9]{1,18}", text) is None or not low <= int(text) <= high:
@@ -98,7 +97,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def fraction(text: str) -> float:
-    """A number from 0 to 1, in decimal digits."""
+    """Parse a number from 0 to 1, in decimal digits."""
     if re.fullmatch(r"0|1|1\.0{1,9}|0?\.[0-9]{1,9}", text) is None:
         message = "must be a number from 0 to 1, such as 0.1"
         raise ValueError(message)
@@ -106,7 +105,7 @@ def fraction(text: str) -> float:
 
 
 def optional_url(text: str) -> str:
-    """``http://`` or ``https://`` and a host, without user and password, which would be shown; empty = none."""
+    """Parse an ``http`` or ``https`` URL without user and password, which would be shown; empty = none."""
     if text and re.fullmatch(r"https?://[^\s@/?#]+(?:/[^\s@?#]*)?", text) is None:
         message = "must be http://HOST:PORT or https://HOST:PORT, without a user"
         raise ValueError(message)
@@ -114,7 +113,7 @@ def optional_url(text: str) -> str:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names separated by commas, spaces around them dropped; empty = none."""
+    """Parse names separated by commas and optional spaces; empty = none."""
     found = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
     if not all(name and name.isprintable() for name in found):
         message = "must be names separated by commas"
@@ -123,7 +122,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def identifier_keys(text: str) -> tuple[str, ...]:
-    """``KEY=TYPE`` separated by commas, TYPE one of the contract's; empty = none."""
+    """Parse ``KEY=TYPE`` separated by commas, TYPE an identifier type; empty = none."""
     found = names(text)
     pairs = [pair.rpartition("=") for pair in found]
     keys = [key for key, _, _ in pairs]
@@ -136,7 +135,7 @@ def identifier_keys(text: str) -> tuple[str, ...]:
 
 
 def token(text: str) -> str:
-    """A bearer token in the characters that HTTP allows it (RFC 6750 section 2.1); empty = none."""
+    """Parse a bearer token (RFC 6750 section 2.1); empty = none."""
     if re.fullmatch(r"(?:[A-Za-z0-9._~+/-]+=*)?", text) is None or len(text) > MAX_TOKEN_CHARACTERS:
         message = f"must be at most {MAX_TOKEN_CHARACTERS} letters, digits and -._~+/, = at the end"
         raise ValueError(message)
@@ -144,7 +143,7 @@ def token(text: str) -> str:
 
 
 def key_secret(text: str) -> bytes:
-    """The UTF-8 bytes of a secret; empty = none."""
+    """Parse a secret to its UTF-8 bytes; empty = none."""
     secret = text.encode(errors="surrogateescape")
     if secret and not MIN_KEY_SECRET_BYTES <= len(secret) <= MAX_KEY_SECRET_BYTES:
         message = f"must have {MIN_KEY_SECRET_BYTES} to {MAX_KEY_SECRET_BYTES} bytes"
@@ -153,7 +152,7 @@ def key_secret(text: str) -> bytes:
 
 
 def node_id(text: str) -> str:
-    """A name in visible ASCII, since it becomes a log field and part of a line on stdout; empty = host:pid."""
+    """Parse a name in visible ASCII, as it is a log field and part of a line on stdout; empty = host:pid."""
     if re.fullmatch(r"[!-~]*", text) is None or len(text) > MAX_NODE_ID_CHARACTERS:
         message = (
             f"must be at most {MAX_NODE_ID_CHARACTERS} visible ASCII characters without spaces"
@@ -163,20 +162,20 @@ def node_id(text: str) -> str:
 
 
 def database_url(text: str) -> str:
-    """``sqlite:///PATH`` or ``postgresql://…``, as :mod:`ratelimitd.settings.urls` has it."""
+    """Validate a database URL, see :func:`ratelimitd.settings.urls.parse_database_url`."""
     parse_database_url(text)
     return text
 
 
 def redis_url(text: str) -> str:
-    """What :func:`ratelimitd.settings.urls.parse_redis_url` takes; empty = none."""
+    """Validate a URL, see :func:`ratelimitd.settings.urls.parse_redis_url`; empty = none."""
     if text:
         parse_redis_url(text)
     return text
 
 
 def shown(value: object) -> str:
-    """A value as text that could be set again."""
+    """Return a value as text that could be set again."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple) and not isinstance(value, Address):
@@ -185,10 +184,10 @@ def shown(value: object) -> str:
 
 
 def masked(value: object) -> str:
-    """Says only whether a secret is set."""
+    """Return a mask for a secret that is set."""
     return MASK if value else ""
 
 
 def masked_url(url: str) -> str:
-    """A URL without its password."""
+    """Return a URL without its password."""
     return _PASSWORD_IN_QUERY.sub(rf"\g<1>{MASK}", _PASSWORD_IN_URL.sub(rf"\g<1>{MASK}@", url))

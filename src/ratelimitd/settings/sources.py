@@ -1,7 +1,4 @@
-"""Where the text of a setting is found: a flag, the environment, or a file that one of them names.
-
-Knows how names are spelt and which environment variables are not ours; never what a value means. See ADR 0019.
-"""
+"""The sources of a setting's text: a flag, the environment, or a file named by one of them. See ADR 0019."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ from ratelimitd.errors import SettingsError
 ENV_PREFIX: Final = "RATELIMITD_"
 
 MAX_SECRET_FILE_BYTES: Final = 65_536
-"""More than any secret needs; a path that names something endless by mistake must not fill the memory."""
+"""More than any secret needs; bounds a path to an endless file."""
 
 KUBERNETES_SERVICE: Final = re.compile(
     r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)?)"
 )
-"""What Kubernetes puts into every container of a namespace with a service called ``ratelimitd``: none of it is ours."""
+"""Variables that Kubernetes sets in a namespace with a service called ``ratelimitd``; ignored."""
 
 
 class Found(NamedTuple):
-    """The text of a setting: ``origin`` names where for a person, ``source`` is flag, environment or file."""
+    """The text of a setting; ``origin`` is for messages, ``source`` is flag, environment or file."""
 
     origin: str
     text: str
@@ -33,27 +30,27 @@ class Found(NamedTuple):
 
 
 def environment_of(name: str) -> str:
-    """The environment variable of a setting name: ``HTTP_LISTEN`` → ``RATELIMITD_HTTP_LISTEN``."""
+    """Return the environment variable of a setting: ``HTTP_LISTEN`` → ``RATELIMITD_HTTP_LISTEN``."""
     return ENV_PREFIX + name
 
 
 def flag_of(name: str) -> str:
-    """The flag of ``serve`` for a setting name: ``HTTP_LISTEN`` → ``--http-listen``."""
+    """Return the flag of ``serve`` for a setting: ``HTTP_LISTEN`` → ``--http-listen``."""
     return "--" + name.lower().replace("_", "-")
 
 
 def file_of(name: str) -> str:
-    """The name under which a secret is read from a file: ``ADMIN_TOKEN`` → ``ADMIN_TOKEN_FILE``."""
+    """Return the setting that names the file of a secret: ``ADMIN_TOKEN`` → ``ADMIN_TOKEN_FILE``."""
     return name + "_FILE"
 
 
 def find(
     name: str, environ: Mapping[str, str], flags: Mapping[str, str | None], *, with_file: bool
 ) -> Found | None:
-    """The text of one setting, from its flag first, else from the environment; ``None`` when neither has it.
+    """Return the text of one setting, from its flag, else from the environment, else ``None``.
 
     Raises:
-        SettingsError: the value and its file are both given, the file cannot be read, or there is nothing in it.
+        SettingsError: the value and its file are both given, or the file is unreadable or empty.
     """
     for source, spell, text_of in (
         ("flag", flag_of, flags.get),
@@ -74,16 +71,16 @@ def find(
 def unknown_names(
     environ: Mapping[str, str], flags: Mapping[str, str | None], known: Collection[str]
 ) -> list[str]:
-    """A sentence for each name that is ours by its prefix and yet not ``known``."""
-    strangers = [
+    """Return a sentence for each name with our prefix that is not ``known``."""
+    unknown = [
         (name, environment_of)
         for name in sorted(
             key.removeprefix(ENV_PREFIX) for key in environ if key.startswith(ENV_PREFIX)
         )
         if name not in known and not KUBERNETES_SERVICE.fullmatch(name)
     ]
-    strangers += [(name, flag_of) for name in sorted(flags) if name not in known]
-    return [_unknown_name(name, spell, known) for name, spell in strangers]
+    unknown += [(name, flag_of) for name in sorted(flags) if name not in known]
+    return [_unknown_name(name, spell, known) for name, spell in unknown]
 
 
 def _unknown_name(name: str, spell: Callable[[str], str], known: Collection[str]) -> str:
@@ -109,7 +106,7 @@ def _read_secret(origin: str, name: str) -> str:
         message = f"{origin}: {file} is longer than {MAX_SECRET_FILE_BYTES} bytes"
         raise SettingsError(message)
     if not text.strip():
-        # Written by a deployment that lost the secret on the way. Taken as "not set", it would open the node.
+        # Left by a deployment that lost the secret; taken as "not set" it would open the node.
         message = f"{origin}: {file} is empty"
         raise SettingsError(message)
     return text.removesuffix("\n").removesuffix("\r")

@@ -1,7 +1,7 @@
-"""The settings of a node: one frozen value, read once from the environment and the flags of ``serve``.
+"""The settings of a node: names, defaults, bounds, descriptions, and forbidden combinations.
 
-Owns names, defaults, bounds and what may not be combined. Never looks at the environment later, and never shows a
-secret. See ADR 0019.
+One frozen value, read once from the environment and the flags of ``serve``; it never shows a secret. To add a setting,
+add a row here and in ``docs/operations.md``, and read the attribute where it is used. See ADR 0019.
 """
 
 from __future__ import annotations
@@ -39,16 +39,27 @@ from ratelimitd.settings.parsing import (
 )
 
 STATE_DIR_SOURCE: Final = "state directory"
-"""The source of an admin token that the parent of several workers made."""
+"""Source of an admin token made by the parent of several workers."""
 
 
 class SettingSpec(NamedTuple):
-    """One setting as a person meets it; ``default`` is text as in the environment. Secrets also exist as a file."""
+    """One setting; ``default`` is text, parsed like any other."""
 
-    name: str
     default: str
+    parse: Callable[[str], Any]
     help: str
-    secret: bool
+    show: Callable[[Any], str] = shown
+    name: str = ""
+
+    @property
+    def secret(self) -> bool:
+        """Whether the value is never shown whole, and may come from a file."""
+        return self.show is not shown
+
+    @property
+    def filled(self) -> bool:
+        """Whether an empty value is refused: a lost credential must not open the node."""
+        return self.show is masked
 
     @property
     def environment(self) -> str:
@@ -62,7 +73,7 @@ class SettingSpec(NamedTuple):
 
 
 class SettingInUse(NamedTuple):
-    """One row of ``config show``: the value (secrets masked) and where it came from.
+    """One row of ``config show``: the value (secrets masked) and its source.
 
     ``source`` is ``default``, ``environment``, ``flag`` or ``file``.
     """
@@ -72,101 +83,82 @@ class SettingInUse(NamedTuple):
     source: str
 
 
-class _Setting(NamedTuple):
-    """What is known of a field beside its type; the default takes the way of every other text, through ``parse``."""
-
-    default: str
-    parse: Callable[[str], Any]
-    help: str
-    show: Callable[[Any], str] = shown
-
-    @property
-    def secret(self) -> bool:
-        """Whether the value is never shown whole, and may come from a file."""
-        return self.show is not shown
-
-    @property
-    def filled(self) -> bool:
-        """Whether a value that is given must not be empty: a credential that got lost must not open the node."""
-        return self.show is masked
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Settings:
-    """Every setting of a node. Build it with :meth:`load`, which validates; the class itself only holds.
+    """Every setting of a node; built and validated by :meth:`load`.
 
-    Attribute ``http_listen`` is the environment's ``RATELIMITD_HTTP_LISTEN`` and the flag ``--http-listen``.
+    Attribute ``http_listen`` is ``RATELIMITD_HTTP_LISTEN`` in the environment and the flag ``--http-listen``.
     """
 
-    # A table, so not the formatter's: one setting, one line where it fits.
+    # A table: one setting per line where it fits.
     # fmt: off
-    listen: Annotated[Address, _Setting("127.0.0.1:9090", address,
+    listen: Annotated[Address, SettingSpec("127.0.0.1:9090", address,
         "gRPC address as HOST:PORT; port 0 picks a free one")]
-    http_listen: Annotated[Address | None, _Setting("127.0.0.1:8080", optional(address),
+    http_listen: Annotated[Address | None, SettingSpec("127.0.0.1:8080", optional(address),
         "HTTP address for the page, JSON, metrics and probes; empty = off")]
-    http_hosts: Annotated[tuple[str, ...], _Setting("", names,
+    http_hosts: Annotated[tuple[str, ...], SettingSpec("", names,
         "further Host names, comma-separated, under which the HTTP page may be asked for")]
-    database_url: Annotated[str, _Setting("sqlite:///ratelimitd.db", database_url,
+    database_url: Annotated[str, SettingSpec("sqlite:///ratelimitd.db", database_url,
         "rule database, sqlite:///PATH or postgresql://…", masked_url)]
-    redis_url: Annotated[str, _Setting("", redis_url,
+    redis_url: Annotated[str, SettingSpec("", redis_url,
         "shared state of a cluster; empty = this node's memory", masked_url)]
-    redis_timeout_ms: Annotated[int, _Setting("20", whole_number(1, 1000),
+    redis_timeout_ms: Annotated[int, SettingSpec("20", whole_number(1, 1000),
         "longest time a check waits for the shared state, ms")]
-    state_dir: Annotated[Path, _Setting("./ratelimitd-state", path,
+    state_dir: Annotated[Path, SettingSpec("./ratelimitd-state", path,
         "directory of the bucket snapshot and the last good rule book")]
-    consistency: Annotated[str, _Setting("eventual", one_of("eventual", "strict"),
+    consistency: Annotated[str, SettingSpec("eventual", one_of("eventual", "strict"),
         "strict: every check is decided in the shared state")]
-    timestamps: Annotated[str, _Setting("bounded", one_of("bounded", "server", "caller"),
+    timestamps: Annotated[str, SettingSpec("bounded", one_of("bounded", "server", "caller"),
         "how far a caller's timestamp is believed")]
-    on_breaker_open: Annotated[str, _Setting("fail_open", one_of("fail_open", "local", "deny"),
+    on_breaker_open: Annotated[str, SettingSpec("fail_open", one_of("fail_open", "local", "deny"),
         "what to answer while the circuit breaker is open")]
-    rules_file: Annotated[Path | None, _Setting("", optional(path), "YAML rules that seed a new rule book")]
-    admin_token: Annotated[str, _Setting("", token,
+    rules_file: Annotated[Path | None, SettingSpec("", optional(path), "YAML rules that seed a new rule book")]
+    admin_token: Annotated[str, SettingSpec("", token,
         "bearer token of the admin role; empty = made once and kept in STATE_DIR/admin-token", masked)]
-    check_token: Annotated[str, _Setting("", token, "bearer token of the check role; empty = everyone", masked)]
-    admin_sans: Annotated[tuple[str, ...], _Setting("", names,
+    check_token: Annotated[str, SettingSpec("", token, "bearer token of the check role; empty = everyone", masked)]
+    admin_sans: Annotated[tuple[str, ...], SettingSpec("", names,
         "client-certificate SANs, comma-separated, that hold the admin role")]
-    check_sans: Annotated[tuple[str, ...], _Setting("", names,
+    check_sans: Annotated[tuple[str, ...], SettingSpec("", names,
         "client-certificate SANs, comma-separated, that hold the check role")]
-    loopback_admin: Annotated[bool, _Setting("off", on_off,
+    loopback_admin: Annotated[bool, SettingSpec("off", on_off,
         "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback hold the admin role; never behind a proxy")]
-    key_secret: Annotated[bytes, _Setting("", key_secret,
+    key_secret: Annotated[bytes, SettingSpec("", key_secret,
         "keys the hash of bucket keys; empty = made once and kept in the database", masked)]
-    tls_cert: Annotated[Path | None, _Setting("", optional(path), "server certificate chain, PEM")]
-    tls_key: Annotated[Path | None, _Setting("", optional(path), "private key of the certificate, PEM")]
-    tls_client_ca: Annotated[Path | None, _Setting("", optional(path),
+    tls_cert: Annotated[Path | None, SettingSpec("", optional(path), "server certificate chain, PEM")]
+    tls_key: Annotated[Path | None, SettingSpec("", optional(path), "private key of the certificate, PEM")]
+    tls_client_ca: Annotated[Path | None, SettingSpec("", optional(path),
         "CA of client certificates, PEM: turns on mTLS")]
-    workers: Annotated[int, _Setting("1", whole_number(1, 64), "processes on one port; more than 1 needs REDIS_URL")]
-    transport: Annotated[str, _Setting("native", one_of("native", "grpcio"),
+    workers: Annotated[int, SettingSpec("1", whole_number(1, 64), "processes on one port; more than 1 needs REDIS_URL")]
+    transport: Annotated[str, SettingSpec("native", one_of("native", "grpcio"),
         "who speaks gRPC: this project's own server, or Google's library")]
-    max_concurrent_rpcs: Annotated[int, _Setting("1000", whole_number(1, 100_000),
+    max_concurrent_rpcs: Annotated[int, SettingSpec("1000", whole_number(1, 100_000),
         "calls in progress; more are answered RESOURCE_EXHAUSTED")]
-    sync_interval_ms: Annotated[int, _Setting("100", whole_number(1, 60_000),
+    sync_interval_ms: Annotated[int, SettingSpec("100", whole_number(1, 60_000),
         "how often spends go to the shared state, ms")]
-    cache_entries: Annotated[int, _Setting("1000000", whole_number(1, 100_000_000),
+    cache_entries: Annotated[int, SettingSpec("1000000", whole_number(1, 100_000_000),
         "buckets held, least recently used go first")]
-    cache_ttl_s: Annotated[int, _Setting("300", whole_number(1, 86_400),
+    cache_ttl_s: Annotated[int, SettingSpec("300", whole_number(1, 86_400),
         "how long an unused bucket stays in the cache, s")]
-    breaker_failures: Annotated[int, _Setting("5", whole_number(1, 1000),
+    breaker_failures: Annotated[int, SettingSpec("5", whole_number(1, 1000),
         "failed round trips that open the circuit breaker")]
-    breaker_recovery_s: Annotated[int, _Setting("30", whole_number(1, 3600),
+    breaker_recovery_s: Annotated[int, SettingSpec("30", whole_number(1, 3600),
         "pause before an open breaker probes, s")]
-    drain_s: Annotated[int, _Setting("10", whole_number(0, 3600),
+    drain_s: Annotated[int, SettingSpec("10", whole_number(0, 3600),
         "longest time a stopping node waits for calls in flight, s")]
-    node_id: Annotated[str, _Setting("", node_id, "name of this node; empty = host:pid")]
-    log_level: Annotated[str, _Setting("info", one_of("debug", "info", "warning", "error"),
+    node_id: Annotated[str, SettingSpec("", node_id, "name of this node; empty = host:pid")]
+    log_level: Annotated[str, SettingSpec("info", one_of("debug", "info", "warning", "error"),
         "least severe level that is logged")]
-    log_format: Annotated[str, _Setting("auto", one_of("auto", "json", "console"),
+    log_format: Annotated[str, SettingSpec("auto", one_of("auto", "json", "console"),
         "auto: console on a terminal, else json")]
-    otel_endpoint: Annotated[str, _Setting("", optional_url,
+    otel_endpoint: Annotated[str, SettingSpec("", optional_url,
         "OTLP/HTTP collector of traces, http://HOST:4318; empty = off")]
-    otel_sample_ratio: Annotated[float, _Setting("1", fraction,
+    otel_sample_ratio: Annotated[float, SettingSpec("1", fraction,
         "how many of the traces that begin here are recorded, 0 to 1")]
-    reflection: Annotated[bool, _Setting("on", on_off, "gRPC server reflection")]
-    envoy_identifiers: Annotated[tuple[str, ...], _Setting(
+    reflection: Annotated[bool, SettingSpec("on", on_off, "gRPC server reflection")]
+    envoy_identifiers: Annotated[tuple[str, ...], SettingSpec(
         "remote_address=ip,ip=ip,user=user,user_id=user,x-user-id=user,api_key=api_key,authorization=api_key",
         identifier_keys, "keys of Envoy's entries that say who is limited, and as what: KEY=TYPE, comma-separated")]
-    envoy_fields: Annotated[str, _Setting("all", one_of("all", "standard", "none"),
+    envoy_fields: Annotated[str, SettingSpec("all", one_of("all", "standard", "none"),
         "header fields that Envoy is told to add; standard: no X-RateLimit-*")]
     # fmt: on
 
@@ -175,7 +167,7 @@ class Settings:
 
     @classmethod
     def load(cls, environ: Mapping[str, str], flags: Mapping[str, str | None]) -> Self:
-        """Read every setting; a flag beats the environment.
+        """Read every setting; a flag overrides the environment.
 
         Args:
             environ: the process environment.
@@ -183,13 +175,14 @@ class Settings:
                 given.
 
         Raises:
-            SettingsError: wrong or unknown settings, all of them named in one line; no secret is shown.
+            SettingsError: names all wrong and unknown settings in one line, without secrets.
         """
         problems = lookup.unknown_names(environ, flags, _KNOWN)
         parsed: dict[str, Any] = {}
         origins: dict[str, str] = {}
         failed: set[str] = set()
-        for name, setting in _BY_NAME.items():
+        for setting in SETTINGS:
+            name = setting.name
             parsed[name.lower()] = setting.parse(setting.default)
             try:
                 found = lookup.find(name, environ, flags, with_file=setting.secret)
@@ -210,14 +203,14 @@ class Settings:
         return settings
 
     def describe(self) -> tuple[SettingInUse, ...]:
-        """Every setting in the order of the documentation, secrets masked, with its source."""
+        """Return every setting in the order of the documentation, secrets masked, with its source."""
         return tuple(
             SettingInUse(
-                name,
-                setting.show(getattr(self, name.lower())),
-                self.sources.get(name, "default"),
+                setting.name,
+                setting.show(getattr(self, setting.name.lower())),
+                self.sources.get(setting.name, "default"),
             )
-            for name, setting in _BY_NAME.items()
+            for setting in SETTINGS
         )
 
     @property
@@ -227,12 +220,12 @@ class Settings:
 
     @property
     def has_own_admin_token(self) -> bool:
-        """Whether the node makes its admin token: nothing that is set holds the admin role."""
+        """Whether the node makes its admin token, because no setting grants the admin role."""
         return not (self.admin_token or self.admin_sans or self.loopback_admin)
 
     @property
     def admin_token_name(self) -> str:
-        """Where the admin token comes from, as callers are told."""
+        """Where the admin token comes from, for callers."""
         made = self.has_own_admin_token or self.sources.get("ADMIN_TOKEN") == STATE_DIR_SOURCE
         return "in STATE_DIR/admin-token" if made else "ADMIN_TOKEN"
 
@@ -243,7 +236,7 @@ class Settings:
 
     @property
     def warnings(self) -> Sequence[str]:
-        """What an operator should hear at each start, a line each."""
+        """Warnings for the operator at each start, a line each."""
         if not self.loopback_admin:
             return ()
         line = (
@@ -256,41 +249,36 @@ class Settings:
 
     @property
     def http_names(self) -> frozenset[str]:
-        """The names under which pages are shown: the host of HTTP_LISTEN and those of HTTP_HOSTS."""
+        """The Host names that pages are served for: those of HTTP_LISTEN and HTTP_HOSTS."""
         own = () if self.http_listen is None else (self.http_listen.host,)
         return frozenset((*own, *self.http_hosts))
 
     @property
     def http_socket(self) -> Path:
-        """Where the HTTP side of a worker is for its parent."""
+        """Socket of a worker's HTTP server, for its parent."""
         return self.state_dir / "http.sock"
 
     def __repr__(self) -> str:
-        """The settings that were given, secrets masked."""
+        """Return the settings that are not defaults, secrets masked."""
         given = (f"{row.name}={row.value!r}" for row in self.describe() if row.source != "default")
         return f"Settings({', '.join(given)})"
 
 
-_BY_NAME: Final[Mapping[str, _Setting]] = {
-    name.upper(): hint.__metadata__[0]
+SETTINGS: Final = tuple(
+    hint.__metadata__[0]._replace(name=name.upper())
     for name, hint in typing.get_type_hints(
         Settings, globals(), globals(), include_extras=True
     ).items()
     if typing.get_origin(hint) is Annotated
-}
-
-SETTINGS: Final = tuple(
-    SettingSpec(name, setting.default, setting.help, setting.secret)
-    for name, setting in _BY_NAME.items()
 )
 """Every setting, in the order of the documentation."""
 
-_KNOWN: Final = frozenset(_BY_NAME) | {
-    lookup.file_of(name) for name, setting in _BY_NAME.items() if setting.secret
+_KNOWN: Final = frozenset(setting.name for setting in SETTINGS) | {
+    lookup.file_of(setting.name) for setting in SETTINGS if setting.secret
 }
 
 
-def _parse(setting: _Setting, found: lookup.Found) -> object:
+def _parse(setting: SettingSpec, found: lookup.Found) -> object:
     if setting.filled and not found.text:
         message = f"{found.origin} is empty: give it a value, or leave it out"
         raise SettingsError(message)
@@ -303,7 +291,7 @@ def _parse(setting: _Setting, found: lookup.Found) -> object:
 
 
 class _Combination(NamedTuple):
-    """Settings that do not go together; not judged when one of ``names`` is wrong by itself."""
+    """A forbidden combination; not checked when one of ``names`` is invalid."""
 
     names: tuple[str, ...]
     clashes: Callable[[Settings], bool]

@@ -1,6 +1,7 @@
-"""REDIS_URL as a value: which servers, in which topology, as whom, and over which kind of connection.
+"""REDIS_URL and DATABASE_URL as values.
 
-Never connects, never reads a file, and never puts a part of the text into a message: it may be a secret.
+Both parsers raise ``ValueError`` with the end of a sentence that begins with the setting's name, and quote nothing of
+the text, which may be a secret. See ADR 0024 and ADR 0026.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ REDIS_PORT: Final = 6379
 SENTINEL_PORT: Final = 26_379
 MAX_PORT: Final = 65_535
 MAX_DATABASE: Final = 65_535
-"""Servers have 16 databases unless configured otherwise; one past what a server has is refused by that server."""
+"""Servers have 16 databases by default, and refuse a number beyond their own."""
 
-_SERVER: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]@/]+))(?::([0-9]{1,5}))?")
+_SERVER: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:,\[\]@/]+))(?::([0-9]{1,5}))?")
+"""HOST or HOST:PORT, an IPv6 host in brackets."""
 
 _COMMON_OPTIONS: Final = frozenset({"db"})
 _TLS_OPTIONS: Final = frozenset(
@@ -29,8 +31,40 @@ _SENTINEL_OPTIONS: Final = frozenset({"sentinel_username", "sentinel_password"})
 _TRUTHS: Final[Mapping[str, bool]] = {"true": True, "1": True, "false": False, "0": False}
 
 
+SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+"""Of libpq. The default is libpq's own, prefer: TLS is tried, and the server is not verified."""
+
+PARAMETERS: Final = frozenset(
+    {
+        "host",  # the directory of a socket
+        "passfile",
+        "port",
+        "search_path",
+        "sslcert",
+        "sslcrl",
+        "sslkey",
+        "sslmode",
+        "sslnegotiation",
+        "sslrootcert",
+        "target_session_attrs",
+    }
+)
+"""Accepted options. The driver would pass any other to the server, which refuses most."""
+
+_SQLITE: Final = "sqlite:///"
+
+_POSTGRESQL: Final = re.compile(
+    r"(?:postgresql|postgres)://"
+    r"(?:[^\s:@/?#\[\]]*(?::[^\s:@/?#\[\]]*)?@)?"
+    r"(?P<hosts>[^\s@/?#]*)"
+    r"/(?P<name>[^\s@/?#]+)"
+    r"(?:\?(?P<query>[^\s#]*))?"
+)
+_ESCAPE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
+
+
 class Topology(enum.StrEnum):
-    """How the servers share the keys: one holds all, one of them is the primary, or each holds some slots."""
+    """How keys are distributed: on one server, on the primary of Sentinel, or by slots."""
 
     STANDALONE = "standalone"
     SENTINEL = "sentinel"
@@ -38,7 +72,7 @@ class Topology(enum.StrEnum):
 
 
 class Server(NamedTuple):
-    """Where one server listens: a host and a port, or the path of a Unix socket in place of the host."""
+    """Address of a server: host and port, or the path of a Unix socket as the host."""
 
     host: str
     port: int
@@ -49,20 +83,20 @@ class Server(NamedTuple):
         return self.host.startswith("/")
 
     def __str__(self) -> str:
-        """For logs and metrics."""
+        """Return the address for logs and metrics."""
         if self.is_path:
             return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Login(NamedTuple):
-    """A user of the server; without a user the default one, without a password none is sent."""
+    """User and password; an empty user is the default one, an empty password is not sent."""
 
     user: str = ""
     password: str = ""
 
     def __repr__(self) -> str:
-        """Without the password."""
+        """Return a text without the password."""
         shown = "********" if self.password else ""
         return f"Login(user={self.user!r}, password={shown!r})"
 
@@ -71,7 +105,7 @@ NO_LOGIN: Final = Login()
 
 
 class TlsFiles(NamedTuple):
-    """What a TLS connection is checked with; empty paths: the system's authorities, and no certificate of ours."""
+    """Files of a TLS connection; empty paths: the system's authorities, and no client certificate."""
 
     ca_certs: str = ""
     certfile: str = ""
@@ -81,7 +115,7 @@ class TlsFiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """The parsed setting. ``servers`` are the sentinels with Sentinel, some of the nodes with Cluster."""
+    """The parsed setting; ``servers`` are the sentinels of Sentinel, or some nodes of Cluster."""
 
     topology: Topology
     servers: tuple[Server, ...]
@@ -89,9 +123,34 @@ class RedisUrl:
     database: int = 0
     tls: TlsFiles | None = None
     service: str = ""
-    """With Sentinel: the name under which the sentinels know the primary."""
+    """Name of the primary at the sentinels."""
     sentinel_login: Login = NO_LOGIN
 
+
+class SqliteFile(NamedTuple):
+    """``sqlite:///PATH``; PATH is taken literally, absolute with a fourth slash."""
+
+    path: Path
+
+    @property
+    def place(self) -> str:
+        """The file, for messages."""
+        return str(self.path)
+
+
+class PostgresqlServer(NamedTuple):
+    """``postgresql://user:password@host:port/database?options``; the driver takes ``dsn``."""
+
+    dsn: str
+    place: str
+    """Hosts and database, without user and password, for messages."""
+
+    def __repr__(self) -> str:
+        """Return a text without the password."""
+        return f"PostgresqlServer({self.place!r})"
+
+
+DatabaseUrl = SqliteFile | PostgresqlServer
 
 _SCHEMES: Final[Mapping[str, tuple[Topology, bool]]] = {
     "redis": (Topology.STANDALONE, False),
@@ -102,18 +161,21 @@ _SCHEMES: Final[Mapping[str, tuple[Topology, bool]]] = {
     "redis+cluster": (Topology.CLUSTER, False),
     "rediss+cluster": (Topology.CLUSTER, True),
 }
-"""Scheme → topology and whether connections are TLS."""
+"""Scheme → topology, and whether to use TLS."""
 
 
 def parse_redis_url(text: str) -> RedisUrl:
-    """The value of ``text``.
+    """Return the value of REDIS_URL.
 
     Raises:
-        ValueError: the end of a sentence that begins with the setting's name; it quotes nothing of ``text``.
+        ValueError: see the module.
     """
     parts = _split(text)
     topology, encrypted = _SCHEMES[parts.scheme]
-    options = _options(parts.query, topology, encrypted=encrypted)
+    known = _COMMON_OPTIONS | (_TLS_OPTIONS if encrypted else frozenset())
+    if topology is Topology.SENTINEL:
+        known |= _SENTINEL_OPTIONS
+    options = _options(parts.query, known)
     credentials, _, hosts = parts.netloc.rpartition("@")
     if parts.scheme == "unix":
         servers: tuple[Server, ...] = (_socket(hosts, unquote(parts.path)),)
@@ -138,6 +200,24 @@ def parse_redis_url(text: str) -> RedisUrl:
     )
 
 
+def parse_database_url(text: str) -> DatabaseUrl:
+    """Return the value of DATABASE_URL.
+
+    Raises:
+        ValueError: see the module.
+    """
+    if text.startswith(("postgresql", "postgres:")):
+        return _postgresql(text)
+    file = text.removeprefix(_SQLITE)
+    if file in {text, "", ":memory:"}:
+        message = (
+            "must be sqlite:///PATH, with a fourth slash for an absolute path,"
+            " or postgresql://user:password@host:port/database"
+        )
+        raise ValueError(message)
+    return SqliteFile(Path(file))
+
+
 def _split(text: str) -> SplitResult:
     known = text.isprintable() and " " not in text and text.partition("://")[0] in _SCHEMES
     _require(
@@ -152,21 +232,6 @@ def _split(text: str) -> SplitResult:
         raise ValueError(message) from None
     _require(not parts.fragment, "must have a # in a password written as %23")
     return parts
-
-
-def _options(query: str, topology: Topology, *, encrypted: bool) -> dict[str, str]:
-    known = _COMMON_OPTIONS
-    if encrypted:
-        known |= _TLS_OPTIONS
-    if topology is Topology.SENTINEL:
-        known |= _SENTINEL_OPTIONS
-    pairs = parse_qsl(query, keep_blank_values=True)
-    options = dict(pairs)
-    _require(
-        options.keys() <= known and len(options) == len(pairs),
-        f"must have no options but {', '.join(sorted(known))}, each once",
-    )
-    return options
 
 
 def _login(credentials: str) -> Login:
@@ -238,92 +303,6 @@ def _tls(options: Mapping[str, str]) -> TlsFiles:
     return files
 
 
-def _require(condition: object, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-# What DATABASE_URL may say: a SQLite file, or a PostgreSQL database with the options that libpq's users expect.
-#
-# Never connects, and never puts any of the URL into a message: it may hold a password. See ADR 0024.
-
-SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
-"""Of libpq. The default is its own, too: prefer, which TLS is tried with, but nobody is verified."""
-
-PARAMETERS: Final = frozenset(
-    {
-        "host",  # the directory of a socket
-        "passfile",
-        "port",
-        "search_path",
-        "sslcert",
-        "sslcrl",
-        "sslkey",
-        "sslmode",
-        "sslnegotiation",
-        "sslrootcert",
-        "target_session_attrs",
-    }
-)
-"""What may stand behind the question mark. The driver would hand any other to the server, which refuses most."""
-
-_SQLITE: Final = "sqlite:///"
-
-_POSTGRESQL: Final = re.compile(
-    r"(?:postgresql|postgres)://"
-    r"(?:[^\s:@/?#\[\]]*(?::[^\s:@/?#\[\]]*)?@)?"
-    r"(?P<hosts>[^\s@/?#]*)"
-    r"/(?P<name>[^\s@/?#]+)"
-    r"(?:\?(?P<query>[^\s#]*))?"
-)
-_HOST: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:,\[\]]+)(?::(?P<port>[0-9]{1,5}))?")
-_ESCAPE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
-
-
-class SqliteFile(NamedTuple):
-    """``sqlite:///PATH``; PATH is taken as it stands, absolute with a fourth slash."""
-
-    path: Path
-
-    @property
-    def place(self) -> str:
-        """What a message calls it."""
-        return str(self.path)
-
-
-class PostgresqlServer(NamedTuple):
-    """``postgresql://user:password@host:port/database?options``, as the driver takes it."""
-
-    dsn: str
-    place: str
-    """What a message calls it: hosts and database, without user and password."""
-
-    def __repr__(self) -> str:
-        """Without the password."""
-        return f"PostgresqlServer({self.place!r})"
-
-
-DatabaseUrl = SqliteFile | PostgresqlServer
-
-
-def parse_database_url(text: str) -> DatabaseUrl:
-    """What ``text`` names.
-
-    Raises:
-        ValueError: it names neither; the message is the end of a sentence that begins with the setting's name.
-    """
-    if text.startswith(("postgresql", "postgres:")):
-        return _postgresql(text)
-    file = text.removeprefix(_SQLITE)
-    if file in {text, "", ":memory:"}:
-        message = (
-            "must be sqlite:///PATH, with a fourth slash for an absolute path,"
-            " or postgresql://user:password@host:port/database"
-        )
-        raise ValueError(message)
-    return SqliteFile(Path(file))
-
-
 def _postgresql(text: str) -> PostgresqlServer:
     match = _POSTGRESQL.fullmatch(text)
     hosts = match["hosts"].split(",") if match and match["hosts"] else []
@@ -333,29 +312,35 @@ def _postgresql(text: str) -> PostgresqlServer:
             " in user and password @ is %40, / is %2F, : is %3A and % is %25"
         )
         raise ValueError(message)
-    options = _database_url_options(match["query"] or "")
+    options = _postgresql_options(match["query"] or "")
     where = match["hosts"] or options.get("host", "localhost")
     return PostgresqlServer(text, f"{where}/{unquote(match['name'])}")
 
 
 def _is_host(text: str) -> bool:
-    match = _HOST.fullmatch(text)
-    return match is not None and int(match["port"] or 0) <= MAX_PORT
+    match = _SERVER.fullmatch(text)
+    return match is not None and int(match[3] or 0) <= MAX_PORT
 
 
-def _database_url_options(query: str) -> dict[str, str]:
-    pairs = [pair.partition("=")[::2] for pair in query.split("&")] if query else []
-    options = {name: unquote(value) for name, value in pairs}
-    if len(options) < len(pairs) or not all(options.values()):
-        message = "names a parameter twice, or without a value"
-        raise ValueError(message)
-    if not options.keys() <= PARAMETERS:
-        message = f"names an unknown parameter; known are {', '.join(sorted(PARAMETERS))}"
-        raise ValueError(message)
-    if options.get("sslmode", SSL_MODES[0]) not in SSL_MODES:
-        message = f"names an unknown sslmode; known are {', '.join(SSL_MODES)}"
-        raise ValueError(message)
-    if not re.fullmatch(r"[0-9]{1,5}", options.get("port", "1")):
-        message = "names a port that is no number"
-        raise ValueError(message)
+def _postgresql_options(query: str) -> dict[str, str]:
+    options = _options(query.replace("+", "%2B"), PARAMETERS)
+    _require(all(options.values()), "must have a value for each option")
+    sslmode = options.get("sslmode", SSL_MODES[0])
+    _require(sslmode in SSL_MODES, f"must have as sslmode one of {', '.join(SSL_MODES)}")
+    _require(re.fullmatch(r"[0-9]{1,5}", options.get("port", "1")), "must have a number as port")
     return options
+
+
+def _options(query: str, known: frozenset[str]) -> dict[str, str]:
+    pairs = parse_qsl(query, keep_blank_values=True)
+    options = dict(pairs)
+    _require(
+        options.keys() <= known and len(options) == len(pairs),
+        f"must have no options but {', '.join(sorted(known))}, each once",
+    )
+    return options
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
