@@ -22,7 +22,7 @@ OTHER_RULES: Final = "other"
 
 
 class CheckStats:
-    """Counters of one process. All ``*_total`` only ever grow, but for ``bucket_missed_total``.
+    """Counters of one process. Every ``*_total`` only grows.
 
     ``allowed_total`` and ``blocked_total`` count checks decided by a rule, ``NO_RULE`` as allowed, fail-open answers
     as allowed too (and in their own two counters). Peeks count like checks: they are answered decisions.
@@ -67,8 +67,7 @@ class CheckStats:
         self.clock_rejected_total = 0
         """Caller timestamps that were out of tolerance, so that the node's own clock was used."""
         self.bucket_missed_total = 0
-        """Checks whose bucket was not there: the rare ones are counted, and the others follow from the answers. In a
-        cluster one counts when it is asked for, and no more when that fails."""
+        """Decided checks whose bucket was unknown. Hits are not counted: they follow from the answers."""
         self.latency_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
         self.latency_sum_s = 0.0
         self.by_rule: dict[str, list[int]] = {}

@@ -63,9 +63,16 @@ class Buckets(Protocol):
         """
 
     def peek(  # noqa: PLR0917 - the same signature as apply
-        self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
+        self,
+        key: bytes,
+        rule: Rule,
+        decide: Decide,
+        now_us: int,
+        cost: int,
+        *,
+        is_counted: bool = True,
     ) -> Outcome | None:
-        """Judge a check as :meth:`apply` would, and charge nothing."""
+        """Judge a check as :meth:`apply` would, and charge nothing. ``is_counted``: an absent bucket is a miss."""
 
 
 class LocalBuckets(Buckets, Protocol):
@@ -82,9 +89,16 @@ class SharedBuckets(Buckets, Protocol):
     """Buckets that nodes share."""
 
     def wait(
-        self, key: bytes, rule: Rule, now_us: int, cost: int, *, peek: bool
+        self,
+        key: bytes,
+        rule: Rule,
+        now_us: int,
+        cost: int,
+        *,
+        peek: bool,
+        is_counted: bool = True,
     ) -> Awaitable[Outcome | RateLimitdError]:
-        """Let the shared state decide a check; asked for at once, answered as soon as it has, or cannot.
+        """Ask the shared state to decide a check, at once. ``is_counted``: an absent bucket is a miss.
 
         ``StoreUnavailableError``: it did not answer in time, and what it has charged is not known. Otherwise nothing
         was charged.
@@ -249,10 +263,7 @@ class Limiter:
         An awaitable only where buckets are shared. What cannot be known passes: whoever then charges the checks meets
         the failure again, and has an answer to it.
         """
-        missed = self._stats.bucket_missed_total
         foreseen = [self._foresee(check, now_us) for check in checks]
-        # Each is looked for again when it is charged, and counts then.
-        self._stats.bucket_missed_total = missed
         asked = [one for one in foreseen if not isinstance(one, bool)]
         passes = False not in foreseen
         return self._all_pass_there(asked) if asked and passes else passes
@@ -362,10 +373,15 @@ class Limiter:
             if scope is None:
                 return True
             key = check.identifier + scope.key_suffix
-            outcome = self._buckets.peek(key, scope.rule, scope.decide, now_us, check.cost)
+            # Each bucket is looked up again when it is charged, and counts then.
+            outcome = self._buckets.peek(
+                key, scope.rule, scope.decide, now_us, check.cost, is_counted=False
+            )
             if outcome is not None or self._shared is None:
                 return outcome is None or outcome[0]
-            return self._shared.wait(key, scope.rule, now_us, check.cost, peek=True)
+            return self._shared.wait(
+                key, scope.rule, now_us, check.cost, peek=True, is_counted=False
+            )
         except Exception as error:  # noqa: BLE001 - whoever charges meets it again, and reports it
             return self._passes_without_answer(error)
 

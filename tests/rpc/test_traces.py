@@ -62,7 +62,7 @@ async def test_calls_are_traced_for_whom_it_may_concern(receiver, transport):
 
 async def test_a_node_of_a_cluster_traces_what_it_settles(receiver, tmp_path):
     with Valkey(tmp_path) as valkey:
-        settings = {"redis_url": valkey.url, "otel_endpoint": receiver.url, "sync_interval_ms": 5}
+        settings = {"redis_url": valkey.url, "otel_endpoint": receiver.url, "sync_interval_ms": 10}
         async with (
             running_node(**settings) as node,
             grpc.aio.insecure_channel(node.grpc_address) as channel,

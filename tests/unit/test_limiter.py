@@ -642,9 +642,10 @@ class FakeSharedBuckets:
             raise self.at_once
         return self.at_once
 
-    peek = apply
+    def peek(self, *args, is_counted=True):
+        return self.apply(*args)
 
-    def wait(self, key, rule, now_us, cost, *, peek):
+    def wait(self, key, rule, now_us, cost, *, peek, is_counted=True):
         self.asked.append((key[:-9], rule, now_us, cost, peek))
         answer = asyncio.get_running_loop().create_future()
         if self.answers:

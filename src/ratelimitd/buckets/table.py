@@ -129,15 +129,22 @@ class BucketTable:
         return outcome
 
     def peek(  # noqa: PLR0917 - the same signature as apply
-        self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
+        self,
+        key: bytes,
+        rule: Rule,
+        decide: Decide,
+        now_us: int,
+        cost: int,
+        *,
+        is_counted: bool = True,
     ) -> Outcome:
-        """Decide a check as :meth:`apply` does, without storing anything."""
+        """Decide a check as :meth:`apply` does, without storing anything. ``is_counted``: an absent bucket is a miss."""
         value = self._shards[hash(key) % self._shard_count].get(key)
         if value is None and self._restored:
             value = self._restored.get(key)
         if value is None:
             outcome = decide(None, rule, now_us, cost)
-            self._stats.bucket_missed_total += 1
+            self._stats.bucket_missed_total += is_counted
             return outcome
         return decide(unpack(value), rule, now_us, cost)
 

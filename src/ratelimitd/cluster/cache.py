@@ -11,6 +11,7 @@ tag.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Final, TypeAlias
 
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket
@@ -89,6 +90,8 @@ class BucketCache:
         self.young: dict[bytes, Bucket] = {}
         """What was used last, by key: to look here first saves a call of :meth:`get`."""
         self._old: dict[bytes, Bucket] = {}
+        self._unsettled: dict[bytes, Bucket] = {}
+        """Unused like the old ones, but with something to settle; first in the next young generation."""
         self._turned_us = now_us
         self._added = 0
         self._packed_young: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
@@ -104,16 +107,16 @@ class BucketCache:
 
     def __len__(self) -> int:
         """Buckets known."""
-        return len(self.young) + len(self._old) + self._packed_count
+        return len(self.young) + len(self._old) + len(self._unsettled) + self._packed_count
 
     def get(self, key: bytes) -> Bucket | None:
         """The bucket of ``key``, if it is in use."""
         bucket = self.young.get(key)
         if bucket is not None:
             return bucket
-        if key not in self._old:
-            return None
-        bucket = self.young[key] = self._old.pop(key)
+        bucket = self._old.pop(key, None) or self._unsettled.pop(key, None)
+        if bucket is not None:
+            self.young[key] = bucket
         return bucket
 
     def take_packed(self, name: bytes) -> SharedState | None:
@@ -132,6 +135,14 @@ class BucketCache:
         self._packed_young = [{} for _ in range(HASH_TAGS)]
         self._packed_old = [{} for _ in range(HASH_TAGS)]
         self._packed_count = 0
+
+    def forget_packed_of(self, number: int) -> None:
+        """Drop the packed buckets of one hash tag."""
+        for packed in (self._packed_young[number], self._packed_old[number]):
+            if packed:
+                self._packed_count -= len(packed)
+                self._forgotten.append(packed)
+        self._packed_young[number], self._packed_old[number] = {}, {}
 
     def put_packed(self, name: bytes, shared: SharedState) -> None:
         """Keep the state of a bucket that is not in use."""
@@ -172,12 +183,12 @@ class BucketCache:
         return packed
 
     def _turn(self) -> None:
-        self._old, self.young = self.young, {}
+        self._old, self.young, self._unsettled = self.young, self._unsettled, {}
 
     def _retire(self, bucket: Bucket) -> None:
         view = bucket.view
         if not view.is_clean:
-            self.young[bucket.key] = bucket
+            self._unsettled[bucket.key] = bucket
             return
         self._forget(bucket)
         if view.base is not None:
@@ -212,14 +223,14 @@ class BucketCache:
         return dropped
 
     def _evict_some(self) -> None:
-        """Make room by the older packed buckets of the next tag that has any, or else by one that is in use."""
+        """Drop the older packed buckets of the next tag that has any, else the longest unused of those in use."""
         if self._packed_count:
             evicted = 0
             while not evicted:
                 evicted = self._turn_next_tag()
             self.evicted_total += evicted
             return
-        if not self._old:
-            self._turn()
-        self._forget(self._old.popitem()[1])
-        self.evicted_total += 1
+        generation = self._old or self._unsettled or self.young
+        for key in [*islice(generation, len(self) - self._max_entries)]:
+            self._forget(generation.pop(key))
+            self.evicted_total += 1

@@ -51,31 +51,37 @@ class Meetings:
         self._decide = decide
         self._waiting: dict[bytes, list[Question]] = {}
 
-    def wait(self, key: bytes, name: bytes, question: Question) -> None:
-        """A check of a bucket that the node does not know. The first one goes to the store, others wait for it."""
+    def wait(self, key: bytes, name: bytes, question: Question, *, is_counted: bool = True) -> None:
+        """Send the first check of an unknown bucket to the store; further ones wait for it."""
         waiting = self._waiting.get(key)
         if waiting is not None:
             waiting.append(question)
             return
-        self._stats.bucket_missed_total += 1
         self._waiting[key] = [question]
         fields = name, question.rule, question.now_us, question.cost, question.peek
         # To call the class itself takes 0.5 µs longer.
-        self._store.meet(tuple.__new__(StoreCheck, fields), partial(self._met, key, name))
+        self._store.meet(
+            tuple.__new__(StoreCheck, fields), partial(self._met, key, name, is_counted)
+        )
 
-    def _met(self, key: bytes, name: bytes, met: Met | RateLimitdError) -> None:
+    def _met(
+        self,
+        key: bytes,
+        name: bytes,
+        is_counted: bool,  # noqa: FBT001 - bound by position
+        met: Met | RateLimitdError,
+    ) -> None:
         questions = self._waiting.pop(key)
         tag = self._tags[name[0]]
         if isinstance(met, RateLimitdError):
             tag.shard.failed(met)
-            if not questions[0].peek:  # nor is it among those that were looked for
-                self._stats.bucket_missed_total -= 1
             for question in questions:
                 question.tell(met)
             return
         tag.shard.met()
         outcome, shared = met
         first = questions[0]
+        self._stats.bucket_missed_total += is_counted and not first.answer.done()
         first.tell(outcome)
         is_noteworthy = not first.peek and _is_noteworthy(first, outcome)
         bucket = tag.buckets.get(name)

@@ -114,21 +114,14 @@ def _probed(shard: Shard, error: RateLimitdError | None) -> None:
         shard.failed(error)
 
 
-STEPS: Final = 16
-"""An interval of the sync is walked through in so many steps at least, each with a part of the hash tags."""
-
-LONGEST_STEP_MS: Final = 6.25
-"""Longer intervals have more steps, for what is packed, read again and freed in each does not wait for the sync."""
+STEP_MS: Final = 6.25
+"""Longest pause between two steps of the sync job: packing, re-reading and freeing ride on them."""
 
 WATCH_S: Final = 0.1
 """How often it is looked whether a breaker wants a probe, and whether hash tags have moved."""
 
 JOIN_S: Final = 1.0
 """How long a node waits at its start to hear of the others; it serves without them afterwards."""
-
-MAX_TTL_S: Final = 3_000
-"""How long an unused bucket stays in the cache at most. The store forgets one after an hour without a spend; what
-others have spent of it since, a node would take back that still remembers a generation from before."""
 
 
 class Store(SharedStore, Pulse, Protocol):
@@ -208,7 +201,7 @@ class Cluster:
         by_octet = [tag for tag in self._tags for _ in range(store.tags_per_batch)]
         self.cache = BucketCache(
             max_entries=options.cache_entries,
-            ttl_us=min(options.cache_ttl_s, MAX_TTL_S) * US_PER_S,
+            ttl_us=options.cache_ttl_s * US_PER_S,
             now_us=clock.monotonic_us(),
         )
         self.buckets: SharedBuckets | StrictBuckets
@@ -235,7 +228,7 @@ class Cluster:
                 answer_s=options.timeout_ms / 1000,
                 decides_alone=options.decides_alone,
             )
-        self._steps = max(STEPS, ceil(options.sync_interval_ms / LONGEST_STEP_MS))
+        self._steps = ceil(options.sync_interval_ms / STEP_MS)
         self._step = 0
 
     # What the node's jobs call
@@ -280,7 +273,7 @@ class Cluster:
                 return False
             for tag in self._tags:
                 tag.sync()
-            await asyncio.sleep(WATCH_S / STEPS)
+            await asyncio.sleep(WATCH_S / 16)
         return True
 
     # What the hash tags tell

@@ -6,7 +6,7 @@ Never fails open: it says that it cannot decide, and the limiter knows what that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -83,7 +83,8 @@ class SharedBuckets:
             decide=self._decide,
         )
         self._names: dict[bytes, bytes] = {}
-        self._doubted: set[bytes] = set()
+        self._doubted: list[bytes] = []
+        self._unsynced: Iterator[int] = iter(())
         self._patience = Patience(clock, timers, answer_s, self._give_up)
         self.asked_total = 0
         """Checks that the shared state has been asked to decide."""
@@ -124,7 +125,14 @@ class SharedBuckets:
         return outcome
 
     def peek(
-        self, key: bytes, rule: Rule, _decide: Decide, now_us: int, cost: int
+        self,
+        key: bytes,
+        rule: Rule,
+        _decide: Decide,
+        now_us: int,
+        cost: int,
+        *,
+        is_counted: bool = True,  # noqa: ARG002 - a miss counts when the store has decided it
     ) -> Outcome | None:
         """Judge a check by the node's view, and charge nothing."""
         bucket = self._cache.get(key) or self._known(key, self._name_of(key), rule)
@@ -137,7 +145,14 @@ class SharedBuckets:
         return bucket.view.peek(now_us, cost)
 
     def wait(
-        self, key: bytes, rule: Rule, now_us: int, cost: int, *, peek: bool
+        self,
+        key: bytes,
+        rule: Rule,
+        now_us: int,
+        cost: int,
+        *,
+        peek: bool,
+        is_counted: bool = True,
     ) -> Awaitable[Outcome | RateLimitdError]:
         """Let the shared state decide a check."""
         question = Question(rule, now_us, cost, peek=peek, answer=self._new_future())
@@ -146,7 +161,7 @@ class SharedBuckets:
             name = self._name_of(key)
             bucket = self._known(key, name, rule)
             if bucket is None:
-                self._meetings.wait(key, name, question)
+                self._meetings.wait(key, name, question, is_counted=is_counted)
                 return question.answer
         self._decide(bucket, question)
         return question.answer
@@ -188,15 +203,16 @@ class SharedBuckets:
         self._hear(bucket, shared)
         if isinstance(shared, RateLimitdError) and not bucket.tag.shard.is_open:
             # Nobody says it again: until it is settled, the bucket would be what it is no more.
-            self._doubted.add(bucket.name)
+            self._doubted.append(bucket.name)
 
     def resync(self) -> None:
-        """News of others may have been lost: read again what is in use, and whatever is not when it is asked for."""
+        """Messages of other nodes may have been lost: drop packed buckets, and read those in use again in steps."""
         self._cache.forget_all_packed()
-        self._doubted = {name for tag in set(self._tags) for name in tag.buckets}
+        self._unsynced = iter(range(len(self._tags)))
 
     def step(self) -> None:
-        """What is to be done now and then, in small steps: pack what is not used, read again what was denied."""
+        """Do the periodic work in small steps: pack idle buckets, read doubted and denied ones again."""
+        self._doubt_next_tags()
         for _ in range(min(REREADS_PER_STEP, len(self._doubted))):
             self.doubt(self._doubted.pop())
         now_us = self._clock.monotonic_us()
@@ -207,6 +223,18 @@ class SharedBuckets:
             else:
                 done = partial(self._looked, bucket, times)
                 self._store.read(bucket.name, bucket.view.rule, done)
+
+    def _doubt_next_tags(self) -> None:
+        """Doubt the buckets in use of the next hash tags after a :meth:`resync`, one tag at a time."""
+        while len(self._doubted) < REREADS_PER_STEP:
+            number = next(self._unsynced, None)
+            if number is None:
+                return
+            # Packed since the resync from a state that is as doubtful.
+            self._cache.forget_packed_of(number)
+            tag = self._tags[number]
+            if tag.number == number:  # else it is one of several that share a sender
+                self._doubted += tag.buckets
 
     def _looked(
         self, bucket: Bucket, times: int, shared: SharedState | RateLimitdError | None

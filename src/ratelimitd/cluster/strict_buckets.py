@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from ratelimitd.algorithms import Decide
 from ratelimitd.cluster.gossip import reset_buckets
 from ratelimitd.cluster.pending import SharedStore
 from ratelimitd.cluster.store_servers import Shard
@@ -44,16 +43,22 @@ class StrictBuckets:
         self.late_total = 0
         """None: nobody else decides."""
 
-    def apply(self, _key: bytes, _rule: Rule, _decide: Decide, _now_us: int, _cost: int) -> None:
-        """``None``: the shared state is to decide."""
-        return
+    def apply(self, *_args: object, **_options: object) -> None:
+        """Return ``None``: the shared state decides every check."""
 
     peek = apply
 
     def wait(
-        self, key: bytes, rule: Rule, now_us: int, cost: int, *, peek: bool
+        self,
+        key: bytes,
+        rule: Rule,
+        now_us: int,
+        cost: int,
+        *,
+        peek: bool,
+        is_counted: bool = True,  # noqa: ARG002 - a node that knows no bucket has no misses
     ) -> Awaitable[Outcome | RateLimitdError]:
-        """Let the shared state decide a check."""
+        """Ask the shared state to decide a check."""
         answer: asyncio.Future[Outcome | RateLimitdError] = self._new_future()
         name = self._stored_name(key)
         shard = self._tags[name[0]].shard

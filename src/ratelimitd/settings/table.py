@@ -133,11 +133,11 @@ class Settings:
         "who speaks gRPC: this project's own server, or Google's library")]
     max_concurrent_rpcs: Annotated[int, SettingSpec("1000", whole_number(1, 100_000),
         "calls in progress; more are answered RESOURCE_EXHAUSTED")]
-    sync_interval_ms: Annotated[int, SettingSpec("100", whole_number(1, 60_000),
+    sync_interval_ms: Annotated[int, SettingSpec("100", whole_number(10, 60_000),  # batches of a sender are 10 ms apart
         "how often spends go to the shared state, ms")]
     cache_entries: Annotated[int, SettingSpec("1000000", whole_number(1, 100_000_000),
         "buckets held, least recently used go first")]
-    cache_ttl_s: Annotated[int, SettingSpec("300", whole_number(1, 86_400),
+    cache_ttl_s: Annotated[int, SettingSpec("300", whole_number(1, 3_000),  # the store drops one after an hour
         "how long an unused bucket stays in the cache, s")]
     breaker_failures: Annotated[int, SettingSpec("5", whole_number(1, 1000),
         "failed round trips that open the circuit breaker")]

@@ -205,7 +205,8 @@ class TestEviction:
             scene.add(b"%d" % number)
             scene.run(STEP_US)
             assert len(scene.cache) <= 10
-        assert scene.cache.evicted_total == 100 - len(scene.cache)
+        left = scene.cache.evicted_total + scene.cache.expired_total
+        assert left == 100 - len(scene.cache)
 
     def test_packed_ones_leave_first_and_of_those_the_older(self):
         scene = Scene(max_entries=4)
@@ -240,6 +241,27 @@ class TestEviction:
         scene.cache.step(scene.now_us)
         assert scene.cache.get(b"new") is not None
         assert len(scene.cache) == 10
+
+    def test_without_packed_ones_the_longest_in_use_leaves_first(self):
+        scene = Scene(max_entries=10)
+        for number in range(13):
+            scene.add(b"%d" % number)
+        scene.cache.step(scene.now_us)
+        kept = [number for number in range(13) if scene.cache.get(b"%d" % number)]
+        assert kept == [*range(3, 13)]
+        assert scene.cache.evicted_total == 3
+
+    def test_an_idle_view_with_something_to_settle_does_not_pass_for_a_used_one(self):
+        scene = Scene(max_entries=3)
+        scene.add(b"idle", is_dirty=True)
+        scene.run(IDLE_US + 2 * STEP_US)
+        scene.add(b"used")
+        scene.run(IDLE_US + 2 * STEP_US, b"used")
+        for name in (b"new", b"newer"):
+            scene.add(name)
+        scene.cache.step(scene.now_us)
+        assert scene.cache.get(b"idle") is None
+        assert scene.cache.get(b"used") is not None
 
     def test_one_that_leaves_before_it_is_settled_stays_known_to_its_tag(self):
         scene = Scene(max_entries=1)

@@ -7,7 +7,7 @@ import pytest
 from ratelimitd.breaker import State
 from ratelimitd.cluster import node as cluster_module
 from ratelimitd.cluster.membership import SharedTime
-from ratelimitd.cluster.node import STEPS, Cluster, Options
+from ratelimitd.cluster.node import Cluster, Options
 from ratelimitd.cluster.pending import HASH_TAGS
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreCorruptError, StoreUnavailableError
@@ -25,6 +25,9 @@ OPTIONS = Options(
     decides_alone=False,
     callers_time=False,
 )
+
+STEPS = 16
+"""Of the default interval."""
 
 
 class Scene:
@@ -85,7 +88,7 @@ async def scene():
 
 
 async def test_a_bucket_is_not_remembered_for_longer_than_the_store_does():
-    assert Scene(cache_ttl_s=86_400).cluster.cache._generation_us == 1_500 * SECOND
+    assert Scene(cache_ttl_s=3_000).cluster.cache._generation_us == 1_500 * SECOND
 
 
 class TestSync:
@@ -102,6 +105,7 @@ class TestSync:
         assert scene.cluster.unsettled_buckets == 0
 
     async def test_a_long_interval_has_more_steps_that_are_no_longer(self):
+        assert Scene(sync_interval_ms=10).cluster.step_s == pytest.approx(0.005)
         scene = Scene(sync_interval_ms=2_000)
         assert scene.cluster.step_s == 0.00625
         for number in range(HASH_TAGS):

@@ -98,12 +98,22 @@ async def test_an_error_is_told_to_all_and_is_one_failure(scene):
 @pytest.mark.parametrize("peek", [False, True])
 async def test_a_check_that_fails_is_no_miss_since_it_is_none_that_looked(scene, peek):
     scene.world.store.mode = "down"
-    missed = scene.world.stats.bucket_missed_total
     scene.ask(peek=peek)
-    if peek:  # of those whoever foresees them takes the count back
-        scene.world.stats.bucket_missed_total = missed
     scene.world.run(20 * MS)
-    assert scene.world.stats.bucket_missed_total == missed
+    assert scene.world.stats.bucket_missed_total == 0
+
+
+async def test_a_peek_is_a_miss_once_it_is_decided(scene):
+    scene.ask(peek=True)
+    assert scene.world.stats.bucket_missed_total == 0
+    scene.world.run(MS)
+    assert scene.world.stats.bucket_missed_total == 1
+
+
+async def test_a_check_whose_caller_left_is_no_miss(scene):
+    scene.ask().cancel()
+    scene.world.run(MS)
+    assert scene.world.stats.bucket_missed_total == 0
 
 
 async def test_a_bucket_that_is_denied_is_in_use_and_read_again(scene):

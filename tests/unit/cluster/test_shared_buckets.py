@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 
 from ratelimitd.cluster import sync
+from ratelimitd.cluster.pending import HASH_TAGS
 from ratelimitd.cluster.shared_buckets import MAX_NAMES, REREADS_PER_STEP
 from ratelimitd.errors import BreakerOpenError, StoreMovingError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import YEAR_2025_S, reset
@@ -515,6 +516,39 @@ class TestNews:
             reads.append(len(world.store.asked("read")) - known)
         assert reads == [REREADS_PER_STEP, REREADS_PER_STEP + 1, REREADS_PER_STEP + 1]
         assert {*world.store.asked("read")[known:]} == {*map(name_of, keys)}
+
+    async def test_a_gap_is_worked_through_one_hash_tag_at_a_time(self, world):
+        class Watched(dict):
+            looked_at = 0
+
+            def __iter__(self):
+                Watched.looked_at += 1
+                return super().__iter__()
+
+        keys = [b"%c%d" % (tag, number) for tag in b"abc" for number in range(REREADS_PER_STEP)]
+        world.know(*keys)
+        for tag in world.tags:
+            tag.buckets = Watched(tag.buckets)
+        world.buckets.resync()
+        assert Watched.looked_at == 0
+        known, filled = len(world.store.asked("read")), {name_of(key)[0] for key in keys}
+        for _ in range(len(filled)):
+            before = Watched.looked_at
+            world.buckets.step()
+            assert Watched.looked_at - before <= HASH_TAGS
+            assert len(world.store.asked("read")) - known <= REREADS_PER_STEP * len(filled)
+        world.buckets.step()
+        assert {*world.store.asked("read")[known:]} >= {*map(name_of, keys)}
+
+    async def test_what_is_packed_between_a_gap_and_its_turn_is_read_again(self, world):
+        world.know()
+        world.buckets.resync()
+        bucket = world.cache.get(b"a")
+        world.cache._retire(world.cache.young.pop(b"a"))
+        assert world.cache.take_packed(bucket.name) is not None
+        world.cache.put_packed(bucket.name, bucket.view.base)
+        world.buckets.step()
+        assert world.cache.take_packed(bucket.name) is None
 
     async def test_after_a_gap_what_is_packed_is_read_again_when_it_is_asked_for(self, world):
         world.check()
