@@ -138,7 +138,7 @@ class BucketTable:
         *,
         is_counted: bool = True,
     ) -> Outcome:
-        """Decide a check as :meth:`apply` does, without storing anything. ``is_counted``: an absent bucket is a miss."""
+        """Decide a check as :meth:`apply` does, storing nothing. ``is_counted``: an absent bucket is a miss."""
         value = self._shards[hash(key) % self._shard_count].get(key)
         if value is None and self._restored:
             value = self._restored.get(key)
