@@ -1,5 +1,6 @@
 """What an algorithm says, with names: tests are read more often than they are run."""
 
+from array import array
 from typing import NamedTuple
 
 from ratelimitd.algorithms import DECIDE
@@ -23,3 +24,11 @@ def named(judge):
 
 
 NAMED_DECIDE = {algorithm: named(decide) for algorithm, decide in DECIDE.items()}
+
+
+def runs_of(log: bytes) -> list[tuple[int, int]]:
+    """The runs of a sliding window's log: (time in µs, tokens), ascending."""
+    cells = array("q", log)
+    size = len(cells) // 2
+    times, sums = cells[:size], cells[size:]
+    return [(times[run], sums[run + 1] - sums[run]) for run in range(size)]

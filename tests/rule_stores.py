@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from ratelimitd.rules.book import BookEditor
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.sql.store import SqlRuleStore
@@ -11,6 +12,14 @@ from ratelimitd.testing import ManualClock
 
 UNHURRIED_S = 50.0
 """Waits of tests that are about something else: longer than any on a busy machine, within a test's own limit."""
+
+
+def successor(book, changed, removed_ids, revision):
+    """The book after these changes, applied as the feed does."""
+    editor = BookEditor(book)
+    for _ in editor.apply(changed, removed_ids):
+        pass
+    return editor.finish(revision)
 
 
 @asynccontextmanager

@@ -8,7 +8,6 @@ from itertools import accumulate
 from struct import pack
 from typing import Any
 
-from ratelimitd.algorithms.sliding_window import runs_of
 from ratelimitd.cluster.redis.codec import (
     DECIDE,
     FORMAT,
@@ -24,6 +23,7 @@ from ratelimitd.cluster.redis.codec import (
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import SharedState, StoreCheck
 from ratelimitd.model import Algorithm, IdentifierType, Outcome, Rule
+from tests.outcomes import runs_of
 
 TAG = 0xA7
 

@@ -11,7 +11,7 @@ from struct import pack
 import pytest
 import redis
 
-from ratelimitd.algorithms.sliding_window import MAX_RUNS, runs_of
+from ratelimitd.algorithms.sliding_window import MAX_RUNS
 from ratelimitd.cluster.redis.codec import (
     RESET,
     SETTLE,
@@ -28,6 +28,7 @@ from ratelimitd.ledger.protocol import Batch
 from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm, Reason
 from tests import store_scripts
+from tests.outcomes import runs_of
 from tests.servers import Valkey
 from tests.store_scripts import TAG, key_of, log_of, plain, rule_of, run, settle, value_of
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from ratelimitd.model import GLOBAL_ENDPOINT, Algorithm, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
+from tests.rule_stores import successor
 
 IDS = [f"id-{n}" for n in range(6)]
 ENDPOINTS = ["/a", "/b", "/c", GLOBAL_ENDPOINT]
@@ -61,7 +62,7 @@ def test_any_sequence_of_changes_gives_the_book_a_plain_list_gives(sequence):
     model: list[Rule] = []
     history = []
     for revision, (changed, removed_ids) in enumerate(sequence, 1):
-        book = book.with_changes(changed, removed_ids, revision)
+        book = successor(book, changed, removed_ids, revision)
         model = changed_model(model, changed, removed_ids)
         history.append((book, model, revision))
     for old_book, old_model, revision in history:  # the older ones, too: no change reached back
@@ -73,5 +74,5 @@ def test_any_sequence_of_changes_gives_the_book_a_plain_list_gives(sequence):
 def test_a_book_made_at_once_is_the_one_made_step_by_step(given_rules):
     at_once, step_by_step = RuleBook.of(given_rules, 1), RuleBook.empty()
     for rule in given_rules:
-        step_by_step = step_by_step.with_changes([rule], [], 1)
+        step_by_step = successor(step_by_step, [rule], [], 1)
     assert_same(at_once, list(step_by_step.rules()))

@@ -21,4 +21,4 @@ DECIDE: Final[Mapping[Algorithm, Decide]] = MappingProxyType(
         Algorithm.FIXED_WINDOW: fixed_window.decide,
     }
 )
-"""Algorithm → its ``decide``. State is whatever that function returned before, or ``None`` for a fresh bucket."""
+"""Algorithm → its ``decide``. State is what that function returned before, ``None`` for a fresh bucket."""

@@ -1,10 +1,10 @@
 """Fixed window: at most ``limit`` tokens per window; windows are aligned to the Unix epoch.
 
-Pure: never reads a clock, never does I/O, never raises on a state of its own making. See ADR 0004 and 0006.
+Pure; never raises on a state of its own. See ADR 0004 and 0006.
 
 The state is ``(count, latest_us)``: the tokens accepted in the window that holds ``latest_us``, the time of the last
 accepted check. The effective time of a check is never before it (I8), so a late timestamp counts into the current
-window. Around a boundary up to twice the limit may pass (I2); the sliding window is for those who mind.
+window. Around a boundary up to twice the limit may pass (I2); the sliding window prevents that.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ State = tuple[int, int]
 
 
 def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
-    """Judge one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
+    """Decide one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
 
     Returns:
-        The outcome; after a denial its state is the object that was given (I6).
+        The outcome; after a denial its state is the given object (I6).
     """
     limit = rule.limit
     window_us = rule.window_us
@@ -41,7 +41,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
         start_us = at_us - at_us % window_us
         if latest_us < start_us:
             count = 0
-        elif count > limit:  # the limit was lowered meanwhile: the window is used up, not overdrawn
+        elif count > limit:  # the limit was lowered: the window is used up, not overdrawn
             count = limit
 
     end_us = start_us + window_us

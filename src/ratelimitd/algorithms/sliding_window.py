@@ -1,15 +1,15 @@
 """Sliding-window log: at most ``limit`` tokens in any interval of one window, no burst at a boundary.
 
-Pure: never reads a clock, never does I/O, never raises on a state of its own making. See ADR 0003 and 0006.
+Pure; never raises on a state of its own. See ADR 0003 and 0006.
 
-The log is kept as runs: one timestamp and how many tokens were accepted at it. The state is the runs as one ``bytes``
+The log is a list of runs: one timestamp and the tokens accepted at it. The state is the runs as one ``bytes``
 object of 64-bit integers in the machine's order,
 
     t1 … tn   c0 c1 … cn
 
-where ``ti`` is the time of run i in µs, ascending, and ``ci − c(i−1)`` its tokens. Running sums instead of counts make
-"how many are in the window" one subtraction and "when are k of them gone" one bisection, however long the log is. An
-immutable ``bytes`` keeps :func:`decide` pure, costs 16 bytes a run, and is invisible to the cyclic garbage collector.
+where ``ti`` is the time of run i in µs, ascending, and ``ci − c(i−1)`` its tokens. With running sums the tokens in the
+window are one subtraction, and the time when k of them have left is one bisection. An immutable ``bytes`` keeps
+:func:`decide` pure, takes 16 bytes a run, and is skipped by the cyclic garbage collector.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from ratelimitd.model import (
 State = bytes
 
 MAX_RUNS: Final = 16_384
-"""Runs of one log; beyond it neighbours merge into the later timestamp. Bounds a bucket to 256 KiB (I17)."""
+"""Maximum runs of a log; beyond it neighbours merge into the later timestamp. Bounds a bucket to 256 KiB (I17)."""
 
 FEW_RUNS: Final = 16
-"""Up to so many, entering them one by one is quicker than going through the whole log."""
+"""Up to this many, inserting one by one is faster than a pass over the log."""
 
 MAX_SUM: Final = 2**62
-"""Running sums start anew before they could leave 64 bits."""
+"""Running sums are rebased before they exceed 64 bits."""
 
 _CELL: Final = 8
 _pack_one: Final = Struct("=q").pack
@@ -52,26 +52,20 @@ _pack_first: Final = Struct("=qqq").pack
 
 
 def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
-    """Judge one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
+    """Decide one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
 
     The specification's rule: entries at or before timestamp − window are dropped; if what remains and the cost fit into
     the limit, the timestamp is appended ``cost`` times.
 
     Returns:
-        The outcome; after a denial its state is the object that was given (I6).
+        The outcome; after a denial its state is the given object (I6).
     """
     limit, window_us = rule.limit, rule.window_us
     if state is None:
         if cost <= limit:
             return _accepted(rule, now_us, now_us, cost, now_us, _pack_first(now_us, 0, cost))
-        return (
-            DENIED,
-            limit,
-            -(-now_us // US_PER_S),
-            rule.window_seconds,
-            COST_EXCEEDS_LIMIT,
-            state,
-        )
+        reset_time = -(-now_us // US_PER_S)
+        return (DENIED, limit, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
 
     cells = memoryview(state).cast("q")
     runs = len(cells) >> 1
@@ -87,7 +81,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
             rule, now_us, at_us, used + cost, oldest_us, _appended(state, first, at_us, cost)
         )
 
-    remaining = max(limit - used, 0)  # was the limit lowered, more than that is in the log
+    remaining = max(limit - used, 0)  # a lowered limit may be below `used`
     reset_us = latest_us + window_us if used else at_us
     reset_time = -(-reset_us // US_PER_S)
     if cost > limit:
@@ -98,17 +92,10 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     return (DENIED, remaining, reset_time, min(retry_after, INT32_MAX), LIMIT_EXCEEDED, state)
 
 
-def runs_of(state: State) -> list[tuple[int, int]]:
-    """The runs of a log: (time in µs, tokens), ascending."""
-    cells = memoryview(state).cast("q")
-    runs = len(cells) >> 1
-    return [(cells[run], cells[runs + run + 1] - cells[runs + run]) for run in range(runs)]
-
-
 def entered(state: State | None, rule: Rule, runs: Sequence[tuple[int, int]]) -> State:
-    """The log with ``runs``, at least one and whatever the limit, each at its own time between what is there.
+    """Return the log with ``runs`` inserted by time, at least one, regardless of the limit.
 
-    What has left the window at the latest time is dropped; of more than ``MAX_RUNS`` neighbours merge.
+    Drops runs outside the window of the latest time; merges neighbours beyond ``MAX_RUNS``.
     """
     cells = array("q", state or ())
     length = len(cells) >> 1
@@ -127,7 +114,7 @@ def entered(state: State | None, rule: Rule, runs: Sequence[tuple[int, int]]) ->
 
 
 def _insert(times: array[int], sums: array[int], runs: Sequence[tuple[int, int]]) -> None:
-    """Enter few runs, most of them at the end; each costs a step for every entry behind it."""
+    """Insert few runs; each takes a step per later entry."""
     for at_us, tokens in runs:
         place = bisect_right(times, at_us)
         if place and times[place - 1] == at_us:
@@ -142,7 +129,7 @@ def _insert(times: array[int], sums: array[int], runs: Sequence[tuple[int, int]]
 def _merged(
     times: array[int], sums: array[int], runs: Sequence[tuple[int, int]]
 ) -> tuple[array[int], array[int]]:
-    """The same for many, in one pass over all."""
+    """Insert many runs, in one pass over the log."""
     tokens_at: dict[int, int] = {}
     there = zip(times, map(sub, sums[1:], sums), strict=True)
     for at_us, tokens in sorted((*there, *runs)):
@@ -151,14 +138,14 @@ def _merged(
 
 
 def used(state: State, rule: Rule, now_us: int) -> int:
-    """Tokens of the window that ends at ``now_us``, and of later times."""
+    """Return the tokens in the window that ends at ``now_us``, and later ones."""
     cells = memoryview(state).cast("q")
     runs = len(cells) >> 1
     return cells[-1] - cells[runs + bisect_right(cells, now_us - rule.window_us, 0, runs)]
 
 
 def latest(state: State) -> tuple[int, int]:
-    """(time of the last entry, tokens in all)."""
+    """Return (time of the last run, tokens in all)."""
     cells = memoryview(state).cast("q")
     runs = len(cells) >> 1
     return cells[runs - 1], cells[-1] - cells[runs]
@@ -176,7 +163,7 @@ def _accepted(  # noqa: PLR0917 - what both ways of accepting know
 
 
 def _appended(state: State, first: int, at_us: int, cost: int) -> State:
-    """The log without its first ``first`` runs, and with ``cost`` tokens more at ``at_us``."""
+    """Return the log without its first ``first`` runs, plus ``cost`` tokens at ``at_us``."""
     runs = len(state) // (2 * _CELL)
     if first == runs:
         return _pack_first(at_us, 0, cost)
@@ -193,9 +180,9 @@ def _appended(state: State, first: int, at_us: int, cost: int) -> State:
 
 
 def _compacted(state: State) -> State:
-    """The same log with sums that start at 0 and, when it is too long, every two neighbouring runs made one.
+    """Return the log with sums from 0 and, if it is too long, every two neighbouring runs merged.
 
-    A merged run has the later of the two timestamps: its tokens stay longer, so that this never admits more.
+    A merged run has the later timestamp: its tokens stay longer, so that this never admits more.
     """
     cells = array("q", state)
     runs = len(cells) >> 1

@@ -1,10 +1,10 @@
 """Token bucket: starts full, refills ``limit`` tokens per window, a check takes its cost or nothing.
 
-Pure: never reads a clock, never does I/O, never raises on a state of its own making. See ADR 0002 and 0006.
+Pure; never raises on a state of its own. See ADR 0002 and 0006.
 
 The state is ``(spent, latest_us)``, exact in integers. One token is ``window_us`` units and one µs refills ``limit``
-units, so that no refill is ever rounded: capacity = limit × window_us, at most 2^82. *Spent* is kept instead of tokens
-because it does not depend on the limit: when a rule's limit changes, what was spent stays spent.
+units, so that no refill is rounded: capacity = limit × window_us, at most 2^82. *Spent* is kept instead of tokens
+because it does not depend on the limit: a change of the limit keeps it.
 ``latest_us`` is the time of the last accepted check; the effective time of a check is never before it (I8).
 """
 
@@ -30,13 +30,13 @@ _ROUND_UP: Final = US_PER_S - 1
 
 
 def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
-    """Judge one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
+    """Decide one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
 
     The specification's formulas: tokens = min(capacity, tokens + elapsed × refill rate); retry delay
     = (n − tokens) / refill rate, with the cost of a denied check, or 1 after an accepted one, for n.
 
     Returns:
-        The outcome; after a denial its state is the object that was given (I6).
+        The outcome; after a denial its state is the given object (I6).
     """
     limit = rule.limit
     token = rule.window_us
@@ -67,8 +67,8 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
         return (
             ALLOWED,
             remaining,
-            # When all is refilled: the ceiling of (at + wanted / limit) / 1 s, which is that of the ceiling of its
-            # numerator. So the numbers stay short, and it takes half the time.
+            # When the bucket is full: the ceiling of (at + wanted / limit) / 1 s equals that of the ceiling of its
+            # numerator. The numbers stay short, which takes half the time.
             (at_us - -wanted // limit + _ROUND_UP) // US_PER_S,
             retry_after,
             WITHIN_LIMIT,
@@ -81,7 +81,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
 def denied(  # noqa: PLR0917 - what both callers know
     state: State | None, rule: Rule, now_us: int, cost: int, refilled: State
 ) -> Outcome:
-    """The outcome of a check that is denied: ``refilled`` is the bucket at its time, and may be overdrawn."""
+    """Return the outcome of a denied check; ``refilled`` is the bucket at its time, and may be overdrawn."""
     limit = rule.limit
     token = rule.window_us
     capacity = limit * token

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random as random_source
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, TypeVar
+from typing import Final
 
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.retry import Backoff
@@ -26,16 +26,11 @@ RETRY_FIRST_S: Final = 0.25
 RETRY_LONGEST_S: Final = 5.0
 """Delay after a failure: doubles from the first to the longest, less up to half at random."""
 
-RULES_PER_STEP: Final = 256
-"""Rules put into a book per event-loop iteration: about 0.5 ms."""
-
 MAX_REPORTED_ROWS: Final = 10
 """Invalid rows named in the log per reload; the rest is counted."""
 
 _FREED_PER_STEP: Final = 32
 """Shards of an old book freed per event-loop iteration."""
-
-_Item = TypeVar("_Item")
 
 _log = logging.getLogger(__name__)
 
@@ -161,16 +156,12 @@ class RuleFeed:
     async def _apply(self, changes: BookChanges) -> None:
         """Build the next book in steps, then swap it in at once."""
         old = self._book
-        keeps_old = old is not None and not changes.full
-        editor = BookEditor(old if old is not None and keeps_old else RuleBook.empty())
-        if keeps_old:
-            # Two rules may have swapped their endpoints: remove from every old place before adding to a new one.
-            await _in_steps(changes.removed_ids, editor.remove)
-            await _in_steps(changes.changed, lambda rule: editor.remove(rule.id))
-        await _in_steps(changes.changed, editor.put)
+        editor = BookEditor(RuleBook.empty() if old is None or changes.full else old)
+        for _ in editor.apply(changes.changed, changes.removed_ids):
+            await asyncio.sleep(0)
         self._from_store = True
         self._publish(editor.finish(changes.revision))
-        if old is not None and not keeps_old:
+        if old is not None and changes.full:
             # Freeing 100,000 rules at once would stall the loop for some 10 ms.
             parts = old.parts()
             del old
@@ -196,11 +187,3 @@ class RuleFeed:
             _log.warning("rule %s is not served: %s", row.rule_id or "without id", row.reason)
         if (unnamed := len(changes.skipped) - MAX_REPORTED_ROWS) > 0:
             _log.warning("%d more rules are not served", unnamed)
-
-
-async def _in_steps(items: Sequence[_Item], step: Callable[[_Item], None]) -> None:
-    """Call ``step`` for each item, ``RULES_PER_STEP`` per event-loop iteration."""
-    for start in range(0, len(items), RULES_PER_STEP):
-        for item in items[start : start + RULES_PER_STEP]:
-            step(item)
-        await asyncio.sleep(0)

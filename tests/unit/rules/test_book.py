@@ -1,7 +1,8 @@
 import pytest
 
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.rules.book import SHARDS, BookEditor, RuleBook
+from ratelimitd.rules.book import RULES_PER_STEP, SHARDS, BookEditor, RuleBook
+from tests.rule_stores import successor
 
 USER, IP = IdentifierType.USER, IdentifierType.IP
 
@@ -75,7 +76,7 @@ def test_rules_are_found_by_id_and_listed():
 
 def test_a_change_leaves_the_book_it_came_from_as_it_was():
     before = RuleBook.of([rule("a"), rule("b", "/carts")], 1)
-    after = before.with_changes([rule("a", limit=99)], ["b"], 2)
+    after = successor(before, [rule("a", limit=99)], ["b"], 2)
     assert (limit_of(before, "a"), len(before), before.revision) == (10, 2, 1)
     assert (limit_of(after, "a"), len(after), after.revision) == (99, 1, 2)
     assert before.match("/carts", USER) is not None
@@ -84,14 +85,14 @@ def test_a_change_leaves_the_book_it_came_from_as_it_was():
 
 def test_a_rule_that_moves_to_another_endpoint_leaves_its_old_one():
     before = RuleBook.of([rule("a", "/old")], 1)
-    after = before.with_changes([rule("a", "/new")], [], 2)
+    after = successor(before, [rule("a", "/new")], [], 2)
     assert after.match("/old", USER) is None
     assert matched(after, "/new") == "a"
 
 
 def test_two_rules_may_swap_their_endpoints_in_one_change():
     before = RuleBook.of([rule("a", "/1"), rule("b", "/2")], 1)
-    after = before.with_changes([rule("a", "/2"), rule("b", "/1")], [], 2)
+    after = successor(before, [rule("a", "/2"), rule("b", "/1")], [], 2)
     assert matched(after, "/1") == "b"
     assert matched(after, "/2") == "a"
     assert len(after) == 2
@@ -112,20 +113,20 @@ def test_of_two_rules_with_one_id_the_later_stays():
 
 def test_a_rule_that_is_removed_and_made_again_in_one_change_stays():
     before = RuleBook.of([rule("a")], 1)
-    after = before.with_changes([rule("a", limit=5)], ["a"], 2)
+    after = successor(before, [rule("a", limit=5)], ["a"], 2)
     assert limit_of(after, "a") == 5
 
 
 def test_removing_an_unknown_id_changes_nothing():
     before = RuleBook.of([rule("a")], 1)
-    after = before.with_changes([], ["nobody"], 2)
+    after = successor(before, [], ["nobody"], 2)
     assert list(after.rules()) == list(before.rules())
     assert list(map(id, after.parts())) == list(map(id, before.parts()))
 
 
 def test_a_change_copies_only_the_shards_it_touches():
     before = RuleBook.of([rule(str(n), f"/{n}") for n in range(2_000)], 1)
-    after = before.with_changes([rule("77", "/77", limit=99)], [], 2)
+    after = successor(before, [rule("77", "/77", limit=99)], [], 2)
     old, new = list(before.parts()), list(after.parts())
     assert len(old) == 2 * SHARDS
     assert sum(a is not b for a, b in zip(old, new, strict=True)) == 2
@@ -139,6 +140,15 @@ def test_an_editor_never_writes_to_the_book_it_started_from():
     assert len(before) == 300
     assert len(list(before.rules())) == 300
     assert len(editor.finish(2)) == 0
+
+
+def test_many_changes_are_applied_in_steps():
+    before = RuleBook.of([rule(str(n), f"/{n}") for n in range(RULES_PER_STEP)], 1)
+    editor = BookEditor(before)
+    changed = [rule(str(n), f"/new/{n}") for n in range(RULES_PER_STEP + 1)]
+    steps = [len(editor.finish(2)) for _ in editor.apply(changed, ["0"])]
+    assert len(steps) == 2
+    assert len(editor.finish(2)) == len(changed)
 
 
 @pytest.mark.parametrize("endpoint", ["/", "*", "é" * 255, "/a b"])

@@ -8,14 +8,13 @@ import pytest_asyncio
 
 from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.retry import Background
-from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.book import RULES_PER_STEP, RuleBook
 from ratelimitd.rules.feed import (
     MAX_REPORTED_ROWS,
     POLL_JITTER,
     POLL_S,
     RETRY_FIRST_S,
     RETRY_LONGEST_S,
-    RULES_PER_STEP,
     RuleFeed,
 )
 from ratelimitd.rules.last_good import LastGoodBook

@@ -4,12 +4,13 @@ from struct import pack
 
 import pytest
 
-from ratelimitd.algorithms.sliding_window import MAX_RUNS, runs_of
+from ratelimitd.algorithms.sliding_window import MAX_RUNS
 from ratelimitd.cluster.redis import codec
 from ratelimitd.cluster.redis.codec import NUMBERS, bucket_of, state_of
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
+from tests.outcomes import runs_of
 from tests.store_scripts import rule_of
 
 TOKEN_BUCKET, LOG, FIXED_WINDOW = map(rule_of, Algorithm)

@@ -6,7 +6,6 @@ from struct import pack
 
 import pytest
 
-from ratelimitd.algorithms.sliding_window import runs_of
 from ratelimitd.cluster.redis.codec import bucket_key
 from ratelimitd.cluster.redis.store import READS_PER_COMMAND, TAGS_PER_BATCH, RedisStore
 from ratelimitd.cluster.redis.topology import TAGS, standalone
@@ -15,6 +14,7 @@ from ratelimitd.ledger.protocol import Sender
 from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
 from ratelimitd.model import LIMIT_EXCEEDED, WITHIN_LIMIT, Algorithm, IdentifierType, Rule
 from ratelimitd.settings.urls import parse_redis_url
+from tests.outcomes import runs_of
 from tests.servers import free_port
 from tests.unit.cluster.redis.asking import PATIENT, asked
 
