@@ -199,7 +199,7 @@ class SnapshotLog:
         self._since[index] = tick
 
     def _live(self, keys: list[bytes]) -> Iterator[tuple[bytes, Value]]:
-        """Yield (stored key, value) of ``keys`` as of now; skip buckets that were reset meanwhile."""
+        """Yield (stored key, value) of ``keys`` as of now; skip buckets that have been reset."""
         for key in keys:
             value = self._table.value(key)
             if value is not None:

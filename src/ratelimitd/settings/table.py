@@ -97,69 +97,69 @@ class Settings:
     http_listen: Annotated[Address | None, SettingSpec("127.0.0.1:8080", optional(address),
         "HTTP address for the page, JSON, metrics and probes; empty = off")]
     http_hosts: Annotated[tuple[str, ...], SettingSpec("", names,
-        "further Host names, comma-separated, under which the HTTP page may be asked for")]
+        "further Host names of the HTTP page, comma-separated")]
     database_url: Annotated[str, SettingSpec("sqlite:///ratelimitd.db", database_url,
         "rule database, sqlite:///PATH or postgresql://…", masked_url)]
     redis_url: Annotated[str, SettingSpec("", redis_url,
-        "shared state of a cluster; empty = this node's memory", masked_url)]
+        "shared state of a cluster; empty = the memory of this node", masked_url)]
     redis_timeout_ms: Annotated[int, SettingSpec("20", whole_number(1, 1000),
-        "longest time a check waits for the shared state, ms")]
+        "longest wait of a check for one round trip to the shared state, ms")]
     state_dir: Annotated[Path, SettingSpec("./ratelimitd-state", path,
         "directory of the bucket snapshot and the last good rule book")]
     consistency: Annotated[str, SettingSpec("eventual", one_of("eventual", "strict"),
-        "strict: every check is decided in the shared state")]
+        "strict: the shared state decides every check")]
     timestamps: Annotated[str, SettingSpec("bounded", one_of("bounded", "server", "caller"),
-        "how far a caller's timestamp is believed")]
+        "which timestamps of callers are used")]
     on_breaker_open: Annotated[str, SettingSpec("fail_open", one_of("fail_open", "local", "deny"),
-        "what to answer while the circuit breaker is open")]
+        "answer while the circuit breaker is open")]
     rules_file: Annotated[Path | None, SettingSpec("", optional(path), "YAML rules that seed a new rule book")]
     admin_token: Annotated[str, SettingSpec("", token,
-        "bearer token of the admin role; empty = made once and kept in STATE_DIR/admin-token", masked)]
+        "bearer token of the admin role; empty = generated once, in STATE_DIR/admin-token", masked)]
     check_token: Annotated[str, SettingSpec("", token, "bearer token of the check role; empty = everyone", masked)]
     admin_sans: Annotated[tuple[str, ...], SettingSpec("", names,
-        "client-certificate SANs, comma-separated, that hold the admin role")]
+        "SANs of client certificates with the admin role, comma-separated")]
     check_sans: Annotated[tuple[str, ...], SettingSpec("", names,
-        "client-certificate SANs, comma-separated, that hold the check role")]
+        "SANs of client certificates with the check role, comma-separated")]
     loopback_admin: Annotated[bool, SettingSpec("off", on_off,
-        "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback hold the admin role; never behind a proxy")]
+        "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback have the admin role; unsafe behind a proxy")]
     key_secret: Annotated[bytes, SettingSpec("", key_secret,
-        "keys the hash of bucket keys; empty = made once and kept in the database", masked)]
+        "key of the hash of bucket keys; empty = generated once, in the database", masked)]
     tls_cert: Annotated[Path | None, SettingSpec("", optional(path), "server certificate chain, PEM")]
     tls_key: Annotated[Path | None, SettingSpec("", optional(path), "private key of the certificate, PEM")]
     tls_client_ca: Annotated[Path | None, SettingSpec("", optional(path),
-        "CA of client certificates, PEM: turns on mTLS")]
+        "CA of client certificates, PEM; enables mTLS")]
     workers: Annotated[int, SettingSpec("1", whole_number(1, 64), "processes on one port; more than 1 needs REDIS_URL")]
     transport: Annotated[str, SettingSpec("native", one_of("native", "grpcio"),
-        "who speaks gRPC: this project's own server, or Google's library")]
+        "gRPC server: native, or grpcio of Google")]
     max_concurrent_rpcs: Annotated[int, SettingSpec("1000", whole_number(1, 100_000),
-        "calls in progress; more are answered RESOURCE_EXHAUSTED")]
+        "maximum calls in progress; others are answered RESOURCE_EXHAUSTED")]
     sync_interval_ms: Annotated[int, SettingSpec("100", whole_number(10, 60_000),  # batches of a sender are 10 ms apart
-        "how often spends go to the shared state, ms")]
+        "interval of batches of spends to the shared state, ms")]
     cache_entries: Annotated[int, SettingSpec("1000000", whole_number(1, 100_000_000),
-        "buckets held, least recently used go first")]
+        "maximum buckets in memory; the least recently used are evicted")]
     cache_ttl_s: Annotated[int, SettingSpec("300", whole_number(1, 3_000),  # the store drops one after an hour
-        "how long an unused bucket stays in the cache, s")]
+        "lifetime of an unused bucket in the cache, s")]
     breaker_failures: Annotated[int, SettingSpec("5", whole_number(1, 1000),
         "failed round trips that open the circuit breaker")]
     breaker_recovery_s: Annotated[int, SettingSpec("30", whole_number(1, 3600),
-        "pause before an open breaker probes, s")]
+        "delay before an open circuit breaker probes, s")]
     drain_s: Annotated[int, SettingSpec("10", whole_number(0, 3600),
-        "longest time a stopping node waits for calls in flight, s")]
+        "longest wait of a stopping node for calls in progress, s")]
     node_id: Annotated[str, SettingSpec("", node_id, "name of this node; empty = host:pid")]
     log_level: Annotated[str, SettingSpec("info", one_of("debug", "info", "warning", "error"),
-        "least severe level that is logged")]
+        "minimum level that is logged")]
     log_format: Annotated[str, SettingSpec("auto", one_of("auto", "json", "console"),
         "auto: console on a terminal, else json")]
     otel_endpoint: Annotated[str, SettingSpec("", optional_url,
         "OTLP/HTTP collector of traces, http://HOST:4318; empty = off")]
     otel_sample_ratio: Annotated[float, SettingSpec("1", fraction,
-        "how many of the traces that begin here are recorded, 0 to 1")]
+        "fraction of the traces begun here that are recorded, 0 to 1")]
     reflection: Annotated[bool, SettingSpec("on", on_off, "gRPC server reflection")]
     envoy_identifiers: Annotated[tuple[str, ...], SettingSpec(
         "remote_address=ip,ip=ip,user=user,user_id=user,x-user-id=user,api_key=api_key,authorization=api_key",
-        identifier_keys, "keys of Envoy's entries that say who is limited, and as what: KEY=TYPE, comma-separated")]
+        identifier_keys, "Envoy descriptor keys that hold the identifier, with its type: KEY=TYPE, comma-separated")]
     envoy_fields: Annotated[str, SettingSpec("all", one_of("all", "standard", "none"),
-        "header fields that Envoy is told to add; standard: no X-RateLimit-*")]
+        "header fields for Envoy to add; standard: no X-RateLimit-*")]
     # fmt: on
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

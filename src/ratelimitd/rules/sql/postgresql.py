@@ -64,7 +64,7 @@ _UNAVAILABLE: Final = {
     "25006": "is read-only",
     "25": "ended a transaction that took too long",
     "3F": "has not the tables of this release: run `ratelimitd db upgrade`",
-    "40": "was changed by somebody else at the same time",
+    "40": "was changed by another transaction",
     "42703": "has not the tables of this release: run `ratelimitd db upgrade`",
     "42P01": "has not the tables of this release: run `ratelimitd db upgrade`",
     "53100": "cannot grow: the disk is full",

@@ -373,7 +373,7 @@ async def stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> Ru
         raise RuleNotFoundError(rule_id)
     found = RuleRow._make(row)
     if etag and etag != etag_of(found):
-        message = "the rule was changed meanwhile: read it again and send its new etag"
+        message = "the rule has changed: read it again and send its new etag"
         raise RuleConflictError(message)
     return found
 
@@ -406,7 +406,7 @@ def _exists_if_taken() -> Iterator[None]:
     try:
         yield
     except IntegrityError as error:
-        message = "a rule with this id, or this endpoint and identifier type, was made meanwhile"
+        message = "a rule with this id, or this endpoint and identifier type, was created concurrently"
         raise RuleExistsError(message) from error
 
 

@@ -225,9 +225,9 @@ def raced(postgres, postgresql_url):
 async def test_who_loses_to_a_writer_that_takes_no_lock_is_told_that_the_rule_exists(raced):
     async with store_at(raced) as store:
         rule = await store.create(ORDERS, "me")
-        with pytest.raises(RuleExistsError, match="was made meanwhile"):
+        with pytest.raises(RuleExistsError, match="was created concurrently"):
             await store.create(RuleDraft("/raced", "user", 1, 1, "fixed_window"), "me")
-        with pytest.raises(RuleExistsError, match="was made meanwhile"):
+        with pytest.raises(RuleExistsError, match="was created concurrently"):
             await store.update(rule.id, RuleChanges(endpoint="/raced"), "", "me")
         assert list(await store.page("", "", None, 10)) == [rule]
         assert await store.revision() == 1

@@ -13,7 +13,7 @@ depends_on = None
 
 
 def by_bytes(length: int) -> sa.String:
-    # SQLite orders text by its bytes anyway, PostgreSQL by the rules of a language unless told.
+    # SQLite orders text by its bytes anyway, PostgreSQL by the rules of a language by default.
     return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
 
 
