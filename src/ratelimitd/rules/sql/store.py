@@ -406,7 +406,9 @@ def _exists_if_taken() -> Iterator[None]:
     try:
         yield
     except IntegrityError as error:
-        message = "a rule with this id, or this endpoint and identifier type, was created concurrently"
+        message = (
+            "a rule with this id, or this endpoint and identifier type, was created concurrently"
+        )
         raise RuleExistsError(message) from error
 
 
