@@ -5,7 +5,7 @@ import pytest
 
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.rules.store import RuleDraft, SkippedRow
+from ratelimitd.rules.store import RuleChanges, RuleDraft, SkippedRow
 from ratelimitd.rules.validation import (
     RuleRow,
     canonical_id,
@@ -167,3 +167,20 @@ def test_a_row_and_its_rule_hold_the_same():
 
 def test_a_row_as_a_draft_has_every_field_but_the_id():
     assert ROW.draft() == DRAFT
+
+
+WHOLE_DRAFT = RuleDraft("/orders", "user", 10, 60, "token_bucket", enabled=True, id="x")
+
+
+def test_changes_replace_exactly_the_named_fields():
+    changed = RuleChanges(limit=20, enabled=False).apply(WHOLE_DRAFT)
+    assert changed == RuleDraft("/orders", "user", 20, 60, "token_bucket", enabled=False, id="x")
+
+
+def test_no_changes_leave_the_draft_as_it_is():
+    assert RuleChanges().apply(WHOLE_DRAFT) == WHOLE_DRAFT
+
+
+def test_a_fields_zero_is_a_change():
+    changed = RuleChanges("", "", 0, 0, "", enabled=False).apply(WHOLE_DRAFT)
+    assert changed == RuleDraft("", "", 0, 0, "", enabled=False, id="x")

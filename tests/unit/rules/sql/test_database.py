@@ -1,11 +1,13 @@
-"""Which database a URL opens; the databases themselves: test_sqlite.py and test_postgresql.py."""
-
 import pytest
 
-from ratelimitd.errors import SettingsError
+from ratelimitd.errors import SettingsError, StoreUnavailableError
 from ratelimitd.rules.sql.database import open_database
+from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.sql.postgresql import PostgresqlDatabase
 from ratelimitd.rules.sql.sqlite import SqliteDatabase
+from ratelimitd.rules.sql.store import Contents, inspect
+from ratelimitd.rules.store import RuleDraft
+from tests.rule_stores import store_at
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,28 @@ def test_a_url_of_neither_kind_is_a_wrong_setting_and_is_not_repeated():
     with pytest.raises(SettingsError, match=r"^DATABASE_URL must be") as caught:
         open_database("mysql://user:secret@host/rules")
     assert "secret" not in str(caught.value)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgresql_url")
+    return f"sqlite:///{tmp_path}/rules.db"
+
+
+async def test_rules_are_counted_and_nothing_is_changed(url):
+    await upgrade(url)
+    async with store_at(url) as store:
+        for endpoint in ("/a", "/b"):
+            rule = await store.create(RuleDraft(endpoint, "user", 1, 60, "token_bucket"), "test")
+        await store.delete(rule.id, "", "test")
+        secret = await store.secret("kept")
+        assert await inspect(url) == Contents(rules=1, revision=3)
+        assert await store.revision() == 3
+        assert await store.secret("kept") == secret
+        assert len((await store.changes_since(None)).changed) == 1
+
+
+async def test_a_database_that_cannot_be_used_is_an_error(tmp_path):
+    with pytest.raises(StoreUnavailableError):
+        await inspect(f"sqlite:///{tmp_path}/none/rules.db")
