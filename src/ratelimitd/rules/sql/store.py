@@ -50,7 +50,7 @@ from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_fro
 ROWS_PER_STEP: Final = 128
 """Rows converted to rules per event-loop iteration: about 1 ms at 8 µs a row."""
 
-COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
+_COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
 """The columns of a rule, in the order of ``RuleRow``."""
 
 MAX_ACTOR_CHARS: Final = 255
@@ -118,7 +118,7 @@ class SqlRuleStore:
         rule_id = canonical_id(rule_id, "rate_limit.id")
         async with self._database.writing() as connection:
             revision = await _next_revision(connection)
-            before = await stored_row(connection, rule_id, etag)
+            before = await _stored_row(connection, rule_id, etag)
             draft = changes.apply(before.draft())
             unchanged = validated(draft, rule_id=rule_id, revision=before.revision)
             if RuleRow.of(unchanged) == before:
@@ -140,7 +140,7 @@ class SqlRuleStore:
         rule_id = canonical_id(rule_id, "id")
         async with self._database.writing() as connection:
             revision = await _next_revision(connection)
-            before = await stored_row(connection, rule_id, etag)
+            before = await _stored_row(connection, rule_id, etag)
             await connection.execute(rules.delete().where(rules.c.id == rule_id))
             await self._record(
                 connection, _Change(revision, "delete", rule_id, actor), before=before
@@ -150,7 +150,7 @@ class SqlRuleStore:
         self, endpoint: str, identifier_type: str, after: tuple[str, str] | None, size: int
     ) -> Sequence[Rule]:
         """Return rules in order."""
-        statement = sa.select(*COLUMNS).order_by(rules.c.endpoint, rules.c.identifier_type)
+        statement = sa.select(*_COLUMNS).order_by(rules.c.endpoint, rules.c.identifier_type)
         if endpoint:
             statement = statement.where(rules.c.endpoint == endpoint)
         if identifier_type:
@@ -162,7 +162,7 @@ class SqlRuleStore:
         # No LIMIT: invalid rows do not count, and rows behind the page are never fetched.
         async with (
             self._database.reading() as connection,
-            aclosing(read(connection, statement)) as batches,
+            aclosing(_read(connection, statement)) as batches,
         ):
             while len(found) < size and (batch := await anext(batches, None)) is not None:
                 found += batch.rules
@@ -170,25 +170,34 @@ class SqlRuleStore:
 
     async def audit(self, rule_id: str, before: int | None, size: int) -> Sequence[AuditEntry]:
         """Return a page of the audit trail."""
+        columns = [rule_audit.c[name] for name in AuditEntry._fields]
+        statement = sa.select(*columns).order_by(rule_audit.c.revision.desc()).limit(size)
+        if rule_id:
+            statement = statement.where(rule_audit.c.rule_id == rule_id)
+        if before is not None:
+            statement = statement.where(rule_audit.c.revision < before)
         async with self._database.reading() as connection:
-            return await audit_entries(connection, rule_id, before, size)
+            rows = await connection.execute(statement)
+            return [_audit_entry(AuditEntry._make(row)) for row in rows]
 
     async def changes_since(self, revision: int | None) -> BookChanges:
         """Return what changed."""
-        statement = sa.select(*COLUMNS)
+        statement = sa.select(*_COLUMNS)
         async with self._database.reading() as connection:
-            current = await current_revision(connection)
+            current = await _current_revision(connection)
             if revision is None or revision > current:
-                every = await read_all(connection, statement)
+                every = await _read_all(connection, statement)
                 return BookChanges(current, every.rules, (), every.skipped, full=True)
-            changed = await read_all(connection, statement.where(rules.c.revision > revision))
-            removed = await removed_since(connection, revision)
-            return BookChanges(current, changed.rules, removed, changed.skipped)
+            changed = await _read_all(connection, statement.where(rules.c.revision > revision))
+            deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
+            removed = sa.select(rule_audit.c.rule_id).where(deletions).distinct()
+            removed_ids = (await connection.scalars(removed)).all()  # some may exist again
+            return BookChanges(current, changed.rules, removed_ids, changed.skipped)
 
     async def revision(self) -> int:
         """Return the revision of the last change, 0 before the first."""
         async with self._database.reading() as connection:
-            return await current_revision(connection)
+            return await _current_revision(connection)
 
     async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
         """Return the secret of this name."""
@@ -284,7 +293,7 @@ async def inspect(database_url: str) -> Contents:
     try:
         async with database.reading() as connection:
             count = await connection.scalar(sa.select(sa.func.count()).select_from(rules))
-            contents = Contents(count or 0, await current_revision(connection))
+            contents = Contents(count or 0, await _current_revision(connection))
         async with database.writing() as connection:
             for statement in _writes_of_no_row():
                 await connection.execute(statement)
@@ -306,18 +315,18 @@ def _writes_of_no_row() -> Iterator[UpdateBase]:
         yield table.delete().where(sa.false())
 
 
-class Batch(NamedTuple):
+class _Batch(NamedTuple):
     """The valid rules of some rows, and the invalid rows."""
 
     rules: list[Rule]
     skipped: list[SkippedRow]
 
 
-async def read(connection: AsyncConnection, statement: sa.Select[Any]) -> AsyncGenerator[Batch]:
+async def _read(connection: AsyncConnection, statement: sa.Select[Any]) -> AsyncGenerator[_Batch]:
     """Yield the rules that a statement selects, one batch per event-loop iteration."""
     async with connection.stream(statement) as result:
         async for rows in result.partitions(ROWS_PER_STEP):
-            batch = Batch([], [])
+            batch = _Batch([], [])
             for row in rows:
                 rule = rule_from_row(RuleRow._make(row))
                 if isinstance(rule, Rule):
@@ -327,48 +336,30 @@ async def read(connection: AsyncConnection, statement: sa.Select[Any]) -> AsyncG
             yield batch
 
 
-async def read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> Batch:
-    """Return all batches of :func:`read` as one."""
-    whole = Batch([], [])
-    async for batch in read(connection, statement):
+async def _read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> _Batch:
+    """Return all batches of :func:`_read` as one."""
+    whole = _Batch([], [])
+    async for batch in _read(connection, statement):
         whole.rules.extend(batch.rules)
         whole.skipped.extend(batch.skipped)
     return whole
 
 
-async def current_revision(connection: AsyncConnection) -> int:
+async def _current_revision(connection: AsyncConnection) -> int:
     """Return the revision of the last change, 0 before the first."""
     return await connection.scalar(sa.select(rule_revision.c.revision)) or 0
 
 
-async def removed_since(connection: AsyncConnection, revision: int) -> Sequence[str]:
-    """Return the ids of the rules deleted after ``revision``; some may exist again."""
-    deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
-    found = await connection.scalars(sa.select(rule_audit.c.rule_id).where(deletions).distinct())
-    return found.all()
-
-
-async def audit_entries(
-    connection: AsyncConnection, rule_id: str, before: int | None, size: int
-) -> Sequence[AuditEntry]:
-    """Return a page of the audit trail, newest change first."""
-    columns = [rule_audit.c[name] for name in AuditEntry._fields]
-    statement = sa.select(*columns).order_by(rule_audit.c.revision.desc()).limit(size)
-    if rule_id:
-        statement = statement.where(rule_audit.c.rule_id == rule_id)
-    if before is not None:
-        statement = statement.where(rule_audit.c.revision < before)
-    return [_audit_entry(AuditEntry._make(row)) for row in await connection.execute(statement)]
-
-
-async def stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
+async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
     """Return the row of a rule, valid or not.
 
     Raises:
         RuleNotFoundError: no rule has this id.
         RuleConflictError: ``etag`` is given and is not the row's.
     """
-    row = (await connection.execute(sa.select(*COLUMNS).where(rules.c.id == rule_id))).one_or_none()
+    row = (
+        await connection.execute(sa.select(*_COLUMNS).where(rules.c.id == rule_id))
+    ).one_or_none()
     if row is None:
         raise RuleNotFoundError(rule_id)
     found = RuleRow._make(row)

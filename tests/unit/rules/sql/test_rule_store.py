@@ -1,10 +1,13 @@
 """What the SQL adapter does beyond the protocol; the protocol itself: tests/conformance/test_rule_store.py."""
 
 import asyncio
+import itertools
 import json
 import sqlite3
 import uuid
+from collections import Counter
 from contextlib import AsyncExitStack, closing
+from datetime import timedelta
 from urllib.parse import quote
 
 import pytest
@@ -17,11 +20,13 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.model import Rule
+from ratelimitd.rules.sql import store as sql_store
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.sql.postgresql import POOL_SIZE
 from ratelimitd.rules.sql.store import ROWS_PER_STEP, SqlRuleStore
 from ratelimitd.rules.store import RuleChanges, RuleDraft, SkippedRow
+from ratelimitd.rules.validation import rule_from_row
 from ratelimitd.testing import ManualClock
 from tests.postgres_server import PASSWORD
 from tests.rule_stores import sqlite_store, store_at
@@ -170,6 +175,55 @@ async def test_a_load_of_more_than_one_tick_is_whole(store, behind):
     many(behind, 2 * ROWS_PER_STEP + 1)
     changes = await store.changes_since(None)
     assert len(changes.changed) == 2 * ROWS_PER_STEP + 1
+
+
+async def test_rules_that_are_deleted_are_among_the_changes_since_an_earlier_revision(tmp_path):
+    async with sqlite_store(tmp_path) as store:
+        one = await store.create(ORDERS, "me")
+        two = await store.create(RuleDraft("/b", "user", 1, 1, "fixed_window"), "me")
+        await store.delete(one.id, "", "me")
+        await store.delete(two.id, "", "me")
+        assert await store.revision() == 4
+        removed = [set((await store.changes_since(n)).removed_ids) for n in (2, 3, 4)]
+        assert removed == [{one.id, two.id}, {two.id}, set()]
+
+
+async def test_a_lost_revision_row_counts_as_zero(store, behind):
+    await store.create(ORDERS, "me")
+    behind("DELETE FROM rule_revision")
+    assert await store.revision() == 0
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "7"])
+async def test_what_holds_no_fields_in_the_audit_trail_is_read_as_none(store, behind, text):
+    await store.create(ORDERS, "me")
+    behind("UPDATE rule_audit SET before = ?", text)
+    [entry] = await store.audit("", None, 10)
+    assert (entry.before, entry.after["endpoint"]) == (None, "/orders")
+    assert entry.at.utcoffset() == timedelta(0)
+
+
+async def test_a_long_load_lets_the_loop_run_between_batches(store, behind, monkeypatch):
+    many(behind, 3 * ROWS_PER_STEP)
+    rows_of, iteration = Counter(), itertools.count()
+    now = next(iteration)
+
+    async def iterate():
+        nonlocal now
+        while True:
+            now = next(iteration)
+            await asyncio.sleep(0)
+
+    def counted(row):
+        rows_of[now] += 1
+        return rule_from_row(row)
+
+    monkeypatch.setattr(sql_store, "rule_from_row", counted)
+    iterating = asyncio.create_task(iterate())
+    await store.changes_since(None)
+    iterating.cancel()
+    assert rows_of.total() == 3 * ROWS_PER_STEP
+    assert max(rows_of.values()) <= ROWS_PER_STEP
 
 
 async def test_a_failed_write_leaves_nothing_behind(store, behind):
