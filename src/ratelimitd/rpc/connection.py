@@ -16,7 +16,7 @@ from ratelimitd.http2.events import Event
 from ratelimitd.http2.limits import Limits
 from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import RpcError, TransportError
-from ratelimitd.rpc.keepalive import Lifetime, Sight, Step
+from ratelimitd.rpc.keepalive import MS_PER_S, Lifetime, Sight, Step
 from ratelimitd.rpc.routing import peer_of
 from ratelimitd.rpc.state import SharedCalls
 
@@ -24,8 +24,11 @@ WRITE_BUFFER_BYTES: Final = 262_144
 """What may wait for a peer's socket before nothing more is read from it: a slice's worth of answers to batches."""
 
 LINGER_S: Final = 2.0
-"""How long a connection that has ended may take to read the reason. Closed at once, its unread input would make the
-kernel throw the reason away."""
+"""How long a peer may take to close after everything was handed to the kernel. A socket closed while input is unread is
+reset, and the peer loses what it has not read."""
+
+MAX_FAREWELL_S: Final = 60.0
+"""Longest time from the end of a connection to its close, for a peer that reads the last answers slowly."""
 
 KEEPALIVE_PING: Final = b"keepaliv"
 
@@ -65,6 +68,9 @@ class NativeConnection(asyncio.Protocol):
         self._flush_due = False
         self._received = 0
         self._ended_at_s: float | None = None
+        self._linger_from_s = 0.0
+        self._farewell_bytes = 0
+        self._busy_s = 0.0
         self._unread_bytes = 0
         self._transport: asyncio.Transport
         self._lifetime: Lifetime
@@ -217,10 +223,20 @@ class NativeConnection(asyncio.Protocol):
         if cause is Cause.UNREAD_ANSWERS:
             self._transport.abort()  # it would not read the reason, and what it has not read is in the way
             return
-        if cause is Cause.OWNER or not self._transport.can_write_eof():
+        self._linger_from_s = self._ended_at_s
+        idle_s = self._ended_at_s - max(self._came_s, self._busy_s)
+        is_idle = cause is Cause.OWNER and idle_s > LINGER_S
+        if is_idle or not self._transport.can_write_eof():
+            # What is buffered is sent first. TLS discards input meanwhile, until the peer's close_notify.
             self._transport.close()
             return
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except (
+            OSError
+        ):  # the peer has reset the connection, and the transport has not heard of it yet
+            self._transport.abort()
+            return
         if self._reading_paused:
             self._reading_paused = False
             self._transport.resume_reading()
@@ -229,9 +245,10 @@ class NativeConnection(asyncio.Protocol):
         """See whether time has run out for the peer; to be called about once a second."""
         http2 = self._http2
         if self._ended_at_s is not None:
-            if now_s - self._ended_at_s > LINGER_S:
-                self._transport.abort()
+            self._look_after_end(self._ended_at_s, now_s)
             return
+        if http2.open_streams or self._unread_bytes:
+            self._busy_s = now_s
         http2.tick()
         self.calls.look(now_s)
         sight = Sight(http2.owes, http2.progress, self._received, self._writing_paused)
@@ -243,6 +260,16 @@ class NativeConnection(asyncio.Protocol):
         elif step is Step.END:
             http2.end(ErrorCode.NO_ERROR, cause, cause.value)
         self._flush()
+
+    def _look_after_end(self, ended_at_s: float, now_s: float) -> None:
+        """Abort when the peer has had time to read everything, or reads nothing, or is too slow."""
+        buffered = self._transport.get_write_buffer_size()
+        if buffered != self._farewell_bytes:
+            self._farewell_bytes, self._linger_from_s = buffered, now_s
+            self._count_unread()
+        patience_s = self._shared.limits.stall_timeout_ms / MS_PER_S if buffered else LINGER_S
+        if now_s - self._linger_from_s > patience_s or now_s - ended_at_s > MAX_FAREWELL_S:
+            self._transport.abort()
 
     def go_away(self) -> None:
         """Ask for no more calls; close when those in flight have ended."""

@@ -257,6 +257,51 @@ async def test_a_broken_peer_may_read_why_before_it_is_closed(owner, eof, told):
     assert transport.told == [told, "abort"]
 
 
+async def test_a_peer_that_has_reset_the_connection_is_gone_at_once(owner):
+    class Reset(Transport):
+        def write_eof(self):
+            raise OSError(107, "Transport endpoint is not connected")
+
+    transport = Reset()
+    connection = owner.connection(transport)
+    connection.data_received(frame(PING, 0, 1, bytes(8)))
+    assert transport.told == ["abort"]
+
+
+async def test_the_time_to_close_begins_when_the_last_answer_was_taken(owner, transport, peer):
+    connection = owner.connection(transport)
+    connection.go_away()
+    transport.unread = 100_000
+    connection.go_away()
+    for left in (90_000, 10, 0):
+        transport.unread = left
+        owner.now_s += 10
+        connection.look(owner.now_s)
+        assert transport.told == ["write_eof"]
+    owner.now_s += native_connection.LINGER_S + 0.1
+    connection.look(owner.now_s)
+    assert transport.told == ["write_eof", "abort"]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_a_peer_that_reads_nothing_more_or_too_slowly_is_not_waited_for(
+    owner, transport, reads
+):
+    connection = owner.connection(transport)
+    connection.go_away()
+    transport.unread = 100_000
+    connection.go_away()
+    connection.look(owner.now_s)
+    for _ in range(4 if reads else 1):
+        transport.unread -= reads
+        owner.now_s += 15
+        connection.look(owner.now_s)
+        assert transport.told == ["write_eof"]
+    owner.now_s += 6
+    connection.look(owner.now_s)
+    assert transport.told == ["write_eof", "abort"]
+
+
 async def test_reading_goes_on_so_that_a_broken_peer_can_read_why(owner, transport, peer):
     connection = owner.connection(transport)
     connection.pause_writing()
@@ -293,7 +338,7 @@ async def test_an_old_connection_drains(transport, peer):
     assert transport.told == []
     connection.data_received(frame(PING, 1, 0, b"draining"))
     assert transport.frames() == [GOAWAY]
-    assert (transport.told, owner.errors) == (["close"], {})
+    assert (transport.told, owner.errors) == (["write_eof"], {})
 
 
 async def test_a_connection_that_is_to_go_ends_with_its_last_call(owner, transport, peer):
@@ -305,9 +350,9 @@ async def test_a_connection_that_is_to_go_ends_with_its_last_call(owner, transpo
     assert transport.told == []
     connection.end_calls(RpcError(StatusCode.UNAVAILABLE, "stopping"))
     assert transport.frames() == [1, GOAWAY]
-    assert (transport.told, owner.errors) == (["close"], {})
+    assert (transport.told, owner.errors) == (["write_eof"], {})
     connection.abort()
-    assert transport.told == ["close", "abort"]
+    assert transport.told == ["write_eof", "abort"]
     await owner.shared.all_ended()
 
 
@@ -421,7 +466,7 @@ async def test_a_defect_ends_its_connection_and_is_counted(owner, transport, pee
     connection.data_received(post(peer, 3))
     connection._wake()
     await turns()
-    assert (transport.told, owner.errors) == (["close"], {"unexpected": 1})
+    assert (transport.told, owner.errors) == (["write_eof"], {"unexpected": 1})
 
 
 async def test_a_defect_in_a_later_turn_ends_its_connection_too(owner, transport, peer, defect):
@@ -430,7 +475,10 @@ async def test_a_defect_in_a_later_turn_ends_its_connection_too(owner, transport
     defect()
     await turns()
     assert transport.frames()[-1] == GOAWAY
-    assert (transport.told, owner.errors) == (["pause_reading", "close"], {"unexpected": 1})
+    assert (transport.told, owner.errors) == (
+        ["pause_reading", "close"],
+        {"unexpected": 1},
+    )
 
 
 async def test_who_holds_most_answers_ends_as_soon_as_that_is_seen(transport):

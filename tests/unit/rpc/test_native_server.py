@@ -1,6 +1,7 @@
 """The server around the connections: listening, its one timer, and its end. Callers are in tests/rpc."""
 
 import asyncio
+import socket
 import ssl
 
 import pytest
@@ -9,19 +10,34 @@ import trustme
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import server as native_server
-from ratelimitd.rpc.connection import NativeConnection
+from ratelimitd.rpc.connection import LINGER_S, NativeConnection
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.server import NativeServer
 from ratelimitd.rpc.tls import TlsFiles
-from tests.http2_peer import GREETING, HEADERS, Peer, frame
+from tests.http2_peer import (
+    DATA,
+    END_STREAM,
+    GREETING,
+    HEADERS,
+    PREFACE,
+    Peer,
+    frame,
+    frames_of,
+    ping,
+    settings,
+    window_update,
+)
 
 
 async def until(condition):
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 -- what is waited for is a counter
             await asyncio.sleep(0.001)
+
+
+LARGE = 3_000_000
 
 
 class Serving:
@@ -33,7 +49,9 @@ class Serving:
 
         self.now_s = 100.0
         self.stats = CheckStats()
-        methods = Methods({"/": lambda data, _call: data, "/wait": wait})
+        methods = Methods(
+            {"/": lambda data, _call: data, "/wait": wait, "/large": lambda *_: bytes(LARGE)}
+        )
         self.server = NativeServer(
             methods,
             listen="127.0.0.1:0",
@@ -72,6 +90,29 @@ async def next_headers(reader):
         payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
         if head[3] == HEADERS:
             return payload
+
+
+async def test_a_large_answer_is_read_whole_by_a_peer_that_goes_on_sending():
+    """The socket of a connection that ends is not closed with unread input, which would reset it."""
+    loop = asyncio.get_running_loop()
+    async with Serving() as serving:
+        host, _, port = serving.address.rpartition(":")
+        with socket.socket() as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8_192)
+            peer.setblocking(False)
+            await loop.sock_connect(peer, (host, int(port)))
+            wide = settings(s4=2**31 - 1) + window_update(0, 2**30)
+            request = call("/large").removeprefix(GREETING)
+            await loop.sock_sendall(peer, PREFACE + wide + request)
+            read = await loop.sock_recv(peer, 1_000)
+            stopping = asyncio.create_task(serving.server.stop(30))
+            while part := await loop.sock_recv(peer, 65_536):
+                read += part
+                await loop.sock_sendall(peer, ping(bytes(8)))
+        await stopping
+    answered = [sent for sent in frames_of(read) if sent.stream_id == 1]
+    assert sum(len(sent.payload) for sent in answered if sent.type == DATA) == LARGE + 5
+    assert answered[-1].flags & END_STREAM
 
 
 async def test_connections_beyond_the_bound_are_dropped_and_counted():
@@ -141,6 +182,7 @@ async def test_a_stop_closes_idle_connections_at_once():
     async with Serving() as serving:
         reader = await serving.connected(call("/"))
         await next_headers(reader)
+        serving.now_s += LINGER_S + 1
         async with asyncio.timeout(5):
             await serving.server.stop(3600)
         assert await reader.read() != b""
