@@ -14,8 +14,8 @@ import hpack
 
 from bench.report import Row
 from bench.scripts import CHECK, go_fields
-from ratelimitd.http2 import huffman
-from ratelimitd.http2.hpack import Decoder
+from ratelimitd.http2.hpack_decoder import Decoder
+from ratelimitd_wire import huffman
 
 ROUNDS = 7
 BLOCKS = 20_000

@@ -39,13 +39,6 @@ MEANINGS: Final = {
 }
 """Of services and methods without a comment."""
 
-SAID_HERE: Final = {
-    'see DESIGN.md "Answers"': "denied: until this same check would pass; allowed: until the next token, 0 while there"
-    " is one",
-    '(DESIGN.md, "Editing a live rule")': "but `enabled` only when it is set",
-}
-"""Where a comment points to a design that readers do not have, what stands there."""
-
 
 def contract() -> pb.FileDescriptorProto:
     """Return the contract with its comments."""
@@ -73,12 +66,5 @@ def comments_of(file: pb.FileDescriptorProto) -> Comments:
         # In front of what it is about, or behind it in its line.
         comment = location.leading_comments or location.trailing_comments
         if comment:
-            found[tuple(location.path)] = said(" ".join(comment.split()))
+            found[tuple(location.path)] = " ".join(comment.split())
     return found
-
-
-def said(comment: str) -> str:
-    """Return a comment without pointers to what readers do not have."""
-    for pointer, words in SAID_HERE.items():
-        comment = comment.replace(f" {pointer}", f", {words}").replace(pointer, words)
-    return comment

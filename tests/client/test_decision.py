@@ -45,7 +45,7 @@ def test_a_denial_tells_when_to_come_back_and_what_the_limit_is():
     assert DENIED.headers() == {
         "Retry-After": "12",
         "RateLimit-Policy": '"default";q=100;w=60',
-        "RateLimit": '"default";r=2;t=41',
+        "RateLimit": '"default";r=2;t=12',
     }
 
 

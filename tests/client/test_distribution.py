@@ -55,7 +55,11 @@ def test_it_loads_nothing_but_grpcio_and_protobuf():
         "ratelimitd_client, ratelimitd_client.testing, ratelimitd_client.middleware, "
         "ratelimitd_client.middleware.asgi, ratelimitd_client.middleware.wsgi"
     )
-    assert ours - loaded_with("grpc, google.protobuf") == {"ratelimitd_client", "ratelimiter"}
+    assert ours - loaded_with("grpc, google.protobuf") == {
+        "ratelimitd_client",
+        "ratelimitd_wire",
+        "ratelimiter",
+    }
 
 
 @pytest.fixture(scope="module")

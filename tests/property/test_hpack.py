@@ -11,11 +11,12 @@ from hpack.table import HeaderTable as TheirTable
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ratelimitd.http2 import huffman
-from ratelimitd.http2 import huffman as errors
-from ratelimitd.http2.hpack import Decoder, Encoder, HeaderListTooLargeError, HpackError
-from ratelimitd.http2.hpack_decoder import HeaderTable, field_bytes
-from ratelimitd.http2.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
+from ratelimitd.http2.hpack_decoder import Decoder, HeaderTable, field_bytes
+from ratelimitd.http2.hpack_encoder import Encoder
+from ratelimitd_wire import huffman
+from ratelimitd_wire import huffman as errors
+from ratelimitd_wire.huffman import HeaderListTooLargeError, HpackError
+from ratelimitd_wire.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
 from tests import rfc7541_examples as rfc
 
 MAX_LIST_BYTES = 2_000

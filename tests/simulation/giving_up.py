@@ -5,7 +5,7 @@ A node that has given up decides by what it knows, as with ON_BREAKER_OPEN=local
 
 from typing import Any
 
-from ratelimitd.breaker import Breaker, State
+from ratelimitd_wire.breaker import Breaker, State
 from tests.simulation.world import ANSWER_US, SECOND, World
 
 RECOVERY_US = SECOND
@@ -36,7 +36,7 @@ class GivingUp:
     def __init__(self, world: World, node: Any) -> None:
         self._world = world
         self._node = node
-        self._breaker = Breaker(WorldClock(world), recovery_us=RECOVERY_US)
+        self._breaker = Breaker(WorldClock(world).monotonic_us, recovery_us=RECOVERY_US)
         self.times = 0
         """How often it was given up."""
 

@@ -12,7 +12,6 @@ from functools import partial
 from math import ceil
 from typing import Final, NamedTuple, Protocol
 
-from ratelimitd.breaker import Breaker, State
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy, promised_excess
 from ratelimitd.cluster.cache import BucketCache
@@ -27,6 +26,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import SharedState, has_plenty
 from ratelimitd.model import US_PER_S
+from ratelimitd_wire.breaker import Breaker, State
 
 # The circuit breakers of a node, one for each server of the shared state, and which hash tags each is for.
 
@@ -65,7 +65,7 @@ class Breakers:
         shard = self._shards.get(name)
         if shard is None:
             breaker = Breaker(
-                self._clock,
+                self._clock.monotonic_us,
                 failure_threshold=self._failures,
                 recovery_us=self._recovery_us,
                 jitter_us=lambda: int(self._random() * JITTER_US),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ratelimitd.breaker import Breaker, State
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.pending import Timers
 from ratelimitd.counters import CheckStats
@@ -17,6 +16,7 @@ from ratelimitd.errors import (
     StoreSlowError,
     StoreUnavailableError,
 )
+from ratelimitd_wire.breaker import Breaker, State
 
 
 class Shard:

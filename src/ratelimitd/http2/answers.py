@@ -16,7 +16,8 @@ from ratelimitd.http2.frames import (
     FrameType,
     frame,
 )
-from ratelimitd.http2.hpack import Encoder, Field
+from ratelimitd.http2.hpack_encoder import Encoder
+from ratelimitd_wire.static_table import Field
 
 _KEPT_SIZES: Final = 1_024
 """Answers to checks are smaller. Larger messages have their DATA header built each time, at 150 ns."""

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from ratelimitd.http2.errors import Cause
 from ratelimitd.http2.headers import RequestHead
-from ratelimitd.http2.hpack import Field
+from ratelimitd_wire.static_table import Field
 
 CompleteRequest: TypeAlias = tuple[int, RequestHead, bytes]
 """(stream, head, body) of a request that ended with its first frame of DATA. Nothing more comes for it but StreamReset,

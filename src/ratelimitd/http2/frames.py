@@ -10,7 +10,8 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
+from ratelimitd.http2.errors import Cause, ConnectionFailureError
+from ratelimitd_wire.codes import ErrorCode
 
 FRAME_HEADER_BYTES: Final = 9
 

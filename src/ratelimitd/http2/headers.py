@@ -9,14 +9,11 @@ import enum
 import re
 from typing import Final
 
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
-from ratelimitd.http2.hpack import (
-    Decoder,
-    Field,
-    HeaderBombError,
-    HeaderListTooLargeError,
-    HpackError,
-)
+from ratelimitd.http2.errors import Cause, ConnectionFailureError
+from ratelimitd.http2.hpack_decoder import Decoder
+from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.huffman import HeaderBombError, HeaderListTooLargeError, HpackError
+from ratelimitd_wire.static_table import Field
 
 _MAX_KEPT_HEADS: Final = 64
 """Clients without deadlines repeat a handful of blocks. Clients that never repeat one fill this for nothing."""

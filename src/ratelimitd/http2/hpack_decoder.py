@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from operator import length_hint
 from typing import Final
 
-from ratelimitd.http2 import huffman
-from ratelimitd.http2 import huffman as errors
-from ratelimitd.http2.huffman import (
+from ratelimitd_wire import huffman
+from ratelimitd_wire import huffman as errors
+from ratelimitd_wire.huffman import (
     HeaderBombError,
     HeaderListTooLargeError,
     HpackError,
     decode_continuation,
 )
-from ratelimitd.http2.static_table import (
+from ratelimitd_wire.static_table import (
     ENTRY_OVERHEAD_BYTES,
     FIRST_DYNAMIC_INDEX,
     STATIC_TABLE,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Final
 
-from ratelimitd.http2 import huffman
 from ratelimitd.http2.hpack_decoder import DEFAULT_MAX_BYTES, HeaderTable, field_bytes
-from ratelimitd.http2.huffman import encode_integer
-from ratelimitd.http2.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE, Field
+from ratelimitd_wire import huffman
+from ratelimitd_wire.huffman import encode_integer
+from ratelimitd_wire.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE, Field
 
 _STATIC_INDEX: Final = {field: index for index, field in enumerate(STATIC_TABLE, 1)}
 _STATIC_NAME_INDEX: Final = {

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
+from ratelimitd.http2.errors import Cause, ConnectionFailureError
+from ratelimitd_wire.codes import ErrorCode
 
 
 @dataclass(frozen=True, slots=True)

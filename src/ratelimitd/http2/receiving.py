@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar, Final, NamedTuple, NoReturn
 
 from ratelimitd.http2 import frames
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode, StreamFailureError
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, StreamFailureError
 from ratelimitd.http2.events import (
     DataReceived,
     Event,
@@ -36,6 +36,7 @@ from ratelimitd.http2.streams import (
     Streams,
     transition,
 )
+from ratelimitd_wire.codes import ErrorCode
 
 DRAIN_PING: Final = b"draining"
 """Its answer shows that the peer has read the GOAWAY before it."""

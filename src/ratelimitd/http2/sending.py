@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ratelimitd.http2 import frames
 from ratelimitd.http2.answers import UnaryAnswer
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode, StreamFailureError
-from ratelimitd.http2.hpack import Encoder
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, StreamFailureError
+from ratelimitd.http2.hpack_encoder import Encoder
 from ratelimitd.http2.limits import Limits
 from ratelimitd.http2.settings import PeerSettings
 from ratelimitd.http2.streams import (
@@ -23,6 +23,7 @@ from ratelimitd.http2.streams import (
     Streams,
     grown,
 )
+from ratelimitd_wire.codes import ErrorCode
 
 
 class Sender:

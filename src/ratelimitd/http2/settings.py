@@ -9,9 +9,10 @@ import enum
 import struct
 from typing import Final
 
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
+from ratelimitd.http2.errors import Cause, ConnectionFailureError
 from ratelimitd.http2.frames import DEFAULT_MAX_FRAME_BYTES
 from ratelimitd.http2.streams import DEFAULT_WINDOW_BYTES, MAX_WINDOW_BYTES
+from ratelimitd_wire.codes import ErrorCode
 
 _MAX_MAX_FRAME_BYTES: Final = 2**24 - 1
 _DEFAULT_TABLE_BYTES: Final = 4_096

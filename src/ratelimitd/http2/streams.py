@@ -21,14 +21,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
-from ratelimitd.http2.errors import (
-    Cause,
-    ConnectionFailureError,
-    ErrorCode,
-    StreamFailureError,
-)
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, StreamFailureError
 from ratelimitd.http2.headers import RequestHead
-from ratelimitd.http2.hpack import Field
+from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.static_table import Field
 
 # Flow-control arithmetic (RFC 9113 §5.2, §6.9), in octets of DATA payload. Pure.
 #

@@ -20,10 +20,11 @@ from typing import Final, Generic, TypeVar
 
 from ratelimitd.errors import StartupError
 from ratelimitd.http2 import frames
-from ratelimitd.http2.errors import Cause, ErrorCode
+from ratelimitd.http2.errors import Cause
 from ratelimitd.http2.settings import PREFACE, mistaken_protocol, undecided
 from ratelimitd.rpc.interface import TransportError
 from ratelimitd.rpc.state import Turnstile
+from ratelimitd_wire.codes import ErrorCode
 
 # Peers on a port of TLS whose first octets are not TLS: what they are told before the connection is closed.
 #

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol, cast
 
 from ratelimitd.http2.connection import Connection
-from ratelimitd.http2.errors import Cause, ErrorCode
+from ratelimitd.http2.errors import Cause
 from ratelimitd.http2.events import Event
 from ratelimitd.http2.limits import Limits
 from ratelimitd.rpc.dispatch import ConnectionCalls
@@ -19,6 +19,7 @@ from ratelimitd.rpc.interface import RpcError, TransportError
 from ratelimitd.rpc.keepalive import MS_PER_S, Lifetime, Sight, Step
 from ratelimitd.rpc.routing import peer_of
 from ratelimitd.rpc.state import SharedCalls
+from ratelimitd_wire.codes import ErrorCode
 
 WRITE_BUFFER_BYTES: Final = 262_144
 """What may wait for a peer's socket before nothing more is read from it: a slice's worth of answers to batches."""

@@ -11,9 +11,9 @@ from typing import Final
 from urllib.parse import quote
 
 from ratelimitd.http2.answers import UnaryAnswer, static_block
-from ratelimitd.http2.hpack import Field
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.rpc.messages import ENCODINGS, prefix_of
+from ratelimitd_wire.static_table import Field
 
 Fields = tuple[Field, ...]
 

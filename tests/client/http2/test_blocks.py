@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratelimitd_client.http2 import blocks
-from ratelimitd_client.http2.errors import ErrorCode, PeerError
-from ratelimitd_client.http2.static_table import STATIC_TABLE
+from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.static_table import STATIC_TABLE
 from tests import rfc7541_examples as rfc
 
 SEQUENCES = (

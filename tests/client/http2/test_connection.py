@@ -14,7 +14,8 @@ from ratelimitd_client.http2 import connection as module
 from ratelimitd_client.http2 import frames, heads
 from ratelimitd_client.http2.call import Call
 from ratelimitd_client.http2.connection import Connection
-from ratelimitd_client.http2.errors import ErrorCode, PeerError
+from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_wire.codes import ErrorCode
 from tests import http2_peer as peer
 
 HEADERS = [(":status", "200"), ("content-type", "application/grpc")]

@@ -4,7 +4,8 @@ import hyperframe.frame as other
 import pytest
 
 from ratelimitd_client.http2 import frames
-from ratelimitd_client.http2.errors import ErrorCode, PeerError
+from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_wire.codes import ErrorCode
 
 
 def read(octets):

@@ -5,7 +5,7 @@ import hpack
 import pytest
 
 from ratelimitd_client.http2 import blocks, heads
-from ratelimitd_client.http2.errors import ErrorCode
+from ratelimitd_wire.codes import ErrorCode
 
 GRPC = [(":status", "200"), ("content-type", "application/grpc+proto")]
 

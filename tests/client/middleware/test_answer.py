@@ -26,7 +26,7 @@ def test_a_denial_is_a_429_with_a_text_and_the_headers_of_the_limit():
             "Content-Type": "text/plain; charset=utf-8",
             "Retry-After": "12",
             "RateLimit-Policy": '"default";q=5;w=60',
-            "RateLimit": '"default";r=0;t=60',
+            "RateLimit": '"default";r=0;t=12',
         },
         b"Too many requests. Try again in 12 s.\n",
         "Too many requests. Try again in 12 s.",

@@ -2,11 +2,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratelimitd.breaker import State
 from ratelimitd.cluster.node import Breakers
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.testing import ManualClock
+from ratelimitd_wire.breaker import State
 from tests.unit.cluster.world import SECOND, FakeStore, ManualTimers
 
 AWAY = StoreUnavailableError("no answer")

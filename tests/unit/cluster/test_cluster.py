@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from ratelimitd.breaker import State
 from ratelimitd.cluster import node as cluster_module
 from ratelimitd.cluster.membership import SharedTime
 from ratelimitd.cluster.node import Cluster, Options
@@ -13,6 +12,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreCorruptError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import reset
 from ratelimitd.testing import ManualClock
+from ratelimitd_wire.breaker import State
 from tests.unit.cluster.world import MS, RULE, SECOND, FakeBus, FakeStore, limited, name_of
 
 OPTIONS = Options(

@@ -1,6 +1,5 @@
 import pytest
 
-from ratelimitd.breaker import Breaker, State
 from ratelimitd.cluster.store_servers import Shard
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
@@ -10,6 +9,7 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.testing import ManualClock
+from ratelimitd_wire.breaker import Breaker, State
 from tests.unit.cluster.world import MS, SECOND, ManualTimers
 
 AWAY = StoreUnavailableError("no answer")
@@ -19,7 +19,7 @@ class Scene:
     def __init__(self):
         self.clock, self.stats = ManualClock(), CheckStats()
         self.timers = ManualTimers(self.clock)
-        breaker = Breaker(self.clock, failure_threshold=5, recovery_us=30 * SECOND)
+        breaker = Breaker(self.clock.monotonic_us, failure_threshold=5, recovery_us=30 * SECOND)
         self.lines = []
         self.shard = Shard(
             "server:1", 7, breaker, self.clock, self.stats, self.timers, self.lines.append

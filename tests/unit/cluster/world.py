@@ -6,7 +6,6 @@ from functools import partial
 from types import SimpleNamespace
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.breaker import Breaker
 from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.cache import IDLE_US, BucketCache
 from ratelimitd.cluster.gossip import News
@@ -20,6 +19,7 @@ from ratelimitd.ledger.protocol import Ledger
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, reset, settle
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.testing import ManualClock
+from ratelimitd_wire.breaker import Breaker
 
 MS = 1_000
 SECOND = 1_000_000
@@ -205,7 +205,7 @@ class World:
         self.store, self.bus = FakeStore(self.timers), FakeBus()
         self.news, self.accuracy = News(self.bus, self.clock), Accuracy(self.stats)
         self.members = SimpleNamespace(count=members)
-        breaker = Breaker(self.clock)
+        breaker = Breaker(self.clock.monotonic_us)
         self.shard = Shard("server", 0, breaker, self.clock, self.stats, self.timers)
         around = Surroundings(self.store, self.clock, self.timers, self)
         self.tags = [Tag(number, self.shard, "node/1", around) for number in range(HASH_TAGS)]

@@ -1,10 +1,10 @@
 import hpack
 import pytest
 
-from ratelimitd.http2 import huffman as errors
 from ratelimitd.http2.hpack_decoder import BOMB_FACTOR, RUN_OCTETS, Decoder
-from ratelimitd.http2.huffman import HeaderBombError, HeaderListTooLargeError, HpackError
-from ratelimitd.http2.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
+from ratelimitd_wire import huffman as errors
+from ratelimitd_wire.huffman import HeaderBombError, HeaderListTooLargeError, HpackError
+from ratelimitd_wire.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
 from tests import rfc7541_examples as rfc
 
 POST = b"\x83"

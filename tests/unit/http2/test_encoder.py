@@ -1,8 +1,8 @@
 import pytest
 
-from ratelimitd.http2.hpack import Decoder
+from ratelimitd.http2.hpack_decoder import Decoder
 from ratelimitd.http2.hpack_encoder import Encoder
-from ratelimitd.http2.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
+from ratelimitd_wire.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
 from tests import rfc7541_examples as rfc
 
 OWN = (b"custom-key", b"custom-value")

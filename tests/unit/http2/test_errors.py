@@ -1,4 +1,5 @@
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode, StreamFailureError
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, StreamFailureError
+from ratelimitd_wire.codes import ErrorCode
 
 
 def test_codes_are_those_of_the_wire():

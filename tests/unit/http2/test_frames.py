@@ -1,7 +1,8 @@
 import pytest
 
 from ratelimitd.http2 import frames
-from ratelimitd.http2.errors import ConnectionFailureError, ErrorCode
+from ratelimitd.http2.errors import ConnectionFailureError
+from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import Frame, frames_of
 
 

@@ -1,8 +1,9 @@
 import hpack
 import pytest
 
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
+from ratelimitd.http2.errors import Cause, ConnectionFailureError
 from ratelimitd.http2.headers import Flaw, HeadReader
+from ratelimitd_wire.codes import ErrorCode
 
 PSEUDO = [
     (b":method", b"POST"),

@@ -1,7 +1,8 @@
 import pytest
 
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode
+from ratelimitd.http2.errors import Cause, ConnectionFailureError
 from ratelimitd.http2.limits import ALLOWANCES, AbuseMeter
+from ratelimitd_wire.codes import ErrorCode
 
 CAUSES = list(ALLOWANCES)
 

@@ -1,7 +1,8 @@
 import pytest
 
-from ratelimitd.http2.errors import ConnectionFailureError, ErrorCode
+from ratelimitd.http2.errors import ConnectionFailureError
 from ratelimitd.http2.settings import PeerSettings, Setting
+from ratelimitd_wire.codes import ErrorCode
 
 
 def payload(*values):

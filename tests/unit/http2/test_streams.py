@@ -1,6 +1,6 @@
 import pytest
 
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, ErrorCode, StreamFailureError
+from ratelimitd.http2.errors import Cause, ConnectionFailureError, StreamFailureError
 from ratelimitd.http2.streams import (
     TRANSITIONS,
     UNTOUCHED,
@@ -11,6 +11,7 @@ from ratelimitd.http2.streams import (
     Streams,
     transition,
 )
+from ratelimitd_wire.codes import ErrorCode
 
 PRINTED = {
     State.IDLE: "open remote_closed !!PROTOCOL !!PROTOCOL !!PROTOCOL !!PROTOCOL idle",

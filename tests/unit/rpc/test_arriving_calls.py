@@ -5,10 +5,10 @@ import gzip
 
 import pytest
 
-from ratelimitd.http2.errors import ErrorCode
 from ratelimitd.http2.limits import Limits
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rpc.messages import framed
+from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import (
     DATA,
     END_HEADERS,

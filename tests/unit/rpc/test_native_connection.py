@@ -7,7 +7,6 @@ import weakref
 import pytest
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.http2.errors import ErrorCode
 from ratelimitd.http2.limits import Limits
 from ratelimitd.rpc import connection as native_connection
 from ratelimitd.rpc.connection import NativeConnection
@@ -16,6 +15,7 @@ from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.state import SharedCalls
+from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import (
     GOAWAY,
     GREETING,

@@ -10,6 +10,7 @@ import math
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from ratelimitd_wire.ratelimit_headers import ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
@@ -83,20 +84,26 @@ class Decision(NamedTuple):
         """The HTTP headers that tell the caller's own client of this decision.
 
         ``Retry-After`` on denials alone; ``RateLimit`` and ``RateLimit-Policy`` of the IETF's draft
-        (draft-ietf-httpapi-ratelimit-headers-10) wherever a rule decided, under the name ``policy``; with
+        (draft-ietf-httpapi-ratelimit-headers-11) wherever a rule decided, under the name ``policy``; with
         ``x_ratelimit`` also ``X-RateLimit-Limit``, ``-Remaining`` and ``-Reset``, the last in Unix seconds.
 
         Raises:
             ValueError: ``policy`` is not printable ASCII without quotes and backslashes.
         """
-        name = _quoted(policy)
+        _demand_name(policy)
         headers: dict[str, str] = {}
         if not self.allowed and self.retry_after_seconds > 0:
             headers["Retry-After"] = str(self.retry_after_seconds)
         if self.limit:
-            reset_s = self.reset_after_seconds
-            headers["RateLimit-Policy"] = f"{name};q={self.limit};w={self.window_seconds}"
-            headers["RateLimit"] = f"{name};r={self.remaining_tokens};t={reset_s}"
+            headers |= ratelimit_headers(
+                policy,
+                limit=self.limit,
+                window_s=self.window_seconds,
+                remaining=self.remaining_tokens,
+                allowed=self.allowed,
+                reset_s=self.reset_after_seconds,
+                retry_after_s=self.retry_after_seconds,
+            )
             if x_ratelimit:
                 headers["X-RateLimit-Limit"] = str(self.limit)
                 headers["X-RateLimit-Remaining"] = str(self.remaining_tokens)
@@ -105,12 +112,15 @@ class Decision(NamedTuple):
 
 
 @lru_cache(KEPT_NAMES)
-def _quoted(policy: str) -> str:
-    """The name of a policy as headers have it."""
+def _demand_name(policy: str) -> None:
+    """See that the name of a policy needs no escapes in a header.
+
+    Raises:
+        ValueError: it does.
+    """
     if not (policy.isascii() and policy.isprintable()) or '"' in policy or "\\" in policy:
         message = "the name of a policy is printable ASCII without quotes and backslashes"
         raise ValueError(message)
-    return f'"{policy}"'
 
 
 def decision_of(answer: pb.RateLimitResponse, now_s: float) -> Decision:

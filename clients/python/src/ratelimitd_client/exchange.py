@@ -7,6 +7,7 @@ decisions here, and the breaker and the log hear of it. Never does I/O itself. S
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,11 +16,11 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from ratelimitd_client.breaker import Breaker
 from ratelimitd_client.check import batch_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, Reason, decision_of, let_through, refused
 from ratelimitd_client.pace import Pace
+from ratelimitd_wire.breaker import US_PER_S, Breaker
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 CHECK: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
@@ -31,6 +32,13 @@ MAX_ANSWER_BYTES: Final = 4_096
 
 GARBLED: Final = "GARBLED"
 """What came in place of an answer, when it was no message of the contract, or not one for each check."""
+
+RECOVERY_US: Final = 250_000
+"""Pause of an open breaker before a probe. A probe is a call whose caller does not wait for it, so it may come often: a
+service that returns is used again within a second."""
+
+JITTER_US: Final = 125_000
+"""At most this is added at random, so that callers do not return at one instant."""
 
 _LOG: Final = logging.getLogger("ratelimitd_client")
 
@@ -60,7 +68,11 @@ class Exchange:
     __slots__ = ("_clock", "_warnings", "breaker")
 
     def __init__(self, clock: Clock) -> None:
-        self.breaker: Breaker = Breaker(clock)
+        self.breaker: Breaker = Breaker(
+            lambda: int(clock.monotonic_s() * US_PER_S),
+            recovery_us=RECOVERY_US,
+            jitter_us=lambda: random.randrange(JITTER_US),  # noqa: S311 - no secret
+        )
         self._clock = clock
         self._warnings = _Warnings(clock)
 

@@ -13,7 +13,6 @@ from typing import Any, Final, Protocol, Self, cast
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
-from ratelimitd.limit_fields import policy_fields
 from ratelimitd.model import INT32_MAX, US_PER_S, Check, Decision, IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import check_of
@@ -25,6 +24,7 @@ from ratelimitd.services.envoy.messages import (
     WireRequest,
     parse_request,
 )
+from ratelimitd_wire.ratelimit_headers import ratelimit_headers
 
 # What Envoy is answered: decisions on its descriptors, and the header fields that it adds to its response. Pure.
 
@@ -92,7 +92,7 @@ def _fields(decision: Decision, now_us: int, fields: str) -> dict[str, str]:
     if rule is None:
         return found
     reset_s = _reset_s(decision, now_us)
-    found |= policy_fields(
+    found |= ratelimit_headers(
         rule.id,
         limit=rule.limit,
         window_s=rule.window_seconds,

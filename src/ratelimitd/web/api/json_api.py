@@ -19,7 +19,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from ratelimitd.limit_fields import policy_fields
 from ratelimitd.rpc.interface import Call, Methods, RpcError, UnaryHandler
 from ratelimitd.web.api.connect import (
     GRPC_WEB,
@@ -34,6 +33,7 @@ from ratelimitd.web.api.connect import (
 )
 from ratelimitd.web.api.http_call import body_of, http_call
 from ratelimitd.web.pages.invoke import Deadline, handled
+from ratelimitd_wire.ratelimit_headers import ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2
 
 # ``POST /v1/check``: a check whose answer can be forwarded: 429 when denied, with the fields HTTP has for limits.
@@ -66,7 +66,7 @@ def limit_fields(decision: ratelimiter_pb2.RateLimitResponse, now_s: float) -> d
     if decision.rule_id:
         # The check may have been judged at its caller's time, which may be far from ours.
         reset_s = min(max(0, math.ceil(decision.reset_time - now_s)), decision.window_seconds)
-        fields |= policy_fields(
+        fields |= ratelimit_headers(
             decision.rule_id,
             limit=decision.limit,
             window_s=decision.window_seconds,

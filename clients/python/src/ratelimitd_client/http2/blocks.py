@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from ratelimitd_client.http2 import huffman
-from ratelimitd_client.http2.errors import ErrorCode, PeerError
-from ratelimitd_client.http2.static_table import STATIC_TABLE, Field
+from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_wire import huffman
+from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.static_table import STATIC_TABLE, Field
 
 MAX_LIST_BYTES: Final = 16_384
 """Of an answer's fields, each with ``FIELD_OVERHEAD_BYTES``; gRPC's own default."""
@@ -140,7 +141,12 @@ def _string(block: bytes, at: int) -> tuple[bytes, int]:
     string = block[at : at + size]
     if len(string) < size:
         raise _malformed()
-    return (huffman.decode(string) if octet & _HUFFMAN else string), at + size
+    if not octet & _HUFFMAN:
+        return string, at + size
+    try:
+        return huffman.decode(string), at + size
+    except huffman.HpackError:
+        raise PeerError(ErrorCode.COMPRESSION_ERROR, "a string is no Huffman code") from None
 
 
 def _static(index: int) -> Field:

@@ -12,7 +12,8 @@ import grpc
 
 from ratelimitd_client.http2 import blocks, frames, heads
 from ratelimitd_client.http2.call import Call
-from ratelimitd_client.http2.errors import ErrorCode, PeerError
+from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_wire.codes import ErrorCode
 
 WINDOW_BYTES: Final = 8 * 1024 * 1024
 """Of the connection and of each stream: more than the longest answer, so that no stream's ever has to be opened."""

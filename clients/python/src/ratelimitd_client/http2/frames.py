@@ -9,7 +9,8 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from ratelimitd_client.http2.errors import ErrorCode, PeerError
+from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_wire.codes import ErrorCode
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 import grpc
 
 from ratelimitd_client.http2 import blocks
-from ratelimitd_client.http2.errors import ErrorCode
+from ratelimitd_wire.codes import ErrorCode
 
 MAX_TEXT_BYTES: Final = 1_024
 """How much of an error's text is read."""

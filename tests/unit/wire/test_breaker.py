@@ -1,10 +1,12 @@
 import itertools
 import random
+import threading
 
 import pytest
 
-from ratelimitd import breaker as breaker_module
-from ratelimitd.breaker import (
+from ratelimitd.testing import ManualClock
+from ratelimitd_wire import breaker as breaker_module
+from ratelimitd_wire.breaker import (
     FAILURE_THRESHOLD,
     LEASE_US,
     RECOVERY_US,
@@ -14,11 +16,10 @@ from ratelimitd.breaker import (
     Input,
     State,
 )
-from ratelimitd.testing import ManualClock
 
 
 def opened(clock, **options):
-    breaker = Breaker(clock, **options)
+    breaker = Breaker(clock.monotonic_us, **options)
     for _ in range(FAILURE_THRESHOLD):
         breaker.failed()
     return breaker
@@ -65,14 +66,14 @@ def test_the_numbers_are_those_of_the_specification():
 
 def test_a_new_breaker_is_closed_and_lends_no_probe():
     clock = ManualClock()
-    breaker = Breaker(clock)
+    breaker = Breaker(clock.monotonic_us)
     clock.advance(seconds=3600)
     assert (breaker.state, breaker.allows(), breaker.retry_at_us) == (State.CLOSED, True, None)
     assert not breaker.begin_probe()
 
 
 def test_the_fifth_consecutive_failure_opens_and_not_the_fourth():
-    breaker = Breaker(ManualClock())
+    breaker = Breaker(ManualClock().monotonic_us)
     for _ in range(FAILURE_THRESHOLD - 1):
         breaker.failed()
         assert breaker.allows()
@@ -81,7 +82,7 @@ def test_the_fifth_consecutive_failure_opens_and_not_the_fourth():
 
 
 def test_one_success_between_failures_starts_the_count_anew():
-    breaker = Breaker(ManualClock())
+    breaker = Breaker(ManualClock().monotonic_us)
     for _ in range(3):
         for _ in range(FAILURE_THRESHOLD - 1):
             breaker.failed()
@@ -90,7 +91,7 @@ def test_one_success_between_failures_starts_the_count_anew():
 
 
 def test_the_threshold_can_be_one():
-    breaker = Breaker(ManualClock(), failure_threshold=1)
+    breaker = Breaker(ManualClock().monotonic_us, failure_threshold=1)
     breaker.failed()
     assert breaker.state is State.OPEN
 
@@ -200,7 +201,7 @@ class Prediction:
 @pytest.mark.parametrize("seed", range(10))
 def test_any_course_of_events_goes_as_predicted_and_every_transition_is_met(seed):
     rng, clock, predicted = random.Random(seed), ManualClock(), Prediction()
-    breaker, met = Breaker(clock), set()
+    breaker, met = Breaker(clock.monotonic_us), set()
     for _ in range(2_000):
         before, now_us = breaker.state, clock.monotonic_us()
         action = rng.choice(["succeeded", "failed", "failed", "failed", "begin_probe", "wait"])
@@ -215,3 +216,21 @@ def test_any_course_of_events_goes_as_predicted_and_every_transition_is_met(seed
         assert (breaker.state, breaker.retry_at_us) == (predicted.state, predicted.due_us)
         assert breaker.allows() == (breaker.state == "closed")
     assert {(state, then) for (state, _), (then, _) in TRANSITIONS.items()} <= met
+
+
+def test_of_many_threads_one_sends_the_probe():
+    clock = ManualClock()
+    breaker = opened(clock)
+    clock.advance(us=RECOVERY_US)
+    barrier, probes = threading.Barrier(8), []
+
+    def compete():
+        barrier.wait()
+        probes.append(breaker.begin_probe())
+
+    threads = [threading.Thread(target=compete) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(probes) == [False] * 7 + [True]

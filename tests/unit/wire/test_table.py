@@ -1,5 +1,5 @@
 from ratelimitd.http2.hpack_decoder import HeaderTable, field_bytes
-from ratelimitd.http2.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
+from ratelimitd_wire.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
 
 TEN = (b"name-", b"value")  # 10 octets, hence an entry of 42
 

@@ -1,7 +1,7 @@
 import pytest
 
-from ratelimitd.http2 import huffman
-from ratelimitd.http2.huffman import HUFFMAN_INVALID, HpackError
+from ratelimitd_wire import huffman
+from ratelimitd_wire.huffman import HUFFMAN_INVALID, HpackError
 
 EXAMPLES = [
     (b"www.example.com", "f1e3 c2e5 f23a 6ba0 ab90 f4ff"),

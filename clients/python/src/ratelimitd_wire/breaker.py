@@ -1,7 +1,7 @@
-"""The circuit breaker of one shared store: whether checks may ask it, and when to try again after it failed.
+"""The circuit breaker: whether a peer may be asked, and when to try again after it failed.
 
-Starts no task, takes no lock and reads no clock of its own: whoever talks to the store reports how that went, and a
-background job asks :meth:`Breaker.begin_probe` now and then. See ADR 0012.
+Starts no task and reads no clock of its own: the caller reports results, and asks :meth:`Breaker.begin_probe` from time
+to time. Threads may share it. See ADR 0012.
 
 The transitions, as data in ``TRANSITIONS``:
 
@@ -16,33 +16,33 @@ The transitions, as data in ``TRANSITIONS``:
     half_open  failure   open       wait
     half_open  due       half_open  lend
 
-*tripped* is the failure that makes the count reach the threshold. *due* is somebody who would probe at ``retry_at_us``
-or later: when the recovery time is over, or when the lease of a probe is that never reported (I16). While the breaker
-is open nothing is reported but what was under way before; it says nothing about the store's state now.
+*tripped* is the failure that reaches the threshold. *due* is a request to probe at ``retry_at_us`` or later: the
+recovery time is over, or the lease of a probe that never reported (I16). Reports while the breaker is open are of calls
+that began before, and change nothing.
 """
 
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from ratelimitd.clock import Clock
-from ratelimitd.model import US_PER_S
+US_PER_S: Final = 1_000_000
 
 FAILURE_THRESHOLD: Final = 5
 """Consecutive failed round trips that open the breaker: the specification's number."""
 
 RECOVERY_US: Final = 30 * US_PER_S
-"""How long an open breaker waits before the store is tried again: the specification's number."""
+"""Default pause of an open breaker before a probe: the specification's number."""
 
 LEASE_US: Final = US_PER_S
-"""How long a probe may stay silent. Socket timeouts are milliseconds: after a second nobody is waiting any more."""
+"""How long a probe may stay silent before another replaces it. Timeouts are milliseconds."""
 
 
 class State(enum.StrEnum):
-    """Checks may ask the store only while it is ``closed``."""
+    """The peer is asked only while the breaker is ``closed``."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -50,7 +50,7 @@ class State(enum.StrEnum):
 
 
 class Input(enum.StrEnum):
-    """What a breaker is told; see the table above."""
+    """Input of the table above."""
 
     SUCCESS = "success"
     FAILURE = "failure"
@@ -59,7 +59,7 @@ class Input(enum.StrEnum):
 
 
 class Effect(enum.StrEnum):
-    """What goes with a transition: to the count of failures, or to the time of the next probe."""
+    """Effect of a transition on the count of failures or on the time of the next probe."""
 
     NONE = "none"
     COUNT = "count"
@@ -85,17 +85,18 @@ TRANSITIONS: Final[Mapping[tuple[State, Input], tuple[State, Effect]]] = Mapping
 
 
 class Breaker:
-    """The breaker of one store, or of one shard of it.
+    """The breaker of one peer.
 
-    ``failure_threshold`` is in consecutive failed round trips, however many checks each carried; times are in µs.
-    ``jitter_us`` is drawn each time the breaker opens and added to ``recovery_us``, so that the nodes of a cluster do
-    not all come back in the same instant.
+    ``now_us`` reads a monotonic clock; all times are in µs. ``failure_threshold`` is in consecutive failed round trips,
+    however many checks each carried. ``jitter_us`` is drawn each time the breaker opens and added to ``recovery_us``,
+    so that callers that failed together do not probe together.
     """
 
     __slots__ = (
-        "_clock",
         "_failures",
         "_jitter_us",
+        "_lock",
+        "_now_us",
         "_threshold",
         "_waits_us",
         "retry_at_us",
@@ -104,41 +105,47 @@ class Breaker:
 
     def __init__(
         self,
-        clock: Clock,
+        now_us: Callable[[], int],
         *,
         failure_threshold: int = FAILURE_THRESHOLD,
         recovery_us: int = RECOVERY_US,
         lease_us: int = LEASE_US,
         jitter_us: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._clock = clock
+        self._now_us = now_us
         self._threshold = failure_threshold
         self._waits_us = {Effect.WAIT: recovery_us, Effect.LEND: lease_us}
         self._jitter_us = jitter_us
+        self._lock = threading.Lock()
         self._failures = 0
         self.state = State.CLOSED
         self.retry_at_us: int | None = None
         """When a probe is due, on the monotonic clock; ``None`` while closed."""
 
     def allows(self) -> bool:
-        """Whether a check may ask the store now. Changes nothing, however often it is asked."""
+        """Return whether the peer may be asked now."""
         return self.state is State.CLOSED
 
     def begin_probe(self) -> bool:
-        """Whether the caller is to probe the store now; then it must report, or is replaced when its lease is over."""
-        if self.retry_at_us is None or self._clock.monotonic_us() < self.retry_at_us:
-            return False
-        self._take(Input.DUE)
-        return True
+        """Return whether the caller is to probe now. It must report, or is replaced when its lease is over."""
+        with self._lock:
+            if self.retry_at_us is None or self._now_us() < self.retry_at_us:
+                return False
+            self._take(Input.DUE)
+            return True
 
     def succeeded(self) -> None:
-        """A round trip of checks, or the probe, was answered."""
-        self._take(Input.SUCCESS)
+        """Report a round trip, or the probe, that was answered."""
+        if self.state is State.CLOSED and not self._failures:
+            return  # the usual case, without the lock
+        with self._lock:
+            self._take(Input.SUCCESS)
 
     def failed(self) -> None:
-        """A round trip of checks, or the probe, was not answered: one call for each, whatever it carried."""
-        trips = self.state is State.CLOSED and self._failures + 1 >= self._threshold
-        self._take(Input.TRIPPED if trips else Input.FAILURE)
+        """Report a round trip, or the probe, without a usable answer: one call for each, whatever it carried."""
+        with self._lock:
+            trips = self.state is State.CLOSED and self._failures + 1 >= self._threshold
+            self._take(Input.TRIPPED if trips else Input.FAILURE)
 
     def _take(self, event: Input) -> None:
         self.state, effect = TRANSITIONS[self.state, event]
@@ -148,4 +155,4 @@ class Breaker:
             self._failures, self.retry_at_us = 0, None
         elif effect is not Effect.NONE:
             jitter_us = self._jitter_us() if effect is Effect.WAIT else 0
-            self.retry_at_us = self._clock.monotonic_us() + self._waits_us[effect] + jitter_us
+            self.retry_at_us = self._now_us() + self._waits_us[effect] + jitter_us

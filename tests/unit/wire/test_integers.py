@@ -1,6 +1,6 @@
 import pytest
 
-from ratelimitd.http2.huffman import (
+from ratelimitd_wire.huffman import (
     INTEGER_TOO_LONG,
     MAX_CONTINUATION_OCTETS,
     TRUNCATED,

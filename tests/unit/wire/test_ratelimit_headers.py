@@ -1,0 +1,36 @@
+import pytest
+
+from ratelimitd.web.api.json_api import limit_fields
+from ratelimitd_client.decision import decision_of
+from ratelimitd_wire.ratelimit_headers import ratelimit_headers
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+RULE = {"limit": 10, "window_s": 60, "remaining": 4}
+
+
+def test_a_rule_is_a_policy_called_by_its_id():
+    fields = ratelimit_headers("r-1", **RULE, allowed=True, reset_s=30, retry_after_s=0)
+    assert fields == {"RateLimit-Policy": '"r-1";q=10;w=60', "RateLimit": '"r-1";r=4;t=30'}
+
+
+@pytest.mark.parametrize(("allowed", "window_s"), [(True, 30), (False, 7)])
+def test_what_is_left_lasts_until_all_is_free_or_a_denied_check_would_pass(allowed, window_s):
+    fields = ratelimit_headers("r-1", **RULE, allowed=allowed, reset_s=30, retry_after_s=7)
+    assert fields["RateLimit"].endswith(f";t={window_s}")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_node_and_the_client_say_the_same_of_one_decision(allowed):
+    answer = pb.RateLimitResponse(
+        allowed=allowed,
+        remaining_tokens=0,
+        reset_time=1_060,
+        retry_after_seconds=0 if allowed else 6,
+        limit=10,
+        window_seconds=60,
+        rule_id="r-1",
+        reason=pb.WITHIN_LIMIT if allowed else pb.LIMIT_EXCEEDED,
+    )
+    of_node = limit_fields(answer, 1_000)
+    assert of_node == decision_of(answer, 1_000).headers(policy="r-1")
+    assert of_node["RateLimit"] == f'"r-1";r=0;t={60 if allowed else 6}'
