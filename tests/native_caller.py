@@ -9,7 +9,7 @@ from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.routing import Peer as PeerName
-from ratelimitd.rpc.state import SharedCalls
+from ratelimitd.rpc.state import ServerState
 from tests.http2_peer import DATA, END_HEADERS, HEADERS, POST, Peer, last_data
 
 
@@ -59,7 +59,7 @@ class Caller(Peer):
         super().__init__(limits=http2 or Limits())
         self.now_s = 100.0
         self.woken = 0
-        self.shared = SharedCalls(
+        self.shared = ServerState(
             methods, TransportLimits(**limits), CheckStats(), lambda: self.now_s
         )
         self.calls = ConnectionCalls(

@@ -126,7 +126,7 @@ class CheckStats:
 # Pure: never reads a clock; the time is handed in.
 
 
-class WorstRecent:
+class RollingMax:
     """The largest value of the current stretch of ``stretch_us`` and of the one before it."""
 
     def __init__(self, stretch_us: int) -> None:

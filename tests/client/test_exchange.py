@@ -10,7 +10,7 @@ from ratelimitd_client.exchange import (
     BATCH,
     CHECK,
     MAX_ANSWER_BYTES,
-    Exchange,
+    FailOpen,
     last_resort,
     path_of,
     question_of,
@@ -29,7 +29,7 @@ def clock():
 
 @pytest.fixture
 def exchange(clock):
-    return Exchange(clock)
+    return FailOpen(clock)
 
 
 def test_one_check_travels_alone_and_several_as_a_batch():

@@ -14,7 +14,7 @@ from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.routing import Peer
-from ratelimitd.rpc.state import MAX_UNREAD_QUESTIONS, SharedCalls
+from ratelimitd.rpc.state import MAX_UNREAD_QUESTIONS, ServerState
 
 HTTP2_LIMITS = Limits(
     max_streams=6,
@@ -94,7 +94,7 @@ class Fuzzed:
             bidi_stream={"/b": ask, "/ask": ask, "/d": deaf},
             bulk={"/u": half, "/echo": half, "/l": half, "/x": half},
         )
-        self.shared = SharedCalls(methods, LIMITS, CheckStats(), lambda: self.now_s)
+        self.shared = ServerState(methods, LIMITS, CheckStats(), lambda: self.now_s)
         self.connection = Connection(HTTP2_LIMITS)
         self.calls = ConnectionCalls(self.shared, self.connection, Peer("unix:"), lambda: None)
 

@@ -12,7 +12,7 @@ from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.routing import Peer as PeerName
-from ratelimitd.rpc.state import SharedCalls
+from ratelimitd.rpc.state import ServerState
 from tests.http2_peer import (
     END_HEADERS,
     END_STREAM,
@@ -94,7 +94,7 @@ METHODS = Methods(
 @given(parts=st.lists(PARTS, max_size=25))
 async def test_whatever_comes_no_call_outlives_its_connection(parts):
     peer = Peer(greeting=b"")
-    shared = SharedCalls(METHODS, TransportLimits(max_streams=2), CheckStats(), lambda: 5.0)
+    shared = ServerState(METHODS, TransportLimits(max_streams=2), CheckStats(), lambda: 5.0)
     connection = Connection()
     calls = ConnectionCalls(shared, connection, PeerName("unix:"), lambda: None)
 

@@ -21,7 +21,7 @@ class Waiting:
     charged: bool = False
 
 
-class Meetings:
+class FirstChecks:
     """Those on their way. What becomes of them is told to the node that they are of."""
 
     def __init__(self, node: Any) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ratelimitd.ledger.local_view import STALE_US, View
+from ratelimitd.ledger.local_view import STALE_US, LocalView
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, Reply, Sender
 from ratelimitd.ledger.shared_state import Met, SharedState
 from ratelimitd.model import Rule
 from tests.simulation.giving_up import GivingUp
-from tests.simulation.meetings import BURIED_US, Meetings, Waiting
+from tests.simulation.meetings import BURIED_US, FirstChecks, Waiting
 from tests.simulation.world import ANSWER_US, MS, SECOND, Admission, World
 
 SYNC_US = 100 * MS
@@ -33,15 +33,15 @@ class Node:
     max_views: int = 1_000
     decides_alone: bool = False
     """Whether it gives the store up; else it asks each time."""
-    make_view: Callable[[Rule, SharedState | None], View] = View
-    make_meetings: ClassVar[type[Meetings]] = Meetings
-    views: dict[bytes, View] = field(default_factory=dict)
+    make_view: Callable[[Rule, SharedState | None], LocalView] = LocalView
+    make_meetings: ClassVar[type[FirstChecks]] = FirstChecks
+    views: dict[bytes, LocalView] = field(default_factory=dict)
     """In the order of their last use, while some may have to leave."""
-    pending: dict[bytes, View] = field(default_factory=dict)
+    pending: dict[bytes, LocalView] = field(default_factory=dict)
     """Evicted before everything was settled."""
     packed: dict[bytes, SharedState] = field(default_factory=dict)
     """The last bases of some that were evicted."""
-    dirty: dict[bytes, View] = field(default_factory=dict)
+    dirty: dict[bytes, LocalView] = field(default_factory=dict)
     asking: dict[bytes, list[Waiting]] = field(default_factory=dict)
     asked: dict[bytes, list[Waiting]] = field(default_factory=dict)
     denied: dict[bytes, tuple[int, int]] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Node:
         for one in waiting:
             self._answer(one, allowed=True, alone=True, unchecked=True)
 
-    def _known(self, key: bytes) -> View | None:
+    def _known(self, key: bytes) -> LocalView | None:
         """The view of a bucket that is not in use."""
         view = self.pending.pop(key, None)
         if view is None:
@@ -137,7 +137,7 @@ class Node:
         self._use(key, view)
         return view
 
-    def _use(self, key: bytes, view: View) -> None:
+    def _use(self, key: bytes, view: LocalView) -> None:
         self.views[key] = view
         if len(self.views) > self.max_views:
             self._evict()
@@ -161,11 +161,11 @@ class Node:
     def _is_idle(self, key: bytes) -> bool:
         return self.views[key].is_clean and key not in self.dirty and key not in self.asked
 
-    def _let_go(self, view: View) -> None:
+    def _let_go(self, view: LocalView) -> None:
         self.world.books.forgiven += view.forgiven
         self.false_positives += view.false_positives
 
-    def _decide(self, view: View, waiting: Waiting) -> None:
+    def _decide(self, view: LocalView, waiting: Waiting) -> None:
         key, now_us, rule = waiting.key, self.now_us, self.rule
         if self.is_full:
             self.views[key] = self.views.pop(key)
@@ -198,7 +198,7 @@ class Node:
             self.asking[key].remove(waiting)
         self._decide_alone(view, waiting)
 
-    def _decide_alone(self, view: View, waiting: Waiting) -> None:
+    def _decide_alone(self, view: LocalView, waiting: Waiting) -> None:
         outcome = view.check_alone(self.now_us, waiting.cost)
         waiting.charged = outcome[0]
         if outcome[0]:
@@ -338,14 +338,14 @@ class Node:
         self._note_reset(view, shared)
         view.hear(shared)
 
-    def _note_reset(self, view: View, shared: SharedState) -> None:
+    def _note_reset(self, view: LocalView, shared: SharedState) -> None:
         """What is in flight when a reset is heard of is forgiven by the view, and booked by the store as well."""
         if view.generation is not None and shared.generation > view.generation:
             self.world.books.forgiven -= view.in_flight.tokens
 
-    # News
+    # Gossip
 
-    def _tell(self, key: bytes, view: View, before: SharedState | None) -> None:
+    def _tell(self, key: bytes, view: LocalView, before: SharedState | None) -> None:
         """Publish a state that has crossed into its last half; at most once per interval."""
         shared, account, now_us = view.base, view._account, self.now_us
         if shared is None or shared is before:

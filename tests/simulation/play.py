@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ratelimitd.ledger.local_view import View
+from ratelimitd.ledger.local_view import LocalView
 from ratelimitd.ledger.protocol import Ledger
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import Rule
@@ -56,7 +56,7 @@ def play(
     told: Scenario,
     *,
     ledger: type[Ledger] = Ledger,
-    view: type[View] = View,
+    view: type[LocalView] = LocalView,
     node: type[Node] = Node,
     world: type[World] = World,
 ) -> Played:
@@ -66,7 +66,7 @@ def play(
     made.most_events = MOST_EVENTS
     source = made.random
 
-    def make_view(rule: Rule, base: SharedState | None) -> View:
+    def make_view(rule: Rule, base: SharedState | None) -> LocalView:
         return view(rule, base)
 
     for number in range(told.nodes):

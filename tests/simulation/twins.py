@@ -7,24 +7,24 @@ from unittest import mock
 
 from ratelimitd.ledger import protocol, shared_state
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.ledger.local_view import View
+from ratelimitd.ledger.local_view import LocalView
 from ratelimitd.ledger.protocol import Batch, Ledger, Reply
 from ratelimitd.ledger.shared_state import Settled, SharedState, meet, settle, standing
-from tests.simulation.meetings import Meetings
+from tests.simulation.meetings import FirstChecks
 from tests.simulation.node import Node
 from tests.simulation.world import ANSWER_US, World
 
 # Of the view
 
 
-class NoShare(View):
+class NoShare(LocalView):
     """Decides everything on its view."""
 
     def _work_out_share(self, _now_us):
         return sys.maxsize
 
 
-class AsksDoNotCount(View):
+class AsksDoNotCount(LocalView):
     """Goes on spending what those that wait will be given."""
 
     def ask(self, now_us, cost):
@@ -39,7 +39,7 @@ class AsksDoNotCount(View):
         return withdrawn
 
 
-class ForgetsWhatIsInFlight(View):
+class ForgetsWhatIsInFlight(LocalView):
     """Takes what it has sent for settled."""
 
     def freeze(self):
@@ -61,28 +61,28 @@ class OwnViewTakesPart(NoShare):
             super().hear(shared)
 
 
-class ForgivesNothing(View):
+class ForgivesNothing(LocalView):
     """Settles all that was spent in an outage."""
 
     def forgive_outage(self, _now_us):
         pass
 
 
-class PaysTwice(View):
+class PaysTwice(LocalView):
     """Charges a late grant beside what the view has charged."""
 
     def pay(self, _tokens):
         pass
 
 
-class NeverWithdraws(View):
+class NeverWithdraws(LocalView):
     """Leaves an ask in the batch which the view has decided."""
 
     def withdraw(self, _ask):
         return False
 
 
-class KnowsNoGenerations(View):
+class KnowsNoGenerations(LocalView):
     """Takes the state after a reset for any other, and settles what it spent before."""
 
     def hear(self, shared):
@@ -95,7 +95,7 @@ class KnowsNoGenerations(View):
         return super().freeze()._replace(generation=1_000)
 
 
-class EditTrimsNothing(View):
+class EditTrimsNothing(LocalView):
     """Settles under a lower limit all that was spent under the higher one."""
 
     def edit(self, rule):
@@ -108,7 +108,7 @@ class EditTrimsNothing(View):
             self.rule = replace(self.rule, limit=shared.limit, revision=shared.revision)
 
 
-class TellsNoEdit(View):
+class TellsNoEdit(LocalView):
     """Keeps a new limit to itself where it denies."""
 
     def _recompute(self):
@@ -223,7 +223,7 @@ class NeverResends(Node):
         pass
 
 
-class RepeatedMeetings(Meetings):
+class RepeatedMeetings(FirstChecks):
     """Brings a first check again that is not answered, as if it had a number."""
 
     def bring(self, meeting):

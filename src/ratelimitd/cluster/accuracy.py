@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from ratelimitd.cluster.pending import Bucket
-from ratelimitd.counters import CheckStats, WorstRecent
+from ratelimitd.counters import CheckStats, RollingMax
 from ratelimitd.ledger.local_view import SHARES_OF_LIMIT, SHARES_OF_REMAINING
 from ratelimitd.ledger.shared_state import SharedState, overdrawn, overdrawn_by_edit
 from ratelimitd.model import US_PER_S
@@ -29,8 +29,8 @@ class Accuracy:
         self.over_admitted_total = 0
         self.forgiven_total = 0
         self._stats = stats
-        self._worst = WorstRecent(STRETCH_US)
-        self._largest_promise = WorstRecent(STRETCH_US)
+        self._worst = RollingMax(STRETCH_US)
+        self._largest_promise = RollingMax(STRETCH_US)
 
     def settled(self, bucket: Bucket, tokens: int, before: SharedState | None, now_us: int) -> None:
         """A batch was acknowledged that charged so many ``tokens`` to a bucket; its view has heard of that.

@@ -11,16 +11,16 @@ from functools import partial
 
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.cache import BucketCache
-from ratelimitd.cluster.gossip import News
-from ratelimitd.cluster.pending import Bucket, Question, SharedStore
-from ratelimitd.cluster.sync import Rereading, Tag
+from ratelimitd.cluster.gossip import Gossip
+from ratelimitd.cluster.pending import Bucket, PendingCheck, SharedStore
+from ratelimitd.cluster.sync import Partition, RefreshQueue
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import Outcome
 
 
-class Meetings:
+class FirstChecks:
     """The first checks of one node that are on their way.
 
     ``hear`` takes what the store says of a bucket that is in use after all, ``decide`` a check that came for a bucket
@@ -31,14 +31,14 @@ class Meetings:
         self,
         *,
         store: SharedStore,
-        tags: Sequence[Tag],
+        tags: Sequence[Partition],
         cache: BucketCache,
         clock: Clock,
         stats: CheckStats,
-        news: News,
-        rereading: Rereading,
+        news: Gossip,
+        rereading: RefreshQueue,
         hear: Callable[[Bucket, SharedState], None],
-        decide: Callable[[Bucket, Question], None],
+        decide: Callable[[Bucket, PendingCheck], None],
     ) -> None:
         self._store = store
         self._tags = tags
@@ -49,9 +49,11 @@ class Meetings:
         self._rereading = rereading
         self._hear = hear
         self._decide = decide
-        self._waiting: dict[bytes, list[Question]] = {}
+        self._waiting: dict[bytes, list[PendingCheck]] = {}
 
-    def wait(self, key: bytes, name: bytes, question: Question, *, is_counted: bool = True) -> None:
+    def wait(
+        self, key: bytes, name: bytes, question: PendingCheck, *, is_counted: bool = True
+    ) -> None:
         """Send the first check of an unknown bucket to the store; further ones wait for it."""
         waiting = self._waiting.get(key)
         if waiting is not None:
@@ -109,7 +111,7 @@ class Meetings:
             self._rereading.denied(bucket, self._clock.monotonic_us())
 
 
-def _is_noteworthy(question: Question, outcome: Outcome) -> bool:
+def _is_noteworthy(question: PendingCheck, outcome: Outcome) -> bool:
     """Whether a bucket is to be read again, for a check of it was denied, or may have crossed into its last half."""
     left, half = outcome[1], question.rule.limit // 2
     return not outcome[0] or left <= half <= left + question.cost

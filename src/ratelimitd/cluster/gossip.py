@@ -52,7 +52,7 @@ class Hearer(Protocol):
         """A bucket is another now."""
 
 
-class News:
+class Gossip:
     """What one node tells the others."""
 
     def __init__(self, bus: Bus, clock: Clock) -> None:

@@ -15,13 +15,13 @@ from typing import Final, NamedTuple, Protocol
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy, promised_excess
 from ratelimitd.cluster.cache import BucketCache
-from ratelimitd.cluster.gossip import Bus, News, take
+from ratelimitd.cluster.gossip import Bus, Gossip, take
 from ratelimitd.cluster.membership import Membership, Pulse, SharedTime
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket, SharedStore, Timers
 from ratelimitd.cluster.shared_buckets import SharedBuckets
-from ratelimitd.cluster.store_servers import Shard
+from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.strict_buckets import StrictBuckets
-from ratelimitd.cluster.sync import Surroundings, Tag
+from ratelimitd.cluster.sync import Partition, Surroundings
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import SharedState, has_plenty
@@ -57,9 +57,9 @@ class Breakers:
         self._recovery_us = recovery_s * US_PER_S
         self._random = random
         self._report = report
-        self._shards: dict[str, Shard] = {}
+        self._shards: dict[str, StoreServer] = {}
 
-    def of_tag(self, tag: int) -> Shard:
+    def of_tag(self, tag: int) -> StoreServer:
         """The server that holds a hash tag now."""
         name = self._store.shard_of(tag)
         shard = self._shards.get(name)
@@ -70,11 +70,13 @@ class Breakers:
                 recovery_us=self._recovery_us,
                 jitter_us=lambda: int(self._random() * JITTER_US),
             )
-            shard = Shard(name, tag, breaker, self._clock, self._stats, self._timers, self._report)
+            shard = StoreServer(
+                name, tag, breaker, self._clock, self._stats, self._timers, self._report
+            )
             self._shards[name] = shard
         return shard
 
-    def watch(self, tags: Iterable[Tag]) -> None:
+    def watch(self, tags: Iterable[Partition]) -> None:
         """Follow hash tags that have moved, and probe the servers whose breakers want it."""
         held = {}
         for tag in tags:
@@ -107,7 +109,7 @@ class Breakers:
         return max((shard.open_error().retry_after_us for shard in open_ones), default=0)
 
 
-def _probed(shard: Shard, error: RateLimitdError | None) -> None:
+def _probed(shard: StoreServer, error: RateLimitdError | None) -> None:
     if error is None:
         shard.answered()
     else:
@@ -173,7 +175,7 @@ class Cluster:
         self._clock = clock
         self._rules_changed = rules_changed
         self._shared_time = shared_time
-        self.news = News(bus, clock)
+        self.news = Gossip(bus, clock)
         self.accuracy = Accuracy(stats)
         self.membership = Membership(
             store,
@@ -195,7 +197,7 @@ class Cluster:
         )
         around = Surroundings(store, clock, loop, self)
         self._tags = [
-            Tag(number, self._breakers.of_tag(number), incarnation, around)
+            Partition(number, self._breakers.of_tag(number), incarnation, around)
             for number in range(0, HASH_TAGS, store.tags_per_batch)
         ]
         by_octet = [tag for tag in self._tags for _ in range(store.tags_per_batch)]

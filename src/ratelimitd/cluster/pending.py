@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from ratelimitd.clock import Clock
 from ratelimitd.errors import RateLimitdError
-from ratelimitd.ledger.local_view import View
+from ratelimitd.ledger.local_view import LocalView
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import Ask, Met, SharedState, StoreCheck
 from ratelimitd.model import (
@@ -24,13 +24,13 @@ from ratelimitd.model import (
 )
 
 if TYPE_CHECKING:
-    from ratelimitd.cluster.sync import Tag
+    from ratelimitd.cluster.sync import Partition
 
 BEYOND_ANY_LIMIT = INT32_MAX + 1
 """A cost that no bucket has: the denial tells what is left, and when all of it is back."""
 
 
-class Question:
+class PendingCheck:
     """One check that waits.
 
     Attributes:
@@ -69,7 +69,7 @@ class Question:
             self.answer.set_exception(error)
 
 
-def granted(view: View, now_us: int, later: int = 0) -> Outcome:
+def granted(view: LocalView, now_us: int, later: int = 0) -> Outcome:
     """What a check is told that the store has allowed and charged; ``view`` has heard of it.
 
     ``later`` tokens were granted behind it in the same batch: it is told what was left before those.
@@ -80,7 +80,7 @@ def granted(view: View, now_us: int, later: int = 0) -> Outcome:
     return ALLOWED, remaining, left[2], retry_after, WITHIN_LIMIT, left[5]
 
 
-def refused(view: View, now_us: int, cost: int) -> Outcome:
+def refused(view: LocalView, now_us: int, cost: int) -> Outcome:
     """What a check is told that the store has not allowed."""
     outcome = view.peek(now_us, cost)
     if not outcome[0]:
@@ -171,26 +171,26 @@ class Bucket:
     __slots__ = ("is_cached", "is_denied", "is_dirty", "is_watched", "key", "name", "tag", "view")
 
     def __init__(  # noqa: PLR0917 - made for every miss
-        self, key: bytes, name: bytes, tag: Tag, rule: Rule, base: SharedState | None
+        self, key: bytes, name: bytes, tag: Partition, rule: Rule, base: SharedState | None
     ) -> None:
         self.key = key
         self.name = name
         self.tag = tag
-        self.view = View(rule, base)
+        self.view = LocalView(rule, base)
         self.is_dirty = self.is_denied = self.is_watched = self.is_cached = False
 
 
 # The checks of one hash tag that only the store can decide: a batch takes them along, and brings the verdicts.
 
 
-class Asked:
+class Requested:
     """Those that wait for the next batch, and those that the last one has taken, until it is answered."""
 
     __slots__ = ("_taken", "_waiting")
 
     def __init__(self) -> None:
-        self._waiting: dict[bytes, list[Question]] = {}
-        self._taken: dict[bytes, list[Question]] = {}
+        self._waiting: dict[bytes, list[PendingCheck]] = {}
+        self._taken: dict[bytes, list[PendingCheck]] = {}
 
     @property
     def are_waiting(self) -> bool:
@@ -202,12 +202,12 @@ class Asked:
         """Whether the last batch has taken any along."""
         return bool(self._taken)
 
-    def wait(self, bucket: Bucket, question: Question) -> None:
+    def wait(self, bucket: Bucket, question: PendingCheck) -> None:
         """Let the next batch take a check along."""
         question.ask = bucket.view.ask(question.now_us, question.cost)
         self._waiting.setdefault(bucket.name, []).append(question)
 
-    def withdraw(self, bucket: Bucket, question: Question) -> None:
+    def withdraw(self, bucket: Bucket, question: PendingCheck) -> None:
         """Do not take a check to the store, unless a batch has done so already."""
         waiting = self._waiting.get(bucket.name, [])
         if question not in waiting:
@@ -238,7 +238,7 @@ class Asked:
         self._taken = {}
 
 
-def _decide(bucket: Bucket, question: Question, later: int | None) -> None:
+def _decide(bucket: Bucket, question: PendingCheck, later: int | None) -> None:
     """The store has refused a check (``None``), or granted it and so many tokens behind it."""
     view, now_us, cost = bucket.view, question.now_us, question.cost
     if question.answer.done():
@@ -256,10 +256,10 @@ def _decide(bucket: Bucket, question: Question, later: int | None) -> None:
 class _Wait(NamedTuple):
     until_us: int
     bucket: Bucket
-    question: Question
+    question: PendingCheck
 
 
-class Patience:
+class Deadlines:
     """The checks that wait, all for ``answer_s``, so in the order of time; one timer for all.
 
     ``give_up`` is called for each that was not answered in time, and for each whose caller has left.
@@ -270,7 +270,7 @@ class Patience:
         clock: Clock,
         timers: Timers,
         answer_s: float,
-        give_up: Callable[[Bucket, Question], None],
+        give_up: Callable[[Bucket, PendingCheck], None],
     ) -> None:
         self._clock = clock
         self._timers = timers
@@ -278,7 +278,7 @@ class Patience:
         self._give_up = give_up
         self._waits: deque[_Wait] = deque()
 
-    def wait_for(self, bucket: Bucket, question: Question) -> None:
+    def wait_for(self, bucket: Bucket, question: PendingCheck) -> None:
         """A check waits from now on."""
         if not self._waits:
             self._timers.call_later(self._answer_s, self._look)

@@ -14,10 +14,10 @@ from ratelimitd.algorithms import Decide
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.cache import BucketCache
-from ratelimitd.cluster.first_checks import Meetings
-from ratelimitd.cluster.gossip import News, reset_buckets
-from ratelimitd.cluster.pending import Bucket, Patience, Question, SharedStore, Timers
-from ratelimitd.cluster.sync import Rereading, Tag
+from ratelimitd.cluster.first_checks import FirstChecks
+from ratelimitd.cluster.gossip import Gossip, reset_buckets
+from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck, SharedStore, Timers
+from ratelimitd.cluster.sync import Partition, RefreshQueue
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import SharedState
@@ -48,14 +48,14 @@ class SharedBuckets:
         self,
         *,
         store: SharedStore,
-        tags: Sequence[Tag],
+        tags: Sequence[Partition],
         cache: BucketCache,
         stored_name: Callable[[bytes], bytes],
         clock: Clock,
         timers: Timers,
         stats: CheckStats,
         membership: Membership,
-        news: News,
+        news: Gossip,
         accuracy: Accuracy,
         answer_s: float,
         decides_alone: bool = False,
@@ -70,8 +70,8 @@ class SharedBuckets:
         self._accuracy = accuracy
         self._decides_alone = decides_alone
         self._new_future = asyncio.get_running_loop().create_future
-        self._rereading = Rereading()
-        self._meetings = Meetings(
+        self._rereading = RefreshQueue()
+        self._meetings = FirstChecks(
             store=store,
             tags=tags,
             cache=cache,
@@ -85,7 +85,7 @@ class SharedBuckets:
         self._names: dict[bytes, bytes] = {}
         self._doubted: list[bytes] = []
         self._unsynced: Iterator[int] = iter(())
-        self._patience = Patience(clock, timers, answer_s, self._give_up)
+        self._patience = Deadlines(clock, timers, answer_s, self._give_up)
         self.asked_total = 0
         """Checks that the shared state has been asked to decide."""
         self.late_total = 0
@@ -155,7 +155,7 @@ class SharedBuckets:
         is_counted: bool = True,
     ) -> Awaitable[Outcome | RateLimitdError]:
         """Let the shared state decide a check."""
-        question = Question(rule, now_us, cost, peek=peek, answer=self._new_future())
+        question = PendingCheck(rule, now_us, cost, peek=peek, answer=self._new_future())
         bucket = self._cache.get(key)
         if bucket is None:
             name = self._name_of(key)
@@ -276,7 +276,7 @@ class SharedBuckets:
         self._cache.add(bucket)
         return bucket
 
-    def _decide(self, bucket: Bucket, question: Question) -> None:
+    def _decide(self, bucket: Bucket, question: PendingCheck) -> None:
         if question.answer.done():
             return
         rule, now_us, cost = question.rule, question.now_us, question.cost
@@ -296,12 +296,12 @@ class SharedBuckets:
         else:
             question.tell(outcome)
 
-    def _ask(self, bucket: Bucket, question: Question) -> None:
+    def _ask(self, bucket: Bucket, question: PendingCheck) -> None:
         self.asked_total += 1
         bucket.tag.ask(bucket, question)
         self._patience.wait_for(bucket, question)
 
-    def _give_up(self, bucket: Bucket, question: Question) -> None:
+    def _give_up(self, bucket: Bucket, question: PendingCheck) -> None:
         if not question.answer.done():
             self.late_total += 1
         bucket.tag.give_up(bucket, question)

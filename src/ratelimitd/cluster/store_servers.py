@@ -19,7 +19,7 @@ from ratelimitd.errors import (
 from ratelimitd_wire.breaker import Breaker, State
 
 
-class Shard:
+class StoreServer:
     """The breaker of one server. ``report`` takes one line for an operator when it opens, and one when it closes.
 
     Attributes:

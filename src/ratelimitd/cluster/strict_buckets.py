@@ -11,8 +11,8 @@ from functools import partial
 
 from ratelimitd.cluster.gossip import reset_buckets
 from ratelimitd.cluster.pending import SharedStore
-from ratelimitd.cluster.store_servers import Shard
-from ratelimitd.cluster.sync import Tag
+from ratelimitd.cluster.store_servers import StoreServer
+from ratelimitd.cluster.sync import Partition
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
 from ratelimitd.model import Outcome, Rule
@@ -29,7 +29,7 @@ class StrictBuckets:
         self,
         *,
         store: SharedStore,
-        tags: Sequence[Tag],
+        tags: Sequence[Partition],
         stored_name: Callable[[bytes], bytes],
         callers_time: bool,
     ) -> None:
@@ -84,7 +84,7 @@ class StrictBuckets:
 
 def _decided(
     answer: asyncio.Future[Outcome | RateLimitdError],
-    shard: Shard,
+    shard: StoreServer,
     outcome: Outcome | RateLimitdError,
 ) -> None:
     if isinstance(outcome, RateLimitdError):

@@ -16,8 +16,8 @@ from itertools import islice
 from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.clock import Clock
-from ratelimitd.cluster.pending import Asked, Bucket, Question, SharedStore, Timers
-from ratelimitd.cluster.store_servers import Shard
+from ratelimitd.cluster.pending import Bucket, PendingCheck, Requested, SharedStore, Timers
+from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.local_view import STALE_US
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, Reply, Sender
@@ -62,7 +62,7 @@ class Surroundings:
     listener: Listener
 
 
-class Tag:
+class Partition:
     """One hash tag.
 
     Attributes:
@@ -86,7 +86,7 @@ class Tag:
         "shard",
     )
 
-    def __init__(self, number: int, shard: Shard, sender: str, around: Surroundings) -> None:
+    def __init__(self, number: int, shard: StoreServer, sender: str, around: Surroundings) -> None:
         self.number = number
         self.shard = shard
         self.buckets: dict[bytes, Bucket] = {}
@@ -94,7 +94,7 @@ class Tag:
         self._sender = Sender(sender)
         self._dirty: dict[bytes, Bucket] = {}
         self._sent: Sequence[Bucket] = ()
-        self._asked = Asked()
+        self._asked = Requested()
         self._flush_is_due = self._flush_next = self._has_forgiven = False
         self._resends = 0
 
@@ -124,14 +124,14 @@ class Tag:
         bucket.is_dirty = True
         self._dirty[bucket.name] = bucket
 
-    def ask(self, bucket: Bucket, question: Question) -> None:
+    def ask(self, bucket: Bucket, question: PendingCheck) -> None:
         """Let the next batch take a check to the store, at once if the last one was long enough ago."""
         self._asked.wait(bucket, question)
         if not bucket.is_dirty:
             self.touch(bucket)
         self._flush_in(0)  # not at once: all checks of this turn ride in one batch
 
-    def give_up(self, bucket: Bucket, question: Question) -> None:
+    def give_up(self, bucket: Bucket, question: PendingCheck) -> None:
         """The store has not answered a check in time: the view decides, and pays when the store has charged it too.
 
         One whose caller has left is not taken to the store any more, unless it is on its way.
@@ -311,7 +311,7 @@ class _Look(NamedTuple):
     bucket: Bucket
 
 
-class Rereading:
+class RefreshQueue:
     """The denied buckets of a node, by when they are due. ``now_us`` is monotonic."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ LEAST_PENDING_RUNS: Final = 1_000
 _UNKNOWN: Final = -1
 
 
-class View:
+class LocalView:
     """A bucket as one node sees it.
 
     Attributes:

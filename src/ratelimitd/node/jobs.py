@@ -14,7 +14,7 @@ from typing import Final
 
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SKEW_ALARM_US, Clock
-from ratelimitd.counters import WorstRecent
+from ratelimitd.counters import RollingMax
 from ratelimitd.model import US_PER_S
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
@@ -52,7 +52,7 @@ class Upkeep:
         self._loop_time_s = loop_time_s
         self._started_us = clock.monotonic_us()
         self._due_s = loop_time_s() + TICK_S
-        self._lag = WorstRecent(LAG_STRETCH_US)
+        self._lag = RollingMax(LAG_STRETCH_US)
         self._clock_is_wrong = False
 
     def tick(self) -> None:

@@ -23,7 +23,7 @@ from ratelimitd.http2 import frames
 from ratelimitd.http2.errors import Cause
 from ratelimitd.http2.settings import PREFACE, mistaken_protocol, undecided
 from ratelimitd.rpc.interface import TransportError
-from ratelimitd.rpc.state import Turnstile
+from ratelimitd.rpc.state import TickGate
 from ratelimitd_wire.codes import ErrorCode
 
 # Peers on a port of TLS whose first octets are not TLS: what they are told before the connection is closed.
@@ -104,7 +104,7 @@ class Acceptor(Generic[Connection]):
         self._loop = asyncio.get_running_loop()
         self._listening: list[socket.socket] = []
         self._coming: dict[asyncio.Task[bool], float] = {}
-        self._turnstile = Turnstile(monotonic_s)
+        self._turnstile = TickGate(monotonic_s)
 
     def listen(self, sock: socket.socket) -> None:
         """Accept from a socket that is bound; it is this object's from now on."""

@@ -16,9 +16,9 @@ from ratelimitd.http2.events import Event
 from ratelimitd.http2.limits import Limits
 from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import RpcError, TransportError
-from ratelimitd.rpc.keepalive import MS_PER_S, Lifetime, Sight, Step
+from ratelimitd.rpc.keepalive import MS_PER_S, Keepalive, Snapshot, Step
 from ratelimitd.rpc.routing import peer_of
-from ratelimitd.rpc.state import SharedCalls
+from ratelimitd.rpc.state import ServerState
 from ratelimitd_wire.codes import ErrorCode
 
 WRITE_BUFFER_BYTES: Final = 262_144
@@ -37,7 +37,7 @@ KEEPALIVE_PING: Final = b"keepaliv"
 class Registry(Protocol):
     """What a connection needs of its server."""
 
-    shared: SharedCalls
+    shared: ServerState
 
     def joined(self, connection: NativeConnection) -> bool:
         """A connection was made; false: the server has closed meanwhile, and it has to end."""
@@ -74,7 +74,7 @@ class NativeConnection(asyncio.Protocol):
         self._busy_s = 0.0
         self._unread_bytes = 0
         self._transport: asyncio.Transport
-        self._lifetime: Lifetime
+        self._lifetime: Keepalive
         self.calls: ConnectionCalls
 
     @property
@@ -87,7 +87,9 @@ class NativeConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin, if there is room."""
         self._transport = cast("asyncio.Transport", transport)
-        self._lifetime = Lifetime(self._shared.limits, self._monotonic_s(), self._registry.jitter())
+        self._lifetime = Keepalive(
+            self._shared.limits, self._monotonic_s(), self._registry.jitter()
+        )
         self.calls = ConnectionCalls(
             self._shared, self._http2, peer_of(self._transport), self._wake
         )
@@ -252,7 +254,7 @@ class NativeConnection(asyncio.Protocol):
             self._busy_s = now_s
         http2.tick()
         self.calls.look(now_s)
-        sight = Sight(http2.owes, http2.progress, self._received, self._writing_paused)
+        sight = Snapshot(http2.owes, http2.progress, self._received, self._writing_paused)
         step, cause = self._lifetime.look(sight, now_s)
         if step is Step.PING:
             http2.ping(KEEPALIVE_PING)

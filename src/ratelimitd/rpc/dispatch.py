@@ -15,10 +15,10 @@ from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.events import CompleteRequest, Event
 from ratelimitd.rpc.interface import BulkHandler, RpcError, StatusCode, TransportError
 from ratelimitd.rpc.messages import PREFIX_BYTES, PREFIXES, only_message
-from ratelimitd.rpc.requests import ArrivingCalls, CallStarter
-from ratelimitd.rpc.responses import CallAnswers
-from ratelimitd.rpc.routing import CallPlan, CallReader, Peer
-from ratelimitd.rpc.state import CallTable, OpenCall, SharedCalls, Turn
+from ratelimitd.rpc.requests import Invoker, RequestAssembler
+from ratelimitd.rpc.responses import ResponseWriter
+from ratelimitd.rpc.routing import Peer, Route, Router
+from ratelimitd.rpc.state import CallTable, OpenCall, ServerState, TimeBudget
 from ratelimitd.rpc.status import UNARY_ANSWER
 
 MS_PER_S: Final = 1_000.0
@@ -70,18 +70,18 @@ class ConnectionCalls:
     )
 
     def __init__(
-        self, shared: SharedCalls, connection: Connection, peer: Peer, wake: Callable[[], None]
+        self, shared: ServerState, connection: Connection, peer: Peer, wake: Callable[[], None]
     ) -> None:
         self._shared = shared
         self._limits = shared.limits
         self._connection = connection
         self._unusual: deque[CompleteRequest] = deque()
-        self._turn = turn = Turn(shared.monotonic_s)
+        self._turn = turn = TimeBudget(shared.monotonic_s)
         self._table = table = CallTable(shared)
-        self._reader = reader = CallReader(shared.routes, peer, shared.monotonic_s)
-        self.answers = answers = CallAnswers(shared, connection, table, turn=turn, wake=wake)
-        self._starter = starter = CallStarter(shared, table, answers, turn)
-        self._arriving = ArrivingCalls(
+        self._reader = reader = Router(shared.routes, peer, shared.monotonic_s)
+        self.answers = answers = ResponseWriter(shared, connection, table, turn=turn, wake=wake)
+        self._starter = starter = Invoker(shared, table, answers, turn)
+        self._arriving = RequestAssembler(
             shared, reader, table=table, answers=answers, starter=starter, turn=turn
         )
 
@@ -104,7 +104,7 @@ class ConnectionCalls:
             if type(event) is tuple:
                 request: CompleteRequest = event  # type: ignore[assignment]  # mypy cannot tell; cast() costs 40 ns
                 head, body = request[1], request[2]
-                plan: CallPlan | None = head.note  # type: ignore[assignment]  # nobody else keeps notes with heads
+                plan: Route | None = head.note  # type: ignore[assignment]  # nobody else keeps notes with heads
                 if plan is None:
                     plan = self._reader.read(head)
                 if plan.bulk is not None and body[:PREFIX_BYTES] == PREFIXES.get(len(body)):
@@ -153,7 +153,7 @@ class ConnectionCalls:
                 return not unusual
         return True
 
-    def _whole(self, request: CompleteRequest, plan: CallPlan) -> None:
+    def _whole(self, request: CompleteRequest, plan: Route) -> None:
         """A request that came in one piece."""
         stream_id, head, body = request
         message = only_message(body)

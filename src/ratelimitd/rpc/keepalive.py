@@ -28,14 +28,14 @@ class Step(enum.Enum):
     """Say why, and close."""
 
 
-class Advice(NamedTuple):
+class Action(NamedTuple):
     """A step, and for the last one the cause."""
 
     step: Step
     cause: Cause = Cause.OWNER
 
 
-class Sight(NamedTuple):
+class Snapshot(NamedTuple):
     """What a connection looks like: see :class:`ratelimitd.http2.connection.Connection` for the first two."""
 
     owes: Cause | None
@@ -46,7 +46,7 @@ class Sight(NamedTuple):
     """The peer does not read what was written for it."""
 
 
-class Lifetime:
+class Keepalive:
     """One connection's times, all in seconds of the clock that the owner reads.
 
     ``jitter`` from −1 to 1 spreads the age.
@@ -78,22 +78,22 @@ class Lifetime:
         self._received = 0
         self._went_away = False
 
-    def look(self, sight: Sight, now_s: float) -> Advice:
+    def look(self, sight: Snapshot, now_s: float) -> Action:
         """What to do now; to be asked about once a second."""
         owed = self._owed_too_long(sight, now_s)
         if owed is not None:
-            return Advice(Step.END, owed)
+            return Action(Step.END, owed)
         if now_s >= self._ended_at_s:
-            return Advice(Step.END)
+            return Action(Step.END)
         silence = self._silence(sight, now_s)
         if silence.step is not Step.NOTHING:
             return silence
         if now_s >= self._ages_at_s and not self._went_away:
             self._went_away = True
-            return Advice(Step.GO_AWAY)
-        return Advice(Step.NOTHING)
+            return Action(Step.GO_AWAY)
+        return Action(Step.NOTHING)
 
-    def _owed_too_long(self, sight: Sight, now_s: float) -> Cause | None:
+    def _owed_too_long(self, sight: Snapshot, now_s: float) -> Cause | None:
         """The cause, if the peer has owed the same for too long and nothing has moved meanwhile."""
         owes = Cause.STALLED_WINDOW if sight.writing_paused else sight.owes
         if owes is not self._owes or sight.progress != self._progress:
@@ -102,14 +102,14 @@ class Lifetime:
             return None
         return owes
 
-    def _silence(self, sight: Sight, now_s: float) -> Advice:
+    def _silence(self, sight: Snapshot, now_s: float) -> Action:
         """Ask a silent peer for a sign of life, and give up on one that gives none."""
         if sight.received != self._received:
             self._received, self._heard_at_s, self._pinged_at_s = sight.received, now_s, None
         elif self._pinged_at_s is not None:
             if now_s - self._pinged_at_s >= self._limits.keepalive_timeout_ms / MS_PER_S:
-                return Advice(Step.END, Cause.KEEPALIVE_TIMEOUT)
+                return Action(Step.END, Cause.KEEPALIVE_TIMEOUT)
         elif now_s - self._heard_at_s >= self._limits.keepalive_interval_ms / MS_PER_S:
             self._pinged_at_s = now_s
-            return Advice(Step.PING)
-        return Advice(Step.NOTHING)
+            return Action(Step.PING)
+        return Action(Step.NOTHING)

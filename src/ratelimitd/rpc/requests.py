@@ -24,9 +24,9 @@ from ratelimitd.http2.events import (
 from ratelimitd.http2.headers import RequestHead
 from ratelimitd.rpc.interface import RpcError, StatusCode, TransportError
 from ratelimitd.rpc.messages import PREFIX_BYTES, message_of
-from ratelimitd.rpc.responses import CallAnswers
-from ratelimitd.rpc.routing import CallPlan, CallReader, NativeCall
-from ratelimitd.rpc.state import CallTable, OpenCall, Questions, SharedCalls, Turn
+from ratelimitd.rpc.responses import ResponseWriter
+from ratelimitd.rpc.routing import NativeCall, Route, Router
+from ratelimitd.rpc.state import CallTable, OpenCall, Questions, ServerState, TimeBudget
 
 # Handlers that take their time: a unary one that has to wait, and those that answer with a stream.
 #
@@ -38,7 +38,7 @@ CANCELLED = RpcError(StatusCode.CANCELLED, "the call was cancelled")
 class Calls(Protocol):
     """What a running handler needs of the calls of its connection."""
 
-    shared: SharedCalls
+    shared: ServerState
 
     def is_open(self, stream_id: int, open_call: OpenCall) -> bool:
         """Whether the call is not answered yet."""
@@ -121,20 +121,20 @@ _TOO_MANY_STREAMS: Final = RpcError(StatusCode.RESOURCE_EXHAUSTED, "too many str
 _LATE: Final = RpcError(StatusCode.DEADLINE_EXCEEDED, "the deadline had passed on arrival")
 
 
-class CallStarter:
+class Invoker:
     """Starts the calls of one connection whose requests are there."""
 
     __slots__ = ("_answers", "_shared", "_table", "_turn")
 
     def __init__(
-        self, shared: SharedCalls, table: CallTable, answers: CallAnswers, turn: Turn
+        self, shared: ServerState, table: CallTable, answers: ResponseWriter, turn: TimeBudget
     ) -> None:
         self._shared = shared
         self._table = table
         self._answers = answers
         self._turn = turn
 
-    def unary(self, stream_id: int, plan: CallPlan, call: NativeCall, message: bytes) -> None:
+    def unary(self, stream_id: int, plan: Route, call: NativeCall, message: bytes) -> None:
         """Call a unary handler, and answer if it does at once."""
         shared = self._shared
         if shared.unary_in_progress >= shared.limits.max_concurrent_rpcs:
@@ -184,20 +184,20 @@ _TOO_MANY_BYTES: Final = RpcError(
 )
 
 
-class ArrivingCalls:
+class RequestAssembler:
     """The calls of one connection as their requests arrive."""
 
     __slots__ = ("_answers", "_reader", "_shared", "_starter", "_table", "_turn")
 
     def __init__(
         self,
-        shared: SharedCalls,
-        reader: CallReader,
+        shared: ServerState,
+        reader: Router,
         *,
         table: CallTable,
-        answers: CallAnswers,
-        starter: CallStarter,
-        turn: Turn,
+        answers: ResponseWriter,
+        starter: Invoker,
+        turn: TimeBudget,
     ) -> None:
         self._shared = shared
         self._reader = reader
@@ -334,7 +334,7 @@ class ArrivingCalls:
     def _head_too_large(self, event: HeadTooLarge) -> None:
         self._answers.refuse(event.stream_id, _HEAD_TOO_LARGE)
 
-    _EVENTS: ClassVar[Mapping[type, Callable[[ArrivingCalls, Any], None]]] = {
+    _EVENTS: ClassVar[Mapping[type, Callable[[RequestAssembler, Any], None]]] = {
         RequestReceived: _received,
         DataReceived: _data,
         TrailersReceived: _trailers,
@@ -345,5 +345,5 @@ class ArrivingCalls:
     """What to do for each kind; the others are the connection's business."""
 
 
-def _ignore(_calls: ArrivingCalls, _event: Event) -> None:
+def _ignore(_calls: RequestAssembler, _event: Event) -> None:
     """Nothing that concerns a call."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ratelimitd.http2.connection import Connection
 from ratelimitd.rpc.interface import RpcError, StatusCode, TransportError
 from ratelimitd.rpc.messages import framed
-from ratelimitd.rpc.state import CallTable, OpenCall, SharedCalls, Turn
+from ratelimitd.rpc.state import CallTable, OpenCall, ServerState, TimeBudget
 from ratelimitd.rpc.status import (
     HEADERS,
     OK_TRAILERS,
@@ -22,7 +22,7 @@ from ratelimitd.rpc.status import (
 )
 
 
-class CallAnswers:
+class ResponseWriter:
     """The answers of one connection; for running handlers it is their :class:`ratelimitd.rpc.requests.Calls`.
 
     ``wake`` is called when there may be something to send; within a turn that is no news.
@@ -35,11 +35,11 @@ class CallAnswers:
 
     def __init__(
         self,
-        shared: SharedCalls,
+        shared: ServerState,
         connection: Connection,
         table: CallTable,
         *,
-        turn: Turn,
+        turn: TimeBudget,
         wake: Callable[[], None],
     ) -> None:
         self.shared = shared

@@ -31,21 +31,21 @@ from ratelimitd.tracing import TRACEPARENT, is_sampled
 # A person reads these, so they are real HTTP answers with a body. Never for anything that claims to be gRPC.
 
 
-class PlainAnswer(NamedTuple):
+class HttpFallback(NamedTuple):
     """A header block, and the body that follows it; there is none behind the headers of an answer to HEAD."""
 
     head_block: bytes
     body: bytes
 
 
-def plain_answer(method: bytes, *, is_grpc: bool) -> PlainAnswer | None:
+def http_fallback(method: bytes, *, is_grpc: bool) -> HttpFallback | None:
     """What to answer to a request of that method; ``None`` if it is one of gRPC."""
     if method != b"POST":
         return _HEAD_NOT_ALLOWED if method == b"HEAD" else _METHOD_NOT_ALLOWED
     return None if is_grpc else _UNSUPPORTED_MEDIA_TYPE
 
 
-def _answer(status: int, body: bytes, *fields: tuple[bytes, bytes]) -> PlainAnswer:
+def _answer(status: int, body: bytes, *fields: tuple[bytes, bytes]) -> HttpFallback:
     block = static_block(
         (
             (b":status", b"%d" % status),
@@ -54,7 +54,7 @@ def _answer(status: int, body: bytes, *fields: tuple[bytes, bytes]) -> PlainAnsw
             *fields,
         )
     )
-    return PlainAnswer(block, body)
+    return HttpFallback(block, body)
 
 
 _METHOD_NOT_ALLOWED: Final = _answer(
@@ -89,7 +89,7 @@ _AFTER_GRPC: Final = (b"", b"+", b";")
 """What may follow in a content type, up to there: a codec, which is the method's business, or parameters."""
 
 
-class Route(NamedTuple):
+class MethodRoute(NamedTuple):
     """One method: its path and the one handler it has."""
 
     path: str
@@ -115,7 +115,7 @@ class Peer(NamedTuple):
     sans: tuple[str, ...] = ()
 
 
-class CallPlan:
+class Route:
     """How to answer requests with a certain head, kept with the head.
 
     Exactly one of ``route``, ``refusal`` and ``plain`` is there.
@@ -150,9 +150,9 @@ class CallPlan:
     )
 
     def __init__(self) -> None:
-        self.route: Route | None = None
+        self.route: MethodRoute | None = None
         self.refusal: Refusal | None = None
-        self.plain: PlainAnswer | None = None
+        self.plain: HttpFallback | None = None
         self.encoding = Encoding.IDENTITY
         self.timeout_s: float | None = None
         self.any_deadline = False
@@ -213,19 +213,19 @@ class NativeCall:
         return max(0.0, self.deadline_s - self._monotonic_s())
 
 
-class CallReader:
+class Router:
     """Makes plans for the requests of one connection."""
 
     __slots__ = ("_monotonic_s", "_peer", "_routes")
 
     def __init__(
-        self, routes: Mapping[bytes, Route], peer: Peer, monotonic_s: Callable[[], float]
+        self, routes: Mapping[bytes, MethodRoute], peer: Peer, monotonic_s: Callable[[], float]
     ) -> None:
         self._routes = routes
         self._peer = peer
         self._monotonic_s = monotonic_s
 
-    def read(self, head: RequestHead) -> CallPlan:
+    def read(self, head: RequestHead) -> Route:
         """How to answer a request.
 
         What a plan was made of is looked at once for all heads that differ in nothing but metadata and the deadline.
@@ -234,7 +234,7 @@ class CallReader:
         kept = model.note
         if kept is None:
             kept = model.note = self._made(model.fields)
-        plan: CallPlan = kept  # type: ignore[assignment]  # nobody else keeps notes with heads; cast() costs 40 ns
+        plan: Route = kept  # type: ignore[assignment]  # nobody else keeps notes with heads; cast() costs 40 ns
         for name, value in head.varying:
             if name not in plan.meaningful or (name == _TRACEPARENT and not _is_sampled(value)):
                 continue
@@ -244,7 +244,7 @@ class CallReader:
             head.note = plan
         return plan
 
-    def call(self, plan: CallPlan, head: RequestHead, came_s: float) -> NativeCall:
+    def call(self, plan: Route, head: RequestHead, came_s: float) -> NativeCall:
         """What the handler of one call is given that came at ``came_s``."""
         timeout_s = plan.timeout_s
         if plan.any_deadline:
@@ -253,15 +253,15 @@ class CallReader:
                     timeout_s = parse_timeout_s(value)
         if timeout_s is None and plan.call is not None and not head.varying:
             return plan.call
-        route = cast("Route", plan.route)  # who asks has looked: no call without a method
+        route = cast("MethodRoute", plan.route)  # who asks has looked: no call without a method
         deadline_s = None if timeout_s is None else came_s + timeout_s
         return NativeCall(route.path, head.fields, self._peer, self._monotonic_s, deadline_s)
 
-    def _made(self, fields: Fields) -> CallPlan:
-        plan = CallPlan()
+    def _made(self, fields: Fields) -> Route:
+        plan = Route()
         found = dict(reversed(fields))  # of a field that is repeated, the first one counts
         is_grpc = _is_grpc(found.get(_CONTENT_TYPE, b""))
-        plan.plain = plain_answer(found.get(b":method", b""), is_grpc=is_grpc)
+        plan.plain = http_fallback(found.get(b":method", b""), is_grpc=is_grpc)
         if plan.plain is not None:
             return plan
         encoding = _ENCODINGS.get(found.get(_ENCODING, b"identity"))
@@ -294,17 +294,17 @@ class CallReader:
         return plan
 
 
-def routes_of(methods: Methods) -> Mapping[bytes, Route]:
+def routes_of(methods: Methods) -> Mapping[bytes, MethodRoute]:
     """The routes by the bytes of their paths."""
     routes = {}
     for path, unary in methods.unary.items():
         bulk = methods.bulk.get(path)
         unless_sampled = bulk is not None and methods.bulk_unless_sampled
-        routes[path.encode()] = Route(path, unary, bulk, bulk_unless_sampled=unless_sampled)
+        routes[path.encode()] = MethodRoute(path, unary, bulk, bulk_unless_sampled=unless_sampled)
     for path, stream in methods.server_stream.items():
-        routes[path.encode()] = Route(path, server_stream=stream)
+        routes[path.encode()] = MethodRoute(path, server_stream=stream)
     for path, bidi in methods.bidi_stream.items():
-        routes[path.encode()] = Route(path, bidi_stream=bidi)
+        routes[path.encode()] = MethodRoute(path, bidi_stream=bidi)
     return routes
 
 

@@ -23,7 +23,7 @@ from ratelimitd.rpc.acceptor import (
 from ratelimitd.rpc.connection import NativeConnection
 from ratelimitd.rpc.interface import InProgress, Methods, RpcError, StatusCode, TransportError
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.state import SharedCalls
+from ratelimitd.rpc.state import ServerState
 from ratelimitd.rpc.tls import CertificateSource, TlsContexts, TlsFiles
 
 TICK_S: Final = 0.1
@@ -62,7 +62,7 @@ class NativeServer:
         self._tls = tls
         self._reuse_port = reuse_port
         loop = asyncio.get_running_loop()
-        self.shared = SharedCalls(
+        self.shared = ServerState(
             methods, limits or TransportLimits(), stats, monotonic_s or loop.time
         )
         self._acceptor: Acceptor[NativeConnection] | None = None

@@ -14,7 +14,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.messages import Encoding, MessageReader, Part, message_of
-from ratelimitd.rpc.routing import CallPlan, NativeCall, PlainAnswer, routes_of
+from ratelimitd.rpc.routing import HttpFallback, NativeCall, Route, routes_of
 
 # A call that is not answered yet: what has come of it, what runs for it, and what its handler reads.
 #
@@ -58,7 +58,7 @@ class OpenCall:
     )
 
     def __init__(
-        self, plan: CallPlan, call: NativeCall, max_message_bytes: int, began_s: float = 0.0
+        self, plan: Route, call: NativeCall, max_message_bytes: int, began_s: float = 0.0
     ) -> None:
         self.began_s = began_s
         self.plan = plan
@@ -214,7 +214,7 @@ LATE_S: Final = 0.1
 """What waits longer for its turn was left by a peer that did not read for some time; few deadlines are shorter."""
 
 
-class Turn:
+class TimeBudget:
     """The turn of one connection: one object for all its turns. Common calls do not ask the clock; dear ones do.
 
     Attributes:
@@ -258,7 +258,7 @@ MOST_AT_ONCE: Final = 8
 1 ms of arithmetic, so that handshakes get about a fifth of the time, however long turns are."""
 
 
-class Turnstile:
+class TickGate:
     """First come, first through; one in each turn of the loop.
 
     With a clock, ``monotonic_s``, more go through together when turns are long: else a loop whose turns take 30 ms
@@ -310,7 +310,7 @@ class Turnstile:
         return min(MOST_AT_ONCE, max(1, round((self._monotonic_s() - self._last_s) / EVERY_S)))
 
 
-class SharedCalls:
+class ServerState:
     """The calls of one server, over all its connections. ``monotonic_s`` is in seconds."""
 
     def __init__(
@@ -334,7 +334,7 @@ class SharedCalls:
         self.connections = 0
         self.unread_bytes = 0
         """Of answers that peers have not taken yet."""
-        self.turnstile = Turnstile()
+        self.turnstile = TickGate()
         """For messages of streams: each may inflate to the bound on messages."""
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -378,11 +378,11 @@ class CallTable:
 
     __slots__ = ("_limits", "_shared", "open", "plain", "request_bytes")
 
-    def __init__(self, shared: SharedCalls) -> None:
+    def __init__(self, shared: ServerState) -> None:
         self._shared = shared
         self._limits = shared.limits
         self.open: dict[int, OpenCall] = {}
-        self.plain: dict[int, tuple[PlainAnswer, float]] = {}
+        self.plain: dict[int, tuple[HttpFallback, float]] = {}
         self.request_bytes = 0
 
     @property
@@ -390,7 +390,7 @@ class CallTable:
         """Whether one more request may stay open, whatever it asks for."""
         return self._shared.open_requests < self._limits.max_open_requests
 
-    def enter(self, stream_id: int, plan: CallPlan, call: NativeCall, began_s: float) -> OpenCall:
+    def enter(self, stream_id: int, plan: Route, call: NativeCall, began_s: float) -> OpenCall:
         """Keep a call until it is answered; ``began_s`` is when its head came."""
         open_call = OpenCall(plan, call, self._limits.max_message_bytes, began_s)
         self.open[stream_id] = open_call
@@ -406,12 +406,12 @@ class CallTable:
             self._shared.request_bytes -= open_call.held_bytes
         return open_call
 
-    def enter_plain(self, stream_id: int, answer: PlainAnswer, began_s: float) -> None:
+    def enter_plain(self, stream_id: int, answer: HttpFallback, began_s: float) -> None:
         """Keep a request that is not of gRPC until it has ended."""
         self.plain[stream_id] = answer, began_s
         self._shared.open_requests += 1
 
-    def leave_plain(self, stream_id: int) -> PlainAnswer | None:
+    def leave_plain(self, stream_id: int) -> HttpFallback | None:
         """Give up a request that is not of gRPC, and tell its answer; ``None`` if there is none."""
         if stream_id not in self.plain:
             return None

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from ratelimitd_client import Check
 from ratelimitd_client.middleware import Identity, Options, limited
-from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter, ManualClock
 
-ARRIVAL = Arrival("GET", "/orders/{id}", None, lambda: None, "192.0.2.7", lambda name: [])
+ARRIVAL = RequestInfo("GET", "/orders/{id}", None, lambda: None, "192.0.2.7", lambda name: [])
 CHECK = Check("192.0.2.7", "ip", "/orders/{id}")
 
 

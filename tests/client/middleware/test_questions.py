@@ -3,7 +3,7 @@
 import pytest
 
 from ratelimitd_client.middleware import Identity, Options, limited
-from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.questions import Place, Questions
 
 
@@ -11,7 +11,7 @@ def arrival(
     route="/orders/{id}", *, view=None, user=None, peer="192.0.2.7", method="GET", **headers
 ):
     lines = {name.replace("_", "-"): value for name, value in headers.items()}
-    return Arrival(method, route, view, lambda: user, peer, lambda name: lines.get(name, []))
+    return RequestInfo(method, route, view, lambda: user, peer, lambda name: lines.get(name, []))
 
 
 def place(options, arrived, request=None):

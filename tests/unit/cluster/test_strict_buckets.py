@@ -10,7 +10,7 @@ from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import MS, RULE, FakeStore, ManualTimers, name_of
 
 
-class Shard:
+class StoreServer:
     def __init__(self):
         self.is_open, self.told = False, []
 
@@ -26,7 +26,7 @@ class Shard:
 
 class Scene:
     def __init__(self, *, callers_time=False):
-        self.clock, self.shard = ManualClock(), Shard()
+        self.clock, self.shard = ManualClock(), StoreServer()
         self.timers = ManualTimers(self.clock)
         self.store = FakeStore(self.timers)
         self.buckets = StrictBuckets(

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.cache import IDLE_US, BucketCache
-from ratelimitd.cluster.gossip import News
+from ratelimitd.cluster.gossip import Gossip
 from ratelimitd.cluster.pending import HASH_TAGS
 from ratelimitd.cluster.shared_buckets import SharedBuckets
-from ratelimitd.cluster.store_servers import Shard
-from ratelimitd.cluster.sync import Surroundings, Tag
+from ratelimitd.cluster.store_servers import StoreServer
+from ratelimitd.cluster.sync import Partition, Surroundings
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.ledger.protocol import Ledger
@@ -203,12 +203,12 @@ class World:
         self.rule, self.clock, self.stats = rule, ManualClock(), CheckStats()
         self.timers = ManualTimers(self.clock)
         self.store, self.bus = FakeStore(self.timers), FakeBus()
-        self.news, self.accuracy = News(self.bus, self.clock), Accuracy(self.stats)
+        self.news, self.accuracy = Gossip(self.bus, self.clock), Accuracy(self.stats)
         self.members = SimpleNamespace(count=members)
         breaker = Breaker(self.clock.monotonic_us)
-        self.shard = Shard("server", 0, breaker, self.clock, self.stats, self.timers)
+        self.shard = StoreServer("server", 0, breaker, self.clock, self.stats, self.timers)
         around = Surroundings(self.store, self.clock, self.timers, self)
-        self.tags = [Tag(number, self.shard, "node/1", around) for number in range(HASH_TAGS)]
+        self.tags = [Partition(number, self.shard, "node/1", around) for number in range(HASH_TAGS)]
         self.cache = BucketCache(
             max_entries=max_entries, ttl_us=ttl_s * SECOND, now_us=self.clock.monotonic_us()
         )

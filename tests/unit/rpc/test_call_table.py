@@ -7,15 +7,15 @@ import pytest
 from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import Methods
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.routing import CallPlan, NativeCall, Peer, PlainAnswer
-from ratelimitd.rpc.state import CallTable, SharedCalls
+from ratelimitd.rpc.routing import HttpFallback, NativeCall, Peer, Route
+from ratelimitd.rpc.state import CallTable, ServerState
 
-PLAIN = PlainAnswer(b"head", b"body")
+PLAIN = HttpFallback(b"head", b"body")
 BOUNDS = {"max_open_requests": 3, "max_request_bytes_per_connection": 20, "max_request_bytes": 30}
 
 
 def plan(unary=None):
-    made = CallPlan()
+    made = Route()
     made.unary = unary
     return made
 
@@ -26,7 +26,7 @@ def call(deadline_s=None):
 
 @pytest.fixture
 def shared():
-    return SharedCalls(Methods(), TransportLimits(**BOUNDS), CheckStats(), lambda: 0.0)
+    return ServerState(Methods(), TransportLimits(**BOUNDS), CheckStats(), lambda: 0.0)
 
 
 @pytest.fixture

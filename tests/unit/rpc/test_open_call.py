@@ -7,13 +7,13 @@ import pytest
 
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.rpc.messages import Encoding, Part, framed
-from ratelimitd.rpc.routing import CallPlan, NativeCall, Peer
-from ratelimitd.rpc.state import MAX_UNREAD_QUESTIONS, OpenCall, Questions, Turnstile
+from ratelimitd.rpc.routing import NativeCall, Peer, Route
+from ratelimitd.rpc.state import MAX_UNREAD_QUESTIONS, OpenCall, Questions, TickGate
 
 
 @pytest.fixture
 def call():
-    return OpenCall(CallPlan(), NativeCall("/s/m", (), Peer(""), lambda: 0.0), 100)
+    return OpenCall(Route(), NativeCall("/s/m", (), Peer(""), lambda: 0.0), 100)
 
 
 def test_a_call_is_whole_when_its_one_message_is(call):
@@ -64,7 +64,7 @@ async def test_what_runs_for_a_call_is_cancelled_with_it_but_not_before_it_has_b
 
 async def test_questions_are_read_in_order_and_acknowledged_as_they_are_read():
     acknowledged = []
-    questions = Questions(Encoding.GZIP, 100, acknowledged.append, Turnstile().passed)
+    questions = Questions(Encoding.GZIP, 100, acknowledged.append, TickGate().passed)
     questions.put(Part(False, b"a"), 6)
     questions.put(Part(True, gzip.compress(b"b")), 0)
     questions.end()
@@ -77,7 +77,7 @@ async def test_questions_are_read_in_order_and_acknowledged_as_they_are_read():
 
 
 def test_what_nobody_reads_is_bounded_in_number():
-    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, Turnstile().passed)
+    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
     for _ in range(MAX_UNREAD_QUESTIONS):
         questions.put(Part(False, b""), 5)
     with pytest.raises(RpcError, match="unread") as caught:
@@ -86,7 +86,7 @@ def test_what_nobody_reads_is_bounded_in_number():
 
 
 async def test_who_reads_faster_than_is_asked_waits():
-    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, Turnstile().passed)
+    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
     reading = asyncio.ensure_future(anext(questions))
     await asyncio.sleep(0)
     assert not reading.done()
@@ -95,7 +95,7 @@ async def test_who_reads_faster_than_is_asked_waits():
 
 
 async def test_what_is_wrong_with_a_stream_comes_behind_its_good_messages():
-    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, Turnstile().passed)
+    questions = Questions(Encoding.IDENTITY, 100, lambda _size: None, TickGate().passed)
     questions.put(Part(False, b"good"), 9)
     questions.end(RpcError(StatusCode.RESOURCE_EXHAUSTED, "too large"))
     assert await anext(questions) == b"good"

@@ -8,17 +8,17 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.requests import run_stream, run_unary
-from ratelimitd.rpc.routing import CallPlan, NativeCall, Peer
-from ratelimitd.rpc.state import OpenCall, SharedCalls
+from ratelimitd.rpc.routing import NativeCall, Peer, Route
+from ratelimitd.rpc.state import OpenCall, ServerState
 
 
 class Calls:
     """Writes down what becomes of the one call there is."""
 
     def __init__(self):
-        self.shared = SharedCalls(Methods(), TransportLimits(), CheckStats(), lambda: 0.0)
+        self.shared = ServerState(Methods(), TransportLimits(), CheckStats(), lambda: 0.0)
         self.shared.unary_in_progress = self.shared.streams_in_progress = 1
-        self.call = OpenCall(CallPlan(), NativeCall("/s/m", (), Peer(""), lambda: 0.0), 100)
+        self.call = OpenCall(Route(), NativeCall("/s/m", (), Peer(""), lambda: 0.0), 100)
         self.open = True
         self.room = True
         self.told = []

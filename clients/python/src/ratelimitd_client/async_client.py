@@ -28,7 +28,7 @@ from ratelimitd_client.client import DEFAULT_TIMEOUT_S, Methods, requests_of, va
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.coalescing import Coalescer, Told
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.exchange import Exchange, last_resort, path_of, question_of
+from ratelimitd_client.exchange import FailOpen, last_resort, path_of, question_of
 from ratelimitd_client.native_channel import (
     CallError,
     NativeChannel,
@@ -90,9 +90,9 @@ class AsyncRateLimiterClient:
         self._clock = SystemClock() if clock is None else clock
         self._sessions: dict[asyncio.AbstractEventLoop, _Session] = {}
         self._process: int | None = None
-        self._exchange = Exchange(self._clock)
+        self._exchange = FailOpen(self._clock)
         # Of its own: a lock of the other may have been held when the process was forked.
-        self._forked = Exchange(self._clock)
+        self._forked = FailOpen(self._clock)
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -247,7 +247,7 @@ class _Session:
         self,
         native: NativeChannel | None,
         open_grpc: Callable[[], grpc.aio.Channel],
-        exchange: Exchange,
+        exchange: FailOpen,
         *,
         metadata: Metadata,
         linger_s: float,

@@ -17,7 +17,7 @@ from ratelimitd_client.channel import CHECKING_OPTIONS, Tls, authorization, open
 from ratelimitd_client.check import MAX_BATCH, Check, request_of
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.exchange import Exchange, path_of, question_of
+from ratelimitd_client.exchange import FailOpen, path_of, question_of
 from ratelimitd_client.native_channel import NativeChannel
 from ratelimitd_client.node_client import NodeClient
 from ratelimitd_client.targets import require_target
@@ -181,7 +181,7 @@ class _Session:
 
     def __init__(self, channel: grpc.Channel, token: str | None, clock: Clock) -> None:
         self.channel = channel
-        self.exchange = Exchange(clock)
+        self.exchange = FailOpen(clock)
         # Bytes in and out: what a peer sends in place of an answer is judged by us, not logged by gRPC.
         self.methods = Methods(channel)
         self.admin = NodeClient(channel=channel, token=token)

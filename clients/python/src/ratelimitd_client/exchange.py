@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from ratelimitd_client.check import batch_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, Reason, decision_of, let_through, refused
-from ratelimitd_client.pace import Pace
+from ratelimitd_client.pace import LogThrottle
 from ratelimitd_wire.breaker import US_PER_S, Breaker
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -62,7 +62,7 @@ def last_resort(error: BaseException, count: int) -> list[Decision]:
     return [let_through(Reason.NO_ANSWER, type(error).__name__, now_s) for _ in range(count)]
 
 
-class Exchange:
+class FailOpen:
     """Turns what calls end with into decisions. Threads may share it."""
 
     __slots__ = ("_clock", "_warnings", "breaker")
@@ -140,7 +140,7 @@ class _Warnings:
     __slots__ = ("_pace",)
 
     def __init__(self, clock: Clock) -> None:
-        self._pace = Pace(clock)
+        self._pace = LogThrottle(clock)
 
     def warn(self, why: str) -> None:
         """A call had no usable answer."""

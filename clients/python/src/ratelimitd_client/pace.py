@@ -10,7 +10,7 @@ from ratelimitd_client.clock import Clock
 INTERVAL_S: Final = 1.0
 
 
-class Pace:
+class LogThrottle:
     """Counts what there is to tell, and says when to tell it. Threads may share it."""
 
     __slots__ = ("_clock", "_lock", "_next_s", "_untold")

@@ -18,7 +18,7 @@ from ratelimitd.cluster.redis.codec import Script
 from ratelimitd.cluster.redis.connection import (
     REDIRECTIONS,
     Connection,
-    Greeting,
+    Handshake,
     Refused,
     ask,
     code_of,
@@ -277,7 +277,7 @@ async def _server(
     try:
         connection = await connect(
             server,
-            Greeting(url.login, url.database, CLIENT_NAME, wants_primary=not is_cluster),
+            Handshake(url.login, url.database, CLIENT_NAME, wants_primary=not is_cluster),
             tls,
             lambda: Connection(hand_over, lambda _error: None, timeout_s=ANSWER_S),
         )
@@ -319,7 +319,7 @@ async def _check_admin_tokens(asked: Asked) -> AsyncIterator[Finding]:
 async def _sentinels(
     url: RedisUrl, tls: ssl.SSLContext | None, servers: dict[Server, int]
 ) -> AsyncIterator[Finding]:
-    options = LinkOptions(ASK_S, Greeting(client_name=CLIENT_NAME), tls)
+    options = LinkOptions(ASK_S, Handshake(client_name=CLIENT_NAME), tls)
     primaries: set[Server] = set()
     for sentinel in url.servers:
         one = RedisUrl(url.topology, (sentinel,), service=url.service, sentinel_login=url.sentinel_login)  # fmt: skip
@@ -343,7 +343,7 @@ async def _sentinels(
 async def _cluster(
     url: RedisUrl, tls: ssl.SSLContext | None, servers: dict[Server, int]
 ) -> AsyncIterator[Finding]:
-    greeting = Greeting(url.login, 0, CLIENT_NAME, wants_primary=False)
+    greeting = Handshake(url.login, 0, CLIENT_NAME, wants_primary=False)
     found: Map | None = None
     for seed in url.servers:
         try:

@@ -396,7 +396,7 @@ def again(error: RateLimitdError) -> RateLimitdError:
 # What a new connection says first: who we are, which database, and whether the server may be written to.
 
 
-class Greeting(NamedTuple):
+class Handshake(NamedTuple):
     """What is said on each new connection of a link."""
 
     login: Login = Login()
@@ -437,7 +437,7 @@ def hand_over(request: Request, text: str) -> None:
     request.tell(Refused(text))
 
 
-async def log_in(connection: Connection, greeting: Greeting) -> None:
+async def log_in(connection: Connection, greeting: Handshake) -> None:
     """Say everything in one round trip, then look at the replies.
 
     Raises:

@@ -24,7 +24,7 @@ from ratelimitd.cluster.redis.connection import (
     REDIRECTIONS,
     Connection,
     Done,
-    Greeting,
+    Handshake,
     Refused,
     Request,
     again,
@@ -53,7 +53,7 @@ _Connection = TypeVar("_Connection", bound=Connection)
 
 async def connect(
     server: Server,
-    greeting: Greeting,
+    greeting: Handshake,
     tls: ssl.SSLContext | None,
     make: Callable[[], _Connection],
     *,
@@ -87,7 +87,7 @@ async def connect(
 
 async def ask_once(
     server: Server,
-    greeting: Greeting,
+    greeting: Handshake,
     tls: ssl.SSLContext | None,
     *command: bytes | str,
     within_s: float = CONNECT_S,
@@ -177,7 +177,7 @@ class LinkOptions(NamedTuple):
     """What all links of a node have in common. ``report`` takes one line for an operator."""
 
     timeout_s: float
-    greeting: Greeting = Greeting()
+    greeting: Handshake = Handshake()
     tls: ssl.SSLContext | None = None
     max_requests: int = MAX_REQUESTS
     report: Callable[[str], None] = lambda _line: None

@@ -6,7 +6,7 @@ import random as random_source
 from collections.abc import Callable
 
 from ratelimitd.cluster.redis.cluster_topology import ClusterShards
-from ratelimitd.cluster.redis.connection import MAX_REQUESTS, Greeting
+from ratelimitd.cluster.redis.connection import MAX_REQUESTS, Handshake
 from ratelimitd.cluster.redis.link import LinkOptions
 from ratelimitd.cluster.redis.sentinel import SentinelShards
 from ratelimitd.cluster.redis.topology import Shards, client_context, standalone
@@ -34,7 +34,7 @@ def open_shards(
     wants_primary = url.topology is not Topology.CLUSTER
     options = LinkOptions(
         timeout_ms / 1000,
-        Greeting(url.login, url.database, client_name, wants_primary=wants_primary),
+        Handshake(url.login, url.database, client_name, wants_primary=wants_primary),
         client_context(url.tls) if url.tls is not None else None,
         max_requests,
         report,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from typing import Final
 
-from ratelimitd.cluster.redis.connection import Greeting
+from ratelimitd.cluster.redis.connection import Handshake
 from ratelimitd.cluster.redis.link import LinkOptions, ask_once
 from ratelimitd.cluster.redis.pubsub import Channel, Subscription
 from ratelimitd.cluster.redis.topology import OneServer
@@ -27,7 +27,7 @@ class Sentinels:
         self._sentinels = list(url.servers)
         self._tls: ssl.SSLContext | None = options.tls
         client_name = options.greeting.client_name
-        self.greeting = Greeting(url.sentinel_login, 0, client_name, wants_primary=False)
+        self.greeting = Handshake(url.sentinel_login, 0, client_name, wants_primary=False)
 
     async def primary(self) -> Server:
         """Where the primary is now.

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ratelimitd.cli.doctor.stores import Asked, check_server, judged
-from ratelimitd.cluster.redis.connection import Connection, Greeting, hand_over
+from ratelimitd.cluster.redis.connection import Connection, Handshake, hand_over
 from ratelimitd.cluster.redis.link import connect
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.settings.urls import NO_LOGIN, Login, Server
@@ -36,7 +36,7 @@ async def look(valkey, login=NO_LOGIN, *, timeout_ms=20, step_s=0.001, ahead_s=0
     """Findings by a clock that moves by ``step_s`` whenever it is read, against a wall that is off."""
     connection = await connect(
         Server("127.0.0.1", valkey.port),
-        Greeting(login),
+        Handshake(login),
         None,
         lambda: Connection(hand_over, lambda _error: None, timeout_s=5),
     )

@@ -4,7 +4,7 @@ import ssl
 import pytest
 import trustme
 
-from ratelimitd.cluster.redis.connection import Connection, Greeting, hand_over
+from ratelimitd.cluster.redis.connection import Connection, Handshake, hand_over
 from ratelimitd.cluster.redis.link import ask_once, cause_of, connect, keep_alive
 from ratelimitd.cluster.redis.topology import client_context
 from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
@@ -49,7 +49,7 @@ def unconnected():
 
 
 async def pong(server, tls=None):
-    return await ask_once(server, Greeting(), tls, b"PING")
+    return await ask_once(server, Handshake(), tls, b"PING")
 
 
 async def test_one_command_may_have_a_connection_of_its_own(valkey):
@@ -61,7 +61,7 @@ async def test_one_command_may_have_a_connection_of_its_own(valkey):
 async def test_the_error_of_one_command_is_that_of_the_server(valkey):
     server = Server("127.0.0.1", valkey.port)
     with pytest.raises(StoreMisconfiguredError, match="ERR"):
-        await ask_once(server, Greeting(), None, b"CLUSTER", b"SLOTS")
+        await ask_once(server, Handshake(), None, b"CLUSTER", b"SLOTS")
 
 
 async def test_a_connection_may_be_encrypted_by_both_sides_certificates(valkey, authority):
@@ -88,7 +88,7 @@ async def test_a_certificate_for_another_name_or_of_another_authority_is_a_misco
 async def test_a_server_that_speaks_no_tls_is_not_spoken_to_in_the_clear(valkey, authority):
     server = Server("127.0.0.1", valkey.port)
     with pytest.raises(StoreUnavailableError):
-        await ask_once(server, Greeting(), authority.client(), b"PING", within_s=0.05)
+        await ask_once(server, Handshake(), authority.client(), b"PING", within_s=0.05)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ async def test_a_server_that_cannot_be_reached_is_unavailable_for_a_reason(serve
 async def test_a_server_that_does_not_greet_is_given_up():
     async with peer(greeted=False) as port:
         with pytest.raises(StoreUnavailableError, match=r"no connection within 0\.01 s"):
-            await connect(Server("127.0.0.1", port), Greeting(), None, unconnected, within_s=0.01)
+            await connect(Server("127.0.0.1", port), Handshake(), None, unconnected, within_s=0.01)
 
 
 def test_several_addresses_that_fail_have_no_single_cause():

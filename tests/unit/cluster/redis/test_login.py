@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.redis.connection import Connection, Greeting, Refused, ask, hand_over
+from ratelimitd.cluster.redis.connection import Connection, Handshake, Refused, ask, hand_over
 from ratelimitd.cluster.redis.link import connect
 from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.settings.urls import Login, Server
@@ -35,13 +35,13 @@ async def info(connection):
 
 
 async def test_the_default_user_needs_a_password_only(guarded):
-    connection = await greeted(guarded.port, Greeting(Login(password=PASSWORD)))
+    connection = await greeted(guarded.port, Handshake(Login(password=PASSWORD)))
     assert b" user=default " in await info(connection)
 
 
 async def test_a_user_database_and_name_are_told_to_the_server(guarded):
     guarded.ask("ACL", "SETUSER", "all", "on", ">pw", "+@all")
-    connection = await greeted(guarded.port, Greeting(Login("all", "pw"), 3, "ratelimitd:a/0"))
+    connection = await greeted(guarded.port, Handshake(Login("all", "pw"), 3, "ratelimitd:a/0"))
     told = await info(connection)
     for part in (b" user=all ", b" db=3 ", b" name=ratelimitd:a/0 "):
         assert part in told
@@ -49,7 +49,7 @@ async def test_a_user_database_and_name_are_told_to_the_server(guarded):
 
 async def test_a_user_with_no_more_than_it_needs_may_enter(guarded):
     """It may neither PING, nor tell its name, nor ask for the role of the server."""
-    connection = await greeted(guarded.port, Greeting(Login("node", "pw"), 0, "ratelimitd"))
+    connection = await greeted(guarded.port, Handshake(Login("node", "pw"), 0, "ratelimitd"))
     assert await ask(connection, b"GET", b"rl1:{00}:absent") is None
     connection.drop(StoreUnavailableError("end"))
 
@@ -57,11 +57,11 @@ async def test_a_user_with_no_more_than_it_needs_may_enter(guarded):
 @pytest.mark.parametrize(
     ("greeting", "code"),
     [
-        (Greeting(), "NOAUTH"),
-        (Greeting(Login(password="wrong-secret")), "WRONGPASS"),
-        (Greeting(Login("nobody", PASSWORD)), "WRONGPASS"),
-        (Greeting(Login("small", "pw"), 1), "NOPERM"),
-        (Greeting(Login(password=PASSWORD), 99), "refuses us: ERR"),
+        (Handshake(), "NOAUTH"),
+        (Handshake(Login(password="wrong-secret")), "WRONGPASS"),
+        (Handshake(Login("nobody", PASSWORD)), "WRONGPASS"),
+        (Handshake(Login("small", "pw"), 1), "NOPERM"),
+        (Handshake(Login(password=PASSWORD), 99), "refuses us: ERR"),
     ],
 )
 async def test_what_the_server_refuses_is_a_misconfiguration_without_the_secret(
@@ -74,15 +74,15 @@ async def test_what_the_server_refuses_is_a_misconfiguration_without_the_secret(
 
 async def test_a_password_for_a_server_without_one_is_a_misconfiguration(valkey):
     with pytest.raises(StoreMisconfiguredError):
-        await greeted(valkey.port, Greeting(Login(password="x")))
+        await greeted(valkey.port, Handshake(Login(password="x")))
 
 
 async def test_a_replica_is_not_taken_for_a_primary(valkey):
     valkey.ask("REPLICAOF", "127.0.0.1", free_port())
     try:
         with pytest.raises(StoreUnavailableError, match="replica"):
-            await greeted(valkey.port, Greeting())
-        connection = await greeted(valkey.port, Greeting(wants_primary=False))
+            await greeted(valkey.port, Handshake())
+        connection = await greeted(valkey.port, Handshake(wants_primary=False))
         connection.drop(StoreUnavailableError("end"))
     finally:
         valkey.ask("REPLICAOF", "NO", "ONE")
@@ -91,12 +91,12 @@ async def test_a_replica_is_not_taken_for_a_primary(valkey):
 async def test_a_server_that_is_loading_is_unavailable():
     async with peer(b"-LOADING wait\r\n-LOADING wait\r\n", greeted=False) as port:
         with pytest.raises(StoreUnavailableError, match="LOADING"):
-            await greeted(port, Greeting())
+            await greeted(port, Handshake())
 
 
 async def test_a_server_that_hangs_up_is_unavailable():
     async with peer(b"+PONG\r\n", b"", greeted=False) as port:
-        connection = await greeted(port, Greeting(wants_primary=False))
+        connection = await greeted(port, Handshake(wants_primary=False))
         with pytest.raises(StoreUnavailableError, match="lost"):
             await ask(connection, b"GET", b"k")
 
@@ -104,18 +104,18 @@ async def test_a_server_that_hangs_up_is_unavailable():
 async def test_a_greeting_that_is_cut_off_is_unavailable():
     async with peer(b"", greeted=False) as port:
         with pytest.raises(StoreUnavailableError, match="lost"):
-            await greeted(port, Greeting())
+            await greeted(port, Handshake())
 
 
 async def test_an_error_reply_is_raised_with_its_text(valkey):
-    connection = await greeted(valkey.port, Greeting())
+    connection = await greeted(valkey.port, Handshake())
     with pytest.raises(Refused, match="ERR wrong number"):
         await ask(connection, b"GET")
     connection.drop(StoreUnavailableError("end"))
 
 
 async def test_a_reply_that_nobody_awaits_any_more_is_dropped(valkey):
-    connection = await greeted(valkey.port, Greeting())
+    connection = await greeted(valkey.port, Handshake())
     waiting = asyncio.create_task(ask(connection, b"PING"))
     await asyncio.sleep(0)
     waiting.cancel()

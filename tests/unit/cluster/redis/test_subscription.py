@@ -1,7 +1,7 @@
 import asyncio
 from itertools import chain, repeat
 
-from ratelimitd.cluster.redis.connection import Greeting
+from ratelimitd.cluster.redis.connection import Handshake
 from ratelimitd.cluster.redis.pubsub import Channel, Subscription
 from ratelimitd.settings.urls import Login
 from tests.servers import free_port
@@ -98,7 +98,7 @@ async def test_a_channel_that_the_user_may_not_hear_is_reported_once_until_it_ma
     valkey.ask("ACL", "SETUSER", "node", "on", ">pw", "resetchannels", "+@all")
     lines = []
     options = PATIENT._replace(
-        greeting=Greeting(Login("node", "pw")), report=lines.append, sleep=no_pause
+        greeting=Handshake(Login("node", "pw")), report=lines.append, sleep=no_pause
     )
     async with Heard(at(valkey), options=options) as heard:
         await soon(lambda: lines)

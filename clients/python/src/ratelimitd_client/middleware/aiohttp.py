@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
@@ -65,14 +65,14 @@ def setup(
     app.on_response_prepare.append(tell)
 
 
-def _arrival(request: web.Request) -> Arrival:
+def _arrival(request: web.Request) -> RequestInfo:
     route = request.match_info.route
     resource = route.resource
 
     def header(name: str) -> Sequence[str]:
         return request.headers.getall(name, [])
 
-    return Arrival(
+    return RequestInfo(
         request.method,
         None if resource is None else resource.canonical,
         request.match_info.handler,
@@ -82,6 +82,6 @@ def _arrival(request: web.Request) -> Arrival:
     )
 
 
-def _denied(guard: Guard[web.Request], decision: Decision, arrival: Arrival) -> web.Response:
+def _denied(guard: Guard[web.Request], decision: Decision, arrival: RequestInfo) -> web.Response:
     answer = guard.denied(decision, arrival.header("accept"))
     return web.Response(status=answer.status, headers=answer.headers, body=answer.body)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 
-class Arrival(NamedTuple):
+class RequestInfo(NamedTuple):
     """A request that has arrived. What takes work is a function, called only when it is needed."""
 
     method: str

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Seque
 from typing import Any, Final
 
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.asgi_routes import Found, RouteFinder, routes_of
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
@@ -89,7 +89,9 @@ class RateLimitMiddleware:
         )
         return self._finder.find(self._app, seen)
 
-    async def _deny(self, decision: Decision, arrival: Arrival, scope: Scope, send: Send) -> None:
+    async def _deny(
+        self, decision: Decision, arrival: RequestInfo, scope: Scope, send: Send
+    ) -> None:
         prefix = ""
         if scope["type"] == "websocket":
             if "websocket.http.response" not in (scope.get("extensions") or {}):
@@ -103,7 +105,7 @@ class RateLimitMiddleware:
         await send({"type": f"{prefix}http.response.body", "body": answer.body})
 
 
-def _arrival(scope: Scope, found: Found | None) -> Arrival:
+def _arrival(scope: Scope, found: Found | None) -> RequestInfo:
     lines: Iterable[tuple[bytes, bytes]] = scope["headers"]
 
     def header(name: str) -> Sequence[str]:
@@ -111,7 +113,7 @@ def _arrival(scope: Scope, found: Found | None) -> Arrival:
         return [value.decode("latin-1") for key, value in lines if key == sought]
 
     client = scope.get("client")
-    return Arrival(
+    return RequestInfo(
         scope.get("method", "GET"),
         None if found is None else found.template,
         None if found is None else found.view,

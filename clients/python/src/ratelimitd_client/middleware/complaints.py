@@ -10,7 +10,7 @@ import traceback
 from typing import Final
 
 from ratelimitd_client.clock import Clock
-from ratelimitd_client.pace import Pace
+from ratelimitd_client.pace import LogThrottle
 
 _LOG: Final = logging.getLogger("ratelimitd_client.middleware")
 
@@ -21,7 +21,7 @@ class Complaints:
     __slots__ = ("_pace",)
 
     def __init__(self, clock: Clock) -> None:
-        self._pace = Pace(clock)
+        self._pace = LogThrottle(clock)
 
     def complain(self, why: str, error: Exception | None = None) -> None:
         """Say what happened to a request, and of which error."""

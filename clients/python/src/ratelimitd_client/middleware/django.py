@@ -23,7 +23,7 @@ from django.utils.functional import SimpleLazyObject, empty
 
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware import route_templates
-from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.django_settings import NAME, chosen
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.identity import Identity
@@ -121,7 +121,7 @@ class _Asynchronous:
         return _denial(self._guard, request, decision)
 
 
-def _arrival(request: HttpRequest, view: object, user: Callable[[], str | None]) -> Arrival:
+def _arrival(request: HttpRequest, view: object, user: Callable[[], str | None]) -> RequestInfo:
     match = request.resolver_match
     route = None if match is None else route_templates.of_django(_route_of(request, match.route))
     return arrival_of(

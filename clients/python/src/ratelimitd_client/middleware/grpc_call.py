@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import grpc
 
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.guard import Guard
 
 METHOD: Final = "POST"
@@ -79,9 +79,9 @@ def call_of(details: grpc.HandlerCallDetails, context: Any) -> Call:
     return Call(details.method, details.invocation_metadata or (), peer_of(context.peer()), context)
 
 
-def arrival_of(call: Call, behaviour: object) -> Arrival:
+def arrival_of(call: Call, behaviour: object) -> RequestInfo:
     """A call as all middlewares know requests. Its endpoint is its method; it has no user."""
-    return Arrival(METHOD, call.method, behaviour, lambda: None, call.peer, call.header)
+    return RequestInfo(METHOD, call.method, behaviour, lambda: None, call.peer, call.header)
 
 
 def peer_of(text: str) -> str | None:

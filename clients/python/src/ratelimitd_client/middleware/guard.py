@@ -12,7 +12,7 @@ from typing import Final, Generic
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.answer import Answer, Answers, usual_text
-from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.complaints import Complaints
 from ratelimitd_client.middleware.identity import Identity
 from ratelimitd_client.middleware.options import Options, R
@@ -53,7 +53,7 @@ class Guard(Generic[R]):
         self._answers = Answers(self._options)
         self._complaints = Complaints(SystemClock() if clock is None else clock)
 
-    def decide(self, limiter: RateLimiter, request: R, arrival: Arrival) -> Decision | None:
+    def decide(self, limiter: RateLimiter, request: R, arrival: RequestInfo) -> Decision | None:
         """The decision on a request; ``None`` lets it through unchecked.
 
         Raises:
@@ -81,7 +81,7 @@ class Guard(Generic[R]):
             return None
 
     async def decide_async(
-        self, limiter: AsyncRateLimiter, request: R, arrival: Arrival
+        self, limiter: AsyncRateLimiter, request: R, arrival: RequestInfo
     ) -> Decision | None:
         """As :meth:`decide`, for asyncio: ``identify`` may be a coroutine function."""
         try:
@@ -131,7 +131,7 @@ class Guard(Generic[R]):
             self._complaints.complain(BROKEN_TEXT, error)
             return self._answers.denied(decision, accept, text=usual_text(decision))
 
-    def _identity(self, given: object, arrival: Arrival, place: Place) -> Identity | None:
+    def _identity(self, given: object, arrival: RequestInfo, place: Place) -> Identity | None:
         identity = self._questions.identity(given, arrival, place.identifier_type)
         if identity is None:
             self._complaints.complain(NOBODY)

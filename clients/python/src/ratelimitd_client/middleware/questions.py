@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Generic, NamedTuple
 
 from ratelimitd_client.check import MAX_COST
-from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.endpoint import is_valid_endpoint, with_method
 from ratelimitd_client.middleware.identity import IdentifierType, Identity
 from ratelimitd_client.middleware.limited import mark_of
@@ -36,7 +36,7 @@ class Questions(Generic[R]):
         self._forwarded_header = options.forwarded_header.lower()
         self._api_key_header = (options.api_key_header or "").lower()
 
-    def place(self, request: R, arrival: Arrival) -> Place | None:
+    def place(self, request: R, arrival: RequestInfo) -> Place | None:
         """What the request is counted under and what it spends; ``None`` if it is not checked.
 
         Raises:
@@ -70,7 +70,7 @@ class Questions(Generic[R]):
         return wanted is None or given.identifier_type == wanted
 
     def identity(
-        self, given: object, arrival: Arrival, wanted: IdentifierType | None
+        self, given: object, arrival: RequestInfo, wanted: IdentifierType | None
     ) -> Identity | None:
         """Who the request is counted for: the first of the wanted type, else the first at all.
 
@@ -96,7 +96,7 @@ class Questions(Generic[R]):
             first = first or identity
         return first or self._options.anonymous
 
-    def _identities(self, given: Identity | None, arrival: Arrival) -> Iterator[Identity]:
+    def _identities(self, given: Identity | None, arrival: RequestInfo) -> Iterator[Identity]:
         if given is not None and not given.is_nobody:
             yield given
         if user := arrival.user():

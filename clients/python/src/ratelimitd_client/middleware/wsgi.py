@@ -13,7 +13,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.answer import Answer
-from ratelimitd_client.middleware.arrival import Arrival
+from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
@@ -80,14 +80,14 @@ class RateLimitMiddleware:
 
 def arrival_of(
     environ: WSGIEnvironment, *, route: str | None = None, view: object = None
-) -> Arrival:
+) -> RequestInfo:
     """A request as far as an environ tells of it; the route and the view are the framework's."""
 
     def user() -> str | None:
         name: str | None = environ.get("REMOTE_USER")
         return name
 
-    return Arrival(
+    return RequestInfo(
         method=environ.get("REQUEST_METHOD", "GET"),
         route=route,
         view=view,

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.first_checks import Meetings
-from ratelimitd.cluster.pending import Question
-from ratelimitd.cluster.sync import Rereading
+from ratelimitd.cluster.first_checks import FirstChecks
+from ratelimitd.cluster.pending import PendingCheck
+from ratelimitd.cluster.sync import RefreshQueue
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.model import LIMIT_EXCEEDED, WITHIN_LIMIT
 from tests.unit.cluster.world import MS, World, limited, name_of
@@ -21,8 +21,8 @@ class Scene:
 
     def __init__(self):
         world = self.world = World(RULE)
-        self.rereading, self.heard, self.decided = Rereading(), [], []
-        self.meetings = Meetings(
+        self.rereading, self.heard, self.decided = RefreshQueue(), [], []
+        self.meetings = FirstChecks(
             store=world.store,
             tags=world.tags,
             cache=world.cache,
@@ -42,7 +42,7 @@ class Scene:
 
     def ask(self, key=b"a", cost=1, *, peek=False):
         answer = asyncio.get_running_loop().create_future()
-        question = Question(RULE, self.world.clock.now_us(), cost, peek=peek, answer=answer)
+        question = PendingCheck(RULE, self.world.clock.now_us(), cost, peek=peek, answer=answer)
         self.meetings.wait(key, name_of(key), question)
         return answer
 

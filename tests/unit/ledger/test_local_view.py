@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, View
+from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, LocalView
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, settle
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 
@@ -20,7 +20,7 @@ def shared(count=0, *, generation=0, rule=RULE, at_us=NOW):
 
 
 def view(count=0, **options):
-    return View(RULE, shared(count, **options))
+    return LocalView(RULE, shared(count, **options))
 
 
 def spend(view, times, terms=FIVE):
@@ -41,11 +41,11 @@ def test_a_share_of_what_is_left_is_decided_on_the_spot(count, members, share):
 
 def test_a_share_of_the_limit_is_decided_on_the_spot_whatever_is_left():
     rule = replace(RULE, limit=1_000)
-    assert spend(View(rule, shared(998, rule=rule)), 100) == 2
+    assert spend(LocalView(rule, shared(998, rule=rule)), 100) == 2
 
 
 def test_a_bucket_that_the_store_does_not_have_is_full():
-    assert spend(View(RULE, None), 100) == 10
+    assert spend(LocalView(RULE, None), 100) == 10
 
 
 def test_what_the_view_denies_is_denied_at_once():
@@ -131,7 +131,7 @@ def test_what_is_in_flight_stays_spent_until_it_is_acknowledged():
 
 
 def test_of_a_batch_that_is_given_up_nothing_stays_spent_or_asked_for():
-    one = View(RULE, None)
+    one = LocalView(RULE, None)
     one.check_alone(NOW, 4)
     one.ask(NOW, 2)
     one.freeze()
@@ -165,11 +165,11 @@ def test_a_reset_forgets_what_was_spent_before():
 
 
 def test_what_was_allowed_before_the_first_word_belongs_to_whatever_bucket_there_is():
-    own = View(RULE, None)
+    own = LocalView(RULE, None)
     own.check_alone(NOW, 5)
     own.hear(shared(20, generation=3))
     assert (own.generation, own.unsent.tokens, own.forgiven) == (3, 5, 0)
-    assert View(RULE, None).freeze().generation is None
+    assert LocalView(RULE, None).freeze().generation is None
 
 
 def test_what_a_reset_has_dropped_on_its_way_is_forgiven():
@@ -182,7 +182,7 @@ def test_what_a_reset_has_dropped_on_its_way_is_forgiven():
 
 def test_after_an_outage_no_more_is_settled_than_the_view_lacks():
     bucket = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, limit=10)
-    own = View(bucket, None)
+    own = LocalView(bucket, None)
     own.check_alone(NOW, 4)
     own.freeze()
     for second in range(30):
@@ -211,7 +211,7 @@ def test_a_late_grant_pays_for_what_the_view_charged():
 
 
 def test_of_an_outage_the_last_window_is_what_is_settled():
-    own = View(RULE, None)
+    own = LocalView(RULE, None)
     for at_us, cost in ((NOW, 30), (NOW + 10 * S, 40), (NOW + 20 * S, 50)):
         assert own.check_alone(at_us, cost)[0]
     own.forgive_outage(NOW + 21 * S)
@@ -221,7 +221,7 @@ def test_of_an_outage_the_last_window_is_what_is_settled():
 
 def test_what_waits_in_an_outage_is_bounded():
     log = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, limit=10, window_seconds=1)
-    own = View(log, None)
+    own = LocalView(log, None)
     for tenth in range(3 * LEAST_PENDING_RUNS):
         assert own.check_alone(NOW + tenth * S // 10, 1)[0]
         assert len(own.unsent) <= LEAST_PENDING_RUNS
@@ -253,7 +253,7 @@ def test_a_view_knows_better_than_the_store_until_that_has_heard_of_the_limit():
     assert not own.knows_better
     own.edit(lower)
     assert own.knows_better
-    assert View(lower, shared(30)).knows_better  # made after the edit, of a base that is older
+    assert LocalView(lower, shared(30)).knows_better  # made after the edit, of a base that is older
     settled = settle(shared(30), own.freeze()).shared
     assert settled == shared(20, rule=lower)
     own.acknowledge(settled)
@@ -262,9 +262,9 @@ def test_a_view_knows_better_than_the_store_until_that_has_heard_of_the_limit():
 
 def test_a_view_of_an_older_rule_or_of_no_state_knows_nothing_better():
     other_rule_edited = replace(RULE, revision=2)
-    assert not View(other_rule_edited, shared(30)).knows_better
-    assert not View(RULE, shared(3, rule=replace(RULE, limit=20, revision=2))).knows_better
-    assert not View(RULE, None).knows_better
+    assert not LocalView(other_rule_edited, shared(30)).knows_better
+    assert not LocalView(RULE, shared(3, rule=replace(RULE, limit=20, revision=2))).knows_better
+    assert not LocalView(RULE, None).knows_better
 
 
 @pytest.mark.parametrize("revision", [1, 2])
@@ -279,7 +279,7 @@ def test_an_edit_of_another_rule_changes_nothing_but_the_revision(revision):
 
 def test_a_rule_book_that_is_older_than_what_a_state_has_told_changes_nothing():
     told = replace(RULE, limit=20, revision=4)
-    own = View(RULE, shared(5, rule=told))
+    own = LocalView(RULE, shared(5, rule=told))
     assert (own.rule.limit, own.rule.revision) == (20, 4)
     own.edit(replace(RULE, limit=50, revision=3))
     assert (own.rule.limit, own.rule.revision) == (20, 4)
@@ -329,10 +329,10 @@ def test_a_view_is_clean_while_there_is_nothing_to_settle():
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_what_is_left_of_the_base_is_worked_out_anew_when_it_has_grown(algorithm):
     rule = replace(RULE, algorithm=algorithm)
-    base = View(rule, None)
+    base = LocalView(rule, None)
     base.check_alone(NOW, 100)
     (run,) = base.freeze().runs
-    own = View(rule, settle(None, Update(rule, 0, (run,))).shared)
+    own = LocalView(rule, settle(None, Update(rule, 0, (run,))).shared)
     assert spend(own, 1) == 0
     assert spend(own, 100, (NOW + 10 * S, 5)) == 10
     assert own.is_due(NOW + 10 * S, 5)
@@ -378,9 +378,9 @@ def test_what_has_come_free_since_a_denial_was_not_there_and_what_was_left_was(a
     def state(*runs):
         return settle(None, Update(rule, 0, runs)).shared
 
-    own = denied(View(rule, state((NOW, 100))), (NOW + 1, 1))
+    own = denied(LocalView(rule, state((NOW, 100))), (NOW + 1, 1))
     own.hear(state((NOW, 100), (NOW + 10 * S, 1)))
     assert own.false_positives == 0
-    own = denied(View(rule, state((NOW, 100))), (NOW + 1, 1))
+    own = denied(LocalView(rule, state((NOW, 100))), (NOW + 1, 1))
     own.hear(state((NOW, 1), (NOW + S, 1)))
     assert own.false_positives == 1

@@ -7,12 +7,12 @@ import pytest
 from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError
 from ratelimitd.rpc.limits import TransportLimits
-from ratelimitd.rpc.state import SharedCalls
+from ratelimitd.rpc.state import ServerState
 
 
 @pytest.fixture
 def shared():
-    return SharedCalls(Methods(), TransportLimits(), CheckStats(), lambda: 0.0)
+    return ServerState(Methods(), TransportLimits(), CheckStats(), lambda: 0.0)
 
 
 def test_an_rpc_error_is_its_own_status(shared):

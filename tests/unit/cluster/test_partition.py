@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.cluster import sync
-from ratelimitd.cluster.pending import Bucket, Question
-from ratelimitd.cluster.sync import MAX_KEPT_US, Surroundings, Tag
+from ratelimitd.cluster.pending import Bucket, PendingCheck
+from ratelimitd.cluster.sync import MAX_KEPT_US, Partition, Surroundings
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.protocol import MAX_UPDATES
@@ -25,7 +25,7 @@ from tests.unit.cluster.world import (
 )
 
 
-class Shard:
+class StoreServer:
     """Counts what it is told."""
 
     def __init__(self):
@@ -50,10 +50,10 @@ class Scene:
     def __init__(self, rule=RULE):
         self.rule, self.clock, self.stats = rule, ManualClock(), CheckStats()
         self.timers = ManualTimers(self.clock)
-        self.store, self.shard = FakeStore(self.timers), Shard()
+        self.store, self.shard = FakeStore(self.timers), StoreServer()
         self.settled_buckets, self.lost_tokens, self.defects = [], 0, []
         around = Surroundings(self.store, self.clock, self.timers, self)
-        self.tag = Tag(97, self.shard, "node/1", around)
+        self.tag = Partition(97, self.shard, "node/1", around)
 
     def settled(self, bucket, tokens, before):
         self.settled_buckets.append((bucket.key, tokens, before))
@@ -77,7 +77,7 @@ class Scene:
 
     def ask(self, bucket, cost=1):
         answer = asyncio.get_running_loop().create_future()
-        question = Question(self.rule, self.clock.now_us(), cost, peek=False, answer=answer)
+        question = PendingCheck(self.rule, self.clock.now_us(), cost, peek=False, answer=answer)
         self.tag.ask(bucket, question)
         return question
 

@@ -1,6 +1,6 @@
 import pytest
 
-from ratelimitd.cluster.gossip import MAX_PER_MESSAGE, News, packed_state, take
+from ratelimitd.cluster.gossip import MAX_PER_MESSAGE, Gossip, packed_state, take
 from ratelimitd.cluster.pending import Bucket
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, Algorithm
@@ -14,7 +14,7 @@ REVISION = (7).to_bytes(8, "little")
 class Scene:
     def __init__(self):
         self.bus, self.clock = FakeBus(), ManualClock()
-        self.news = News(self.bus, self.clock)
+        self.news = Gossip(self.bus, self.clock)
 
     def settle(self, spent, before=0, key=b"a", rule=RULE):
         """A batch has brought a bucket from one state to another."""

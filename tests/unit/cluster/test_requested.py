@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.pending import Asked, Bucket, Question
+from ratelimitd.cluster.pending import Bucket, PendingCheck, Requested
 from tests.unit.cluster.world import SECOND, limited, name_of, state
 
 NOW_US = 1_700_006_400 * SECOND
@@ -22,18 +22,18 @@ async def question():
 
     def make(cost=1):
         answer = asyncio.get_running_loop().create_future()
-        return Question(RULE, NOW_US, cost, peek=False, answer=answer)
+        return PendingCheck(RULE, NOW_US, cost, peek=False, answer=answer)
 
     return make
 
 
 def test_at_first_nobody_waits():
-    asked = Asked()
+    asked = Requested()
     assert (asked.are_waiting, asked.are_taken) == (False, False)
 
 
 async def test_a_check_waits_until_a_batch_takes_it_and_is_told_what_it_brings(bucket, question):
-    asked, first, second, third = Asked(), question(2), question(4), question(1)
+    asked, first, second, third = Requested(), question(2), question(4), question(1)
     for one in (first, second, third):
         asked.wait(bucket, one)
     assert (asked.are_waiting, asked.are_taken, bucket.view.asked_tokens) == (True, False, 7)
@@ -49,14 +49,14 @@ async def test_a_check_waits_until_a_batch_takes_it_and_is_told_what_it_brings(b
 
 
 def test_of_a_bucket_that_nobody_waits_for_nothing_is_taken_or_decided(bucket):
-    asked = Asked()
+    asked = Requested()
     asked.take(bucket)
     asked.decide(bucket, ())
     assert not asked.are_taken
 
 
 async def test_one_is_withdrawn_until_a_batch_has_taken_it(bucket, question):
-    asked, first, second = Asked(), question(), question()
+    asked, first, second = Requested(), question(), question()
     asked.wait(bucket, first)
     asked.wait(bucket, second)
     asked.withdraw(bucket, first)
@@ -74,7 +74,7 @@ async def test_one_is_withdrawn_until_a_batch_has_taken_it(bucket, question):
 async def test_a_grant_that_comes_late_pays_for_what_the_view_has_charged(
     bucket, question, charged, grant
 ):
-    asked, late = Asked(), question()
+    asked, late = Requested(), question()
     asked.wait(bucket, late)
     asked.take(bucket)
     bucket.view.freeze()
@@ -89,7 +89,7 @@ async def test_a_grant_that_comes_late_pays_for_what_the_view_has_charged(
 
 
 async def test_those_of_a_batch_that_is_given_up_are_forgotten(bucket, question):
-    asked = Asked()
+    asked = Requested()
     asked.wait(bucket, question())
     asked.take(bucket)
     asked.forget_taken()

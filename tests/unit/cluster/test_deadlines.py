@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.pending import Patience, Question
+from ratelimitd.cluster.pending import Deadlines, PendingCheck
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import MS, RULE, ManualTimers
 
@@ -12,7 +12,7 @@ class Scene:
         self.clock = ManualClock()
         self.timers = ManualTimers(self.clock)
         self.given_up, self.refused = [], None
-        self.patience = Patience(self.clock, self.timers, 0.02, self._give_up)
+        self.patience = Deadlines(self.clock, self.timers, 0.02, self._give_up)
 
     def _give_up(self, bucket, question):
         if bucket == self.refused:
@@ -23,7 +23,7 @@ class Scene:
 
     def wait(self, name):
         answer = asyncio.get_running_loop().create_future()
-        question = Question(RULE, 0, 1, peek=False, answer=answer)
+        question = PendingCheck(RULE, 0, 1, peek=False, answer=answer)
         self.patience.wait_for(name, question)
         return answer
 

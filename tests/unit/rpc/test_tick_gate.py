@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import uvloop
 
-from ratelimitd.rpc.state import EVERY_S, MOST_AT_ONCE, Turnstile
+from ratelimitd.rpc.state import EVERY_S, MOST_AT_ONCE, TickGate
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
@@ -47,7 +47,7 @@ class Line:
 
 def test_every_turn_of_the_loop_lets_one_through_in_the_order_they_came(running):
     async def scenario():
-        line = Line(Turnstile(), 5)
+        line = Line(TickGate(), 5)
         assert await line.turns(8) == [0, 1, 1, 1, 1, 1, 0, 0]
         assert line.through == [0, 1, 2, 3, 4]
 
@@ -57,7 +57,7 @@ def test_every_turn_of_the_loop_lets_one_through_in_the_order_they_came(running)
 @pytest.mark.parametrize("people", [1, 2, 3])
 def test_those_who_come_again_and_again_share_all_the_turns(running, people):
     async def scenario():
-        line = Line(Turnstile(), people, times=4)
+        line = Line(TickGate(), people, times=4)
         assert await line.turns(1 + 4 * people) == [0] + [1] * 4 * people
         assert line.through == [*range(people)] * 4
 
@@ -66,7 +66,7 @@ def test_those_who_come_again_and_again_share_all_the_turns(running, people):
 
 def test_one_who_leaves_the_line_costs_nobody_a_turn(running):
     async def scenario():
-        line = Line(Turnstile(), 4)
+        line = Line(TickGate(), 4)
         await asyncio.sleep(0)
         line.tasks[1].cancel()
         line.tasks[2].cancel()
@@ -78,7 +78,7 @@ def test_one_who_leaves_the_line_costs_nobody_a_turn(running):
 
 def test_a_line_that_all_have_left_lets_the_next_one_through(running):
     async def scenario():
-        turnstile = Turnstile()
+        turnstile = TickGate()
         left = Line(turnstile, 3)
         await asyncio.sleep(0)
         for task in left.tasks:
@@ -101,7 +101,7 @@ def test_with_a_clock_as_many_go_through_together_as_a_turn_was_long(running, tu
             nonlocal now_s
             now_s += turn_s
 
-        line = Line(Turnstile(lambda: now_s), 1 + 3 * together)
+        line = Line(TickGate(lambda: now_s), 1 + 3 * together)
         assert await line.turns(6, on_turn) == [0, 1, together, together, together, 0]
 
     running(scenario)

@@ -2,7 +2,7 @@ import pytest
 
 from ratelimitd.cluster import sync as rereading_module
 from ratelimitd.cluster.pending import Bucket
-from ratelimitd.cluster.sync import MAX_BUCKETS, PAUSES_US, Rereading
+from ratelimitd.cluster.sync import MAX_BUCKETS, PAUSES_US, RefreshQueue
 from tests.unit.cluster.world import MS, RULE, SECOND, name_of
 
 
@@ -12,7 +12,7 @@ def a_bucket(key=b"a"):
 
 @pytest.fixture
 def rereading():
-    return Rereading()
+    return RefreshQueue()
 
 
 class Denials:

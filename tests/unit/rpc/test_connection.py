@@ -14,7 +14,7 @@ from ratelimitd.rpc.dispatch import ConnectionCalls
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.messages import framed
-from ratelimitd.rpc.state import SharedCalls
+from ratelimitd.rpc.state import ServerState
 from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import (
     GOAWAY,
@@ -88,7 +88,7 @@ class Owner:
         unary = {"/": lambda data, _call: data, "/wait": wait, "/slow": slow, "/left": left}
         methods = Methods(unary)
         limits = TransportLimits(**limits)
-        self.shared = SharedCalls(methods, limits, CheckStats(), lambda: self.now_s)
+        self.shared = ServerState(methods, limits, CheckStats(), lambda: self.now_s)
 
     def joined(self, _connection):
         return self.room

@@ -8,7 +8,7 @@ import pytest
 from ratelimitd.http2.headers import HeadReader, RequestHead
 from ratelimitd.rpc.interface import Methods, StatusCode, TransportError
 from ratelimitd.rpc.messages import Encoding
-from ratelimitd.rpc.routing import CallReader, NativeCall, Peer, routes_of
+from ratelimitd.rpc.routing import NativeCall, Peer, Router, routes_of
 
 PEER = Peer("ipv4:10.0.0.1:5000", ("a.example",))
 
@@ -26,7 +26,7 @@ METHODS = Methods({"/s/m": echo, "/s/n": echo}, {"/s/w": stream}, {"/s/b": strea
 
 @pytest.fixture
 def reader():
-    return CallReader(routes_of(METHODS), PEER, lambda: 100.0)
+    return Router(routes_of(METHODS), PEER, lambda: 100.0)
 
 
 def timeout_s(reader, head):
@@ -99,7 +99,7 @@ RECORDED, UNRECORDED = (f"00-{'a' * 32}-{'b' * 16}-{flags}" for flags in ("01", 
 
 
 def test_where_calls_are_traced_those_that_are_recorded_have_no_shortcut():
-    reader = CallReader(routes_of(replace(METHODS, bulk_unless_sampled=True)), PEER, lambda: 100.0)
+    reader = Router(routes_of(replace(METHODS, bulk_unless_sampled=True)), PEER, lambda: 100.0)
     assert reader.read(head()).bulk is list
     assert reader.read(head(traceparent=UNRECORDED)).bulk is list
     assert reader.read(head(traceparent=RECORDED)).bulk is None
@@ -206,7 +206,7 @@ def test_a_head_that_varies_in_what_decides_is_judged_anew(reader):
 
 def told(*timeouts):
     """What becomes of calls on one connection, each with these deadlines: seconds, or how it was refused."""
-    blocks, reader = hpack.Encoder(), CallReader(routes_of(METHODS), PEER, lambda: 100.0)
+    blocks, reader = hpack.Encoder(), Router(routes_of(METHODS), PEER, lambda: 100.0)
     heads, ends = HeadReader(16_384), []
     for several in timeouts:
         fields = [(b":scheme", b"http"), *head().fields[:2], (b"content-type", b"application/grpc")]

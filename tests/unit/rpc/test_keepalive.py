@@ -3,7 +3,7 @@
 import pytest
 
 from ratelimitd.http2.errors import Cause
-from ratelimitd.rpc.keepalive import Advice, Lifetime, Sight, Step
+from ratelimitd.rpc.keepalive import Action, Keepalive, Snapshot, Step
 from ratelimitd.rpc.limits import TransportLimits
 
 LIMITS = TransportLimits(
@@ -13,31 +13,31 @@ LIMITS = TransportLimits(
     max_connection_age_ms=1_000_000,
     max_connection_age_grace_ms=60_000,
 )
-NOTHING = Advice(Step.NOTHING)
+NOTHING = Action(Step.NOTHING)
 
 
 @pytest.fixture
 def lifetime():
-    return Lifetime(LIMITS, 0.0, 0.0)
+    return Keepalive(LIMITS, 0.0, 0.0)
 
 
 def sight(received=0, *, owes=None, progress=0, paused=False):
-    return Sight(owes, progress, received, paused)
+    return Snapshot(owes, progress, received, paused)
 
 
 def test_a_silent_peer_is_pinged_and_given_up_when_it_stays_silent(lifetime):
     assert lifetime.look(sight(1), 1) == NOTHING
     assert lifetime.look(sight(1), 60) == NOTHING
-    assert lifetime.look(sight(1), 61) == Advice(Step.PING)
+    assert lifetime.look(sight(1), 61) == Action(Step.PING)
     assert lifetime.look(sight(1), 80) == NOTHING
-    assert lifetime.look(sight(1), 81) == Advice(Step.END, Cause.KEEPALIVE_TIMEOUT)
+    assert lifetime.look(sight(1), 81) == Action(Step.END, Cause.KEEPALIVE_TIMEOUT)
 
 
 def test_a_sign_of_life_begins_the_silence_anew(lifetime):
-    assert lifetime.look(sight(0), 60) == Advice(Step.PING)
+    assert lifetime.look(sight(0), 60) == Action(Step.PING)
     assert lifetime.look(sight(1), 79) == NOTHING
     assert lifetime.look(sight(1), 138) == NOTHING
-    assert lifetime.look(sight(1), 139) == Advice(Step.PING)
+    assert lifetime.look(sight(1), 139) == Action(Step.PING)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_sign_of_life_begins_the_silence_anew(lifetime):
 def test_a_peer_that_owes_the_same_for_long_is_told_what(lifetime, owes):
     assert lifetime.look(sight(1, owes=owes), 5) == NOTHING
     assert lifetime.look(sight(2, owes=owes), 24) == NOTHING
-    assert lifetime.look(sight(3, owes=owes), 25) == Advice(Step.END, owes)
+    assert lifetime.look(sight(3, owes=owes), 25) == Action(Step.END, owes)
 
 
 def test_progress_or_another_debt_begins_the_wait_anew(lifetime):
@@ -59,18 +59,18 @@ def test_progress_or_another_debt_begins_the_wait_anew(lifetime):
 
 def test_a_peer_that_does_not_read_stalls_whatever_else_it_owes(lifetime):
     assert lifetime.look(sight(1, paused=True), 5) == NOTHING
-    assert lifetime.look(sight(1, paused=True), 25) == Advice(Step.END, Cause.STALLED_WINDOW)
+    assert lifetime.look(sight(1, paused=True), 25) == Action(Step.END, Cause.STALLED_WINDOW)
 
 
 def test_an_old_connection_is_asked_to_go_once_and_ended_after_the_grace(lifetime):
     assert lifetime.look(sight(1), 999) == NOTHING
-    assert lifetime.look(sight(2), 1_000) == Advice(Step.GO_AWAY)
+    assert lifetime.look(sight(2), 1_000) == Action(Step.GO_AWAY)
     assert lifetime.look(sight(3), 1_059) == NOTHING
-    assert lifetime.look(sight(4), 1_060) == Advice(Step.END)
+    assert lifetime.look(sight(4), 1_060) == Action(Step.END)
 
 
 @pytest.mark.parametrize(("jitter", "age_s"), [(-1, 900), (1, 1_100)])
 def test_ages_are_spread_by_a_tenth(jitter, age_s):
-    lifetime = Lifetime(LIMITS, 0.0, jitter)
+    lifetime = Keepalive(LIMITS, 0.0, jitter)
     assert lifetime.look(sight(1), age_s - 1) == NOTHING
-    assert lifetime.look(sight(2), age_s) == Advice(Step.GO_AWAY)
+    assert lifetime.look(sight(2), age_s) == Action(Step.GO_AWAY)

@@ -1,6 +1,6 @@
 import pytest
 
-from ratelimitd.cluster.store_servers import Shard
+from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     StoreCorruptError,
@@ -21,7 +21,7 @@ class Scene:
         self.timers = ManualTimers(self.clock)
         breaker = Breaker(self.clock.monotonic_us, failure_threshold=5, recovery_us=30 * SECOND)
         self.lines = []
-        self.shard = Shard(
+        self.shard = StoreServer(
             "server:1", 7, breaker, self.clock, self.stats, self.timers, self.lines.append
         )
 
@@ -119,7 +119,7 @@ def test_a_server_that_reads_and_does_not_write_opens_its_breaker(scene):
     assert scene.shard.is_open
 
 
-@pytest.mark.parametrize("write", [Shard.answered, Shard.synced])
+@pytest.mark.parametrize("write", [StoreServer.answered, StoreServer.synced])
 def test_once_it_writes_again_reading_is_as_good_as_writing(scene, write):
     for _ in range(4):
         scene.shard.refused(AWAY)
