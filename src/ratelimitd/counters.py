@@ -106,7 +106,7 @@ class CheckStats:
     def forget_rules(self, exists: Callable[[str], bool]) -> None:
         """Drop the counters of rules that are gone, so that their labels are free for others.
 
-        Whoever holds a pair of such a rule must let go of it: it is counted in vain from now on.
+        Cached counter pairs of such a rule go stale; increments to them are lost.
         """
         gone = [key for key in self.by_rule if key != OTHER_RULES and not exists(key)]
         for key in gone:

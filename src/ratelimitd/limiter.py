@@ -59,7 +59,7 @@ class Buckets(Protocol):
         """Judge and charge a check; ``None``: the shared state is to decide.
 
         Raises:
-            BreakerOpenError: nobody is to decide. Nothing was charged.
+            BreakerOpenError: the shared state is not asked now. Nothing was charged.
         """
 
     def peek(  # noqa: PLR0917 - the same signature as apply
@@ -76,7 +76,7 @@ class Buckets(Protocol):
 
 
 class LocalBuckets(Buckets, Protocol):
-    """Buckets that are this node's own, so that it also resets them by itself."""
+    """Buckets in this node's memory, which it also resets."""
 
     def remove(self, key: bytes) -> Any | None:
         """Forget a bucket; returns what it held, ``None`` for one that is as good as new."""
@@ -260,7 +260,7 @@ class Limiter:
     def all_pass(self, checks: Sequence[Check], now_us: int) -> bool | Awaitable[bool]:
         """Whether each check would pass at ``now_us``; charges nothing, counts nothing, and knows no timestamps.
 
-        An awaitable only where buckets are shared. What cannot be known passes: whoever then charges the checks meets
+        An awaitable only where buckets are shared. What cannot be known passes: charging the checks then meets
         the failure again, and has an answer to it.
         """
         foreseen = [self._foresee(check, now_us) for check in checks]
@@ -382,7 +382,7 @@ class Limiter:
             return self._shared.wait(
                 key, scope.rule, now_us, check.cost, peek=True, is_counted=False
             )
-        except Exception as error:  # noqa: BLE001 - whoever charges meets it again, and reports it
+        except Exception as error:  # noqa: BLE001 - charging meets it again, and reports it
             return self._passes_without_answer(error)
 
     async def _all_pass_there(self, asked: Sequence[Awaitable[Outcome | RateLimitdError]]) -> bool:
@@ -403,7 +403,7 @@ class Limiter:
         return not (isinstance(error, BreakerOpenError) and self._breaker_denies)
 
     def _ask(self, check: Check) -> _Asked | Decision | CheckInvalidError:
-        """Put a check to the shared state; an answer, where nobody need be asked."""
+        """Ask the shared state about a check, or answer it without asking."""
         try:
             now_us = self._clock.now_us()
             scope = self.scope(check.endpoint, check.identifier_type)

@@ -69,7 +69,7 @@ async def running_node(*, clock: Clock | None = None, **settings: object) -> Asy
             Database and state directory are temporary ones unless given. Where nothing else holds the admin role,
             ``loopback_admin`` is ``on``, so that tests may change rules without a token.
     """
-    # Not at the top: whoever wants a clock needs no gRPC, no SQL and no HTTP.
+    # Not at the top: a clock needs no gRPC, SQL or HTTP.
     from ratelimitd.node.node import Node  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="ratelimitd-") as directory:

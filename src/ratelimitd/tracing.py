@@ -40,7 +40,7 @@ class Tracer(Protocol):
 
 def is_sampled(traceparent: str | None) -> bool:
     """Whether a caller says that its trace is recorded."""
-    # The digit first: it is one of the few things that a node looks at for each call of whoever sends this header.
+    # The digit first: this runs for every call that sends the header.
     return (
         traceparent is not None
         and traceparent[_FLAGS_END] in _SAMPLED

@@ -1,6 +1,6 @@
 """``ratelimitd rules apply`` and ``export``: the whole rule book as a file.
 
-Applying is idempotent, and overwrites nobody's concurrent edit: every step carries the etag it was planned on.
+Applying is idempotent and overwrites no concurrent edit: every step carries the etag it was planned on.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_plan(
     """Return the steps from ``current`` to ``wanted``, none when there is nothing to do.
 
     A wanted rule with an id is that rule; one without is the rule for its endpoint and identifier type. With ``prune``,
-    rules that nobody wants are deleted – last, unless one is in the way, so that a plan that stops half way has rather
+    superfluous rules are deleted – last, unless one is in the way, so that a plan that stops half way has rather
     too many rules than too few.
 
     Raises:

@@ -29,7 +29,7 @@ from ratelimitd.cli.top import top
 from ratelimitd.errors import RateLimitdError
 
 DEBUG_VARIABLE: Final = "RATELIMITCTL_DEBUG"
-"""When it is set, an error that nobody foresaw ends in its traceback."""
+"""When it is set, an unexpected error prints its traceback."""
 
 app = typer.Typer(
     help="A standalone gRPC rate limiter.",
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE):
             raise
-        # Not its text: nobody foresaw it, so nobody knows that no secret is in it.
+        # Without its text, which may hold a secret.
         bug = f"this is a bug ({type(error).__name__}); {DEBUG_VARIABLE}=1 shows where"
         status = _fail(bug, EXIT_ERROR)
     return status

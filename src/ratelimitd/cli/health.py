@@ -139,7 +139,7 @@ def _print_health(answer: pb.HealthResponse, metrics: pb.MetricsResponse, output
 
 
 def _cluster(metrics: pb.MetricsResponse) -> Iterator[tuple[str, str]]:
-    """How exactly a node limits together with others; nothing of a node that limits by itself."""
+    """Rows about the cluster; none for an embedded node."""
     values = {metric.name: metric.value for metric in metrics.metrics}
     if CLUSTER_NODES in values:
         excess, promised = values.get(EXCESS, 0.0), values.get(PROMISED_EXCESS, 0.0)

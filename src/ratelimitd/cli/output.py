@@ -179,7 +179,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show that something goes on until the end of the block, where nobody knows how long it takes."""
+    """Show that something goes on until the end of the block, of unknown length."""
     if not sys.stderr.isatty():
         yield
         return

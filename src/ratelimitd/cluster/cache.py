@@ -1,7 +1,7 @@
 """The shared buckets that a node knows: those in use as views, the others packed; the least recently used leave first.
 
 A view is an object of several, which the garbage collector looks at; a packed bucket is one integer, which it does not.
-So a bucket that nobody has asked for since a moment is packed: its base is all that is worth keeping of it, for one
+So an idle bucket is packed: its base is all that is worth keeping of it, for one
 with something to settle is never packed. See ADR 0026.
 
 Two generations stand for an order of use: what is used moves to the young one; when a generation has lived its time,
@@ -103,7 +103,7 @@ class BucketCache:
         self.evicted_total = 0
         """Buckets that left because there was no room."""
         self.expired_total = 0
-        """Buckets that left because nobody asked for them."""
+        """Buckets dropped because they were unused."""
 
     def __len__(self) -> int:
         """Buckets known."""

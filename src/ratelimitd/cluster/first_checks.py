@@ -101,7 +101,7 @@ class FirstChecks:
         for question in questions[1:]:
             try:
                 self._decide(bucket, question)
-            except Exception as error:  # noqa: BLE001 - those behind it must not wait for ever
+            except Exception as error:  # noqa: BLE001 - the checks behind it must be answered
                 question.fail(error)
 
     def _note(self, bucket: Bucket, *, is_denied: bool) -> None:

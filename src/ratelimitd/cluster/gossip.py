@@ -5,7 +5,7 @@ message is never long, and there is one for a bucket at most in each interval of
 
     messages:  kind (1 byte) · body
     S          {name (16) · generation (4) · revision (8) · limit (4) · spent (16) · latest_us (8)} …
-    D          {name (16)} …             buckets that are others now: whoever knows them reads them again
+    D          {name (16)} …             buckets that are others now: nodes that know them read them again
     R          revision of the rule book (8)
 """
 
@@ -150,7 +150,7 @@ async def reset_buckets(
 ) -> None:
     """Make buckets full, each with its rule; ``now_us`` is the time of all nodes.
 
-    ``heard`` is called for each as soon as it is, also when others of them fail: whoever goes by what it was before
+    ``heard`` is called for each as soon as it is, also when others of them fail: a node that goes by the former state
     must be told in any case.
 
     Raises:

@@ -101,7 +101,7 @@ class StatusBoard:
         answer = asyncio.get_running_loop().create_future()
 
         def take(reply: list[bytes | None] | RateLimitdError) -> None:
-            if not answer.done():  # else nobody waits any more
+            if not answer.done():  # else the caller has left
                 answer.set_result(reply)
 
         self._statuses.get(names, take)

@@ -284,7 +284,7 @@ class Cluster:
         """A batch that charged ``tokens`` to a bucket was acknowledged; ``before`` was its view's base."""
         view = bucket.view
         if view.base is not None and has_plenty(view.base, view.rule):
-            # By far the most: neither overdrawn, nor in their last half, so that nobody is to be told.
+            # By far the most: neither overdrawn nor in their last half: nothing to publish.
             self.accuracy.take_counts(bucket)
             return
         self.accuracy.settled(bucket, tokens, before, self._clock.now_us())

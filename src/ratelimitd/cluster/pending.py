@@ -59,12 +59,12 @@ class PendingCheck:
         self.charged = False
 
     def tell(self, outcome: Outcome | RateLimitdError) -> None:
-        """Answer, unless nobody waits any more."""
+        """Answer, unless the caller has left."""
         if not self.answer.done():
             self.answer.set_result(outcome)
 
     def fail(self, error: Exception) -> None:
-        """Let the caller meet an error that nobody expected."""
+        """Raise an unexpected error in the caller."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -90,7 +90,7 @@ def refused(view: LocalView, now_us: int, cost: int) -> Outcome:
     return DENIED, left[1], left[2], 1, LIMIT_EXCEEDED, left[5]
 
 
-# What a node needs of the state that nodes share, whoever keeps it: a Valkey or Redis, or a test.
+# What a node needs of the shared state.
 #
 # Every request is sent in the turn of the event loop in which it is made, together with the others of that turn, and
 # its ``done`` is called exactly once, in a later turn, with the answer or with the error that stands for it.
@@ -118,7 +118,7 @@ class SharedStore(Protocol):
         """Read a bucket; ``None``: it is full."""
 
     def meet(self, check: StoreCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
-        """Decide a first check by the bucket itself. With an error nobody knows whether it was charged."""
+        """Decide a first check by the bucket itself. After an error it is unknown whether it was charged."""
 
     def settle(
         self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
@@ -250,7 +250,7 @@ def _decide(bucket: Bucket, question: PendingCheck, later: int | None) -> None:
         question.tell(granted(view, now_us, later))
 
 
-# How long a check waits for the shared state, which is not for ever.
+# Deadlines of checks that wait for the shared state.
 
 
 class _Wait(NamedTuple):
@@ -290,7 +290,7 @@ class Deadlines:
         try:
             self._give_up_late(now_us)
         finally:
-            # Whatever went wrong with one, the others must not wait for ever.
+            # One failure must not keep the others waiting.
             if self._waits:
                 wait_us = max(0, self._waits[0].until_us - now_us)
                 self._timers.call_later(wait_us / US_PER_S, self._look)

@@ -202,7 +202,7 @@ class SharedBuckets:
     def _cleared_up(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
         self._hear(bucket, shared)
         if isinstance(shared, RateLimitdError) and not bucket.tag.shard.is_open:
-            # Nobody says it again: until it is settled, the bucket would be what it is no more.
+            # The message is not repeated: until it is settled, the bucket would be stale.
             self._doubted.append(bucket.name)
 
     def resync(self) -> None:

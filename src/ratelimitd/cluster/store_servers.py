@@ -1,6 +1,6 @@
 """One server of the shared state as a node sees it: whether checks may ask it, and what became of those that did.
 
-Never talks to the server: whoever does tells it how that went.
+Never talks to the server: callers report results.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class StrictBuckets:
         self.asked_total = 0
         """Checks that the shared state has been asked to decide."""
         self.late_total = 0
-        """None: nobody else decides."""
+        """Always 0: only the store decides."""
 
     def apply(self, *_args: object, **_options: object) -> None:
         """Return ``None``: the shared state decides every check."""

@@ -220,7 +220,7 @@ class Partition:
                 self.shard.synced()
             self._acknowledged(reply)
         elif reply is None or self._around.clock.now_us() - batch.frozen_at_us > MAX_KEPT_US:
-            # The store has gone on without us, whoever speaks under our name; or it may forget our numbers by now.
+            # The store has gone on without this sender, or may have forgotten its numbers.
             self._drop(batch)
         elif isinstance(reply, StoreMovingError) and self.is_full:
             # No breaker opens for a slot that stands half moved, and what cannot be settled must not grow without end.
@@ -258,7 +258,7 @@ class Partition:
         self._go_on()
 
     def _drop(self, batch: Batch) -> None:
-        """Give a batch up: it was never sent, or nobody can tell any more whether it was applied."""
+        """Give a batch up: it was never sent, or it is unknown whether it was applied."""
         self._asked.forget_taken()
         for bucket in self._end_batch(Reply(batch.number, {})):
             self._around.listener.lost(bucket.view.abandon())

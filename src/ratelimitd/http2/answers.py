@@ -28,7 +28,7 @@ _pack_stream_id = struct.Struct(">I").pack
 def static_block(fields: Iterable[Field]) -> bytes:
     """A header block that neither needs nor changes a dynamic table."""
     encoder = Encoder(max_table_bytes=0)
-    encoder.encode(())  # says that the table is empty, which nobody needs to hear
+    encoder.encode(())  # the table size update, which the peer does not need
     return encoder.encode(fields)
 
 

@@ -174,7 +174,7 @@ class Connection:
         self._receiver.drain()
 
     def end(self, code: ErrorCode, cause: Cause, message: str) -> None:
-        """End the connection now, by a GOAWAY; ``message`` goes to the peer for whoever debugs it."""
+        """End the connection now, by a GOAWAY; ``message`` is debug data for the peer."""
         if self.ended is None:
             self._end(code, cause, message)
 

@@ -46,7 +46,7 @@ def field_bytes(field: Field) -> int:
 
 
 _STATIC_ENTRIES: Final[tuple[Entry, ...]] = (
-    ((b"", b""), 0),  # there is no index 0; whoever reads an index refuses it
+    ((b"", b""), 0),  # index 0 does not exist and is refused
     *((field, field_bytes(field)) for field in STATIC_TABLE),
 )
 
@@ -120,7 +120,7 @@ _NEVER: Final = sys.maxsize
 class Decoder:
     """Decodes the header blocks of one peer, in the order in which they came.
 
-    A field that comes from a table is the same object every time. Whoever compares a list with the one before it
+    A field that comes from a table is the same object every time. Comparing a list with the one before it
     compares pointers, which costs 10 ns a field.
 
     Attributes:

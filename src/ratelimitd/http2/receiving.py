@@ -196,7 +196,7 @@ class Receiver:
         """Take the first step of an orderly end, or the second (§6.8).
 
         The first GOAWAY asks the peer to begin no more streams, but refuses none, because some are on their way. The
-        answer to the PING behind it shows that no more are; whoever cannot wait for it calls this a second time.
+        answer to the PING behind it shows that no more are; to end without waiting, call this a second time.
         """
         if self.draining:
             self.refuse_streams()
@@ -348,7 +348,7 @@ class Receiver:
         if flags & frames.ACK:
             frames.demand_size(payload, 0)
             if self.settings_acknowledged:
-                _protocol_error("SETTINGS were acknowledged that nobody sent")
+                _protocol_error("SETTINGS were acknowledged that were never sent")
             self.settings_acknowledged = True
             self.events.append(SettingsAcknowledged())
             return

@@ -65,7 +65,7 @@ class Sender:
         # Live streams with something pending and a window of their own, in the order in which their turn comes.
         self._waiting: dict[int, Stream] = {}
         # The longest message that may go out by the short way, before the connection's window is asked: that of a
-        # stream which nobody has touched, of a frame, and -1 while the encoder has to speak first.
+        # untouched stream, of a frame, and -1 while a table size update has to come first.
         self._unary_bytes = frames.DEFAULT_MAX_FRAME_BYTES
         self.peer = PeerSettings()
         self.buffered_bytes = 0
@@ -114,7 +114,7 @@ class Sender:
     def send_data(self, stream_id: int, data: bytes, *, ended: bool = False) -> bool:
         """Send a part of a body; ``ended`` when it is the last of the answer.
 
-        Returns whether all of it is on its way. If not, WindowOpened will say when it is, and whoever goes on sending
+        Returns whether all of it is on its way. If not, WindowOpened will say when it is; sending
         before that fills a buffer that ends the connection when it is over ``max_unread_bytes``.
         """
         if stream_id not in self._streams.live:
@@ -295,7 +295,7 @@ class Sender:
             through.append(stream_id)
 
     def _finish(self, stream_id: int, stream: Stream) -> None:
-        """The answer has ended. If the request has not, nobody wants the rest of it (§8.1)."""
+        """The answer has ended. If the request has not, the rest of it is refused (§8.1)."""
         if stream.state is State.OPEN:
             self.reset(stream_id, ErrorCode.NO_ERROR)
             return

@@ -194,7 +194,7 @@ class LocalView:
         self.hear(shared)
 
     def abandon(self) -> int:
-        """The batch will never be acknowledged: nobody can tell what became of it; returns its tokens."""
+        """Give the batch up, whose fate is unknown; return its tokens."""
         lost = self.in_flight.tokens
         self.in_flight.begin(self.rule)
         self.asked_tokens -= self.asked_in_flight

@@ -149,7 +149,7 @@ def reset(stored: SharedState | None, rule: Rule, least: int = 0) -> SharedState
 def generation_at(now_us: int) -> int:
     """The least generation of a bucket that is reset now: seconds since 2025.
 
-    The next after what is stored would come twice where the store has lost the last: then whoever remembers that takes
+    The next after what is stored would come twice where the store has lost the last: a node that remembers it takes
     the bucket that was made full for an older state of its own.
     """
     return max(0, now_us // US_PER_S - YEAR_2025_S)

@@ -247,7 +247,7 @@ class Node:
         self._clustering = clustering
         await clustering.start()
         if self._shared_time.is_known and isinstance(self._clock, SystemClock):
-            self._clock.anchor()  # nobody has been answered by it yet
+            self._clock.anchor()  # no check has been answered by it yet
         background = self._new_background(feed)
         self._start_upkeep(background, None)
         clustering.start_jobs(background)

@@ -1,6 +1,6 @@
 """What each process of ours has around its event loop: signals, one line for a failure, an exit status.
 
-Never knows what the process does, and never shows a traceback or the text of an error that nobody foresaw.
+Never knows what the process does, and never shows the traceback or the text of an unexpected error.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class StopSignals:
 
 
 def _report_lost_exception(_loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """Log what ended a task or callback that nobody waits for; asyncio's own line would quote arguments."""
+    """Log the error of a task or callback that is not awaited; asyncio's own line would quote arguments."""
     error = context.get("exception")
     exc_info = error if isinstance(error, BaseException) else None
     _log.error("an exception was lost in the event loop", exc_info=exc_info)

@@ -1,4 +1,4 @@
-"""The process around a node: its start, its one line for whoever started it, its drain, its exit status.
+"""The process around a node: start, ready line, drain, exit status.
 
 Never knows what a node is made of. A failed start is one line and never a traceback.
 """
@@ -57,7 +57,7 @@ class Terminal:
     def attending(
         self, _node: Node, _stop: Callable[[], None]
     ) -> AbstractAsyncContextManager[None]:
-        """Nobody asks anything."""
+        """Ignore requests: there is no parent."""
         return nullcontext()
 
     async def may_listen(self) -> None:
@@ -122,7 +122,7 @@ async def _serve(settings: Settings, context: logs.LogContext, overseer: Oversee
             async with asyncio.timeout(settings.drain_s + OVERDUE_S):
                 await node.drain()
         except TimeoutError:
-            # Left behind are threads that hang in a system call: to wait for them is to wait for ever.
+            # Threads may hang in a system call; waiting for them would never end.
             overseer.failed("the node did not drain in time; what was not written is lost")
             process.leave(EXIT_FAILED)
         _log.info("drained")

@@ -168,5 +168,5 @@ class Denials:
         ]
 
     def _total(self) -> int:
-        """Denials that somebody noted: while the breaker is open nobody looks at who is denied."""
+        """Denials recorded; those of an open breaker are not."""
         return self._stats.blocked_total - self._stats.breaker_denied_total

@@ -1,6 +1,6 @@
 """What a node has done in the last quarter of an hour: a sample every two seconds, made of counters that only grow.
 
-Never reads a clock or a counter by itself: what is to be read is handed in. See ADR 0029.
+Reads no clock and no counter: values are passed in. See ADR 0029.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The node and its cluster as they are now, and what they did in the last quarter of an hour: what the page shows.
 
 Every two seconds one step, however many look: the node takes its sample, tells the other nodes, and, while somebody
-looks, reads what they tell. With nobody looking it reads only every ten seconds, so that a page that is opened has a
+looks, reads what they tell. Without an open page it reads only every ten seconds, so that a page that is opened has a
 past to show. See ADR 0029.
 """
 
@@ -23,7 +23,7 @@ SILENT_S: Final = 6.0
 """A node whose last status is older has missed two, and does not count any more. For a minute it is shown as gone."""
 
 STEPS_UNSEEN: Final = 5
-"""With nobody looking, the other nodes' statuses are read every so many steps."""
+"""Steps between two reads of the other nodes' statuses while no page is open."""
 
 FRESH_US: Final = 3_000_000
 """What was read so lately is good enough for a page that is opened."""

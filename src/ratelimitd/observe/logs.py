@@ -44,7 +44,7 @@ _NO_EXCEPTION: Final[tuple[None, None, None]] = (None, None, None)
 
 
 class LogContext:
-    """What stands on every line; whoever replaces the rule book sets ``rules_revision``."""
+    """What stands on every line; ``rules_revision`` is set with each new rule book."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id

@@ -71,7 +71,7 @@ class NodeStatus:
 def encode(status: NodeStatus) -> bytes:
     """The bytes for other nodes, at most :data:`MAX_BYTES`, without the names of identifiers.
 
-    Whoever makes endpoints of characters that take many bytes loses the lists, and not the status.
+    Endpoints of many multi-byte characters cost the lists, not the status.
     """
     fields = {
         "v": FORMAT,

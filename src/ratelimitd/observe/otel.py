@@ -138,7 +138,7 @@ class OtelTracer:
 
         def shut_down() -> None:
             self._provider.shutdown()
-            # The loop may have ended: nobody waits then.
+            # The loop may have ended.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(closed.set)
 

@@ -1,7 +1,7 @@
 """Accepting connections: each has a place from the moment the kernel hands it over, not only once TLS has greeted it.
 
-asyncio's own servers tell nobody of a connection before its TLS handshake has ended, nor of one whose handshake fails;
-so whoever opens connections and says nothing could not be counted. Never sees what comes after the handshake.
+asyncio's servers do not report a connection before its TLS handshake has ended, or one whose handshake fails;
+so silent connections could not be counted. Never sees what comes after the handshake.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ Connection = TypeVar("Connection", bound=asyncio.BaseProtocol)
 class Acceptor(Generic[Connection]):
     """Accepts connections, at most ``max_connections`` at a time.
 
-    ``make`` makes the protocol of one; ``count`` counts what goes wrong. ``tls`` is None for plaintext. Whoever hears
-    that a connection is lost calls :meth:`leave`.
+    ``make`` makes the protocol of one; ``count`` counts what goes wrong. ``tls`` is None for plaintext. Call
+    :meth:`leave` when a connection is lost.
 
     Attributes:
         places: connections that there are, those still in their handshake among them.
@@ -277,7 +277,7 @@ UNIX_PREFIX: Final = "unix:"
 
 
 async def demand_free(listen: str) -> None:
-    """See that nobody else listens there, so that a taken port is one clear line and not a page of a C library's.
+    """Raise if the address is in use, so that a taken port is one clear line.
 
     Raises:
         StartupError: the address is taken, not this host's, or not to be resolved; the message names the setting.
@@ -358,7 +358,7 @@ def split(listen: str) -> tuple[str, int]:
 
 
 async def _demand_silent_socket(listen: str) -> None:
-    """A socket file that nobody answers on is left over from a node that was killed, and may be replaced."""
+    """Raise if the socket file answers; one that does not is left over from a killed node and may be replaced."""
     try:
         _, writer = await asyncio.open_unix_connection(listen.removeprefix(UNIX_PREFIX))
     except OSError:

@@ -111,7 +111,7 @@ class NativeConnection(asyncio.Protocol):
             self._turn(data, now_s)
 
     def eof_received(self) -> bool:
-        """The peer has closed: nobody reads answers any more."""
+        """The peer has closed and reads no answers."""
         return False
 
     def pause_writing(self) -> None:
@@ -148,7 +148,7 @@ class NativeConnection(asyncio.Protocol):
                 events = iter(self._http2.receive(data))
             if not self.calls.handle(events, now_s, self._came_s):
                 self._left = events
-        except Exception:  # noqa: BLE001 -- a defect of ours, and nobody knows where it left this connection
+        except Exception:  # noqa: BLE001 -- a defect of ours that leaves this connection in an unknown state
             self._shared.count(TransportError.UNEXPECTED)
             self._http2.end(ErrorCode.INTERNAL_ERROR, Cause.OWNER, "unexpected error")
         finally:
@@ -201,7 +201,7 @@ class NativeConnection(asyncio.Protocol):
             self._close(Cause.OWNER)
 
     def _count_unread(self) -> None:
-        """Count what the peer has not taken yet; while there is too much of it everywhere, whoever holds most ends."""
+        """Count what the peer has not taken yet; over the bound for all connections, those that hold most end."""
         unread_bytes = self._http2.buffered_bytes + self._transport.get_write_buffer_size()
         if unread_bytes == self._unread_bytes:
             return

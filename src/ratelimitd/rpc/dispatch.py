@@ -43,7 +43,7 @@ class _Run:
         self.messages: list[bytes] = []
 
 
-_NOBODY: Final = _Run(None)
+_NO_RUN: Final = _Run(None)
 """The run before the first."""
 
 
@@ -53,7 +53,7 @@ class ConnectionCalls:
     ``wake`` is called when there may be something to send; within :meth:`handle` that is no news.
 
     Attributes:
-        answers: how calls are answered, for whoever has something to answer.
+        answers: writes the answers of calls.
     """
 
     __slots__ = (
@@ -99,12 +99,12 @@ class ConnectionCalls:
         """
         turn = self._turn
         turn.begin(now_s, now_s if came_s is None else came_s)
-        run = _NOBODY
+        run = _NO_RUN
         for event in events:
             if type(event) is tuple:
                 request: CompleteRequest = event  # type: ignore[assignment]  # mypy cannot tell; cast() costs 40 ns
                 head, body = request[1], request[2]
-                plan: Route | None = head.note  # type: ignore[assignment]  # nobody else keeps notes with heads
+                plan: Route | None = head.note  # type: ignore[assignment]  # only this module keeps notes with heads
                 if plan is None:
                     plan = self._reader.read(head)
                 if plan.bulk is not None and body[:PREFIX_BYTES] == PREFIXES.get(len(body)):
@@ -175,7 +175,7 @@ class ConnectionCalls:
         self.answers.unblock()
 
     def lose_all(self) -> None:
-        """The connection is gone: nobody waits for any of the answers."""
+        """The connection is gone: drop all answers."""
         for open_call in self._table.leave_all():
             self._shared.count(TransportError.CANCELLED)
             open_call.cancel()

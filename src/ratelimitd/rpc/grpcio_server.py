@@ -32,7 +32,7 @@ from ratelimitd.rpc.interface import (
 from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.tls import Certificates, CertificateSource, TlsFiles
 
-# Keeps a grpc server in service: one that grpc gave up by itself is opened again, on the port that it had.
+# Keeps a grpc server in service: opens one that grpc gave up again, on the same port.
 #
 # Knows nothing of methods, limits and certificates; what a server is made of is its owner's.
 
@@ -45,7 +45,7 @@ class RevivedServer:
     """One server at a time.
 
     ``build`` makes a server, ``credentials`` what its port asks for (``None``: plaintext). Both are called at each
-    opening: grpc takes neither a second time. ``lost`` is called for each server that ended by itself.
+    opening: grpc takes neither a second time. ``lost`` is called for each server that grpc gave up.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RevivedServer:
             await self._draining
 
     def _serving_ended(self, address: str, serving: asyncio.Task[None]) -> None:
-        """Open the port again when grpc gave it up: one path that is no UTF-8 ends its loop, and it tells nobody."""
+        """Open the port again when grpc gave it up: a path that is not UTF-8 silently ends its loop."""
         if self._ending or serving.cancelled() or serving.exception() is None:
             return
         self._lost()
@@ -142,7 +142,7 @@ class GrpcioServer:
     """A :class:`ratelimitd.rpc.interface.Server` on ``listen``: ``host:port``, ``[ipv6]:port`` or ``unix:path``.
 
     ``tls`` turns TLS on, and its client CA mTLS. Causes of broken calls are counted in ``stats``.
-    ``reuse_port`` shares the port with others that do so too: whoever owns it has seen that nobody else is there.
+    ``reuse_port`` shares the port with other processes; its owner has checked that it is free.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class GrpcioServer:
 
     async def stop(self, grace_s: float) -> None:
         """End streams at once, wait at most ``grace_s`` seconds for other calls in flight, then close everything."""
-        # A watch never ends by itself: waiting for it would be waiting out the whole grace, every time.
+        # A watch does not end: waiting for it would always take the whole grace.
         self._stopping.set()
         await self._server.stop(grace_s)
 
@@ -362,7 +362,7 @@ class _Router(grpc.GenericRpcHandler):
 
 
 def _demand_time(context: _Context) -> None:
-    """Stop before anything is charged when nobody waits for the answer any more."""
+    """Raise before anything is charged if the caller has left."""
     if context.time_remaining() == 0:
         raise RpcError(StatusCode.DEADLINE_EXCEEDED, "the deadline had passed on arrival")
 

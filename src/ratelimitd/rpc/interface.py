@@ -36,7 +36,7 @@ class StatusCode(enum.IntEnum):
 
 
 class TransportError(enum.StrEnum):
-    """Why a transport ended a call by itself: the closed set of causes that it counts."""
+    """Why a transport ended a call: the closed set of causes that it counts."""
 
     BAD_REQUEST = "bad_request"
     """Headers or frames of messages that are not those of a call; not what a message says."""
@@ -102,7 +102,7 @@ class Methods:
     """The methods a transport serves, by full path. A path is in exactly one of the three tables.
 
     What a transport owes a handler: it is not called once the call's deadline has passed, so that nothing is charged
-    for an answer that nobody waits for; it is cancelled when the caller leaves; and an ``RpcError`` it raises becomes
+    for an answer without a reader; it is cancelled when the caller leaves; and an ``RpcError`` it raises becomes
     the status of the call. Anything else it raises becomes INTERNAL with a fixed text.
     """
 

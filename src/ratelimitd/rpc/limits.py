@@ -29,7 +29,7 @@ class TransportLimits:
     """How long a peer may owe what everything waits for: its preface, the rest of a frame or of a header block, room
     for answers."""
     request_timeout_ms: int = 60_000
-    """From the head of a call with one message to its end: the largest message at 70 KB/s. Whoever holds back the rest
+    """From the head of a call with one message to its end: the largest message at 70 KB/s. Withholding the rest
     of many requests must not keep others from the room for them."""
     max_connection_age_ms: int = 3_600_000
     """Behind a balancer of connections, old ones must end for a new node to get its share. grpc adds ±10 %."""

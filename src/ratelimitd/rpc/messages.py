@@ -51,7 +51,7 @@ def framed(message: bytes) -> bytes:
 def only_message(body: bytes) -> bytes | None:
     """The message of a body that is exactly one, uncompressed; ``None`` for any other body.
 
-    What most calls are: it spares them a :class:`MessageReader`. Of at most 4 GiB, so whoever bounds messages bounds
+    What most calls are: it spares them a :class:`MessageReader`. Of at most 4 GiB, so a bound on messages bounds
     the body.
     """
     size = len(body) - PREFIX_BYTES

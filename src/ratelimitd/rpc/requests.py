@@ -30,7 +30,7 @@ from ratelimitd.rpc.state import CallTable, OpenCall, Questions, ServerState, Ti
 
 # Handlers that take their time: a unary one that has to wait, and those that answer with a stream.
 #
-# Each runs in a task of its own, and ends its call; whoever has ended the call before has cancelled the task, too.
+# Each runs in a task of its own, and ends its call; ending the call earlier cancels the task.
 
 CANCELLED = RpcError(StatusCode.CANCELLED, "the call was cancelled")
 

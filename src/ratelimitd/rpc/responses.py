@@ -143,7 +143,7 @@ class ResponseWriter:
         They hold each other. Only the garbage collector would free what the connection held, once in about a thousand
         connections: 13 MiB of dead ones that had made a few checks each (measured).
         """
-        self._wake = _nobody
+        self._wake = _no_wake
 
     def unblock(self) -> None:
         """The peer reads again."""
@@ -152,5 +152,5 @@ class ResponseWriter:
             open_call.room.set()
 
 
-def _nobody() -> None:
+def _no_wake() -> None:
     """Who is woken when the connection is gone."""

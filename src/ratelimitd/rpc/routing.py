@@ -234,7 +234,7 @@ class Router:
         kept = model.note
         if kept is None:
             kept = model.note = self._made(model.fields)
-        plan: Route = kept  # type: ignore[assignment]  # nobody else keeps notes with heads; cast() costs 40 ns
+        plan: Route = kept  # type: ignore[assignment]  # only this module keeps notes with heads; cast() costs 40 ns
         for name, value in head.varying:
             if name not in plan.meaningful or (name == _TRACEPARENT and not _is_sampled(value)):
                 continue

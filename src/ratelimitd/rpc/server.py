@@ -27,7 +27,7 @@ from ratelimitd.rpc.state import ServerState
 from ratelimitd.rpc.tls import CertificateSource, TlsContexts, TlsFiles
 
 TICK_S: Final = 0.1
-"""How late a deadline may be noticed. The caller notices by itself; this one is for the handler."""
+"""How late a deadline may be noticed. The caller has its own timer; this one is for the handler."""
 
 TICKS_PER_LOOK: Final = 10
 """Connections are looked at once a second, a tenth of them at a time: all 10,000 would hold up calls for 30 ms."""
@@ -44,7 +44,7 @@ class NativeServer:
     """A :class:`ratelimitd.rpc.interface.Server` on ``listen``: ``host:port``, ``[ipv6]:port`` or ``unix:path``.
 
     ``tls`` turns TLS on, and its client CA mTLS. Causes of broken calls and connections are counted in ``stats``.
-    ``reuse_port`` shares the port with others that do so too: whoever owns it has seen that nobody else is there.
+    ``reuse_port`` shares the port with other processes; its owner has checked that it is free.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class NativeServer:
         await asyncio.sleep(0)
         for connection in list(self._connections):
             connection.calls.end_streams(_STOPPING)
-            connection.go_away()  # once more: nobody is waited for to have read the first one
+            connection.go_away()  # the final GOAWAY, without waiting for the first to be read
         await self._connections_gone(grace_s)
         for connection in list(self._connections):
             connection.end_calls(_STOPPING)

@@ -99,7 +99,7 @@ class OpenCall:
         return RpcError(StatusCode.INTERNAL, "the call ended within a message")
 
     def cancel(self) -> None:
-        """Nobody waits for the answer any more.
+        """The caller does not wait any more.
 
         Not at once: a task that is cancelled before its first step never runs the ``finally`` of what it was made for.
         That step is due already, and comes first.
@@ -247,7 +247,7 @@ class TimeBudget:
         return self._monotonic_s() - self.began_s > TURN_S
 
 
-# A turnstile: whoever wants through waits in line, and each turn of the event loop lets one through.
+# A tick gate: waiters queue, and each event-loop iteration admits one.
 #
 # What is dear, and can be asked for many times in one read, passes here first, so that a turn never holds more than one
 # piece of it. Never measures a piece: what one may cost is bounded where it is made.

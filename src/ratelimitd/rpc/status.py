@@ -86,7 +86,7 @@ _ZERO: Final = ord("0")
 
 
 def is_positive_timeout(value: bytes) -> bool:
-    """Whether a value surely leaves time: for the many calls whose deadline nobody looks at, in half the time.
+    """Whether a value surely leaves time: for calls whose deadline is not otherwise read, in half the time.
 
     False says nothing, for a value with leading zeros may do so, too.
     """

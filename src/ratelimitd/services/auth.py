@@ -109,7 +109,7 @@ class Access:
             RpcError: it does not.
         """
         required = self.requirement(Role.READ)
-        assert required is not None  # noqa: S101 -- reading is never for everybody
+        assert required is not None  # noqa: S101 -- the read role always needs a credential
         required(call)
 
     def may_administer(self, call: Call) -> None:
@@ -163,7 +163,7 @@ class Access:
 
 
 def is_loopback(call: Call) -> bool:
-    """Whether the call comes over loopback or a unix socket, with nobody behind the peer."""
+    """Whether the call comes over loopback or a unix socket, without a proxy in between."""
     if any(call.metadata(header) is not None for header in FORWARDING_HEADERS):
         return False
     if call.peer.startswith("unix"):

@@ -29,12 +29,12 @@ MAX_KNOWN_BYTES: Final = 256
 """Longest ending that is kept: 1 MB of them in all."""
 
 MAX_LEARNED: Final = 100
-"""Messages with unknown endings that are looked at in one go, 5 µs each: who always sends new ones holds nobody up."""
+"""Messages with unknown endings that are parsed in one go, 5 µs each; bounds what new ones delay."""
 
 MAX_RESET_TIMES: Final = 1_024
 
 MAX_ANSWER_BYTES: Final = 127
-"""Longest answer: whoever puts it into another message has its length in one byte."""
+"""Longest answer: its length fits one byte when it is embedded in another message."""
 
 _MOST_NUMBERS_BYTES: Final = 2 + 6 + 11 + 6 + 2
 """Of an answer in front of what it says of the rule: fields 1 to 5."""

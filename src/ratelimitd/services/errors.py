@@ -97,7 +97,7 @@ class ErrorEdge:
 
     def __init__(self) -> None:
         self.unexpected_total = 0
-        """Errors that nobody foresaw."""
+        """Unexpected errors."""
 
     def translate(self, error: Exception, method: str) -> RpcError:
         """What to end the call of ``method`` with."""

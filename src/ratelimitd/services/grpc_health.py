@@ -1,7 +1,7 @@
 """The standard health service, ``grpc.health.v1``: is this node ready for calls?
 
 All services of a node share one answer. DEGRADED is none of its business: such a node still answers every check, and
-a balancer must not take it out. Never measures anything; whoever starts and drains the node says what holds.
+a balancer must not take it out. Never measures anything; the node sets the status when it starts and drains.
 """
 
 from __future__ import annotations

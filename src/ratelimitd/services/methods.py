@@ -94,7 +94,7 @@ def guarded(offers: Iterable[Methods], access: Access, edge: ErrorEdge) -> Metho
 def admission(access: Access) -> Callable[[Call], None]:
     """What lets a call pass that may be made, and raises ``RpcError`` for any other: the guards without the handlers.
 
-    For whoever has work of its own before a handler is called, and does it for nobody else.
+    For transports that work before a handler is called, and do so only if it may be called.
     """
     requirements = {
         path: access.requirement(role) for name, role in ROLES.items() for path in _paths(name)

@@ -1,7 +1,7 @@
 """The live numbers of the overview, as server-sent events: one computation a step, however many pages are open.
 
 A page is sent the past first, in pieces, then one event with each step, which is the sign of life as well. A page that
-is slow to read is dropped, and comes back by itself; all end with the node. See ADR 0029.
+reads slowly is dropped and reconnects; all end with the node. See ADR 0029.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_BEHIND: Final = 3
 """Events that a page may not have taken yet: six seconds."""
 
 STREAM_S: Final = 600.0
-"""A stream ends after ten minutes and is asked for again, so that nobody looks on whose session has ended."""
+"""A stream ends after ten minutes; the page reconnects, and its session is checked again."""
 
 RETRY_MS: Final = 2_000
 

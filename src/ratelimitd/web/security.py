@@ -68,7 +68,7 @@ def is_cross_site(headers: Headers) -> bool:
     if headers.get("sec-fetch-site", "none") not in _OWN_SITE:
         return True
     origin = headers.get("origin")
-    # The scheme is not compared: whoever ends TLS in front of this node speaks HTTP to it.
+    # The scheme is not compared: a proxy that terminates TLS speaks HTTP to this node.
     return (
         origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
     )

@@ -117,10 +117,10 @@ MAX_CONNECTIONS: Final = 100
 """Connections at a time; for one more, one that waits for its peer goes. Probes, scrapers and a browser need few."""
 
 CONNECTION_LIFE_S: Final = 30.0
-"""A connection is closed after that long, between two requests if it can be: nobody holds one by sending slowly."""
+"""Longest life of a connection, ended between two requests if possible; bounds slow senders."""
 
 STREAM_LIFE_S: Final = 3_600.0
-"""A connection that streams events may live that long; the browser then opens another by itself."""
+"""A connection that streams events may live that long; the browser then reconnects."""
 
 CLOSING_GRACE_S: Final = 10.0
 """How much longer a connection may live to finish the answer it is reading."""
@@ -320,7 +320,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _make_room(self) -> bool:
-        """Close the oldest connection that waits for its peer, so that nobody keeps a probe out by saying nothing."""
+        """Close the oldest connection that waits for its peer, so that silent connections do not keep probes out."""
         others = cast("set[BoundedProtocol]", self.connections) - {self}
         waiting = [one for one in others if one.waits_for_peer()]
         if not waiting:

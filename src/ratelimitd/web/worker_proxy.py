@@ -22,7 +22,7 @@ from ratelimitd.web.server import short_name
 
 # The worker's side of what its parent passes on: who the caller is comes in a header, since all share one peer.
 #
-# Only for a socket that nobody but the parent can open. See ADR 0025.
+# Only for a socket that the parent alone can open. See ADR 0025.
 
 PEER_HEADER: Final = b"x-ratelimitd-peer"
 """Host and port, with a space between. The parent takes it out of what comes from outside."""
@@ -153,7 +153,7 @@ class _Exchange:
         while (event := self._http.next_event()) is h11.NEED_DATA:
             self._http.receive_data(await self._reader.read(READ_BYTES))
         if event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
-            # Asked for once more, it would come at once and for ever, and nobody else would have a turn.
+            # Reading again would return at once each time and starve other tasks.
             message = "the worker has ended the connection and not its answer"
             raise h11.RemoteProtocolError(message)
         return event
@@ -178,7 +178,7 @@ async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send)
             return
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if asking.done() and asking.exception() is None:
-            return  # nobody is left to answer
+            return  # the caller has left
         await answering
     except _GONE:
         if exchange.started:

@@ -1,4 +1,4 @@
-"""A worker, started by its parent: ``python -m ratelimitd.workers``, which nobody else has a reason to do."""
+"""A worker, started by its parent: ``python -m ratelimitd.workers``."""
 
 import sys
 

@@ -170,7 +170,7 @@ class Tally:
         base[label] = added(base[label], reading) if label in base else reading
 
     def _forget_unused(self, name: str, used: Collection[str]) -> None:
-        """Bound the labels: those of rules that are gone would be kept for ever."""
+        """Bound the labels: drop those of deleted rules."""
         for readings in (self._base.get(name, {}), self._last[name]):
             if len(readings) > MAX_LABELS:
                 for label in readings.keys() - used:

@@ -38,7 +38,7 @@ READINESS_TIMEOUT_S: Final = 0.5
 class WorkerProcess:
     """A process that was started.
 
-    ``on_report`` is called with each report, also with one that comes too late for whoever asked.
+    ``on_report`` is called with each report, also with one that comes too late for its request.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class WorkerProcess:
         return await _in_time(self._readiness, READINESS_TIMEOUT_S)
 
     async def report(self) -> Report | None:
-        """Its metrics; ``None`` when it does not answer in time. Whoever asks meanwhile gets the same answer."""
+        """Its metrics; ``None`` when it does not answer in time. Concurrent requests share one answer."""
         if self._report is None:
             self._report = self._ask(protocol.REPORT)
         return await _in_time(self._report, REPORT_TIMEOUT_S)
@@ -146,7 +146,7 @@ class WorkerProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         # Not by asyncio's methods: on its own event loop they look whether the process has ended first, which takes its
-        # status away from whoever waits for it.
+        # status away from the code that waits for it.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
@@ -233,7 +233,7 @@ LONG_LIFE_S: Final = 60.0
 
 LOOK_S: Final = 5.0
 MAX_SILENT_LOOKS: Final = 6
-"""A process that gives no answer that often in a row hangs, and is killed: nobody else could tell, since probes are
+"""A process that gives no answer that often in a row hangs, and is killed: nothing else would notice, since probes are
 answered by the parent, and the kernel would go on giving it connections. Looks are counted, not seconds, so that a
 machine that stood still for a while finds its workers as they were."""
 
@@ -281,7 +281,7 @@ class Keeper:
         await self._begin()
 
     async def keep(self, name: str) -> None:
-        """Replace each process that ends, for ever; ``name`` is the worker's in the log."""
+        """Restart the process whenever it ends; ``name`` is the worker's in the log."""
         while True:
             since_s = self._time_s()
             reason = await self._one_life(name)
@@ -368,7 +368,7 @@ DEFINITIONS: Final = (ANSWERING, RESTARTS)
 """The metrics of a parent, beside those of its workers."""
 
 TOGETHER_S: Final = 5.0
-"""How long workers wait for each other before they listen: one that hangs at its start keeps nobody from serving."""
+"""How long workers wait for each other before they listen; bounds the harm of one that hangs at its start."""
 
 
 class Crew:

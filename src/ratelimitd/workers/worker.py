@@ -1,7 +1,7 @@
 """A worker: a node in a process of its own, whose overseer is the parent at the other end of standard input.
 
 Takes nothing from its environment and its arguments: what it is comes over the socket. When the parent is gone, for
-whatever reason, the worker drains and ends by itself.
+whatever reason, the worker drains and exits.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.algorithms import DECIDE, sliding_window
+from ratelimitd.algorithms import DECIDE
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.model import (
     COST_EXCEEDS_LIMIT,
@@ -13,6 +13,7 @@ from ratelimitd.model import (
     IdentifierType,
     Rule,
 )
+from tests.outcomes import runs_of
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
@@ -34,7 +35,7 @@ def account(of):
 
 def content(state):
     """A state without what is not to be seen: where the running sums of a log begin."""
-    return sliding_window.runs_of(state) if isinstance(state, bytes) else state
+    return runs_of(state) if isinstance(state, bytes) else state
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -109,7 +110,7 @@ def test_a_window_that_is_over_is_not_used():
 def test_spends_of_a_log_are_entered_at_their_times():
     state = account(LOG).charged(None, LOG, [(NOW, 2), (NOW + 4 * S, 1)])
     state = account(LOG).charged(state, LOG, [(NOW + 2 * S, 9), (NOW + 4 * S, 1)])
-    assert sliding_window.runs_of(state) == [(NOW, 2), (NOW + 2 * S, 9), (NOW + 4 * S, 2)]
+    assert runs_of(state) == [(NOW, 2), (NOW + 2 * S, 9), (NOW + 4 * S, 2)]
     assert account(LOG).used(state, LOG, NOW + 4 * S) == 13
     assert account(LOG).used(state, LOG, NOW + 10 * S) == 11
     assert account(LOG).used(None, LOG, NOW) == 0
@@ -117,7 +118,7 @@ def test_spends_of_a_log_are_entered_at_their_times():
 
 def test_entries_that_have_left_the_window_are_dropped():
     state = account(LOG).charged(None, LOG, [(NOW, 2), (NOW + 10 * S, 1)])
-    assert sliding_window.runs_of(state) == [(NOW + 10 * S, 1)]
+    assert runs_of(state) == [(NOW + 10 * S, 1)]
 
 
 # All of them

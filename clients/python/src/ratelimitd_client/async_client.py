@@ -288,7 +288,7 @@ class _Session:
         """Let what is under way end, within its deadlines."""
         await self.coalescer.finish()
         if self._under_way:
-            # Cancelled, this cancels nobody's checks, as to gather them would.
+            # Cancelling this cancels no checks, as gather would.
             await asyncio.wait(self._under_way)
         await self.channel.close()
         if self._grpc_channel is not None:
@@ -321,7 +321,7 @@ class _Session:
 
         def done(task: asyncio.Task[list[Decision]]) -> None:
             if task.cancelled():
-                # Mostly since the loop ends; whoever closes the client then waits for this all the same.
+                # Mostly since the loop ends; closing the client still waits for this.
                 told(self.exchange.broken(asyncio.CancelledError(), len(requests)))
             else:
                 told(task.result())  # which never raises

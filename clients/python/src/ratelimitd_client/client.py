@@ -192,7 +192,7 @@ class _Session:
         timeout_s: float,
         metadata: tuple[tuple[str, str], ...],
     ) -> None:
-        """Send checks that nobody waits for; how that goes is for the breaker."""
+        """Send checks without waiting; the breaker hears the result."""
         count = len(requests)
 
         def ended(call: grpc.Future[bytes]) -> None:
@@ -204,7 +204,7 @@ class _Session:
         method = self.methods[path_of(requests)]
         try:
             call = method.future(question_of(requests), timeout=timeout_s, metadata=metadata)
-        except Exception as error:  # noqa: BLE001 - as in a check: nobody is to hear of it
+        except Exception as error:  # noqa: BLE001 - as in a check: it never raises
             self.exchange.broken(error, count)
         else:
             call.add_done_callback(ended)

@@ -1,4 +1,4 @@
-"""Checks that are asked together travel together, in one call; nobody who asks notices.
+"""Batches concurrent checks into one RPC, transparently.
 
 A call of gRPC costs many times what a check in a batch does. Never sends anything itself: it is given what asks. See
 ADR 0038.

@@ -56,7 +56,7 @@ def question_of(requests: Sequence[bytes]) -> bytes:
 def last_resort(error: BaseException, count: int) -> list[Decision]:
     """The decisions on ``count`` checks where what their call ended with could not be turned into any.
 
-    As when a clock of the application's raises; so this reads none but the system's, and tells nobody.
+    As when a clock of the application's raises; so this reads the system's clock and does not log.
     """
     now_s = time.time()
     return [let_through(Reason.NO_ANSWER, type(error).__name__, now_s) for _ in range(count)]
@@ -101,7 +101,7 @@ class FailOpen:
             return last_resort(defect, count)
 
     def not_asked(self, count: int) -> list[Decision]:
-        """The decisions on ``count`` checks that nobody is asked about, because the breaker is not closed."""
+        """Return decisions on ``count`` checks that are not sent, because the breaker is not closed."""
         now_s = self._clock.now_s()
         return [let_through(Reason.NOT_ASKED, "", now_s) for _ in range(count)]
 

@@ -148,7 +148,7 @@ class Link(asyncio.Protocol):
         ended = self._connection.lose()
         if not self.ready.done():
             self.ready.set_exception(ConnectionError("the connection was lost"))
-            self.ready.exception()  # nobody may have waited for it
+            self.ready.exception()  # possibly without a waiter
         self.lost.set_result(None)
         self._settle()
         for call in ended:
@@ -156,7 +156,7 @@ class Link(asyncio.Protocol):
 
     def _write(self) -> None:
         octets = self._connection.octets_to_send()
-        # A transport that is closing would log what cannot be sent; whoever waits for it hears of that in a moment.
+        # A transport that is closing would log what cannot be sent; its waiters are told in a moment.
         if octets and self._transport is not None and not self._transport.is_closing():
             self._transport.write(octets)
 

@@ -218,7 +218,7 @@ class NativeChannel:
         return call
 
     def cancel(self, call: NodeCall) -> None:
-        """Give up a call, which may have ended; nobody is told."""
+        """Drop a call silently; it may have ended."""
         self._calls.pop(call, None)
         self._waiting.pop(call, None)
         if call.link is not None:
@@ -280,7 +280,7 @@ class NativeChannel:
         self._tell(call)
 
     def _tell(self, call: NodeCall) -> None:
-        """Tell who asked that a call has ended. Were that to raise, the calls behind it must not wait for ever."""
+        """Report the end of a call. If that raises, the calls behind it must still be answered."""
         self._calls.pop(call, None)
         try:
             call.done(call)
@@ -345,7 +345,7 @@ class NativeChannel:
         for call in waiting:
             try:
                 self._send(call, call.ends_s - self._loop.time())
-            except Exception:  # noqa: BLE001 - those behind it, and whoever noticed the change, must go on
+            except Exception:  # noqa: BLE001 - the calls behind it must go on
                 self._end(call, grpc.StatusCode.INTERNAL, "it cannot be sent")
 
     def _method(self, path: str, metadata: Metadata) -> _Method:
@@ -383,7 +383,7 @@ class NativeChannel:
                 if node.keeper is not None:
                     node.keeper.cancel()
             self._nodes.clear()
-            self._is_unknown = True  # nobody has to wait for one that is found
+            self._is_unknown = True  # no need to wait for one that is found
             self._restart_s = self._loop.time() + RESTART_S
             if not (self._is_closed or self._loop.is_closed()):
                 for link in self._links:
@@ -450,7 +450,7 @@ class NativeChannel:
         return None
 
     def _give_up(self, link: Link) -> None:
-        """Leave a connection that nobody will use."""
+        """Close an unused connection."""
         link.abort()
         if not link.is_made:
             self._links.discard(link)

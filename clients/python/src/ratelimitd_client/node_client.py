@@ -1,7 +1,7 @@
 """One method for each RPC of a node, messages in and out.
 
 Never decides anything: an answer is the node's, an error is ``grpc.RpcError`` as gRPC raised it. What an application
-asks before it serves a request is :class:`ratelimitd_client.RateLimiterClient`, which answers also when nobody does.
+asks before it serves a request is :class:`ratelimitd_client.RateLimiterClient`, which also answers when no node does.
 """
 
 from __future__ import annotations

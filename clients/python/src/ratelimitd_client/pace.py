@@ -26,7 +26,7 @@ class LogThrottle:
 
         One that comes while another thread is counting is not counted.
         """
-        # Nobody waits for a warning; and where a thread held this when the process was forked, nobody lets go of it.
+        # Never block for a warning; a lock held during a fork is never released.
         if not self._lock.acquire(blocking=False):
             return 0
         try:

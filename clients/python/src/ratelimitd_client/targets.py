@@ -66,7 +66,7 @@ class Target:
         """Where the name leads now.
 
         Raises:
-            OSError: nowhere, or nobody knows.
+            OSError: the name cannot be resolved.
         """
         if self.fixed:
             return self.fixed

@@ -1,4 +1,4 @@
-"""For tests of code that asks for decisions: clients that ask nobody, and a clock that is set by hand.
+"""For tests of code that asks for decisions: fake clients, and a manual clock.
 
 The fakes count in fixed windows, aligned to the Unix epoch, whatever the algorithm of your rules is. What a real node
 says at the edges of a window is tested with a real node.

@@ -225,7 +225,7 @@ def _doubtful(case: Case, steps: Sequence[Step], tolerance_us: int) -> set[int]:
 
 
 def _lateness(count: int) -> Iterator[range | set[int]]:
-    """Who may be late: nobody, all, one alone, all but one, all up to one, all after one."""
+    """Which checks may be late: none, all, one alone, all but one, all up to one, all after one."""
     everybody = set(range(count))
     for number in range(count + 1):
         yield {number}

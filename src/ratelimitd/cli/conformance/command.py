@@ -1,4 +1,4 @@
-"""The command: which server, whose clock, and what the answer means for whoever started it."""
+"""The command: which server, whose clock, and the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of a run: made for it under endpoints that nobody else has, and taken away at its end, however that comes.
+"""The rules of a run: created under unique endpoints, and deleted at its end, also after an error.
 
 Never touches another rule.
 """
@@ -30,7 +30,7 @@ def own_rules(
     """
     endpoints = [f"{prefix}/{number}" for number in range(len(cases))]
     made: dict[str, str] = {}
-    """The ids by endpoint; an empty one as long as nobody knows whether the rule is there."""
+    """The ids by endpoint; empty while it is unknown whether the rule exists."""
     with _on_signal(signal.SIGTERM, signal.default_int_handler):
         try:
             for endpoint, case in zip(endpoints, cases, strict=True):

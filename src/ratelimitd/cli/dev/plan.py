@@ -15,7 +15,7 @@ from typing import Final
 from ratelimitd.cli.client_options import UsageError
 
 HOST: Final = "127.0.0.1"
-"""The cluster is for whoever sits at this machine: it has no passwords."""
+"""The cluster is for local use and has no passwords."""
 
 RULES: Final = """\
 # 10 tokens per minute for each user on each endpoint, so that the limit is soon met by hand.

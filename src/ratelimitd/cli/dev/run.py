@@ -66,9 +66,7 @@ class Cluster:
                 directory, redis_url=redis_url, database_url=database_url, rules_file=rules_file
             )
             nodes.append(await children.start(planned.name, command, read=True))
-            if (
-                len(nodes) == 1
-            ):  # it fills the rule book, which nobody else must do at the same time
+            if len(nodes) == 1:  # it seeds the rule book, which only one node may do
                 await _ready(nodes[0])
         await asyncio.gather(*map(_ready, nodes[1:]))
         self._show_nodes(nodes)

@@ -1,6 +1,6 @@
 """The servers that a cluster shares, from their wheels: Valkey, and PostgreSQL.
 
-They listen on sockets in a directory that nobody else can enter, and on no port: they ask for no password.
+They listen on sockets in a private directory and on no port, so they need no password.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Children:
             raise failure(child)
 
     async def ended(self, child: Child) -> bool:
-        """Wait until it has ended; whether nobody had asked it to."""
+        """Wait for its end; return whether it was unexpected."""
         await child.process.wait()
         return not self._stopping
 
@@ -187,7 +187,7 @@ async def start_postgresql(children: Children, directory: Path) -> tuple[Child, 
     """Make a database cluster and start PostgreSQL; returns it and its DATABASE_URL.
 
     Raises:
-        CliError: this is root, and nobody else can run the program.
+        CliError: this is root, and no other user can run the program.
     """
     programs = postgresql_programs()
     home = directory / "postgresql"
@@ -222,9 +222,7 @@ def _unprivileged(programs: Path, home: Path) -> str | None:
         return None
     for place in programs.parents:
         if not place.stat().st_mode & stat.S_IXOTH:
-            message = (
-                f"PostgreSQL does not run as root, and nobody else may enter {place}: use --sqlite"
-            )
+            message = f"PostgreSQL does not run as root, and no other user may enter {place}: use --sqlite"
             raise CliError(message)
     shutil.chown(home, UNPRIVILEGED)
     home.parent.chmod(0o711)

@@ -78,7 +78,7 @@ def _secret_files(given: Given) -> dict[str, Path]:
 
 
 async def _look(settings: Settings) -> list[Finding]:
-    """At everything, each thing by itself, so that one that is wrong hides no other."""
+    """Run every check separately, so that one failure hides no other."""
     # It brings the driver of the shared state, which only a cluster has.
     from ratelimitd.cli.doctor.stores import check_shared_state  # noqa: PLC0415
 

@@ -134,7 +134,7 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
         if not _is_loopback(settings.listen.host):
             yield warning(
                 "TLS_CERT",
-                f"not set: on {settings.listen} whoever is between can read identifiers and tokens, and answer",
+                f"not set: on {settings.listen} anyone on the network path can read identifiers and tokens, and answer",
                 "set TLS_CERT and TLS_KEY, or listen where only a proxy with TLS can reach",
             )
         return
@@ -232,13 +232,9 @@ def _expiry(area: str, pem: bytes, now: datetime) -> Finding:
     end = min(expiries(pem.decode("ascii", "ignore")))
     day = end.strftime("%Y-%m-%d %H:%M UTC")
     if end <= now:
-        return problem(
-            area, f"expired on {day}", "put a new one there; a running node takes it by itself"
-        )
+        return problem(area, f"expired on {day}", "replace it; a running node loads it")
     if end - now < SOON:
-        return warning(
-            area, f"expires on {day}", "renew it; a running node takes the new one by itself"
-        )
+        return warning(area, f"expires on {day}", "renew it; a running node loads the new one")
     return ok(area, f"valid until {day}")
 
 

@@ -66,7 +66,7 @@ async def _port(name: str, address: Address, *, is_silent: bool = False) -> Find
         if any(sign in answer for sign in SIGNS):
             return ok(name, f"{address}: a ratelimitd listens there")
         if is_silent:
-            what = f"{address} is taken, and whoever listens there does not say who it is"
+            what = f"{address} is in use by an unknown program"
             return warning(name, what, "fine if it is this node: see `ratelimitd health`")
         remedy = f"stop what listens there, or choose another {name}"
         return problem(name, f"cannot listen on {address}: {reason}", remedy)
@@ -75,7 +75,7 @@ async def _port(name: str, address: Address, *, is_silent: bool = False) -> Find
 
 
 async def _answer(address: Address) -> bytes:
-    """The beginning of what is answered there, empty where nobody does."""
+    """The first bytes of the answer there; empty without one."""
     try:
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await asyncio.open_connection(address.host, address.port)

@@ -98,7 +98,7 @@ class ClusterShards:
         self._links: dict[Server, Link] = {}
         self._map: Map = (None,) * TAGS
         # A link that never connects: what is asked of tags that no server has fails there.
-        self._nowhere = Link(self._nobody, self.options)
+        self._nowhere = Link(self._no_server, self.options)
         self._of_tag: tuple[Link, ...] = (self._nowhere,) * TAGS
         self._wanted = asyncio.Event()
         self._read_once = asyncio.Event()
@@ -141,11 +141,11 @@ class ClusterShards:
         """Where the server of the tag is."""
         server = self._map[tag]
         if server is None:
-            return await self._nobody()
+            return await self._no_server()
         return server
 
     @staticmethod
-    async def _nobody() -> Server:
+    async def _no_server() -> Server:
         message = "no server of the Cluster has the slot"
         raise StoreUnavailableError(message)
 
@@ -238,7 +238,7 @@ class ClusterShards:
             self._wanted.set()
 
     def _retire(self, server: Server, link: Link) -> None:
-        if not link.connected:  # that was reported, and nobody would hear of its end
+        if not link.connected:  # its failure was reported
             self.options.report(f"shared state at {server}: has no part of the keys any more")
 
         async def close_later() -> None:

@@ -134,7 +134,7 @@ _STATES: Final = MappingProxyType(
 
 # A Lua script that runs in the store: its text, and the digest by which the server knows it.
 #
-# The text is constant, so that servers keep one copy for ever and a node never sends it twice to one of them.
+# The text is constant, so that a server keeps one copy and a node sends it once.
 
 LIBRARY: Final = (
     "bucket.lua",

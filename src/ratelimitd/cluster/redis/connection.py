@@ -4,7 +4,7 @@ All requests of one turn of the event loop leave in one write. Never connects, l
 anything a second time: :mod:`ratelimitd.cluster.redis.link` does.
 
 How time is kept: one timer for all requests. A request that is not answered in time is told so at once and keeps its
-place, so that its late reply finds nobody and harms nobody. A connection whose oldest request has waited for
+place, so that its late reply is dropped. A connection whose oldest request has waited for
 ``SILENCE_S`` is presumed dead. When the timer itself comes late, it was this process that slept, and the replies may
 lie in the socket: they are looked at again after it had its turn, and again as long as replies come, a few times.
 """
@@ -34,7 +34,7 @@ from ratelimitd.errors import (
 from ratelimitd.model import US_PER_S
 from ratelimitd.settings.urls import Login
 
-# One command on its way to the store, and whoever waits for its reply.
+# One command on its way to the store, and the callback for its reply.
 
 Done = Callable[[Any], None]
 """Takes the reply (bytes, int, list or None), or an instance of an error of :mod:`ratelimitd.errors`."""
@@ -72,7 +72,7 @@ class Request:
 
 
 def tell(done: Done, reply: object) -> None:
-    """Call ``done``. A defect of whoever asked must not cost others their replies."""
+    """Call ``done``. A defect in a callback must not cost others their replies."""
     try:
         done(reply)
     except Exception as error:  # noqa: BLE001 -- see above
@@ -123,7 +123,7 @@ def code_of(text: str) -> str:
 
 
 def error_of(text: str) -> RateLimitdError:
-    """The error for whoever sent the command."""
+    """Return the error for the sender of the command."""
     code = code_of(text)
     if code == TRYAGAIN:
         return StoreMovingError(f"the shared state answered {code}")
@@ -152,7 +152,7 @@ def login_error_of(text: str) -> StoreUnavailableError:
 
 MAX_REQUESTS: Final = 8_192
 """Requests in flight, each by its weight: 24 batches of 1,000 checks decided there (CONSISTENCY=strict) pass at once. A
-server answers as many in 50 to 200 ms, so that a longer queue would only hold what nobody waits for any more."""
+server answers as many in 50 to 200 ms, so that a longer queue would only hold requests that timed out."""
 
 MAX_BYTES: Final = 16 * 1024 * 1024
 """Octets of requests in flight: what a hanging server may cost this process in memory, whatever a request carries."""
@@ -163,7 +163,7 @@ server, and what it cost on a busy machine. Else the last of 1,000 that were sen
 is slow, and the breaker with them."""
 
 SILENCE_S: Final = 1.0
-"""A server that has not answered for so long is either gone, with nobody left to say so, or of no use. Many times the
+"""A server that has not answered for so long is gone without a FIN, or of no use. Many times the
 longest timeout that makes sense, so that slow is not mistaken for dead."""
 
 SILENT_TIMEOUTS: Final = 1.5
@@ -302,7 +302,7 @@ class Connection(asyncio.Protocol):
                     request.tell(reply)
 
     def unasked(self, reply: object) -> bool:
-        """Nobody waits for ``reply``; whether to go on. The server says why it hangs up, or we have lost count."""
+        """Handle a reply without a request: an error before a close, or a lost count. Return whether to go on."""
         if isinstance(reply, ReplyError):
             self.drop(error_of(str(reply)))
         else:
@@ -389,7 +389,7 @@ class Connection(asyncio.Protocol):
 
 
 def again(error: RateLimitdError) -> RateLimitdError:
-    """A copy: whoever raises an error hangs a traceback on it, and one that many raise would grow without end."""
+    """Return a copy: raising an error adds a traceback, and a shared one would grow without end."""
     return type(error)(*error.args)
 
 
@@ -433,7 +433,7 @@ async def ask(connection: Connection, *command: bytes | int | str) -> Any:
 
 
 def hand_over(request: Request, text: str) -> None:
-    """Give an error reply to whoever awaits :func:`ask`."""
+    """Pass an error reply to the caller of :func:`ask`."""
     request.tell(Refused(text))
 
 

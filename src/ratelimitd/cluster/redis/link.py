@@ -167,7 +167,7 @@ LONG_LIFE_S: Final = 1.0
 """A connection that lived so long is remade at once; one that did not, after a pause."""
 
 Locate = Callable[[], Awaitable[Server]]
-"""Says where the server is now; raises StoreUnavailableError while nobody knows."""
+"""Says where the server is now; raises StoreUnavailableError while that is unknown."""
 
 Redirect = Callable[[Request, Server], None]
 """Takes a request that another server of a Cluster has to answer; it has to see to its ``done``."""
@@ -368,7 +368,7 @@ class Link:
     def _on_lost(self, error: RateLimitdError) -> None:
         if (
             self._connection is not None
-        ):  # else it was not in service, and whoever greeted it hears of it
+        ):  # else it was not in service, and its handshake reports the error
             self._connection = None
             self._down = error
             if self._keeping is not None and not self._keeping.done():
@@ -387,7 +387,7 @@ class Link:
             request.tell(again(self._down))
 
     def _unpark(self) -> Sequence[Request]:
-        """Those who wait; nobody does from now on, until the next connection is being made."""
+        """Take all waiters; new ones wait for the next connection."""
         if self._parked_until is not None:
             self._parked_until.cancel()  # it would be too early for those who wait then
         parked, self._parked = self._parked or (), None

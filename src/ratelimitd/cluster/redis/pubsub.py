@@ -44,7 +44,7 @@ from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUna
 
 # One channel of a server, listened to on a connection of its own that is remade whenever it is lost or silent.
 #
-# What was said while there was no connection is lost, and so may be what was said just before its end: whoever listens
+# What was said while there was no connection is lost, and so may be what was said just before its end: a listener
 # hears of each beginning, and has to find out otherwise.
 
 
@@ -247,7 +247,7 @@ class Numbering:
 
 
 MAX_PAYLOAD_BYTES: Final = 8_192
-"""Messages tell of single buckets. A long log is read from the store by whoever needs it, never sent to everybody."""
+"""Messages tell of single buckets. A long log is read from the store when needed, never published."""
 
 HEARTBEAT_S: Final = 1.0
 SILENCE_S: Final = 3.0
@@ -349,7 +349,7 @@ class Bus:
         await asyncio.gather(*(subscription.close() for subscription in self._subscriptions))
 
     def publish(self, tag: int, payload: bytes) -> None:
-        """Tell all other nodes something about a bucket of the hash tag; nobody promises that they hear it.
+        """Tell all other nodes something about a bucket of the hash tag; delivery is not guaranteed.
 
         Raises:
             ValueError: the payload is empty, or has more than ``MAX_PAYLOAD_BYTES``.

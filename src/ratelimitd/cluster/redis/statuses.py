@@ -1,4 +1,4 @@
-"""What nodes tell of themselves, in Valkey or Redis: one value for each incarnation, which expires by itself.
+"""What nodes tell of themselves, in Valkey or Redis: one expiring value for each incarnation.
 
 All are under one hash tag, so that one server has them in a Cluster, too. They take SET, GETRANGE and EXPIRE.
 """
@@ -28,7 +28,7 @@ class RedisStatuses:
         self._shards = shards
 
     def put(self, incarnation: str, status: bytes, ttl_ms: int) -> None:
-        """Replace the status of an incarnation. That it did not arrive shows by itself: it gets old."""
+        """Replace the status of an incarnation. Fire and forget: a lost write only leaves the status stale."""
         command = (b"SET", status_key(incarnation), status, b"PX", ttl_ms)
         self._shards.of_tag(MEMBERS_TAG).send(command, _ignore)
 
@@ -78,4 +78,4 @@ def status_key(incarnation: str) -> bytes:
 
 
 def _ignore(_reply: object) -> None:
-    """Nobody waits for it."""
+    """Ignore the reply."""

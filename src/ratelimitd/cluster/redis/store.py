@@ -131,7 +131,7 @@ class Combiner(Generic[Answer]):
     ) -> None:
         try:
             keys, arguments = checks_request(checks)
-        except Exception as error:  # noqa: BLE001 - a defect, and nobody must wait for ever for it
+        except Exception as error:  # noqa: BLE001 - a defect; the waiting checks must be answered
             defect = StoreCorruptError(f"checks cannot be sent: {error}")
             self._call_soon(self._tell, dones, [defect] * len(dones))
             return
@@ -149,7 +149,7 @@ class Combiner(Generic[Answer]):
     ) -> None:
         self._under_way -= 1
         if isinstance(reply, StoreMovingError) and len(checks) > 1:
-            # A slot is being moved, and some of its keys are there: each by itself is answered, or redirected.
+            # A slot is being moved, and some of its keys are there: each alone is answered, or redirected.
             for check, done in zip(checks, dones, strict=True):
                 self._send([check], [done])
             self._flush()

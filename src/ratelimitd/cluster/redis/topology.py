@@ -40,7 +40,7 @@ class Shards(Protocol):
         """Whether every hash tag has a server, and every server is connected."""
 
     async def server_of_tag(self, tag: int) -> Server:
-        """Where the server of a hash tag is; raises StoreUnavailableError while nobody knows."""
+        """Where the server of a hash tag is; raises StoreUnavailableError while that is unknown."""
 
     @property
     def is_cluster(self) -> bool:

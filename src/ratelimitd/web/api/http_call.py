@@ -41,7 +41,7 @@ class HttpCall:
         return self.headers.get(key)
 
     def time_remaining_s(self) -> None:
-        """Nobody sends a deadline over HTTP."""
+        """Return ``None``: HTTP requests carry no deadline here."""
 
 
 def http_call(request: HTTPConnection, method: str, authorization: str = "") -> HttpCall:
@@ -52,7 +52,7 @@ def http_call(request: HTTPConnection, method: str, authorization: str = "") -> 
 def peer_of(request: HTTPConnection) -> str:
     """The peer in gRPC's spelling: ``ipv4:127.0.0.1:50000`` or ``ipv6:[::1]:50000``.
 
-    Of an IPv4 peer on a socket that listens for both it is the IPv4 address. ``unknown:`` is nobody on this host.
+    Of an IPv4 peer on a socket that listens for both it is the IPv4 address. ``unknown:`` is never loopback.
     """
     client = request.client
     try:
@@ -92,7 +92,7 @@ class BodyTooLargeError(RpcError):
 
 
 class EncodingUnsupportedError(RpcError):
-    """A body is compressed in a way that nobody here can undo."""
+    """The body has an unsupported Content-Encoding."""
 
 
 async def body_of(request: Request, max_bytes: int) -> bytes:

@@ -85,7 +85,7 @@ CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 
 UNSUPPORTED: Final = 415
 CLIENT_LEFT: Final = 499
-"""What nobody sees: the answer to somebody who is gone."""
+"""Status for the log when the client has disconnected."""
 
 PROTOCOLS: Final[Mapping[str, UnaryProtocol]] = MappingProxyType(
     {

@@ -71,7 +71,7 @@ class AuditTrail:
         return Changes(shown, entries[PAGE_CHANGES - 1].revision if more else 0)
 
     async def stored(self, rule_id: str) -> Rule | None:
-        """The rule as its last change left it; ``None`` when there is none, or nobody can tell."""
+        """The rule as its last change left it; ``None`` if there is none or it is unknown."""
         page = await self.page(rule_id, None)
         if not page.changes or page.changes[0].entry.after is None:
             return None

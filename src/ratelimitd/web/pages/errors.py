@@ -20,7 +20,7 @@ class Cause(enum.StrEnum):
     FORM_TOKEN = "form_token"  # noqa: S105 -- a cause, no secret
     """The form is none that this visitor was given."""
     LOGIN_REQUIRED = "login_required"
-    """Nobody is logged in."""
+    """No session."""
     SESSION_EXPIRED = "session_expired"
     WRONG_TOKEN = "wrong_token"  # noqa: S105 -- as above
     """What was entered is not the admin token."""

@@ -143,7 +143,7 @@ def _rejected(error: RpcError) -> Rejected:
 
 # Calls a handler of the services for a request over HTTP, with what a transport owes it.
 #
-# It is not called once the deadline has passed, so that nothing is charged for an answer that nobody waits for, and it
+# It is not called once the deadline has passed, so that no check is charged after its caller gave up, and it
 # is cancelled when the caller leaves. Never knows what a method means. See ADR 0016.
 
 
@@ -175,7 +175,7 @@ async def handled(
 
     Raises:
         RpcError: the handler's own, or DEADLINE_EXCEEDED.
-        starlette.requests.ClientDisconnect: nobody waits for the answer.
+        starlette.requests.ClientDisconnect: the client has left.
     """
     deadline.remaining_s()
     answer = handler(data, call)

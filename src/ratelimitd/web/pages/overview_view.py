@@ -252,7 +252,7 @@ def _breaker(alive: Sequence[NodeStatus]) -> Tile:
 
 
 def _over_admission(alive: Sequence[NodeStatus]) -> Tile:
-    """Of the node that was furthest over, beyond its promise before all; a node by itself is exact."""
+    """Of the node that was furthest over, beyond its promise before all; an embedded node is exact."""
     worst = max(alive, key=lambda one: (_is_beyond(one), one.excess_ratio, one.excess_bound_ratio))
     if not worst.excess_bound_ratio:
         return Tile("Over-admission", "none", "a single node is exact")

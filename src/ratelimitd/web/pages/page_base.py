@@ -25,7 +25,7 @@ from ratelimitd.web.pages.sessions import Sessions
 
 SESSION_COOKIE: Final = "ratelimitd_session"
 FORM_COOKIE: Final = "ratelimitd_forms"
-"""What forms are bound to where nobody logs in."""
+"""Binds forms to a browser without a session."""
 
 FORM_TOKEN_FIELD: Final = "form_token"  # noqa: S105 -- the name of a field
 
@@ -94,7 +94,7 @@ class Frame:
         return guarded
 
     def call(self, request: Request, method: str) -> HttpCall:
-        """The call of a service's method by whoever sent ``request``."""
+        """The call of a service's method on behalf of the sender of ``request``."""
         return http_call(request, method, visitor_of(request).authorization)
 
     def page(
@@ -132,7 +132,7 @@ class Frame:
         )
 
     def stranger(self, request: Request) -> Visitor:
-        """Whoever is at the door: with forms of their own, and no role."""
+        """A visitor without a session: forms, but no role."""
         known = request.cookies.get(FORM_COOKIE, "")
         new = _NONCE.fullmatch(known) is None
         visitor = Visitor("", self._sessions.nonce() if new else known, new=new)

@@ -101,7 +101,7 @@ _OTHER_BUCKETS: Final = (
     "What was spent under the old endpoint and identifier type does not count under the new ones."
 )
 _AFRESH: Final = (
-    "Everybody starts afresh: window and algorithm belong to a bucket, so whoever had used up the limit has all of it"
+    "All buckets start afresh: window and algorithm belong to a bucket, so a used-up limit is whole"
     " again. The old buckets stay until they expire; taking this change back finds them, with what was spent."
 )
 
@@ -113,7 +113,7 @@ def _edited(was: Rule, will: Rule) -> list[str]:
         more = number(will.limit - was.limit)
         return [f"What was spent stays spent, and everybody has {more} more at once."]
     window = duration(will.window_seconds)
-    waits = f"whoever spent more may wait, and for no longer than one window of {window}"
+    waits = f"callers that spent more may wait, at most one window of {window}"
     return [f"What was spent stays spent, but counts as the new limit at most: {waits}."]
 
 

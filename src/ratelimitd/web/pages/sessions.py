@@ -65,7 +65,7 @@ class Sessions:
         return f"Bearer {self._admin_token}"
 
     def nonce(self) -> str:
-        """A text that nobody can guess."""
+        """Return an unguessable text."""
         return self._random_bytes(NONCE_BYTES).hex()
 
     def opened_with(self, token: str) -> bool:

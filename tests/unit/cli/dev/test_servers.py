@@ -85,7 +85,7 @@ async def test_root_does_not_run_postgresql_where_nobody_else_can(children, shor
     monkeypatch.setattr(servers, "postgresql_programs", lambda: short / "bin" / "x")
     (short / "bin").mkdir()
     short.chmod(stat.S_IRWXU)
-    with pytest.raises(CliError, match=f"nobody else may enter {short}.*--sqlite"):
+    with pytest.raises(CliError, match=f"no other user may enter {short}.*--sqlite"):
         await servers.start_postgresql(children, short)
 
 

@@ -57,14 +57,14 @@ async def test_an_answer_is_told_whole_in_words_and_numbers(visitor, node, clock
     assert "2023-11-15 00:01:00 UTC, in 50 s" in text
     status, text = await check(visitor, cost="2")
     assert "denied user alice" in text
-    assert "The same check passes in 50 s, if nobody else spends." in text
+    assert "The same check passes in 50 s, if nothing else is spent." in text
     assert node.stats.blocked_total == 1
 
 
 async def test_to_only_ask_spends_nothing(visitor):
     for _ in range(2):
         assert "Remaining 0 of 3 The" in (await check(visitor, cost="3", peek="on"))[1]
-    assert "Only asked: nothing was spent." in (await check(visitor, peek="on"))[1]
+    assert "Peek only: nothing was spent." in (await check(visitor, peek="on"))[1]
 
 
 async def test_a_cost_above_the_limit_never_passes(visitor):

@@ -43,7 +43,7 @@ _STATIC_NAME_INDEX: Final = {
 
 
 def encode(fields: Iterable[tuple[str, str]]) -> bytes:
-    """Return the block of ASCII fields: literals that nobody adds to a table, secrets such that nobody ever may."""
+    """Return the block of ASCII fields: literals without indexing; secrets as never indexed."""
     return b"".join([_field(name, value) for name, value in fields])
 
 

@@ -182,7 +182,7 @@ class Connection(Generic[CallT]):
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
 
     def _take_other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """Take a frame of another type; those that nobody knows are ignored."""
+        """Take a frame of another type; unknown types are ignored."""
         if kind == frames.CONTINUATION:
             self._take_continuation(flags, stream_id, payload)
             return

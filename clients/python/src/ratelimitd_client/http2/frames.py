@@ -16,7 +16,7 @@ PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 FRAME_HEADER_BYTES: Final = 9
 MAX_FRAME_BYTES: Final = 16_384
-"""What both sides may send unless told otherwise (section 4.2). We tell nobody otherwise, and send no longer ones."""
+"""What both sides may send unless told otherwise (section 4.2). This client keeps the default."""
 
 STREAM_ID_MASK: Final = 0x7FFF_FFFF
 """Takes the reserved bit off a stream identifier or an increment; it has to be ignored (section 4.1)."""

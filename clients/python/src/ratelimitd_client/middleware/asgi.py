@@ -41,7 +41,7 @@ class RateLimitMiddleware:
 
     Args:
         app: the application.
-        limiter: a client for asyncio, or a fake. Whoever made it closes it.
+        limiter: a client for asyncio, or a fake. The caller closes it.
         options: how requests are counted and answered.
 
     Raises:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Final
 
 UNIX: Final = "unix"
-"""Among the trusted proxies: whoever connects to a Unix socket, which has no address."""
+"""Trusted proxy entry for peers of a Unix socket, which have no address."""
 
 MAX_HOPS: Final = 32
 """Most proxies in a row that are looked at."""

@@ -142,13 +142,13 @@ def _route_of(request: HttpRequest, route: str) -> str:
 
 
 def _id_of(user: Any) -> str | None:
-    """What identifies a user of Django's; ``None`` for nobody, and for one that is not logged in."""
+    """What identifies a user of Django's; ``None`` without a user, or one that is not logged in."""
     key = getattr(user, "pk", None) if getattr(user, "is_authenticated", False) else None
     return None if key is None else str(key)
 
 
 async def _load_user_of(request: HttpRequest) -> str | None:
-    """The id of the user, whoever has found it: most do so when they are asked, and hold up whoever asks."""
+    """Return the user's id; most backends load the user on first access, which blocks."""
     user: Any = getattr(request, "user", None)
     if not isinstance(user, SimpleLazyObject) or not _is_waiting(user):
         return _id_of(user)
@@ -158,7 +158,7 @@ async def _load_user_of(request: HttpRequest) -> str | None:
 
 
 def _is_waiting(user: SimpleLazyObject[Any]) -> bool:
-    """Whether nobody has asked yet who it is."""
+    """Return whether the user was not loaded yet."""
     return vars(user).get("_wrapped") is empty
 
 

@@ -79,7 +79,7 @@ def chosen() -> Chosen:
     found = {name: _imported(name, value) for name, value in given.items()}
     client = {name: found.pop(name) for name in OF_CLIENT & found.keys()}
     limiter = found.pop("limiter", None)
-    # The client has a target of its own accord, but settings that forgot theirs must not ask whoever is there.
+    # Settings without a target must not ask the client's default one.
     if client if limiter is not None else "target" not in client:
         message = f"settings.{NAME} must have either 'limiter', or 'target' with what belongs to it"
         raise ImproperlyConfigured(message)

@@ -1,6 +1,6 @@
 """Middleware for Flask. Your functions are given the ``flask.Request``.
 
-A user is whom the server has authenticated (``REMOTE_USER``); whoever logs users in otherwise says so with the option
+A user is whom the server has authenticated (``REMOTE_USER``); for other logins use the option
 ``identify``.
 """
 

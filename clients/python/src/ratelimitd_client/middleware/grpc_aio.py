@@ -36,7 +36,7 @@ class RateLimitInterceptor(grpc.aio.ServerInterceptor):
     Handlers may be coroutines, asynchronous generators, or functions that block, which gRPC calls in threads.
 
     Args:
-        limiter: a client for asyncio, or a fake. Whoever made it closes it.
+        limiter: a client for asyncio, or a fake. The caller closes it.
         options: how calls are counted and answered. The endpoint is the full name of the method.
 
     Raises:

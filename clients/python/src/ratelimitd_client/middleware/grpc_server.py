@@ -21,7 +21,7 @@ class RateLimitInterceptor(grpc.ServerInterceptor):
     call tells of the limit, unless the handler sets its own.
 
     Args:
-        limiter: a client that blocks, or a fake. Whoever made it closes it.
+        limiter: a client that blocks, or a fake. The caller closes it.
         options: how calls are counted and answered. The endpoint is the full name of the method.
 
     Raises:

@@ -20,7 +20,7 @@ from ratelimitd_client.middleware.questions import Place, Questions
 from ratelimitd_client.protocols import AsyncRateLimiter, RateLimiter
 
 UNCHECKED: Final = "let through unchecked: "
-NOBODY: Final = (
+NO_IDENTITY: Final = (
     f"{UNCHECKED}neither user nor key nor address (see the options anonymous and trusted_proxies)"
 )
 BROKEN_FUNCTION: Final = (
@@ -134,7 +134,7 @@ class Guard(Generic[R]):
     def _identity(self, given: object, arrival: RequestInfo, place: Place) -> Identity | None:
         identity = self._questions.identity(given, arrival, place.identifier_type)
         if identity is None:
-            self._complaints.complain(NOBODY)
+            self._complaints.complain(NO_IDENTITY)
         return identity
 
     def _failed(self, error: Exception) -> None:

@@ -19,7 +19,7 @@ IdentifierType = Literal["user", "ip", "api_key"]
 class Identity:
     """Who a request is counted for.
 
-    One that is empty, or of type ``"ip"`` and no address, names nobody: the request is counted as if there were none.
+    One that is empty, or of type ``"ip"`` and no address, is no identity: the request counts as if there were none.
     It is no error, since it may be what a caller has sent, who must not be let through for it.
 
     Args:

@@ -31,7 +31,7 @@ def require_kind(
         what = "a class" if is_class else type(given).__name__
         message = f"limiter must be {wanted}, or what has its methods, not {what}"
         raise TypeError(message)
-    # For asyncio both kinds will do. Here nobody would wait for it, and each request would pass unchecked.
+    # For asyncio both kinds will do. Here it would not be awaited, and each request would pass unchecked.
     identify = options.identify if isinstance(options, Options) else None
     if not asynchronous and inspect.iscoroutinefunction(identify):
         message = "identify must be a function that is no coroutine, since the framework blocks"

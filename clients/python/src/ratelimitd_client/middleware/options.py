@@ -34,7 +34,7 @@ class Options(Generic[R]):
             framework knows, the API key, the address. In a middleware for asyncio it may be a coroutine function; one
             that blocks refuses that.
         api_key_header: name of a header whose value is an API key. Only where something before has verified it: a
-            key that nobody knows is a new identity each time.
+            unknown key is a new identity each time.
         trusted_proxies: see :class:`ClientAddresses`.
         forwarded_header: the header in which those proxies add the address of their peer.
         ipv6_prefix: see :class:`ClientAddresses`.
