@@ -4,7 +4,7 @@ import os
 
 from ratelimitd_client import RateLimiterClient
 
-TARGET = os.environ.get("RATELIMITCTL_TARGET", "127.0.0.1:9090")
+TARGET = os.environ.get("RATELIMITD_TARGET", "127.0.0.1:9090")
 """Where the node is, as for the command ratelimitd."""
 
 

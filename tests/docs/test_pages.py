@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ratelimitd.cli import client_options, commands
 from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.rules.store import RuleDraft
+from ratelimitd.settings.sources import COMMAND_VARIABLES
 from ratelimitd.settings.table import SETTINGS
 from ratelimitd.workers import pool
 from tests.rule_stores import sqlite_store
@@ -89,14 +89,8 @@ def test_operations_names_no_metric_that_is_not_exported():
 
 
 def test_operations_lists_every_variable_of_the_command_line():
-    source = Path(client_options.__file__).read_text(encoding="utf-8")
-    variables = {
-        client_options.ENV_PREFIX + name for name in re.findall(r'ENV_PREFIX \+ "(\w+)"', source)
-    }
-    assert set(re.findall(r"RATELIMITCTL_\w+", OPERATIONS)) == {
-        *variables,
-        commands.DEBUG_VARIABLE,
-    }
+    section = OPERATIONS.split("\n## Command line\n", 1)[1].split("\n## ", 1)[0]
+    assert set(re.findall(r"RATELIMITD_(\w+)", section)) == set(COMMAND_VARIABLES)
 
 
 async def test_the_query_for_the_audit_trail_reads_it(tmp_path):

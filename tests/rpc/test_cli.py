@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 @pytest.fixture
 def ask(capsys, monkeypatch):
     """Run a command line beside the node: in a thread, since the node needs the loop of this one."""
-    monkeypatch.delenv("RATELIMITCTL_TOKEN", raising=False)
+    monkeypatch.delenv("RATELIMITD_TOKEN", raising=False)
 
     async def run(node, *arguments):
         status = await asyncio.to_thread(

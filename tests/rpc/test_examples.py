@@ -75,7 +75,7 @@ async def test_the_python_example_answers_as_a_web_application_would(node):
 
 
 def test_the_python_example_asks_the_node_that_the_command_asks(monkeypatch):
-    monkeypatch.setenv("RATELIMITCTL_TARGET", "127.0.0.1:9191")
+    monkeypatch.setenv("RATELIMITD_TARGET", "127.0.0.1:9191")
     assert example(EXAMPLES / "first_check" / "first_check.py").TARGET == "127.0.0.1:9191"
 
 

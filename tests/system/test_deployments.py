@@ -65,7 +65,7 @@ def test_what_the_image_holds_serves_and_is_found_healthy(built, tmp_path):
         assert [node.check("/a").allowed for _ in range(2)] == [True, False]
         checked = subprocess.run(
             [built / name, *arguments],
-            env={**os.environ, "RATELIMITCTL_TARGET": node.grpc_address},
+            env={**os.environ, "RATELIMITD_TARGET": node.grpc_address},
             capture_output=True,
             text=True,
             check=False,

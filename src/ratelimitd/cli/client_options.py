@@ -23,6 +23,7 @@ from ratelimitd.cli.output import Output, printable
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.node.admin_token import find_admin_token
 from ratelimitd.settings.parsing import address
+from ratelimitd.settings.sources import ENV_PREFIX
 
 if TYPE_CHECKING:
     import grpc  # `serve` goes without it, see target.py
@@ -150,9 +151,6 @@ PEM_START: Final = b"-----BEGIN "
 
 SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 """How Python represents bytes of the command line that are no UTF-8 (PEP 383)."""
-
-ENV_PREFIX: Final = "RATELIMITCTL_"
-"""Not the node's own prefix: ``serve`` refuses every name with that one that is no setting."""
 
 
 @dataclass(frozen=True, slots=True)

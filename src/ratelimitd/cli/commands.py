@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Final
 
@@ -27,9 +27,13 @@ from ratelimitd.cli.options import help_of, takes_settings
 from ratelimitd.cli.serve import serve
 from ratelimitd.cli.top import top
 from ratelimitd.errors import RateLimitdError
+from ratelimitd.settings.sources import COMMAND_VARIABLES, ENV_PREFIX
 
-DEBUG_VARIABLE: Final = "RATELIMITCTL_DEBUG"
+DEBUG_VARIABLE: Final = ENV_PREFIX + "DEBUG"
 """When it is set, an unexpected error prints its traceback."""
+
+FORMER_PREFIX: Final = "RATELIMITCTL_"
+"""Accepted until the release after 0.1, with a warning."""
 
 app = typer.Typer(
     help="A standalone gRPC rate limiter.",
@@ -55,6 +59,7 @@ def run(arguments: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "→" is no reason to fail
+    _accept_former_names(os.environ)
     try:
         status = _run(arguments)
         sys.stdout.flush()
@@ -73,6 +78,16 @@ def run(arguments: Sequence[str] | None) -> int:
         bug = f"this is a bug ({type(error).__name__}); {DEBUG_VARIABLE}=1 shows where"
         status = _fail(bug, EXIT_ERROR)
     return status
+
+
+def _accept_former_names(environ: MutableMapping[str, str]) -> None:
+    """Copy variables under their former prefix to the present one, which wins, and warn."""
+    former = [name for name in COMMAND_VARIABLES if FORMER_PREFIX + name in environ]
+    for name in former:
+        environ.setdefault(ENV_PREFIX + name, environ[FORMER_PREFIX + name])
+    if former:
+        names = ", ".join(FORMER_PREFIX + name for name in former)
+        print(f"Warning: {names}: the prefix is {ENV_PREFIX} now", file=sys.stderr)
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -12,6 +12,9 @@ from ratelimitd.errors import SettingsError
 
 ENV_PREFIX: Final = "RATELIMITD_"
 
+COMMAND_VARIABLES: Final = ("TARGET", "TOKEN", "TOKEN_FILE", "CA", "CERT", "KEY", "DEBUG")
+"""Variables with the same prefix that the command line reads when it asks a node; a node ignores them."""
+
 MAX_SECRET_FILE_BYTES: Final = 65_536
 """More than any secret needs; bounds a path to an endless file."""
 
@@ -77,7 +80,9 @@ def unknown_names(
         for name in sorted(
             key.removeprefix(ENV_PREFIX) for key in environ if key.startswith(ENV_PREFIX)
         )
-        if name not in known and not KUBERNETES_SERVICE.fullmatch(name)
+        if name not in known
+        and name not in COMMAND_VARIABLES
+        and not KUBERNETES_SERVICE.fullmatch(name)
     ]
     unknown += [(name, flag_of) for name in sorted(flags) if name not in known]
     return [_unknown_name(name, spell, known) for name, spell in unknown]

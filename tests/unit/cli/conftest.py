@@ -18,7 +18,7 @@ class Ended(NamedTuple):
 def clean_environment(monkeypatch):
     """What this machine happens to be set to decides no test."""
     for name in ("TARGET", "TOKEN", "TOKEN_FILE", "CA", "CERT", "KEY"):
-        monkeypatch.delenv(f"RATELIMITCTL_{name}", raising=False)
+        monkeypatch.delenv(f"RATELIMITD_{name}", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
@@ -44,5 +44,5 @@ def node():
 @pytest.fixture
 def ask(run, node, monkeypatch):
     """Run a command line that asks the node of canned answers."""
-    monkeypatch.setenv("RATELIMITCTL_TARGET", node.address)
+    monkeypatch.setenv("RATELIMITD_TARGET", node.address)
     return run

@@ -11,6 +11,8 @@ from ratelimitd import __version__
 from ratelimitd.cli import commands, main
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.errors import StartupError
+from ratelimitd.settings.sources import COMMAND_VARIABLES
+from ratelimitd.settings.table import Settings
 
 COMMANDS = [
     "serve",
@@ -130,9 +132,9 @@ def test_an_error_that_nobody_foresaw_is_one_line_unless_somebody_is_looking_for
     ended = run()
     assert ended.status == 1
     assert ended.err == (
-        "Error: this is a bug (ZeroDivisionError); RATELIMITCTL_DEBUG=1 shows where\n"
+        "Error: this is a bug (ZeroDivisionError); RATELIMITD_DEBUG=1 shows where\n"
     )
-    monkeypatch.setenv("RATELIMITCTL_DEBUG", "1")
+    monkeypatch.setenv("RATELIMITD_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         run()
 
@@ -157,3 +159,25 @@ def test_shell_completion_offers_the_commands_and_the_choices(run, monkeypatch):
     monkeypatch.setenv("COMP_WORDS", "ratelimitd rules create /x user --algorithm ")
     monkeypatch.setenv("COMP_CWORD", "6")
     assert run().out.split() == ["token_bucket", "sliding_window", "fixed_window"]
+
+
+def test_the_former_prefix_of_variables_is_taken_with_a_warning_and_the_present_one_wins(
+    ask, node, monkeypatch
+):
+    monkeypatch.setenv("RATELIMITCTL_TARGET", "127.0.0.1:1")
+    monkeypatch.setenv("RATELIMITCTL_TOKEN", "s3cret")
+    monkeypatch.setenv("RATELIMITD_TOKEN", "present")
+    ended = ask("rules", "list")
+    assert ended.status == 0
+    assert ended.err == (
+        "Warning: RATELIMITCTL_TARGET, RATELIMITCTL_TOKEN: the prefix is RATELIMITD_ now\n"
+    )
+    monkeypatch.delenv("RATELIMITD_TARGET")
+    monkeypatch.setenv("RATELIMITCTL_TARGET", node.address)
+    assert ask("rules", "list").status == 0
+    monkeypatch.delenv("RATELIMITD_TARGET")
+
+
+def test_a_node_ignores_the_variables_of_the_command_line():
+    environ = {f"RATELIMITD_{name}": "x" for name in COMMAND_VARIABLES}
+    assert Settings.load(environ, {}).listen == Settings.load({}, {}).listen

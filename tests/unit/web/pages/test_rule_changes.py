@@ -71,7 +71,7 @@ def test_a_lower_limit_caps_what_was_spent():
     ids=["window", "algorithm"],
 )
 def test_another_window_or_algorithm_starts_afresh(after):
-    assert "Everybody starts afresh" in said(ORDERS, after)
+    assert "All buckets start afresh" in said(ORDERS, after)
 
 
 def test_what_is_disabled_or_deleted_leaves_its_checks_to_the_next_rule():
