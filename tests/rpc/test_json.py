@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from connectrpc.client import ConnectClient
@@ -19,8 +20,11 @@ from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import validate
 from prometheus_client.openmetrics import parser as openmetrics
 
+from ratelimitd.services.envoy.service import METHOD as ENVOY_METHOD
 from ratelimitd.testing import ManualClock, running_node
+from ratelimitd_wire.ratelimit_headers import REVISIONS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.envoy_messages import Response, request_of
 from tests.rpc.over_http import MESSAGE, Protocol, called, framed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +68,31 @@ async def test_a_denial_can_be_forwarded(limited):
     assert left == [f"{policy};r={tokens};t=60" for tokens in (1, 0, 0)]
     assert [answer.headers.get("retry-after") for answer in answers] == [None, None, "60"]
     assert answers[2].json()["reason"] == "LIMIT_EXCEEDED"
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+async def test_the_node_and_envoy_send_the_revision_that_is_set(revision):
+    endpoint = "edge/path=/a"
+    rule = {**RULE, "endpoint": endpoint, "identifier_type": "ip"}
+    request = request_of("edge", [("remote_address", "192.0.2.1"), ("path", "/a")])
+    peek = {"identifier": "192.0.2.1", "identifier_type": "ip", "endpoint": endpoint, "peek": True}
+    async with (
+        running_node(clock=ManualClock(), ratelimit_headers=revision) as node,
+        httpx.AsyncClient(base_url=f"http://{node.http_address}") as client,
+        grpc.aio.insecure_channel(node.grpc_address) as channel,
+    ):
+        assert (await client.post(CREATE, json={"rate_limit": rule})).status_code == 200
+        answer = await channel.unary_unary(ENVOY_METHOD)(request.SerializeToString())
+        of_node = (await client.post("/v1/check", json=peek)).headers
+    of_envoy = {
+        field.key: field.value
+        for field in Response.FromString(answer).response_headers_to_add
+        if field.key.startswith("RateLimit")
+    }
+    newest = f'"{RULE["id"]}";q=2;w=60'
+    assert of_envoy["RateLimit-Policy"] == (newest if revision == "draft-11" else "2;w=60")
+    assert {name: of_node.get(name) for name in of_envoy} == of_envoy
+    assert ("RateLimit-Remaining" in of_envoy) == (revision == "draft-6")
 
 
 async def test_the_method_itself_answers_200_also_when_it_denies(limited):

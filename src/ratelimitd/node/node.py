@@ -284,6 +284,7 @@ class Node:
                 audit=store,
                 now_s=self._now_s,
                 refused=self.stats.web_refusal,
+                ratelimit_headers=self._settings.ratelimit_headers,
             )
         )
         # Open pages are told that the node ends, and do not keep it.
@@ -371,7 +372,11 @@ class Node:
                 limiter,
                 self.stats,
                 time.perf_counter,
-                EnvoyOptions.of(settings.envoy_identifiers, settings.envoy_fields),
+                EnvoyOptions.of(
+                    settings.envoy_identifiers,
+                    settings.envoy_fields,
+                    settings.ratelimit_headers,
+                ),
             ).methods(),
             ConfigService(store, self._clustering or feed, access.actor).methods(),
             HealthService(

@@ -37,6 +37,7 @@ from ratelimitd.settings.parsing import (
     token,
     whole_number,
 )
+from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, REVISIONS
 
 STATE_DIR_SOURCE: Final = "state directory"
 """Source of an admin token made by the parent of several workers."""
@@ -160,6 +161,8 @@ class Settings:
         identifier_keys, "Envoy descriptor keys that hold the identifier, with its type: KEY=TYPE, comma-separated")]
     envoy_fields: Annotated[str, SettingSpec("all", one_of("all", "standard", "none"),
         "header fields for Envoy to add; standard: no X-RateLimit-*")]
+    ratelimit_headers: Annotated[str, SettingSpec(NEWEST_REVISION, one_of(*REVISIONS),
+        "revision of the IETF draft that RateLimit fields follow, for /v1/check and Envoy")]
     # fmt: on
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -29,7 +29,7 @@ from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.api.http_call import Requirement
-from ratelimitd.web.api.json_api import JsonApi, Translation
+from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
 from ratelimitd.web.live_stream import LiveStatus
 from ratelimitd.web.pages.audit import AuditReader, AuditTrail, audit_routes
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
@@ -213,6 +213,8 @@ class Parts:
     """Unix time that never steps back."""
     refused: Count
     """Counts one request that was refused."""
+    ratelimit_headers: str
+    """Revision of the ``RateLimit`` fields."""
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -228,7 +230,12 @@ def application(parts: Parts) -> ASGIApp:
     )
     services = ServiceCalls(parts.methods, frame)
     trail = AuditTrail(parts.audit)
-    api = JsonApi(parts.methods, admit=parts.admit, translate=parts.translate, now_s=parts.now_s)
+    api = JsonApi(
+        parts.methods,
+        admit=parts.admit,
+        translate=parts.translate,
+        http_check=HttpCheck(parts.now_s, parts.ratelimit_headers),
+    )
     overview = OverviewPage(
         frame,
         parts.live,

@@ -74,6 +74,15 @@ def test_an_allowed_request_is_told_of_the_limit_as_well():
     assert answers.headers(UNLIMITED) == {}
 
 
+def test_headers_follow_the_revision_of_the_options():
+    assert Answers(Options(headers_revision="draft-7")).headers(ALLOWED) == {
+        "RateLimit-Policy": "5;w=60",
+        "RateLimit": "limit=5, remaining=4, reset=60",
+    }
+    with pytest.raises(ValueError, match="is one of draft-11, draft-7, draft-6"):
+        Options(headers_revision="draft-12")
+
+
 def test_without_the_headers_of_the_limit_a_denial_still_says_when_to_come_back():
     answers = Answers(Options(headers=False))
     assert answers.headers(ALLOWED) == {}

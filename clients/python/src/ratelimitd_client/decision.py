@@ -10,7 +10,7 @@ import math
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from ratelimitd_wire.ratelimit_headers import ratelimit_headers
+from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, REVISIONS, ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
@@ -80,17 +80,27 @@ class Decision(NamedTuple):
         least_s = 0 if self.allowed else self.retry_after_seconds
         return max(least_s, min(ahead_s, self.window_seconds))
 
-    def headers(self, *, x_ratelimit: bool = False, policy: str = "default") -> dict[str, str]:
-        """The HTTP headers that tell the caller's own client of this decision.
+    def headers(
+        self,
+        *,
+        x_ratelimit: bool = False,
+        policy: str = "default",
+        revision: str = NEWEST_REVISION,
+    ) -> dict[str, str]:
+        """Return the HTTP headers that tell the caller's own client of this decision.
 
-        ``Retry-After`` on denials alone; ``RateLimit`` and ``RateLimit-Policy`` of the IETF's draft
-        (draft-ietf-httpapi-ratelimit-headers-11) wherever a rule decided, under the name ``policy``; with
-        ``x_ratelimit`` also ``X-RateLimit-Limit``, ``-Remaining`` and ``-Reset``, the last in Unix seconds.
+        ``Retry-After`` on denials only; ``RateLimit`` and ``RateLimit-Policy`` of draft-ietf-httpapi-ratelimit-headers
+        if a rule decided, under the name ``policy``, in the form of ``revision`` (``draft-11``, ``draft-7`` or
+        ``draft-6``); with ``x_ratelimit`` also ``X-RateLimit-Limit``, ``-Remaining`` and ``-Reset``, the last in
+        Unix seconds.
 
         Raises:
-            ValueError: ``policy`` is not printable ASCII without quotes and backslashes.
+            ValueError: ``policy`` is not printable ASCII without quotes and backslashes; ``revision`` is unknown.
         """
         _demand_name(policy)
+        if revision not in REVISIONS:
+            message = f"the revision of the RateLimit headers is one of {', '.join(REVISIONS)}"
+            raise ValueError(message)
         headers: dict[str, str] = {}
         if not self.allowed and self.retry_after_seconds > 0:
             headers["Retry-After"] = str(self.retry_after_seconds)
@@ -103,6 +113,7 @@ class Decision(NamedTuple):
                 allowed=self.allowed,
                 reset_s=self.reset_after_seconds,
                 retry_after_s=self.retry_after_seconds,
+                revision=revision,
             )
             if x_ratelimit:
                 headers["X-RateLimit-Limit"] = str(self.limit)

@@ -1,9 +1,15 @@
-"""The HTTP fields RateLimit-Policy and RateLimit of draft-ietf-httpapi-ratelimit-headers-11. Pure. See ADR 0030.
+"""HTTP fields of draft-ietf-httpapi-ratelimit-headers, in three of its revisions. Pure. See ADR 0030.
 
 The partition key (``pk``) is never sent: an identifier may be a secret. The unit (``qu``) is its default, requests.
 """
 
 from __future__ import annotations
+
+from typing import Final
+
+NEWEST_REVISION: Final = "draft-11"
+REVISIONS: Final = (NEWEST_REVISION, "draft-7", "draft-6")
+"""Revisions 8 to 11 share one form; revision 7 has one field without a name, revision 6 has three fields."""
 
 
 def ratelimit_headers(
@@ -15,14 +21,28 @@ def ratelimit_headers(
     allowed: bool,
     reset_s: int,
     retry_after_s: int,
+    revision: str = NEWEST_REVISION,
 ) -> dict[str, str]:
-    """Return both fields for one decision. ``policy`` is printable ASCII without quotes and backslashes.
+    """Return the fields for one decision. ``policy`` is printable ASCII without quotes and backslashes.
 
     ``reset_s``: seconds until the whole limit is free again. The effective window ``t`` of a denial ends with
     ``Retry-After``, when the same check would pass; that of an allowed check when the whole limit is free again.
+    Older revisions call it ``reset``. ``revision`` is one of ``REVISIONS``.
     """
-    name = f'"{policy}"'
+    ends_s = reset_s if allowed else retry_after_s
+    if revision == "draft-6":
+        return {
+            "RateLimit-Policy": f"{limit};w={window_s}",
+            "RateLimit-Limit": str(limit),
+            "RateLimit-Remaining": str(remaining),
+            "RateLimit-Reset": str(ends_s),
+        }
+    if revision == "draft-7":
+        return {
+            "RateLimit-Policy": f"{limit};w={window_s}",
+            "RateLimit": f"limit={limit}, remaining={remaining}, reset={ends_s}",
+        }
     return {
-        "RateLimit-Policy": f"{name};q={limit};w={window_s}",
-        "RateLimit": f"{name};r={remaining};t={reset_s if allowed else retry_after_s}",
+        "RateLimit-Policy": f'"{policy}";q={limit};w={window_s}',
+        "RateLimit": f'"{policy}";r={remaining};t={ends_s}',
     }

@@ -24,7 +24,7 @@ from ratelimitd.services.envoy.messages import (
     WireRequest,
     parse_request,
 )
-from ratelimitd_wire.ratelimit_headers import ratelimit_headers
+from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, ratelimit_headers
 
 # What Envoy is answered: decisions on its descriptors, and the header fields that it adds to its response. Pure.
 
@@ -42,9 +42,12 @@ _UNITS: Final = {
 """Windows that Envoy has a name for. It counts a month as no fixed number of seconds, so no window is one."""
 
 
-def answer_of(decisions: Sequence[Decision], now_us: int, fields: str) -> bytes:
-    """The answer to a request whose descriptors were decided so; ``fields`` says which header fields go with it.
+def answer_of(
+    decisions: Sequence[Decision], now_us: int, fields: str, revision: str = NEWEST_REVISION
+) -> bytes:
+    """Return the answer to a request whose descriptors were decided so.
 
+    ``fields`` says which header fields go with it, ``revision`` in which form ``RateLimit`` is.
     Statuses are in the order of the descriptors, and one that is denied denies the request.
     """
     response = Response()
@@ -52,7 +55,7 @@ def answer_of(decisions: Sequence[Decision], now_us: int, fields: str) -> bytes:
     response.overall_code = Response.OVER_LIMIT if denied else Response.OK
     for decision in decisions:
         _write_status(response.statuses.add(), decision, now_us)
-    for name, value in _fields(_deciding(decisions), now_us, fields).items():
+    for name, value in _fields(_deciding(decisions), now_us, fields, revision).items():
         response.response_headers_to_add.add(key=name.encode(), value=value.encode())
     answer: bytes = response.SerializeToString()
     return answer
@@ -82,7 +85,7 @@ def _deciding(decisions: Sequence[Decision]) -> Decision:
     )
 
 
-def _fields(decision: Decision, now_us: int, fields: str) -> dict[str, str]:
+def _fields(decision: Decision, now_us: int, fields: str, revision: str) -> dict[str, str]:
     found: dict[str, str] = {}
     if fields == NO_FIELDS:
         return found
@@ -100,6 +103,7 @@ def _fields(decision: Decision, now_us: int, fields: str) -> dict[str, str]:
         allowed=decision.allowed,
         reset_s=reset_s,
         retry_after_s=decision.retry_after,
+        revision=revision,
     )
     if fields == ALL_FIELDS:
         found["X-RateLimit-Limit"] = str(rule.limit)
@@ -241,12 +245,17 @@ class EnvoyOptions:
 
     identifiers: Identifiers
     fields: str
+    ratelimit_headers: str
+    """Revision of the ``RateLimit`` fields."""
 
     @classmethod
-    def of(cls, identifiers: Iterable[str], fields: str) -> Self:
-        """The options for settings that are valid: ``KEY=TYPE``, and one of the names in ``answers``."""
+    def of(
+        cls, identifiers: Iterable[str], fields: str, ratelimit_headers: str = NEWEST_REVISION
+    ) -> Self:
+        """Return the options for valid settings: ``identifiers`` are ``KEY=TYPE``."""
         pairs = (pair.rpartition("=") for pair in identifiers)
-        return cls({key.encode(): IdentifierType(kind) for key, _, kind in pairs}, fields)
+        types = {key.encode(): IdentifierType(kind) for key, _, kind in pairs}
+        return cls(types, fields, ratelimit_headers)
 
 
 class EnvoyService:
@@ -332,7 +341,9 @@ class EnvoyService:
         # None of them is an error: only a caller's timestamp makes one, and Envoy sends none.
         by_bucket = dict(zip(checks, cast("Sequence[Decision]", verdicts), strict=True))
         decisions = [by_bucket[_bucket(check)] for check in asked]
-        answer = answer_of(decisions, self._limiter.now_us(), self._options.fields)
+        options = self._options
+        now_us = self._limiter.now_us()
+        answer = answer_of(decisions, now_us, options.fields, options.ratelimit_headers)
         self._stats.observe_latency(self._perf_counter_s() - started_s, len(checks))
         return answer
 

@@ -42,23 +42,26 @@ DENIED = 429
 
 
 class HttpCheck(ConnectJson):
-    """Asks as Connect does. ``now_s`` is Unix time, the node's."""
+    """Asks as Connect does. ``now_s`` is Unix time, the node's; ``revision`` that of the ``RateLimit`` fields."""
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
+    def __init__(self, now_s: Callable[[], float], revision: str) -> None:
         self._now_s = now_s
+        self._revision = revision
 
     async def answer(self, message: bytes, types: Types) -> Response:
         """200 or 429, by the decision in the body; also what was let through unchecked is 200."""
         response = await super().answer(message, types)
         decision = ratelimiter_pb2.RateLimitResponse.FromString(message)
-        response.headers.update(limit_fields(decision, self._now_s()))
+        response.headers.update(limit_fields(decision, self._now_s(), self._revision))
         if not decision.allowed:
             response.status_code = DENIED
         return response
 
 
-def limit_fields(decision: ratelimiter_pb2.RateLimitResponse, now_s: float) -> dict[str, str]:
-    """The fields for a decision: of the rule, if one decided, and when to try again, if it was denied."""
+def limit_fields(
+    decision: ratelimiter_pb2.RateLimitResponse, now_s: float, revision: str
+) -> dict[str, str]:
+    """Return the fields for a decision: those of the rule, if one decided, and ``Retry-After`` of a denial."""
     fields = {}
     retry_after_s = decision.retry_after_seconds
     if not decision.allowed:
@@ -74,6 +77,7 @@ def limit_fields(decision: ratelimiter_pb2.RateLimitResponse, now_s: float) -> d
             allowed=decision.allowed,
             reset_s=reset_s,
             retry_after_s=retry_after_s,
+            revision=revision,
         )
     return fields
 
@@ -115,7 +119,7 @@ class _Method:
 
 
 class JsonApi:
-    """The routes for a node's ``methods``. ``now_s`` is Unix time."""
+    """The routes for a node's ``methods``."""
 
     def __init__(
         self,
@@ -123,12 +127,12 @@ class JsonApi:
         *,
         admit: Admission,
         translate: Translation,
-        now_s: Callable[[], float],
+        http_check: HttpCheck,
     ) -> None:
         self._methods = {method.path: method for method in _methods_of(methods)}
         self._admit = admit
         self._translate = translate
-        self._check_protocols = {JSON: HttpCheck(now_s)}
+        self._check_protocols = {JSON: http_check}
 
     def routes(self) -> list[BaseRoute]:
         """All of them."""

@@ -4,6 +4,7 @@ import pytest
 
 from ratelimitd.web.api.connect import Types
 from ratelimitd.web.api.json_api import HttpCheck, limit_fields
+from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 NOW_S = 1_700_006_400.25
@@ -22,11 +23,15 @@ def denial(**fields):
 
 async def answer(message):
     types = Types(pb.RateLimitRequest, pb.RateLimitResponse)
-    return await HttpCheck(lambda: NOW_S).answer(message.SerializeToString(), types)
+    return await HttpCheck(lambda: NOW_S, NEWEST_REVISION).answer(
+        message.SerializeToString(), types
+    )
 
 
 def test_what_is_left_lasts_until_the_whole_limit_is_free():
-    fields = limit_fields(decision(remaining_tokens=4, reset_time=1_700_006_430), NOW_S)
+    fields = limit_fields(
+        decision(remaining_tokens=4, reset_time=1_700_006_430), NOW_S, NEWEST_REVISION
+    )
     assert fields == {
         "RateLimit-Policy": f'"{RULE_ID}";q=10;w=60',
         "RateLimit": f'"{RULE_ID}";r=4;t=30',
@@ -34,19 +39,23 @@ def test_what_is_left_lasts_until_the_whole_limit_is_free():
 
 
 def test_an_allowed_check_is_not_told_to_wait_even_when_it_was_the_last():
-    fields = limit_fields(decision(retry_after_seconds=6, reset_time=1_700_006_460), NOW_S)
+    fields = limit_fields(
+        decision(retry_after_seconds=6, reset_time=1_700_006_460), NOW_S, NEWEST_REVISION
+    )
     assert "Retry-After" not in fields
 
 
 def test_a_denial_says_when_it_would_pass_and_no_window_ends_later():
-    fields = limit_fields(denial(remaining_tokens=2, reset_time=1_700_006_460), NOW_S)
+    fields = limit_fields(
+        denial(remaining_tokens=2, reset_time=1_700_006_460), NOW_S, NEWEST_REVISION
+    )
     assert fields["Retry-After"] == "7"
     assert fields["RateLimit"] == f'"{RULE_ID}";r=2;t=7'
 
 
 @pytest.mark.parametrize(("reset_time", "window_s"), [(1, 0), (2_000_000_000, 60)])
 def test_a_check_judged_at_another_time_promises_nothing_absurd(reset_time, window_s):
-    fields = limit_fields(decision(reset_time=reset_time), NOW_S)
+    fields = limit_fields(decision(reset_time=reset_time), NOW_S, NEWEST_REVISION)
     assert fields["RateLimit"].endswith(f";t={window_s}")
 
 

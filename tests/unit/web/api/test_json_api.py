@@ -9,7 +9,8 @@ from starlette.applications import Starlette
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.web.api.connect import GRPC_WEB_PROTO, JSON, PROTO
-from ratelimitd.web.api.json_api import CHECK_METHOD, JsonApi
+from ratelimitd.web.api.json_api import CHECK_METHOD, HttpCheck, JsonApi
+from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 LIST = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
@@ -35,7 +36,7 @@ class Node:
             Methods(unary=dict.fromkeys(paths, self.handle)),
             admit=self.admit,
             translate=self.edge.translate,
-            now_s=lambda: 0.0,
+            http_check=HttpCheck(lambda: 0.0, NEWEST_REVISION),
         )
         self.app = Starlette(routes=api.routes())
 

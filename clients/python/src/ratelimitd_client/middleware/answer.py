@@ -39,7 +39,11 @@ class Answers:
         """What the answer to the request is to have; empty where no rule decided."""
         options = self._options
         if options.headers:
-            return decision.headers(x_ratelimit=options.x_ratelimit, policy=options.policy)
+            return decision.headers(
+                x_ratelimit=options.x_ratelimit,
+                policy=options.policy,
+                revision=options.headers_revision,
+            )
         retry_after_s = decision.retry_after_seconds
         return {} if decision.allowed or not retry_after_s else {"Retry-After": str(retry_after_s)}
 

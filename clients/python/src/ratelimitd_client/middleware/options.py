@@ -16,6 +16,7 @@ from ratelimitd_client.middleware.client_address import ClientAddresses
 from ratelimitd_client.middleware.endpoint import is_valid_endpoint
 from ratelimitd_client.middleware.identity import Identity
 from ratelimitd_client.middleware.limited import VALID_COST, is_valid_cost
+from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION
 
 R = TypeVar("R", contravariant=True)  # noqa: PLC0105 - the request, by its usual letter
 
@@ -48,6 +49,7 @@ class Options(Generic[R]):
         exempt: endpoints, without a method, whose requests are not checked.
         cost: tokens that a request spends, or a function that says so; with 0 it is not checked.
         headers: whether answers tell of the limit (``RateLimit``, ``RateLimit-Policy``), also those allowed.
+        headers_revision: the revision of the draft they follow: ``draft-11``, ``draft-7`` or ``draft-6``.
         x_ratelimit: whether they also have ``X-RateLimit-Limit``, ``-Remaining`` and ``-Reset``.
         policy: the name of the limit in these headers.
         denied_text: what a denied request is answered, or a function of the decision that says so.
@@ -69,6 +71,7 @@ class Options(Generic[R]):
     exempt: Collection[str] = ()
     cost: int | Callable[[R], int] = 1
     headers: bool = True
+    headers_revision: str = NEWEST_REVISION
     x_ratelimit: bool = False
     policy: str = "default"
     denied_text: str | Callable[[Decision], str] | None = None
@@ -79,7 +82,7 @@ class Options(Generic[R]):
                 message = f"{name} must be {what}"
                 raise ValueError(message)
         self.client_addresses()
-        _ANY_DECISION.headers(policy=self.policy)
+        _ANY_DECISION.headers(policy=self.policy, revision=self.headers_revision)
 
     def client_addresses(self) -> ClientAddresses:
         """What finds the address of a caller."""
