@@ -82,8 +82,8 @@ async def test_the_node_and_envoy_send_the_revision_that_is_set(revision):
         grpc.aio.insecure_channel(node.grpc_address) as channel,
     ):
         assert (await client.post(CREATE, json={"rate_limit": rule})).status_code == 200
-        answer = await channel.unary_unary(ENVOY_METHOD)(request.SerializeToString())
         of_node = (await client.post("/v1/check", json=peek)).headers
+        answer = await channel.unary_unary(ENVOY_METHOD)(request.SerializeToString())
     of_envoy = {
         field.key: field.value
         for field in Response.FromString(answer).response_headers_to_add
