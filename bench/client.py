@@ -19,7 +19,7 @@ from bench.arrivals import DUE
 from bench.report import Row, percentile
 from bench.servers import SERVER_CORE, load_core, node
 from ratelimitd_client import AsyncRateLimiterClient, RateLimiterClient
-from ratelimitd_client.channel import CHANNEL_OPTIONS
+from ratelimitd_client.transport.grpc_channel import CHANNEL_OPTIONS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 

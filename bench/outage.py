@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.report import Row, percentile
-from ratelimitd_client.client import DEFAULT_TIMEOUT_S
+from ratelimitd_client.sessions import DEFAULT_TIMEOUT_S
 from tests.client.app_at_load import SERVERS, Answer, Load, running_app
 from tests.client.outages import OUTAGES
 

@@ -1,4 +1,8 @@
-"""Generate the code and the documents of the wire contract (`--write`), or fail when they differ (`--check`)."""
+"""Generate code and documents (`--write`), or fail when the committed ones differ (`--check`).
+
+The sources are the wire contract in proto/, and the asyncio clients: the blocking ones differ from them in keywords and
+names only (``SYNC_NAMES``).
+"""
 
 import argparse
 import difflib
@@ -17,6 +21,25 @@ TARGET = CLIENT / "src"
 DOCUMENT = ROOT / "src" / "ratelimitd" / "web" / "openapi.json"
 THIRD_PARTY = ROOT / "third_party"
 DESCRIPTORS = ROOT / "src" / "ratelimitd" / "services" / "envoy" / "descriptors.binpb"
+
+SYNC_TWINS = {
+    "ratelimitd_client/async_client.py": "ratelimitd_client/client.py",
+    "ratelimitd_client/async_node_client.py": "ratelimitd_client/node_client.py",
+}
+"""The asyncio modules, and the blocking modules that are generated from them."""
+
+SYNC_NAMES = (
+    (r"\basync (?=(def|with|for)\b)", ""),
+    (r"\bawait ", ""),
+    (r"for (\w+) in ([\w.]+):\n +yield \1\n", r"yield from \2\n"),
+    (r"\b__a(enter|exit)__", r"__\1__"),
+    (r"\bAsync([A-Z])", r"\1"),
+    (r"\basync_(?=\w*client\b)", ""),
+    (r"\bgrpc\.aio\.AioRpcError\b", "grpc.RpcError"),
+    (r"\bgrpc\.aio\b", "grpc"),
+)
+"""Regular expressions and what replaces them, applied in this order."""
+
 # pip puts the plugins of mypy-protobuf beside the interpreter.
 SCRIPTS = Path(sys.executable).parent
 
@@ -37,13 +60,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         generate(Path(directory))
         fresh = read_tree(Path(directory))
+    twins = sync_twins()
     if arguments.write:
         for name, text in fresh.items():
+            (TARGET / name).write_text(text)
+        for name, text in twins.items():
             (TARGET / name).write_text(text)
         DOCUMENT.write_text(openapi_document())
         DESCRIPTORS.write_bytes(third_party_descriptors())
         return 0
-    problems = [*differences(fresh), *outdated_bounds("\n".join(fresh.values()))]
+    problems = [
+        *differences(read_tree(TARGET), fresh),
+        *differences({name: read_or_empty(TARGET / name) for name in twins}, twins),
+        *outdated_bounds("\n".join(fresh.values())),
+    ]
     if DOCUMENT.read_text() != openapi_document():
         problems.append("openapi.json differs: run `make proto` and commit the result")
     if DESCRIPTORS.read_bytes() != third_party_descriptors():
@@ -115,9 +145,39 @@ def read_tree(directory: Path) -> dict[str, str]:
     }
 
 
-def differences(fresh: dict[str, str]) -> list[str]:
+def read_or_empty(path: Path) -> str:
+    """Return the text of a file, empty if it does not exist."""
+    return path.read_text() if path.exists() else ""
+
+
+def sync_twins() -> dict[str, str]:
+    """Return the blocking modules by relative name, generated from the asyncio ones."""
+    return {
+        twin: formatted(synchronous((TARGET / source).read_text(), source), TARGET / twin)
+        for source, twin in SYNC_TWINS.items()
+    }
+
+
+def synchronous(text: str, source: str) -> str:
+    """Return the blocking form of an asyncio module, whose first line says that it is a source."""
+    _, _, text = text.partition("\n")
+    for pattern, replacement in SYNC_NAMES:
+        text = re.sub(pattern, replacement, text)
+    return f"# Generated from {Path(source).name} by `make proto` (tools/generated_code.py). Do not edit.\n{text}"
+
+
+def formatted(text: str, path: Path) -> str:
+    """Return Python code with sorted imports, formatted as `make format` would do at `path`."""
+    for arguments in (("check", "--quiet", "--fix", "--select=I"), ("format", "--quiet")):
+        command = [SCRIPTS / "ruff", *arguments, f"--stdin-filename={path}", "-"]
+        text = subprocess.run(
+            command, cwd=ROOT, input=text, capture_output=True, text=True, check=True
+        ).stdout
+    return text
+
+
+def differences(committed: dict[str, str], fresh: dict[str, str]) -> list[str]:
     """Return a diff for every committed file that is not as generated."""
-    committed = read_tree(TARGET)
     lines: list[str] = []
     for name in sorted(fresh.keys() | committed.keys()):
         before, after = committed.get(name, "").splitlines(), fresh.get(name, "").splitlines()

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient, Check, Reason
-from ratelimitd_client.async_client import Transport
+from ratelimitd_client.sessions import Transport
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server
@@ -163,7 +163,7 @@ async def test_a_call_whose_task_is_cancelled_lets_through_and_holds_up_no_close
         [asking] = session._under_way
         asking.cancel()
         await asyncio.wait([asking])
-        assert session.coalescer._under_way == 0
+        assert session.batcher._in_flight == 0
         assert (await check).error == "CancelledError"
         await client.close()
 
@@ -340,10 +340,10 @@ def test_loops_that_run_at_once_keep_their_channels_and_share_what_they_learn(re
         await asyncio.to_thread(both_asked.wait)
         decisions.append(await client.check(f"at-once {transport}", "user", "/five"))
         assert client._opened().channel is channel
-        exchange = client._opened().exchange
+        fail_open = client._opened().fail_open
         await asyncio.to_thread(both_asked.wait)
         await client.close()
-        return decisions, exchange
+        return decisions, fail_open
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(asyncio.run, ask()) for _ in range(2)]
@@ -387,7 +387,7 @@ async def test_in_a_process_forked_from_one_that_used_it_nothing_of_grpc_is_touc
 async def test_an_open_breaker_holds_for_batches_too():
     async with AsyncRateLimiterClient(clock=ManualClock()) as client:
         for _ in range(5):
-            client._opened().exchange.breaker.failed()
+            client._opened().fail_open.breaker.failed()
         [decision] = await client.check_many([Check("alice", "user", "/x")])
         assert decision.reason is Reason.NOT_ASKED
 

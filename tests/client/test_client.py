@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from ratelimitd_client import Check, RateLimiterClient, Reason
-from ratelimitd_client.client import valid_timeout_s
+from ratelimitd_client.sessions import valid_timeout_s
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server
@@ -161,38 +161,38 @@ def test_a_probe_that_fails_keeps_the_breaker_open():
     with RateLimiterClient(f"127.0.0.1:{free_port()}", timeout_s=PATIENT_S, clock=clock) as client:
         for _ in range(5):
             client.check("alice", "user", "/x")
-        exchange = client._session().exchange
+        fail_open = client._opened().fail_open
         clock.advance(1)
         client.check("alice", "user", "/x")
-        until(lambda: exchange.breaker.state == "open", "the probe failed")
+        until(lambda: fail_open.breaker.state == "open", "the probe failed")
 
 
 def test_a_probe_under_way_when_the_client_closes_ends_with_it():
     clock = ManualClock()
     with fake_node() as node:
         client = RateLimiterClient(node.address, timeout_s=PATIENT_S, clock=clock)
-        exchange = client._session().exchange
+        fail_open = client._opened().fail_open
         for _ in range(5):
-            exchange.breaker.failed()
+            fail_open.breaker.failed()
         clock.advance(1)
         node.answering.clear()
         client.check("alice", "user", "/x")
         until(lambda: node.seen, "the probe arrived")
         client.close()
-        until(lambda: exchange.breaker.state == "open", "the probe ended")
+        until(lambda: fail_open.breaker.state == "open", "the probe ended")
 
 
 def test_a_channel_that_another_thread_closes_lets_through_and_raises_nothing():
     clock = ManualClock()
     with fake_node() as node:
         client = RateLimiterClient(node.address, timeout_s=PATIENT_S, clock=clock)
-        session = client._session()
-        session.channel.close()
+        session = client._opened()
+        session.grpc_channel.close()
         for _ in range(5):
             assert client.check("alice", "user", "/x").error == "ValueError"
         clock.advance(1)
         assert client.check("alice", "user", "/probe").reason is Reason.NOT_ASKED
-        assert session.exchange.breaker.state == "open"
+        assert session.fail_open.breaker.state == "open"
         client.close()
         assert node.seen == []
 
@@ -225,7 +225,7 @@ def test_threads_that_begin_at_once_share_one_channel(real_node):
 
         def begin():
             barrier.wait()
-            sessions.append(client._session())
+            sessions.append(client._opened())
 
         threads = [threading.Thread(target=begin) for _ in range(8)]
         for thread in threads:
@@ -238,17 +238,17 @@ def test_threads_that_begin_at_once_share_one_channel(real_node):
 
 def test_of_two_sessions_that_are_opened_at_once_one_is_kept(real_node, monkeypatch):
     with RateLimiterClient(real_node.grpc_address, timeout_s=PATIENT_S) as client:
-        opened, open_ = [], client._open
+        opened, open_ = [], client._open_grpc
 
         def slowly():
             channel = open_()
             if not opened:
                 opened.append(channel)
-                opened.append(client._session())  # another thread was faster
+                opened.append(client._opened())  # another thread was faster
             return channel
 
-        monkeypatch.setattr(client, "_open", slowly)
-        assert client._session() is opened[1]
+        monkeypatch.setattr(client, "_open_grpc", slowly)
+        assert client._opened() is opened[1]
         assert client.check("twice", "user", "/five").allowed
 
 

@@ -180,7 +180,7 @@ class Target:
     @contextmanager
     def channel(self) -> Iterator[grpc.Channel]:
         """The same for services that are not ours: a bare channel, which sends no token."""
-        from ratelimitd_client.channel import open_channel  # noqa: PLC0415
+        from ratelimitd_client import open_channel  # noqa: PLC0415
 
         with open_channel(self.address, tls=self.tls) as channel, self.explained():
             yield channel

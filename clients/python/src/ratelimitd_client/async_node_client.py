@@ -1,56 +1,71 @@
-"""Rules, health and metrics for asyncio: the calls of :mod:`ratelimitd_client.node_client` that are no checks.
+# Source of node_client.py: run `make proto` after a change.
+"""The calls of a node: messages in and out, and errors raised as gRPC has them.
 
-Never decides anything: an answer is the node's, an error is ``grpc.aio.AioRpcError`` as gRPC raised it.
+To check requests before they are served, use :class:`ratelimitd_client.AsyncRateLimiterClient`, which also answers when
+no node does.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import grpc.aio
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from ratelimitd_client.channel import authorization
-from ratelimitd_client.node_client import DEFAULT_TIMEOUT_S, MAX_PAGE_SIZE
+from ratelimitd_client.transport.grpc_channel import AsyncNodeChannel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
-from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
+
+MAX_PAGE_SIZE: Final = 1000
+"""Most rules a node returns in one page."""
 
 Q = TypeVar("Q")
 A = TypeVar("A")
 
 
-class AsyncNodeClient:
-    """A node over a channel that somebody else opens and closes.
+class AsyncNodeClient(AsyncNodeChannel):
+    """One method for each call of a node. Every method raises ``grpc.aio.AioRpcError``."""
 
-    Args:
-        channel: see :func:`ratelimitd_client.open_async_channel`.
-        token: the bearer token of a role, sent with every call.
-        timeout_s: deadline of every call in seconds; each method takes its own as well.
-
-    Every method raises ``grpc.aio.AioRpcError``.
-    """
-
-    def __init__(
+    async def check(
         self,
-        channel: grpc.aio.Channel,
+        identifier: str,
+        identifier_type: str,
+        endpoint: str,
         *,
-        token: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> None:
-        self._metadata = authorization(token)
-        self._timeout_s = timeout_s
-        self._rules = stubs.RateLimiterConfigStub(channel)
-        self._node = stubs.RateLimiterHealthStub(channel)
+        cost: int = 1,
+        timestamp: int = 0,
+        peek: bool = False,
+        timeout_s: float | None = None,
+    ) -> pb.RateLimitResponse:
+        """Return whether a request may proceed, and spend ``cost`` tokens if so (none with ``peek``).
+
+        ``timestamp`` is the caller's Unix time in s, ms, µs or ns; with 0 the node's time counts.
+        """
+        request = pb.RateLimitRequest(
+            identifier=identifier,
+            identifier_type=identifier_type,
+            endpoint=endpoint,
+            tokens_requested=cost,
+            timestamp=timestamp,
+            peek=peek,
+        )
+        return await self._call(self._checks.CheckRateLimit, request, timeout_s)
+
+    async def check_batch(
+        self, requests: Iterable[pb.RateLimitRequest], *, timeout_s: float | None = None
+    ) -> Sequence[pb.RateLimitResponse]:
+        """Send up to 1,000 checks in one call; answer i is that of request i."""
+        request = pb.BatchRateLimitRequest(requests=requests)
+        answer = await self._call(self._checks.CheckRateLimitBatch, request, timeout_s)
+        return answer.responses
 
     async def create_rule(
         self, rule: pb.RateLimit, *, timeout_s: float | None = None
     ) -> pb.RateLimit:
-        """Store a new rule; returns it with its id and etag."""
-        return await self._call(
-            self._rules.CreateRateLimit, pb.CreateRateLimitRequest(rate_limit=rule), timeout_s
-        )
+        """Store a new rule; return it with its id and etag."""
+        request = pb.CreateRateLimitRequest(rate_limit=rule)
+        return await self._call(self._rules.CreateRateLimit, request, timeout_s)
 
     async def update_rule(
         self,
@@ -61,22 +76,18 @@ class AsyncNodeClient:
     ) -> pb.RateLimit:
         """Change the rule ``rule.id``: exactly ``fields``, or the whole rule without them.
 
-        An ``etag`` in ``rule`` must still be the rule's own, else the node answers ABORTED.
+        If ``rule`` has an ``etag`` that is not the stored rule's, the node answers ABORTED.
         """
         mask = None if fields is None else FieldMask(paths=fields)
-        return await self._call(
-            self._rules.UpdateRateLimit,
-            pb.UpdateRateLimitRequest(rate_limit=rule, update_mask=mask),
-            timeout_s,
-        )
+        request = pb.UpdateRateLimitRequest(rate_limit=rule, update_mask=mask)
+        return await self._call(self._rules.UpdateRateLimit, request, timeout_s)
 
     async def delete_rule(
         self, rule_id: str, *, etag: str = "", timeout_s: float | None = None
     ) -> None:
         """Delete a rule; ``etag`` as in :meth:`update_rule`."""
-        await self._call(
-            self._rules.DeleteRateLimit, pb.DeleteRateLimitRequest(id=rule_id, etag=etag), timeout_s
-        )
+        request = pb.DeleteRateLimitRequest(id=rule_id, etag=etag)
+        await self._call(self._rules.DeleteRateLimit, request, timeout_s)
 
     async def list_rules(
         self, request: pb.ListRateLimitsRequest, *, timeout_s: float | None = None
@@ -87,7 +98,7 @@ class AsyncNodeClient:
     async def rules(
         self, *, endpoint: str = "", identifier_type: str = "", timeout_s: float | None = None
     ) -> AsyncIterator[pb.RateLimit]:
-        """Yield every rule that matches, page by page; empty filters match all. The deadline is that of one page."""
+        """Yield the rules that match, page by page; empty filters match all. The deadline is that of one page."""
         request = pb.ListRateLimitsRequest(
             endpoint=endpoint, identifier_type=identifier_type, page_size=MAX_PAGE_SIZE
         )
@@ -106,7 +117,7 @@ class AsyncNodeClient:
     async def metrics(
         self, names: Iterable[str] = (), *, timeout_s: float | None = None
     ) -> pb.MetricsResponse:
-        """Return the metrics called ``names``, all of them without names."""
+        """Return the metrics called ``names``, or all metrics without names."""
         return await self._call(self._node.GetMetrics, pb.MetricsRequest(names=names), timeout_s)
 
     async def reset(
@@ -117,14 +128,14 @@ class AsyncNodeClient:
         *,
         timeout_s: float | None = None,
     ) -> None:
-        """Forget what one identifier has spent on one endpoint."""
+        """Delete the counters of one identifier on one endpoint."""
         request = pb.ResetRequest(
             identifier=identifier, identifier_type=identifier_type, endpoint=endpoint
         )
         await self._call(self._node.ResetRateLimit, request, timeout_s)
 
     async def _call(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[Q, A], question: Q, timeout_s: float | None
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Q, A], request: Q, timeout_s: float | None
     ) -> A:
         deadline_s = self._timeout_s if timeout_s is None else timeout_s
-        return await method(question, timeout=deadline_s, metadata=self._metadata)
+        return await method(request, timeout=deadline_s, metadata=self._metadata)

@@ -102,6 +102,19 @@ def request_of(
     return _HEADS[len(data)] + data + rest
 
 
+def requests_of(checks: Iterable[Check]) -> list[bytes]:
+    """Return the encoded messages of a batch.
+
+    Raises:
+        ValueError: there are more checks than a node takes.
+    """
+    requests = [check.message() for check in checks]
+    if len(requests) > MAX_BATCH:
+        message = f"a batch holds up to {MAX_BATCH} checks, not {len(requests)}"
+        raise ValueError(message)
+    return requests
+
+
 def batch_of(requests: Iterable[bytes]) -> bytes:
     """The encoded message of several checks."""
     heads = _HEADS

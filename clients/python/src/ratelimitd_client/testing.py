@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
-from ratelimitd_client.check import MAX_COST, Check
-from ratelimitd_client.client import requests_of, valid_timeout_s
+from ratelimitd_client.check import MAX_COST, Check, requests_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, Reason, let_through
+from ratelimitd_client.sessions import valid_timeout_s
 
 
 class ManualClock:

@@ -17,7 +17,8 @@ import grpc
 
 from ratelimitd.cli.bench.keys import Arrivals, Keys
 from ratelimitd.cli.bench.latencies import Latencies
-from ratelimitd_client.channel import CHANNEL_OPTIONS, Tls
+from ratelimitd_client import Tls
+from ratelimitd_client.transport.grpc_channel import CHANNEL_OPTIONS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 

@@ -8,12 +8,12 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from ratelimitd_client import AsyncRateLimiter
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
-from ratelimitd_client.protocols import AsyncRateLimiter
 
 # Typed keys are newer than the rest that is needed of aiohttp.
 DECISION: Final[Any] = (

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Final
 
+from ratelimitd_client import AsyncRateLimiter
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.asgi_routes import Found, RouteFinder, routes_of
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
-from ratelimitd_client.protocols import AsyncRateLimiter
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

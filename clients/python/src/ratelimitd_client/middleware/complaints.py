@@ -10,7 +10,7 @@ import traceback
 from typing import Final
 
 from ratelimitd_client.clock import Clock
-from ratelimitd_client.pace import LogThrottle
+from ratelimitd_client.log_throttle import LogThrottle
 
 _LOG: Final = logging.getLogger("ratelimitd_client.middleware")
 

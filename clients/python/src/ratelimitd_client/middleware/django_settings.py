@@ -14,11 +14,14 @@ from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest
 from django.utils.module_loading import import_string
 
-from ratelimitd_client.async_client import AsyncRateLimiterClient
-from ratelimitd_client.client import RateLimiterClient
+from ratelimitd_client import (
+    AsyncRateLimiter,
+    AsyncRateLimiterClient,
+    RateLimiter,
+    RateLimiterClient,
+)
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
-from ratelimitd_client.protocols import AsyncRateLimiter, RateLimiter
 
 NAME: Final = "RATELIMITD"
 

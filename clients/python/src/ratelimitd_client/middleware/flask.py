@@ -9,6 +9,7 @@ from __future__ import annotations
 from flask import Flask, Request, Response, current_app, request
 from werkzeug.exceptions import TooManyRequests
 
+from ratelimitd_client import RateLimiter
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware import route_templates
 from ratelimitd_client.middleware.guard import Guard
@@ -16,7 +17,6 @@ from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.views import marked_part
 from ratelimitd_client.middleware.wsgi import DECISION, arrival_of, header_of
-from ratelimitd_client.protocols import RateLimiter
 
 
 def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from ratelimitd_client import AsyncRateLimiter
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.grpc_call import (
     DENIED,
@@ -27,7 +28,6 @@ from ratelimitd_client.middleware.grpc_call import (
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
-from ratelimitd_client.protocols import AsyncRateLimiter
 
 
 class RateLimitInterceptor(grpc.aio.ServerInterceptor):

@@ -7,11 +7,11 @@ from typing import Any
 
 import grpc
 
+from ratelimitd_client import RateLimiter
 from ratelimitd_client.middleware.grpc_call import Call, arrival_of, call_of, handler_of, heed
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
-from ratelimitd_client.protocols import RateLimiter
 
 
 class RateLimitInterceptor(grpc.ServerInterceptor):

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Final, Generic
 
+from ratelimitd_client import AsyncRateLimiter, RateLimiter
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.answer import Answer, Answers, usual_text
@@ -17,7 +18,6 @@ from ratelimitd_client.middleware.complaints import Complaints
 from ratelimitd_client.middleware.identity import Identity
 from ratelimitd_client.middleware.options import Options, R
 from ratelimitd_client.middleware.questions import Place, Questions
-from ratelimitd_client.protocols import AsyncRateLimiter, RateLimiter
 
 UNCHECKED: Final = "let through unchecked: "
 NO_IDENTITY: Final = (

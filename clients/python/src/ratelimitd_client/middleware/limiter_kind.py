@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from ratelimitd_client import AsyncRateLimiter, RateLimiter
 from ratelimitd_client.middleware.options import Options
-from ratelimitd_client.protocols import AsyncRateLimiter, RateLimiter
 
 
 def require_kind(

@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Final
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
+from ratelimitd_client import RateLimiter
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.answer import Answer
 from ratelimitd_client.middleware.arrival import RequestInfo
 from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
-from ratelimitd_client.protocols import RateLimiter
 
 DECISION: Final = "ratelimitd.decision"
 """The key of the environ under which the application finds the ``Decision`` on a request that was checked."""

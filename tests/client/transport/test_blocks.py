@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd_client.http2 import blocks
-from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_client.transport import frames
+from ratelimitd_client.transport.frames import PeerError
 from ratelimitd_wire.codes import ErrorCode
 from ratelimitd_wire.static_table import STATIC_TABLE
 from tests import rfc7541_examples as rfc
@@ -42,37 +42,39 @@ def test_what_another_library_wrote_is_read(fields, huffman):
     encoder = without_a_table()
     expected = [(name.encode(), value.encode()) for name, value in fields]
     for _ in range(2):
-        assert blocks.decode(encoder.encode(fields, huffman=huffman)) == expected
+        assert frames.decode_block(encoder.encode(fields, huffman=huffman)) == expected
 
 
 @given(st.lists(st.tuples(NAMES, TEXT), max_size=10))
 def test_another_library_reads_what_is_written(fields):
-    read = hpack.Decoder(max_header_list_size=2**20).decode(blocks.encode(fields), raw=True)
+    read = hpack.Decoder(max_header_list_size=2**20).decode(frames.encode_block(fields), raw=True)
     assert [tuple(field) for field in read] == [(n.encode(), v.encode()) for n, v in fields]
 
 
 def test_a_secret_is_never_to_be_indexed():
-    [field] = hpack.Decoder().decode(blocks.encode([("authorization", "Bearer s3cret")]), raw=True)
+    [field] = hpack.Decoder().decode(
+        frames.encode_block([("authorization", "Bearer s3cret")]), raw=True
+    )
     assert isinstance(field, hpack.NeverIndexedHeaderTuple)
-    [field] = hpack.Decoder().decode(blocks.encode([("grpc-timeout", "20m")]), raw=True)
+    [field] = hpack.Decoder().decode(frames.encode_block([("grpc-timeout", "20m")]), raw=True)
     assert not isinstance(field, hpack.NeverIndexedHeaderTuple)
 
 
 @pytest.mark.parametrize("example", WITHOUT_A_TABLE, ids=lambda example: example.section)
 def test_the_examples_of_the_rfc_are_read(example):
-    assert blocks.decode(example.block) == list(example.fields)
+    assert frames.decode_block(example.block) == list(example.fields)
 
 
 @pytest.mark.parametrize("example", WITH_A_TABLE, ids=lambda example: example.section)
 def test_those_that_point_into_a_dynamic_table_are_refused(example):
     with pytest.raises(PeerError):
-        blocks.decode(example.block)
+        frames.decode_block(example.block)
 
 
 @given(st.binary(max_size=200))
 def test_any_octets_are_read_or_refused(block):
     with suppress(PeerError):
-        blocks.decode(block)
+        frames.decode_block(block)
 
 
 @pytest.mark.parametrize(
@@ -91,17 +93,19 @@ def test_any_octets_are_read_or_refused(block):
 )
 def test_what_is_malformed_is_refused(block):
     with pytest.raises(PeerError) as refused:
-        blocks.decode(block)
+        frames.decode_block(block)
     assert refused.value.code is ErrorCode.COMPRESSION_ERROR
 
 
 @pytest.mark.parametrize("block", [b"\x88" * 400, b"\x00\x00\x00" * 600], ids=["status", "empty"])
 def test_a_list_that_is_too_large_is_not_read_to_its_end(block):
     with pytest.raises(PeerError) as refused:
-        blocks.decode(block)
+        frames.decode_block(block)
     assert refused.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
 
 def test_long_values_keep_their_length():
     fields = [("authorization", "Bearer " + "x" * 5_000)]
-    assert blocks.decode(blocks.encode(fields)) == [(b"authorization", b"Bearer " + b"x" * 5_000)]
+    assert frames.decode_block(frames.encode_block(fields)) == [
+        (b"authorization", b"Bearer " + b"x" * 5_000)
+    ]

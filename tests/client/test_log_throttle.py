@@ -1,6 +1,6 @@
 """What is told once a second tells of all that happened since."""
 
-from ratelimitd_client.pace import INTERVAL_S, LogThrottle
+from ratelimitd_client.log_throttle import INTERVAL_S, LogThrottle
 from ratelimitd_client.testing import ManualClock
 
 

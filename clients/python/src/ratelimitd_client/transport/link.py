@@ -1,58 +1,72 @@
-"""One connection to one node, on the event loop: moves octets, keeps the connection alive, tells who waits.
-
-What the octets mean is the business of :mod:`ratelimitd_client.http2`. Never connects itself, and never connects again.
-"""
+"""One connection to one node, on the event loop: does its I/O and its keepalive. It never reconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Final, cast
 
-from ratelimitd_client.channel import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
-from ratelimitd_client.http2.call import Call
-from ratelimitd_client.http2.connection import Connection
-from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_client.transport.frames import PeerError
+from ratelimitd_client.transport.grpc_channel import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
+from ratelimitd_client.transport.h2_call import Call
+from ratelimitd_client.transport.h2_connection import Connection
 
 KEEPALIVE_S: Final = KEEPALIVE_MS / 1_000
 KEEPALIVE_TIMEOUT_S: Final = KEEPALIVE_TIMEOUT_MS / 1_000
 
-GOODBYE_S: Final = 0.2
-"""How long what is still to be sent may take when a connection is closed."""
+CLOSE_S: Final = 0.2
+"""How long a closing connection may take to send what is left."""
 
 
-class AskedCall(Call):
-    """A call, and the connection that carries it."""
+class NodeCall(Call):
+    """A call of a channel, whichever of its nodes answers it.
 
-    __slots__ = ("link",)
+    Attributes:
+        head: header block without the deadline.
+        ended_by_link: called by the link when the call has ended; raises nothing.
+        done: called by the channel with the final outcome.
+        ends_s: deadline, by the clock of the loop.
+        tries: how often the call was sent.
+        link: the connection that carries it.
+    """
 
-    def __init__(self, block: bytes, message: bytes, max_answer_bytes: int) -> None:
-        super().__init__(block, message, max_answer_bytes)
+    __slots__ = ("done", "ended_by_link", "ends_s", "head", "link", "tries")
+
+    def __init__(
+        self,
+        head: bytes,
+        message: bytes,
+        max_answer_bytes: int,
+        *,
+        ended_by_link: Callable[[NodeCall], None],
+        done: Callable[[NodeCall], None],
+    ) -> None:
+        super().__init__(head, message, max_answer_bytes)
+        self.head: bytes = head
+        self.ended_by_link: Callable[[NodeCall], None] = ended_by_link
+        self.done: Callable[[NodeCall], None] = done
+        self.ends_s: float = 0.0
+        self.tries: int = 0
         self.link: Link | None = None
-
-    @abstractmethod
-    def tell(self) -> None:
-        """Do what is to be done when it has ended; raises nothing."""
 
 
 class Link(asyncio.Protocol):
     """A connection.
 
     Args:
-        loop: the loop that it belongs to.
-        changed: called whenever :attr:`is_usable` may be another.
+        loop: the event loop that it belongs to.
+        changed: called when :attr:`is_usable` may have changed.
 
     Attributes:
-        ready: done when the node has said its settings; the connection being lost before that is its exception.
-        over: done when it takes no further calls.
-        lost: done when it is closed.
+        ready: done when the node's SETTINGS came; fails if the connection is lost before.
+        over: done when no further calls are accepted.
+        lost: done when the connection is closed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:
         self._loop = loop
         self._changed = changed
-        self._connection: Connection[AskedCall] = Connection()
+        self._connection: Connection[NodeCall] = Connection()
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
         self._timer: asyncio.TimerHandle | None = None
@@ -62,35 +76,35 @@ class Link(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether a call may be made now: the node lives, takes more, and reads what it is sent."""
+        """Whether a call can be sent now: the node answered, accepts calls, and reads."""
         return self.ready.done() and not self.over.done() and not self._is_paused
 
     @property
     def is_made(self) -> bool:
-        """Whether there ever was a connection."""
+        """Whether the connection was established."""
         return self._transport is not None
 
     @property
     def has_answered(self) -> bool:
-        """Whether it ever was of use."""
+        """Whether a call was answered."""
         return self._connection.answers > 0
 
-    def ask(self, call: AskedCall) -> None:
-        """Send a call. It is told when it has ended, and never before this returns."""
+    def ask(self, call: NodeCall) -> None:
+        """Send a call. It ends after this returns."""
         call.link = self
         self._connection.begin(call)
         self._write()
         if self._connection.is_draining:
             self._settle()
 
-    def cancel(self, call: AskedCall) -> None:
-        """Give up a call."""
+    def cancel(self, call: NodeCall) -> None:
+        """Cancel a call."""
         self._connection.cancel(call)
         self._write()
         self._settle()
 
     def leave(self) -> None:
-        """Take no further calls, and close when those under way have ended."""
+        """Accept no further calls, and close when those in flight have ended."""
         self._connection.is_draining = True
         self._settle()
 
@@ -100,7 +114,7 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connected: begin to speak."""
+        """Send the preface and start the keepalive."""
         self._transport = cast("asyncio.Transport", transport)
         secured = transport.get_extra_info("ssl_object")
         if secured is not None and secured.selected_alpn_protocol() != "h2":
@@ -110,7 +124,7 @@ class Link(asyncio.Protocol):
         self._timer = self._loop.call_later(KEEPALIVE_S, self._keep_alive)
 
     def data_received(self, data: bytes) -> None:
-        """Octets came."""
+        """Process received octets."""
         connection = self._connection
         try:
             ended = connection.receive(data)
@@ -122,46 +136,46 @@ class Link(asyncio.Protocol):
             self._write()
         if not self.ready.done() and connection.is_ready:
             self.ready.set_result(None)
-        # Before those are told who will ask again: elsewhere, if this connection is over.
+        # Before callers are answered: if this connection is over, they send their next call elsewhere.
         if connection.is_draining:
             self._settle()
         for call in ended:
-            call.tell()
+            call.ended_by_link(call)
 
     def eof_received(self) -> None:
-        """The node will say no more: the transport closes itself."""
+        """Let the transport close itself: the node sends nothing more."""
 
     def pause_writing(self) -> None:
-        """The node does not read: what is asked now would only gather here."""
+        """Accept no calls while the node does not read."""
         self._is_paused = True
         self._changed()
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """Accept calls again."""
         self._is_paused = False
         self._changed()
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """Closed, by whomever: end what is under way."""
+        """End the calls in flight."""
         if self._timer is not None:
             self._timer.cancel()
         ended = self._connection.lose()
         if not self.ready.done():
             self.ready.set_exception(ConnectionError("the connection was lost"))
-            self.ready.exception()  # possibly without a waiter
+            self.ready.exception()  # marks it as retrieved: there may be no waiter
         self.lost.set_result(None)
         self._settle()
         for call in ended:
-            call.tell()
+            call.ended_by_link(call)
 
     def _write(self) -> None:
         octets = self._connection.octets_to_send()
-        # A transport that is closing would log what cannot be sent; its waiters are told in a moment.
+        # A closing transport would log what it cannot send; connection_lost ends the calls.
         if octets and self._transport is not None and not self._transport.is_closing():
             self._transport.write(octets)
 
     def _settle(self) -> None:
-        """See whether the connection is over, and whether it may be closed."""
+        """If the connection is draining, report it as over, and close it when it is idle."""
         if not self._connection.is_draining:
             return
         if not self.over.done():
@@ -170,15 +184,15 @@ class Link(asyncio.Protocol):
         transport = self._transport
         if self._connection.is_idle and transport is not None and not transport.is_closing():
             transport.close()
-            self._loop.call_later(GOODBYE_S, transport.abort)
+            self._loop.call_later(CLOSE_S, transport.abort)
 
     def _keep_alive(self) -> None:
         self._connection.ping()
         self._write()
-        self._timer = self._loop.call_later(KEEPALIVE_TIMEOUT_S, self._judge)
+        self._timer = self._loop.call_later(KEEPALIVE_TIMEOUT_S, self._check_ping)
 
-    def _judge(self) -> None:
-        """Close the connection of a node that does not answer a ping."""
+    def _check_ping(self) -> None:
+        """Close the connection if the ping was not answered."""
         if self._connection.awaits_ping:
             self.abort()
         else:

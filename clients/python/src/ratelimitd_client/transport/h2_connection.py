@@ -1,7 +1,7 @@
-"""The state of one connection: calls go in, octets for the peer come out; octets go in, ended calls come out.
+"""The state of one connection: takes calls and received octets, returns octets to send and ended calls. No I/O.
 
-Never does I/O. What an honest server never sends ends the connection, and what it may send has bounds: the memory of a
-connection is what its calls may answer, and a little.
+What a correct server never sends ends the connection. What it may send is bounded, so that the memory of a connection
+is that of its calls' answers.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from typing import Final, Generic, TypeVar
 
 import grpc
 
-from ratelimitd_client.http2 import blocks, frames, heads
-from ratelimitd_client.http2.call import Call
-from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_client.transport import frames
+from ratelimitd_client.transport.frames import PeerError
+from ratelimitd_client.transport.h2_call import Call, status_of_reset
 from ratelimitd_wire.codes import ErrorCode
 
 WINDOW_BYTES: Final = 8 * 1024 * 1024
-"""Of the connection and of each stream: more than the longest answer, so that no stream's ever has to be opened."""
+"""Receive window of the connection and of each stream. Longer than any answer, so streams never need an update."""
 
 MAX_BUFFERED_BYTES: Final = 8 * 1024 * 1024
-"""Of answers that have begun to come. An honest node has answers of 100 KB under way."""
+"""Limit of incomplete answers. With a correct node they are about 100 KB."""
 
 MAX_BLOCK_BYTES: Final = 16_384
-"""Of a header block with all its CONTINUATION frames."""
+"""Limit of a header block with its CONTINUATION frames."""
 
 MAX_USELESS_FRAMES: Final = 10_000
-"""Frames that brought no call on, between two answers or two keepalives. An honest peer sends a few."""
+"""Limit of frames that advance no call, between two answers or two keepalives. A correct peer sends a few."""
 
 MAX_STREAM_ID: Final = 2**30
-"""Then another connection is due: stream identifiers end at 2³¹."""
+"""Stream identifier at which the connection is replaced: they end at 2³¹."""
 
 DEFAULT_WINDOW_BYTES: Final = 65_535
 MAX_WINDOW_BYTES: Final = 2**31 - 1
@@ -42,7 +42,7 @@ _START: Final = (
             frames.HEADER_TABLE_SIZE: 0,
             frames.ENABLE_PUSH: 0,
             frames.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
-            frames.MAX_HEADER_LIST_SIZE: blocks.MAX_LIST_BYTES,
+            frames.MAX_HEADER_LIST_SIZE: frames.MAX_LIST_BYTES,
         }
     )
     + frames.window_update(0, WINDOW_BYTES - DEFAULT_WINDOW_BYTES)
@@ -52,13 +52,13 @@ CallT = TypeVar("CallT", bound=Call)
 
 
 class Connection(Generic[CallT]):
-    """A client's connection. Whatever it is told, take :meth:`octets_to_send` afterwards.
+    """A client's connection. After each method, send :meth:`octets_to_send`.
 
     Attributes:
-        is_ready: the peer has said its settings, and so that it lives.
-        is_draining: it takes no further calls; those under way may end.
-        answers: how many calls had an answer or a status of the peer's.
-        awaits_ping: a keepalive is not answered yet.
+        is_ready: the peer's SETTINGS came.
+        is_draining: no further calls are accepted; those in flight may end.
+        answers: number of calls that the peer ended with an answer or a status.
+        awaits_ping: a keepalive has not been answered.
     """
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class Connection(Generic[CallT]):
         self._rest = b""
         self._calls: dict[int, CallT] = {}
         self._waiting: dict[CallT, None] = {}
-        """For one of the streams that the peer allows."""
+        """Calls that wait for one of the streams that the peer allows."""
         self._blocked: dict[int, CallT] = {}
-        """Begun, and their bodies wait for the peer's windows."""
+        """Calls whose bodies wait for the peer's windows."""
         self._ended: list[CallT] = []
         self._next_id = 1
         self._max_calls = MAX_WINDOW_BYTES
@@ -83,46 +83,46 @@ class Connection(Generic[CallT]):
         self._useless = 0
         self._owes_update = False
         self._may_send_more = False
-        """A window has grown, or there may be more streams. Once for all that came together: else each frame would cost
-        a look at all that waits."""
-        # A header block whose CONTINUATION is due: its stream, whether the stream ends with it, and what came of it.
+        """A window has grown, or more streams are allowed. Handled once for all frames received together: each pass
+        visits all waiting calls."""
+        # A header block that CONTINUATION must complete: its stream, whether it ends the stream, and its octets so far.
         self._block_id = 0
         self._block_ends = False
         self._block = b""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way."""
+        """Whether no call is in flight."""
         return not self._calls and not self._waiting
 
     def octets_to_send(self) -> bytes:
-        """What the peer is to get; each octet is returned once."""
+        """Return the octets for the peer; each is returned once."""
         octets = b"".join(self._out)
         self._out.clear()
         return octets
 
     def begin(self, call: CallT) -> None:
-        """Send a call, or keep it until the peer allows another stream."""
+        """Send a call, or queue it until the peer allows another stream."""
         if self._waiting or len(self._calls) >= self._max_calls:
             self._waiting[call] = None
         else:
             self._open(call)
 
     def cancel(self, call: CallT) -> None:
-        """Give up a call, which may have ended."""
+        """Cancel a call; it may have ended."""
         if call in self._waiting:
             del self._waiting[call]
         elif self._calls.get(call.stream_id) is call:
             self._close(call, ErrorCode.CANCEL)
 
     def ping(self) -> None:
-        """Ask for a sign of life; to be called at the intervals of a keepalive."""
+        """Send a keepalive."""
         self._useless = 0
         self.awaits_ping = True
         self._out.append(frames.frame(frames.PING, 0, 0, bytes(8)))
 
     def lose(self) -> list[CallT]:
-        """End all calls: the connection is gone."""
+        """End and return all calls of a lost connection."""
         self.is_draining = True
         for call in self._calls.values():
             call.fail(grpc.StatusCode.UNAVAILABLE, "the connection was lost")
@@ -135,10 +135,10 @@ class Connection(Generic[CallT]):
         return ended
 
     def receive(self, octets: bytes) -> list[CallT]:
-        """Take what came, and return the calls that it ended.
+        """Process received octets, and return the calls that they ended.
 
         Raises:
-            PeerError: the connection cannot go on; it is to be closed after what there is to send, and be lost.
+            PeerError: the connection must end; see :meth:`give_up`.
         """
         if self._rest:
             octets = self._rest + octets
@@ -169,20 +169,20 @@ class Connection(Generic[CallT]):
         return ended
 
     def give_up(self, error: PeerError) -> list[CallT]:
-        """Tell the peer why the connection ends, and end all calls, also those that ended with the octet before."""
+        """Queue GOAWAY, then end and return all calls, with those that ended before the error in the same octets."""
         self._out.append(frames.go_away(error.code))
         ended, self._ended = self._ended, []
         return ended + self.lose()
 
     def _check_order(self, kind: int, flags: int, stream_id: int) -> None:
-        """See that a frame may come before the peer's settings, or within a header block."""
+        """Raise PeerError for a frame that may not come before the peer's SETTINGS or within a header block."""
         if self._block_id and (kind != frames.CONTINUATION or stream_id != self._block_id):
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "a header block was interrupted")
         if not self.is_ready and (kind != frames.SETTINGS or flags & frames.ACK):
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
 
     def _take_other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """Take a frame of another type; unknown types are ignored."""
+        """Process a frame of another type; unknown types are ignored."""
         if kind == frames.CONTINUATION:
             self._take_continuation(flags, stream_id, payload)
             return
@@ -195,7 +195,7 @@ class Connection(Generic[CallT]):
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "a push was forbidden")
         elif kind in _ON_THE_CONNECTION:
             if stream_id:
-                raise PeerError(ErrorCode.PROTOCOL_ERROR, "it belongs on the connection")
+                raise PeerError(ErrorCode.PROTOCOL_ERROR, "the frame belongs on stream 0")
             _ON_THE_CONNECTION[kind](self, flags, payload)
 
     def _take_data(self, flags: int, stream_id: int, payload: bytes) -> None:
@@ -246,34 +246,34 @@ class Connection(Generic[CallT]):
 
     def _take_block(self, stream_id: int, block: bytes, *, last: bool) -> None:
         call = self._calls.get(stream_id) or self._call(stream_id)
-        if call is None:  # what it says changes no table, so that it need not be read
+        if call is None:  # without a dynamic table the block need not be decoded
             self._count_useless()
             return
         if not last:
-            self._count_useless()  # any number of informational ones may come
+            self._count_useless()  # informational blocks may come without end
         call.take_block(block, last=last)
         if call.ended:
             self._end(call, is_over=last)
 
     def _take_reset(self, stream_id: int, payload: bytes) -> None:
-        frames.demand_size(payload, 4)
+        frames.require_size(payload, 4)
         call = self._call(stream_id)
         if call is None:
             return
         code = int.from_bytes(payload, "big")
         call.fail(
-            heads.status_of_reset(code),
+            status_of_reset(code),
             "the server reset the call",
             unprocessed=code == ErrorCode.REFUSED_STREAM,
         )
         self._end(call, is_over=True)
 
     def _take_window_update(self, stream_id: int, payload: bytes) -> None:
-        frames.demand_size(payload, 4)
+        frames.require_size(payload, 4)
         increment = frames.u32(payload)
         if stream_id == 0:
             if not increment:
-                raise PeerError(ErrorCode.PROTOCOL_ERROR, "a window was opened by nothing")
+                raise PeerError(ErrorCode.PROTOCOL_ERROR, "a window increment is 0")
             self._peer_window += increment
             if self._peer_window > MAX_WINDOW_BYTES:
                 raise PeerError(ErrorCode.FLOW_CONTROL_ERROR, "a window is too large")
@@ -284,18 +284,18 @@ class Connection(Generic[CallT]):
             return
         call.window_bytes += increment
         if not increment or call.window_bytes > MAX_WINDOW_BYTES:
-            call.fail(grpc.StatusCode.INTERNAL, "the server opened its window wrongly")
+            call.fail(grpc.StatusCode.INTERNAL, "the server sent an invalid window increment")
             self._end(call, is_over=False)
         else:
             self._may_send_more = True
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
-            frames.demand_size(payload, 0)
+            frames.require_size(payload, 0)
             return
         if len(payload) % 6:
             raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame has not the size of its type")
-        # Of one that is said again and again the last holds: each may change the windows of all calls.
+        # Of repeated values only the last counts: each could change the windows of all calls.
         for name, value in dict(frames.read_setting(payload)).items():
             self._set(name, value)
         self.is_ready = True
@@ -316,12 +316,12 @@ class Connection(Generic[CallT]):
         elif name == frames.MAX_FRAME_SIZE:
             smallest, largest = _FRAME_SIZE_LIMITS
             if not smallest <= value <= largest:
-                raise PeerError(ErrorCode.PROTOCOL_ERROR, "no frame may have such a size")
+                raise PeerError(ErrorCode.PROTOCOL_ERROR, "the maximum frame size is invalid")
         elif name == frames.ENABLE_PUSH and value:
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "a push was forbidden")
 
     def _take_ping(self, flags: int, payload: bytes) -> None:
-        frames.demand_size(payload, 8)
+        frames.require_size(payload, 8)
         if flags & frames.ACK:
             self.awaits_ping = False
         else:
@@ -342,10 +342,10 @@ class Connection(Generic[CallT]):
         self._ended += unprocessed
 
     def _call(self, stream_id: int) -> CallT | None:
-        """The call on a stream; none if it has ended."""
+        """Return the call on a stream, or ``None`` if it has ended."""
         call = self._calls.get(stream_id)
         if call is None and (not stream_id & 1 or stream_id >= self._next_id):
-            raise PeerError(ErrorCode.PROTOCOL_ERROR, "nothing was asked on this stream")
+            raise PeerError(ErrorCode.PROTOCOL_ERROR, "the stream was never opened")
         return call
 
     def _open(self, call: CallT) -> None:
@@ -357,14 +357,14 @@ class Connection(Generic[CallT]):
         block = call.block
         if self._owes_update:
             self._owes_update = False
-            block = blocks.NO_TABLE + block
+            block = frames.NO_TABLE + block
         self._out.append(frames.headers(stream_id, block))
         call.window_bytes = self._peer_initial_window
         if not self._send_body(call):
             self._blocked[stream_id] = call
 
     def _send_body(self, call: CallT) -> bool:
-        """Send what the peer's windows allow; tell whether that is all."""
+        """Send what the peer's windows allow; return whether the body is complete."""
         while True:
             unsent = call.unsent
             size = min(unsent, frames.MAX_FRAME_BYTES, call.window_bytes, self._peer_window)
@@ -394,7 +394,7 @@ class Connection(Generic[CallT]):
             self._open(call)
 
     def _end(self, call: CallT, *, is_over: bool) -> None:
-        """Return a call that has ended; ``is_over``: the peer sends nothing more on its stream."""
+        """Report a call that has ended; ``is_over``: the peer has closed its stream."""
         self.answers += 1
         self._useless = 0
         self._ended.append(call)
@@ -415,7 +415,7 @@ class Connection(Generic[CallT]):
     def _count_useless(self) -> None:
         self._useless += 1
         if self._useless > MAX_USELESS_FRAMES:
-            raise PeerError(ErrorCode.ENHANCE_YOUR_CALM, "too many frames are of no use")
+            raise PeerError(ErrorCode.ENHANCE_YOUR_CALM, "too many frames advance no call")
 
 
 _ON_THE_CONNECTION: Final = {

@@ -10,11 +10,11 @@ from h2.settings import SettingCodes, Settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd_client.http2 import connection as module
-from ratelimitd_client.http2 import frames, heads
-from ratelimitd_client.http2.call import Call
-from ratelimitd_client.http2.connection import Connection
-from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_client.transport import frames, h2_call
+from ratelimitd_client.transport import h2_connection as module
+from ratelimitd_client.transport.frames import PeerError
+from ratelimitd_client.transport.h2_call import Call
+from ratelimitd_client.transport.h2_connection import Connection
 from ratelimitd_wire.codes import ErrorCode
 from tests import http2_peer as peer
 
@@ -28,7 +28,7 @@ def message(content):
 
 
 def call_of(content=b"question", limit=4_096):
-    block = heads.question("/s/m", "node", "http", ()) + heads.deadline(20)
+    block = h2_call.request_block("/s/m", "node", "http", ()) + h2_call.timeout_field(20)
     return Call(block, content, limit)
 
 
@@ -101,7 +101,7 @@ def test_an_answer_may_come_octet_by_octet():
 def test_padded_data_and_headers_with_a_priority_are_read():
     pair = Pair()
     call = pair.asked()
-    block = heads.blocks.encode(HEADERS)
+    block = frames.encode_block(HEADERS)
     pair.client.receive(
         peer.frame(
             peer.HEADERS,
@@ -111,7 +111,7 @@ def test_padded_data_and_headers_with_a_priority_are_read():
         )
         + peer.frame(peer.DATA, peer.PADDED, call.stream_id, b"\x01" + message(b"a") + b"\0")
     )
-    trailers = heads.blocks.encode(TRAILERS)
+    trailers = frames.encode_block(TRAILERS)
     ends = peer.END_STREAM
     assert not pair.client.receive(peer.frame(peer.HEADERS, ends, call.stream_id, trailers[:3]))
     rest = peer.frame(peer.CONTINUATION, peer.END_HEADERS, call.stream_id, trailers[3:])
@@ -349,7 +349,7 @@ def test_a_flood_of_frames_that_are_of_no_use_ends_the_connection(frame):
 def test_a_flood_of_informational_headers_ends_the_connection():
     client = Connection()
     client.begin(call_of())
-    block = heads.blocks.encode([(":status", "103")])
+    block = frames.encode_block([(":status", "103")])
     client.receive(SETTINGS)
     with pytest.raises(PeerError):
         client.receive(
@@ -379,7 +379,7 @@ def test_answers_that_are_too_long_together_end_the_connection():
     client = Connection()
     client.receive(SETTINGS)
     calls = [call_of(limit=2**23) for _ in range(3)]
-    block = heads.blocks.encode(HEADERS)
+    block = frames.encode_block(HEADERS)
     for call in calls:
         client.begin(call)
         client.receive(peer.frame(peer.HEADERS, peer.END_HEADERS, call.stream_id, block))

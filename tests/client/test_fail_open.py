@@ -6,14 +6,13 @@ import grpc
 import pytest
 
 from ratelimitd_client import Check, Reason
-from ratelimitd_client.exchange import (
+from ratelimitd_client.fail_open import (
     BATCH,
     CHECK,
     MAX_ANSWER_BYTES,
     FailOpen,
+    call_of,
     last_resort,
-    path_of,
-    question_of,
 )
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -28,21 +27,22 @@ def clock():
 
 
 @pytest.fixture
-def exchange(clock):
+def fail_open(clock):
     return FailOpen(clock)
 
 
-def test_one_check_travels_alone_and_several_as_a_batch():
-    assert (path_of([ONE]), path_of([ONE, ONE])) == (CHECK, BATCH)
-    assert question_of([ONE]) == ONE
-    batch = pb.BatchRateLimitRequest.FromString(question_of([ONE, ONE]))
+def test_one_check_is_sent_alone_and_several_as_a_batch():
+    assert call_of([ONE]) == (CHECK, ONE)
+    path, message = call_of([ONE, ONE])
+    assert path == BATCH
+    batch = pb.BatchRateLimitRequest.FromString(message)
     assert list(batch.requests) == [pb.RateLimitRequest.FromString(ONE)] * 2
 
 
-def test_decisions_are_in_the_order_of_the_answers(exchange):
+def test_decisions_are_in_the_order_of_the_answers(fail_open):
     answers = [pb.RateLimitResponse(allowed=True), pb.RateLimitResponse(retry_after_seconds=3)]
     data = pb.BatchRateLimitResponse(responses=answers).SerializeToString()
-    assert [d.allowed for d in exchange.answered(data, 2)] == [True, False]
+    assert [d.allowed for d in fail_open.answered(data, 2)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -59,20 +59,20 @@ def test_decisions_are_in_the_order_of_the_answers(exchange):
         (b"\x0a\x00\x0a\x02\x08\x01", 2),
     ],
 )
-def test_what_is_no_answer_lets_through_and_counts_as_a_failure(exchange, answer, count):
+def test_what_is_no_answer_lets_through_and_counts_as_a_failure(fail_open, answer, count):
     for _ in range(OPEN_AFTER):
-        decisions = exchange.answered(answer, count)
+        decisions = fail_open.answered(answer, count)
         assert [(d.reason, d.error) for d in decisions] == [(Reason.NO_ANSWER, "GARBLED")] * count
         assert all(d.fail_open for d in decisions)
-    assert not exchange.breaker.allows()
+    assert not fail_open.breaker.allows()
 
 
-def test_a_check_that_the_node_calls_malformed_is_denied_and_no_failure(exchange):
+def test_a_check_that_the_node_calls_malformed_is_denied_and_no_failure(fail_open):
     for _ in range(OPEN_AFTER):
-        [decision] = exchange.failed(grpc.StatusCode.INVALID_ARGUMENT, "timestamp: no", 1)
+        [decision] = fail_open.failed(grpc.StatusCode.INVALID_ARGUMENT, "timestamp: no", 1)
     assert (decision.allowed, decision.reason) == (False, Reason.INVALID_REQUEST)
     assert decision.error == "timestamp: no"
-    assert exchange.breaker.allows()
+    assert fail_open.breaker.allows()
 
 
 @pytest.mark.parametrize(
@@ -85,29 +85,29 @@ def test_a_check_that_the_node_calls_malformed_is_denied_and_no_failure(exchange
         grpc.StatusCode.INTERNAL,
     ],
 )
-def test_any_other_status_lets_through_and_is_named(exchange, code):
-    [decision] = exchange.failed(code, "whatever", 1)
+def test_any_other_status_lets_through_and_is_named(fail_open, code):
+    [decision] = fail_open.failed(code, "whatever", 1)
     assert decision.fail_open
     assert decision.error == code.name
 
 
-def test_an_error_that_is_no_status_lets_through_and_is_named(exchange):
-    assert exchange.broken(OSError("secret"), 2)[1].error == "OSError"
+def test_an_error_that_is_no_status_lets_through_and_is_named(fail_open):
+    assert fail_open.broken(OSError("secret"), 2)[1].error == "OSError"
 
 
-def test_what_is_not_asked_says_so(exchange):
-    assert [d.reason for d in exchange.not_asked(2)] == [Reason.NOT_ASKED] * 2
+def test_what_is_not_asked_says_so(fail_open):
+    assert [d.reason for d in fail_open.not_asked(2)] == [Reason.NOT_ASKED] * 2
 
 
-def test_there_is_one_warning_a_second_with_the_calls_since_the_last(exchange, clock, caplog):
+def test_there_is_one_warning_a_second_with_the_calls_since_the_last(fail_open, clock, caplog):
     caplog.set_level(logging.WARNING, "ratelimitd_client")
     for _ in range(100):
-        exchange.failed(grpc.StatusCode.UNAVAILABLE, "alice\nat 192.0.2.7", 1)
+        fail_open.failed(grpc.StatusCode.UNAVAILABLE, "alice\nat 192.0.2.7", 1)
     clock.advance(0.999)
-    exchange.failed(grpc.StatusCode.UNAVAILABLE, "", 1)
+    fail_open.failed(grpc.StatusCode.UNAVAILABLE, "", 1)
     assert len(caplog.records) == 1
     clock.advance(0.001)
-    exchange.failed(grpc.StatusCode.DEADLINE_EXCEEDED, "", 1)
+    fail_open.failed(grpc.StatusCode.DEADLINE_EXCEEDED, "", 1)
     first, second = (record.getMessage() for record in caplog.records)
     assert "UNAVAILABLE" in first
     assert "1 since" in first
@@ -115,7 +115,7 @@ def test_there_is_one_warning_a_second_with_the_calls_since_the_last(exchange, c
     assert "alice" not in caplog.text
 
 
-def test_a_logging_filter_that_fails_costs_nobody_the_answer(exchange):
+def test_a_logging_filter_that_fails_costs_nobody_the_answer(fail_open):
     asked = []
 
     def fail(record):
@@ -126,7 +126,7 @@ def test_a_logging_filter_that_fails_costs_nobody_the_answer(exchange):
     log = logging.getLogger("ratelimitd_client")
     log.addFilter(fail)
     try:
-        (decision,) = exchange.failed(grpc.StatusCode.UNAVAILABLE, "", 1)
+        (decision,) = fail_open.failed(grpc.StatusCode.UNAVAILABLE, "", 1)
     finally:
         log.removeFilter(fail)
     assert decision.allowed

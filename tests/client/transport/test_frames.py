@@ -3,8 +3,8 @@
 import hyperframe.frame as other
 import pytest
 
-from ratelimitd_client.http2 import frames
-from ratelimitd_client.http2.errors import PeerError
+from ratelimitd_client.transport import frames
+from ratelimitd_client.transport.frames import PeerError
 from ratelimitd_wire.codes import ErrorCode
 
 
@@ -53,7 +53,7 @@ def test_padding_is_taken_off():
 
 
 def test_a_payload_has_the_size_of_its_type():
-    frames.demand_size(b"1234", 4)
+    frames.require_size(b"1234", 4)
     with pytest.raises(PeerError) as refused:
-        frames.demand_size(b"123", 4)
+        frames.require_size(b"123", 4)
     assert refused.value.code is ErrorCode.FRAME_SIZE_ERROR

@@ -1,7 +1,7 @@
-"""The asyncio client's own way to nodes, in the place of gRPC's channel: calls with one question and one answer.
+"""The asyncio client's replacement for gRPC's channel: unary calls over the client's own HTTP/2. See ADR 0040.
 
-Keeps a connection to each address of a name, from the first call on, and asks them in turn. One that is down is passed
-over and tried again. What it cannot do is left to gRPC, see :func:`open_native_channel` and ADR 0040.
+Keeps a connection to each address of a name from the first call on, and uses them in turn. An address that is down is
+skipped and retried. For what it does not support, see :func:`open_native_channel`.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 
-from ratelimitd_client.channel import MAX_MESSAGE_BYTES, Metadata, Tls
-from ratelimitd_client.exchange import CHECK, MAX_ANSWER_BYTES
-from ratelimitd_client.http2 import heads
-from ratelimitd_client.link import AskedCall, Link
-from ratelimitd_client.targets import Address, Target, parse
-from ratelimitd_client.tls_context import open_context
+from ratelimitd_client.fail_open import CHECK, MAX_ANSWER_BYTES
+from ratelimitd_client.transport import h2_call
+from ratelimitd_client.transport.grpc_channel import MAX_MESSAGE_BYTES, Metadata
+from ratelimitd_client.transport.link import Link, NodeCall
+from ratelimitd_client.transport.targets import Address, Target, parse
+from ratelimitd_client.transport.tls import Tls, open_context
 
 CONNECT_S: Final = 1.0
-"""How long an attempt to connect may take, until the node has said its settings."""
+"""Time limit of an attempt to connect, until the node's SETTINGS came."""
 
 FIRST_BACKOFF_S: Final = 0.1
 MAX_BACKOFF_S: Final = 0.5
-"""Between two attempts: a node that comes back is found within a second."""
+"""Bounds of the pause between attempts: a node that comes back is found within a second."""
 
 BACKOFF_JITTER: Final = 0.2
 
 LOOKUP_INTERVAL_S: Final = 30.0
-"""How long the addresses of a name are good while all goes well."""
+"""How long the addresses of a name are kept while its connections live."""
 
 LOOKUP_PAUSE_S: Final = 1.0
-"""Between two look-ups of a name when it does not."""
+"""Pause between look-ups of a name when one was lost."""
 
 RESTART_S: Final = 1.0
-"""How long what keeps the connections stays ended, once somebody has cancelled it. A loop that ends cancels all there
-is, and would be left with what was begun anew meanwhile."""
+"""Pause before the cancelled keeper task is replaced. A loop that ends cancels every task, and would destroy a new one
+while it is pending."""
 
 MAX_TRIES: Final = 2
-"""Of a call that no server has begun to work on."""
+"""How often a call is sent that no server has begun to process."""
 
 TIMER_ROUNDING_S: Final = 0.000_5
-"""So much too early a timer of an event loop may be: they count milliseconds."""
+"""How much too early a timer of an event loop may fire: its resolution is 1 ms."""
 
 Method = Callable[..., Awaitable[bytes]]
 
 
 class CallError(Exception):
-    """A call ended without an answer. What gRPC's error says: a status, and a text that may be the node's."""
+    """A call ended without an answer. As gRPC's error: a status, and a text that may come from the node."""
 
     def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
         super().__init__(code.name)
@@ -62,18 +62,18 @@ class CallError(Exception):
         self._details = details
 
     def code(self) -> grpc.StatusCode:
-        """The status."""
+        """Return the status."""
         return self._code
 
     def details(self) -> str:
-        """Its text."""
+        """Return the text."""
         return self._details
 
 
 def open_native_channel(target: str, tls: Tls | None) -> NativeChannel | None:
-    """Return a channel that connects with its first call, or ``None`` if it takes gRPC.
+    """Return a channel that connects with its first call, or ``None`` where gRPC's is needed.
 
-    That is so for names that :mod:`ratelimitd_client.targets` does not know, and for TLS with the roots of gRPC.
+    That is so for targets that :func:`parse` does not know, and for TLS with the roots that gRPC ships.
     """
     parsed = parse(target)
     if parsed is None or (tls is not None and tls.ca is None):
@@ -82,7 +82,7 @@ def open_native_channel(target: str, tls: Tls | None) -> NativeChannel | None:
 
 
 class _Node:
-    """An address, and how it is with the connection to it."""
+    """An address, and the connection to it."""
 
     __slots__ = ("address", "is_failing", "keeper", "link")
 
@@ -95,45 +95,14 @@ class _Node:
 
 
 class _Method(NamedTuple):
-    """What all calls of a method have in common."""
+    """What the calls of a method have in common: the header block without the deadline, and a limit."""
 
     head: bytes
-    """The header block, but for the deadline."""
     max_answer_bytes: int
 
 
-class NodeCall(AskedCall):
-    """A call of a channel, whichever of its nodes will answer it.
-
-    Attributes:
-        done: called with it when it has ended.
-        ends_s: its deadline, by the clock of the loop.
-        tries: how often it was sent.
-    """
-
-    __slots__ = ("_channel", "done", "ends_s", "method", "tries")
-
-    def __init__(
-        self,
-        channel: NativeChannel,
-        method: _Method,
-        question: bytes,
-        done: Callable[[NodeCall], None],
-    ) -> None:
-        super().__init__(method.head, question, method.max_answer_bytes)
-        self._channel = channel
-        self.method: _Method = method
-        self.done: Callable[[NodeCall], None] = done
-        self.ends_s: float = 0.0
-        self.tries: int = 0
-
-    def tell(self) -> None:
-        """Hear from its connection that it has ended."""
-        self._channel.ended(self)
-
-
 class NativeChannel:
-    """Connections to the nodes behind a name, for the event loop that is running."""
+    """Connections to the nodes behind a name, on the running event loop."""
 
     def __init__(self, target: Target, tls: Tls | None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -148,24 +117,24 @@ class NativeChannel:
         self._is_unknown = False
         """The last look-up of the name failed."""
         self._lookup_due = asyncio.Event()
-        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
+        self._waiters: dict[asyncio.Future[None], None] = {}  # first come, first served
         self._keeper: asyncio.Task[None] | None = None
         self._restart_s = 0.0
-        """When another may follow a keeper that was cancelled."""
+        """When a cancelled keeper may be replaced."""
         self._is_closed = False
         self._methods: dict[tuple[str, Metadata], _Method] = {}
         self._calls: dict[NodeCall, None] = {}
-        """All that have not ended."""
+        """Calls that have not ended."""
         self._waiting: dict[NodeCall, None] = {}
-        """Those of them that wait for a connection."""
+        """Calls among them that wait for a connection."""
         self._no_context = Context()
         self._timer: asyncio.TimerHandle | None = None
         self._expires_at_s = math.inf
 
     def unary_unary(self, path: str) -> Method:
-        """The method of a path: ``await method(question, timeout=seconds, metadata=…)`` gives the answer's octets.
+        """Return the method of a path: ``await method(message, timeout=seconds, metadata=…)`` returns the answer.
 
-        It raises ``CallError``, and nothing else.
+        It raises ``CallError`` only.
         """
         return partial(self._call, path)
 
@@ -176,12 +145,12 @@ class NativeChannel:
             await self._change()
 
     async def close(self) -> None:
-        """Let the calls that are under way end, and close all connections."""
+        """Close all connections, after the calls in flight have ended."""
         self._is_closed = True
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
-            self._changed()  # as it does itself, if it ever began
+            self._changed()  # the keeper does so only if it was started
         lost = [link.lost for link in self._links]
         for link in list(self._links):
             link.leave()
@@ -193,15 +162,17 @@ class NativeChannel:
     def begin(
         self,
         path: str,
-        question: bytes,
+        message: bytes,
         done: Callable[[NodeCall], None],
         *,
         timeout_s: float,
         metadata: Metadata,
     ) -> NodeCall:
-        """Ask. ``done(call)`` is called once, when it has ended; that may be before this returns."""
+        """Start a call. ``done(call)`` is called once, when it has ended, possibly before this returns."""
         method = self._methods.get((path, metadata)) or self._method(path, metadata)
-        call = NodeCall(self, method, question, done)
+        call = NodeCall(
+            method.head, message, method.max_answer_bytes, ended_by_link=self._ended, done=done
+        )
         call.ends_s = ends_s = self._loop.time() + timeout_s
         self._calls[call] = None
         if timeout_s <= 0:
@@ -218,29 +189,29 @@ class NativeChannel:
         return call
 
     def cancel(self, call: NodeCall) -> None:
-        """Drop a call silently; it may have ended."""
+        """Cancel a call without calling ``done``; it may have ended."""
         self._calls.pop(call, None)
         self._waiting.pop(call, None)
         if call.link is not None:
             call.link.cancel(call)
 
-    def ended(self, call: NodeCall) -> None:
-        """A connection is done with a call."""
-        if call not in self._calls:  # it could not be sent, and who asked knows that
+    def _ended(self, call: NodeCall) -> None:
+        """Finish a call that its connection has ended, or send it again."""
+        if call not in self._calls:  # sending it raised, and the caller has the error
             return
         if call.unprocessed and call.tries < MAX_TRIES:
             left_s = call.ends_s - self._loop.time()
             if left_s > 0:
                 self._send(call, left_s)
                 return
-        self._tell(call)
+        self._finish(call)
 
     async def _call(
         self,
         path: str,
-        question: bytes,
+        message: bytes,
         *,
-        timeout: float,  # noqa: ASYNC109 - as gRPC's own calls have it
+        timeout: float,  # noqa: ASYNC109 - the signature of gRPC's calls
         metadata: Metadata,
     ) -> bytes:
         end = self._loop.create_future()
@@ -249,7 +220,7 @@ class NativeChannel:
             if not end.done():
                 end.set_result(None)
 
-        call = self.begin(path, question, done, timeout_s=timeout, metadata=metadata)
+        call = self.begin(path, message, done, timeout_s=timeout, metadata=metadata)
         try:
             await end
         except asyncio.CancelledError:
@@ -260,13 +231,13 @@ class NativeChannel:
         return call.answer
 
     def _send(self, call: NodeCall, left_s: float) -> None:
-        """Send a call, or keep it until there is a connection."""
+        """Send a call, or queue it until there is a connection."""
         link = self._next()
         if link is not None:
             if call.tries:
                 call.restart()
             call.tries += 1
-            call.block = call.method.head + heads.deadline(heads.milliseconds(left_s))
+            call.block = call.head + h2_call.timeout_field(h2_call.milliseconds(left_s))
             call.link = link
             link.ask(call)
         elif self._is_closed or self._is_hopeless():
@@ -275,21 +246,21 @@ class NativeChannel:
             self._waiting[call] = None
 
     def _end(self, call: NodeCall, code: grpc.StatusCode, details: str = "") -> None:
-        """End a call that its connection, if it has one, knows nothing of any more."""
+        """End a call that no connection carries."""
         call.fail(code, details)
-        self._tell(call)
+        self._finish(call)
 
-    def _tell(self, call: NodeCall) -> None:
-        """Report the end of a call. If that raises, the calls behind it must still be answered."""
+    def _finish(self, call: NodeCall) -> None:
+        """Call ``done``. If it raises, the calls behind this one must still be answered."""
         self._calls.pop(call, None)
         try:
             call.done(call)
         except Exception as error:  # noqa: BLE001 - see above
-            context = {"message": "what was to be done with an answer failed", "exception": error}
+            context = {"message": "the callback of a call failed", "exception": error}
             self._loop.call_exception_handler(context)
 
     def _expire_at(self, ends_s: float) -> None:
-        """See then whether deadlines have passed: one timer for all calls, which few of them live to see."""
+        """Set the timer for deadlines: one for all calls, since few of them reach theirs."""
         if self._timer is not None:
             self._timer.cancel()
         self._expires_at_s = ends_s
@@ -300,20 +271,20 @@ class NativeChannel:
         self._expires_at_s = math.inf
         now_s = self._loop.time() + TIMER_ROUNDING_S
         due = [call for call in self._calls if call.ends_s <= now_s]
-        for call in due:  # all of them first: leaving a connection may send those who wait
+        for call in due:  # before any is cancelled: freeing a stream may send waiting calls
             self._waiting.pop(call, None)
-        # The last ones first: a stream that becomes free is the next one's in line, which would be sent for nothing.
+        # In reverse: a freed stream goes to the next call in line, which would be sent in vain.
         for call in reversed(due):
             self.cancel(call)
         for call in due:
             call.fail(grpc.StatusCode.DEADLINE_EXCEEDED)
-            self._tell(call)
+            self._finish(call)
         next_s = min((call.ends_s for call in self._calls), default=math.inf)
         if next_s < self._expires_at_s:
             self._expire_at(next_s)
 
     def _next(self) -> Link | None:
-        """The connection whose turn it is."""
+        """Return the next connection, round robin."""
         ready = self._ready
         if not ready:
             return None
@@ -321,13 +292,13 @@ class NativeChannel:
         return ready[self._turn % len(ready)]
 
     def _is_hopeless(self) -> bool:
-        """Whether all that was tried last failed."""
+        """Whether the last attempt failed for every address, or the last look-up did."""
         if not self._nodes:
             return self._is_unknown
         return all(node.is_failing for node in self._nodes.values())
 
     async def _change(self) -> None:
-        """Wait until it is another with a connection."""
+        """Wait until the state of a connection changes."""
         waiter = self._loop.create_future()
         self._waiters[waiter] = None
         try:
@@ -336,6 +307,7 @@ class NativeChannel:
             del self._waiters[waiter]
 
     def _changed(self) -> None:
+        """Update the usable connections, wake waiters, and send waiting calls."""
         links = [node.link for node in self._nodes.values()]
         self._ready = [link for link in links if link is not None and link.is_usable]
         for waiter in self._waiters:
@@ -346,10 +318,10 @@ class NativeChannel:
             try:
                 self._send(call, call.ends_s - self._loop.time())
             except Exception:  # noqa: BLE001 - the calls behind it must go on
-                self._end(call, grpc.StatusCode.INTERNAL, "it cannot be sent")
+                self._end(call, grpc.StatusCode.INTERNAL, "the call could not be sent")
 
     def _method(self, path: str, metadata: Metadata) -> _Method:
-        head = heads.question(path, self._target.authority, self._scheme, metadata)
+        head = h2_call.request_block(path, self._target.authority, self._scheme, metadata)
         max_answer_bytes = MAX_ANSWER_BYTES if path == CHECK else MAX_MESSAGE_BYTES
         method = self._methods[path, metadata] = _Method(head, max_answer_bytes)
         return method
@@ -357,17 +329,17 @@ class NativeChannel:
     def _start(self) -> None:
         if self._keeper is not None and not self._keeper.done():
             return
-        # One that has ended was cancelled by somebody who cancelled whatever there was, and this loop may go on.
+        # A keeper ends only when it is cancelled, such as by code that cancels all tasks of a loop that goes on.
         if not self._is_closed and self._loop.time() >= self._restart_s:
             self._is_unknown = False
             self._keeper = self._apart(self._keep_nodes())
 
     def _apart(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that outlives the request that began it, and keeps nothing of it: no context variables."""
+        """Start a task without the context variables of the request that causes it."""
         return self._loop.create_task(work, context=Context())
 
     async def _keep_nodes(self) -> None:
-        """Know the addresses of the name, and keep a connection to each."""
+        """Look up the addresses of the name, and keep a connection to each."""
         try:
             while True:
                 await self._look_up()
@@ -383,7 +355,7 @@ class NativeChannel:
                 if node.keeper is not None:
                     node.keeper.cancel()
             self._nodes.clear()
-            self._is_unknown = True  # no need to wait for one that is found
+            self._is_unknown = True  # calls fail at once, until the next keeper
             self._restart_s = self._loop.time() + RESTART_S
             if not (self._is_closed or self._loop.is_closed()):
                 for link in self._links:
@@ -391,9 +363,10 @@ class NativeChannel:
             self._changed()
 
     async def _look_up(self) -> None:
+        """Update the addresses of the name."""
         try:
             addresses = await self._target.addresses(self._loop)
-        except Exception:  # noqa: BLE001 - whatever it is, the name is looked up again
+        except Exception:  # noqa: BLE001 - the name is looked up again
             self._is_unknown = True
             return
         self._is_unknown = False
@@ -430,20 +403,20 @@ class NativeChannel:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _connect(self, address: Address) -> Link | None:
-        """Return a connection whose node has said its settings, or ``None`` for whatever reason there is none."""
+        """Return a connection whose node sent its SETTINGS, or ``None`` if that failed."""
         link = Link(self._loop, self._changed)
         self._links.add(link)
         link.lost.add_done_callback(lambda _: self._links.discard(link))
         try:
-            with suppress(Exception):  # whatever keeps it from connecting, it is tried again
+            with suppress(Exception):  # the caller retries
                 async with asyncio.timeout(CONNECT_S):
                     await self._open(address, link)
-                    # Shielded: cancelled, when time is over, it would be done, and the connection look ready.
+                    # Shielded: a timeout would cancel it, and the connection would look ready.
                     await asyncio.shield(link.ready)
         except asyncio.CancelledError:
             self._give_up(link)
             raise
-        # The node may have said its settings in the very turn in which time was over.
+        # SETTINGS may have come in the same event-loop iteration as the timeout.
         if link.is_usable:
             return link
         self._give_up(link)
@@ -471,7 +444,7 @@ class NativeChannel:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for an event, for so long at most."""
+    """Wait for an event, up to a timeout."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

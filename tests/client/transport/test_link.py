@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from ratelimitd_client import link as module
-from ratelimitd_client.http2 import heads
-from ratelimitd_client.link import AskedCall, Link
+from ratelimitd_client.transport import h2_call
+from ratelimitd_client.transport import link as module
+from ratelimitd_client.transport.link import Link, NodeCall
 from tests import http2_peer as peer
 
 SETTINGS = peer.frame(peer.SETTINGS, 0, 0)
@@ -64,22 +64,27 @@ async def connected(line):
     return link, changes
 
 
-class ToldCall(AskedCall):
-    """A call, and a future that is done when it has been told that it has ended."""
+class EndingCall(NodeCall):
+    """A call, with a future that is done when it has ended."""
 
-    def __init__(self):
-        super().__init__(heads.question("/s/m", "node", "http", ()), b"question", 100)
-        self.end = asyncio.get_running_loop().create_future()
 
-    def tell(self):
-        self.end.set_result(None)
+def new_call():
+    call = EndingCall(
+        h2_call.request_block("/s/m", "node", "http", ()),
+        b"request",
+        100,
+        ended_by_link=lambda call: call.end.set_result(None),
+        done=lambda _: None,
+    )
+    call.end = asyncio.get_running_loop().create_future()
+    return call
 
 
 async def test_a_node_that_does_not_answer_a_ping_is_given_up(line, monkeypatch):
     monkeypatch.setattr(module, "KEEPALIVE_S", 0.02)
     monkeypatch.setattr(module, "KEEPALIVE_TIMEOUT_S", 0.01)
     link, changes = await connected(line)
-    asked = ToldCall()
+    asked = new_call()
     link.ask(asked)
     await line.until(peer.PING)
     await asked.end
@@ -98,7 +103,7 @@ async def test_a_node_that_answers_pings_is_kept(line, monkeypatch):
     while (await line.until(peer.PING)).flags != peer.ACK:
         line.got = line.got.replace(peer.frame(peer.PING, 0, 0, frame.payload), b"")
     line.got = peer.PREFACE
-    link._judge()
+    link._check_ping()
     await line.until(peer.PING)
     assert link.is_usable
     link.abort()
@@ -131,7 +136,7 @@ async def test_a_connection_that_breaks_before_it_was_ready_says_so(line):
 
 async def test_a_call_that_is_asked_of_a_link_that_closes_ends(line):
     link, _ = await connected(line)
-    asked = ToldCall()
+    asked = new_call()
     link.abort()
     link.ask(asked)
     await asked.end

@@ -8,7 +8,7 @@ import pytest
 import trustme
 
 from ratelimitd_client import Tls
-from ratelimitd_client.tls_context import open_context
+from ratelimitd_client.transport.tls import open_context
 
 AUTHORITY = trustme.CA()
 CALLER = AUTHORITY.issue_cert("caller.internal")
@@ -31,10 +31,6 @@ def test_the_server_has_to_prove_its_name_to_the_given_authority():
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
     [root] = context.get_ca_certs(binary_form=True)
     assert ssl.DER_cert_to_PEM_cert(root).split() == CA_PEM.decode().split()
-
-
-def test_without_an_authority_it_is_the_system_that_is_trusted():
-    assert open_context(Tls()).verify_mode is ssl.CERT_REQUIRED
 
 
 def test_a_key_is_in_a_private_file_while_it_is_loaded_and_in_none_afterwards(

@@ -4,18 +4,18 @@ import grpc
 import hpack
 import pytest
 
-from ratelimitd_client.http2 import blocks, heads
+from ratelimitd_client.transport import frames, h2_call
 from ratelimitd_wire.codes import ErrorCode
 
 GRPC = [(":status", "200"), ("content-type", "application/grpc+proto")]
 
 
 def read(*fields):
-    return heads.read(blocks.encode(fields))
+    return h2_call.read_head(frames.encode_block(fields))
 
 
 def test_the_headers_of_an_answer_hold_no_status_yet():
-    assert read(*GRPC) == heads.Head(False, None, None, "")
+    assert read(*GRPC) == h2_call.Head(False, None, None, "")
 
 
 def test_trailers_hold_a_status_and_its_text():
@@ -29,7 +29,7 @@ def test_a_status_that_nobody_knows_is_unknown(number):
 
 
 def test_no_more_of_a_text_is_read_than_anybody_would():
-    assert len(read(("grpc-message", "x" * 5_000)).text) == heads.MAX_TEXT_BYTES
+    assert len(read(("grpc-message", "x" * 5_000)).text) == h2_call.MAX_TEXT_BYTES
     assert read(("grpc-message", "%ff%")).text == "\ufffd%"
 
 
@@ -67,12 +67,12 @@ def test_an_interim_answer_is_none():
     ],
 )
 def test_a_deadline_is_written_with_eight_digits_at_most(seconds, written):
-    block = heads.deadline(heads.milliseconds(seconds))
+    block = h2_call.timeout_field(h2_call.milliseconds(seconds))
     assert hpack.Decoder().decode(block) == [("grpc-timeout", written)]
 
 
 def test_a_question_says_what_grpc_demands():
-    block = heads.question("/s/m", "node:1", "https", (("authorization", "Bearer t"),))
+    block = h2_call.request_block("/s/m", "node:1", "https", (("authorization", "Bearer t"),))
     fields = dict(hpack.Decoder().decode(block))
     assert fields.pop("user-agent")
     assert fields == {
@@ -87,5 +87,5 @@ def test_a_question_says_what_grpc_demands():
 
 
 def test_a_reset_stands_for_a_status():
-    assert heads.status_of_reset(ErrorCode.REFUSED_STREAM) is grpc.StatusCode.UNAVAILABLE
-    assert heads.status_of_reset(12_345) is grpc.StatusCode.INTERNAL
+    assert h2_call.status_of_reset(ErrorCode.REFUSED_STREAM) is grpc.StatusCode.UNAVAILABLE
+    assert h2_call.status_of_reset(12_345) is grpc.StatusCode.INTERNAL

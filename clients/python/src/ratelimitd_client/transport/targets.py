@@ -1,8 +1,7 @@
-"""Names of nodes as gRPC writes them: which are none, which the client can connect to itself, and where they lead.
+"""Targets in gRPC's notation: which are valid, which the client can connect to itself, and their addresses.
 
-Known are ``host:port``, ``dns:///host:port``, ``ipv4:`` and ``ipv6:`` with one address or several, ``unix:path`` and
-``unix:///path``. gRPC knows more. To it a name without a port is one on port 443, where no node listens: here the port
-is always written out. Never connects and never looks a name up.
+These are ``host:port``, ``dns:///host:port``, ``ipv4:`` and ``ipv6:`` with one address or several, ``unix:path`` and
+``unix:///path``. gRPC supports more. gRPC's default port is 443, where no node listens, so the port is required here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _IPV4: Final = 4
 _IPV6: Final = 6
 
 MAX_ADDRESSES: Final = 100
-"""Of one name; each gets a connection."""
+"""Limit for one name; each address gets a connection."""
 
 _SCHEME: Final = re.compile(r"(dns|ipv4|ipv6|unix):(.*)", re.DOTALL)
 _HOST_AND_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})")
@@ -29,7 +28,7 @@ _HOST_AND_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):
 _OTHER_SCHEMES: Final = re.compile(
     r"(?:google-c2p|unix-abstract|xds):/*[^/].*", re.DOTALL | re.IGNORECASE
 )
-"""Those that gRPC knows beside; what they say is left to it. Go's ``passthrough`` is none of Python's."""
+"""Further schemes of gRPC for Python, whose targets are not validated here."""
 
 _NAME_SERVER: Final = re.compile(r"dns:(?://[^/]*)?/")
 _ZONE: Final = re.compile(r"%[^\]]+(?=\])")
@@ -37,7 +36,7 @@ _ZONE: Final = re.compile(r"%[^\]]+(?=\])")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to connect: a numeric host and its port, or the path of a socket."""
+    """A numeric host with a port, or the path of a socket."""
 
     host: str = ""
     port: int = 0
@@ -46,14 +45,14 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A name that was understood.
+    """A target that the client can connect to itself.
 
     Attributes:
-        authority: what a call names as its host.
-        server_name: what a certificate has to name.
+        authority: the ``:authority`` of calls.
+        server_name: the name that the certificate must have.
         fixed: the addresses, if no look-up is needed.
-        name: what is looked up otherwise.
-        port: for the addresses of ``name``.
+        name: otherwise the name to look up.
+        port: the port for the addresses of ``name``.
     """
 
     authority: str
@@ -63,7 +62,7 @@ class Target:
     port: int = 0
 
     async def addresses(self, loop: asyncio.AbstractEventLoop) -> Sequence[Address]:
-        """Where the name leads now.
+        """Return the addresses, looked up unless they are fixed.
 
         Raises:
             OSError: the name cannot be resolved.
@@ -76,26 +75,26 @@ class Target:
 
 
 def require_target(target: str) -> None:
-    """See that a client can have this target: with a wrong one, every check would be let through.
+    """Validate a target. With a wrong one, every check would be let through.
 
     Raises:
-        ValueError: it names no node. It is not in the message, since a URL may hold a password.
-        TypeError: it is no text.
+        ValueError: it is not valid. The message does not contain it, since a URL may hold a password.
+        TypeError: it is not text.
     """
     given: object = target
     if not isinstance(given, str):
-        message = f"target must be a text such as limiter.internal:9090, not {type(given).__name__}"
+        message = f"target must be text such as limiter.internal:9090, not {type(given).__name__}"
         raise TypeError(message)
     if parse(target) is None and not _is_for_grpc(target):
         message = (
             f"target must be host:port with a port of 1 to {MAX_PORT}, such as limiter.internal:9090, without http://;"
-            " or a name of gRPC's such as dns:///limiter.internal:9090 or unix:/run/node.sock"
+            " or a gRPC name such as dns:///limiter.internal:9090 or unix:/run/node.sock"
         )
         raise ValueError(message)
 
 
 def _is_for_grpc(target: str) -> bool:
-    """Whether it is a name in a form that only gRPC reads: another scheme, a name server, a zone, or in capitals."""
+    """Whether only gRPC can read the target: another scheme, a name server, a zone, or upper case."""
     if _OTHER_SCHEMES.fullmatch(target):
         return True
     scheme, colon, rest = target.partition(":")
@@ -104,7 +103,7 @@ def _is_for_grpc(target: str) -> bool:
 
 
 def parse(target: str) -> Target | None:
-    """Return what a name means, or ``None`` for one that only gRPC knows."""
+    """Return the meaning of a target, or ``None`` if it is not valid or only gRPC can read it."""
     matched = _SCHEME.fullmatch(target)
     scheme, rest = matched.groups() if matched else ("dns", target)
     if scheme == "unix":
@@ -149,7 +148,7 @@ def _host_and_port(text: str) -> tuple[str, int] | None:
 
 
 def _version(host: str) -> int:
-    """4 or 6, or 0 for what is no address."""
+    """Return 4 or 6, or 0 for a name."""
     try:
         return ipaddress.ip_address(host).version
     except ValueError:

@@ -5,7 +5,13 @@ import socket
 
 import pytest
 
-from ratelimitd_client.targets import MAX_ADDRESSES, Address, Target, parse, require_target
+from ratelimitd_client.transport.targets import (
+    MAX_ADDRESSES,
+    Address,
+    Target,
+    parse,
+    require_target,
+)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,7 @@ def test_a_target_that_is_refused_is_not_shown():
 
 @pytest.mark.parametrize("target", [None, b"limiter:9090", 9090])
 def test_a_target_that_is_no_text_is_refused_with_its_type(target):
-    with pytest.raises(TypeError, match=rf"^target must be a text .* not {type(target).__name__}$"):
+    with pytest.raises(TypeError, match=rf"^target must be text .* not {type(target).__name__}$"):
         require_target(target)
 
 

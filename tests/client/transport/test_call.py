@@ -3,13 +3,13 @@
 import grpc
 import pytest
 
-from ratelimitd_client.http2 import blocks
-from ratelimitd_client.http2.call import Call
+from ratelimitd_client.transport import frames
+from ratelimitd_client.transport.h2_call import Call
 
-HEADERS = blocks.encode([(":status", "200"), ("content-type", "application/grpc")])
-TRAILERS = blocks.encode([("grpc-status", "0")])
-INTERIM = blocks.encode([(":status", "103")])
-GATEWAY = blocks.encode([(":status", "503"), ("content-type", "text/html")])
+HEADERS = frames.encode_block([(":status", "200"), ("content-type", "application/grpc")])
+TRAILERS = frames.encode_block([("grpc-status", "0")])
+INTERIM = frames.encode_block([(":status", "103")])
+GATEWAY = frames.encode_block([(":status", "503"), ("content-type", "text/html")])
 ANSWER = b"\0\0\0\0\3abc"
 
 

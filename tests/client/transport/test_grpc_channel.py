@@ -12,7 +12,7 @@ from ratelimitd_client import (
     open_async_channel,
     open_channel,
 )
-from ratelimitd_client.channel import CHANNEL_OPTIONS
+from ratelimitd_client.transport.grpc_channel import CHANNEL_OPTIONS
 from tests.fake_node import fake_node
 from tests.servers import free_port, until
 

@@ -1,0 +1,137 @@
+"""Turns what a call ends with into decisions: the only place that fails open. Does no I/O. See ADR 0034.
+
+An answer, a status, bytes that mean nothing: each becomes decisions here and is reported to the breaker and to the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ratelimitd_client.check import batch_of
+from ratelimitd_client.clock import Clock
+from ratelimitd_client.decision import Decision, Reason, decision_of, let_through, refused
+from ratelimitd_client.log_throttle import LogThrottle
+from ratelimitd_wire.breaker import US_PER_S, Breaker
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+CHECK: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+BATCH: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
+
+MAX_ANSWER_BYTES: Final = 4_096
+"""Limit of the answer to one check, which a node never reaches. A longer one is not parsed: 4 MiB of empty messages
+take longer than a deadline."""
+
+GARBLED: Final = "GARBLED"
+"""The error of an answer that is no message of the contract, or has not one answer for each check."""
+
+RECOVERY_US: Final = 250_000
+"""Pause of an open breaker before a probe. Short, since no caller waits for a probe: a service that returns is used
+again within a second."""
+
+JITTER_US: Final = 125_000
+"""Upper bound of the random addition to the pause, which spreads the probes of many clients."""
+
+_LOG: Final = logging.getLogger("ratelimitd_client")
+
+
+def call_of(requests: Sequence[bytes]) -> tuple[str, bytes]:
+    """Return the path and the message of the call that carries these checks."""
+    return (CHECK, requests[0]) if len(requests) == 1 else (BATCH, batch_of(requests))
+
+
+class FailOpen:
+    """Turns results of calls into decisions. Threads may share it."""
+
+    __slots__ = ("_clock", "_throttle", "breaker")
+
+    def __init__(self, clock: Clock) -> None:
+        self.breaker: Breaker = Breaker(
+            lambda: int(clock.monotonic_s() * US_PER_S),
+            recovery_us=RECOVERY_US,
+            jitter_us=lambda: random.randrange(JITTER_US),  # noqa: S311 - no secret
+        )
+        self._clock = clock
+        self._throttle = LogThrottle(clock)
+
+    def answered(self, answer: bytes | None, count: int) -> list[Decision]:
+        """Return the ``count`` decisions of an answer. ``None``: the call ended with OK, without a message."""
+        messages = _messages(answer, count)
+        if messages is None:
+            return self._let_through(GARBLED, count)
+        self.breaker.succeeded()
+        now_s = self._clock.now_s()
+        return [decision_of(message, now_s) for message in messages]
+
+    def failed(self, code: grpc.StatusCode, details: str, count: int) -> list[Decision]:
+        """Return decisions on ``count`` checks whose call ended with a status."""
+        if code is grpc.StatusCode.INVALID_ARGUMENT and count == 1:
+            # Bad input never fails open. In a batch the node answers such a check with INVALID_REQUEST.
+            self.breaker.succeeded()
+            return [refused(details, self._clock.now_s())]
+        return self._let_through(code.name, count)
+
+    def broken(self, error: BaseException, count: int) -> list[Decision]:
+        """Return decisions on ``count`` checks whose call raised an error without a status. Never raises."""
+        try:
+            return self._let_through(type(error).__name__, count)
+        except Exception as defect:  # noqa: BLE001 - callers need an answer
+            return last_resort(defect, count)
+
+    def not_asked(self, count: int) -> list[Decision]:
+        """Return decisions on ``count`` checks that are not sent, because the breaker is not closed."""
+        now_s = self._clock.now_s()
+        return [let_through(Reason.NOT_ASKED, "", now_s) for _ in range(count)]
+
+    def _let_through(self, why: str, count: int) -> list[Decision]:
+        self.breaker.failed()
+        calls = self._throttle.count()
+        if calls:
+            # A logging filter of the application that raises must not cost the answer. `why` is the name of a status
+            # or of a class: text of the peer is not logged.
+            with suppress(Exception):
+                _LOG.warning(
+                    "no usable answer from the rate limiter (%s), %d since the last warning: checks are let through",
+                    why,
+                    calls,
+                )
+        now_s = self._clock.now_s()
+        return [let_through(Reason.NO_ANSWER, why, now_s) for _ in range(count)]
+
+
+def last_resort(error: BaseException, count: int) -> list[Decision]:
+    """Return decisions when :class:`FailOpen` itself failed, such as when the application's clock raises.
+
+    Reads the system's clock and does not log.
+    """
+    now_s = time.time()
+    return [let_through(Reason.NO_ANSWER, type(error).__name__, now_s) for _ in range(count)]
+
+
+def _messages(answer: bytes | None, count: int) -> Sequence[pb.RateLimitResponse] | None:
+    """Return one message for each check, or ``None`` if the answer is something else."""
+    if answer is None or len(answer) > MAX_ANSWER_BYTES * count:
+        return None
+    messages: Sequence[pb.RateLimitResponse]
+    try:
+        if count == 1:
+            messages = [pb.RateLimitResponse.FromString(answer)]
+        else:
+            messages = pb.BatchRateLimitResponse.FromString(answer).responses
+    except DecodeError:
+        return None
+    if len(messages) != count:
+        return None
+    for message in messages:
+        if not (
+            message.allowed or message.reason or message.reset_time or message.retry_after_seconds
+        ):
+            return None  # an empty message parses as any type; as this one it is a denial without reason or end
+    return messages

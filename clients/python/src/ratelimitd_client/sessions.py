@@ -1,0 +1,466 @@
+"""What differs between the two clients: their arguments, and what they keep open.
+
+A session is an open channel with the calls in flight on it. The blocking client has one per process, the asyncio client
+one per event loop. A session never raises for what a call ends with: :class:`FailOpen` turns it into decisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal, get_args
+
+import grpc
+import grpc.aio
+
+from ratelimitd_client.batching import Answer, Batcher
+from ratelimitd_client.clock import Clock, SystemClock
+from ratelimitd_client.decision import Decision
+from ratelimitd_client.fail_open import BATCH, CHECK, FailOpen, call_of, last_resort
+from ratelimitd_client.transport.channel import CallError, NativeChannel, open_native_channel
+from ratelimitd_client.transport.grpc_channel import (
+    CHECKING_OPTIONS,
+    Metadata,
+    authorization,
+    open_async_channel,
+    open_channel,
+)
+from ratelimitd_client.transport.link import NodeCall
+from ratelimitd_client.transport.targets import require_target
+from ratelimitd_client.transport.tls import Tls
+
+DEFAULT_TIMEOUT_S: Final = 0.02
+"""Default deadline of a check. Within one network a node answers in a tenth of it."""
+
+MAX_TIMEOUT_S: Final = 3_600
+MAX_LINGER_US: Final = 1_000_000
+
+Transport = Literal["native", "grpcio"]
+DEFAULT_TRANSPORT: Final = "native"
+
+
+def valid_timeout_s(timeout_s: float) -> float:
+    """Return the deadline.
+
+    Raises:
+        ValueError: it is not a positive number of seconds, up to an hour.
+    """
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        message = f"timeout_s must be a positive number of seconds, up to {MAX_TIMEOUT_S:,}"
+        raise ValueError(message)
+    return timeout_s
+
+
+class _Arguments:
+    """The validated arguments of a client."""
+
+    def __init__(
+        self,
+        target: str,
+        tls: Tls | None,
+        token: str | None,
+        *,
+        timeout_s: float,
+        options: Mapping[str, int | str] | None,
+        clock: Clock | None,
+    ) -> None:
+        require_target(target)
+        self._target = target
+        self._tls = tls
+        self._token = token
+        self._metadata = authorization(token)
+        self._timeout_s = valid_timeout_s(timeout_s)
+        self._options = {**CHECKING_OPTIONS, **(options or {})}
+        self._clock = SystemClock() if clock is None else clock
+        self._closed = False
+
+    def _require_open(self) -> None:
+        if self._closed:
+            message = "the client is closed"
+            raise RuntimeError(message)
+
+
+class Sessions(_Arguments):
+    """The arguments of the blocking client, and its session in each process that uses it."""
+
+    def __init__(
+        self,
+        target: str = "127.0.0.1:9090",
+        *,
+        tls: Tls | None = None,
+        token: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        options: Mapping[str, int | str] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Create a client; it connects with its first call.
+
+        Args:
+            target: ``host:port``, or any gRPC name such as ``dns:///limiter.internal:9090``; the addresses of a name
+                are used in turn.
+            tls: see :class:`Tls`; ``None`` sends plaintext, the token included.
+            token: bearer token of a role, sent with every call.
+            timeout_s: deadline of a check in seconds; the check is let through when it passes.
+            options: gRPC channel options, added to the client's own or replacing them.
+            clock: source of the time for pauses and for the calendar.
+
+        Raises:
+            ValueError, TypeError: an argument is not valid.
+        """
+        super().__init__(target, tls, token, timeout_s=timeout_s, options=options, clock=clock)
+        self._sessions: dict[int, Session] = {}
+
+    def _opened(self) -> Session:
+        """Return the session of this process, opened if it has none."""
+        session = self._sessions.get(os.getpid())
+        if session is not None and not self._closed:
+            return session
+        self._require_open()
+        opened = Session(self._open_grpc(), FailOpen(self._clock), self._metadata)
+        # Two threads may get here at once: one session is kept. After a fork the parent's session stays untouched:
+        # closing it would send GOAWAY on the parent's sockets.
+        kept = self._sessions.setdefault(os.getpid(), opened)
+        if kept is not opened:
+            opened.close()
+        return kept
+
+    def _current(self) -> Session | None:
+        return self._sessions.get(os.getpid())
+
+    def _forget(self, _session: Session) -> None:
+        self._sessions.pop(os.getpid(), None)
+
+    def _open_grpc(self) -> grpc.Channel:
+        return open_channel(self._target, tls=self._tls, options=self._options)
+
+
+class Session:
+    """The channel of one process, used by all of its threads."""
+
+    __slots__ = ("_metadata", "_methods", "allows", "fail_open", "grpc_channel")
+
+    def __init__(self, channel: grpc.Channel, fail_open: FailOpen, metadata: Metadata) -> None:
+        self.grpc_channel = channel
+        self.fail_open = fail_open
+        self.allows = fail_open.breaker.allows
+        self._metadata = metadata
+        self._methods = _methods_of(channel)
+
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """Connect, and return whether that succeeded in time."""
+        ready = grpc.channel_ready_future(self.grpc_channel)
+        try:
+            ready.result(timeout=timeout_s)
+        except grpc.FutureTimeoutError:
+            ready.cancel()  # otherwise gRPC goes on watching the channel
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the channel."""
+        self.grpc_channel.close()
+
+    def ask(self, request: bytes, timeout_s: float) -> Decision:
+        """Send one check and return its decision."""
+        return self.ask_many([request], timeout_s)[0]
+
+    def ask_many(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
+        """Send checks in one call and return their decisions."""
+        count = len(requests)
+        path, message = call_of(requests)
+        try:
+            # gRPC returns None for a call that ends with OK and without a message.
+            answer: bytes | None = self._methods[path](
+                message, timeout=timeout_s, metadata=self._metadata
+            )
+            return self.fail_open.answered(answer, count)
+        except grpc.RpcError as error:
+            return self._failed(error, count)
+        except Exception as error:  # noqa: BLE001 - gRPC raises ValueError for a channel that another thread closed
+            return self.fail_open.broken(error, count)
+
+    def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
+        """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
+        if self.fail_open.breaker.begin_probe():
+            self._probe(requests, timeout_s)
+        return self.fail_open.not_asked(len(requests))
+
+    def _probe(self, requests: Sequence[bytes], timeout_s: float) -> None:
+        """Send checks without waiting; the breaker is told the result."""
+        count = len(requests)
+
+        def ended(call: grpc.Future[bytes]) -> None:
+            try:
+                self.fail_open.answered(call.result(), count)
+            except grpc.RpcError as error:
+                self._failed(error, count)
+
+        path, message = call_of(requests)
+        try:
+            call = self._methods[path].future(message, timeout=timeout_s, metadata=self._metadata)
+        except Exception as error:  # noqa: BLE001 - as in ask_many
+            self.fail_open.broken(error, count)
+        else:
+            call.add_done_callback(ended)
+
+    def _failed(self, error: grpc.RpcError, count: int) -> list[Decision]:
+        return self.fail_open.failed(error.code(), error.details() or "", count)
+
+
+class AsyncSessions(_Arguments):
+    """The arguments of the asyncio client, and its session in each event loop that uses it."""
+
+    def __init__(
+        self,
+        target: str = "127.0.0.1:9090",
+        *,
+        tls: Tls | None = None,
+        token: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        linger_us: int = 0,
+        options: Mapping[str, int | str] | None = None,
+        transport: Transport = DEFAULT_TRANSPORT,
+        clock: Clock | None = None,
+    ) -> None:
+        """Create a client; it connects with its first call, once in each event loop.
+
+        Args:
+            target: ``host:port``, or any gRPC name such as ``dns:///limiter.internal:9090``; the addresses of a name
+                are used in turn.
+            tls: see :class:`Tls`; ``None`` sends plaintext, the token included.
+            token: bearer token of a role, sent with every call.
+            timeout_s: deadline of a check in seconds; the check is let through when it passes.
+            linger_us: how long a check waits, in µs, to be batched with others, and at most half of its deadline.
+                With 0 it is batched with those of the same event-loop iteration, and with those that come while two
+                calls are in flight; it waits for nothing if the check before it was alone.
+            options: gRPC channel options, added to the client's own or replacing them.
+            transport: what carries the checks. ``native`` is the client's own HTTP/2, which takes less than half the
+                CPU; ``grpcio`` is gRPC's channel. ``options``, or a target that only gRPC knows, imply the latter.
+            clock: source of the time for pauses and for the calendar.
+
+        Raises:
+            ValueError, TypeError: an argument is not valid.
+        """
+        if transport not in get_args(Transport):
+            message = "transport must be native or grpcio"
+            raise ValueError(message)
+        if not 0 <= linger_us <= MAX_LINGER_US:
+            message = f"linger_us must be 0 to {MAX_LINGER_US}"
+            raise ValueError(message)
+        super().__init__(target, tls, token, timeout_s=timeout_s, options=options, clock=clock)
+        self._linger_s = linger_us / 1_000_000
+        self._is_native = transport == "native" and not options
+        self._sessions: dict[asyncio.AbstractEventLoop, AsyncSession] = {}
+        self._process: int | None = None
+        """The process that opened the first session."""
+        self._fail_open = FailOpen(self._clock)
+        # Separate: the lock of the other may have been held at the fork.
+        self._forked = _ForkedSession(FailOpen(self._clock))
+
+    def _opened(self) -> AsyncSession:
+        """Return the session of the running event loop, opened if it has none."""
+        if not self._closed and self._process == os.getpid():
+            session = self._sessions.get(asyncio.get_running_loop())
+            if session is not None:
+                return session
+        return self._open()
+
+    def _current(self) -> AsyncSession | None:
+        if self._process == os.getpid():
+            return self._sessions.get(asyncio.get_running_loop())
+        return None
+
+    def _forget(self, session: AsyncSession) -> None:
+        self._sessions.pop(session.loop, None)
+
+    def _open(self) -> AsyncSession:
+        self._require_open()
+        if self._process not in {None, os.getpid()}:
+            return self._forked
+        # An application may run one loop after another, as asgiref does for each request of a blocking server.
+        for other in list(self._sessions):
+            if other.is_closed():
+                self._sessions.pop(other, None)
+        self._process = os.getpid()
+        native = open_native_channel(self._target, self._tls) if self._is_native else None
+        session = AsyncSession(
+            native,
+            self._open_grpc,
+            self._fail_open,
+            metadata=self._metadata,
+            linger_s=self._linger_s,
+        )
+        self._sessions[session.loop] = session
+        return session
+
+    def _open_grpc(self) -> grpc.aio.Channel:
+        return open_async_channel(self._target, tls=self._tls, options=self._options)
+
+
+class AsyncSession:
+    """The channels of one event loop, and the calls in flight.
+
+    Attributes:
+        ask: sends one check, batched with others, and returns the future of its decision.
+    """
+
+    __slots__ = (
+        "_grpc_channel",
+        "_metadata",
+        "_methods",
+        "_open_grpc",
+        "_under_way",
+        "allows",
+        "ask",
+        "batcher",
+        "channel",
+        "fail_open",
+        "loop",
+    )
+
+    def __init__(
+        self,
+        native: NativeChannel | None,
+        open_grpc: Callable[[], grpc.aio.Channel],
+        fail_open: FailOpen,
+        *,
+        metadata: Metadata,
+        linger_s: float,
+    ) -> None:
+        self._open_grpc = open_grpc
+        self._grpc_channel = open_grpc() if native is None else None
+        self.channel: NativeChannel | grpc.aio.Channel = native or self.grpc_channel
+        self.fail_open = fail_open
+        self.allows = fail_open.breaker.allows
+        self.loop = asyncio.get_running_loop()
+        send = self._send_grpc if native is None else partial(self._send_native, native)
+        self.batcher = Batcher(send, linger_s=linger_s, loop=self.loop)
+        self.ask = self.batcher.add
+        self._metadata = metadata
+        self._methods = _methods_of(self.channel)
+        self._under_way: set[asyncio.Task[list[Decision]]] = set()
+
+    @property
+    def grpc_channel(self) -> grpc.aio.Channel:
+        """GRPC's channel, opened when it is first needed."""
+        if self._grpc_channel is None:
+            self._grpc_channel = self._open_grpc()
+        return self._grpc_channel
+
+    async def wait_until_ready(self, timeout_s: float) -> bool:
+        """Connect, and return whether that succeeded in time."""
+        try:
+            await asyncio.wait_for(self.channel.channel_ready(), timeout_s)
+        except (TimeoutError, grpc.aio.UsageError):  # UsageError: gRPC's channel was closed
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the channels, after the calls in flight have ended."""
+        await self.batcher.finish()
+        if self._under_way:
+            # Unlike gather, this cancels no call when it is cancelled.
+            await asyncio.wait(self._under_way)
+        await self.channel.close()
+        if self._grpc_channel is not None:
+            await self._grpc_channel.close()
+
+    def ask_many(self, requests: Sequence[bytes], timeout_s: float) -> asyncio.Task[list[Decision]]:
+        """Send checks in one call; the task returns their decisions. Closing waits for it."""
+        task = self.loop.create_task(self._decisions(requests, timeout_s))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
+
+    def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
+        """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
+        if self.fail_open.breaker.begin_probe():
+            self.ask_many(requests, timeout_s)
+        return self.fail_open.not_asked(len(requests))
+
+    def _send_native(
+        self, channel: NativeChannel, requests: Sequence[bytes], timeout_s: float, answer: Answer
+    ) -> None:
+        """Send a batch and pass its decisions to ``answer``; without a task, which would double the cost of a call."""
+        count = len(requests)
+
+        def done(call: NodeCall) -> None:
+            try:
+                if call.answer is None:
+                    decisions = self.fail_open.failed(call.code, call.details, count)
+                else:
+                    decisions = self.fail_open.answered(call.answer, count)
+            except Exception as error:  # noqa: BLE001 - such as of the application's clock; callers need an answer
+                decisions = last_resort(error, count)
+            answer(decisions)
+
+        path, message = call_of(requests)
+        try:
+            channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
+        except Exception as error:  # noqa: BLE001 - callers need an answer
+            answer(self.fail_open.broken(error, count))
+
+    def _send_grpc(self, requests: Sequence[bytes], timeout_s: float, answer: Answer) -> None:
+        """As :meth:`_send_native`, over gRPC's channel."""
+
+        def done(task: asyncio.Task[list[Decision]]) -> None:
+            if task.cancelled():
+                # Usually because the loop ends; a close in progress still waits for this.
+                answer(self.fail_open.broken(asyncio.CancelledError(), len(requests)))
+            else:
+                answer(task.result())  # never raises
+
+        self.ask_many(requests, timeout_s).add_done_callback(done)
+
+    async def _decisions(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
+        count = len(requests)
+        path, message = call_of(requests)
+        try:
+            # gRPC returns None for a call that ends with OK and without a message.
+            answer: bytes | None = await self._methods[path](
+                message, timeout=timeout_s, metadata=self._metadata
+            )
+            return self.fail_open.answered(answer, count)
+        except (CallError, grpc.aio.AioRpcError) as error:
+            return self.fail_open.failed(error.code(), error.details() or "", count)
+        except Exception as error:  # noqa: BLE001 - callers need an answer, whatever gRPC raises
+            return self.fail_open.broken(error, count)
+
+
+class ForkedError(RuntimeError):
+    """The asyncio client was used before this process was forked. gRPC for asyncio would hang here.
+
+    Create the client in each worker, or in the parent without using it there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the client was used before this process was forked: use it after the fork only"
+        )
+
+
+class _ForkedSession(AsyncSession):
+    """Lets every check through with a warning, in a process forked after the client was used."""
+
+    __slots__ = ()
+
+    def __init__(self, fail_open: FailOpen) -> None:
+        self.fail_open = fail_open
+        self.allows = lambda: False
+
+    @property
+    def grpc_channel(self) -> grpc.aio.Channel:
+        raise ForkedError
+
+    async def wait_until_ready(self, timeout_s: float) -> bool:  # noqa: ARG002
+        raise ForkedError
+
+    def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:  # noqa: ARG002
+        return self.fail_open.broken(ForkedError(), len(requests))
+
+
+def _methods_of(channel: grpc.Channel | grpc.aio.Channel | NativeChannel) -> dict[str, Any]:
+    """Return the calls of a channel by path, bytes in and out: gRPC would log answers that it cannot parse."""
+    return {path: channel.unary_unary(path) for path in (CHECK, BATCH)}

@@ -1,0 +1,60 @@
+"""TLS of the client: its material, and the context of the connections that it opens without gRPC."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Tls:
+    """TLS material, each part the bytes of a PEM file.
+
+    ``ca`` verifies the node (``None``: the roots that gRPC ships). ``cert`` and ``key`` are the client's own, for mTLS.
+
+    Raises:
+        ValueError: one of ``cert`` and ``key`` is missing.
+    """
+
+    ca: bytes | None = None
+    cert: bytes | None = None
+    key: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            message = "cert and key are given together or not at all"
+            raise ValueError(message)
+
+
+def open_context(tls: Tls) -> ssl.SSLContext:
+    """Return a context that verifies the server's name and offers HTTP/2 only.
+
+    Raises:
+        OSError: a part is not PEM (``ssl.SSLError``), or the key's file cannot be written.
+        ValueError: the roots hold characters that PEM does not allow.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
+    if (
+        tls.ca is not None
+    ):  # without roots no certificate is accepted; gRPC's own are used over its channel
+        context.load_verify_locations(cadata=tls.ca.decode("ascii"))
+    if tls.cert is not None and tls.key is not None:
+        _load_own(context, tls.cert, tls.key)
+    return context
+
+
+def _load_own(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
+    """Load a certificate and its key, which Python reads from files only: from one that only its owner can read."""
+    handle, path = tempfile.mkstemp(prefix="ratelimitd-client-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(key + b"\n" + cert)
+        # Without a password OpenSSL would prompt at the terminal for that of an encrypted key.
+        context.load_cert_chain(path, password=bytes)
+    finally:
+        Path(path).unlink()
