@@ -13,7 +13,7 @@ from flask import Flask, Request
 from ratelimitd_client import AsyncRateLimiterClient, RateLimiterClient
 from ratelimitd_client.middleware import Identity, Options, grpc_aio, grpc_server, limited
 from ratelimitd_client.middleware.flask import setup
-from ratelimitd_client.middleware.grpc_call import Call
+from ratelimitd_client.middleware.grpc_server import Call
 from ratelimitd_client.middleware.wsgi import RateLimitMiddleware
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter
 

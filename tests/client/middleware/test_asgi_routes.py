@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Host, Mount, Route, Router, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
-from ratelimitd_client.middleware.asgi_routes import RouteFinder, find_route
+from ratelimitd_client.middleware.asgi import RouteFinder, find_route
 
 
 def scope(path, method="GET", *, kind="http", host="example.org"):

@@ -206,5 +206,5 @@ async def test_a_coroutine_keeps_a_server_that_blocks_from_starting():
     chosen = {"limiter": FakeRateLimiter(), "identify": django_project.identify_async}
     with override_settings(RATELIMITD=chosen):
         handler = Client().handler
-        with pytest.raises(ImproperlyConfigured, match="RATELIMITD: identify must be"):
+        with pytest.raises(ImproperlyConfigured, match="RATELIMITD: identify must not be"):
             handler.load_middleware()

@@ -222,5 +222,5 @@ def test_a_coroutine_that_says_who_it_is_is_refused(app, limiter):
     async def identify(request):
         return Identity("nobody waits for it")
 
-    with pytest.raises(TypeError, match="identify must be"):
+    with pytest.raises(TypeError, match="identify must not be"):
         setup(app, limiter, Options(identify=identify))

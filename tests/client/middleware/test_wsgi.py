@@ -134,5 +134,5 @@ def test_a_coroutine_that_says_who_it_is_is_refused(limiter):
     async def identify(environ):
         """Nobody would wait for it."""
 
-    with pytest.raises(TypeError, match="identify must be"):
+    with pytest.raises(TypeError, match="identify must not be"):
         RateLimitMiddleware(application, limiter, Options(endpoint=endpoint, identify=identify))

@@ -1,10 +1,10 @@
-"""Middleware: an API is protected in three lines. One module for each framework; importing this one loads none of them.
+"""Middleware that checks the requests of an application. One module per framework; importing this one loads none.
 
-What the modules share is in this package, and knows no framework. See docs/middleware.md of the repository.
+The other modules are what they share. See docs/middleware.md of the repository.
 """
 
 from ratelimitd_client.middleware.identity import Identity
-from ratelimitd_client.middleware.limited import limited
+from ratelimitd_client.middleware.marks import limited
 from ratelimitd_client.middleware.options import Options
 
 __all__ = ["Identity", "Options", "limited"]

@@ -1,4 +1,4 @@
-"""Middleware for aiohttp's server. Your functions are given the request."""
+"""Middleware for aiohttp's server. Your functions take the request."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from aiohttp.typedefs import Handler
 
 from ratelimitd_client import AsyncRateLimiter
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.middleware.arrival import RequestInfo
-from ratelimitd_client.middleware.guard import Guard
-from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
+from ratelimitd_client.middleware.policy import Policy, require_kind
+from ratelimitd_client.middleware.request_info import RequestInfo
 
-# Typed keys are newer than the rest that is needed of aiohttp.
+# Typed keys are newer than the oldest supported aiohttp.
 DECISION: Final[Any] = (
     web.RequestKey("ratelimitd_decision", Decision)
     if hasattr(web, "RequestKey")
     else "ratelimitd_decision"
 )
-"""Where a handler finds in the request how it was decided, if it was checked."""
+"""Key of the request under which a handler finds the ``Decision``, if it was checked."""
 
 
 def setup(
@@ -29,9 +28,9 @@ def setup(
     limiter: AsyncRateLimiter,
     options: Options[web.Request] | None = None,
 ) -> None:
-    """Check each request of an application and of what is mounted in it, before its handler runs.
+    """Check each request of an application and its subapplications before the handler runs.
 
-    Call it after the middlewares that are to run before it were added, and before the application starts.
+    Call it before the application starts, and after adding the middlewares that must run first.
 
     Args:
         app: the application.
@@ -39,33 +38,33 @@ def setup(
         options: how requests are counted and answered.
 
     Raises:
-        TypeError: the limiter is one that blocks, or none.
+        TypeError: ``limiter`` is not one for asyncio.
     """
     require_kind(limiter, asynchronous=True)
-    guard = Guard(options)
+    policy = Policy(options)
 
     @web.middleware
     async def rate_limit(request: web.Request, handler: Handler) -> web.StreamResponse:
-        arrival = _arrival(request)
-        decision = await guard.decide_async(limiter, request, arrival)
+        info = _info_of(request)
+        decision = await policy.decide_async(limiter, request, info)
         if decision is not None:
             if not decision.allowed:
-                return _denied(guard, decision, arrival)
+                return _denied(policy, decision, info)
             request[DECISION] = decision
         return await handler(request)
 
-    async def tell(request: web.Request, response: web.StreamResponse) -> None:
+    async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         decision: Decision | None = request.get(DECISION)
         if decision is not None:
-            for name, value in guard.headers(decision).items():
+            for name, value in policy.headers(decision).items():
                 response.headers.setdefault(name, value)
 
     app.middlewares.append(rate_limit)
-    # A response that a handler streams has left before the middleware sees it.
-    app.on_response_prepare.append(tell)
+    # A signal, since a streamed response is sent before the middleware sees it.
+    app.on_response_prepare.append(add_headers)
 
 
-def _arrival(request: web.Request) -> RequestInfo:
+def _info_of(request: web.Request) -> RequestInfo:
     route = request.match_info.route
     resource = route.resource
 
@@ -82,6 +81,6 @@ def _arrival(request: web.Request) -> RequestInfo:
     )
 
 
-def _denied(guard: Guard[web.Request], decision: Decision, arrival: RequestInfo) -> web.Response:
-    answer = guard.denied(decision, arrival.header("accept"))
+def _denied(policy: Policy[web.Request], decision: Decision, info: RequestInfo) -> web.Response:
+    answer = policy.denied(decision, info.header("accept"))
     return web.Response(status=answer.status, headers=answer.headers, body=answer.body)

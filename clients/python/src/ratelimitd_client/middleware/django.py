@@ -1,15 +1,15 @@
-"""Middleware for Django, sync and async, configured by ``settings.RATELIMITD``. Your functions are given the request.
+"""Middleware for Django, sync and async, configured by ``settings.RATELIMITD``. Your functions take the request.
 
-It asks when the view is known, and so after all other middleware has seen the request: then the user is known, too.
-A request that no route matches is counted when its 404 comes back.
+It checks in ``process_view``, after other middleware has seen the request, so the user is known. A request without a
+route is counted when its 404 comes back. An error in the settings keeps the server from starting.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, Final, NamedTuple
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
 from django.conf import settings as project
@@ -20,39 +20,54 @@ from django.http.response import HttpResponseBase
 from django.urls import LocalePrefixPattern
 from django.utils.decorators import sync_and_async_middleware
 from django.utils.functional import SimpleLazyObject, empty
+from django.utils.module_loading import import_string
 
+from ratelimitd_client import (
+    AsyncRateLimiter,
+    AsyncRateLimiterClient,
+    RateLimiter,
+    RateLimiterClient,
+)
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.middleware import route_templates
-from ratelimitd_client.middleware.arrival import RequestInfo
-from ratelimitd_client.middleware.django_settings import NAME, chosen
-from ratelimitd_client.middleware.guard import Guard
 from ratelimitd_client.middleware.identity import Identity
+from ratelimitd_client.middleware.marks import marked_part
 from ratelimitd_client.middleware.options import Options
-from ratelimitd_client.middleware.views import marked_part
-from ratelimitd_client.middleware.wsgi import arrival_of, header_of
+from ratelimitd_client.middleware.policy import Policy, require_kind
+from ratelimitd_client.middleware.request_info import RequestInfo, django_route
+from ratelimitd_client.middleware.wsgi import header_of, info_of
 
 DECISION: Final = "ratelimitd_decision"
-"""The attribute under which a view finds the ``Decision`` on a request that was checked."""
+"""Attribute of the request in which a view finds the ``Decision``, if it was checked."""
 
 NOT_FOUND: Final = 404
 
 LANGUAGE: Final = "<language>/"
-"""What stands in a route for the language, where all languages have a prefix."""
+"""Replaces the language in a route, where all languages have a prefix."""
 
 AUTHENTICATION: Final = "django.contrib.auth.middleware"
-"""Where the users of Django's own come from, which can be awaited."""
+"""Module of Django's own users, which can be awaited."""
+
+NAME: Final = "RATELIMITD"
+
+OF_CLIENT: Final = frozenset({"target", "tls", "token", "timeout_s"})
+"""Settings that are arguments of the client, unless ``limiter`` is given."""
+
+MAY_BE_PATHS: Final = frozenset({"limiter", "identify", "endpoint", "cost"})
+"""Settings that may be dotted paths (``"shop.limits.identify"``), since settings cannot import models."""
+
+OPTIONS: Final = frozenset(field.name for field in fields(Options))
 
 
 @sync_and_async_middleware
-def rate_limits(get_response: Callable[[HttpRequest], Any]) -> _Blocking | _Asynchronous:
-    """Check each request before its view runs; stands first in ``MIDDLEWARE``.
+def rate_limits(get_response: Callable[[HttpRequest], Any]) -> _Middleware | _AsyncMiddleware:
+    """Check each request before its view runs. Place it first in ``MIDDLEWARE``.
 
-    What ``settings.RATELIMITD`` holds is said in docs/middleware.md of the repository.
+    The settings are described in docs/middleware.md of the repository.
 
     Raises:
-        ImproperlyConfigured: ``settings.RATELIMITD`` is not valid; the server does not start.
+        ImproperlyConfigured: ``settings.RATELIMITD`` is not valid.
     """
-    kind = _Asynchronous if iscoroutinefunction(get_response) else _Blocking
+    kind = _AsyncMiddleware if iscoroutinefunction(get_response) else _Middleware
     try:
         return kind(get_response)
     except (TypeError, ValueError) as error:
@@ -60,77 +75,77 @@ def rate_limits(get_response: Callable[[HttpRequest], Any]) -> _Blocking | _Asyn
         raise ImproperlyConfigured(message) from error
 
 
-class _Blocking:
-    """In front of views that block."""
+class _Middleware:
+    """For views that block."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponseBase]) -> None:
-        settings = chosen()
+        settings = configured()
         self._get_response = get_response
         self._limiter = settings.blocking_limiter()
-        self._guard = Guard(settings.options)
+        self._policy = Policy(settings.options)
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
         """Answer a request."""
         response = self._get_response(request)
         if _is_unmatched(request, response):
-            response = self._ask(request, None) or response
-        return _told(self._guard, request, response)
+            response = self._check(request, None) or response
+        return _with_headers(self._policy, request, response)
 
     def process_view(
         self, request: HttpRequest, view: object, _args: object, _kwargs: object
     ) -> HttpResponse | None:
-        """Called by Django when it knows the view: the answer to a denied request, or ``None``."""
-        return self._ask(request, view)
+        """Return the answer to a denied request, or ``None``; called by Django when the view is known."""
+        return self._check(request, view)
 
-    def _ask(self, request: HttpRequest, view: object) -> HttpResponse | None:
+    def _check(self, request: HttpRequest, view: object) -> HttpResponse | None:
         def user() -> str | None:
             return _id_of(getattr(request, "user", None))
 
-        arrival = _arrival(request, view, user)
-        decision = self._guard.decide(self._limiter, request, arrival)
-        return _denial(self._guard, request, decision)
+        info = _info_of(request, view, user)
+        decision = self._policy.decide(self._limiter, request, info)
+        return _denial(self._policy, request, decision)
 
 
-class _Asynchronous:
-    """In front of coroutines."""
+class _AsyncMiddleware:
+    """For coroutines."""
 
     def __init__(self, get_response: Callable[[HttpRequest], Awaitable[HttpResponseBase]]) -> None:
-        settings = chosen()
+        settings = configured()
         self._get_response = get_response
         self._limiter = settings.async_limiter()
-        self._guard = Guard(_without_blocking(settings.options))
+        self._policy = Policy(_without_blocking(settings.options))
         markcoroutinefunction(self)
 
     async def __call__(self, request: HttpRequest) -> HttpResponseBase:
         """Answer a request."""
         response = await self._get_response(request)
         if _is_unmatched(request, response):
-            response = await self._ask(request, None) or response
-        return _told(self._guard, request, response)
+            response = await self._check(request, None) or response
+        return _with_headers(self._policy, request, response)
 
     async def process_view(
         self, request: HttpRequest, view: object, _args: object, _kwargs: object
     ) -> HttpResponse | None:
-        """As that of the other kind. Django would call one that blocks in a thread."""
-        return await self._ask(request, view)
+        """As :meth:`_Middleware.process_view`. Django would run a blocking one in a thread."""
+        return await self._check(request, view)
 
-    async def _ask(self, request: HttpRequest, view: object) -> HttpResponse | None:
-        arrival = _arrival(request, view, lambda: None)
-        arrival = arrival._replace(load_user=lambda: _load_user_of(request))
-        decision = await self._guard.decide_async(self._limiter, request, arrival)
-        return _denial(self._guard, request, decision)
+    async def _check(self, request: HttpRequest, view: object) -> HttpResponse | None:
+        info = _info_of(request, view, lambda: None)
+        info = info._replace(load_user=lambda: _load_user_of(request))
+        decision = await self._policy.decide_async(self._limiter, request, info)
+        return _denial(self._policy, request, decision)
 
 
-def _arrival(request: HttpRequest, view: object, user: Callable[[], str | None]) -> RequestInfo:
+def _info_of(request: HttpRequest, view: object, user: Callable[[], str | None]) -> RequestInfo:
     match = request.resolver_match
-    route = None if match is None else route_templates.of_django(_route_of(request, match.route))
-    return arrival_of(
+    route = None if match is None else django_route(_route_of(request, match.route))
+    return info_of(
         request.META, route=route, view=marked_part(view, request.method or "")
     )._replace(user=user)
 
 
 def _route_of(request: HttpRequest, route: str) -> str:
-    """A route without the language that ``i18n_patterns`` put before it: the choice of one must be no limit more."""
+    """Return a route without the language prefix of ``i18n_patterns``: each language would have its own limit."""
     urlconf = getattr(request, "urlconf", None) or project.ROOT_URLCONF
     is_used, prefixes_all = is_language_prefix_patterns_used(urlconf)
     if not is_used:
@@ -142,7 +157,7 @@ def _route_of(request: HttpRequest, route: str) -> str:
 
 
 def _id_of(user: Any) -> str | None:
-    """What identifies a user of Django's; ``None`` without a user, or one that is not logged in."""
+    """Return the primary key of a user as text; ``None`` if no user is logged in."""
     key = getattr(user, "pk", None) if getattr(user, "is_authenticated", False) else None
     return None if key is None else str(key)
 
@@ -163,7 +178,7 @@ def _is_waiting(user: SimpleLazyObject[Any]) -> bool:
 
 
 def _without_blocking(options: Options[HttpRequest]) -> Options[HttpRequest]:
-    """The options with an ``identify`` that may be awaited: one that blocks is called where Django calls such views."""
+    """Return the options with an ``identify`` that can be awaited: a blocking one runs in Django's thread for views."""
     identify = options.identify
     if identify is None or iscoroutinefunction(identify):
         return options
@@ -177,29 +192,94 @@ def _without_blocking(options: Options[HttpRequest]) -> Options[HttpRequest]:
 
 
 def _is_unmatched(request: HttpRequest, response: HttpResponseBase) -> bool:
-    """Whether no route was found. What other middleware answered itself, such as a static file, has another status."""
+    """Return whether no route was found. Answers of other middleware, such as static files, have another status."""
     return request.resolver_match is None and response.status_code == NOT_FOUND
 
 
 def _denial(
-    guard: Guard[HttpRequest], request: HttpRequest, decision: Decision | None
+    policy: Policy[HttpRequest], request: HttpRequest, decision: Decision | None
 ) -> HttpResponse | None:
-    """The answer to a denied request; ``None`` lets it through."""
+    """Return the answer to a denied request, or ``None``."""
     if decision is None:
         return None
     setattr(request, DECISION, decision)
     if decision.allowed:
         return None
-    answer = guard.denied(decision, header_of(request.META, "accept"))
+    answer = policy.denied(decision, header_of(request.META, "accept"))
     return HttpResponse(answer.body, status=answer.status, headers=answer.headers)
 
 
-def _told(
-    guard: Guard[HttpRequest], request: HttpRequest, response: HttpResponseBase
+def _with_headers(
+    policy: Policy[HttpRequest], request: HttpRequest, response: HttpResponseBase
 ) -> HttpResponseBase:
-    """The answer with what it tells of the limit; headers that the view has set itself stay as they are."""
+    """Add the headers of the limit to an answer, except those that the view has set."""
     decision: Decision | None = getattr(request, DECISION, None)
     if decision is not None:
-        for name, value in guard.headers(decision).items():
+        for name, value in policy.headers(decision).items():
             response.setdefault(name, value)
     return response
+
+
+class Configured(NamedTuple):
+    """The settings: a limiter, or the arguments of a client, and the options."""
+
+    limiter: RateLimiter | AsyncRateLimiter | None
+    client: Mapping[str, Any]
+    options: Options[HttpRequest]
+
+    def blocking_limiter(self) -> RateLimiter:
+        """Return the limiter for blocking code.
+
+        Raises:
+            TypeError, ValueError: it is of the other kind, or an argument is not valid.
+        """
+        limiter: Any = RateLimiterClient(**self.client) if self.limiter is None else self.limiter
+        require_kind(limiter, self.options, asynchronous=False)
+        blocking: RateLimiter = limiter
+        return blocking
+
+    def async_limiter(self) -> AsyncRateLimiter:
+        """Return the limiter for asyncio.
+
+        Raises:
+            TypeError, ValueError: it is of the other kind, or an argument is not valid.
+        """
+        limiter: Any = (
+            AsyncRateLimiterClient(**self.client) if self.limiter is None else self.limiter
+        )
+        require_kind(limiter, asynchronous=True)
+        asynchronous: AsyncRateLimiter = limiter
+        return asynchronous
+
+
+def configured() -> Configured:
+    """Return the validated settings.
+
+    Raises:
+        ImproperlyConfigured: they are not valid.
+    """
+    given: object = getattr(project, NAME, None)
+    if not isinstance(given, Mapping):
+        message = f"settings.{NAME} must be a dictionary such as {{'target': '127.0.0.1:9090'}}"
+        raise ImproperlyConfigured(message)
+    named = {name: _imported(name, value) for name, value in given.items()}
+    client = {name: named.pop(name) for name in OF_CLIENT & named.keys()}
+    limiter = named.pop("limiter", None)
+    # Without a target the client would use its default one.
+    if client if limiter is not None else "target" not in client:
+        message = f"settings.{NAME} must have either 'limiter', or 'target' and other arguments of a client"
+        raise ImproperlyConfigured(message)
+    if unknown := sorted(map(str, named.keys() - OPTIONS)):
+        message = f"settings.{NAME} has unknown names: {', '.join(unknown)}"
+        raise ImproperlyConfigured(message)
+    return Configured(limiter, client, Options(**named))
+
+
+def _imported(name: str, value: object) -> Any:
+    if name not in MAY_BE_PATHS or not isinstance(value, str):
+        return value
+    try:
+        return import_string(value)
+    except ImportError as error:
+        message = f"settings.{NAME}: {name}: {error}"
+        raise ImproperlyConfigured(message) from error

@@ -1,54 +1,168 @@
-"""Middleware for gRPC servers with threads. Your functions are given the :class:`Call`."""
+"""Middleware for gRPC servers with threads, and what it shares with that for ``grpc.aio``.
+
+Your functions take the :class:`Call`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote
 
 import grpc
 
 from ratelimitd_client import RateLimiter
-from ratelimitd_client.middleware.grpc_call import Call, arrival_of, call_of, handler_of, heed
-from ratelimitd_client.middleware.guard import Guard
-from ratelimitd_client.middleware.limiter_kind import require_kind
+from ratelimitd_client.decision import Decision
 from ratelimitd_client.middleware.options import Options
+from ratelimitd_client.middleware.policy import Policy, require_kind
+from ratelimitd_client.middleware.request_info import RequestInfo
+
+METHOD: Final = "POST"
+"""The HTTP method of every call."""
+
+DENIED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+_HAVE_ADDRESSES: Final = ("ipv4", "ipv6")
+
+Behaviour = Callable[[Any, Any], Any]
 
 
 class RateLimitInterceptor(grpc.ServerInterceptor):
     """Checks each call before its handler runs; a stream once, when it begins.
 
-    A denied call ends with RESOURCE_EXHAUSTED and ``retry-after`` in its trailing metadata. The metadata of an allowed
-    call tells of the limit, unless the handler sets its own.
+    A denied call ends with RESOURCE_EXHAUSTED and ``retry-after`` in its trailing metadata. Allowed calls have the
+    fields of the limit there, unless the handler sets the metadata.
 
     Args:
-        limiter: a client that blocks, or a fake. The caller closes it.
+        limiter: a blocking client, or a fake. The caller closes it.
         options: how calls are counted and answered. The endpoint is the full name of the method.
 
     Raises:
-        TypeError: ``limiter`` is none that blocks, or ``identify`` is a coroutine function.
+        TypeError: ``limiter`` does not block, or ``identify`` is a coroutine function.
     """
 
     def __init__(self, limiter: RateLimiter, options: Options[Call] | None = None) -> None:
         require_kind(limiter, options, asynchronous=False)
         self._limiter = limiter
-        self._guard = Guard(options)
+        self._policy = Policy(options)
 
     def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Put the question before the handler of a method."""
+        """Return the handler of a method, with the check before it."""
         given = continuation(handler_call_details)
-        if given is None:  # no such method: gRPC says so itself
+        if given is None:  # unknown method: gRPC answers it
             return None
         handler = handler_of(given)
 
-        # Who calls is known only here, from the context.
+        # The peer is known only here, from the context.
         def checked(request: Any, context: grpc.ServicerContext) -> Any:
             call = call_of(handler_call_details, context)
-            arrival = arrival_of(call, handler.behaviour)
-            heed(self._guard, self._guard.decide(self._limiter, call, arrival), context)
+            info = info_of(call, handler.behaviour)
+            enforce(self._policy, self._policy.decide(self._limiter, call, info), context)
             return handler.behaviour(request, context)
 
         return handler.with_behaviour(checked)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call, as functions of the options take it.
+
+    Attributes:
+        method: the full name: ``/shop.v1.Orders/Get``.
+        metadata: the metadata of the call.
+        peer: the address of the peer; ``None`` for a Unix socket.
+        context: the ``grpc.ServicerContext``, or that of ``grpc.aio``.
+    """
+
+    method: str
+    metadata: Sequence[tuple[str, str | bytes]]
+    peer: str | None
+    context: Any
+
+    def header(self, name: str) -> list[str]:
+        """Return the text values of a metadata key, given in lower case."""
+        return [value for key, value in self.metadata if key == name and isinstance(value, str)]
+
+
+class Handler(NamedTuple):
+    """The handler of a method, in one form for all four kinds.
+
+    Attributes:
+        behaviour: the method of the servicer.
+        make: creates a handler of the same kind.
+        given: the handler itself.
+    """
+
+    behaviour: Behaviour
+    make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
+    given: grpc.RpcMethodHandler[Any, Any]
+
+    def with_behaviour(self, behaviour: Behaviour) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return the handler with another behaviour."""
+        given = self.given
+        return self.make(behaviour, given.request_deserializer, given.response_serializer)
+
+
+def handler_of(given: grpc.RpcMethodHandler[Any, Any]) -> Handler:
+    """Return the handler of a method in the common form."""
+    behaviour: Any
+    if given.request_streaming:
+        if given.response_streaming:
+            behaviour, make = given.stream_stream, grpc.stream_stream_rpc_method_handler
+        else:
+            behaviour, make = given.stream_unary, grpc.stream_unary_rpc_method_handler
+    elif given.response_streaming:
+        behaviour, make = given.unary_stream, grpc.unary_stream_rpc_method_handler
+    else:
+        behaviour, make = given.unary_unary, grpc.unary_unary_rpc_method_handler
+    return Handler(behaviour, make, given)
+
+
+def call_of(details: grpc.HandlerCallDetails, context: Any) -> Call:
+    """Return the call of a context."""
+    return Call(details.method, details.invocation_metadata or (), peer_of(context.peer()), context)
+
+
+def info_of(call: Call, behaviour: object) -> RequestInfo:
+    """Return a call in the form of all middlewares: the route is the method, and there is no user."""
+    return RequestInfo(METHOD, call.method, behaviour, lambda: None, call.peer, call.header)
+
+
+def peer_of(text: str) -> str | None:
+    """Return the address in gRPC's name of a peer (``ipv4:192.0.2.7:40000``); ``None`` if it has none."""
+    kind, _, address = text.partition(":")
+    return unquote(address) if kind in _HAVE_ADDRESSES else None
+
+
+def add_metadata(policy: Policy[Call], decision: Decision, context: Any) -> None:
+    """Add the fields of the limit to the trailing metadata, beside those of interceptors before this one."""
+    added = tuple((name.lower(), value) for name, value in policy.headers(decision).items())
+    if added:
+        names = {name for name, _ in added}
+        others = [pair for pair in _trailing(context) if pair[0] not in names]
+        context.set_trailing_metadata((*others, *added))
+
+
+def _trailing(context: Any) -> Sequence[tuple[str, str | bytes]]:
+    try:
+        return context.trailing_metadata() or ()
+    except (AttributeError, NotImplementedError):  # a context of another library
+        return ()
+
+
+def details_of(policy: Policy[Call], decision: Decision) -> str:
+    """Return the details of a denied call's status."""
+    return policy.denied(decision).body.decode().rstrip("\n")
+
+
+def enforce(policy: Policy[Call], decision: Decision | None, context: Any) -> None:
+    """Add the metadata, and abort a denied call by gRPC's exception. For blocking handlers."""
+    if decision is not None:
+        add_metadata(policy, decision, context)
+        if not decision.allowed:
+            context.abort(DENIED, details_of(policy, decision))

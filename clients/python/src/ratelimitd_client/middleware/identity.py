@@ -1,16 +1,38 @@
-"""Who is counted: an identifier and its type, as limits have them.
+"""Who a request is counted for, and the client address behind proxies. Pure. See ADR 0035.
 
-Pure. What does not fit into a check is counted under its hash, so that no caller escapes by being long.
+X-Forwarded-For counts only when a trusted proxy sent it. It is read from its right end, which the proxy wrote: what is
+further left came from the caller. The work is bounded, whatever a header contains.
 """
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Final, Literal
 
 from ratelimitd_client.check import IDENTIFIER_TYPES, MAX_IDENTIFIER_BYTES
-from ratelimitd_client.middleware.client_address import address_of
+
+UNIX: Final = "unix"
+"""Entry of ``trusted_proxies`` for peers of a Unix socket, which have no address."""
+
+MAX_HOPS: Final = 32
+"""Most proxies in a row that are read."""
+MAX_HOP_CHARS: Final = 64
+"""Longest text of an address, with brackets, zone and port."""
+MAX_LINE_CHARS: Final = MAX_HOPS * MAX_HOP_CHARS
+"""Longest part of a header line that is read, from its end."""
+ADDRESS_CACHE_SIZE: Final = 4_096
+"""Texts cached with their address: parsing one costs more than everything else here."""
+
+IPV6_BITS: Final = 128
+MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
+"""IPv4 addresses in IPv6 notation; they count as IPv4 addresses."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 IdentifierType = Literal["user", "ip", "api_key"]
 
@@ -19,15 +41,15 @@ IdentifierType = Literal["user", "ip", "api_key"]
 class Identity:
     """Who a request is counted for.
 
-    One that is empty, or of type ``"ip"`` and no address, is no identity: the request counts as if there were none.
-    It is no error, since it may be what a caller has sent, who must not be let through for it.
+    An identity that is empty, or of type ``"ip"`` without an address, counts as none. That is no error, since a caller
+    may have sent it, and must not be let through for it.
 
     Args:
-        identifier: a user id, an address or an API key. Longer than 256 bytes, its SHA-256 is sent.
-        identifier_type: ``"user"``, ``"ip"`` or ``"api_key"``: which of the rules hold.
+        identifier: a user id, an address or an API key. If it is longer than 256 bytes, its SHA-256 is sent.
+        identifier_type: ``"user"``, ``"ip"`` or ``"api_key"``: selects the rules that apply.
 
     Raises:
-        ValueError, TypeError: an argument is not valid; its value is not in the message.
+        ValueError, TypeError: an argument is not valid. The message does not contain its value.
     """
 
     identifier: str
@@ -37,42 +59,130 @@ class Identity:
         if self.identifier_type not in IDENTIFIER_TYPES:
             message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
             raise ValueError(message)
-        _require_text(self.identifier)
+        identifier: object = self.identifier
+        if not isinstance(identifier, str):
+            message = f"identifier must be text, not {type(identifier).__name__}"
+            raise TypeError(message)
         if self.identifier_type == "ip":
-            address = address_of(self.identifier)
+            address = address_of(identifier)
             object.__setattr__(self, "identifier", "" if address is None else str(address))
-        elif not fits_plainly(self.identifier):
-            object.__setattr__(self, "identifier", fitting(self.identifier))
+        elif len(identifier) > MAX_IDENTIFIER_BYTES or not identifier.isascii():
+            object.__setattr__(self, "identifier", _fitting(identifier))
 
     @property
     def is_nobody(self) -> bool:
-        """Whether there is nothing to count it under."""
+        """Whether the identity is empty."""
         return not self.identifier
 
 
-def fits_plainly(text: str) -> bool:
-    """Whether it is seen at a glance that a check can carry it, as it is of nearly all."""
-    return len(text) <= MAX_IDENTIFIER_BYTES and text.isascii()
+class ClientAddresses:
+    """Finds the address of a caller.
+
+    Args:
+        trusted_proxies: addresses and networks (``10.0.0.0/8``) of your own proxies, and ``"unix"`` for those that
+            connect to a Unix socket. If empty, no header counts.
+        ipv6_prefix: how many bits of an IPv6 address identify a caller. A site may use 64 bits freely, so a limit on
+            whole addresses would be none.
+
+    Raises:
+        ValueError, TypeError: an argument is not valid; the message names it.
+    """
+
+    __slots__ = ("_cut_bits", "_networks", "_trusts_unix")
+
+    def __init__(self, trusted_proxies: Iterable[str] = (), *, ipv6_prefix: int = 64) -> None:
+        if isinstance(trusted_proxies, str):
+            message = "trusted_proxies must be several texts, not one"
+            raise TypeError(message)
+        if not 1 <= ipv6_prefix <= IPV6_BITS:
+            message = f"ipv6_prefix must be 1 to {IPV6_BITS}"
+            raise ValueError(message)
+        named = list(trusted_proxies)
+        self._trusts_unix = UNIX in named
+        self._networks = [_network(text) for text in named if text != UNIX]
+        self._cut_bits = IPV6_BITS - ipv6_prefix
+
+    def of(self, peer: str | None, forwarded_for: Sequence[str] = ()) -> str | None:
+        """Return the address of the caller, or ``None`` if the peer has none.
+
+        That is the peer's, unless the peer is a trusted proxy: then the last entry of ``forwarded_for`` that is not a
+        trusted proxy. An entry that is not an address ends the search at the last trusted one.
+
+        Args:
+            peer: address of the peer; ``None`` or empty for a Unix socket.
+            forwarded_for: the values of X-Forwarded-For, one per line, in order.
+        """
+        address = address_of(peer) if peer else None
+        if self._trusts_unix if not peer else self._is_trusted(address):
+            for hop in _from_the_right(forwarded_for):
+                found = address_of(hop)
+                if found is None:
+                    break
+                address = found
+                if not self._is_trusted(found):
+                    break
+        if address is None:
+            return None
+        if address.version == 6 and self._cut_bits:  # noqa: PLR2004 - of IP
+            return str(ipaddress.IPv6Address(int(address) >> self._cut_bits << self._cut_bits))
+        return str(address)
+
+    def _is_trusted(self, address: Address | None) -> bool:
+        return address is not None and any(address in network for network in self._networks)
 
 
-def fitting(text: str) -> str:
-    """The text itself if a check can carry it, else ``sha256:`` and its hash."""
-    # A server may make a text of octets that are no UTF-8; whatever it made of them is hashed.
-    octets = text.encode(errors="surrogatepass")
-    if len(octets) <= MAX_IDENTIFIER_BYTES and (text.isascii() or _is_utf8(octets)):
-        return text
-    return f"sha256:{hashlib.sha256(octets).hexdigest()}"
+def address_of(text: str) -> Address | None:
+    """Return the address in a text, without brackets, zone and port, or ``None``. IPv4 in IPv6 becomes IPv4."""
+    return _address_of(text) if len(text) <= MAX_HOP_CHARS else None
 
 
-def _require_text(identifier: object) -> None:
-    if not isinstance(identifier, str):
-        message = f"identifier must be text, not {type(identifier).__name__}"
-        raise TypeError(message)
-
-
-def _is_utf8(octets: bytes) -> bool:
+@lru_cache(ADDRESS_CACHE_SIZE)
+def _address_of(text: str) -> Address | None:
+    bare = text.strip(' \t"')
+    if bare.startswith("["):
+        bare = bare[1:].partition("]")[0]
+    elif bare.count(":") == 1:
+        bare = bare.partition(":")[0]
     try:
-        octets.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        address = ipaddress.ip_address(bare.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return address if mapped is None else mapped
+
+
+def _network(text: object) -> Network:
+    try:
+        network = ipaddress.ip_network(text, strict=False) if isinstance(text, str) else None
+    except ValueError:
+        network = None
+    if network is None:
+        message = f"trusted_proxies must be IP addresses, networks or {UNIX!r}, not {text!r}"
+        raise ValueError(message)
+    if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(MAPPED):
+        first = ipaddress.IPv4Address(network.network_address.packed[-4:])
+        return ipaddress.IPv4Network((first, network.prefixlen - MAPPED.prefixlen))
+    return network
+
+
+def _from_the_right(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the hops of a header, the nearest first; at most ``MAX_HOPS``."""
+    left = MAX_HOPS
+    for line in reversed(lines):
+        # Cutting may leave an incomplete first hop: it is the 33rd, or not an address.
+        hops = line[-MAX_LINE_CHARS:].split(",")
+        for hop in reversed(hops):
+            if not left:
+                return
+            left -= 1
+            yield hop
+
+
+def _fitting(text: str) -> str:
+    """Return the text if a check can carry it, else ``sha256:`` and its hash."""
+    try:
+        if len(text.encode()) <= MAX_IDENTIFIER_BYTES:
+            return text
+    except UnicodeEncodeError:  # a server may have decoded octets that are not UTF-8
+        pass
+    return f"sha256:{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"

@@ -1,7 +1,6 @@
-"""What can be chosen of a middleware: one value for all frameworks, validated when it is made.
+"""The options of a middleware, the same for all frameworks, validated when they are created.
 
-``R`` is what the framework calls a request, and your functions are given: of ASGI the scope, of aiohttp, Flask and
-Django their request.
+``R`` is the request that your functions take: the scope of ASGI, the request of aiohttp, Flask and Django.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
 from ratelimitd_client.decision import Decision, Reason
-from ratelimitd_client.middleware.client_address import ClientAddresses
-from ratelimitd_client.middleware.endpoint import is_valid_endpoint
-from ratelimitd_client.middleware.identity import Identity
-from ratelimitd_client.middleware.limited import VALID_COST, is_valid_cost
+from ratelimitd_client.middleware.identity import ClientAddresses, Identity
+from ratelimitd_client.middleware.marks import VALID_COST, is_valid_cost
+from ratelimitd_client.middleware.request_info import is_valid_endpoint
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION
 
-R = TypeVar("R", contravariant=True)  # noqa: PLC0105 - the request, by its usual letter
+R = TypeVar("R", contravariant=True)  # noqa: PLC0105 - the request
 
 OnError = Literal["allow", "raise"]
 
@@ -31,31 +29,30 @@ class Options(Generic[R]):
     """How requests are counted and answered.
 
     Args:
-        identify: who a request is counted for; ``None`` from it leaves that to what follows: the user whom the
-            framework knows, the API key, the address. In a middleware for asyncio it may be a coroutine function; one
-            that blocks refuses that.
-        api_key_header: name of a header whose value is an API key. Only where something before has verified it: a
-            unknown key is a new identity each time.
+        identify: returns who a request is counted for, or ``None`` to use the user that the framework knows, the API
+            key, or the address. In a middleware for asyncio it may be a coroutine function.
+        api_key_header: name of a header whose value is an API key. Use it only where the key was verified before: an
+            unknown key is a new identity.
         trusted_proxies: see :class:`ClientAddresses`.
-        forwarded_header: the header in which those proxies add the address of their peer.
+        forwarded_header: header to which those proxies append the address of their peer.
         ipv6_prefix: see :class:`ClientAddresses`.
-        anonymous: who a request is counted for that has no identity at all, as over a Unix socket without a trusted
-            proxy; ``None`` lets it through unchecked, with a warning.
-        on_error: what an exception in one of your functions does: ``"allow"`` lets the request through unchecked, with
-            a warning; ``"raise"`` leaves it to the framework, which answers 500.
-        endpoint: what a request is counted under; ``None`` from it stands for the route template.
-        unmatched: what requests are counted under that no route matches; ``None`` lets them through unchecked.
+        anonymous: identity of requests that have none, such as over a Unix socket without a trusted proxy; with
+            ``None`` they are let through with a warning.
+        on_error: effect of an exception in one of your functions: ``"allow"`` lets the request through with a warning,
+            ``"raise"`` passes it to the framework, which answers 500.
+        endpoint: returns what a request is counted under, or ``None`` to use the route template.
+        unmatched: endpoint of requests that no route matches; with ``None`` they are let through unchecked.
         with_method: put the method before the route template: ``GET /orders/{id}``.
         exempt: endpoints, without a method, whose requests are not checked.
-        cost: tokens that a request spends, or a function that says so; with 0 it is not checked.
-        headers: whether answers tell of the limit (``RateLimit``, ``RateLimit-Policy``), also those allowed.
+        cost: tokens that a request spends, or a function that returns them; with 0 it is not checked.
+        headers: add ``RateLimit`` and ``RateLimit-Policy`` to answers, also of allowed requests.
         headers_revision: the revision of the draft they follow: ``draft-11``, ``draft-7`` or ``draft-6``.
-        x_ratelimit: whether they also have ``X-RateLimit-Limit``, ``-Remaining`` and ``-Reset``.
+        x_ratelimit: also add ``X-RateLimit-Limit``, ``-Remaining`` and ``-Reset``.
         policy: the name of the limit in these headers.
-        denied_text: what a denied request is answered, or a function of the decision that says so.
+        denied_text: the text of an answer to a denied request, or a function of the decision that returns it.
 
     Raises:
-        ValueError, TypeError: an option is not valid; the text names it.
+        ValueError, TypeError: an option is not valid; the message names it.
     """
 
     identify: Callable[[R], Identity | Awaitable[Identity | None] | None] | None = None
@@ -85,7 +82,7 @@ class Options(Generic[R]):
         _ANY_DECISION.headers(policy=self.policy, revision=self.headers_revision)
 
     def client_addresses(self) -> ClientAddresses:
-        """What finds the address of a caller."""
+        """Return what finds the address of a caller."""
         return ClientAddresses(self.trusted_proxies, ipv6_prefix=self.ipv6_prefix)
 
 
@@ -106,7 +103,7 @@ def _is_bool(value: object) -> bool:
 
 
 def _are_texts(value: object) -> bool:
-    # No iterator: it would be empty when it is read for the second time.
+    # An iterator would be empty when it is read again.
     return (
         isinstance(value, Collection)
         and not isinstance(value, str | bytes)
@@ -148,4 +145,4 @@ _VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
         "a text, or a function that is no coroutine",
     ),
 }
-"""What each option must be; the others are judged by what uses them."""
+"""Validity and description of each option, except those that other constructors validate."""

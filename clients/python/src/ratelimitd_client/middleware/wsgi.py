@@ -1,6 +1,6 @@
-"""Middleware for WSGI, for applications of whatever framework. Your functions are given the environ.
+"""Middleware for WSGI. Your functions take the environ.
 
-WSGI knows no routes, so that the option ``endpoint`` must name what a request is counted under.
+WSGI has no routes, so the option ``endpoint`` is required.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from ratelimitd_client import RateLimiter
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.middleware.answer import Answer
-from ratelimitd_client.middleware.arrival import RequestInfo
-from ratelimitd_client.middleware.guard import Guard
-from ratelimitd_client.middleware.limiter_kind import require_kind
 from ratelimitd_client.middleware.options import Options
+from ratelimitd_client.middleware.policy import Answer, Policy, require_kind
+from ratelimitd_client.middleware.request_info import RequestInfo
 
 DECISION: Final = "ratelimitd.decision"
-"""The key of the environ under which the application finds the ``Decision`` on a request that was checked."""
+"""Key of the environ under which the application finds the ``Decision`` on a request that was checked."""
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
 
@@ -30,9 +28,8 @@ class RateLimitMiddleware:
 
     Args:
         app: the application.
-        limiter: a client that blocks, or a fake. It may be made before a server forks its workers.
-        options: how requests are counted and answered, with a function for ``endpoint``. A user is whom the server has
-            authenticated (``REMOTE_USER``).
+        limiter: a blocking client, or a fake. It may be created before a server forks its workers.
+        options: how requests are counted and answered, with a function for ``endpoint``. The user is ``REMOTE_USER``.
 
     Raises:
         ValueError, TypeError: an argument is not valid.
@@ -42,27 +39,27 @@ class RateLimitMiddleware:
         self, app: WSGIApplication, limiter: RateLimiter, options: Options[WSGIEnvironment]
     ) -> None:
         if options.endpoint is None:
-            message = "endpoint must be a function: WSGI knows no routes"
+            message = "endpoint must be a function: WSGI has no routes"
             raise ValueError(message)
         require_kind(limiter, options, asynchronous=False)
         self._app = app
         self._limiter = limiter
-        self._guard = Guard(options)
+        self._policy = Policy(options)
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Answer a request, or have it answered."""
-        decision = self._guard.decide(self._limiter, environ, arrival_of(environ))
+        """Answer a denied request, and pass on the others."""
+        decision = self._policy.decide(self._limiter, environ, info_of(environ))
         if decision is None:
             return self._app(environ, start_response)
         environ[DECISION] = decision
         if not decision.allowed:
-            answer = self._guard.denied(decision, header_of(environ, "accept"))
+            answer = self._policy.denied(decision, header_of(environ, "accept"))
             return _answered(answer, environ, start_response)
-        return self._app(environ, self._telling(decision, start_response))
+        return self._app(environ, self._adding_headers(decision, start_response))
 
-    def _telling(self, decision: Decision, start_response: StartResponse) -> StartResponse:
-        """A ``start_response`` that adds what the caller is told of its limit."""
-        added = list(self._guard.headers(decision).items())
+    def _adding_headers(self, decision: Decision, start_response: StartResponse) -> StartResponse:
+        """Return a ``start_response`` that adds the headers of the limit, except those that the application sets."""
+        added = list(self._policy.headers(decision).items())
 
         def start(
             status: str,
@@ -70,7 +67,6 @@ class RateLimitMiddleware:
             exc_info: _ExcInfo | None = None,
             /,
         ) -> Callable[[bytes], object]:
-            # What the application says itself stays as it is.
             own = {name.lower() for name, _ in headers}
             more = [header for header in added if header[0].lower() not in own]
             return start_response(status, [*headers, *more], exc_info)
@@ -78,10 +74,10 @@ class RateLimitMiddleware:
         return start
 
 
-def arrival_of(
+def info_of(
     environ: WSGIEnvironment, *, route: str | None = None, view: object = None
 ) -> RequestInfo:
-    """A request as far as an environ tells of it; the route and the view are the framework's."""
+    """Return the request of an environ, with the route and the view that a framework has found."""
 
     def user() -> str | None:
         name: str | None = environ.get("REMOTE_USER")
@@ -98,7 +94,7 @@ def arrival_of(
 
 
 def header_of(environ: WSGIEnvironment, name: str) -> Sequence[str]:
-    """The values of a header; where it came in several lines, the server has joined them to one."""
+    """Return the values of a header: at most one, since servers join lines."""
     value: str | None = environ.get("HTTP_" + name.upper().replace("-", "_"))
     return () if value is None else (value,)
 

@@ -1,6 +1,7 @@
-"""What a view says of its own limit: a mark on the function, which the middleware reads from the route that matches.
+"""How a view is counted: a mark on it, which the middleware reads from the matching route. Pure.
 
-Pure. The mark changes nothing about the function. It passes through decorators that use ``functools.wraps``.
+The mark does not change the function, and passes through decorators that use ``functools.wraps``. Frameworks make
+functions of classes and keep the class on the function, so marks are also looked for there.
 """
 
 from __future__ import annotations
@@ -11,16 +12,22 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Never, TypeVar
 
 from ratelimitd_client.check import IDENTIFIER_TYPES, MAX_COST
-from ratelimitd_client.middleware.endpoint import is_valid_endpoint
 from ratelimitd_client.middleware.identity import IdentifierType
+from ratelimitd_client.middleware.request_info import is_valid_endpoint
 
 V = TypeVar("V", bound=Callable[..., Any])
 
 ATTRIBUTE: Final = "__ratelimitd__"
 
+CLASS_ATTRIBUTES: Final = ("view_class", "cls")
+"""Attributes in which Django and Flask, and the view sets of Django REST framework, keep the class."""
+
+ACTIONS_ATTRIBUTE: Final = "actions"
+"""Attribute in which Django REST framework keeps a view set's method per HTTP method: ``{"get": "list"}``."""
+
 
 class Mark(NamedTuple):
-    """How requests for one view are counted; ``None`` stands for what marks around it say, or else the options."""
+    """How requests for a view are counted. ``None`` leaves it to the marks around this one, and then to the options."""
 
     cost: int | Callable[[Any], int] | None = None
     endpoint: str | None = None
@@ -28,7 +35,7 @@ class Mark(NamedTuple):
     identifier_type: IdentifierType | None = None
 
     def over(self, other: Mark) -> Mark:
-        """This mark, and what it leaves open as the other says. It alone says whether the view is exempt."""
+        """Return this mark with what it leaves open taken from another, except ``exempt``."""
         return Mark(
             other.cost if self.cost is None else self.cost,
             other.endpoint if self.endpoint is None else self.endpoint,
@@ -43,7 +50,7 @@ VALID_COST: Final = f"0 to {MAX_COST}, or a function that is no coroutine"
 
 
 def is_valid_cost(value: object) -> bool:
-    """Whether a view, or the options, can have this cost."""
+    """Return whether a view or the options can have this cost."""
     if callable(value):
         return not inspect.iscoroutinefunction(value)
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COST
@@ -56,21 +63,21 @@ def limited(
     exempt: bool = False,
     identifier_type: IdentifierType | None = None,
 ) -> Callable[[V], V]:
-    """Mark a view: how its requests are counted. It stands below the decorator that makes the view a route.
+    """Mark a view with how its requests are counted. Place it below the decorator that makes the view a route.
 
-    Of several marks the outer one goes before, and of a class and its method that of the method; what it leaves open is
-    as the other says.
+    An outer mark precedes an inner one, and a method's mark precedes its class's; what it leaves open is taken from the
+    other.
 
     Args:
-        misplaced: none: the others are given by their names.
-        cost: tokens that a request spends, or a function of the request that says so; with 0 it is not checked.
-        endpoint: what is counted in place of the route template. Views with the same share one limit.
-        exempt: its requests are not checked at all.
-        identifier_type: count for an identity of this type where the request has one, such as ``"ip"`` for a login.
+        misplaced: must be empty: arguments are passed by name.
+        cost: tokens that a request spends, or a function of the request that returns them; with 0 it is not checked.
+        endpoint: counted in place of the route template. Views with the same endpoint share one limit.
+        exempt: its requests are not checked.
+        identifier_type: preferred type of identity, where the request has one, such as ``"ip"`` for a login.
 
     Raises:
-        ValueError: an argument is not valid; the text names it.
-        TypeError: an argument has no name, such as a limit, which only a rule of the service can be.
+        ValueError: an argument is not valid; the message names it.
+        TypeError: an argument has no name, such as a limit: limits are rules of the service.
     """
     if misplaced:
         raise _misplaced(*misplaced)
@@ -84,7 +91,7 @@ def limited(
         message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
         raise ValueError(message)
     given: object = exempt
-    # Not whatever is true: "no" would leave the view without a limit.
+    # A truthy value such as "no" would leave the view without a limit.
     if given is not True and given is not False:
         message = "exempt must be True or False"
         raise ValueError(message)
@@ -98,7 +105,7 @@ def limited(
 
 
 def _misplaced(first: object, *_: object) -> TypeError:
-    """What is wrong with an argument that has no name: other libraries have limits there."""
+    """Return the error for a positional argument, where other libraries have the limit."""
     if callable(first):
         return TypeError("limited is called above a view, such as @limited(cost=2)")
     return TypeError(
@@ -108,17 +115,14 @@ def _misplaced(first: object, *_: object) -> TypeError:
 
 
 def mark_of(view: object, method: str = "") -> Mark:
-    """The mark of a view; of a class with a method for each HTTP method, that one's over its own."""
+    """Return the mark of a view. For a class with a method per HTTP method, the method's mark precedes the class's."""
     own = _own_mark_of(view)
     if isinstance(view, functools.partial):
-        return (
-            own.over(mark_of(view.func, method))
-            if own is not UNMARKED
-            else mark_of(view.func, method)
-        )
+        inner = mark_of(view.func, method)
+        return inner if own is UNMARKED else own.over(inner)
     if isinstance(view, type):
         name = method.lower()
-        # Frameworks let get answer HEAD, all of it: its mark must not be passed by.
+        # Frameworks answer HEAD with get(), so its mark applies.
         if name == "head" and not hasattr(view, name):
             name = "get"
         of_method = _own_mark_of(getattr(view, name, None))
@@ -130,3 +134,30 @@ def mark_of(view: object, method: str = "") -> Mark:
 def _own_mark_of(view: object) -> Mark:
     mark = getattr(view, ATTRIBUTE, None)
     return mark if isinstance(mark, Mark) else UNMARKED
+
+
+class _Action:
+    """Carries the mark of a view set's method, combined with that of its class."""
+
+    def __init__(self, mark: Mark) -> None:
+        setattr(self, ATTRIBUTE, mark)
+
+
+def marked_part(view: object, method: str = "") -> object:
+    """Return what carries the mark of a view: its function, or the class that the function was made of."""
+    if mark_of(view) is not UNMARKED:
+        return view
+    for name in CLASS_ATTRIBUTES:
+        of_class = getattr(view, name, None)
+        if isinstance(of_class, type):
+            return _action_of(view, of_class, method) or of_class
+    return view
+
+
+def _action_of(view: object, of_class: type[object], method: str) -> _Action | None:
+    actions = getattr(view, ACTIONS_ATTRIBUTE, None)
+    if not isinstance(actions, dict):
+        return None
+    name = actions.get(method.lower()) or (actions.get("get") if method == "HEAD" else None)
+    mark = mark_of(getattr(of_class, str(name), None))
+    return None if mark is UNMARKED else _Action(mark.over(mark_of(of_class)))

@@ -1,11 +1,50 @@
-"""One notation for all frameworks, by routes as Django and Werkzeug write them down."""
+"""Endpoints: one notation for all frameworks, and nothing that a caller makes up."""
 
 import pytest
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, URLResolver, include, path, re_path
 from werkzeug.routing import Map, Rule
 
-from ratelimitd_client.middleware.route_templates import of_django, of_flask
+from ratelimitd_client.middleware.request_info import (
+    django_route,
+    flask_route,
+    is_valid_endpoint,
+    with_method,
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "endpoint"),
+    [
+        ("GET", "GET /x"),
+        ("HEAD", "GET /x"),
+        ("DELETE", "DELETE /x"),
+        ("BREW", "OTHER /x"),
+        ("get", "OTHER /x"),
+        ("", "OTHER /x"),
+    ],
+)
+def test_methods_that_no_standard_knows_are_one(method, endpoint):
+    assert with_method(method, "/x") == endpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("/orders/{id}", True),
+        ("x" * 255, True),
+        ("", False),
+        ("*", False),
+        ("x" * 256, False),
+        ("x" * 1_000_000, False),
+        ("/a\nb", False),
+        ("/\ud800", False),
+        (None, False),
+        (42, False),
+    ],
+)
+def test_an_endpoint_is_valid_if_a_check_can_have_it(text, valid):
+    assert is_valid_endpoint(text) is valid
 
 
 def answered(request: HttpRequest, **_: object) -> HttpResponse:
@@ -26,7 +65,7 @@ def answered(request: HttpRequest, **_: object) -> HttpResponse:
 )
 def test_rules_of_flask(rule, template):
     Map([Rule(rule)])  # it is one
-    assert of_flask(rule) == template
+    assert flask_route(rule) == template
 
 
 def first_route(patterns):
@@ -53,16 +92,16 @@ def first_route(patterns):
     ],
 )
 def test_routes_of_django(pattern, template):
-    assert of_django(str(pattern.pattern)) == template
+    assert django_route(str(pattern.pattern)) == template
 
 
 def test_routes_of_django_that_include_others():
     view = answered
     by_path = path("v1/<slug:shop>/", include([path("orders/<int:order_id>", view)]))
-    assert of_django(first_route([by_path])) == "/v1/{shop}/orders/{order_id}"
+    assert django_route(first_route([by_path])) == "/v1/{shop}/orders/{order_id}"
     mixed = path("v1/", include([re_path(r"^(?P<shop>\w+)/", include([path("o/<x>", view)]))]))
-    assert of_django(first_route([mixed])) == "/v1/{shop}/o/{x}"
+    assert django_route(first_route([mixed])) == "/v1/{shop}/o/{x}"
 
 
 def test_a_group_that_never_ends_is_taken_as_it_is():
-    assert of_django("^a/(b") == "/a/{}"
+    assert django_route("^a/(b") == "/a/{}"

@@ -1,0 +1,329 @@
+"""How a middleware treats a request: who is charged what, the check, and the answer to the caller.
+
+No request fails because of the limiter: what goes wrong lets it through with a warning, unless the options say
+otherwise. A framework's module turns its requests into :class:`RequestInfo` and :class:`Answer` into its responses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
+from typing import Any, Final, Generic, NamedTuple
+
+from ratelimitd_client import AsyncRateLimiter, RateLimiter
+from ratelimitd_client.check import MAX_COST
+from ratelimitd_client.clock import Clock, SystemClock
+from ratelimitd_client.decision import Decision
+from ratelimitd_client.log_throttle import LogThrottle
+from ratelimitd_client.middleware.identity import IdentifierType, Identity
+from ratelimitd_client.middleware.marks import mark_of
+from ratelimitd_client.middleware.options import Options, R
+from ratelimitd_client.middleware.request_info import RequestInfo, is_valid_endpoint, with_method
+
+DENIED_STATUS: Final = int(HTTPStatus.TOO_MANY_REQUESTS)
+
+UNCHECKED: Final = "let through unchecked: "
+NO_IDENTITY: Final = (
+    f"{UNCHECKED}neither user nor key nor address (see the options anonymous and trusted_proxies)"
+)
+FUNCTION_FAILED: Final = (
+    f"{UNCHECKED}a function of the options, or reading the framework's user, failed"
+)
+LIMITER_FAILED: Final = f"{UNCHECKED}the limiter raised an error"
+TEXT_FAILED: Final = "denied with the default text: the function denied_text failed"
+
+_LOG: Final = logging.getLogger("ratelimitd_client.middleware")
+
+
+class Charge(NamedTuple):
+    """What a request is counted under and what it spends; ``identifier_type`` is the one that its view prefers."""
+
+    endpoint: str
+    cost: int
+    identifier_type: IdentifierType | None
+
+
+class Answer(NamedTuple):
+    """A whole HTTP answer. ``headers`` has no Content-Length; ``text`` is the message in either form of the body."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    text: str
+
+
+class Policy(Generic[R]):
+    """Decides on requests and answers denied ones, as the options say.
+
+    Args:
+        options: how requests are counted and answered.
+        clock: times the pauses between warnings; the system's when ``None``.
+
+    Raises:
+        TypeError: ``options`` is not ``Options``.
+    """
+
+    __slots__ = (
+        "_addresses",
+        "_api_key_header",
+        "_exempt",
+        "_forwarded_header",
+        "_options",
+        "_throttle",
+    )
+
+    def __init__(self, options: Options[R] | None = None, *, clock: Clock | None = None) -> None:
+        given: object = options
+        if not (given is None or isinstance(given, Options)):
+            message = f"options must be Options(…), not {type(given).__name__}"
+            raise TypeError(message)
+        self._options: Options[R] = Options() if options is None else options
+        self._addresses = self._options.client_addresses()
+        self._exempt = frozenset(self._options.exempt)
+        self._forwarded_header = self._options.forwarded_header.lower()
+        self._api_key_header = (self._options.api_key_header or "").lower()
+        self._throttle = LogThrottle(SystemClock() if clock is None else clock)
+
+    def decide(self, limiter: RateLimiter, request: R, info: RequestInfo) -> Decision | None:
+        """Return the decision on a request; ``None`` lets it through unchecked.
+
+        Raises:
+            Exception: raised by a user's function, if ``on_error`` is ``"raise"``.
+        """
+        try:
+            charge = self.charge(request, info)
+            if charge is None:
+                return None
+            given: object = None
+            if self._options.identify is not None:
+                given = self._options.identify(request)
+            identity = self.identity(given, info, charge.identifier_type)
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            self._function_failed(error)
+            return None
+        if identity is None:
+            self.warn(NO_IDENTITY)
+            return None
+        try:
+            return limiter.check(
+                identity.identifier, identity.identifier_type, charge.endpoint, cost=charge.cost
+            )
+        except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
+            self.warn(LIMITER_FAILED, error)
+            return None
+
+    async def decide_async(
+        self, limiter: AsyncRateLimiter, request: R, info: RequestInfo
+    ) -> Decision | None:
+        """As :meth:`decide`, for asyncio: ``identify`` may be a coroutine function."""
+        try:
+            charge = self.charge(request, info)
+            if charge is None:
+                return None
+            given: object = None
+            if self._options.identify is not None:
+                given = self._options.identify(request)
+                # Identity first: isawaitable takes longer than everything else here.
+                if not isinstance(given, Identity) and inspect.isawaitable(given):
+                    given = await given
+            if info.load_user is not None and not _is_sufficient(given, charge.identifier_type):
+                user = await info.load_user()
+                info = info._replace(user=lambda: user)
+            identity = self.identity(given, info, charge.identifier_type)
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            self._function_failed(error)
+            return None
+        if identity is None:
+            self.warn(NO_IDENTITY)
+            return None
+        try:
+            return await limiter.check(
+                identity.identifier, identity.identifier_type, charge.endpoint, cost=charge.cost
+            )
+        except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
+            self.warn(LIMITER_FAILED, error)
+            return None
+
+    def charge(self, request: R, info: RequestInfo) -> Charge | None:
+        """Return the charge of a request; ``None`` if it is not checked.
+
+        Raises:
+            TypeError, ValueError: a function for the cost returned something else.
+            Exception: raised by a user's function.
+        """
+        options = self._options
+        mark = mark_of(info.view, info.method)
+        if mark.exempt:
+            return None
+        endpoint = mark.endpoint
+        if endpoint is None and options.endpoint is not None:
+            endpoint = options.endpoint(request)
+        if (info.route if endpoint is None else endpoint) in self._exempt:
+            return None
+        if endpoint is None and info.route is not None:
+            endpoint = info.route
+            if options.with_method:
+                endpoint = with_method(info.method, endpoint)
+        if endpoint is None or not is_valid_endpoint(endpoint):
+            endpoint = options.unmatched
+            if endpoint is None or endpoint in self._exempt:
+                return None
+        cost = _cost(options.cost if mark.cost is None else mark.cost, request)
+        return Charge(endpoint, cost, mark.identifier_type) if cost else None
+
+    def identity(
+        self, given: object, info: RequestInfo, preferred: IdentifierType | None
+    ) -> Identity | None:
+        """Return who a request is counted for: the first identity of the preferred type, else the first.
+
+        Args:
+            given: what ``identify`` returned; ``None`` without it.
+            info: the request.
+            preferred: the type of identifier that the view prefers.
+
+        Raises:
+            TypeError: ``given`` is neither an identity nor ``None``.
+            Exception: raised by reading the framework's user.
+        """
+        if not (given is None or isinstance(given, Identity)):
+            message = f"identify must return an Identity or None, not {type(given).__name__}"
+            raise TypeError(message)
+        if given is not None and _is_sufficient(given, preferred):
+            return given
+        first = None
+        for identity in self._identities(given, info):
+            if preferred is None or identity.identifier_type == preferred:
+                return identity
+            first = first or identity
+        return first or self._options.anonymous
+
+    def headers(self, decision: Decision) -> dict[str, str]:
+        """Return the headers to add to the answer; empty if no rule decided."""
+        options = self._options
+        if options.headers:
+            return decision.headers(
+                x_ratelimit=options.x_ratelimit,
+                policy=options.policy,
+                revision=options.headers_revision,
+            )
+        retry_after_s = decision.retry_after_seconds
+        return {} if decision.allowed or not retry_after_s else {"Retry-After": str(retry_after_s)}
+
+    def denied(self, decision: Decision, accept: Sequence[str] = ()) -> Answer:
+        """Return the answer to a denied request: JSON if ``accept``, its Accept header, names it, else plain text.
+
+        Raises:
+            Exception: raised by ``denied_text``, if ``on_error`` is ``"raise"``.
+        """
+        try:
+            text = self._denied_text(decision)
+        except Exception as error:
+            if self._options.on_error == "raise":
+                raise
+            self.warn(TEXT_FAILED, error)
+            text = _default_text(decision)
+        if any("json" in value.lower() for value in accept):
+            kind, body = "application/json", json.dumps({"detail": text})
+        else:
+            kind, body = "text/plain; charset=utf-8", f"{text}\n"
+        headers = {"Content-Type": kind, **self.headers(decision)}
+        return Answer(DENIED_STATUS, headers, body.encode(errors="replace"), text)
+
+    def warn(self, what: str, error: Exception | None = None) -> None:
+        """Log what happened to a request, at most once a second, with the type and the place of the error.
+
+        The error's text is left out, since it may contain an identifier.
+        """
+        requests = self._throttle.count()
+        if requests:
+            cause = "" if error is None else f" ({_type_and_place(error)})"
+            _LOG.warning("%s%s; %d such requests since the last warning", what, cause, requests)
+
+    def _identities(self, given: Identity | None, info: RequestInfo) -> Iterator[Identity]:
+        if given is not None and not given.is_nobody:
+            yield given
+        if user := info.user():
+            yield Identity(user, "user")
+        if self._api_key_header:
+            keys = info.header(self._api_key_header)
+            # With two keys it is unknown which one was verified; servers and proxies may have joined their lines.
+            if len(keys) == 1 and keys[0].strip() and "," not in keys[0]:
+                yield Identity(keys[0], "api_key")
+        if address := self._addresses.of(info.peer, info.header(self._forwarded_header)):
+            yield Identity(address, "ip")
+
+    def _denied_text(self, decision: Decision) -> str:
+        text = self._options.denied_text
+        if text is None:
+            return _default_text(decision)
+        returned: object = text if isinstance(text, str) else text(decision)
+        if not isinstance(returned, str):
+            message = f"denied_text must return text, not {type(returned).__name__}"
+            raise TypeError(message)
+        return returned
+
+    def _function_failed(self, error: Exception) -> None:
+        if self._options.on_error == "raise":
+            raise error
+        self.warn(FUNCTION_FAILED, error)
+
+
+def require_kind(
+    limiter: RateLimiter | AsyncRateLimiter,
+    options: Options[Any] | None = None,
+    *,
+    asynchronous: bool,
+) -> None:
+    """Validate that a limiter is for asyncio, or that it blocks and ``identify`` is no coroutine function.
+
+    Raises:
+        TypeError: one of them is of the other kind, or ``limiter`` is not a limiter.
+    """
+    given: object = limiter
+    check = getattr(given, "check", None)
+    is_class = isinstance(given, type)
+    if is_class or not callable(check) or inspect.iscoroutinefunction(check) is not asynchronous:
+        wanted = "an AsyncRateLimiterClient" if asynchronous else "a RateLimiterClient"
+        what = "a class" if is_class else type(given).__name__
+        message = f"limiter must be {wanted} or have its methods, not {what}"
+        raise TypeError(message)
+    # Blocking code would not await it, and each request would pass unchecked.
+    identify = options.identify if isinstance(options, Options) else None
+    if not asynchronous and inspect.iscoroutinefunction(identify):
+        message = "identify must not be a coroutine function, since the framework blocks"
+        raise TypeError(message)
+
+
+def _is_sufficient(given: object, preferred: IdentifierType | None) -> bool:
+    """Return whether what ``identify`` returned alone determines the identity."""
+    if not isinstance(given, Identity) or given.is_nobody:
+        return False
+    return preferred is None or given.identifier_type == preferred
+
+
+def _cost(cost: int | Callable[[Any], int], request: object) -> int:
+    if not callable(cost):
+        return cost
+    returned: object = cost(request)
+    if not isinstance(returned, int) or isinstance(returned, bool):
+        message = f"cost must be a whole number, not {type(returned).__name__}"
+        raise TypeError(message)
+    if returned < 0:
+        message = "cost must be at least 0"
+        raise ValueError(message)
+    return min(returned, MAX_COST)
+
+
+def _default_text(decision: Decision) -> str:
+    wait_s = decision.retry_after_seconds
+    return f"Too many requests. Try again in {wait_s} s." if wait_s else "Too many requests."
+
+
+def _type_and_place(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{place}"
