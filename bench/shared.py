@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bench.report import Row, percentile
 from bench.servers import SERVER_CORE, load_core
@@ -20,7 +20,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
 from ratelimitd.cluster.membership import SharedTime
-from ratelimitd.cluster.node import Cluster, Options
+from ratelimitd.cluster.node import Cluster
 from ratelimitd.cluster.redis.codec import DECIDE, checks_request
 from ratelimitd.cluster.redis.opening import open_shards
 from ratelimitd.cluster.redis.pubsub import Bus
@@ -32,6 +32,8 @@ from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Rule
 from ratelimitd.node.jobs import tidy
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.feed import RuleFeed
+from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import parse_redis_url
 from tests.servers import Valkey
 
@@ -93,9 +95,9 @@ class _Counting(RedisStore):
         self.calls += 1
         super().read(*args, **keywords)
 
-    def meet(self, *args: Any, **keywords: Any) -> None:
+    def first_check(self, *args: Any, **keywords: Any) -> None:
         self.calls += 1
-        super().meet(*args, **keywords)
+        super().first_check(*args, **keywords)
 
 
 class _Node:
@@ -108,16 +110,22 @@ class _Node:
         self.keys = keys
         self.cluster = Cluster(
             self.store,
-            Bus(shards, on_message=lambda _payload: None, on_gap=lambda: None),
-            Options(INTERVAL_MS, 1_000_000, 300, 5, 30, strict, False, False),  # noqa: FBT003 -- a table
+            Bus(shards),
+            Settings.load(
+                {},
+                {
+                    "REDIS_URL": "redis://127.0.0.1",
+                    "SYNC_INTERVAL_MS": str(INTERVAL_MS),
+                    "CONSISTENCY": "strict" if strict else "eventual",
+                },
+            ),
             incarnation="bench/1",
             stored_name=keys.stored,
             fingerprint=keys.fingerprint,
             clock=clock,
             shared_time=SharedTime(),
             stats=stats,
-            report=print,
-            rules_changed=lambda: None,
+            feed=cast("RuleFeed", None),  # no rules change
         )
         self.limiter = Limiter(
             shared=self.cluster.buckets, clock=clock, stats=stats, timestamps="bounded", keys=keys

@@ -27,8 +27,8 @@ class CheckStats:
     ``allowed_total`` and ``blocked_total`` count checks decided by a rule, ``NO_RULE`` as allowed, fail-open answers
     as allowed too (and in their own two counters). Peeks count like checks: they are answered decisions.
 
-    The counters of ``transport_causes`` and ``web_causes`` are there from the start, at 0, so that who looks at growth
-    sees the first of a kind, too.
+    The counters of ``transport_causes`` and ``web_causes`` start at 0: the first error of a kind counts
+    as growth.
     """
 
     __slots__ = (
@@ -48,6 +48,7 @@ class CheckStats:
         "no_rule_total",
         "refused_by_web",
         "shared_state_errors_total",
+        "unexpected_total",
     )
 
     def __init__(
@@ -57,11 +58,13 @@ class CheckStats:
         self.blocked_total = 0
         self.no_rule_total = 0
         self.breaker_denied_total = 0
-        """Checks denied because the circuit breaker was open and the node is told not to allow then."""
+        """Checks denied because the circuit breaker was open and ON_BREAKER_OPEN is ``deny``."""
         self.fail_open_breaker_total = 0
         self.fail_open_error_total = 0
         self.false_positives_total = 0
         self.shared_state_errors_total = 0
+        self.unexpected_total = 0
+        """Calls answered INTERNAL: defects."""
         self.invalid_total = 0
         """Malformed checks: single calls refused and batch items answered INVALID_REQUEST."""
         self.clock_rejected_total = 0
@@ -79,14 +82,14 @@ class CheckStats:
 
     @property
     def bucket_looked_total(self) -> int:
-        """Checks that were judged by a rule, so that a bucket was looked for."""
+        """Checks that were decided by a rule, so that a bucket was looked up."""
         others = self.no_rule_total + self.fail_open_breaker_total + self.fail_open_error_total
         others += self.breaker_denied_total
         return self.allowed_total + self.blocked_total - others
 
     @property
     def bucket_known_total(self) -> int:
-        """Those whose bucket was there."""
+        """Those whose bucket was known."""
         return self.bucket_looked_total - self.bucket_missed_total
 
     def observe_latency(self, elapsed_s: float, checks: int = 1) -> None:
@@ -121,13 +124,11 @@ class CheckStats:
         self.refused_by_web[cause] = self.refused_by_web.get(cause, 0) + 1
 
 
-# The worst of what was measured lately: a gauge that a scrape every 15 s does not miss the peaks of.
-#
-# Pure: never reads a clock; the time is handed in.
-
-
 class RollingMax:
-    """The largest value of the current stretch of ``stretch_us`` and of the one before it."""
+    """The largest value of the current period of ``stretch_us`` and of the one before it.
+
+    A gauge whose peaks a scrape every 15 s does not miss. Time is passed in.
+    """
 
     def __init__(self, stretch_us: int) -> None:
         self._stretch_us = stretch_us
@@ -136,7 +137,7 @@ class RollingMax:
         self._before = 0.0
 
     def note(self, now_us: int, value: float) -> float:
-        """Take in one value; returns the worst of the last one to two stretches."""
+        """Add one value; return the largest of the last one to two periods."""
         stretch = now_us // self._stretch_us
         if stretch != self._stretch:
             self._before = self._current if stretch == self._stretch + 1 else 0.0

@@ -79,10 +79,10 @@ class Model:
         outcome[2] = min(outcome[2], MAX_TIME_US)
         return (*outcome, None)
 
-    def meet(self, check):
+    def first_check(self, check):
         ledger = Ledger()
         ledger.buckets = self.buckets
-        outcome, shared = ledger.meet(check)
+        outcome, shared = ledger.first_check(check)
         return (*outcome[:2], min(outcome[2], MAX_TIME_US), *outcome[3:]), plain(shared)
 
 
@@ -231,11 +231,11 @@ def test_a_trace_ends_as_in_the_ledger(store, data, rules, around_us):
         elif step == "meet":
             told = data.draw(st.lists(st.sampled_from(range(len(KEYS))), min_size=1, unique=True))
             checks = [data.draw(store_checks(KEYS[one], rules[one], around_us)) for one in told]
-            reply = run(store, codec.MEET, codec.checks_request(checks))
-            corrupt, met = codec.met(checks, reply)
+            reply = run(store, codec.FIRST_CHECK, codec.checks_request(checks))
+            corrupt, met = codec.first_checked(checks, reply)
             assert corrupt == 0
             assert [(outcome, plain(shared)) for outcome, shared in met] == [
-                *map(model.meet, checks)
+                *map(model.first_check, checks)
             ]
         elif step == "lost":
             store.delete(codec.bucket_key(key))

@@ -15,7 +15,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.limiter import Limiter
 from ratelimitd.node.transports import server_of
 from ratelimitd.observe.health import Health
-from ratelimitd.observe.samples import MetricSample
+from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Server
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.sql.store import SqlRuleStore
@@ -116,7 +116,7 @@ async def running_node(
         feed = RuleFeed(store, on_book=limiter.replace_book)
         await feed.start()
         access = Access(credentials or Credentials(loopback_admin=True))
-        edge = ErrorEdge()
+        edge = ErrorEdge(stats)
         grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
         health = Health(
             node_id="node-1",

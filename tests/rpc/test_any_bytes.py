@@ -41,5 +41,5 @@ async def test_any_bytes_are_answered_or_blamed_on_the_caller(node, path, data):
     code, _ = await node.outcome(path, data)
     assert code in DOCUMENTED
     assert node.fail_opens() == (0, 0)
-    assert node.edge.unexpected_total == 0
+    assert node.stats.unexpected_total == 0
     assert "unexpected" not in node.stats.errors_by_transport

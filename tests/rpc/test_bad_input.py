@@ -40,7 +40,7 @@ async def unharmed(node, caplog):
     yield node
     assert await state(node) == before
     assert node.fail_opens() == (0, 0)
-    assert node.edge.unexpected_total == 0
+    assert node.stats.unexpected_total == 0
     # In debug mode asyncio tells what takes long: that is the machine's doing, not the input's.
     lines = [record for record in caplog.records if record.name != "asyncio"]
     assert [line for line in lines if line.levelno >= logging.INFO] == []

@@ -9,7 +9,7 @@ from ratelimitd.ledger import protocol, shared_state
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.local_view import LocalView
 from ratelimitd.ledger.protocol import Batch, Ledger, Reply
-from ratelimitd.ledger.shared_state import Settled, SharedState, meet, settle, standing
+from ratelimitd.ledger.shared_state import Settled, SharedState, first_check, settle, standing
 from tests.simulation.meetings import FirstChecks
 from tests.simulation.node import Node
 from tests.simulation.world import ANSWER_US, World
@@ -132,8 +132,8 @@ class NoNumbers(Ledger):
 class MeetsForNothing(Ledger):
     """Decides a first check as if it were a peek."""
 
-    def meet(self, check):
-        return meet(self.buckets.get(check.name), check)
+    def first_check(self, check):
+        return first_check(self.buckets.get(check.name), check)
 
 
 class OtherSettlement(Ledger):

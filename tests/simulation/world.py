@@ -192,7 +192,7 @@ class World:
             return
         self.store_calls += 1
         check, books = meeting.check, self.books
-        outcome, shared = self.ledger.meet(check)
+        outcome, shared = self.ledger.first_check(check)
         if outcome[0]:
             meeting.is_charged = True
             books.arrived += check.cost

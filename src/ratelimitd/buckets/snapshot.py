@@ -77,8 +77,7 @@ class SnapshotLog:
     ) -> None:
         self.errors_total = 0
         self.written_bytes_total = 0
-        self.last_pass_us = clock.monotonic_us()
-        """End of the last complete pass, on the monotonic clock."""
+        self._last_pass_us = clock.monotonic_us()
         self._directory = directory
         self._table = table
         self._keys = keys
@@ -135,6 +134,11 @@ class SnapshotLog:
             message = "the state directory cannot be written"
             raise StoreUnavailableError(message) from error
 
+    @property
+    def age_s(self) -> float:
+        """Time since the last complete pass."""
+        return (self._clock.monotonic_us() - self._last_pass_us) / US_PER_S
+
     async def run(self) -> None:
         """Write passes until cancelled. A failure is counted and logged once; the next pass retries."""
         while True:
@@ -160,7 +164,7 @@ class SnapshotLog:
         except OSError as error:
             self._note_failure(error)
         else:
-            self.last_pass_us = self._clock.monotonic_us()
+            self._last_pass_us = self._clock.monotonic_us()
             if self._failing and not self._no_base_before_us:  # recovered, and no base is due
                 _log.warning("buckets can be written again")
                 self._failing = False

@@ -15,14 +15,19 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from struct import Struct, error
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from ratelimitd.clock import Clock
-from ratelimitd.cluster.pending import Bucket, SharedStore
+from ratelimitd.cluster.pending import Bucket
 from ratelimitd.errors import RateLimitdError, StoreOverloadedError, StoreUnavailableError
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.shared_state import SharedState, generation_at
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, Rule
+
+if TYPE_CHECKING:
+    from ratelimitd.cluster.redis.pubsub import Bus
+    from ratelimitd.cluster.redis.store import RedisStore
+    from ratelimitd.cluster.shared_buckets import SharedBuckets
 
 MAX_PER_MESSAGE: Final = 100
 """Buckets in one message: 6 KB at most."""
@@ -33,23 +38,6 @@ _STATE: Final = Struct("<16sIQIQQQ")
 _REVISION: Final = Struct("<Q")
 _LOW_BITS: Final = 64
 _LOW_MASK: Final = (1 << _LOW_BITS) - 1
-
-
-class Bus(Protocol):
-    """Brings messages to the other nodes."""
-
-    def publish(self, tag: int, payload: bytes) -> None:
-        """Send one by way of the server that holds a hash tag; it may be lost."""
-
-
-class Hearer(Protocol):
-    """Who goes by what others tell."""
-
-    def heard(self, name: bytes, shared: SharedState) -> None:
-        """A bucket is in this state."""
-
-    def doubt(self, name: bytes) -> None:
-        """A bucket is another now."""
 
 
 class Gossip:
@@ -84,7 +72,7 @@ class Gossip:
         """Tell at once that there is a new rule book."""
         self._bus.publish(0, b"R" + _REVISION.pack(revision))
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Send what has come together; once in each interval of the sync."""
         states, self._states = self._states, {}
         self._told.clear()
@@ -111,14 +99,14 @@ def packed_state(name: bytes, shared: SharedState) -> bytes | None:
     )
 
 
-def take(payload: bytes, hearer: Hearer, *, rules_changed: Callable[[], None]) -> None:
+def take(payload: bytes, buckets: SharedBuckets, *, rules_changed: Callable[[], None]) -> None:
     """Go by a message of another node; one that is none of ours is left alone."""
     kind, body = payload[:1], payload[1:]
     if kind == b"R":
         rules_changed()
     elif kind == b"D":
         for start in range(0, len(body) - NAME_BYTES + 1, NAME_BYTES):
-            hearer.doubt(body[start : start + NAME_BYTES])
+            buckets.doubt(body[start : start + NAME_BYTES])
     elif kind == b"S":
         try:
             parts = [*_STATE.iter_unpack(body)]
@@ -129,10 +117,8 @@ def take(payload: bytes, hearer: Hearer, *, rules_changed: Callable[[], None]) -
             is_sound = generation <= INT32_MAX and max(revision, latest_us) <= MAX_TIME_US
             if is_sound and 1 <= limit <= INT32_MAX:
                 spent = high << _LOW_BITS | low
-                hearer.heard(name, SharedState(generation, revision, limit, (spent, latest_us)))
+                buckets.heard(name, SharedState(generation, revision, limit, (spent, latest_us)))
 
-
-# Resets of shared buckets: asked for together, awaited together.
 
 _Answer = asyncio.Future[RateLimitdError | None]
 
@@ -141,7 +127,7 @@ Heard = Callable[[bytes, SharedState], None]
 
 
 async def reset_buckets(
-    store: SharedStore,
+    store: RedisStore,
     names: Sequence[bytes],
     rules: Sequence[Rule],
     heard: Heard,

@@ -1,16 +1,18 @@
-"""Who is alive: each node gives a sign of life every second, and is counted until the last one is too old.
+"""The nodes that are alive, the time they share, and the status that each publishes.
 
-The same round trip tells the store's time, and whether all nodes name the buckets by the same secret.
+Each node sends a heartbeat every second and is counted until its last one is too old. The answer brings the store's
+time, and shows whether all nodes name the buckets by the same secret. See ADR 0029.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ratelimitd.clock import Clock
 from ratelimitd.errors import (
@@ -22,60 +24,32 @@ from ratelimitd.errors import (
 )
 from ratelimitd.model import US_PER_S
 
-# Where the nodes of a cluster tell how they are doing, and read of each other.
-#
-# Each puts its status under its own name; who is alive, and so which names there are, is known from the signs of life.
-# What a node that hung or was killed said last stays for a minute, so that it is seen to be gone. Never looks into a
-# status. See ADR 0029.
+if TYPE_CHECKING:
+    from ratelimitd.cluster.redis.store import Heartbeat, RedisStore
 
 KEPT_S: Final = 60
-"""How long the last status of a node outlives it."""
+"""How long the last status of a node outlives it: it is seen to be gone."""
 
 MAX_NODES: Final = 200
-"""Nodes that are read of, so that a store full of names costs no more than this; those alive come first."""
-
-
-class Statuses(Protocol):
-    """Where statuses are kept."""
-
-    def put(self, incarnation: str, status: bytes, ttl_ms: int) -> None:
-        """Replace the status of an incarnation."""
-
-    def remove(self, incarnation: str) -> None:
-        """Forget an incarnation."""
-
-    def get(
-        self,
-        incarnations: Sequence[str],
-        done: Callable[[list[bytes | None] | RateLimitdError], None],
-    ) -> None:
-        """Read the statuses of incarnations, in their order; ``done`` is called exactly once."""
-
-
-class Members(Protocol):
-    """Who is alive."""
-
-    @property
-    def alive(self) -> Sequence[str]:
-        """The incarnations that gave a sign of life in the last seconds."""
+"""Nodes whose status is read, so that a store full of names costs no more; those alive come first."""
 
 
 class StatusBoard:
-    """The board as the node called ``incarnation`` uses it."""
+    """The statuses of the nodes, as the node ``incarnation`` publishes and reads them; their bytes are opaque."""
 
     def __init__(
-        self, statuses: Statuses, members: Members, incarnation: str, clock: Clock
+        self, store: RedisStore, members: Membership, incarnation: str, clock: Clock
     ) -> None:
-        self._statuses = statuses
+        self._store = store
         self._members = members
         self._incarnation = incarnation
         self._clock = clock
         self._seen_us: dict[str, int] = {}
 
     def note_members(self) -> None:
-        """Remember who is alive; call it every few seconds, so that who is not any more is still asked for."""
+        """Remember the nodes alive; called every few seconds, so that a node that is gone is still read."""
         now_us = self._clock.monotonic_us()
-        # Those alive last, so that they are the last to be dropped.
+        # Nodes alive come last, so that they are dropped last.
         for name in self._members.alive:
             self._seen_us.pop(name, None)
             self._seen_us[name] = now_us
@@ -84,11 +58,11 @@ class StatusBoard:
         self._seen_us = dict(kept[-MAX_NODES:])
 
     def publish(self, status: bytes) -> None:
-        """Tell how this node is doing."""
-        self._statuses.put(self._incarnation, status, KEPT_S * 1_000)
+        """Publish the status of this node."""
+        self._store.put_status(self._incarnation, status, KEPT_S * 1_000)
 
     async def read(self) -> Mapping[str, bytes]:
-        """What the other nodes told last, by incarnation.
+        """Return the last statuses of the other nodes, by incarnation.
 
         Raises:
             RateLimitdError: the store did not answer in time.
@@ -104,26 +78,23 @@ class StatusBoard:
             if not answer.done():  # else the caller has left
                 answer.set_result(reply)
 
-        self._statuses.get(names, take)
+        self._store.read_statuses(names, take)
         found = await answer
         if isinstance(found, RateLimitdError):
             raise found
         return {name: one for name, one in zip(names, found, strict=True) if one is not None}
 
     def leave(self) -> None:
-        """This node ends: the others need not wonder where it is."""
-        self._statuses.remove(self._incarnation)
+        """Remove the status of this node, which ends."""
+        self._store.remove_status(self._incarnation)
 
-
-# The time of the shared state, as a wall clock for the node's own: all nodes follow one clock, not each its machine's.
-#
-# Each answer that tells the store's time tells it for a moment between question and answer; the quicker the answer, the
-# better it is known. So of the last few the quickest counts.
 
 SAMPLES: Final = 8
 """Answers that are remembered, one a second: a clock that drifts by 100 ppm is off by less than a millisecond then."""
 
 _NS_PER_US: Final = 1_000
+
+_log = logging.getLogger(__name__)
 
 
 class _Sample(NamedTuple):
@@ -133,7 +104,11 @@ class _Sample(NamedTuple):
 
 
 class SharedTime:
-    """The store's time; the machine's own until the store has told its."""
+    """The store's time, which all nodes follow; the machine's own until the first answer.
+
+    An answer holds for a moment between request and reply, so of the last few the one with the shortest round trip
+    counts.
+    """
 
     def __init__(
         self,
@@ -146,16 +121,16 @@ class SharedTime:
 
     @property
     def is_known(self) -> bool:
-        """Whether the store has told its time."""
+        """Whether the store's time is known."""
         return bool(self._samples)
 
     @property
     def round_trip_us(self) -> int:
-        """The slowest of the last few answers; 0 before there is one."""
+        """Longest round trip of the last few answers; 0 before the first."""
         return max((sample.round_trip_us for sample in self._samples), default=0)
 
     def note(self, store_us: int, sent_us: int, received_us: int) -> None:
-        """The store's time was asked for at ``sent_us`` and came at ``received_us``, both monotonic."""
+        """Take one answer: requested at ``sent_us``, received at ``received_us``, both monotonic."""
         middle_us = (sent_us + received_us) // 2
         self._samples.append(_Sample(received_us - sent_us, store_us - middle_us))
 
@@ -174,59 +149,40 @@ BEAT_S: Final = 1.0
 BEAT_TTL_US: Final = 5 * US_PER_S
 
 LEAVE_S: Final = 0.2
-"""How long a node that leaves waits to be heard; who is not heard is counted for five seconds more."""
-
-Beat = tuple[int, str, tuple[str, ...]]
-"""The store's time in µs, the fingerprint that holds in the cluster, and the names of the incarnations alive."""
-
-
-class Pulse(Protocol):
-    """Where nodes give their signs of life."""
-
-    def beat(
-        self,
-        incarnation: str,
-        ttl_us: int,
-        fingerprint: str,
-        done: Callable[[Beat | RateLimitdError], None],
-    ) -> None:
-        """Give one that is good for ``ttl_us``; 0: the node leaves."""
+"""Longest time a leaving node waits for the acknowledgement; without it, it is counted for five seconds more."""
 
 
 class Membership:
     """The nodes of a cluster, as one of them sees it.
 
-    ``fingerprint`` tells the secret that the buckets' names are keyed with from others; empty while that is not known.
-    ``report`` takes one line for an operator.
+    ``fingerprint`` identifies the secret that the buckets' names are keyed with; empty while it is not known.
     """
 
     def __init__(
         self,
-        pulse: Pulse,
+        store: RedisStore,
         incarnation: str,
         *,
         fingerprint: Callable[[], str],
         clock: Clock,
         shared_time: SharedTime,
-        report: Callable[[str], None],
     ) -> None:
         self.count = 1
-        """Nodes alive, with this one."""
+        """Nodes alive, including this one."""
         self.alive: Sequence[str] = ()
-        """The names of their incarnations, as the store told them last."""
-        self._pulse = pulse
+        """Their incarnations, as of the last answer."""
+        self._store = store
         self._incarnation = incarnation
         self._fingerprint = fingerprint
         self._clock = clock
         self._shared_time = shared_time
-        self._report = report
-        self._is_stranger = self._is_refused = False
+        self._has_other_secret = self._is_refused = False
 
     async def join(self, timeout_s: float) -> None:
-        """Give the first sign of life, and wait for the answer at most so long.
+        """Send the first heartbeat, and wait for the answer at most ``timeout_s``.
 
         Raises:
-            StartupError: the other nodes use another secret: they would count the same callers in other buckets.
+            StartupError: the other nodes use another secret, so they count the same callers in other buckets.
         """
         answered = asyncio.Event()
         self._beat(BEAT_TTL_US, answered.set)
@@ -235,7 +191,7 @@ class Membership:
                 await answered.wait()
         except TimeoutError:
             return
-        if self._is_stranger:
+        if self._has_other_secret:
             message = (
                 "KEY_SECRET is not that of the other nodes in this shared state, so that each would count callers in"
                 " buckets of its own; give all nodes one KEY_SECRET, or one rules database that keeps it"
@@ -243,11 +199,11 @@ class Membership:
             raise StartupError(message)
 
     def beat(self) -> None:
-        """Give a sign of life; the answer is taken in when it comes."""
+        """Send a heartbeat; the answer is processed when it comes."""
         self._beat(BEAT_TTL_US, lambda: None)
 
     async def leave(self) -> None:
-        """Tell that this node is no more."""
+        """Report that this node ends."""
         answered = asyncio.Event()
         self._beat(0, answered.set)
         try:
@@ -259,10 +215,10 @@ class Membership:
     def _beat(self, ttl_us: int, then: Callable[[], None]) -> None:
         sent_us = self._clock.monotonic_us()
         done = partial(self._heard, sent_us, then)
-        self._pulse.beat(self._incarnation, ttl_us, self._fingerprint(), done)
+        self._store.beat(self._incarnation, ttl_us, self._fingerprint(), done)
 
     def _heard(
-        self, sent_us: int, then: Callable[[], None], answer: Beat | RateLimitdError
+        self, sent_us: int, then: Callable[[], None], answer: Heartbeat | RateLimitdError
     ) -> None:
         if isinstance(answer, RateLimitdError):
             self._refused(answer)
@@ -275,17 +231,20 @@ class Membership:
         then()
 
     def _refused(self, error: RateLimitdError) -> None:
-        """Tell once when the store answers and will not have it; that it is away is for the connections to tell."""
+        """Log once that the store refuses heartbeats; connections report that it is away."""
         is_away = isinstance(error, StoreUnavailableError | StoreOverloadedError)
         if isinstance(error, StoreMisconfiguredError) or not is_away:
             if not self._is_refused:
-                self._report(f"the nodes of the cluster cannot be counted: {error}")
+                _log.warning("the nodes of the cluster cannot be counted: %s", error)
             self._is_refused = True
 
     def _compare(self, fingerprint: str) -> None:
         own = self._fingerprint()
-        was_stranger, self._is_stranger = self._is_stranger, bool(own) and fingerprint != own
-        if self._is_stranger and not was_stranger:
-            self._report(
+        had_other_secret, self._has_other_secret = (
+            self._has_other_secret,
+            bool(own) and fingerprint != own,
+        )
+        if self._has_other_secret and not had_other_secret:
+            _log.warning(
                 "KEY_SECRET is not that of the other nodes in this shared state: limits are not shared with them"
             )

@@ -1,164 +1,75 @@
-"""A node's part in a cluster, put together: buckets, breakers, the sync job, who is alive, what others tell.
+"""A node's part in a cluster: connections, buckets, breakers, the sync job, and what nodes tell each other.
 
-Knows no driver: the store and the bus are given. Every step of its jobs is small, so that checks are never held up.
+Knows no driver: the store and the bus are given. Every step of its jobs is small, so that checks are not delayed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random as random_source
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from math import ceil
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy, promised_excess
 from ratelimitd.cluster.cache import BucketCache
-from ratelimitd.cluster.gossip import Bus, Gossip, take
-from ratelimitd.cluster.membership import Membership, Pulse, SharedTime
-from ratelimitd.cluster.pending import HASH_TAGS, Bucket, SharedStore, Timers
+from ratelimitd.cluster.gossip import Gossip, take
+from ratelimitd.cluster.membership import BEAT_S, Membership, SharedTime, StatusBoard
+from ratelimitd.cluster.pending import HASH_TAGS, Bucket
 from ratelimitd.cluster.shared_buckets import SharedBuckets
-from ratelimitd.cluster.store_servers import StoreServer
+from ratelimitd.cluster.store_servers import Breakers
 from ratelimitd.cluster.strict_buckets import StrictBuckets
-from ratelimitd.cluster.sync import Partition, Surroundings
+from ratelimitd.cluster.sync import Partition
 from ratelimitd.counters import CheckStats
-from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import SharedState, has_plenty
 from ratelimitd.model import US_PER_S
-from ratelimitd_wire.breaker import Breaker, State
+from ratelimitd.retry import Background
+from ratelimitd.rules.feed import RuleFeed
+from ratelimitd.settings.table import Settings
+from ratelimitd_wire.breaker import State
 
-# The circuit breakers of a node, one for each server of the shared state, and which hash tags each is for.
-
-JITTER_US: Final = US_PER_S // 2
-"""Nodes whose breakers opened together probe apart, by up to so much."""
-
-
-class Breakers:
-    """The breakers; each opens after ``failures`` and is probed after ``recovery_s``. ``random`` is from 0 to 1."""
-
-    def __init__(
-        self,
-        store: SharedStore,
-        clock: Clock,
-        timers: Timers,
-        *,
-        stats: CheckStats,
-        failures: int,
-        recovery_s: int,
-        random: Callable[[], float],
-        report: Callable[[str], None] = lambda _line: None,
-    ) -> None:
-        self._store = store
-        self._clock = clock
-        self._timers = timers
-        self._stats = stats
-        self._failures = failures
-        self._recovery_us = recovery_s * US_PER_S
-        self._random = random
-        self._report = report
-        self._shards: dict[str, StoreServer] = {}
-
-    def of_tag(self, tag: int) -> StoreServer:
-        """The server that holds a hash tag now."""
-        name = self._store.shard_of(tag)
-        shard = self._shards.get(name)
-        if shard is None:
-            breaker = Breaker(
-                self._clock.monotonic_us,
-                failure_threshold=self._failures,
-                recovery_us=self._recovery_us,
-                jitter_us=lambda: int(self._random() * JITTER_US),
-            )
-            shard = StoreServer(
-                name, tag, breaker, self._clock, self._stats, self._timers, self._report
-            )
-            self._shards[name] = shard
-        return shard
-
-    def watch(self, tags: Iterable[Partition]) -> None:
-        """Follow hash tags that have moved, and probe the servers whose breakers want it."""
-        held = {}
-        for tag in tags:
-            shard = tag.shard = self.of_tag(tag.number)
-            shard.tag = tag.number
-            held[shard.name] = shard
-        for name, shard in self._shards.items():
-            if name not in held:
-                shard.left()
-        self._shards = held
-        for shard in held.values():
-            # Without a connection the probe would fail, and the next one be as long away: the attempts to connect, one
-            # a second at least, find out sooner that the server is back.
-            if self._store.is_connected(shard.tag) and shard.begins_probe():
-                self._store.probe(shard.tag, partial(_probed, shard))
-
-    @property
-    def state(self) -> State:
-        """Of the worst of them."""
-        states = {shard.state for shard in self._shards.values()}
-        for state in (State.OPEN, State.HALF_OPEN):
-            if state in states:
-                return state
-        return State.CLOSED
-
-    @property
-    def retry_after_us(self) -> int:
-        """Until the last of those that are open is tried again; 0 while none is."""
-        open_ones = [shard for shard in self._shards.values() if shard.is_open]
-        return max((shard.open_error().retry_after_us for shard in open_ones), default=0)
-
-
-def _probed(shard: StoreServer, error: RateLimitdError | None) -> None:
-    if error is None:
-        shard.answered()
-    else:
-        shard.failed(error)
-
+if TYPE_CHECKING:
+    from ratelimitd.cluster.redis.pubsub import Bus
+    from ratelimitd.cluster.redis.store import RedisStore
 
 STEP_MS: Final = 6.25
-"""Longest pause between two steps of the sync job: packing, re-reading and freeing ride on them."""
+"""Longest pause between two steps of the sync job; packing, re-reading and freeing are done in the same steps."""
 
 WATCH_S: Final = 0.1
-"""How often it is looked whether a breaker wants a probe, and whether hash tags have moved."""
+"""Period in which breakers are probed and moved hash tags followed."""
 
 JOIN_S: Final = 1.0
-"""How long a node waits at its start to hear of the others; it serves without them afterwards."""
+"""Longest time a starting node waits for the answer to its first heartbeat; it serves without it afterwards."""
+
+MAX_SYNC_LAG_S: Final = 2.0
+"""A batch that is not acknowledged for longer means that limits are not shared: the shared state counts as away."""
+
+_log = logging.getLogger(__name__)
 
 
-class Store(SharedStore, Pulse, Protocol):
-    """All that a node asks of the shared state."""
+class SharedStateStatus(NamedTuple):
+    """What a node knows of the shared state; ``retry_s``: seconds until an open breaker is tried again."""
 
-
-class Options(NamedTuple):
-    """What an operator has chosen."""
-
-    sync_interval_ms: int
-    cache_entries: int
-    cache_ttl_s: int
-    breaker_failures: int
-    breaker_recovery_s: int
-    strict: bool
-    decides_alone: bool
-    """While a breaker is open, checks are decided by what the node itself knows."""
-    callers_time: bool
-    timeout_ms: int = 20
-    """How long a check waits for the shared state."""
+    connected: bool
+    breaker_state: str
+    retry_s: float = 0.0
 
 
 class Cluster:
     """One node's part. Needs a running event loop.
 
-    ``incarnation`` is the node's name and something that tells it from an earlier one of that name. ``stored_name``
-    makes the name in the store of a bucket's key; ``fingerprint``: of the secret behind it. ``report`` takes one line
-    for an operator. ``rules_changed`` is called when another node says so.
+    ``incarnation`` is the node's name and a part that distinguishes it from an earlier process of that name.
+    ``stored_name`` returns the name in the store of a bucket's key; ``fingerprint`` that of the secret behind it, empty
+    while the secret is not known. ``feed`` is notified when another node says, or may have said, that rules changed.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: RedisStore,
         bus: Bus,
-        options: Options,
+        settings: Settings,
         *,
         incarnation: str,
         stored_name: Callable[[bytes], bytes],
@@ -166,54 +77,50 @@ class Cluster:
         clock: Clock,
         shared_time: SharedTime,
         stats: CheckStats,
-        report: Callable[[str], None],
-        rules_changed: Callable[[], None],
+        feed: RuleFeed,
         random: Callable[[], float] = random_source.random,
     ) -> None:
-        self._loop = loop = asyncio.get_running_loop()
-        self._sync_interval_ms = options.sync_interval_ms
-        self._clock = clock
-        self._rules_changed = rules_changed
+        self.store = store
+        self.bus = bus
+        self.clock = clock
+        self.timers = loop = asyncio.get_running_loop()
+        self._sync_interval_ms = settings.sync_interval_ms
+        self._feed = feed
+        self._rules_changed = asyncio.Event()
         self._shared_time = shared_time
-        self.news = Gossip(bus, clock)
+        self.gossip = Gossip(bus, clock)
         self.accuracy = Accuracy(stats)
         self.membership = Membership(
-            store,
-            incarnation,
-            fingerprint=fingerprint,
-            clock=clock,
-            shared_time=shared_time,
-            report=report,
+            store, incarnation, fingerprint=fingerprint, clock=clock, shared_time=shared_time
         )
+        self.board = StatusBoard(store, self.membership, incarnation, clock)
         self._breakers = Breakers(
             store,
             clock,
             loop,
             stats=stats,
-            failures=options.breaker_failures,
-            recovery_s=options.breaker_recovery_s,
+            failures=settings.breaker_failures,
+            recovery_s=settings.breaker_recovery_s,
             random=random,
-            report=report,
         )
-        around = Surroundings(store, clock, loop, self)
         self._tags = [
-            Partition(number, self._breakers.of_tag(number), incarnation, around)
+            Partition(number, self._breakers.of_tag(number), incarnation, self)
             for number in range(0, HASH_TAGS, store.tags_per_batch)
         ]
         by_octet = [tag for tag in self._tags for _ in range(store.tags_per_batch)]
         self.cache = BucketCache(
-            max_entries=options.cache_entries,
-            ttl_us=options.cache_ttl_s * US_PER_S,
+            max_entries=settings.cache_entries,
+            ttl_us=settings.cache_ttl_s * US_PER_S,
             now_us=clock.monotonic_us(),
         )
         self.buckets: SharedBuckets | StrictBuckets
         self._eventual: SharedBuckets | None = None
-        if options.strict:
+        if settings.consistency == "strict":
             self.buckets = StrictBuckets(
                 store=store,
                 tags=by_octet,
                 stored_name=stored_name,
-                callers_time=options.callers_time,
+                callers_time=settings.timestamps == "caller",
             )
         else:
             self.buckets = self._eventual = SharedBuckets(
@@ -225,115 +132,159 @@ class Cluster:
                 timers=loop,
                 stats=stats,
                 membership=self.membership,
-                news=self.news,
+                gossip=self.gossip,
                 accuracy=self.accuracy,
-                answer_s=options.timeout_ms / 1000,
-                decides_alone=options.decides_alone,
+                answer_s=settings.redis_timeout_ms / 1000,
+                decides_alone=settings.on_breaker_open == "local",
             )
-        self._steps = ceil(options.sync_interval_ms / STEP_MS)
+        self._steps = ceil(settings.sync_interval_ms / STEP_MS)
         self._step = 0
 
-    # What the node's jobs call
+    # From the start to the end
 
-    @property
-    def step_s(self) -> float:
-        """How often :meth:`sync_step` is to be called."""
-        return self._sync_interval_ms / 1000 / self._steps
+    async def start(self) -> None:
+        """Connect and join; returns soon and without an error when the servers are away.
 
-    def sync_step(self) -> None:
-        """Send what a part of the hash tags has to settle; after a whole interval all have."""
-        for tag in self._tags[self._step :: self._steps]:
-            tag.sync()
-        self._step = (self._step + 1) % self._steps
-        if self._eventual is not None:
-            self._eventual.step()
-        if not self._step:
-            self.news.tell()
+        Raises:
+            StartupError: other nodes use another key secret.
+        """
+        await self.store.start()
+        await self.bus.start(self.take, self.resync)
+        await self.membership.join(JOIN_S)
 
-    def watch(self) -> None:
-        """Probe the servers whose breakers want it, and follow hash tags that have moved."""
-        self._breakers.watch(self._tags)
+    def start_jobs(self, background: Background) -> None:
+        """Start the periodic work."""
+        background.every(self.step_s, "sync", self.sync_step)
+        background.every(WATCH_S, "breakers", self.watch)
+        background.every(BEAT_S, "members", self.membership.beat)
+        background.start("rule news", self._follow_rule_changes)
 
-    def take(self, payload: bytes) -> None:
-        """Go by a message of another node."""
-        if self._eventual is not None:
-            take(payload, self._eventual, rules_changed=self._rules_changed)
-        elif payload[:1] == b"R":
-            self._rules_changed()
-
-    def resync(self) -> None:
-        """Messages of others may have been lost."""
-        self._rules_changed()
-        if self._eventual is not None:
-            self._eventual.resync()
+    async def drain(self, timeout_s: float) -> None:
+        """Settle what is unsettled, leave, and disconnect. The jobs must have ended, and no checks may come."""
+        if not await self.settle(timeout_s):
+            _log.warning("not all spends reached the shared state before the end")
+        self.board.leave()
+        await self.membership.leave()
+        await self.bus.close()
+        await self.store.close()
 
     async def settle(self, timeout_s: float) -> bool:
-        """Send all that there is to settle, for a node that leaves; false: not all has arrived in time."""
-        deadline_us = self._clock.monotonic_us() + round(timeout_s * US_PER_S)
+        """Send everything unsettled; returns whether all of it was acknowledged in time."""
+        deadline_us = self.clock.monotonic_us() + round(timeout_s * US_PER_S)
         while not all(tag.is_settled for tag in self._tags):
-            if self._clock.monotonic_us() >= deadline_us:
+            if self.clock.monotonic_us() >= deadline_us:
                 return False
             for tag in self._tags:
                 tag.sync()
             await asyncio.sleep(WATCH_S / 16)
         return True
 
-    # What the hash tags tell
+    # Periodic work
+
+    @property
+    def step_s(self) -> float:
+        """Period of :meth:`sync_step`, in seconds."""
+        return self._sync_interval_ms / 1000 / self._steps
+
+    def sync_step(self) -> None:
+        """Send what some of the hash tags have to settle; after a whole interval all have."""
+        for tag in self._tags[self._step :: self._steps]:
+            tag.sync()
+        self._step = (self._step + 1) % self._steps
+        if self._eventual is not None:
+            self._eventual.step()
+        if not self._step:
+            self.gossip.publish()
+
+    def watch(self) -> None:
+        """Probe the servers whose breakers want it, and follow hash tags that have moved."""
+        self._breakers.watch(self._tags)
+
+    async def _follow_rule_changes(self) -> None:
+        while True:
+            await self._rules_changed.wait()
+            self._rules_changed.clear()
+            await self._feed.notify()
+
+    # What other nodes tell
+
+    async def notify(self) -> None:
+        """Apply a rule change that was made here, and tell the other nodes."""
+        await self._feed.notify()
+        if self._feed.book is not None:
+            self.gossip.rules_changed(self._feed.book.revision)
+
+    def take(self, payload: bytes) -> None:
+        """Apply a message of another node."""
+        if self._eventual is not None:
+            take(payload, self._eventual, rules_changed=self._rules_changed.set)
+        elif payload[:1] == b"R":
+            self._rules_changed.set()
+
+    def resync(self) -> None:
+        """Read rules and buckets again: messages of other nodes may have been lost."""
+        self._rules_changed.set()
+        if self._eventual is not None:
+            self._eventual.resync()
+
+    # What the hash tags report
 
     def settled(self, bucket: Bucket, tokens: int, before: SharedState | None) -> None:
-        """A batch that charged ``tokens`` to a bucket was acknowledged; ``before`` was its view's base."""
+        """Account for an acknowledged batch that charged ``tokens``; ``before`` was the base of the bucket's view."""
         view = bucket.view
         if view.base is not None and has_plenty(view.base, view.rule):
-            # By far the most: neither overdrawn nor in their last half: nothing to publish.
+            # The usual case: neither overdrawn nor in the last half, so there is nothing to publish.
             self.accuracy.take_counts(bucket)
             return
-        self.accuracy.settled(bucket, tokens, before, self._clock.now_us())
-        self.news.settled(bucket, before)
+        self.accuracy.settled(bucket, tokens, before, self.clock.now_us())
+        self.gossip.settled(bucket, before)
 
     def lost(self, tokens: int) -> None:
-        """So many tokens were allowed and will not be charged."""
+        """Account for tokens that were allowed and will not be charged."""
         self.accuracy.lost(tokens)
 
     def defect(self, error: Exception) -> None:
-        """A batch cannot be sent, or is answered with what is no answer: for the log."""
-        self._loop.call_exception_handler(
+        """Log that a batch cannot be sent, or that its answer is malformed."""
+        self.timers.call_exception_handler(
             {"message": "spends cannot be settled", "exception": error}
         )
 
-    # What others read
+    # What health, metrics and pages read
+
+    @property
+    def shared_state(self) -> SharedStateStatus:
+        """Whether limits are shared, and the state of the breakers."""
+        connected = (
+            self.breaker_state is State.CLOSED
+            # A store that answers reads and refuses batches shares no limits.
+            and self.sync_lag_s < MAX_SYNC_LAG_S
+            and self.store.connected
+        )
+        retry_s = self._breakers.retry_after_us / US_PER_S
+        return SharedStateStatus(connected, self.breaker_state.value, retry_s)
+
+    @property
+    def breaker_state(self) -> State:
+        """State of the worst breaker."""
+        return self._breakers.state
 
     @property
     def worst_excess(self) -> float:
-        """The most by which a bucket was overdrawn lately, as a part of its limit."""
-        return self.accuracy.worst_excess(self._clock.now_us())
+        """Largest recent overdraft of a bucket, as a fraction of its limit."""
+        return self.accuracy.worst_excess(self.clock.now_us())
 
     @property
     def promised_excess(self) -> float:
-        """The most that may be, of a window of one second, as things were in the time of :attr:`worst_excess`."""
-        now_us, shared_time = self._clock.now_us(), self._shared_time
+        """Bound of :attr:`worst_excess` for a window of one second, under the conditions of the same time."""
+        now_us, shared_time = self.clock.now_us(), self._shared_time
         skew_us = abs(shared_time.wall_us() - now_us)
         promise = promised_excess(self.membership.count, shared_time.round_trip_us, skew_us)
         return self.accuracy.largest_promise(now_us, promise)
 
     @property
-    def is_connected(self) -> bool:
-        """Whether all breakers are closed."""
-        return self.breaker_state is State.CLOSED
-
-    @property
-    def breaker_state(self) -> State:
-        """Of the worst breaker."""
-        return self._breakers.state
-
-    @property
-    def retry_after_us(self) -> int:
-        """Until every server whose breaker is open will have been tried again; 0 while none is."""
-        return self._breakers.retry_after_us
-
-    @property
     def sync_lag_s(self) -> float:
-        """Age of the oldest batch that was not acknowledged yet."""
-        now_us = self._clock.now_us()
+        """Age of the oldest batch that is not acknowledged."""
+        now_us = self.clock.now_us()
         oldest = [tag.oldest_us for tag in self._tags if tag.oldest_us is not None]
         return max(0, now_us - min(oldest)) / US_PER_S if oldest else 0.0
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from asyncio import Future
+from asyncio import AbstractEventLoop, Future
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ratelimitd.clock import Clock
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.local_view import LocalView
-from ratelimitd.ledger.protocol import Batch, Reply
-from ratelimitd.ledger.shared_state import Ask, Met, SharedState, StoreCheck
+from ratelimitd.ledger.shared_state import Ask, SharedState
 from ratelimitd.model import (
     ALLOWED,
     DENIED,
@@ -58,7 +57,7 @@ class PendingCheck:
         self.ask: Ask
         self.charged = False
 
-    def tell(self, outcome: Outcome | RateLimitdError) -> None:
+    def resolve(self, outcome: Outcome | RateLimitdError) -> None:
         """Answer, unless the caller has left."""
         if not self.answer.done():
             self.answer.set_result(outcome)
@@ -90,68 +89,8 @@ def refused(view: LocalView, now_us: int, cost: int) -> Outcome:
     return DENIED, left[1], left[2], 1, LIMIT_EXCEEDED, left[5]
 
 
-# What a node needs of the shared state.
-#
-# Every request is sent in the turn of the event loop in which it is made, together with the others of that turn, and
-# its ``done`` is called exactly once, in a later turn, with the answer or with the error that stands for it.
-
 HASH_TAGS: Final = 256
 """Buckets are spread over so many parts by the first byte of their name. Never changes."""
-
-
-class SharedStore(Protocol):
-    """The shared buckets. A bucket's ``name`` is :meth:`ratelimitd.buckets.keys.BucketKeys.stored` of its key."""
-
-    @property
-    def tags_per_batch(self) -> int:
-        """How many neighbouring hash tags one batch may be of; a divisor of :data:`HASH_TAGS`."""
-
-    def shard_of(self, tag: int) -> str:
-        """The server that holds a hash tag, by a name for people."""
-
-    def is_connected(self, tag: int) -> bool:
-        """Whether there is a connection to the server that holds a hash tag; if not, one is being made."""
-
-    def read(
-        self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
-    ) -> None:
-        """Read a bucket; ``None``: it is full."""
-
-    def meet(self, check: StoreCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
-        """Decide a first check by the bucket itself. After an error it is unknown whether it was charged."""
-
-    def settle(
-        self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
-    ) -> None:
-        """Apply a batch, once however often it is sent; ``None``: it is older than the last of its sender."""
-
-    def decide(self, check: StoreCheck, done: Callable[[Outcome | RateLimitdError], None]) -> None:
-        """Decide a check by the bucket itself, for ``strict``; its time may be ``STORE_TIME``. As with :meth:`meet`."""
-
-    def reset(
-        self,
-        name: bytes,
-        rule: Rule,
-        least: int,
-        done: Callable[[SharedState | RateLimitdError], None],
-    ) -> None:
-        """Make a bucket full, in a new generation, which is ``least`` at least."""
-
-    def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
-        """Find out whether the server that holds a hash tag reads and writes."""
-
-
-class Timers(Protocol):
-    """What is needed of an event loop."""
-
-    def call_soon(self, callback: Callable[..., object], *arguments: Any) -> object:
-        """Call back in the next turn."""
-
-    def call_later(self, delay: float, callback: Callable[..., object], *arguments: Any) -> object:
-        """Call back after ``delay`` seconds."""
-
-
-# A shared bucket that a node knows: its view of it, and where it belongs.
 
 
 class Bucket:
@@ -180,9 +119,6 @@ class Bucket:
         self.is_dirty = self.is_denied = self.is_watched = self.is_cached = False
 
 
-# The checks of one hash tag that only the store can decide: a batch takes them along, and brings the verdicts.
-
-
 class Requested:
     """Those that wait for the next batch, and those that the last one has taken, until it is answered."""
 
@@ -202,18 +138,18 @@ class Requested:
         """Whether the last batch has taken any along."""
         return bool(self._taken)
 
-    def wait(self, bucket: Bucket, question: PendingCheck) -> None:
+    def wait(self, bucket: Bucket, check: PendingCheck) -> None:
         """Let the next batch take a check along."""
-        question.ask = bucket.view.ask(question.now_us, question.cost)
-        self._waiting.setdefault(bucket.name, []).append(question)
+        check.ask = bucket.view.ask(check.now_us, check.cost)
+        self._waiting.setdefault(bucket.name, []).append(check)
 
-    def withdraw(self, bucket: Bucket, question: PendingCheck) -> None:
+    def withdraw(self, bucket: Bucket, check: PendingCheck) -> None:
         """Do not take a check to the store, unless a batch has done so already."""
         waiting = self._waiting.get(bucket.name, [])
-        if question not in waiting:
+        if check not in waiting:
             return
-        bucket.view.withdraw(question.ask)
-        waiting.remove(question)
+        bucket.view.withdraw(check.ask)
+        waiting.remove(check)
         if not waiting:
             del self._waiting[bucket.name]
 
@@ -227,36 +163,33 @@ class Requested:
         if grants:
             bucket.view.note_grants(grants)
         verdicts = [*zip(self._taken.pop(bucket.name, ()), grants, strict=True)]
-        later = sum(question.cost for question, is_granted in verdicts if is_granted)
-        for question, is_granted in verdicts:
+        later = sum(check.cost for check, is_granted in verdicts if is_granted)
+        for check, is_granted in verdicts:
             if is_granted:
-                later -= question.cost
-            _decide(bucket, question, later if is_granted else None)
+                later -= check.cost
+            _decide(bucket, check, later if is_granted else None)
 
     def forget_taken(self) -> None:
         """The batch will not be answered."""
         self._taken = {}
 
 
-def _decide(bucket: Bucket, question: PendingCheck, later: int | None) -> None:
+def _decide(bucket: Bucket, check: PendingCheck, later: int | None) -> None:
     """The store has refused a check (``None``), or granted it and so many tokens behind it."""
-    view, now_us, cost = bucket.view, question.now_us, question.cost
-    if question.answer.done():
-        if later is not None and question.charged:
+    view, now_us, cost = bucket.view, check.now_us, check.cost
+    if check.answer.done():
+        if later is not None and check.charged:
             view.pay(cost)
     elif later is None:
-        question.tell(refused(view, now_us, cost))
+        check.resolve(refused(view, now_us, cost))
     else:
-        question.tell(granted(view, now_us, later))
-
-
-# Deadlines of checks that wait for the shared state.
+        check.resolve(granted(view, now_us, later))
 
 
 class _Wait(NamedTuple):
     until_us: int
     bucket: Bucket
-    question: PendingCheck
+    check: PendingCheck
 
 
 class Deadlines:
@@ -268,7 +201,7 @@ class Deadlines:
     def __init__(
         self,
         clock: Clock,
-        timers: Timers,
+        timers: AbstractEventLoop,
         answer_s: float,
         give_up: Callable[[Bucket, PendingCheck], None],
     ) -> None:
@@ -278,12 +211,12 @@ class Deadlines:
         self._give_up = give_up
         self._waits: deque[_Wait] = deque()
 
-    def wait_for(self, bucket: Bucket, question: PendingCheck) -> None:
+    def add(self, bucket: Bucket, check: PendingCheck) -> None:
         """A check waits from now on."""
         if not self._waits:
             self._timers.call_later(self._answer_s, self._look)
         until_us = self._clock.monotonic_us() + round(self._answer_s * US_PER_S)
-        self._waits.append(_Wait(until_us, bucket, question))
+        self._waits.append(_Wait(until_us, bucket, check))
 
     def _look(self) -> None:
         now_us = self._clock.monotonic_us()
@@ -297,10 +230,10 @@ class Deadlines:
 
     def _give_up_late(self, now_us: int) -> None:
         while self._waits:
-            until_us, bucket, question = self._waits[0]
-            is_answered = question.answer.done()
+            until_us, bucket, check = self._waits[0]
+            is_answered = check.answer.done()
             if until_us > now_us and not is_answered:
                 return
             self._waits.popleft()
-            if not is_answered or question.answer.cancelled():
-                self._give_up(bucket, question)
+            if not is_answered or check.answer.cancelled():
+                self._give_up(bucket, check)

@@ -1,14 +1,17 @@
-"""One server of the shared state as a node sees it: whether checks may ask it, and what became of those that did.
+"""The servers of the shared state as a node sees them: a circuit breaker for each, fed with the results of requests.
 
-Never talks to the server: callers report results.
+Sends nothing but probes: callers report what became of their requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from ratelimitd.clock import Clock
-from ratelimitd.cluster.pending import Timers
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     BreakerOpenError,
@@ -16,16 +19,26 @@ from ratelimitd.errors import (
     StoreSlowError,
     StoreUnavailableError,
 )
+from ratelimitd.model import US_PER_S
 from ratelimitd_wire.breaker import Breaker, State
+
+if TYPE_CHECKING:
+    from ratelimitd.cluster.redis.store import RedisStore
+    from ratelimitd.cluster.sync import Partition
+
+JITTER_US: Final = US_PER_S // 2
+"""Longest random delay of a probe: nodes whose breakers opened together do not probe together."""
+
+_log = logging.getLogger(__name__)
 
 
 class StoreServer:
-    """The breaker of one server. ``report`` takes one line for an operator when it opens, and one when it closes.
+    """The breaker of one server.
 
     Attributes:
-        name: for people.
+        name: for people; empty for a server that has not been found yet.
         tag: one of the hash tags that it holds, for probes.
-        is_open: whether checks are to be answered without it. A plain attribute, for every check looks at it.
+        is_open: whether checks are to be answered without it. A plain attribute, because every check reads it.
     """
 
     __slots__ = (
@@ -36,7 +49,6 @@ class StoreServer:
         "_failed_now",
         "_has_failed",
         "_refuses_batches",
-        "_report",
         "_stats",
         "_timers",
         "is_open",
@@ -51,8 +63,7 @@ class StoreServer:
         breaker: Breaker,
         clock: Clock,
         stats: CheckStats,
-        timers: Timers,
-        report: Callable[[str], None] = lambda _line: None,
+        timers: asyncio.AbstractEventLoop,
     ) -> None:
         self.name = name
         self.tag = tag
@@ -61,59 +72,58 @@ class StoreServer:
         self._clock = clock
         self._stats = stats
         self._timers = timers
-        self._report = report
         self._failed_at_us: int | None = None
         self._counted_now = self._failed_now = False
-        """In this turn: an error, and one that the breaker was told."""
+        """In this event-loop iteration: an error was counted, and the breaker was told of one."""
         self._has_failed = self._refuses_batches = False
 
     @property
     def state(self) -> State:
-        """Of the breaker."""
+        """State of the breaker."""
         return self._breaker.state
 
     def open_error(self) -> BreakerOpenError:
-        """What a check meets while the breaker is open."""
+        """Return the error for a check that needs the server while the breaker is open."""
         retry_at_us = self._breaker.retry_at_us or 0
         return BreakerOpenError(max(0, retry_at_us - self._clock.monotonic_us()))
 
     def begins_probe(self) -> bool:
-        """Whether it is to be probed now; the one who asks has to, and to tell."""
+        """Return whether to probe the server now; the caller must do so and report the result."""
         return self._breaker.begin_probe()
 
-    def met(self) -> None:
-        """A first check of a bucket went well. Of a server that does not take batches that says nothing good."""
+    def first_check_succeeded(self) -> None:
+        """Report that a first check of a bucket succeeded; no sign of health while the server refuses batches."""
         if not self._refuses_batches:
             self.answered()
 
     def refused(self, error: RateLimitdError) -> None:
-        """A batch did not go well that checks wait for."""
+        """Report that a batch failed that checks wait for."""
         if isinstance(error, StoreUnavailableError):
             self._refuses_batches = True
         self.failed(error)
 
     def answered(self) -> None:
-        """A round trip of checks, or the probe, went well."""
+        """Report that a round trip of checks, or the probe, succeeded."""
         self._refuses_batches = False
-        # To tell a breaker that has nothing to forget costs a check that waits 1.5 µs.
+        # The breaker takes 1.5 µs, so it is told only when it has something to forget.
         if self._has_failed:
             self._breaker.succeeded()
-            # While it is open this changes nothing, and the probe has still to be told.
+            # An open breaker stays open; the result of the probe is still to come.
             self._follow("closed")
             self._has_failed = self.is_open
 
     def failed(self, error: RateLimitdError) -> None:
-        """A round trip of checks, or the probe, did not.
+        """Report that a round trip of checks, or the probe, failed.
 
-        What was sent in one turn is one round trip and fails in one turn: only one of its errors counts. One that says
-        nothing about the server counts for nothing; nor does one, for the breaker, that was under way when another
-        failed: both have met one pause of the server, however many waited through it.
+        All requests of one event-loop iteration are one round trip, so only one of their errors counts. An error that
+        says nothing about the server does not count. A timeout does not count for the breaker when another request
+        failed while this one was under way: both met the same pause of the server.
         """
         if not isinstance(error, StoreUnavailableError) or self._failed_now:
             return
         if not self._counted_now:
             self._counted_now = True
-            self._timers.call_soon(self._turn_is_over)
+            self._timers.call_soon(self._end_iteration)
             self._stats.shared_state_errors_total += 1
         now_us = self._clock.monotonic_us()
         if isinstance(error, StoreSlowError) and self._was_under_way(now_us - error.waited_us):
@@ -125,33 +135,113 @@ class StoreServer:
         self._follow(f"open: {error}")
 
     def left(self) -> None:
-        """It holds nothing any more, and is forgotten."""
+        """Report that the server holds no hash tag any more; it is forgotten."""
         if self.is_open:
-            self._tell("nothing is asked there any more, and its open circuit breaker is gone")
+            self._warn("it holds no buckets any more, and its open circuit breaker is gone")
 
     def synced(self) -> None:
-        """A batch went well that no checks wait for."""
+        """Report that a batch succeeded that no checks wait for."""
         self._refuses_batches = False
 
     def sync_failed(self, error: RateLimitdError) -> None:
-        """A round trip of the sync job did not go well: it is counted, and opens nothing."""
+        """Report that a round trip of the sync job failed: it is counted, and opens nothing."""
         if isinstance(error, StoreUnavailableError):
             self._stats.shared_state_errors_total += 1
 
     def _was_under_way(self, sent_us: int) -> bool:
-        """Whether what was sent then was on its way when another failed."""
         return self._failed_at_us is not None and sent_us < self._failed_at_us
 
     def _follow(self, what: str) -> None:
-        """Go by the breaker, and tell what it is now if it was not."""
+        """Copy the breaker's state, and log a change."""
         was_open, self.is_open = self.is_open, not self._breaker.allows()
         if self.is_open is not was_open:
-            self._tell(f"the circuit breaker is {what}")
+            self._warn(f"the circuit breaker is {what}")
 
-    def _tell(self, what: str) -> None:
-        # A server that has not been found yet has no name.
-        where = f"shared state at {self.name}" if self.name else "shared state"
-        self._report(f"{where}: {what}")
+    def _warn(self, what: str) -> None:
+        _log.warning(
+            "%s: %s", f"shared state at {self.name}" if self.name else "shared state", what
+        )
 
-    def _turn_is_over(self) -> None:
+    def _end_iteration(self) -> None:
         self._counted_now = self._failed_now = False
+
+
+class Breakers:
+    """The servers by hash tag; a breaker opens after ``failures`` and is probed after ``recovery_s``.
+
+    ``random`` returns a number from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        store: RedisStore,
+        clock: Clock,
+        timers: asyncio.AbstractEventLoop,
+        *,
+        stats: CheckStats,
+        failures: int,
+        recovery_s: int,
+        random: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._timers = timers
+        self._stats = stats
+        self._failures = failures
+        self._recovery_us = recovery_s * US_PER_S
+        self._random = random
+        self._servers: dict[str, StoreServer] = {}
+
+    def of_tag(self, tag: int) -> StoreServer:
+        """Return the server that holds a hash tag now."""
+        name = self._store.shard_of(tag)
+        server = self._servers.get(name)
+        if server is None:
+            breaker = Breaker(
+                self._clock.monotonic_us,
+                failure_threshold=self._failures,
+                recovery_us=self._recovery_us,
+                jitter_us=lambda: int(self._random() * JITTER_US),
+            )
+            server = StoreServer(name, tag, breaker, self._clock, self._stats, self._timers)
+            self._servers[name] = server
+        return server
+
+    def watch(self, tags: Iterable[Partition]) -> None:
+        """Follow hash tags that have moved, and probe the servers whose breakers want it."""
+        held = {}
+        for tag in tags:
+            server = tag.shard = self.of_tag(tag.number)
+            server.tag = tag.number
+            held[server.name] = server
+        for name, server in self._servers.items():
+            if name not in held:
+                server.left()
+        self._servers = held
+        for server in held.values():
+            # Without a connection the probe would fail, and the next one be due a whole recovery time later; the
+            # attempts to connect, one a second at least, find out sooner that the server is back.
+            if self._store.is_connected(server.tag) and server.begins_probe():
+                self._store.probe(server.tag, partial(_probed, server))
+
+    @property
+    def state(self) -> State:
+        """State of the worst breaker."""
+        states = {server.state for server in self._servers.values()}
+        for state in (State.OPEN, State.HALF_OPEN):
+            if state in states:
+                return state
+        return State.CLOSED
+
+    @property
+    def retry_after_us(self) -> int:
+        """Time until the last open breaker is tried again; 0 while none is open."""
+        open_ones = [server for server in self._servers.values() if server.is_open]
+        return max((server.open_error().retry_after_us for server in open_ones), default=0)
+
+
+def _probed(server: StoreServer, error: RateLimitdError | None) -> None:
+    if error is None:
+        server.answered()
+    else:
+        server.failed(error)

@@ -1,6 +1,6 @@
 """Checks on buckets that nodes share, each decided by the shared state itself: ``CONSISTENCY=strict``.
 
-Never decides anything: one script call does, and those of one turn of the event loop travel together.
+One script call decides all checks of one event-loop iteration.
 """
 
 from __future__ import annotations
@@ -8,27 +8,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ratelimitd.cluster.gossip import reset_buckets
-from ratelimitd.cluster.pending import SharedStore
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
 from ratelimitd.model import Outcome, Rule
 
+if TYPE_CHECKING:
+    from ratelimitd.cluster.redis.store import RedisStore
+
 
 class StrictBuckets:
-    """The shared buckets, decided where they are.
+    """The shared buckets, decided by the store.
 
-    ``stored_name`` makes the name in the store of a key. ``callers_time``: checks are judged at the time that the
-    caller says, not at the store's.
+    ``stored_name`` returns the name in the store of a key. ``callers_time``: checks are judged at the
+    caller's time instead of the store's.
     """
 
     def __init__(
         self,
         *,
-        store: SharedStore,
+        store: RedisStore,
         tags: Sequence[Partition],
         stored_name: Callable[[bytes], bytes],
         callers_time: bool,

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ratelimitd.clock import Clock
-from ratelimitd.cluster.pending import Bucket, PendingCheck, Requested, SharedStore, Timers
+from ratelimitd.cluster.pending import Bucket, PendingCheck, Requested
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.local_view import STALE_US
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, Reply, Sender
-from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import US_PER_S
+
+if TYPE_CHECKING:
+    from ratelimitd.cluster.node import Cluster
 
 FIRST_RESEND_S: Final = 0.06
 LONGEST_RESEND_S: Final = 1.0
@@ -39,29 +39,6 @@ MAX_KEPT_US: Final = 3_000 * US_PER_S
 that it would apply a repeated one again."""
 
 
-class Listener(Protocol):
-    """Who hears what became of the buckets of a node."""
-
-    def settled(self, bucket: Bucket, tokens: int, before: SharedState | None) -> None:
-        """A batch that charged ``tokens`` was acknowledged; ``before`` was the base of the bucket's view."""
-
-    def lost(self, tokens: int) -> None:
-        """So many tokens were allowed and will not be charged."""
-
-    def defect(self, error: Exception) -> None:
-        """A batch cannot be sent, or is answered with what is no answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the tags of a node have in common."""
-
-    store: SharedStore
-    clock: Clock
-    timers: Timers
-    listener: Listener
-
-
 class Partition:
     """One hash tag.
 
@@ -72,12 +49,12 @@ class Partition:
     """
 
     __slots__ = (
-        "_around",
         "_asked",
         "_dirty",
         "_flush_is_due",
         "_flush_next",
         "_has_forgiven",
+        "_node",
         "_resends",
         "_sender",
         "_sent",
@@ -86,11 +63,11 @@ class Partition:
         "shard",
     )
 
-    def __init__(self, number: int, shard: StoreServer, sender: str, around: Surroundings) -> None:
+    def __init__(self, number: int, shard: StoreServer, sender: str, node: Cluster) -> None:
         self.number = number
         self.shard = shard
         self.buckets: dict[bytes, Bucket] = {}
-        self._around = around
+        self._node = node
         self._sender = Sender(sender)
         self._dirty: dict[bytes, Bucket] = {}
         self._sent: Sequence[Bucket] = ()
@@ -111,7 +88,7 @@ class Partition:
     @property
     def is_full(self) -> bool:
         """Whether so much waits for the store that no more buckets should join it."""
-        return self.unsettled_buckets >= MAX_UNSETTLED * self._around.store.tags_per_batch
+        return self.unsettled_buckets >= MAX_UNSETTLED * self._node.store.tags_per_batch
 
     @property
     def oldest_us(self) -> int | None:
@@ -124,28 +101,28 @@ class Partition:
         bucket.is_dirty = True
         self._dirty[bucket.name] = bucket
 
-    def ask(self, bucket: Bucket, question: PendingCheck) -> None:
+    def ask(self, bucket: Bucket, check: PendingCheck) -> None:
         """Let the next batch take a check to the store, at once if the last one was long enough ago."""
-        self._asked.wait(bucket, question)
+        self._asked.wait(bucket, check)
         if not bucket.is_dirty:
             self.touch(bucket)
         self._flush_in(0)  # not at once: all checks of this turn ride in one batch
 
-    def give_up(self, bucket: Bucket, question: PendingCheck) -> None:
+    def give_up(self, bucket: Bucket, check: PendingCheck) -> None:
         """The store has not answered a check in time: the view decides, and pays when the store has charged it too.
 
         One whose caller has left is not taken to the store any more, unless it is on its way.
         """
-        self._asked.withdraw(bucket, question)
-        if question.answer.done():
+        self._asked.withdraw(bucket, check)
+        if check.answer.done():
             return
         # Meanwhile it may have been packed, and be in use again as another object.
         bucket = self.buckets.setdefault(bucket.name, bucket)
-        outcome = bucket.view.check_alone(question.now_us, question.cost)
-        question.charged = outcome[0]
+        outcome = bucket.view.check_alone(check.now_us, check.cost)
+        check.charged = outcome[0]
         if outcome[0] and not bucket.is_dirty:
             self.touch(bucket)
-        question.tell(outcome)
+        check.resolve(outcome)
 
     # Batches
 
@@ -158,7 +135,7 @@ class Partition:
         """Send what there is as soon as no batch is under way and the last one was long enough ago."""
         if not self._dirty:
             return
-        wait_us = self._sender.wait_us(self._around.clock.now_us())
+        wait_us = self._sender.wait_us(self._node.clock.now_us())
         if wait_us is None:
             self._flush_next = True  # as soon as that one is acknowledged
             return
@@ -171,7 +148,7 @@ class Partition:
         if self._flush_is_due:
             return
         self._flush_is_due = True
-        timers = self._around.timers
+        timers = self._node.timers
         if wait_us:
             timers.call_later(wait_us / US_PER_S, self._flush_now)
         else:
@@ -192,7 +169,7 @@ class Partition:
         self._sent = taken
         self._resends, self._has_forgiven = 0, False
         self._flush_next = bool(self._dirty)  # one batch does not take them all
-        self._send(self._sender.freeze(updates, self._around.clock.now_us()))
+        self._send(self._sender.freeze(updates, self._node.clock.now_us()))
 
     def _next_updates(self) -> Sequence[Bucket]:
         """The buckets of the next batch: as many as it may have, and no more runs than the store takes at a time."""
@@ -207,9 +184,9 @@ class Partition:
 
     def _send(self, batch: Batch) -> None:
         try:
-            self._around.store.settle(self.number, batch, partial(self._answered, batch))
+            self._node.store.settle(self.number, batch, partial(self._answered, batch))
         except Exception as error:  # noqa: BLE001 - it would fail each time, and hold up whatever comes behind it
-            self._around.listener.defect(error)
+            self._node.defect(error)
             self._drop(batch)
 
     def _answered(self, batch: Batch, reply: Reply | RateLimitdError | None) -> None:
@@ -219,7 +196,7 @@ class Partition:
             else:
                 self.shard.synced()
             self._acknowledged(reply)
-        elif reply is None or self._around.clock.now_us() - batch.frozen_at_us > MAX_KEPT_US:
+        elif reply is None or self._node.clock.now_us() - batch.frozen_at_us > MAX_KEPT_US:
             # The store has gone on without this sender, or may have forgotten its numbers.
             self._drop(batch)
         elif isinstance(reply, StoreMovingError) and self.is_full:
@@ -228,10 +205,10 @@ class Partition:
         else:
             self._failed(reply)
             if isinstance(reply, StoreCorruptError) and not self._resends:
-                self._around.listener.defect(reply)
+                self._node.defect(reply)
             pause_s = min(LONGEST_RESEND_S, FIRST_RESEND_S * 2.0 ** min(self._resends, 10))
             self._resends += 1
-            self._around.timers.call_later(pause_s, self._send, batch)
+            self._node.timers.call_later(pause_s, self._send, batch)
 
     def _failed(self, error: RateLimitdError) -> None:
         # A batch that takes checks along is a round trip of theirs the first time only: then they wait no more. Of
@@ -253,7 +230,7 @@ class Partition:
             bucket.view.acknowledge(settled.shared)
             if settled.grants:
                 self._asked.decide(bucket, settled.grants)
-            self._around.listener.settled(bucket, tokens, before)
+            self._node.settled(bucket, tokens, before)
             self._let_go(bucket)
         self._go_on()
 
@@ -261,7 +238,7 @@ class Partition:
         """Give a batch up: it was never sent, or it is unknown whether it was applied."""
         self._asked.forget_taken()
         for bucket in self._end_batch(Reply(batch.number, {})):
-            self._around.listener.lost(bucket.view.abandon())
+            self._node.lost(bucket.view.abandon())
             self._let_go(bucket)
         self._go_on()
 
@@ -281,7 +258,7 @@ class Partition:
 
         Once for each outage; and only dirty buckets have anything that is not sent.
         """
-        batch, now_us = self._sender.outstanding, self._around.clock.now_us()
+        batch, now_us = self._sender.outstanding, self._node.clock.now_us()
         if batch is None or self._has_forgiven or now_us - batch.frozen_at_us <= STALE_US:
             return
         self._has_forgiven = True

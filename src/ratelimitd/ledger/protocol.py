@@ -14,7 +14,7 @@ from ratelimitd.ledger.shared_state import (
     SharedState,
     StoreCheck,
     Update,
-    meet,
+    first_check,
     settle,
 )
 from ratelimitd.model import Algorithm, Rule
@@ -259,13 +259,13 @@ class Ledger:
         reply = self._replies[batch.sender] = Reply(batch.number, settled)
         return reply
 
-    def meet(self, check: StoreCheck) -> Met:
+    def first_check(self, check: StoreCheck) -> Met:
         """Decide a first check. It has no number, so it must not be sent twice: it would be charged twice.
 
         A bucket that is not there is made only for what is charged.
         """
         stored = self.buckets.get(check.name)
-        outcome, shared = meet(stored, check)
+        outcome, shared = first_check(stored, check)
         if stored is not None or (outcome[0] and not check.peek):
             self.buckets[check.name] = shared
         return outcome, shared

@@ -112,7 +112,7 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
     return Settled(stored._replace(state=state), tuple(grants))
 
 
-def meet(stored: SharedState | None, check: StoreCheck) -> Met:
+def first_check(stored: SharedState | None, check: StoreCheck) -> Met:
     """Decide a first check.
 
     A peek changes nothing, and a denial nothing but the limit, when it comes under a newer one: those who have not

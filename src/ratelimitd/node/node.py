@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot import SnapshotLog
@@ -19,23 +19,22 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock, SystemClock
 from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.membership import SharedTime
+from ratelimitd.cluster.node import Cluster, SharedStateStatus
+from ratelimitd.cluster.redis.opening import open_cluster
 from ratelimitd.counters import CheckStats
+from ratelimitd.errors import StartupError
 from ratelimitd.limiter import Limiter, SharedBuckets
 from ratelimitd.model import US_PER_S
 from ratelimitd.node.admin_token import own_admin_token
-from ratelimitd.node.clustering import Clustering
 from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
-from ratelimitd.node.live_view import live_of
-from ratelimitd.node.readings import metrics_of
 from ratelimitd.node.startup import feed_of
 from ratelimitd.node.transports import CAUSES, server_of
 from ratelimitd.observe import history
 from ratelimitd.observe.denials import FOLD_S, Denials
-from ratelimitd.observe.health import Health, SharedStateStatus, embedded
-from ratelimitd.observe.live import Live
+from ratelimitd.observe.health import EMBEDDED, Health
+from ratelimitd.observe.live import Live, live_of
 from ratelimitd.observe.logs import LogContext, RulesLog
-from ratelimitd.observe.metrics import Metrics, Runtime
-from ratelimitd.observe.traces import ClosableTracer, open_tracer
+from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.retry import Background
 from ratelimitd.rpc.interface import Methods, Server
 from ratelimitd.rpc.limits import TransportLimits
@@ -63,6 +62,9 @@ from ratelimitd.web.pages.errors import Cause
 from ratelimitd.web.pages.sessions import login_link
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.worker_proxy import FromParent
+
+if TYPE_CHECKING:
+    from ratelimitd.observe.otel import OtelTracer
 
 CLOSING_SHARE: Final = 0.3
 MAX_CLOSING_S: Final = 3.0
@@ -106,7 +108,7 @@ class Node:
         self._runtime = Runtime()
         self._task_restarts: dict[str, int] = {}
         self._callers_time = settings.timestamps == "caller"
-        self._clustering: Clustering | None = None
+        self._cluster: Cluster | None = None
         self._keys = BucketKeys(settings.key_secret)
         self._late_key: BucketKey | None = None
         self._denials = Denials(self.stats, digest=self._keys.identifier_digest)
@@ -119,8 +121,8 @@ class Node:
             transport=settings.transport,
         )
         self._grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
-        self._edge = ErrorEdge()
-        self._tracer: ClosableTracer | None = None
+        self._edge = ErrorEdge(self.stats)
+        self._tracer: OtelTracer | None = None
         self._open = AsyncExitStack()
         self._server: Server | None = None
         self._limiter: Limiter | None = None
@@ -168,7 +170,7 @@ class Node:
 
     async def _start(self) -> None:
         settings = self._settings
-        self._tracer = open_tracer(
+        self._tracer = _open_tracer(
             settings.otel_endpoint, node_id=self.node_id, ratio=settings.otel_sample_ratio
         )
         if self._tracer is not None:
@@ -227,13 +229,12 @@ class Node:
         self._start_upkeep(background, table)
         background.start("snapshot", snapshot.run)
         limiter = self._new_limiter(buckets=table, journal=snapshot)
-        metrics = self._new_metrics(feed, table, snapshot)
-        live = self._start_live(background, table)
-        await self._serve(limiter, store, feed, metrics, live=live)
+        parts = self._parts(feed, table, snapshot=snapshot)
+        await self._serve(limiter, store, parts, live=self._start_live(background, parts))
 
     async def _start_in_cluster(self, store: RuleStore, feed: RuleFeed) -> None:
         """With the buckets that all nodes share."""
-        clustering = Clustering(
+        self._cluster = cluster = open_cluster(
             self._settings,
             keys=self._keys,
             fingerprint=lambda: "" if self._late_key else self._keys.fingerprint(),
@@ -243,32 +244,31 @@ class Node:
             feed=feed,
             tracer=self._tracer,
         )
-        self._open.push_async_callback(clustering.drain, self._closing_s)
-        self._clustering = clustering
-        await clustering.start()
+        self._open.push_async_callback(cluster.drain, self._closing_s)
+        await cluster.start()
         if self._shared_time.is_known and isinstance(self._clock, SystemClock):
             self._clock.anchor()  # no check has been answered by it yet
         background = self._new_background(feed)
         self._start_upkeep(background, None)
-        clustering.start_jobs(background)
-        limiter = self._new_limiter(shared=clustering.buckets)
-        metrics = self._new_metrics(feed, clustering.cache, None)
-        live = self._start_live(background, clustering.cache)
-        await self._serve(limiter, store, feed, metrics, live=live)
+        cluster.start_jobs(background)
+        limiter = self._new_limiter(shared=cluster.buckets)
+        parts = self._parts(feed, cluster.cache, cluster=cluster)
+        await self._serve(limiter, store, parts, live=self._start_live(background, parts))
 
     async def _serve(
-        self, limiter: Limiter, store: RuleStore, feed: RuleFeed, metrics: Metrics, *, live: Live
+        self, limiter: Limiter, store: RuleStore, parts: NodeParts, *, live: Live
     ) -> None:
-        self._limiter, self.metrics = limiter, metrics
+        feed = parts.feed
+        self._limiter, self.metrics = limiter, Metrics(parts)
         if feed.book is not None:
             self._take_book(feed.book)
             self._rules_log.write()
         access = self._access()
-        methods = self._methods(limiter, store, feed, metrics, access)
+        methods = self._methods(limiter, store, feed, self.metrics, access)
         await self._start_http(
             Parts(
                 node_id=self.node_id,
-                metrics=metrics,
+                metrics=self.metrics,
                 readiness=lambda: self.readiness,
                 grpc_address=lambda: self.grpc_address,
                 hosts=self._settings.http_names,
@@ -311,26 +311,30 @@ class Node:
             on_denied=self._denials.note,
         )
 
-    def _new_metrics(
-        self, feed: RuleFeed, buckets: BucketTable | BucketCache, snapshot: SnapshotLog | None
-    ) -> Metrics:
-        return metrics_of(
+    def _parts(
+        self,
+        feed: RuleFeed,
+        buckets: BucketTable | BucketCache,
+        *,
+        snapshot: SnapshotLog | None = None,
+        cluster: Cluster | None = None,
+    ) -> NodeParts:
+        return NodeParts(
             stats=self.stats,
             health=self._health,
             runtime=self._runtime,
             clock=self._clock,
+            feed=feed,
             buckets=buckets,
             snapshot=snapshot,
-            cluster=self._clustering,
-            feed=feed,
-            edge=self._edge,
+            cluster=cluster,
+            task_restarts=self._task_restarts,
             transport=lambda: self._server.in_progress if self._server else None,
             transport_name=self._settings.transport,
-            task_restarts=self._task_restarts,
         )
 
     def _shared_state(self) -> SharedStateStatus:
-        return self._clustering.shared_state if self._clustering else embedded()
+        return self._cluster.shared_state if self._cluster else EMBEDDED
 
     def _take_book(self, book: RuleBook) -> None:
         if self._limiter is None:
@@ -378,7 +382,7 @@ class Node:
                     settings.ratelimit_headers,
                 ),
             ).methods(),
-            ConfigService(store, self._clustering or feed, access.actor).methods(),
+            ConfigService(store, self._cluster or feed, access.actor).methods(),
             HealthService(
                 limiter, report=self._health.report, samples=metrics.samples, actor=access.actor
             ).methods(),
@@ -409,18 +413,12 @@ class Node:
         background.every(SAMPLE_S, "sampling", upkeep.sample)
         background.every(FOLD_S, "denials", self._denials.fold)
 
-    def _start_live(self, background: Background, buckets: BucketTable | BucketCache) -> Live:
+    def _start_live(self, background: Background, parts: NodeParts) -> Live:
         live = live_of(
-            stats=self.stats,
-            health=self._health,
-            runtime=self._runtime,
-            clock=self._clock,
-            denials=self._denials,
-            buckets=buckets,
-            cluster=self._clustering,
-            addresses=self,
+            parts,
+            self._denials,
+            addresses=lambda: (self.grpc_address, self.http_address),
             admin_token_digest=lambda: self._keys.admin_token_digest(self._admin_token),
-            report=_warn,
         )
         background.every(history.SAMPLE_S, "live view", live.step)
         return live
@@ -456,6 +454,22 @@ class Node:
             await self._may_listen()
         self.grpc_address = await server.start()
         self._server = server
+
+
+def _open_tracer(endpoint: str, *, node_id: str, ratio: float) -> OtelTracer | None:
+    """Return what sends traces to ``endpoint``, ``None`` if it is empty. Only then is their library imported.
+
+    Raises:
+        StartupError: the library is not installed.
+    """
+    if not endpoint:
+        return None
+    try:
+        from ratelimitd.observe.otel import OtelTracer  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        message = f"OTEL_ENDPOINT needs {error.name}: pip install 'ratelimitd[otel]'"
+        raise StartupError(message) from None
+    return OtelTracer(endpoint, node_id=node_id, ratio=ratio)
 
 
 def _warn(line: str) -> None:

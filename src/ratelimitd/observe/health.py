@@ -1,24 +1,27 @@
 """Whether the node is HEALTHY: the specification's four conditions over the last 60 seconds.
 
-Never measures: it reads the counters that the check path moved. DEGRADED is a judgement for people and alerts; it
-never takes the node out of service.
+Reads the counters that the check path increments. DEGRADED is a judgement for people and alerts; it never takes the
+node out of service.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, Self, cast
 
 from ratelimitd.clock import Clock
+from ratelimitd.cluster.node import SharedStateStatus
 from ratelimitd.counters import CheckStats
-from ratelimitd.observe.samples import BreakerStateName, HealthReport, RollingWindow, Totals
+from ratelimitd.model import US_PER_S
 
 MIN_CACHE_HIT_RATIO: Final = 0.90
 """The hit ratio must be above this (specification, health status)."""
 
 MIN_CHECKS_TO_TELL: Final = 100
-"""With fewer the hit ratio and the average latency say nothing yet, and count as met as they do without traffic: the
-first checks of a node are of buckets that it cannot know, and one that waits for the shared state outweighs many."""
+"""With fewer, hit ratio and average latency count as met, as they do without traffic: the first checks of a node are
+of buckets that it cannot know, and one that waits for the shared state outweighs many."""
 
 MAX_AVERAGE_LATENCY_MS: Final = 2.0
 """The average latency of a check must be below this (specification, health status)."""
@@ -29,21 +32,101 @@ MAX_ERROR_RATE: Final = 0.01
 MS_PER_S: Final = 1000
 
 
-class SharedStateStatus(NamedTuple):
-    """What the breaker knows of the shared state; ``retry_s``: when an open one is tried again, in seconds from now."""
+BreakerStateName = Literal["closed", "open", "half_open"]
+"""The states of the circuit breaker, by their name on the wire."""
 
-    connected: bool
+
+EMBEDDED: Final = SharedStateStatus(connected=True, breaker_state="closed")
+"""Status of a node whose own memory is the shared state, which cannot be away."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReport:
+    """One evaluation of the four conditions of the specification over the last 60 s.
+
+    ``healthy`` is their conjunction. ``local_cache_hit_ratio`` and ``error_rate`` are fractions from 0 to 1,
+    ``average_latency_ms`` is in milliseconds; ``rules_revision`` is 0 before the first rule book is there.
+    ``hit_ratio_met``, ``latency_met``: that condition holds, perhaps only because there were too few checks to tell.
+    """
+
+    healthy: bool
+    shared_state_connected: bool
+    local_cache_hit_ratio: float
+    average_latency_ms: float
+    error_rate: float
+    node_id: str
     breaker_state: BreakerStateName
-    retry_s: float = 0.0
+    rules_revision: int
+    transport: str = ""
+    hit_ratio_met: bool = True
+    latency_met: bool = True
 
 
-def embedded() -> SharedStateStatus:
-    """The status of a node whose own memory is the shared state: it cannot be away."""
-    return SharedStateStatus(connected=True, breaker_state="closed")
+WINDOW_S: Final = 60
+"""Period over which health is judged; the specification leaves it open."""
+
+
+class Totals(NamedTuple):
+    """The cumulative counters that health is computed from, or what they grew by. ``latency_sum_s`` in seconds."""
+
+    checks: int = 0
+    fail_open: int = 0
+    buckets_looked: int = 0
+    buckets_known: int = 0
+    latency_count: int = 0
+    latency_sum_s: float = 0.0
+
+    @classmethod
+    def of(cls, stats: CheckStats) -> Self:
+        """The totals of a process by now."""
+        return cls(
+            checks=stats.allowed_total + stats.blocked_total,
+            fail_open=stats.fail_open_breaker_total + stats.fail_open_error_total,
+            buckets_looked=stats.bucket_looked_total,
+            buckets_known=stats.bucket_known_total,
+            latency_count=sum(stats.latency_counts),
+            latency_sum_s=stats.latency_sum_s,
+        )
+
+    def since(self, earlier: Totals) -> Totals:
+        """What was added after ``earlier``."""
+        return Totals._make(now - then for now, then in zip(self, earlier, strict=True))
+
+
+class RollingWindow:
+    """Samples of the last :data:`WINDOW_S` seconds, and the one before them as the ground to subtract from."""
+
+    __slots__ = ("_samples",)
+
+    def __init__(self, now_us: int, totals: Totals) -> None:
+        self._samples = deque([(now_us, totals)])
+
+    def sample(self, now_us: int, totals: Totals) -> None:
+        """Keep one sample; call it about once a second with monotonic µs.
+
+        Memory is bounded by the window: samples that no later question can need are dropped.
+        """
+        self._samples.append((now_us, totals))
+        start_us = now_us - WINDOW_S * US_PER_S
+        while self._samples[1][0] <= start_us:
+            self._samples.popleft()
+
+    def growth(self, now_us: int, totals: Totals) -> Totals:
+        """What ``totals`` grew by in the last :data:`WINDOW_S` seconds, or since the start when that is shorter.
+
+        The window begins at a sample, so it is up to one sampling interval longer.
+        """
+        start_us = now_us - WINDOW_S * US_PER_S
+        ground = self._samples[0][1]
+        for at_us, then in self._samples:
+            if at_us > start_us:
+                break
+            ground = then
+        return totals.since(ground)
 
 
 class Health:
-    """The measurements of one node and the verdict on them."""
+    """The measurements of one node, and the verdict on them."""
 
     def __init__(
         self,
@@ -52,7 +135,7 @@ class Health:
         stats: CheckStats,
         clock: Clock,
         rules_revision: Callable[[], int],
-        shared_state: Callable[[], SharedStateStatus] = embedded,
+        shared_state: Callable[[], SharedStateStatus] = lambda: EMBEDDED,
         transport: str = "",
     ) -> None:
         self._node_id = node_id
@@ -100,7 +183,7 @@ class Health:
             latency_met=latency_met,
             error_rate=error_rate,
             node_id=self._node_id,
-            breaker_state=shared_state.breaker_state,
+            breaker_state=cast("BreakerStateName", shared_state.breaker_state),
             rules_revision=self._rules_revision(),
             transport=self._transport,
         )

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 from ratelimitd.clock import Clock
 from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.model import US_PER_S
-from ratelimitd.observe.samples import percentile_s
 
 SAMPLE_S: Final = 2.0
 
@@ -154,3 +153,20 @@ class History:
             return ()
         oldest_ms = self._samples[-1].at_ms - KEPT_S * 1_000
         return [sample for sample in self._samples if sample.at_ms > oldest_ms]
+
+
+def percentile_s(counts: Sequence[int], share: float) -> float | None:
+    """Return the latency in seconds that ``share`` (0 to 1) of the checks did not exceed; ``None`` without checks.
+
+    ``counts`` are those of :attr:`ratelimitd.counters.CheckStats.latency_counts`, or what they grew by. Within
+    a bucket the checks count as evenly spread; above the last bound nothing is known, so it is the answer.
+    """
+    rank = share * sum(counts)
+    if not rank:
+        return None
+    below, lower_s = 0, 0.0
+    for count, upper_s in zip(counts, LATENCY_BOUNDS_S, strict=False):
+        if count and below + count >= rank:
+            return lower_s + (upper_s - lower_s) * (rank - below) / count
+        below, lower_s = below + count, upper_s
+    return lower_s

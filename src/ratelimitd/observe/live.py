@@ -8,15 +8,20 @@ past to show. See ADR 0029.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
+from ratelimitd import __version__
 from ratelimitd.clock import Clock
+from ratelimitd.cluster.membership import StatusBoard
 from ratelimitd.errors import RateLimitdError, StoreCorruptError
+from ratelimitd.model import US_PER_S
 from ratelimitd.observe.denials import TOP, Denials, DeniedEndpoint, DeniedIdentifier
-from ratelimitd.observe.history import SAMPLE_S, History, Sample, summed
+from ratelimitd.observe.history import SAMPLE_S, History, Sample, Sampler, summed
+from ratelimitd.observe.metrics import NodeParts, resident_bytes
 from ratelimitd.observe.node_status import MAX_ENDPOINT, NodeStatus, decode, encode
 
 SILENT_S: Final = 6.0
@@ -33,21 +38,10 @@ DECODED_PER_TURN: Final = 20
 
 _MS_PER_S: Final = 1_000
 
+_log = logging.getLogger(__name__)
+
 Listener = Callable[[], Awaitable[None]]
 """Takes notice of a step; the next one waits for it."""
-
-
-class Board(Protocol):
-    """Where the nodes of a cluster tell how they are doing: :class:`ratelimitd.cluster.membership.StatusBoard`."""
-
-    def note_members(self) -> None:
-        """Remember who is alive."""
-
-    def publish(self, status: bytes) -> None:
-        """Tell how this node is doing."""
-
-    async def read(self) -> Mapping[str, bytes]:
-        """What the other nodes told last, by incarnation; raises a RateLimitdError without an answer."""
 
 
 class NodeView(NamedTuple):
@@ -98,23 +92,19 @@ class Live:
     """The live view of one node.
 
     ``own`` makes the status of this node, and with it its next sample. ``board`` is ``None`` for a node that is alone.
-    ``report`` takes one line for an operator.
     """
 
     def __init__(
         self,
         own: Callable[[], NodeStatus],
         denials: Denials,
-        board: Board | None,
+        board: StatusBoard | None,
         clock: Clock,
-        *,
-        report: Callable[[str], None],
     ) -> None:
         self._own = own
         self._denials = denials
         self._board = board
         self._clock = clock
-        self._report = report
         self._status = own()
         self._others = _Others()
         self._history = History()
@@ -197,8 +187,8 @@ class Live:
             except StoreCorruptError:
                 corrupt.add(incarnation)
         if corrupt - others.corrupt:
-            self._report(
-                f"statuses of {len(corrupt)} other nodes are of another version, or damaged"
+            _log.warning(
+                "statuses of %d other nodes are of another version, or damaged", len(corrupt)
             )
         self._others = _Others(statuses, others.read_at_us, corrupt=frozenset(corrupt))
 
@@ -242,3 +232,51 @@ def _merged_identifiers(lists: Iterable[Iterable[DeniedIdentifier]]) -> Sequence
 
 def _per_minute(one: DeniedEndpoint | DeniedIdentifier) -> float:
     return one.per_minute
+
+
+def live_of(
+    parts: NodeParts,
+    denials: Denials,
+    *,
+    addresses: Callable[[], tuple[str, str]],
+    admin_token_digest: Callable[[], str],
+) -> Live:
+    """Return the live view of a node with these parts; ``addresses`` are those of gRPC and HTTP, empty if closed."""
+    sampler = Sampler(
+        parts.stats,
+        parts.clock,
+        buckets=lambda: len(parts.buckets),
+        memory_bytes=resident_bytes,
+        loop_lag_s=lambda: parts.runtime.loop_lag_s,
+    )
+
+    def status() -> NodeStatus:
+        judged, cluster = parts.health.report(), parts.cluster
+        grpc_address, http_address = addresses()
+        return NodeStatus(
+            node_id=judged.node_id,
+            version=__version__,
+            grpc_address=grpc_address,
+            http_address=http_address,
+            rules_revision=judged.rules_revision,
+            healthy=judged.healthy,
+            shared_state_connected=judged.shared_state_connected,
+            hit_ratio=judged.local_cache_hit_ratio,
+            hit_ratio_met=judged.hit_ratio_met,
+            average_latency_ms=judged.average_latency_ms,
+            latency_met=judged.latency_met,
+            error_rate=judged.error_rate,
+            breaker_state=judged.breaker_state,
+            retry_s=parts.health.shared_state().retry_s,
+            sync_lag_s=cluster.sync_lag_s if cluster else 0.0,
+            clock_error_s=parts.runtime.clock_error_us / US_PER_S,
+            excess_ratio=cluster.worst_excess if cluster else 0.0,
+            excess_bound_ratio=cluster.promised_excess if cluster else 0.0,
+            admin_token_digest=admin_token_digest(),
+            sample=sampler.sample(),
+            endpoints=denials.top_endpoints(),
+            identifiers=denials.top_identifiers(),
+        )
+
+    board = parts.cluster.board if parts.cluster else None
+    return Live(status, denials, board, parts.clock)

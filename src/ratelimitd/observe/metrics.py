@@ -6,28 +6,28 @@ from what a caller sent.
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
 from ratelimitd import __version__
+from ratelimitd.buckets.snapshot import SnapshotLog
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.clock import Clock
+from ratelimitd.cluster.cache import BucketCache
+from ratelimitd.cluster.node import Cluster
 from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.errors import FieldViolation, InvalidInputError
+from ratelimitd.model import US_PER_S
 from ratelimitd.observe.health import Health
-from ratelimitd.observe.samples import (
-    HistogramSample,
-    MetricKind,
-    MetricSample,
-    TransportStatus,
-)
-
-# What the operating system says about this process: its memory and when it started.
+from ratelimitd.rules.feed import RuleFeed
 
 STATM: Final = Path("/proc/self/statm")
 
@@ -47,39 +47,7 @@ def resident_bytes(statm: Path = STATM) -> int:
 
 BREAKER_STATES: Final = ("closed", "open", "half_open")
 
-US_PER_S: Final = 1_000_000
-
 Part = TypeVar("Part")
-
-
-class SnapshotStatus(NamedTuple):
-    """How the bucket snapshot is doing: seconds since the last complete pass, bytes written, passes that failed."""
-
-    age_s: float
-    written_bytes_total: int
-    errors_total: int
-
-
-class ClusterStatus(NamedTuple):
-    """How a node of a cluster is doing.
-
-    ``sync_lag_s`` is the age of the oldest spends that were sent and not acknowledged. Totals are in checks, but for
-    those of tokens. ``excess_ratio`` is the most by which a bucket was overdrawn in the last minute or two, as a part
-    of its limit, and ``excess_bound_ratio`` what is promised not to be exceeded.
-    """
-
-    members: int
-    sync_lag_s: float
-    unsettled_buckets: int
-    asked_total: int
-    late_total: int
-    forgiven_tokens_total: int
-    over_admitted_tokens_total: int
-    excess_ratio: float
-    excess_bound_ratio: float
-    corrupt_total: int
-    message_gaps_total: int
-    messages_undelivered_total: int
 
 
 @dataclass(slots=True)
@@ -93,32 +61,76 @@ class Runtime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Readings:
-    """Where the numbers come from. The callables are cheap and never wait."""
+class NodeParts:
+    """The parts of a node that metrics and statuses are read from."""
 
     stats: CheckStats
     health: Health
     runtime: Runtime
-    active_buckets: Callable[[], int]
-    evicted_total: Callable[[], int]
-    expired_total: Callable[[], int]
-    rules: Callable[[], int]
-    rules_revision: Callable[[], int]
-    rules_skipped_total: Callable[[], int]
-    rules_left_out: Callable[[], int]
-    rules_connected: Callable[[], bool]
-    snapshot: Callable[[], SnapshotStatus | None]
-    """``None`` where buckets are shared: nothing of them is on this node's disk."""
-    cluster: Callable[[], ClusterStatus | None]
+    clock: Clock
+    feed: RuleFeed
+    buckets: BucketTable | BucketCache
+    snapshot: SnapshotLog | None = None
+    """``None`` where buckets are shared."""
+    cluster: Cluster | None = None
     """``None`` where they are the node's own."""
-    transport: Callable[[], TransportStatus | None]
-    """``None`` before it listens: HTTP does so first."""
-    transport_name: str
-    tasks: Callable[[], int]
-    """Tasks of the event loop that have not ended."""
-    unexpected_total: Callable[[], int]
-    task_restarts: Callable[[], Mapping[str, int]]
+    task_restarts: Mapping[str, int]
     """Background job → times it crashed and was started again."""
+    transport: Callable[[], TransportStatus | None]
+    """``None`` before it listens: HTTP listens first."""
+    transport_name: str
+
+
+class TransportStatus(Protocol):
+    """What a transport is busy with: :class:`ratelimitd.rpc.interface.InProgress`."""
+
+    @property
+    def unary(self) -> int:
+        """Unary calls whose handler is at work."""
+
+    @property
+    def streams(self) -> int:
+        """Streaming calls."""
+
+    @property
+    def connections(self) -> int | None:
+        """Open connections."""
+
+    @property
+    def http2_streams(self) -> int | None:
+        """Requests not answered to their end."""
+
+
+MetricKind = Literal["counter", "gauge", "histogram"]
+"""The kinds of metric of the contract, by the name they have on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSample:
+    """One histogram.
+
+    ``upper_bounds`` in the metric's unit (seconds), rising, without +Inf; ``cumulative_counts`` is one longer, its
+    last entry (+Inf) is the number of observations; ``sum`` in the metric's unit.
+    """
+
+    upper_bounds: tuple[float, ...]
+    cumulative_counts: tuple[int, ...]
+    sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSample:
+    """One metric at one moment.
+
+    ``name`` is the specification's exact name (``rate_limiter.fail_open`` included); ``value`` is that of a counter
+    or gauge and 0 for a histogram, which has ``histogram`` instead. Label values come from closed sets only.
+    """
+
+    name: str
+    kind: MetricKind
+    value: float = 0.0
+    histogram: HistogramSample | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class Point(NamedTuple):
@@ -138,7 +150,7 @@ class Definition(NamedTuple):
     name: str
     kind: MetricKind
     help: str
-    read: Callable[[Readings], Iterable[Point]]
+    read: Callable[[NodeParts], Iterable[Point]]
     label: str = ""
     reported_name: str = ""
 
@@ -146,13 +158,13 @@ class Definition(NamedTuple):
 class Metrics:
     """The metrics of one node."""
 
-    def __init__(self, readings: Readings) -> None:
-        self._readings = readings
+    def __init__(self, parts: NodeParts) -> None:
+        self._parts = parts
 
     def points(self) -> Iterator[tuple[Definition, Iterable[Point]]]:
         """Every metric with its readings, in the order of :data:`DEFINITIONS`, each read when its turn comes."""
         for definition in DEFINITIONS:
-            yield definition, definition.read(self._readings)
+            yield definition, definition.read(self._parts)
 
     def samples(self, names: Sequence[str] = ()) -> Iterator[MetricSample]:
         """The metrics called ``names``, or all of them, as GetMetrics reports them, each read when its turn comes.
@@ -178,7 +190,7 @@ class Metrics:
                 labels=_labels(definition, point),
             )
             for definition in wanted
-            for point in definition.read(self._readings)
+            for point in definition.read(self._parts)
         )
 
 
@@ -192,64 +204,64 @@ def split_labels(definition: Definition, point: Point) -> tuple[list[str], list[
     return names, point.label.split(",", len(names) - 1) if names else []
 
 
-def _one(read: Callable[[Readings], float]) -> Callable[[Readings], Iterable[Point]]:
-    return lambda readings: (Point(read(readings)),)
+def _one(read: Callable[[NodeParts], float]) -> Callable[[NodeParts], Iterable[Point]]:
+    return lambda parts: (Point(read(parts)),)
 
 
 def _counter(
-    name: str, text: str, read: Callable[[Readings], float], reported_name: str = ""
+    name: str, text: str, read: Callable[[NodeParts], float], reported_name: str = ""
 ) -> Definition:
     return Definition(name, "counter", text, _one(read), reported_name=reported_name)
 
 
-def _gauge(name: str, text: str, read: Callable[[Readings], float]) -> Definition:
+def _gauge(name: str, text: str, read: Callable[[NodeParts], float]) -> Definition:
     return Definition(name, "gauge", text, _one(read))
 
 
 def _of_part(
-    part: Callable[[Readings], Part | None], read: Callable[[Part], float]
-) -> Callable[[Readings], Iterable[Point]]:
+    part: Callable[[NodeParts], Part | None], read: Callable[[Part], float]
+) -> Callable[[NodeParts], Iterable[Point]]:
     """One reading of a part that not every node has."""
 
-    def points(readings: Readings) -> Iterable[Point]:
-        status = part(readings)
+    def points(parts: NodeParts) -> Iterable[Point]:
+        status = part(parts)
         return () if status is None else (Point(read(status)),)
 
     return points
 
 
-def _of_cluster(read: Callable[[ClusterStatus], float]) -> Callable[[Readings], Iterable[Point]]:
-    return _of_part(lambda readings: readings.cluster(), read)
+def _of_cluster(read: Callable[[Cluster], float]) -> Callable[[NodeParts], Iterable[Point]]:
+    return _of_part(lambda parts: parts.cluster, read)
 
 
-def _of_snapshot(read: Callable[[SnapshotStatus], float]) -> Callable[[Readings], Iterable[Point]]:
-    return _of_part(lambda readings: readings.snapshot(), read)
+def _of_snapshot(read: Callable[[SnapshotLog], float]) -> Callable[[NodeParts], Iterable[Point]]:
+    return _of_part(lambda parts: parts.snapshot, read)
 
 
-def _latency(readings: Readings) -> Iterable[Point]:
-    stats = readings.stats
+def _latency(parts: NodeParts) -> Iterable[Point]:
+    stats = parts.stats
     counts = tuple(accumulate(stats.latency_counts))
     return (Point(histogram=HistogramSample(LATENCY_BOUNDS_S, counts, stats.latency_sum_s)),)
 
 
-def _breaker(readings: Readings) -> Iterable[Point]:
-    state = readings.health.shared_state().breaker_state
+def _breaker(parts: NodeParts) -> Iterable[Point]:
+    state = parts.health.shared_state().breaker_state
     return (Point(float(name == state), name) for name in BREAKER_STATES)
 
 
-def _per_rule(column: int) -> Callable[[Readings], Iterable[Point]]:
-    return lambda readings: [
-        Point(counts[column], rule_id) for rule_id, counts in readings.stats.by_rule.items()
+def _per_rule(column: int) -> Callable[[NodeParts], Iterable[Point]]:
+    return lambda parts: [
+        Point(counts[column], rule_id) for rule_id, counts in parts.stats.by_rule.items()
     ]
 
 
 def _transport(
     **kinds: Callable[[TransportStatus], int | None],
-) -> Callable[[Readings], Iterable[Point]]:
+) -> Callable[[NodeParts], Iterable[Point]]:
     """Readings by kind; what a transport cannot tell has none, instead of a wrong one."""
 
-    def points(readings: Readings) -> Iterable[Point]:
-        status = readings.transport()
+    def points(parts: NodeParts) -> Iterable[Point]:
+        status = parts.transport()
         if status is None:
             return
         for kind, read in kinds.items():
@@ -259,8 +271,10 @@ def _transport(
     return points
 
 
-def _counts(read: Callable[[Readings], Mapping[str, int]]) -> Callable[[Readings], Iterable[Point]]:
-    return lambda readings: [Point(count, label) for label, count in sorted(read(readings).items())]
+def _counts(
+    read: Callable[[NodeParts], Mapping[str, int]],
+) -> Callable[[NodeParts], Iterable[Point]]:
+    return lambda parts: [Point(count, label) for label, count in sorted(read(parts).items())]
 
 
 # A table, so not the formatter's.
@@ -278,7 +292,7 @@ DEFINITIONS: Final = (
     _gauge("rate_limiter_cache_hit_ratio",
         "Checks whose bucket was known, of those that looked for one, last 60 s; 1 without traffic.",
         lambda r: r.health.cache_hit_ratio()),
-    _gauge("rate_limiter_active_buckets", "Buckets held by this node.", lambda r: r.active_buckets()),
+    _gauge("rate_limiter_active_buckets", "Buckets held by this node.", lambda r: len(r.buckets)),
     _counter("rate_limiter_redis_errors_total", "Failed round trips to the shared state.",
         lambda r: r.stats.shared_state_errors_total),
     _gauge("rate_limiter_memory_usage_bytes", "Resident memory of the process.", lambda _: resident_bytes()),
@@ -297,16 +311,16 @@ DEFINITIONS: Final = (
     _gauge("rate_limiter_healthy", "1 for HEALTHY, 0 for DEGRADED.", lambda r: float(r.health.report().healthy)),
 
     # Rules.
-    _gauge("rate_limiter_rules", "Rules in the book in force.", lambda r: r.rules()),
+    _gauge("rate_limiter_rules", "Rules in the book in force.", lambda r: len(r.feed.book or ())),
     _gauge("rate_limiter_rules_revision", "Revision of the book in force, 0 before there is one.",
-        lambda r: r.rules_revision()),
+        lambda r: r.feed.book.revision if r.feed.book else 0),
     _counter("rate_limiter_rules_skipped_total",
         "Rows of the rule database that were no valid rule and were left out.",
-        lambda r: r.rules_skipped_total()),
+        lambda r: r.feed.skipped_total),
     _gauge("rate_limiter_rules_left_out", "Rows of the rule database that are no valid rule now.",
-        lambda r: r.rules_left_out()),
+        lambda r: r.feed.left_out),
     _gauge("rate_limiter_rules_store_up", "1 while the rule database answers and the book in force is its own.",
-        lambda r: float(r.rules_connected())),
+        lambda r: float(r.feed.connected)),
     Definition("rate_limiter_rule_allowed_total", "counter", "Checks allowed, by the rule that decided.",
         _per_rule(0), "rule_id"),
     Definition("rate_limiter_rule_blocked_total", "counter", "Checks denied, by the rule that decided.",
@@ -332,13 +346,13 @@ DEFINITIONS: Final = (
         "Calls whose handler is at work. The native transport answers checks at once: they are not seen here.",
         _transport(unary=lambda s: s.unary, stream=lambda s: s.streams), "kind"),
     _counter("rate_limiter_unexpected_errors_total", "Calls answered INTERNAL: a defect, which the log names.",
-        lambda r: r.unexpected_total()),
+        lambda r: r.stats.unexpected_total),
 
     # Buckets and their snapshot.
     _counter("rate_limiter_buckets_evicted_total", "Buckets dropped because the table was full.",
-        lambda r: r.evicted_total()),
+        lambda r: r.buckets.evicted_total),
     _counter("rate_limiter_buckets_expired_total", "Buckets dropped because they were full again.",
-        lambda r: r.expired_total()),
+        lambda r: r.buckets.expired_total),
     Definition("rate_limiter_snapshot_age_seconds", "gauge",
         "Time since the buckets were last written to the state directory; not where they are shared.",
         _of_snapshot(lambda s: s.age_s)),
@@ -351,7 +365,7 @@ DEFINITIONS: Final = (
 
     # The cluster. A node whose buckets are its own has none of these.
     Definition("rate_limiter_cluster_nodes", "gauge", "Nodes alive, as this node sees it.",
-        _of_cluster(lambda c: c.members)),
+        _of_cluster(lambda c: c.membership.count)),
     Definition("rate_limiter_sync_lag_seconds", "gauge",
         "Age of the oldest spends that were sent to the shared state and not acknowledged.",
         _of_cluster(lambda c: c.sync_lag_s)),
@@ -359,41 +373,42 @@ DEFINITIONS: Final = (
         _of_cluster(lambda c: c.unsettled_buckets)),
     Definition("rate_limiter_shared_state_checks_total", "counter",
         "Checks that the shared state was asked to decide; unless it decides all, those of buckets the node knows.",
-        _of_cluster(lambda c: c.asked_total)),
+        _of_cluster(lambda c: c.buckets.asked_total)),
     Definition("rate_limiter_shared_state_late_total", "counter",
-        "Of those: decided by the node alone, for the answer was late.", _of_cluster(lambda c: c.late_total)),
+        "Of those: decided by the node alone, for the answer was late.", _of_cluster(lambda c: c.buckets.late_total)),
     Definition("rate_limiter_over_admitted_tokens_total", "counter",
         "Tokens allowed here that the shared state charged beyond the capacity of a bucket.",
-        _of_cluster(lambda c: c.over_admitted_tokens_total)),
+        _of_cluster(lambda c: c.accuracy.over_admitted_total)),
     Definition("rate_limiter_over_admission_ratio", "gauge",
         "The most by which a bucket was overdrawn in the last one to two minutes, as a part of its limit.",
-        _of_cluster(lambda c: c.excess_ratio)),
+        _of_cluster(lambda c: c.worst_excess)),
     Definition("rate_limiter_over_admission_bound_ratio", "gauge",
         "What the settings promise that the over-admission of a window of one second does not exceed.",
-        _of_cluster(lambda c: c.excess_bound_ratio)),
+        _of_cluster(lambda c: c.promised_excess)),
     Definition("rate_limiter_forgiven_tokens_total", "counter",
         "Tokens that were allowed and are charged nowhere: after outages, resets and lowered limits.",
-        _of_cluster(lambda c: c.forgiven_tokens_total)),
+        _of_cluster(lambda c: c.accuracy.forgiven_total)),
     Definition("rate_limiter_shared_state_corrupt_total", "counter",
-        "Values in the shared state that were no buckets, and were replaced.", _of_cluster(lambda c: c.corrupt_total)),
+        "Values in the shared state that were no buckets, and were replaced.",
+        _of_cluster(lambda c: c.store.corrupt_total)),
     Definition("rate_limiter_message_gaps_total", "counter",
         "Times that messages of other nodes may have been lost; each beginning of a subscription is one.",
-        _of_cluster(lambda c: c.message_gaps_total)),
+        _of_cluster(lambda c: c.bus.gaps_total)),
     Definition("rate_limiter_messages_undelivered_total", "counter",
         "Messages to other nodes, one a second at least, that the shared state did not take.",
-        _of_cluster(lambda c: c.messages_undelivered_total)),
+        _of_cluster(lambda c: c.bus.undelivered_total)),
     _counter("rate_limiter_breaker_denied_total", "Checks denied because the circuit breaker was open.",
         lambda r: r.stats.breaker_denied_total),
 
     # The process.
     _gauge("rate_limiter_loop_lag_seconds", "How late the event loop ran a timer, at worst in the last 10 to 20 s.",
         lambda r: r.runtime.loop_lag_s),
-    _gauge("rate_limiter_tasks", "Tasks of the event loop that have not ended.", lambda r: r.tasks()),
+    _gauge("rate_limiter_tasks", "Tasks of the event loop that have not ended.", lambda _: len(asyncio.all_tasks())),
     _gauge("rate_limiter_clock_error_seconds",
         "How far the wall clock is ahead of the node's clock, which follows it slowly.",
         lambda r: r.runtime.clock_error_us / US_PER_S),
     Definition("rate_limiter_task_restarts_total", "counter", "Background jobs that crashed and were started again.",
-        _counts(lambda r: r.task_restarts()), "task"),
+        _counts(lambda r: r.task_restarts), "task"),
     Definition("rate_limiter_build_info", "gauge", "Always 1; labels: the version, and the transport that serves gRPC.",
         lambda r: (Point(1.0, f"{__version__},{r.transport_name}"),), "version,transport"),
     _gauge("process_start_time_seconds", "Unix time at which the process started.", lambda _: STARTED_AT_S),

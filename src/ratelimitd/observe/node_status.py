@@ -16,9 +16,9 @@ from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.model import IdentifierType
 from ratelimitd.observe.denials import TOP, DeniedEndpoint, DeniedIdentifier
+from ratelimitd.observe.health import BreakerStateName
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.metrics import BREAKER_STATES
-from ratelimitd.observe.samples import BreakerStateName
 
 FORMAT: Final = 1
 """Of the bytes. A node does not show a status of another format: during an update it shows those of its own."""
@@ -38,7 +38,7 @@ MAX_NUMBER: Final = 2**53
 class NodeStatus:
     """One node at one moment. Its ``sample`` says which, and what it did lately.
 
-    ``healthy`` and the six that follow are those of :class:`ratelimitd.observe.samples.HealthReport`. ``retry_s``: in
+    ``healthy`` and the six that follow are those of :class:`ratelimitd.observe.health.HealthReport`. ``retry_s``: in
     how many seconds an open breaker is to be tried again; 0 while it is closed. ``clock_error_s``: how far the wall
     clock, in a cluster that of the shared state, is ahead of the node's. ``admin_token_digest``: the same on all nodes
     with one admin token; empty for none.

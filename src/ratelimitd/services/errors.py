@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     FieldViolation,
     InvalidInputError,
@@ -95,9 +96,8 @@ class ErrorEdge:
     A defect, and a store that is away, is told to the log, which writes what repeats once a second.
     """
 
-    def __init__(self) -> None:
-        self.unexpected_total = 0
-        """Unexpected errors."""
+    def __init__(self, stats: CheckStats) -> None:
+        self._stats = stats
 
     def translate(self, error: Exception, method: str) -> RpcError:
         """What to end the call of ``method`` with."""
@@ -107,7 +107,7 @@ class ErrorEdge:
             if isinstance(error, StoreUnavailableError):
                 _log.warning("a call of %s was answered UNAVAILABLE: %s", method, error)
             return rpc_error(error)
-        self.unexpected_total += 1
+        self._stats.unexpected_total += 1
         # The log tells its type and where it was raised; its text may quote an identifier or a token.
         _log.error("unexpected error in %s", method, exc_info=error)
         return rich_error(*UNEXPECTED)

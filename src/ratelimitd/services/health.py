@@ -14,7 +14,8 @@ from typing import Final, Protocol
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.model import IdentifierType, Rule
-from ratelimitd.observe.samples import HealthReport, MetricSample
+from ratelimitd.observe.health import HealthReport
+from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
 from ratelimitd.services.convert import Target, target_of
 from ratelimitd.services.errors import rich_error

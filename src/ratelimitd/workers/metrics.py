@@ -10,8 +10,7 @@ from functools import reduce
 from typing import Final
 
 from ratelimitd.counters import MAX_RULE_LABELS
-from ratelimitd.observe.metrics import DEFINITIONS, Definition, Point
-from ratelimitd.observe.samples import HistogramSample
+from ratelimitd.observe.metrics import DEFINITIONS, Definition, HistogramSample, Point
 from ratelimitd.workers.protocol import Reading, Report
 
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
 
-from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.observe.samples import HistogramSample
+from ratelimitd.observe.metrics import Definition, HistogramSample, Point
 from ratelimitd.settings.table import Settings
 
 LISTEN: Final = b"listen\n"

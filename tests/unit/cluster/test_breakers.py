@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratelimitd.cluster.node import Breakers
+from ratelimitd.cluster.store_servers import Breakers
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.testing import ManualClock
@@ -21,7 +21,7 @@ class Scene:
         self.store = FakeStore(self.timers)
         self.store.mode = "held"
         self.store.server_of_tag = ["one", "two", "one", "two"]
-        self.luck, self.lines = 0.5, []
+        self.luck = 0.5
         self.breakers = Breakers(
             self.store,
             self.clock,
@@ -30,7 +30,6 @@ class Scene:
             failures=2,
             recovery_s=30,
             random=lambda: self.luck,
-            report=self.lines.append,
         )
         self.tags = [SimpleNamespace(number=n, shard=self.breakers.of_tag(n)) for n in range(4)]
 
@@ -104,15 +103,15 @@ def test_a_probe_decides(scene, error, is_open):
     assert scene.tags[0].shard.is_open == is_open
 
 
-def test_tags_that_move_are_followed_and_a_server_that_has_none_is_forgotten(scene):
+def test_tags_that_move_are_followed_and_a_server_that_has_none_is_forgotten(scene, caplog):
     scene.open(0)
     scene.store.server_of_tag[0] = scene.store.server_of_tag[2] = "three"
     scene.breakers.watch(scene.tags)
     assert [tag.shard.name for tag in scene.tags] == ["three", "two", "three", "two"]
     assert scene.tags[0].shard is scene.tags[2].shard
     assert scene.breakers.state is State.CLOSED
-    [_, left] = scene.lines
-    assert left.startswith("shared state at one: nothing is asked there any more")
+    [_, left] = caplog.messages
+    assert left.startswith("shared state at one: it holds no buckets any more")
 
 
 def test_a_probe_goes_to_the_server_whose_breaker_it_is_for_wherever_tags_have_moved(scene):

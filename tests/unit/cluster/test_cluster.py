@@ -1,30 +1,30 @@
 """A node's part in a cluster, put together, on a store of which the test says what becomes of requests."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
 from ratelimitd.cluster import node as cluster_module
 from ratelimitd.cluster.membership import SharedTime
-from ratelimitd.cluster.node import Cluster, Options
+from ratelimitd.cluster.node import Cluster
 from ratelimitd.cluster.pending import HASH_TAGS
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreCorruptError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import reset
+from ratelimitd.retry import Background
+from ratelimitd.settings.table import Settings
 from ratelimitd.testing import ManualClock
 from ratelimitd_wire.breaker import State
+from tests.unit.cluster.redis.asking import soon
 from tests.unit.cluster.world import MS, RULE, SECOND, FakeBus, FakeStore, limited, name_of
 
-OPTIONS = Options(
-    sync_interval_ms=100,
-    cache_entries=1_000,
-    cache_ttl_s=300,
-    breaker_failures=2,
-    breaker_recovery_s=30,
-    strict=False,
-    decides_alone=False,
-    callers_time=False,
-)
+OPTIONS = {
+    "redis_url": "redis://127.0.0.1",
+    "cache_entries": 1_000,
+    "breaker_failures": 2,
+    "on_breaker_open": "fail_open",
+}
 
 STEPS = 16
 """Of the default interval."""
@@ -35,7 +35,7 @@ class Scene:
 
     def __init__(self, *, tags_per_batch=1, **options):
         self.clock, self.stats, self.bus = ManualClock(), CheckStats(), FakeBus()
-        self.store, self.reports, self.rule_changes = FakeStore(None), [], 0
+        self.store, self.rule_changes = FakeStore(None), 0
         self.store.mode, self.store.tags_per_batch = "held", tags_per_batch
         self.shared_time = SharedTime(
             lambda: self.clock.now_us() * 1_000, lambda: self.clock.monotonic_us() * 1_000
@@ -43,19 +43,26 @@ class Scene:
         self.cluster = Cluster(
             self.store,
             self.bus,
-            OPTIONS._replace(**options),
+            Settings.load({}, {k.upper(): str(v) for k, v in {**OPTIONS, **options}.items()}),
             incarnation="node/1",
             stored_name=name_of,
             fingerprint=lambda: "ours",
             clock=self.clock,
             shared_time=self.shared_time,
             stats=self.stats,
-            report=self.reports.append,
-            rules_changed=self.rules_changed,
+            feed=self,
         )
 
-    def rules_changed(self):
+    async def notify(self):
+        """Load new rules, as a feed does."""
         self.rule_changes += 1
+
+    @asynccontextmanager
+    async def jobs(self):
+        background = Background({})
+        self.cluster.start_jobs(background)
+        yield
+        await background.stop()
 
     def answer(self):
         held, self.store.held = self.store.held, []
@@ -172,16 +179,16 @@ class TestSync:
 
 class TestBreakers:
     async def test_checks_that_fail_open_one_and_a_probe_closes_it(self, scene):
-        assert (scene.cluster.is_connected, scene.cluster.breaker_state) == (True, State.CLOSED)
+        assert scene.cluster.shared_state == (True, "closed", 0.0)
         await scene.fail(2)
-        assert (scene.cluster.is_connected, scene.cluster.breaker_state) == (False, State.OPEN)
-        assert scene.cluster.retry_after_us >= 30 * SECOND
+        assert scene.cluster.shared_state[:2] == (False, "open")
+        assert scene.cluster.shared_state.retry_s >= 30
         scene.clock.advance(seconds=32)
         scene.cluster.watch()
         assert scene.cluster.breaker_state is State.HALF_OPEN
         assert scene.store.asked("probe") == [HASH_TAGS - 1]
         scene.answer()
-        assert (scene.cluster.is_connected, scene.cluster.breaker_state) == (True, State.CLOSED)
+        assert scene.cluster.shared_state == (True, "closed", 0.0)
 
 
 class TestMessages:
@@ -194,32 +201,34 @@ class TestMessages:
         scene.answer()
         assert scene.cluster.buckets.peek(b"a", RULE, None, scene.clock.now_us(), 1)[1] == 999
 
-    @pytest.mark.parametrize("strict", [False, True])
-    async def test_new_rules_are_taken_over(self, strict):
-        scene = Scene(strict=strict)
-        scene.cluster.take(b"R" + bytes(8))
-        assert scene.rule_changes == 1
+    @pytest.mark.parametrize("consistency", ["eventual", "strict"])
+    async def test_new_rules_are_taken_over(self, consistency):
+        scene = Scene(consistency=consistency)
+        async with scene.jobs():
+            scene.cluster.take(b"R" + bytes(8))
+            await soon(lambda: scene.rule_changes == 1)
 
-    @pytest.mark.parametrize(("strict", "reads"), [(False, 1), (True, 0)])
-    async def test_after_a_gap_rules_and_buckets_are_looked_at_again(self, strict, reads):
-        scene = Scene(strict=strict)
-        if not strict:
+    @pytest.mark.parametrize(("consistency", "reads"), [("eventual", 1), ("strict", 0)])
+    async def test_after_a_gap_rules_and_buckets_are_looked_at_again(self, consistency, reads):
+        scene = Scene(consistency=consistency)
+        if consistency == "eventual":
             scene.spend()
         known = len(scene.store.asked("read"))
         scene.cluster.resync()
         scene.cluster.sync_step()
-        assert scene.rule_changes == 1
+        async with scene.jobs():
+            await soon(lambda: scene.rule_changes == 1)
         assert len(scene.store.asked("read")) - known == reads
 
     async def test_what_is_told_of_buckets_is_nothing_to_a_node_that_holds_none(self):
-        scene = Scene(strict=True)
+        scene = Scene(consistency="strict")
         scene.cluster.take(b"D" + name_of(b"a"))
         assert scene.store.requests == []
 
 
 class TestStrict:
     async def test_each_check_is_decided_by_the_store(self):
-        scene = Scene(strict=True, callers_time=True)
+        scene = Scene(consistency="strict", timestamps="caller")
         answer = scene.cluster.buckets.wait(b"a", RULE, scene.clock.now_us(), 7, peek=False)
         scene.answer()
         assert (await answer)[:2] == (True, 993)

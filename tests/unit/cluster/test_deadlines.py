@@ -24,7 +24,7 @@ class Scene:
     def wait(self, name):
         answer = asyncio.get_running_loop().create_future()
         question = PendingCheck(RULE, 0, 1, peek=False, answer=answer)
-        self.patience.wait_for(name, question)
+        self.patience.add(name, question)
         return answer
 
 

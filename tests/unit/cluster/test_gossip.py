@@ -14,7 +14,7 @@ REVISION = (7).to_bytes(8, "little")
 class Scene:
     def __init__(self):
         self.bus, self.clock = FakeBus(), ManualClock()
-        self.news = Gossip(self.bus, self.clock)
+        self.gossip = Gossip(self.bus, self.clock)
 
     def settle(self, spent, before=0, key=b"a", rule=RULE):
         """A batch has brought a bucket from one state to another."""
@@ -22,11 +22,11 @@ class Scene:
         after = state(spent, now_us, limit=rule.limit) if isinstance(spent, int) else spent
         bucket = Bucket(key, name_of(key), None, rule, after)
         known = None if before is None else state(before, now_us, limit=rule.limit)
-        self.news.settled(bucket, known)
+        self.gossip.settled(bucket, known)
         return after
 
     def told(self):
-        self.news.tell()
+        self.gossip.publish()
         told, self.bus.published = self.bus.published, []
         return told
 
@@ -113,14 +113,14 @@ def test_buckets_are_told_by_the_hundred_and_by_the_server_that_holds_them(scene
 
 
 def test_a_reset_is_told_at_once(scene, hearer):
-    scene.news.was_reset(name_of(b"a"))
+    scene.gossip.was_reset(name_of(b"a"))
     ((tag, payload),) = scene.bus.published
     hearer.take(payload)
     assert (tag, hearer.doubts) == (97, [name_of(b"a")])
 
 
 def test_new_rules_are_told_at_once(scene, hearer):
-    scene.news.rules_changed(7)
+    scene.gossip.rules_changed(7)
     assert scene.bus.published == [(0, b"R" + REVISION)]
     hearer.take(b"R" + REVISION)
     assert hearer.rule_changes == 1

@@ -30,7 +30,7 @@ class Pulse:
 
 class Scene:
     def __init__(self):
-        self.pulse, self.clock, self.reports = Pulse(), ManualClock(), []
+        self.pulse, self.clock = Pulse(), ManualClock()
         self.fingerprint = "ours"
         self.shared_time = SharedTime(monotonic_ns=lambda: self.clock.monotonic_us() * 1_000)
         self.membership = Membership(
@@ -39,7 +39,6 @@ class Scene:
             fingerprint=lambda: self.fingerprint,
             clock=self.clock,
             shared_time=self.shared_time,
-            report=self.reports.append,
         )
 
     def heard(self, fingerprint="ours", names=("node/1", "other/2")):
@@ -72,7 +71,7 @@ def test_while_the_store_is_away_the_others_stay(scene):
     assert scene.membership.count == 2
 
 
-def test_a_store_that_refuses_to_count_is_told_once_for_each_time_it_begins(scene):
+def test_a_store_that_refuses_to_count_is_told_once_for_each_time_it_begins(scene, caplog):
     for error in (
         StoreMisconfiguredError("NOPERM"),
         StoreMisconfiguredError("NOPERM"),
@@ -82,7 +81,7 @@ def test_a_store_that_refuses_to_count_is_told_once_for_each_time_it_begins(scen
     ):
         scene.membership.beat()
         scene.pulse.dones[-1](error or (7_000_000, "ours", ("node/1",)))
-    assert scene.reports == [
+    assert caplog.messages == [
         "the nodes of the cluster cannot be counted: NOPERM",
         "the nodes of the cluster cannot be counted: WRONGTYPE",
     ]
@@ -96,21 +95,21 @@ def test_each_answer_tells_the_stores_time_in_the_middle_of_the_round_trip(scene
     assert scene.shared_time.round_trip_us == 400
 
 
-def test_another_secret_is_reported_once_for_each_time_it_comes_up(scene):
+def test_another_secret_is_reported_once_for_each_time_it_comes_up(scene, caplog):
     for fingerprint in ("theirs", "theirs", "ours", "theirs"):
         scene.heard(fingerprint)
-    assert len(scene.reports) == 2
-    assert "KEY_SECRET" in scene.reports[0]
-    assert "theirs" not in scene.reports[0]
+    assert len(caplog.messages) == 2
+    assert "KEY_SECRET" in caplog.messages[0]
+    assert "theirs" not in caplog.messages[0]
 
 
-def test_a_node_that_does_not_know_its_secret_yet_is_no_stranger(scene):
+def test_a_node_that_does_not_know_its_secret_yet_is_no_stranger(scene, caplog):
     scene.fingerprint = ""
     scene.heard("theirs")
-    assert scene.reports == []
+    assert caplog.messages == []
     scene.fingerprint = "ours"
     scene.heard("theirs")
-    assert len(scene.reports) == 1
+    assert len(caplog.messages) == 1
 
 
 async def test_a_node_joins_when_the_store_answers(scene):

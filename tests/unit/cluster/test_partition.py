@@ -7,7 +7,7 @@ import pytest
 
 from ratelimitd.cluster import sync
 from ratelimitd.cluster.pending import Bucket, PendingCheck
-from ratelimitd.cluster.sync import MAX_KEPT_US, Partition, Surroundings
+from ratelimitd.cluster.sync import MAX_KEPT_US, Partition
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.protocol import MAX_UPDATES
@@ -52,8 +52,7 @@ class Scene:
         self.timers = ManualTimers(self.clock)
         self.store, self.shard = FakeStore(self.timers), StoreServer()
         self.settled_buckets, self.lost_tokens, self.defects = [], 0, []
-        around = Surroundings(self.store, self.clock, self.timers, self)
-        self.tag = Partition(97, self.shard, "node/1", around)
+        self.tag = Partition(97, self.shard, "node/1", self)
 
     def settled(self, bucket, tokens, before):
         self.settled_buckets.append((bucket.key, tokens, before))

@@ -25,14 +25,14 @@ async def test_a_question_is_a_check_that_nobody_has_charged(question):
 
 async def test_it_is_answered_once(question):
     error = StoreUnavailableError("no answer")
-    question.tell(error)
-    question.tell(StoreUnavailableError("again"))
+    question.resolve(error)
+    question.resolve(StoreUnavailableError("again"))
     assert question.answer.result() is error
 
 
 async def test_one_whose_caller_has_left_is_not_answered(question):
     question.answer.cancel()
-    question.tell(StoreUnavailableError("no answer"))
+    question.resolve(StoreUnavailableError("no answer"))
     question.fail(ValueError("defect"))
     assert question.answer.cancelled()
 

@@ -81,7 +81,7 @@ async def test_a_grant_that_comes_late_pays_for_what_the_view_has_charged(
     if charged:
         assert bucket.view.check_alone(NOW_US, 1)[0]
     late.charged = charged
-    late.tell(None)
+    late.resolve(None)
     bucket.view.acknowledge(state(5, NOW_US + 1, limit=10))
     asked.decide(bucket, (grant,))
     assert late.answer.result() is None

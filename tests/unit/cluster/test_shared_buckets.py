@@ -7,7 +7,7 @@ import pytest
 
 from ratelimitd.cluster import sync
 from ratelimitd.cluster.pending import HASH_TAGS
-from ratelimitd.cluster.shared_buckets import MAX_NAMES, REREADS_PER_STEP
+from ratelimitd.cluster.shared_buckets import MAX_MISSED, REREADS_PER_STEP
 from ratelimitd.errors import BreakerOpenError, StoreMovingError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import YEAR_2025_S, reset
 from ratelimitd.model import COST_EXCEEDS_LIMIT, LIMIT_EXCEEDED, WITHIN_LIMIT
@@ -35,7 +35,7 @@ class TestMisses:
         answer = world.wait()
         world.run(MS)
         assert answer.result()[:2] == (True, RULE.limit - 101)
-        assert world.store.asked("meet") == [name_of(b"a")]
+        assert world.store.asked("first_check") == [name_of(b"a")]
         assert world.stats.bucket_missed_total == 1
 
     async def test_the_next_check_is_answered_at_once(self, world):
@@ -49,7 +49,7 @@ class TestMisses:
         answers = [world.wait(cost=cost) for cost in (1, 2, 3)]
         world.run(MS)
         assert [answer.result()[1] for answer in answers] == [999, 997, 994]
-        assert len(world.store.asked("meet")) == world.stats.bucket_missed_total == 1
+        assert len(world.store.asked("first_check")) == world.stats.bucket_missed_total == 1
 
     async def test_one_that_fails_is_told_to_all_and_the_next_check_asks_again(self, world):
         world.store.mode = "down"
@@ -82,9 +82,9 @@ class TestMisses:
         )
         world.check(b"a")
         assert named == [b"a"]
-        for number in range(MAX_NAMES):
+        for number in range(MAX_MISSED):
             world.at_once(b"%d" % number)
-        assert len(world.buckets._names) <= MAX_NAMES
+        assert len(world.buckets._missed) <= MAX_MISSED
         world.at_once(b"a")
         assert named.count(b"a") == 2
 
@@ -224,7 +224,7 @@ class TestSpending:
         world.settle()
         world.check(cost=10)
         world.settle()
-        world.news.tell()
+        world.gossip.publish()
         ((sync, payload),) = world.bus.published
         assert (sync, payload[:1]) == (97, b"S")
 
@@ -675,7 +675,7 @@ class TestEviction:
         assert len(world.cache) <= 3
         world.settle()
         assert world.store.spent(b"a") == 101
-        assert world.store.asked("meet").count(name_of(b"a")) == 1
+        assert world.store.asked("first_check").count(name_of(b"a")) == 1
 
     async def test_one_that_is_settled_before_it_is_asked_for_again_is_read(self):
         world = World(max_entries=1)

@@ -14,14 +14,14 @@ class Statuses:
         self.kept, self.asked, self.answer, self.waits = {}, [], None, False
         self.done = None
 
-    def put(self, incarnation, status, ttl_ms):
+    def put_status(self, incarnation, status, ttl_ms):
         assert ttl_ms == KEPT_S * 1_000
         self.kept[incarnation] = status
 
-    def remove(self, incarnation):
+    def remove_status(self, incarnation):
         del self.kept[incarnation]
 
-    def get(self, incarnations, done):
+    def read_statuses(self, incarnations, done):
         self.asked.append(incarnations)
         self.done = done
         if not self.waits:

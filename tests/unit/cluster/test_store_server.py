@@ -20,10 +20,7 @@ class Scene:
         self.clock, self.stats = ManualClock(), CheckStats()
         self.timers = ManualTimers(self.clock)
         breaker = Breaker(self.clock.monotonic_us, failure_threshold=5, recovery_us=30 * SECOND)
-        self.lines = []
-        self.shard = StoreServer(
-            "server:1", 7, breaker, self.clock, self.stats, self.timers, self.lines.append
-        )
+        self.shard = StoreServer("server:1", 7, breaker, self.clock, self.stats, self.timers)
 
     def fail(self, turns=1, errors=1):
         for _ in range(turns):
@@ -75,33 +72,33 @@ def test_what_was_under_way_hides_no_failure_of_the_same_turn(scene):
     assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (True, 5)
 
 
-def test_a_server_without_a_name_is_told_of_without_one(scene):
+def test_a_server_without_a_name_is_told_of_without_one(scene, caplog):
     scene.shard.name = ""
     scene.fail(turns=5)
-    assert scene.lines == ["shared state: the circuit breaker is open: no answer"]
+    assert caplog.messages == ["shared state: the circuit breaker is open: no answer"]
 
 
-def test_only_an_open_one_that_is_left_is_told(scene):
+def test_only_an_open_one_that_is_left_is_told(scene, caplog):
     scene.shard.left()
-    assert scene.lines == []
+    assert caplog.messages == []
     scene.fail(turns=5)
     scene.shard.left()
-    assert scene.lines[1:] == [
-        "shared state at server:1: nothing is asked there any more, and its open circuit breaker is gone"
+    assert caplog.messages[1:] == [
+        "shared state at server:1: it holds no buckets any more, and its open circuit breaker is gone"
     ]
 
 
-def test_an_operator_reads_when_it_opens_and_when_it_closes(scene):
+def test_an_operator_reads_when_it_opens_and_when_it_closes(scene, caplog):
     scene.fail(turns=7)
     scene.clock.advance(seconds=30)
     assert scene.shard.begins_probe()
     scene.fail()
-    assert scene.lines == ["shared state at server:1: the circuit breaker is open: no answer"]
+    assert caplog.messages == ["shared state at server:1: the circuit breaker is open: no answer"]
     scene.clock.advance(seconds=30)
     assert scene.shard.begins_probe()
     scene.shard.answered()
     scene.shard.answered()
-    assert scene.lines[1:] == ["shared state at server:1: the circuit breaker is closed"]
+    assert caplog.messages[1:] == ["shared state at server:1: the circuit breaker is closed"]
 
 
 def test_an_answer_in_between_begins_the_count_anew(scene):
@@ -113,7 +110,7 @@ def test_an_answer_in_between_begins_the_count_anew(scene):
 
 def test_a_server_that_reads_and_does_not_write_opens_its_breaker(scene):
     for _ in range(5):
-        scene.shard.met()
+        scene.shard.first_check_succeeded()
         scene.shard.refused(AWAY)
         scene.timers.run()
     assert scene.shard.is_open
@@ -125,7 +122,7 @@ def test_once_it_writes_again_reading_is_as_good_as_writing(scene, write):
         scene.shard.refused(AWAY)
         scene.timers.run()
     write(scene.shard)
-    scene.shard.met()
+    scene.shard.first_check_succeeded()
     scene.fail(turns=4)
     assert not scene.shard.is_open
 
@@ -133,7 +130,7 @@ def test_once_it_writes_again_reading_is_as_good_as_writing(scene, write):
 def test_a_refusal_that_says_nothing_about_the_server_leaves_readings_what_they_are(scene):
     scene.shard.refused(StoreOverloadedError("full"))
     scene.fail(turns=4)
-    scene.shard.met()
+    scene.shard.first_check_succeeded()
     scene.fail(turns=4)
     assert not scene.shard.is_open
 

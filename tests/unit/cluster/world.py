@@ -12,7 +12,7 @@ from ratelimitd.cluster.gossip import Gossip
 from ratelimitd.cluster.pending import HASH_TAGS
 from ratelimitd.cluster.shared_buckets import SharedBuckets
 from ratelimitd.cluster.store_servers import StoreServer
-from ratelimitd.cluster.sync import Partition, Surroundings
+from ratelimitd.cluster.sync import Partition
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.ledger.protocol import Ledger
@@ -96,6 +96,8 @@ class FakeStore:
     """
 
     tags_per_batch = 1
+    connected = True
+    corrupt_total = 0
 
     def __init__(self, timers):
         self.ledger, self.mode, self.requests, self.held = Ledger(), "up", [], []
@@ -114,8 +116,8 @@ class FakeStore:
     def read(self, name, rule, done):
         self._take("read", name, lambda: self.ledger.buckets.get(name), done)
 
-    def meet(self, check, done):
-        self._take("meet", check.name, partial(self.ledger.meet, check), done)
+    def first_check(self, check, done):
+        self._take("first_check", check.name, partial(self.ledger.first_check, check), done)
 
     def settle(self, tag, batch, done):
         # What a sender was answered is kept with each hash tag.
@@ -195,6 +197,9 @@ class FakeBus:
     def publish(self, tag, payload):
         self.published.append((tag, payload))
 
+    async def start(self, on_message, on_gap):
+        self.on_message, self.on_gap = on_message, on_gap
+
 
 class World:
     """The shared buckets of one node, and all that they work with. Needs a running event loop, for its futures."""
@@ -203,12 +208,11 @@ class World:
         self.rule, self.clock, self.stats = rule, ManualClock(), CheckStats()
         self.timers = ManualTimers(self.clock)
         self.store, self.bus = FakeStore(self.timers), FakeBus()
-        self.news, self.accuracy = Gossip(self.bus, self.clock), Accuracy(self.stats)
+        self.gossip, self.accuracy = Gossip(self.bus, self.clock), Accuracy(self.stats)
         self.members = SimpleNamespace(count=members)
         breaker = Breaker(self.clock.monotonic_us)
         self.shard = StoreServer("server", 0, breaker, self.clock, self.stats, self.timers)
-        around = Surroundings(self.store, self.clock, self.timers, self)
-        self.tags = [Partition(number, self.shard, "node/1", around) for number in range(HASH_TAGS)]
+        self.tags = [Partition(number, self.shard, "node/1", self) for number in range(HASH_TAGS)]
         self.cache = BucketCache(
             max_entries=max_entries, ttl_us=ttl_s * SECOND, now_us=self.clock.monotonic_us()
         )
@@ -221,7 +225,7 @@ class World:
             timers=self.timers,
             stats=self.stats,
             membership=self.members,
-            news=self.news,
+            gossip=self.gossip,
             accuracy=self.accuracy,
             answer_s=0.02,
             **options,
@@ -231,7 +235,7 @@ class World:
 
     def settled(self, bucket, tokens, before):
         self.accuracy.settled(bucket, tokens, before, self.clock.now_us())
-        self.news.settled(bucket, before)
+        self.gossip.settled(bucket, before)
 
     def lost(self, tokens):
         self.accuracy.lost(tokens)

@@ -75,7 +75,7 @@ def test_senders_are_told_apart():
 
 
 def meet(ledger, cost, *, rule=RULE, peek=False):
-    outcome, shared = ledger.meet(StoreCheck(b"key", rule, NOW, cost, peek))
+    outcome, shared = ledger.first_check(StoreCheck(b"key", rule, NOW, cost, peek))
     return outcome[0], shared
 
 

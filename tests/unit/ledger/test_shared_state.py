@@ -12,9 +12,9 @@ from ratelimitd.ledger.shared_state import (
     SharedState,
     StoreCheck,
     Update,
+    first_check,
     generation_at,
     has_plenty,
-    meet,
     overdrawn,
     overdrawn_by_edit,
     reset,
@@ -98,7 +98,7 @@ def test_spends_of_a_bucket_that_the_node_has_not_heard_of_are_charged_to_the_on
 
 
 def met(before, cost=1, *, rule=RULE, peek=False):
-    return meet(before, StoreCheck(b"", rule, NOW, cost, peek))
+    return first_check(before, StoreCheck(b"", rule, NOW, cost, peek))
 
 
 def test_a_first_check_is_charged_if_it_is_allowed():

@@ -574,7 +574,7 @@ class TestInACluster:
             assert await client_of_one.allowed(2) == 2
             kept["state_dir"] = tmp_path / "state of two"
             async with running_node(**kept) as two, Client(two) as client_of_two:
-                await until(lambda: _clustering(one).status.unsettled_buckets == 0)
+                await until(lambda: _cluster(one).unsettled_buckets == 0)
                 assert await client_of_two.allowed(5) == 1
                 assert (await client_of_two.node.GetHealthStatus(Empty())).shared_state_connected
 
@@ -630,7 +630,7 @@ class TestInACluster:
             assert (report.status, report.shared_state_connected) == (pb.DEGRADED, False)
             assert node.stats.fail_open_breaker_total > 0
             with Valkey(tmp_path / "valkey again", port=port):
-                await until(lambda: _clustering(node).shared_state.connected)
+                await until(lambda: _cluster(node).shared_state.connected)
                 assert await client.allowed(20) == 3
 
     async def test_a_key_that_comes_late_with_the_rules_database_is_that_of_all(
@@ -641,7 +641,7 @@ class TestInACluster:
         kept["database_url"] = f"sqlite:///{database}"
         async with running_node(**kept) as one, Client(one) as client_of_one:
             assert await client_of_one.allowed(2) == 2
-            await until(lambda: _clustering(one).status.unsettled_buckets == 0)
+            await until(lambda: _cluster(one).unsettled_buckets == 0)
             kept["state_dir"] = tmp_path / "state of two"
             with without_its_directory(database):
                 two = node_of(kept)
@@ -653,8 +653,8 @@ class TestInACluster:
             await two.drain()
 
 
-def _clustering(node):
-    return node._clustering
+def _cluster(node):
+    return node._cluster
 
 
 async def until(condition):

@@ -3,8 +3,7 @@ from prometheus_client import openmetrics, parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from ratelimitd.observe.exposition import PIECE_POINTS, Page
-from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.observe.samples import HistogramSample
+from ratelimitd.observe.metrics import Definition, HistogramSample, Point
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 

@@ -1,11 +1,11 @@
 import pytest
 
+from ratelimitd.cluster.node import SharedStateStatus
 from ratelimitd.counters import CheckStats
 from ratelimitd.observe.health import (
+    EMBEDDED,
     MIN_CHECKS_TO_TELL,
     Health,
-    SharedStateStatus,
-    embedded,
 )
 from ratelimitd.testing import ManualClock
 
@@ -125,7 +125,7 @@ def test_without_the_shared_state_a_node_is_degraded(stats, clock):
 
 
 def test_a_node_on_its_own_memory_always_reaches_its_shared_state():
-    assert embedded() == SharedStateStatus(connected=True, breaker_state="closed")
+    assert SharedStateStatus(connected=True, breaker_state="closed") == EMBEDDED
 
 
 def test_a_bad_minute_is_forgotten_after_a_minute(health, stats, clock):

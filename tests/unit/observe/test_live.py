@@ -58,7 +58,7 @@ class Board:
 
 class Scene:
     def __init__(self, *, alone=False):
-        self.clock, self.stats, self.reports = ManualClock(), CheckStats(), []
+        self.clock, self.stats = ManualClock(), CheckStats()
         self.board = None if alone else Board()
         self.denials = Denials(self.stats, digest=lambda name, _: name.hex())
         self.live = Live(
@@ -66,7 +66,6 @@ class Scene:
             self.denials,
             self.board,
             self.clock,
-            report=self.reports.append,
         )
 
     @property
@@ -220,14 +219,14 @@ async def test_while_the_store_is_away_the_others_get_old(scene):
     assert scene.live.overview().others_known
 
 
-async def test_statuses_that_are_none_are_left_out_and_reported_once(scene):
+async def test_statuses_that_are_none_are_left_out_and_reported_once(scene, caplog):
     scene.other("n2")
     scene.board.found["n3/x"] = b"what?"
     for _ in range(2):
         await scene.live.refresh()
         scene.clock.advance(seconds=4)
     assert ids_of(scene.live.overview()) == ["n1", "n2"]
-    [report] = scene.reports
+    [report] = caplog.messages
     assert report.startswith("statuses of 1 other node")
 
 

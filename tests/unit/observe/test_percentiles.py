@@ -1,7 +1,7 @@
 import pytest
 
 from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
-from ratelimitd.observe.samples import percentile_s
+from ratelimitd.observe.history import percentile_s
 
 
 def counts_of(*latencies_s):

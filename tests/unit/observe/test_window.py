@@ -1,5 +1,5 @@
 from ratelimitd.counters import CheckStats
-from ratelimitd.observe.samples import WINDOW_S, RollingWindow, Totals
+from ratelimitd.observe.health import WINDOW_S, RollingWindow, Totals
 
 SECOND_US = 1_000_000
 

@@ -1,5 +1,6 @@
 import pytest
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.services.auth import Access, Credentials, Role
@@ -42,7 +43,7 @@ async def fail_stream(_data, _call):
 
 def served(credentials=None, **methods):
     access = Access(credentials or Credentials(loopback_admin=True))
-    return guarded([Methods(**methods)], access, ErrorEdge())
+    return guarded([Methods(**methods)], access, ErrorEdge(CheckStats()))
 
 
 def test_every_method_of_the_contract_has_a_role():

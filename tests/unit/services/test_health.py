@@ -5,7 +5,8 @@ import pytest
 
 from ratelimitd.errors import CheckInvalidError, InvalidInputError, StoreUnavailableError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.observe.samples import HealthReport, HistogramSample, MetricSample
+from ratelimitd.observe.health import HealthReport
+from ratelimitd.observe.metrics import HistogramSample, MetricSample
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.services.health import MAX_RESETS, PIECE_SAMPLES, HealthService
 from ratelimiter.v1 import ratelimiter_pb2 as pb

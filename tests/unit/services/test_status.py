@@ -7,6 +7,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from ratelimitd import errors
+from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
     CheckInvalidError,
     FieldViolation,
@@ -35,7 +36,7 @@ AT_START = {errors.SettingsError, errors.StartupError}
 
 @pytest.fixture
 def edge():
-    return ErrorEdge()
+    return ErrorEdge(CheckStats())
 
 
 def details_of(error):
@@ -83,7 +84,7 @@ def test_an_error_has_its_status_and_a_stable_reason(edge, error, code, reason):
     translated = edge.translate(error, "/s/m")
     info = details_of(translated)["ErrorInfo"]
     assert (translated.code, info.reason, info.domain) == (code, reason, "ratelimitd")
-    assert edge.unexpected_total == 0
+    assert edge._stats.unexpected_total == 0
 
 
 def test_every_violated_field_is_named():
@@ -122,7 +123,7 @@ def test_a_store_that_is_away_is_told_to_the_log(edge, caplog):
     assert record.getMessage() == (
         "a call of /s/m was answered UNAVAILABLE: the rule database is locked"
     )
-    assert edge.unexpected_total == 0
+    assert edge._stats.unexpected_total == 0
 
 
 def test_an_rpc_error_stays_what_it_is(edge):
@@ -148,7 +149,7 @@ def test_anything_else_is_internal_counted_and_told_to_the_log_without_its_text(
     finally:
         logger.removeHandler(handler)
     assert (translated.code, translated.message) == (StatusCode.INTERNAL, "unexpected error")
-    assert edge.unexpected_total == 1
+    assert edge._stats.unexpected_total == 1
     line = json.loads(stream.getvalue())
     assert (line["event"], line["level"]) == ("unexpected error in /s/m", "error")
     assert line["exception"] == kind.__name__

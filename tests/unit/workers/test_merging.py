@@ -1,7 +1,6 @@
 import pytest
 
-from ratelimitd.observe.metrics import DEFINITIONS
-from ratelimitd.observe.samples import HistogramSample
+from ratelimitd.observe.metrics import DEFINITIONS, HistogramSample
 from ratelimitd.workers.metrics import GAUGES, added, merged, number
 
 

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from ratelimitd.observe.metrics import Definition, Point
-from ratelimitd.observe.samples import HistogramSample
+from ratelimitd.observe.metrics import Definition, HistogramSample, Point
 from ratelimitd.settings.table import Settings
 from ratelimitd.workers import protocol
 

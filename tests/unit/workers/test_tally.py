@@ -1,4 +1,4 @@
-from ratelimitd.observe.samples import HistogramSample
+from ratelimitd.observe.metrics import HistogramSample
 from ratelimitd.workers.metrics import MAX_LABELS, Tally
 
 ALLOWED = "rate_limiter_requests_allowed_total"

@@ -27,8 +27,7 @@ from ratelimitd.cluster.redis.connection import (
 )
 from ratelimitd.cluster.redis.link import LinkOptions, ask_once, connect
 from ratelimitd.cluster.redis.sentinel import ASK_S, Sentinels
-from ratelimitd.cluster.redis.statuses import READ_BYTES, status_key
-from ratelimitd.cluster.redis.store import MEMBERS_KEY, MEMBERS_TAG
+from ratelimitd.cluster.redis.store import MAX_STATUS_BYTES, MEMBERS_KEY, MEMBERS_TAG, status_key
 from ratelimitd.cluster.redis.topology import client_context
 from ratelimitd.errors import (
     RateLimitdError,
@@ -304,7 +303,7 @@ async def _check_admin_tokens(asked: Asked) -> AsyncIterator[Finding]:
     try:
         for name in await ask(asked.connection, "ZRANGE", MEMBERS_KEY, 0, MAX_NODES - 1):
             key = status_key(name.decode(errors="replace"))
-            octets = await ask(asked.connection, "GETRANGE", key, 0, READ_BYTES - 1)
+            octets = await ask(asked.connection, "GETRANGE", key, 0, MAX_STATUS_BYTES - 1)
             with contextlib.suppress(StoreCorruptError):
                 digests.add(decode(octets).admin_token_digest)
     except Refused:

@@ -172,7 +172,7 @@ SETTLE: Final = load("settle")
 DECIDE: Final = load("decide")
 """Decides checks, one after the other."""
 
-MEET: Final = load("meet")
+FIRST_CHECK: Final = load("first_check")
 """Decides one check of each of several buckets, and says what they are then."""
 
 RESET: Final = load("reset")
@@ -287,7 +287,7 @@ def _settled(batch: Batch, reply: Any) -> tuple[bytes, Sequence[Any]]:
 
 
 def checks_request(checks: Sequence[StoreCheck]) -> Request:
-    """What ``DECIDE`` takes for checks, and ``MEET`` for checks of different buckets."""
+    """What ``DECIDE`` takes for checks, and ``FIRST_CHECK`` for checks of different buckets."""
     arguments = [
         _CHECK.pack(
             NUMBERS[rule.algorithm],
@@ -316,7 +316,9 @@ def decided(checks: Sequence[StoreCheck], reply: Any) -> list[Outcome | None]:
     raise StoreCorruptError(_NO_ANSWERS)
 
 
-def met(checks: Sequence[StoreCheck], reply: Any) -> tuple[int, list[Met | StoreCorruptError]]:
+def first_checked(
+    checks: Sequence[StoreCheck], reply: Any
+) -> tuple[int, list[Met | StoreCorruptError]]:
     """How many values were no buckets, and what became of checks and their buckets, or that it cannot be read.
 
     Raises:

@@ -8,6 +8,7 @@ flight on a connection that was lost may have run or not; its callers are told t
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random as random_source
 import socket
@@ -173,14 +174,22 @@ Redirect = Callable[[Request, Server], None]
 """Takes a request that another server of a Cluster has to answer; it has to see to its ``done``."""
 
 
+_log = logging.getLogger(__name__)
+
+
+def warn(line: str) -> None:
+    """Log one line for the operator."""
+    _log.warning("%s", line)
+
+
 class LinkOptions(NamedTuple):
-    """What all links of a node have in common. ``report`` takes one line for an operator."""
+    """What all links of a node have in common. ``report`` takes one line for the operator."""
 
     timeout_s: float
     greeting: Handshake = Handshake()
     tls: ssl.SSLContext | None = None
     max_requests: int = MAX_REQUESTS
-    report: Callable[[str], None] = lambda _line: None
+    report: Callable[[str], None] = warn
     random: Callable[[], float] = random_source.random
     sleep: Sleep = asyncio.sleep
 

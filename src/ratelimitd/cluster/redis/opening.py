@@ -1,16 +1,68 @@
-"""From a URL to the shards that it names."""
+"""From settings to a node's part in a cluster, and from a URL to the servers it names."""
 
 from __future__ import annotations
 
 import random as random_source
+import secrets
 from collections.abc import Callable
+from typing import Final
 
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.clock import Clock
+from ratelimitd.cluster.membership import SharedTime
+from ratelimitd.cluster.node import Cluster
 from ratelimitd.cluster.redis.cluster_topology import ClusterShards
 from ratelimitd.cluster.redis.connection import MAX_REQUESTS, Handshake
-from ratelimitd.cluster.redis.link import LinkOptions
+from ratelimitd.cluster.redis.link import LinkOptions, warn
+from ratelimitd.cluster.redis.pubsub import Bus
 from ratelimitd.cluster.redis.sentinel import SentinelShards
+from ratelimitd.cluster.redis.store import RedisStore, TracedStore
 from ratelimitd.cluster.redis.topology import Shards, client_context, standalone
-from ratelimitd.settings.urls import RedisUrl, Topology
+from ratelimitd.counters import CheckStats
+from ratelimitd.rules.feed import RuleFeed
+from ratelimitd.settings.table import Settings
+from ratelimitd.settings.urls import RedisUrl, Topology, parse_redis_url
+from ratelimitd.tracing import Tracer
+
+INCARNATION_BYTES: Final = 6
+
+
+def open_cluster(
+    settings: Settings,
+    *,
+    keys: BucketKeys,
+    fingerprint: Callable[[], str],
+    clock: Clock,
+    shared_time: SharedTime,
+    stats: CheckStats,
+    feed: RuleFeed,
+    tracer: Tracer | None = None,
+) -> Cluster:
+    """Return a node's part in the cluster of REDIS_URL, to be started. Needs a running event loop.
+
+    ``fingerprint`` is that of the key secret, empty while it is not known.
+
+    Raises:
+        StartupError: a TLS file cannot be used.
+    """
+    shards = open_shards(
+        parse_redis_url(settings.redis_url),
+        timeout_ms=settings.redis_timeout_ms,
+        client_name=f"ratelimitd:{settings.node_name}",
+    )
+    return Cluster(
+        RedisStore(shards) if tracer is None else TracedStore(shards, tracer=tracer),
+        Bus(shards),
+        settings,
+        # Two processes of one name, after a restart or by mistake, must not be the same sender.
+        incarnation=f"{settings.node_name}/{secrets.token_hex(INCARNATION_BYTES)}",
+        stored_name=keys.stored,
+        fingerprint=fingerprint,
+        clock=clock,
+        shared_time=shared_time,
+        stats=stats,
+        feed=feed,
+    )
 
 
 def open_shards(
@@ -18,14 +70,14 @@ def open_shards(
     *,
     timeout_ms: float,
     client_name: str = "ratelimitd",
-    report: Callable[[str], None] = lambda _line: None,
+    report: Callable[[str], None] = warn,
     on_change: Callable[[], None] = lambda: None,
     max_requests: int = MAX_REQUESTS,
     random: Callable[[], float] = random_source.random,
 ) -> Shards:
-    """The shards of ``url``, to be started.
+    """Return the shards of ``url``, to be started.
 
-    ``report`` takes a line for an operator when something starts to fail or recovers, never at each attempt.
+    ``report`` takes a line for the operator when something starts to fail or recovers, never at each attempt.
     ``on_change`` is called when hash tags have moved to other servers. Needs a running event loop.
 
     Raises:

@@ -289,18 +289,12 @@ class _Stream:
 
 
 class Bus:
-    """A node's part in the conversation.
-
-    ``on_message`` takes the payloads of other nodes. ``on_gap`` is called when some may have been lost, at the start
-    too, and at most once in a turn of the event loop. ``sleep`` and ``time_s`` are there for tests.
-    """
+    """Messages from and to the other nodes. ``sleep`` and ``time_s`` are parameters for tests."""
 
     def __init__(
         self,
         shards: Shards,
         *,
-        on_message: Callable[[bytes], None],
-        on_gap: Callable[[], None],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         time_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -309,8 +303,8 @@ class Bus:
         self.undelivered_total = 0
         """Messages of ours, heartbeats included, that the store did not take."""
         self._shards = shards
-        self._on_message = on_message
-        self._on_gap = on_gap
+        self._on_message: Callable[[bytes], None]
+        self._on_gap: Callable[[], None]
         self._sleep = sleep
         self._loop = asyncio.get_running_loop()
         self._sender = secrets.token_bytes(SENDER_BYTES)
@@ -335,8 +329,13 @@ class Bus:
         """Whether every channel is listened to."""
         return all(subscription.connected for subscription in self._subscriptions)
 
-    async def start(self) -> None:
-        """Begin to listen, and to show that we are there. Does not wait for the store."""
+    async def start(self, on_message: Callable[[bytes], None], on_gap: Callable[[], None]) -> None:
+        """Begin to listen and to send heartbeats, without waiting for the store.
+
+        ``on_message`` takes the payloads of other nodes. ``on_gap`` is called when some may have been lost, which is so
+        at the start, and at most once in an event-loop iteration.
+        """
+        self._on_message, self._on_gap = on_message, on_gap
         for subscription in self._subscriptions:
             subscription.start()
         self._beating = asyncio.create_task(self._beat())

@@ -13,15 +13,15 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
 from ratelimitd.cluster.redis.codec import (
     DECIDE,
-    MEET,
+    FIRST_CHECK,
     RESET,
     SETTLE,
     Script,
     bucket_key,
     checks_request,
     decided,
+    first_checked,
     load,
-    met,
     replaced,
     reset_reply,
     reset_request,
@@ -38,23 +38,19 @@ from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import MAX_TIME_US, Outcome, Rule
 from ratelimitd.tracing import Tracer
 
-# Checks of one turn of the event loop, in as few calls of a script as may be.
-#
-# A call costs the server as much as three checks in it do (ADR 0041): many are cheap together, and dear alone.
-
 CHECKS_PER_CALL: Final = 100
 """Checks in one script call: as many as a batch may have updates, about 1 ms of the store; more only for long logs."""
 
 CHECKS_PER_WEIGHT: Final = 3
-"""As many of a call cost the server what a call costs it."""
+"""A script call costs the server as much as this many checks in it (ADR 0041)."""
 
 Answer = TypeVar("Answer")
 
 
 class Combiner(Generic[Answer]):
-    """The checks that one script decides.
+    """Combines the checks of one event-loop iteration into as few calls of one script as possible.
 
-    ``read`` makes an answer to each of some checks of the reply to their call, in their order, or raises
+    ``read`` returns the answers to checks, in their order, from the reply to their call, or raises
     ``StoreCorruptError``.
     """
 
@@ -71,13 +67,13 @@ class Combiner(Generic[Answer]):
         self._checks: list[StoreCheck] = []
         self._dones: list[Callable[[Answer | RateLimitdError], None]] = []
         self._links: set[Link] = set()
-        """To servers that something was sent to, and has not left."""
+        """Links with unflushed requests."""
         self._under_way = 0
         self._come_alone = False
-        """Whether the last check was the only one of its turn, and of its round trip."""
+        """Whether the last check was the only one of its iteration and of its round trip."""
 
     def add(self, check: StoreCheck, done: Callable[[Answer | RateLimitdError], None]) -> None:
-        """Let a check leave with the others of this turn; at once, where there have not been any."""
+        """Queue for this iteration's call; send immediately when the link is idle."""
         if self._come_alone and not self._under_way and not self._checks:
             self._send([check], [done])
             self._flush()
@@ -98,7 +94,7 @@ class Combiner(Generic[Answer]):
         self._flush()
 
     def _flush(self) -> None:
-        """Let all that was sent leave: the turn in which it came is over, and to wait for another would take 5 µs."""
+        """Flush all links: the iteration is over, and waiting for the next would take 5 µs."""
         for link in self._links:
             link.flush()
         self._links.clear()
@@ -108,7 +104,7 @@ class Combiner(Generic[Answer]):
         checks: Sequence[StoreCheck],
         dones: Sequence[Callable[[Answer | RateLimitdError], None]],
     ) -> None:
-        """All keys of a call have to be of one slot in a Cluster."""
+        """In a Cluster all keys of a call must be of one slot."""
         places: dict[int, list[int]] = {}
         for place, check in enumerate(checks):
             places.setdefault(check.name[0], []).append(place)
@@ -149,7 +145,7 @@ class Combiner(Generic[Answer]):
     ) -> None:
         self._under_way -= 1
         if isinstance(reply, StoreMovingError) and len(checks) > 1:
-            # A slot is being moved, and some of its keys are there: each alone is answered, or redirected.
+            # A slot is being moved, with some of its keys already gone: each check alone is answered or redirected.
             for check, done in zip(checks, dones, strict=True):
                 self._send([check], [done])
             self._flush()
@@ -174,7 +170,6 @@ class Combiner(Generic[Answer]):
 
 
 BEAT: Final = load("beat")
-"""A sign of life."""
 
 TAGS_PER_BATCH: Final = 16
 """Where one server has all hash tags. A thousand buckets in use make 16 batches an interval then, and not 256 of four
@@ -186,8 +181,15 @@ _MEMBERS_KEYS: Final = (MEMBERS_KEY, b"rl1:{00}:secret")
 
 _PROBER_BYTES: Final = 6
 
-Beat = tuple[int, str, tuple[str, ...]]
-"""The store's time in µs, the fingerprint that holds in the cluster, and the names of the incarnations alive."""
+Heartbeat = tuple[int, str, tuple[str, ...]]
+"""The store's time in µs, the fingerprint of the cluster's secret, and the incarnations alive."""
+
+_STATUS_PREFIX: Final = b"rl1:{%02x}:status:" % MEMBERS_TAG
+
+MAX_STATUS_BYTES: Final = 8_192
+"""Read of a status; a longer value is no status, and is recognised by that."""
+
+Statuses = list[bytes | None]
 
 _TIME_DIGITS: Final = len(str(MAX_TIME_US))
 
@@ -198,7 +200,7 @@ _NO_VALUES: Final = StoreCorruptError("the reply to a reading is none")
 
 
 class _Reading(NamedTuple):
-    """A bucket that is to be read."""
+    """One requested read."""
 
     name: bytes
     rule: Rule
@@ -206,22 +208,40 @@ class _Reading(NamedTuple):
 
 
 class RedisStore:
-    """A :class:`ratelimitd.cluster.pending.SharedStore` over ``shards``."""
+    """The shared buckets, heartbeats and statuses over ``shards``, which it opens and closes.
+
+    A bucket's ``name`` is :meth:`ratelimitd.buckets.keys.BucketKeys.stored` of its key. Each request is sent in the
+    event-loop iteration in which it is made, together with the others of that iteration. ``done`` is called exactly
+    once, in a later iteration, with the answer or the error.
+    """
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
         self._loop = asyncio.get_running_loop()
         self._readings: list[_Reading] = []
-        self._meetings = Combiner(shards, MEET, self._met)
+        self._first_checks = Combiner(shards, FIRST_CHECK, self._first_checked)
         self._decisions = Combiner(shards, DECIDE, self._decided)
         self._prober = f"probe/{secrets.token_hex(_PROBER_BYTES)}"
         self._probes = 0
         self.corrupt_total = 0
         """Values met that were no buckets."""
 
+    async def start(self) -> None:
+        """Connect, or have tried; never raises."""
+        await self._shards.start()
+
+    async def close(self) -> None:
+        """Disconnect; requests in flight fail."""
+        await self._shards.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether every hash tag has a server, and every server is connected."""
+        return self._shards.connected
+
     @property
     def tags_per_batch(self) -> int:
-        """How many neighbouring hash tags one batch may be of."""
+        """Neighbouring hash tags that one batch may hold; a divisor of 256."""
         return 1 if self._shards.is_cluster else TAGS_PER_BATCH
 
     def shard_of(self, tag: int) -> str:
@@ -235,7 +255,7 @@ class RedisStore:
     def read(
         self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
     ) -> None:
-        """Read a bucket; ``None``: it is full. Those of one turn, and of one server, are one command."""
+        """Read a bucket; ``None``: it is full. The reads of one iteration are one command for each server."""
         if self._shards.is_cluster:
             # All keys of a command have to be of one slot there.
             self._read([_Reading(name, rule, done)])
@@ -272,18 +292,20 @@ class RedisStore:
             self.corrupt_total += 1
             return None
 
-    def meet(self, check: StoreCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
-        """Decide a first check by the bucket itself. Those of one turn, and of one server, are one script call."""
-        self._meetings.add(check, done)
+    def first_check(self, check: StoreCheck, done: Callable[[Met | RateLimitdError], None]) -> None:
+        """Decide the first check of a bucket, and return its state. After an error it may have been charged."""
+        self._first_checks.add(check, done)
 
-    def _met(self, checks: Sequence[StoreCheck], reply: Any) -> Sequence[Met | RateLimitdError]:
-        replaced_now, answers = met(checks, reply)
+    def _first_checked(
+        self, checks: Sequence[StoreCheck], reply: Any
+    ) -> Sequence[Met | RateLimitdError]:
+        replaced_now, answers = first_checked(checks, reply)
         unreadable = sum([isinstance(answer, StoreCorruptError) for answer in answers])
         self.corrupt_total += replaced_now + unreadable
         return answers
 
     def decide(self, check: StoreCheck, done: Callable[[Outcome | RateLimitdError], None]) -> None:
-        """Decide a check by the bucket itself. Those of one turn, and of one server, are one script call."""
+        """Decide a check, at ``STORE_TIME`` or at its own. After an error it may have been charged."""
         self._decisions.add(check, done)
 
     def _decided(
@@ -335,16 +357,61 @@ class RedisStore:
         incarnation: str,
         ttl_us: int,
         fingerprint: str,
-        done: Callable[[Beat | RateLimitdError], None],
+        done: Callable[[Heartbeat | RateLimitdError], None],
     ) -> None:
-        """Give a sign of life, which is good for ``ttl_us``; 0: the node leaves."""
+        """Send a heartbeat, which holds for ``ttl_us``; 0: the node leaves."""
         arguments = (incarnation.encode(), ttl_us, fingerprint.encode())
         answer = partial(_answer, done, _beat)
         self._shards.of_tag(MEMBERS_TAG).run(BEAT, _MEMBERS_KEYS, arguments, answer)
 
+    def put_status(self, incarnation: str, status: bytes, ttl_ms: int) -> None:
+        """Replace the status of an incarnation. Fire and forget: a lost write only leaves the status stale."""
+        command = (b"SET", status_key(incarnation), status, b"PX", ttl_ms)
+        self._shards.of_tag(MEMBERS_TAG).send(command, _ignore)
+
+    def remove_status(self, incarnation: str) -> None:
+        """Remove the status of an incarnation that leaves."""
+        command = (b"EXPIRE", status_key(incarnation), 0)
+        self._shards.of_tag(MEMBERS_TAG).send(command, _ignore)
+
+    def read_statuses(
+        self, incarnations: Sequence[str], done: Callable[[Statuses | RateLimitdError], None]
+    ) -> None:
+        """Read the statuses of at least one incarnation, in their order; ``None``: there is none.
+
+        Only :data:`MAX_STATUS_BYTES` of each are read: a foreign value may have 512 MB.
+        """
+        statuses: Statuses = [None] * len(incarnations)
+        missing, failure = len(incarnations), None
+
+        def take(place: int, reply: Any) -> None:
+            nonlocal missing, failure
+            if isinstance(reply, bytes):
+                statuses[place] = reply or None
+            # A value that is no string is no status, and says nothing of the others.
+            elif isinstance(reply, RateLimitdError) and not isinstance(reply, StoreCorruptError):
+                failure = reply
+            missing -= 1
+            if not missing:
+                done(failure or statuses)
+
+        link = self._shards.of_tag(MEMBERS_TAG)
+        for place, incarnation in enumerate(incarnations):
+            command = (b"GETRANGE", status_key(incarnation), 0, MAX_STATUS_BYTES - 1)
+            link.send(command, partial(take, place))
+
+
+def status_key(incarnation: str) -> bytes:
+    """Return the key of the status of an incarnation."""
+    return _STATUS_PREFIX + incarnation.encode()
+
+
+def _ignore(_reply: object) -> None:
+    """Ignore the reply."""
+
 
 def _answer(done: Callable[[Any], None], read: Callable[[Any], Any], reply: Any) -> None:
-    """Hand on what ``read`` makes of a reply, or the error that came instead or that it raises."""
+    """Pass ``done`` the parsed reply, or the error that came instead or that parsing raised."""
     if not isinstance(reply, RateLimitdError):
         try:
             reply = read(reply)
@@ -353,27 +420,25 @@ def _answer(done: Callable[[Any], None], read: Callable[[Any], Any], reply: Any)
     done(reply)
 
 
-def _beat(reply: Any) -> Beat:
+def _beat(reply: Any) -> Heartbeat:
     match reply:
         case [bytes() as now_us, bytes() as fingerprint, list() as names] if (
             now_us.isdigit()
             and len(now_us) <= _TIME_DIGITS
             and all(isinstance(name, bytes) for name in names)
         ):
-            # Names are for counting and for people: one that is no text is a node, too.
+            # Names are counted and shown: one that is no valid UTF-8 is a node, too.
             alive = tuple([name.decode(errors="replace") for name in names])
             return int(now_us), fingerprint.decode(errors="replace"), alive
-    message = "the reply to a sign of life is none"
+    message = "the reply to a heartbeat is malformed"
     raise StoreCorruptError(message)
 
-
-# The shared state, with a span around each batch that is settled. Everything else is the store's own.
 
 SYNC_SPAN: Final = "ratelimitd.sync"
 
 
 class TracedStore(RedisStore):
-    """A :class:`RedisStore` whose batches are traced."""
+    """A :class:`RedisStore` with a span around each batch that is settled."""
 
     def __init__(self, *arguments: Any, tracer: Tracer, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -382,7 +447,7 @@ class TracedStore(RedisStore):
     def settle(
         self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
     ) -> None:
-        """As the store does."""
+        """Settle as the store does."""
         span = self._tracer.begin(SYNC_SPAN)
         if span is None:
             super().settle(tag, batch, done)

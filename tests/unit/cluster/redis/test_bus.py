@@ -22,9 +22,9 @@ class Node:
         self.shards = shards
         self.heard = []
         self.gaps = 0
-        self.bus = Bus(shards, on_message=self.heard.append, on_gap=self._gap, **options)
+        self.bus = Bus(shards, **options)
 
-    def _gap(self):
+    def gap(self):
         self.gaps += 1
 
 
@@ -38,7 +38,7 @@ async def node(url, *, report=lambda _line: None, **options):
     shards = open_shards(parse_redis_url(url), timeout_ms=TIMEOUT_MS, report=report)
     await shards.start()
     node = Node(shards, **options)
-    await node.bus.start()
+    await node.bus.start(node.heard.append, node.gap)
     try:
         yield node
     finally:

@@ -6,7 +6,7 @@ from ratelimitd.cluster.redis.codec import (
     bucket_key,
     checks_request,
     decided,
-    met,
+    first_checked,
     replaced,
     reset_reply,
     reset_request,
@@ -148,7 +148,9 @@ def test_an_answer_that_cannot_be_is_an_error_of_its_check_alone(answer):
     allowed = pack("<BBIIQ", 1, 1, 9, 0, 50)
     first, none, last = decided([FIRST] * 3, allowed + answer + LARGEST)
     assert (first[:2], none, last[0]) == ((True, 9), None, False)
-    _, (first, none, last) = met([FIRST] * 3, [0, allowed + FULL, answer + FULL, LARGEST + FULL])
+    _, (first, none, last) = first_checked(
+        [FIRST] * 3, [0, allowed + FULL, answer + FULL, LARGEST + FULL]
+    )
     assert (first[0][:2], last[0][0]) == ((True, 9), False)
     assert isinstance(none, StoreCorruptError)
 
@@ -156,7 +158,7 @@ def test_an_answer_that_cannot_be_is_an_error_of_its_check_alone(answer):
 @pytest.mark.parametrize("answer", [None, 7, b"", [], pack("<BBIIQ", 1, 1, 9, 0, 50)])
 def test_a_first_check_without_an_answer_or_a_bucket_costs_its_neighbours_nothing(answer):
     sound = pack("<BBIIQ", 1, 1, 9, 0, 50) + FULL
-    _, (first, none) = met([FIRST, FIRST], [0, sound, answer])
+    _, (first, none) = first_checked([FIRST, FIRST], [0, sound, answer])
     assert first == ((True, 9, 50, 0, Reason.WITHIN_LIMIT, None), SharedState(0, 3, 10, None))
     assert isinstance(none, StoreCorruptError)
 
@@ -169,7 +171,7 @@ def test_what_is_no_reply_to_checks_is_an_error(reply):
 
 def test_each_comes_back_with_its_outcome_and_the_bucket_and_how_many_values_were_none():
     allowed, denied = pack("<BBIIQ", 1, 1, 9, 0, 50), pack("<BBIIQ", 0, 2, 0, 3, 50)
-    assert met([FIRST, SECOND], [1, allowed + FULL, denied + COUNTED]) == (
+    assert first_checked([FIRST, SECOND], [1, allowed + FULL, denied + COUNTED]) == (
         1,
         [
             ((True, 9, 50, 0, Reason.WITHIN_LIMIT, None), SharedState(0, 3, 10, None)),
@@ -193,7 +195,7 @@ def test_each_comes_back_with_its_outcome_and_the_bucket_and_how_many_values_wer
 )
 def test_what_is_no_reply_to_first_checks_is_an_error(reply):
     with pytest.raises(StoreCorruptError):
-        met([FIRST], reply)
+        first_checked([FIRST], reply)
 
 
 def test_a_reset_names_each_bucket_with_its_rule():

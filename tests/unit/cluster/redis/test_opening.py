@@ -79,9 +79,9 @@ async def test_a_user_with_few_permissions_is_enough_for_a_node(valkey):
     lines, heard = [], []
     shards = open_shards(url, timeout_ms=5_000, report=lines.append)
     await shards.start()
-    ours, theirs = (Bus(shards, on_message=to, on_gap=lambda: None) for to in (print, heard.append))
-    for bus in (ours, theirs):
-        await bus.start()
+    ours, theirs = (Bus(shards) for _ in range(2))
+    await ours.start(print, lambda: None)
+    await theirs.start(heard.append, lambda: None)
     await soon(lambda: theirs.connected)
     script = Script(b"redis.call('TIME') return redis.call('SET', KEYS[1], ARGV[1])")
     assert await asked(shards.of_tag(0).run, script, (b"rl1:{00}:k",), (7,)) == b"OK"

@@ -4,7 +4,7 @@ import pytest
 
 from ratelimitd.cluster.redis.codec import LIBRARY, SHEBANG, Script, load
 
-SCRIPTS = ("settle", "decide", "meet", "reset")
+SCRIPTS = ("settle", "decide", "first_check", "reset")
 
 
 def test_a_script_knows_the_digest_by_which_a_server_finds_it():

@@ -71,8 +71,8 @@ async def decide(store, cost, *, peek=False, now_us=NOW_US):
     return await asked(store.decide, StoreCheck(NAME, RULE, now_us, cost, peek))
 
 
-async def meet(store, cost=1, *, name=NAME, peek=False):
-    return await asked(store.meet, StoreCheck(name, RULE, NOW_US, cost, peek))
+async def first_check(store, cost=1, *, name=NAME, peek=False):
+    return await asked(store.first_check, StoreCheck(name, RULE, NOW_US, cost, peek))
 
 
 async def beat(store, name, ttl_us=5_000_000, fingerprint="ours"):
@@ -127,16 +127,16 @@ async def test_in_a_cluster_each_bucket_is_read_by_itself(shards, valkey, monkey
 
 async def test_a_first_check_is_decided_and_the_bucket_comes_with_its_answer(store):
     await settle(store, Sender("node/1"), (NAME, update(4)))
-    outcome, shared = await meet(store, 5)
+    outcome, shared = await first_check(store, 5)
     assert outcome == (True, 1, 1_700_006_400 + 3_600, 0, WITHIN_LIMIT, None)
     assert shared == SharedState(0, 3, 10, (9, NOW_US))
     assert await asked(store.read, NAME, RULE) == shared
-    outcome, same = await meet(store, 2)
+    outcome, same = await first_check(store, 2)
     assert (outcome[4], same) == (LIMIT_EXCEEDED, shared)
 
 
 async def test_one_that_only_asks_writes_nothing(store, valkey):
-    outcome, shared = await meet(store, 3, peek=True)
+    outcome, shared = await first_check(store, 3, peek=True)
     assert (outcome[:2], shared) == ((True, 7), SharedState(0, 3, 10))
     assert valkey.ask("EXISTS", bucket_key(NAME)) == 0
 
@@ -145,18 +145,18 @@ async def test_a_denial_writes_a_newer_limit_and_nothing_else(store, valkey):
     await settle(store, Sender("node/1"), (NAME, update(4)))
     lower = StoreCheck(NAME, replace(RULE, limit=3, revision=4), NOW_US, 1, peek=False)
     value = valkey.ask("GET", bucket_key(NAME))
-    assert (await meet(store, 8))[0][0] is False
-    outcome, shared = await asked(store.meet, lower._replace(peek=True))
+    assert (await first_check(store, 8))[0][0] is False
+    outcome, shared = await asked(store.first_check, lower._replace(peek=True))
     assert (outcome[0], shared) == (False, SharedState(0, 3, 10, (4, NOW_US)))
     assert valkey.ask("GET", bucket_key(NAME)) == value
-    outcome, shared = await asked(store.meet, lower)
+    outcome, shared = await asked(store.first_check, lower)
     assert (outcome[0], shared) == (False, SharedState(0, 4, 3, (3, NOW_US)))
     assert await asked(store.read, NAME, RULE) == shared
 
 
 async def test_a_first_check_of_a_value_that_is_no_bucket_begins_one(store, valkey):
     valkey.ask("SET", bucket_key(NAME), b"not ours")
-    outcome, _ = await meet(store, 4)
+    outcome, _ = await first_check(store, 4)
     assert (outcome[:2], store.corrupt_total) == ((True, 6), 1)
     assert (await asked(store.read, NAME, RULE)).state == (4, NOW_US)
 
@@ -170,7 +170,7 @@ async def test_a_check_of_a_value_that_is_no_bucket_is_an_error_once(store, valk
 async def test_a_first_check_whose_answer_is_none_costs_those_beside_it_nothing():
     answer = pack("<BBIIQ", 1, 1, 9, 0, 50) + pack("<BBIQI", 1, 2, 0, 3, 10)
     store = RedisStore(Liar([0, answer, b"not ours"]))
-    first, second = await asyncio.gather(meet(store), meet(store))
+    first, second = await asyncio.gather(first_check(store), first_check(store))
     assert (first[0][:2], type(second)) == ((True, 9), StoreCorruptError)
     assert store.corrupt_total == 1
 
@@ -202,7 +202,7 @@ async def test_a_log_that_says_less_than_nothing_or_more_than_there_is_begins_an
     assert runs_of(shared.state) == [(NOW_US, 8)]
 
 
-@pytest.mark.parametrize("ask", ["decide", "meet"])
+@pytest.mark.parametrize("ask", ["decide", "first_check"])
 @pytest.mark.parametrize(
     "broken",
     [
@@ -219,7 +219,7 @@ async def test_a_log_whose_times_do_not_ascend_begins_anew(store, valkey, broken
     log = pack("<BBIQIQ", 1, 3, 0, 3, 10, 0) + b"".join(pack("<QQ", *entry) for entry in entries)
     valkey.ask("SET", bucket_key(NAME), log)
     answer = await asked(getattr(store, ask), check)
-    outcome = answer[0] if ask == "meet" else answer
+    outcome = answer[0] if ask == "first_check" else answer
     assert outcome[0]
     assert 0 <= outcome[3] <= 61
     shared = await asked(store.read, NAME, rule)
@@ -307,7 +307,7 @@ async def test_a_user_who_may_not_do_what_scripts_do_is_refused_and_no_bucket_is
         answers = [
             await settle(store, Sender("node/2"), (NAME, update(1))),
             await decide(store, 1),
-            await meet(store),
+            await first_check(store),
             await asked(store.reset, NAME, RULE, 0),
             await asked(store.probe, 7),
             await beat(store, "one/1"),
@@ -323,7 +323,7 @@ async def ask_everything(store):
         await asked(store.read, NAME, RULE),
         await settle(store, Sender("node/1"), (NAME, update(4))),
         await decide(store, 1),
-        await meet(store),
+        await first_check(store),
         await asked(store.reset, NAME, RULE, 0),
         await asked(store.probe, 7),
         await beat(store, "one/1"),

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.web.api.connect import GRPC_WEB_PROTO, JSON, PROTO
@@ -22,7 +23,8 @@ class Node:
 
     def __init__(self):
         self.calls = []
-        self.edge = ErrorEdge()
+        self.stats = CheckStats()
+        self.edge = ErrorEdge(self.stats)
         self.refused = None
         self.answer = pb.RateLimitResponse(allowed=True).SerializeToString()
         paths = [
@@ -155,7 +157,7 @@ async def test_a_defect_is_told_to_the_log_only(node, caplog):
     answer = await node.post(CHECK_METHOD)
     assert answer.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
     assert answer.json()["message"] == "unexpected error"
-    assert node.edge.unexpected_total == 1
+    assert node.stats.unexpected_total == 1
     assert "unexpected error in" in caplog.text
 
 

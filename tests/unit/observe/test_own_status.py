@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
+from ratelimitd.cluster.node import SharedStateStatus
 from ratelimitd.counters import CheckStats
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.node.live_view import live_of
 from ratelimitd.observe.denials import Denials
-from ratelimitd.observe.health import Health, SharedStateStatus
-from ratelimitd.observe.metrics import Runtime
+from ratelimitd.observe.health import Health
+from ratelimitd.observe.live import live_of
+from ratelimitd.observe.metrics import NodeParts, Runtime
 from ratelimitd.observe.node_status import decode
 from ratelimitd.testing import ManualClock
 
@@ -20,8 +21,7 @@ class Parts:
         self.denials = Denials(self.stats, digest=lambda name, _: name.hex())
         self.shared_state = SharedStateStatus(connected=True, breaker_state="closed")
         self.buckets = {}
-        self.addresses = SimpleNamespace(grpc_address="127.0.0.1:1", http_address="127.0.0.1:2")
-        self.live = live_of(
+        parts = NodeParts(
             stats=self.stats,
             health=Health(
                 node_id="n1",
@@ -32,12 +32,18 @@ class Parts:
             ),
             runtime=self.runtime,
             clock=self.clock,
-            denials=self.denials,
+            feed=None,
             buckets=self.buckets,
             cluster=cluster,
-            addresses=self.addresses,
-            admin_token_digest=lambda: "",
-            report=lambda line: None,
+            task_restarts={},
+            transport=lambda: None,
+            transport_name="native",
+        )
+        self.live = live_of(
+            parts,
+            self.denials,
+            addresses=lambda: ("127.0.0.1:1", "127.0.0.1:2"),
+            admin_token_digest=str,
         )
 
     async def step(self):
@@ -84,8 +90,9 @@ class Board:
 
 
 async def test_a_node_of_a_cluster_tells_the_others_of_its_part_in_it():
-    status = SimpleNamespace(sync_lag_s=0.5, excess_ratio=0.01, excess_bound_ratio=0.51)
-    cluster = SimpleNamespace(board=Board(), status=status)
+    cluster = SimpleNamespace(
+        board=Board(), sync_lag_s=0.5, worst_excess=0.01, promised_excess=0.51
+    )
     parts = Parts(cluster)
     parts.shared_state = SharedStateStatus(connected=False, breaker_state="open", retry_s=12.0)
     await parts.step()

@@ -8,12 +8,12 @@ import pytest
 
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import SystemClock
+from ratelimitd.cluster import node as cluster_module
 from ratelimitd.cluster.membership import SharedTime
+from ratelimitd.cluster.redis.opening import open_cluster
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import RateLimitdError, StartupError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.node import clustering
-from ratelimitd.node.clustering import Clustering
 from ratelimitd.retry import Background
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.settings.table import Settings
@@ -47,7 +47,7 @@ class Member:
         self.clock, self.stats, self.feed = SystemClock(), CheckStats(), Feed()
         self.shared_time, self.restarts = SharedTime(), {}
         keys = BucketKeys(secret.encode())
-        self.clustering = Clustering(
+        self.cluster = open_cluster(
             Settings.load({}, flags),
             keys=keys,
             fingerprint=keys.fingerprint,
@@ -58,44 +58,40 @@ class Member:
         )
 
     async def check(self, cost=1):
-        buckets, now_us = self.clustering.buckets, self.clock.now_us()
+        buckets, now_us = self.cluster.buckets, self.clock.now_us()
         outcome = buckets.apply(KEY, RULE, None, now_us, cost)
         return outcome or await buckets.wait(KEY, RULE, now_us, cost, peek=False)
-
-    @property
-    def status(self):
-        return self.clustering.status
 
 
 @asynccontextmanager
 async def running(*members):
     """Nodes that have started, with their jobs; drained at the end."""
     for member in members:
-        await member.clustering.start()
+        await member.cluster.start()
     backgrounds = [Background(member.restarts) for member in members]
     for member, background in zip(members, backgrounds, strict=True):
-        member.clustering.start_jobs(background)
+        member.cluster.start_jobs(background)
     try:
         yield
     finally:
         for member, background in zip(members, backgrounds, strict=True):
             await background.stop()
-            await member.clustering.drain(10)
+            await member.cluster.drain(10)
             assert not any(member.restarts.values())
 
 
 async def test_a_store_that_acknowledges_nothing_is_none(valkey, monkeypatch):
     member = Member(valkey.url)
     async with running(member):
-        monkeypatch.setattr(clustering, "MAX_SYNC_LAG_S", 0.0)
-        assert not member.clustering.shared_state.connected
+        monkeypatch.setattr(cluster_module, "MAX_SYNC_LAG_S", 0.0)
+        assert not member.cluster.shared_state.connected
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
 async def test_a_store_that_was_never_reached_is_not_connected(scheme):
     member = Member(f"{scheme}://127.0.0.1:{free_port()}")
     async with running(member):
-        assert not member.clustering.shared_state.connected
+        assert not member.cluster.shared_state.connected
 
 
 async def test_nodes_share_their_buckets_and_know_of_each_other(valkey):
@@ -103,26 +99,24 @@ async def test_nodes_share_their_buckets_and_know_of_each_other(valkey):
     async with running(one, two):
         assert (await one.check(600))[:2] == (True, 400)
         assert (await one.check(300))[:2] == (True, 100)  # beyond its share: it asks
-        await soon(lambda: one.status.unsettled_buckets == 0)
+        await soon(lambda: one.cluster.unsettled_buckets == 0)
         assert (await two.check())[:2] == (True, 99)
-        await soon(lambda: one.status.members == two.status.members == 2)
+        await soon(lambda: one.cluster.membership.count == two.cluster.membership.count == 2)
         assert one.shared_time.is_known
-        assert one.clustering.shared_state == (True, "closed", 0.0)
-        assert len(one.clustering.cache) == 1
-        assert (one.status.asked_total, one.status.late_total, one.status.corrupt_total) == (
-            1,
-            0,
-            0,
-        )
+        assert one.cluster.shared_state == (True, "closed", 0.0)
+        assert len(one.cluster.cache) == 1
+        buckets = one.cluster.buckets
+        assert (buckets.asked_total, buckets.late_total) == (1, 0)
+        assert one.cluster.store.corrupt_total == 0
 
 
 async def test_a_node_that_leaves_has_settled_all_it_allowed_and_is_counted_no_more(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one):
-        await two.clustering.start()
+        await two.cluster.start()
         await two.check(7)
-        await two.clustering.drain(10)
-        await soon(lambda: one.status.members == 1)
+        await two.cluster.drain(10)
+        await soon(lambda: one.cluster.membership.count == 1)
         assert (await one.check())[:2] == (True, 1_000 - 7 - 1)
 
 
@@ -130,25 +124,25 @@ async def test_nodes_tell_each_other_how_they_are_until_they_leave(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one):
         async with running(two):
-            await soon(lambda: one.status.members == two.status.members == 2)
-            two.clustering.board.publish(b"well")
+            await soon(lambda: one.cluster.membership.count == two.cluster.membership.count == 2)
+            two.cluster.board.publish(b"well")
             await soon(lambda: valkey.ask("KEYS", "rl1:*:status:*"))
-            assert list((await one.clustering.board.read()).values()) == [b"well"]
-        assert await one.clustering.board.read() == {}
+            assert list((await one.cluster.board.read()).values()) == [b"well"]
+        assert await one.cluster.board.read() == {}
 
 
 async def test_rules_that_change_on_one_node_are_asked_for_on_the_others(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one, two):
         await soon(lambda: two.feed.asked > 0)  # at its start it may have missed some
-        await one.clustering.notify()
+        await one.cluster.notify()
         assert one.feed.asked > 0  # it has no book to tell of
         one.feed.book = RuleBook.of([RULE], 7)
         known = two.feed.asked
 
         async def tell():
             while two.feed.asked == known:
-                await one.clustering.notify()
+                await one.cluster.notify()
                 await asyncio.sleep(0.05)
 
         await tell()
@@ -158,14 +152,14 @@ async def test_a_reset_on_one_node_is_heard_of_on_the_others(valkey):
     one, two = Member(valkey.url), Member(valkey.url)
     async with running(one, two):
         await one.check(400)
-        await soon(lambda: one.status.unsettled_buckets == 0)
+        await soon(lambda: one.cluster.unsettled_buckets == 0)
         assert (await two.check())[1] == 599
-        await two.clustering.buckets.reset([KEY], [RULE])
+        await two.cluster.buckets.reset([KEY], [RULE])
         await soon(lambda: _left(one) == 1_000)
 
 
 def _left(member):
-    outcome = member.clustering.buckets.peek(KEY, RULE, None, member.clock.now_us(), 1_001)
+    outcome = member.cluster.buckets.peek(KEY, RULE, None, member.clock.now_us(), 1_001)
     return outcome and outcome[1]
 
 
@@ -173,23 +167,23 @@ async def test_a_node_with_another_secret_does_not_start(valkey):
     one, stranger = Member(valkey.url), Member(valkey.url, secret="x" * 32)
     async with running(one):
         with pytest.raises(StartupError, match="KEY_SECRET"):
-            await stranger.clustering.start()
-        await stranger.clustering.drain(0)
+            await stranger.cluster.start()
+        await stranger.cluster.drain(0)
 
 
 async def test_without_a_server_a_node_starts_and_says_so_and_what_it_holds_is_lost(caplog):
     url = f"redis://127.0.0.1:{free_port()}"
     member = Member(url, ON_BREAKER_OPEN="local", BREAKER_FAILURES="1")
     with caplog.at_level(logging.WARNING):
-        await member.clustering.start()
-        assert not member.clustering.shared_state.connected
+        await member.cluster.start()
+        assert not member.cluster.shared_state.connected
         await member.check()  # it opens the breaker
-        connected, breaker_state, retry_s = member.clustering.shared_state
+        connected, breaker_state, retry_s = member.cluster.shared_state
         assert (connected, breaker_state) == (False, "open")
         assert 0 < retry_s < 31
         assert (await member.check())[0]
-        assert member.status.unsettled_buckets == 1
-        await member.clustering.drain(0)
+        assert member.cluster.unsettled_buckets == 1
+        await member.cluster.drain(0)
     assert "not all spends reached the shared state" in caplog.text
     assert "shared state" in caplog.text
 
@@ -198,8 +192,8 @@ async def test_a_strict_node_lets_the_store_decide_everything(valkey):
     one = Member(valkey.url, CONSISTENCY="strict")
     async with running(one):
         assert [(await one.check(600))[0] for _ in range(2)] == [True, False]
-        assert one.status.asked_total == 2
-        assert len(one.clustering.cache) == 0
+        assert one.cluster.buckets.asked_total == 2
+        assert len(one.cluster.cache) == 0
 
 
 async def test_the_last_of_a_thousand_strict_checks_at_once_is_decided_by_the_shared_state(valkey):

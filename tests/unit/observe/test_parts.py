@@ -10,12 +10,10 @@ from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.node.readings import metrics_of
 from ratelimitd.observe.health import Health
-from ratelimitd.observe.metrics import ClusterStatus, Runtime
+from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.store import RuleDraft
-from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.testing import ManualClock
 from tests.rule_stores import sqlite_store
 
@@ -29,17 +27,15 @@ class Transport:
 class Parts:
     """The parts of a node, without the node."""
 
-    def __init__(self, directory, store, cluster=None):
+    def __init__(self, directory, store):
         self.clock, self.stats = ManualClock(), CheckStats()
         self.store = store
         self.table = BucketTable(100, self.stats)
         self.snapshot = SnapshotLog.open(directory, self.table, b"k" * 32, self.clock)
         self.feed = RuleFeed(store, on_book=lambda _book: None)
-        self.edge = ErrorEdge()
         self.transport = None
         self.restarts = {}
-        self.cluster = cluster
-        self.metrics = metrics_of(
+        parts = NodeParts(
             stats=self.stats,
             health=Health(
                 node_id="n", stats=self.stats, clock=self.clock, rules_revision=lambda: 0
@@ -47,14 +43,13 @@ class Parts:
             runtime=Runtime(),
             clock=self.clock,
             buckets=self.table,
-            snapshot=None if cluster else self.snapshot,
-            cluster=cluster,
+            snapshot=self.snapshot,
             feed=self.feed,
-            edge=self.edge,
             transport=lambda: self.transport,
             transport_name="native",
             task_restarts=self.restarts,
         )
+        self.metrics = Metrics(parts)
 
     def read(self, name):
         """The values of a metric by its labels' values; a plain number when it has no label."""
@@ -109,41 +104,14 @@ async def test_a_transport_tells_once_it_is_there(parts):
     assert parts.read("build_info") == {(__version__, "native"): 1}
 
 
-async def test_tasks_defects_and_restarts_are_counted_as_they_come(parts):
+async def test_tasks_and_restarts_are_counted_as_they_come(parts):
     before, idle = parts.read("tasks"), asyncio.Event()
     task = asyncio.create_task(idle.wait())
     assert parts.read("tasks") == before + 1
     idle.set()
     await task
-    parts.edge.translate(RuntimeError(), "/s/m")
-    assert parts.read("unexpected_errors_total") == 1
     parts.restarts["snapshot"] = 2
     assert parts.read("task_restarts_total") == {("snapshot",): 2}
-
-
-class Cluster:
-    status = ClusterStatus(
-        members=3,
-        sync_lag_s=0.5,
-        unsettled_buckets=24,
-        asked_total=25,
-        late_total=26,
-        forgiven_tokens_total=27,
-        over_admitted_tokens_total=28,
-        excess_ratio=0.01,
-        excess_bound_ratio=0.51,
-        corrupt_total=29,
-        message_gaps_total=30,
-        messages_undelivered_total=31,
-    )
-
-
-async def test_a_node_of_a_cluster_tells_of_that_and_of_no_snapshot(tmp_path):
-    async with sqlite_store(tmp_path) as store:
-        parts = Parts(tmp_path, store, Cluster())
-        assert parts.read("cluster_nodes") == 3
-        assert parts.read("snapshot_age_seconds") == {}
-        await parts.snapshot.drain()
 
 
 async def test_a_node_by_itself_tells_of_no_cluster(parts):
