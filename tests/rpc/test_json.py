@@ -144,7 +144,11 @@ async def test_bad_input_is_a_client_error_that_changes_nothing(node, limited, p
     assert answer.status_code == 413
     assert await state(limited) == before
     assert node.stats.fail_open_error_total == 0
-    assert not [record for record in caplog.records if record.name.startswith("ratelimitd")]
+    # Bad input is no event for the operator; the change of the fixture may still be logged.
+    logged = {
+        record.getMessage() for record in caplog.records if record.name.startswith("ratelimitd")
+    }
+    assert not {line for line in logged if not line.startswith("rules in force")}
 
 
 async def test_a_header_that_is_no_utf_8_harms_nobody(limited):

@@ -15,8 +15,6 @@ from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import Listener, Overview
 from ratelimitd.web.pages.overview_view import row
 
-MAX_STREAMS: Final = 20
-
 MAX_BEHIND: Final = 3
 """Events that a page may not have taken yet: six seconds."""
 
@@ -64,11 +62,6 @@ class LiveStream:
         self._live = live
         self._fragments = fragments
         self._readers: set[_Reader] = set()
-
-    @property
-    def full(self) -> bool:
-        """Whether as many pages are open as may be."""
-        return len(self._readers) >= MAX_STREAMS
 
     async def events(self, *, named: bool) -> AsyncIterator[bytes]:
         """The events for one page, as octets; ends when it is dropped, after :data:`STREAM_S`, and with the node."""

@@ -61,17 +61,13 @@ def listening_at(path: Path) -> socket.socket:
     return sock
 
 
-# Answers that last: streams of events are allowed to outlive their connection's time, and are bounded in number.
-#
-# Knows nothing of what they say.
-
-MAX_STREAMS: Final = 32
-"""Streams at a time: pages that show live numbers. What is asked for beyond that is answered 503."""
+MAX_STREAMS: Final = 20
+"""Event streams at a time: pages that show live numbers. Further ones are answered 503."""
 
 EVENT_STREAM: Final = "text/event-stream"
 
 LASTING: Final = "ratelimitd.lasting"
-"""Is in the scope of a request whose answer is a stream of events."""
+"""Key in the scope of a request that is answered with an event stream."""
 
 
 class _TooManyError(Exception):
@@ -79,7 +75,10 @@ class _TooManyError(Exception):
 
 
 class EventStreams:
-    """Counts the answers of an application that are streams of events."""
+    """Bounds the event streams of an application, which may outlive CONNECTION_LIFE_S.
+
+    Counted when an answer begins, so that requests at once do not pass the bound together.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -46,7 +46,8 @@ class FromParent:
 CONNECT_TIMEOUT_S: Final = 1.0
 
 ANSWER_TIMEOUT_S: Final = 15.0
-"""How long a worker may take to begin its answer. A page that waits for a rule database in vain takes 6 s."""
+"""Longest time a worker may take to read what is sent, and to begin its answer once the request is whole. A page that
+waits for a rule database in vain takes 6 s."""
 
 READ_BYTES: Final = 65_536
 
@@ -111,16 +112,28 @@ class _Exchange:
         self._reader = reader
         self._writer = writer
         self._http = h11.Connection(h11.CLIENT)
+        self.sent = asyncio.Event()
+        """The whole request was forwarded."""
         self.started = False
         """The answer began."""
 
     async def ask(self, scope: Scope, receive: Receive) -> None:
-        """Pass the request on; returns when the caller leaves."""
+        """Forward the request; return when the caller leaves.
+
+        Raises:
+            TimeoutError: the worker reads no more of it.
+        """
         await self._write(_request(scope))
         while (message := await receive())["type"] == "http.request":
             await self._write(h11.Data(message.get("body", b"")))
             if not message.get("more_body", False):
                 await self._write(h11.EndOfMessage())
+                self.sent.set()
+
+    async def overdue(self) -> None:
+        """Return when the answer should have begun."""
+        await self.sent.wait()
+        await asyncio.sleep(ANSWER_TIMEOUT_S)
 
     async def answer(self, send: Send) -> None:
         """Pass the answer back."""
@@ -146,7 +159,8 @@ class _Exchange:
 
     async def _write(self, event: h11.Event) -> None:
         self._writer.write(self._http.send(event) or b"")
-        await self._writer.drain()
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            await self._writer.drain()
 
     async def _next(self) -> object:
         """The next event of the answer."""
@@ -166,17 +180,15 @@ async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send)
     """
     asking = asyncio.create_task(exchange.ask(scope, receive))
     answering = asyncio.create_task(exchange.answer(send))
-    both = {asking, answering}
+    overdue = asyncio.create_task(exchange.overdue())
     try:
-        done, _ = await asyncio.wait(
-            both, timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not done and not exchange.started:
+        await asyncio.wait((asking, answering, overdue), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done() and not exchange.started and _is_late(asking, overdue):
             answering.cancel()
             refusal = PlainTextResponse("the worker does not answer\n", 504)
             await refusal(scope, receive, send)
             return
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((asking, answering), return_when=asyncio.FIRST_COMPLETED)
         if asking.done() and asking.exception() is None:
             return  # the caller has left
         await answering
@@ -186,9 +198,14 @@ async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send)
         refusal = PlainTextResponse("the worker ended before it had answered\n", 502)
         await refusal(scope, receive, send)
     finally:
-        for task in (asking, answering):
+        for task in (asking, answering, overdue):
             task.cancel()
-        await asyncio.gather(asking, answering, return_exceptions=True)
+        await asyncio.gather(asking, answering, overdue, return_exceptions=True)
+
+
+def _is_late(asking: asyncio.Task[None], overdue: asyncio.Task[None]) -> bool:
+    """Return whether the worker took too long: to read the request, or to begin its answer."""
+    return overdue.done() or (asking.done() and isinstance(asking.exception(), TimeoutError))
 
 
 def _request(scope: Scope) -> h11.Request:

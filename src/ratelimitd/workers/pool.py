@@ -233,9 +233,9 @@ LONG_LIFE_S: Final = 60.0
 
 LOOK_S: Final = 5.0
 MAX_SILENT_LOOKS: Final = 6
-"""A process that gives no answer that often in a row hangs, and is killed: nothing else would notice, since probes are
-answered by the parent, and the kernel would go on giving it connections. Looks are counted, not seconds, so that a
-machine that stood still for a while finds its workers as they were."""
+"""A process that gives no answer that often in a row, at its start or later, hangs and is killed: probes are answered
+by the parent, and the kernel would go on giving it connections. Looks are counted, not seconds, so that a machine that
+stood still for a while finds its workers as they were."""
 
 _log = logging.getLogger(__name__)
 
@@ -278,7 +278,9 @@ class Keeper:
         Raises:
             StartupError: it cannot be started, or ended before; one line says why.
         """
-        await self._begin()
+        self._process = self._process or await self._start(self.tally.take)
+        await self._process.ready()
+        self._is_up = True
 
     async def keep(self, name: str) -> None:
         """Restart the process whenever it ends; ``name`` is the worker's in the log."""
@@ -316,17 +318,18 @@ class Keeper:
         if self._process is not None:
             self._process.kill()
 
-    async def _begin(self) -> WorkerProcess:
-        self._process = process = self._process or await self._start(self.tally.take)
-        await process.ready()
-        self._is_up = True
-        return process
-
     async def _one_life(self, name: str) -> str:
-        """Wait for the end of the process, of a new one if there is none; returns why it ended."""
+        """Wait for the end of the process, of a new one if there is none; return why it ended."""
         try:
-            process = self._process or await self._begin()
-            await self._end_of(process, name)
+            self._process = process = self._process or await self._start(self.tally.take)
+            # From its start on: one that hangs before it is ready would never be replaced.
+            watching = asyncio.create_task(self._watch(process, name))
+            try:
+                if not self._is_up:
+                    await self.start()
+                await process.ended()
+            finally:
+                watching.cancel()
             reason = process.reason
         except StartupError as error:
             reason = str(error)
@@ -334,13 +337,6 @@ class Keeper:
         self._is_up = False
         self.tally.process_ended()
         return reason
-
-    async def _end_of(self, process: WorkerProcess, name: str) -> None:
-        watching = asyncio.create_task(self._watch(process, name))
-        try:
-            await process.ended()
-        finally:
-            watching.cancel()
 
     async def _watch(self, process: WorkerProcess, name: str) -> None:
         silent = 0

@@ -61,6 +61,19 @@ async def test_streams_beyond_the_bound_are_told_to_come_again(http, end, begun,
     assert (await http.get("/events")).status_code == 200
 
 
+async def test_streams_asked_for_at_once_do_not_pass_the_bound_together(http, end, begun):
+    streams = [asyncio.create_task(http.get("/events")) for _ in range(60)]
+    refused = set()
+    while len(refused) < 40:
+        done, _ = await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
+        refused |= done
+        streams = [stream for stream in streams if stream not in done]
+    assert {stream.result().status_code for stream in refused} == {503}
+    assert len(streams) == server.MAX_STREAMS == 20
+    end.set()
+    assert {(await stream).status_code for stream in streams} == {200}
+
+
 async def test_a_stream_that_fails_is_not_counted_for_ever(http, end, monkeypatch):
     monkeypatch.setattr(server, "MAX_STREAMS", 1)
     end.set()

@@ -6,7 +6,7 @@ import pytest
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.web import live_stream
-from ratelimitd.web.live_stream import MAX_BEHIND, MAX_STREAMS, ROWS_PER_EVENT, LiveStream
+from ratelimitd.web.live_stream import MAX_BEHIND, ROWS_PER_EVENT, LiveStream
 from tests.unit.observe.test_live import status_of
 
 
@@ -119,12 +119,3 @@ async def test_a_stream_ends_after_a_while_and_is_asked_for_again(scene, monkeyp
     monkeypatch.setattr(live_stream, "STREAM_S", 0.0)
     events = await scene.open()
     assert [event async for event in events] == []
-
-
-async def test_only_so_many_pages_may_be_open(scene):
-    pages = [await scene.open() for _ in range(MAX_STREAMS)]
-    assert scene.stream.full
-    await pages.pop().aclose()
-    assert not scene.stream.full
-    for page in pages:
-        await page.aclose()

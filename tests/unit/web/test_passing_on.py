@@ -196,24 +196,36 @@ async def test_a_worker_that_hangs_is_told(parent, tmp_path, monkeypatch):
     assert (answer.status_code, answer.text) == (504, "the worker does not answer\n")
 
 
+async def test_an_upload_may_take_longer_than_an_answer(parent, monkeypatch):
+    await parent.start("a")
+    monkeypatch.setattr(worker_proxy, "ANSWER_TIMEOUT_S", 1.0)
+    go_on = asyncio.Event()
+    asyncio.get_running_loop().call_later(1.5, go_on.set)
+
+    async def body():
+        yield b"first "
+        await go_on.wait()
+        yield b"last"
+
+    answer = await parent.http.post("/echo", content=body())
+    assert (answer.status_code, answer.text) == (201, "first last")
+
+
+async def test_a_worker_that_reads_no_more_is_told(parent, tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_proxy, "ANSWER_TIMEOUT_S", 1.0)
+    with listening_at(tmp_path / "a.sock"):
+        answer = await parent.http.post("/echo", content=bytes(4_000_000))
+    assert (answer.status_code, answer.text) == (504, "the worker does not answer\n")
+
+
 async def test_an_answer_that_has_begun_may_take_longer(parent, monkeypatch):
-    wait, begun, over = asyncio.wait, asyncio.Event(), asyncio.Event()
-
-    async def wait_until_begun(tasks, *, timeout=None, return_when):  # noqa: ASYNC109 -- as asyncio has it
-        if timeout != worker_proxy.ANSWER_TIMEOUT_S:
-            return await wait(tasks, timeout=timeout, return_when=return_when)
-        await begun.wait()
-        over.set()
-        return set(), set(tasks)
-
     worker = await parent.start("a")
-    monkeypatch.setattr(asyncio, "wait", wait_until_begun)
+    monkeypatch.setattr(worker_proxy, "ANSWER_TIMEOUT_S", 1.0)
+    loop = asyncio.get_running_loop()
     async with parent.http.stream("GET", "/events") as answer:
-        pieces = answer.aiter_bytes(9)
-        assert await anext(pieces) == b"data: 1\n\n"
-        begun.set()
-        await over.wait()
-        assert await anext(pieces) == b"data: 1\n\n"
+        pieces, until_s = answer.aiter_bytes(9), loop.time() + 1.5
+        while loop.time() < until_s:
+            assert await anext(pieces) == b"data: 1\n\n"
     await worker.left.wait()
 
 

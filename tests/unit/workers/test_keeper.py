@@ -42,6 +42,9 @@ class Process:
 
     async def ready(self):
         self.waited_for.append("ready")
+        if self.hangs:
+            await self.ended()
+            raise StartupError(self.reason)
         if self.failure:
             raise StartupError(self.failure)
         self.came.set()
@@ -73,6 +76,9 @@ class Kept:
     def __init__(self):
         self.processes = []
         self.failures = []
+        self.next_hangs = False
+        self.started = asyncio.Event()
+        """A process was started after the first."""
         self.pauses = []
         self._looks = asyncio.Queue()
         self._looked = False
@@ -87,6 +93,9 @@ class Kept:
         if failure == "none at all":
             raise StartupError(failure)
         self.processes.append(Process(on_report, failure))
+        if len(self.processes) > 1:
+            self.started.set()
+        self.processes[-1].hangs, self.next_hangs = self.next_hangs, False
         self.processes[-1].came = self._came
         return self.processes[-1]
 
@@ -252,6 +261,18 @@ async def test_a_process_that_hangs_is_killed_and_replaced(kept, caplog):
     assert kept.processes[0].told == ["kill"]
     assert kept.keeper.restarts_total == 1
     assert caplog.messages[0] == "worker 0 does not answer, and is killed"
+
+
+async def test_a_process_that_hangs_at_its_restart_is_killed_and_replaced(kept, caplog):
+    kept.next_hangs = True
+    kept.processes[0].end()
+    await kept.started.wait()
+    kept.begin_looking(MAX_SILENT_LOOKS)
+    with caplog.at_level(logging.ERROR):
+        await kept.next_process()
+    assert [process.told for process in kept.processes] == [[], ["kill"], []]
+    assert kept.keeper.restarts_total == 2
+    assert "worker 0 does not answer, and is killed" in caplog.messages
 
 
 async def test_a_process_that_answers_again_has_all_the_time_again(kept):

@@ -19,7 +19,7 @@ from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import Overview
 from ratelimitd.rpc.interface import Call, RpcError
 from ratelimitd.web.api.http_call import Requirement
-from ratelimitd.web.live_stream import MAX_STREAMS, LiveStatus, LiveStream
+from ratelimitd.web.live_stream import LiveStatus, LiveStream
 from ratelimitd.web.pages.errors import Cause, Refused
 from ratelimitd.web.pages.overview_view import headings_of, summary_of, view_of
 from ratelimitd.web.pages.page_base import Frame, accepts_html
@@ -79,9 +79,9 @@ class OverviewPage:
 
     async def _events(self, request: Request) -> Response:
         named = self._asks_for_names(request)
-        if self._stream.full or self._live.ended:
-            text = f"{MAX_STREAMS} pages are open: close one\n"
-            return Response(text, 503, headers={"Retry-After": "10"}, media_type="text/plain")
+        if self._live.ended:
+            headers = {"Retry-After": "10"}
+            return Response("the node is draining\n", 503, headers, media_type="text/plain")
         return StreamingResponse(self._stream.events(named=named), media_type="text/event-stream")
 
     def _asks_for_names(self, request: Request) -> bool:

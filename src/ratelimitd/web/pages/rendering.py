@@ -49,7 +49,7 @@ class StaticFiles:
         """Where they are found; ``name`` is the last part of the path."""
         return Route("/static/{name}", self._answer)
 
-    def _answer(self, request: Request) -> Response:
+    async def _answer(self, request: Request) -> Response:
         found = self._files.get(request.path_params["name"])
         if found is None:
             return Response(status_code=404)

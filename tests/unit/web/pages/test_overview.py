@@ -12,7 +12,6 @@ from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.rpc.interface import RpcError, StatusCode
-from ratelimitd.web.live_stream import MAX_STREAMS
 from ratelimitd.web.pages.errors import Refused
 from ratelimitd.web.pages.overview import FRAGMENTS, OverviewPage
 from ratelimitd.web.pages.page_base import Frame
@@ -145,19 +144,6 @@ async def test_the_stream_sends_the_past_and_the_parts_of_the_page(site, query, 
     assert "event: past\ndata: [[1000,0.0," in answer.text
     assert all(f'"{name}":"' in answer.text for name in FRAGMENTS)
     assert ("ada.lovelace" in answer.text) is shown
-
-
-async def test_too_many_streams_are_refused_until_one_ends(site):
-    site.live.lasts = True
-    streams = [site.page._stream.events(named=False) for _ in range(MAX_STREAMS)]
-    for stream in streams:
-        await anext(stream)
-    answer = await site.get("/events")
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
-    for stream in streams:
-        await stream.aclose()
-    site.live.lasts = False
-    assert (await site.get("/events")).status_code == 200
 
 
 async def test_a_node_that_ends_begins_no_stream(site):

@@ -42,6 +42,14 @@ async def test_under_any_other_address_a_file_is_asked_for_again(files):
     assert (again.status_code, again.content) == (304, b"")
 
 
+async def test_files_are_sent_from_memory_without_a_thread(files, monkeypatch):
+    def no_thread(*_arguments, **_options):
+        raise AssertionError
+
+    monkeypatch.setattr("anyio.to_thread.run_sync", no_thread)
+    assert (await get(files, "/static/a.css")).text == "a {}"
+
+
 async def test_another_content_has_another_address(files, tmp_path):
     (tmp_path / "a.css").write_text("b {}")
     assert StaticFiles(tmp_path).url("a.css") != files.url("a.css")
