@@ -10,8 +10,8 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from ratelimitd_wire import huffman
 from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.huffman import HpackError, decode, decode_continuation, encode_integer
 from ratelimitd_wire.static_table import ENTRY_OVERHEAD_BYTES, STATIC_TABLE, Field
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -52,15 +52,11 @@ MAX_LIST_BYTES: Final = 16_384
 NO_TABLE: Final = b"\x20"
 """A change of the dynamic table's size to 0 (RFC 7541 section 6.3), which may begin a block."""
 
-MAX_CONTINUATION_OCTETS: Final = 5
-"""Limit of an integer's length: 35 bits hold every valid value. Further octets would be zeros, sent to waste CPU."""
-
 # The lowest first octets of the representations of RFC 7541 section 6. Below them are literals without indexing.
 _INDEXED: Final = 0x80
 _INCREMENTAL: Final = 0x40
 _TABLE_SIZE: Final = 0x20
 
-_CONTINUED: Final = 0x80
 _HUFFMAN: Final = 0x80
 
 _SECRET_NAMES: Final = frozenset({"authorization"})
@@ -187,7 +183,7 @@ def decode_block(block: bytes) -> list[Field]:
             list_bytes += len(field[0]) + len(field[1]) + ENTRY_OVERHEAD_BYTES
             if list_bytes > MAX_LIST_BYTES:
                 raise PeerError(ErrorCode.ENHANCE_YOUR_CALM, "the header list is too large")
-    except IndexError:
+    except (HpackError, IndexError):
         raise _malformed() from None
     return fields
 
@@ -199,40 +195,19 @@ def _field(name: str, value: str) -> bytes:
         return bytes((_INDEXED | index,))
     pattern = 0x10 if name in _SECRET_NAMES else 0x00
     name_index = _STATIC_NAME_INDEX.get(encoded[0], 0)
-    begin = _write_integer(name_index, 0x0F, pattern)
+    begin = encode_integer(name_index, 4, pattern)
     named = begin if name_index else begin + _write_string(encoded[0])
     return named + _write_string(encoded[1])
 
 
 def _write_string(string: bytes) -> bytes:
-    return _write_integer(len(string), 0x7F, 0) + string
-
-
-def _write_integer(value: int, prefix_max: int, pattern: int) -> bytes:
-    """Encode an integer; ``pattern`` holds the bits in front of the prefix in its first octet."""
-    if value < prefix_max:
-        return bytes((pattern | value,))
-    octets = bytearray((pattern | prefix_max,))
-    value -= prefix_max
-    while value >= _CONTINUED:
-        octets.append(value & 0x7F | _CONTINUED)
-        value >>= 7
-    octets.append(value)
-    return bytes(octets)
+    return encode_integer(len(string), 7, 0) + string
 
 
 def _integer(block: bytes, at: int, octet: int, prefix_max: int) -> tuple[int, int]:
     """Return the integer that begins in ``octet``, and the position behind it; ``at`` is behind that octet."""
     value = octet & prefix_max
-    if value < prefix_max:
-        return value, at
-    for count in range(MAX_CONTINUATION_OCTETS):
-        more = block[at]
-        at += 1
-        value += (more & 0x7F) << (7 * count)
-        if more < _CONTINUED:
-            return value, at
-    raise _malformed()
+    return (value, at) if value < prefix_max else decode_continuation(block, at, prefix_max)
 
 
 def _literal(block: bytes, at: int, octet: int) -> tuple[Field, int]:
@@ -255,12 +230,7 @@ def _string(block: bytes, at: int) -> tuple[bytes, int]:
     string = block[at : at + size]
     if len(string) < size:
         raise _malformed()
-    if not octet & _HUFFMAN:
-        return string, at + size
-    try:
-        return huffman.decode(string), at + size
-    except huffman.HpackError:
-        raise PeerError(ErrorCode.COMPRESSION_ERROR, "a string is not a Huffman code") from None
+    return (decode(string) if octet & _HUFFMAN else string), at + size
 
 
 def _static(index: int) -> Field:
