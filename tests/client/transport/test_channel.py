@@ -19,7 +19,7 @@ from ratelimitd_client import AsyncRateLimiterClient, Check, Tls
 from ratelimitd_client.fail_open import BATCH, CHECK
 from ratelimitd_client.transport import channel as native_channel
 from ratelimitd_client.transport import frames, h2_call
-from ratelimitd_client.transport.channel import CallError, open_native_channel
+from ratelimitd_client.transport.channel import open_native_channel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests import http2_peer as peer
 from tests.client.h2_node import h2_node
@@ -56,11 +56,25 @@ async def channels():
 
 async def ask(channel, timeout_s=PATIENT_S, path=CHECK, metadata=()):
     """Whether a check is allowed, or the name of the status that came in place of an answer."""
+    end = asyncio.Event()
+    call = channel.begin(
+        path, QUESTION, lambda _: end.set(), timeout_s=timeout_s, metadata=metadata
+    )
     try:
-        answer = await channel.unary_unary(path)(QUESTION, timeout=timeout_s, metadata=metadata)
-    except CallError as error:
-        return error.code().name
-    return pb.RateLimitResponse.FromString(answer).allowed
+        await end.wait()
+    except asyncio.CancelledError:
+        channel.cancel(call)
+        raise
+    return (
+        call.code.name
+        if call.answer is None
+        else pb.RateLimitResponse.FromString(call.answer).allowed
+    )
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - of a channel's inside
+        await asyncio.sleep(0)
 
 
 async def test_a_call_says_what_grpc_says(channels):
@@ -86,13 +100,11 @@ async def test_all_addresses_are_asked_in_turn_and_one_that_is_down_is_passed_ov
     async with h2_node() as first, h2_node() as second:
         channel = channels(f"ipv4:{first.address},127.0.0.1:{free_port()},{second.address}")
         await channel.channel_ready()
-        while len(channel._ready) < 2:
-            await channel._change()
+        await until(lambda: len(channel._ready) == 2)
         assert [await ask(channel) for _ in range(10)] == [True] * 10
         assert [len(node.peers[0].headers) for node in (first, second)] == [5, 5]
         await second.end()
-        while len(channel._ready) > 1:
-            await channel._change()
+        await until(lambda: len(channel._ready) == 1)
         assert [await ask(channel) for _ in range(4)] == [True] * 4
 
 
@@ -103,8 +115,7 @@ async def test_a_node_that_returns_is_asked_again(channels):
     async with h2_node(host="127.0.0.1", port=port):
         await channel.channel_ready()
         assert await ask(channel) is True
-    while channel._ready:
-        await channel._change()
+    await until(lambda: not channel._ready)
     assert await ask(channel) == "UNAVAILABLE"
 
 
@@ -549,8 +560,7 @@ async def test_no_check_is_let_through_unchecked_while_one_of_two_nodes_drains()
         async with AsyncRateLimiterClient(target, timeout_s=PATIENT_S) as client:
             channel = client._opened().channel
             await client.wait_until_ready(PATIENT_S)
-            while len(channel._ready) < 2:
-                await channel._change()
+            await until(lambda: len(channel._ready) == 2)
             asking = True
 
             async def ask_on():
@@ -562,8 +572,7 @@ async def test_no_check_is_let_through_unchecked_while_one_of_two_nodes_drains()
             callers = [asyncio.ensure_future(ask_on()) for _ in range(8)]
             await asyncio.sleep(0)
             await leaves.aclose()
-            while len(channel._ready) > 1:
-                await channel._change()
+            await until(lambda: len(channel._ready) == 1)
             asking = False
             for decisions in await asyncio.gather(*callers):
                 assert not any(decision.fail_open for decision in decisions)

@@ -24,7 +24,7 @@ MAX_WAIT_S: Final = 0.001
 Answer = Callable[[Sequence[Decision]], None]
 """Takes the decisions on a batch."""
 
-Send = Callable[[Sequence[bytes], float, Answer], None]
+Send = Callable[[Sequence[bytes], float, Answer], object]
 """Sends up to ``MAX_BATCH`` encoded checks with a deadline in seconds, and calls ``Answer`` once. Never raises."""
 
 
@@ -38,17 +38,6 @@ class Batcher:
     Otherwise a batch is sent ``linger_s`` after its first check. The wait counts against the deadline and takes no more
     than half of it. Checks with different deadlines are sent in different batches.
     """
-
-    __slots__ = (
-        "_idle",
-        "_in_flight",
-        "_is_alone",
-        "_linger_s",
-        "_loop",
-        "_no_context",
-        "_queues",
-        "_send",
-    )
 
     def __init__(self, send: Send, *, linger_s: float, loop: asyncio.AbstractEventLoop) -> None:
         self._send = send

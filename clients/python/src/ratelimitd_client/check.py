@@ -1,9 +1,7 @@
-"""What a client asks: a check, and what a valid one is. Wrong arguments end here, before anything is sent.
+"""Checks, their validation and their encoding. Pure. The rules are those of docs/protocol.md of the repository.
 
-Pure. The contract's own rules, so that a node has nothing to refuse: docs/protocol.md of the repository.
-
-A check is encoded once, when it is asked. Of its fields the identifier alone differs from one check to the next: it is
-put before the others, which are encoded when they are first seen. See ADR 0038.
+A check is encoded once. Of its fields only the identifier differs between most checks: it is written first, and the
+encoding of the others is cached. See ADR 0038.
 """
 
 from __future__ import annotations
@@ -26,36 +24,37 @@ MAX_ENDPOINT_CHARS: Final = 255
 MAX_COST: Final = 2**31 - 1
 MAX_TIMESTAMP: Final = 2**63 - 1
 
-KEPT_QUESTIONS: Final = 1_024
-"""How many endpoints, costs and so on are kept encoded: more than an application has, and at most 3 MB."""
+CACHE_SIZE: Final = 1_024
+"""Cached encodings of endpoint, cost and so on: more than an application has, and at most 3 MB."""
 
 _FIELD_1: Final = 0x0A
 _MORE: Final = 0x80
-"""Of a varint: another octet follows."""
+"""The bit of a varint's octet that announces another."""
 
 _HEADS: Final = tuple(
     bytes((_FIELD_1, size) if size < _MORE else (_FIELD_1, size % _MORE | _MORE, size // _MORE))
     for size in range(2_000)
 )
-"""What stands before so many bytes of field 1: the identifier in a check, a check in a batch. No check has as many."""
+"""Tag and length of field 1 by its length: the identifier in a check, a check in a batch. Checks are shorter."""
 
 _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question: may this identifier spend ``cost`` on this endpoint?
+    """A request for permission to spend ``cost`` tokens of an identifier on an endpoint.
 
     Args:
-        identifier: who asks: a user id, an address, an API key; 1 to 256 bytes of UTF-8.
+        identifier: a user id, an address or an API key; 1 to 256 bytes of UTF-8.
         identifier_type: ``"user"``, ``"ip"`` or ``"api_key"``.
-        endpoint: the route template (``/orders/{id}``), never the path: each path would get a bucket of its own.
+        endpoint: the route template (``/orders/{id}``), not the path: each path would get its own bucket.
         cost: tokens to spend, at least 1.
-        timestamp: the caller's Unix time in s, ms, µs or ns; 0 leaves time to the node.
-        peek: answer as if, spend nothing.
+        timestamp: the caller's Unix time in s, ms, µs or ns; with 0 the node's time counts.
+        peek: return the same decision without spending tokens.
 
     Raises:
-        ValueError, TypeError: an argument is not valid; its value is not in the message.
+        ValueError, TypeError: an argument is not valid. The message does not contain its value.
     """
 
     identifier: str
@@ -69,7 +68,7 @@ class Check:
         self.message()
 
     def message(self) -> bytes:
-        """The check as the contract has it, encoded."""
+        """Return the encoded check."""
         return request_of(
             self.identifier,
             self.identifier_type,
@@ -89,14 +88,16 @@ def request_of(
     timestamp: int = 0,
     peek: bool = False,
 ) -> bytes:
-    """The encoded message of a check, without the value in between; the arguments are those of :class:`Check`.
+    """Return an encoded check, without creating a :class:`Check`, whose arguments these are.
 
     Raises:
-        ValueError, TypeError: an argument is not valid; its value is not in the message.
+        ValueError, TypeError: an argument is not valid. The message does not contain its value.
     """
     try:
-        rest = _kept_rest_of(identifier_type, endpoint, cost, timestamp, peek)
-    except TypeError:  # also of an argument that has no hash: this says which one is wrong
+        rest = _cached_rest_of(identifier_type, endpoint, cost, timestamp, peek)
+    except (
+        TypeError
+    ):  # possibly because an argument has no hash; this call raises the error that names it
         rest = _rest_of(identifier_type, endpoint, cost, timestamp, peek)
     data = _identifier_bytes(identifier, identifier_type)
     return _HEADS[len(data)] + data + rest
@@ -116,27 +117,25 @@ def requests_of(checks: Iterable[Check]) -> list[bytes]:
 
 
 def batch_of(requests: Iterable[bytes]) -> bytes:
-    """The encoded message of several checks."""
+    """Return the encoded message of several checks."""
     heads = _HEADS
     return b"".join([part for request in requests for part in (heads[len(request)], request)])
 
 
-def _rest_of(  # noqa: PLR0917 - what it is kept under
+def _rest_of(  # noqa: PLR0917 - the cache key
     identifier_type: str,
     endpoint: str,
     cost: int,
     timestamp: int,
-    peek: bool,  # noqa: FBT001 - likewise
+    peek: bool,  # noqa: FBT001 - the cache key
 ) -> bytes:
-    """All fields but the identifier."""
-    problem = (
-        _type_problem(identifier_type)
-        or _endpoint_problem(endpoint)
-        or _number_problem("cost", cost, 1, MAX_COST)
-        or _number_problem("timestamp", timestamp, 0, MAX_TIMESTAMP)
-    )
-    if problem is not None:
-        raise problem
+    """Validate and encode all fields except the identifier."""
+    if identifier_type not in IDENTIFIER_TYPES:
+        message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
+        raise ValueError(message)
+    _require_endpoint(endpoint)
+    _require_number("cost", cost, 1, MAX_COST)
+    _require_number("timestamp", timestamp, 0, MAX_TIMESTAMP)
     return pb.RateLimitRequest(
         identifier_type=identifier_type,
         endpoint=endpoint,
@@ -146,14 +145,8 @@ def _rest_of(  # noqa: PLR0917 - what it is kept under
     ).SerializeToString()
 
 
-# By their types as well: 1.0 equals 1, and is no cost.
-_kept_rest_of: Final = functools.lru_cache(KEPT_QUESTIONS, typed=True)(_rest_of)
-
-
-def _type_problem(identifier_type: object) -> Exception | None:
-    if identifier_type not in IDENTIFIER_TYPES:
-        return ValueError(f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}")
-    return None
+# Typed, since 1.0 equals 1 and is not a valid cost.
+_cached_rest_of: Final = functools.lru_cache(CACHE_SIZE, typed=True)(_rest_of)
 
 
 def _identifier_bytes(identifier: object, identifier_type: str) -> bytes:
@@ -163,42 +156,40 @@ def _identifier_bytes(identifier: object, identifier_type: str) -> bytes:
     try:
         data = identifier.encode()
     except UnicodeEncodeError:
-        message = "identifier must be text that UTF-8 can carry"
+        message = "identifier must be valid in UTF-8"
         raise ValueError(message) from None
     if not 0 < len(data) <= MAX_IDENTIFIER_BYTES:
         message = f"identifier must be 1 to {MAX_IDENTIFIER_BYTES} bytes"
         raise ValueError(message)
-    if identifier_type == "ip" and not _is_address(identifier):
-        message = "identifier must be an IP address without a zone"
-        raise ValueError(message)
+    if identifier_type == "ip":
+        try:
+            ipaddress.ip_address(identifier.replace("%", "no zone"))
+        except ValueError:
+            message = "identifier must be an IP address without a zone"
+            raise ValueError(message) from None
     return data
 
 
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return "%" not in text
-
-
-def _endpoint_problem(endpoint: object) -> Exception | None:
+def _require_endpoint(endpoint: object) -> None:
     if not isinstance(endpoint, str):
-        return TypeError(f"endpoint must be text, not {type(endpoint).__name__}")
+        message = f"endpoint must be text, not {type(endpoint).__name__}"
+        raise TypeError(message)
+    problem = None
     if not 0 < len(endpoint) <= MAX_ENDPOINT_CHARS:
-        return ValueError(f"endpoint must be 1 to {MAX_ENDPOINT_CHARS} characters")
-    if endpoint == "*" or _CONTROL_CHARACTER.search(endpoint):
-        return ValueError("endpoint must not be * nor hold control characters")
-    try:
-        endpoint.encode()
-    except UnicodeEncodeError:
-        return ValueError("endpoint must be text that UTF-8 can carry")
-    return None
+        problem = f"be 1 to {MAX_ENDPOINT_CHARS} characters"
+    elif endpoint == "*" or _CONTROL_CHARACTER.search(endpoint):
+        problem = "not be * nor contain control characters"
+    elif _SURROGATE.search(endpoint):
+        problem = "be valid in UTF-8"
+    if problem is not None:
+        message = f"endpoint must {problem}"
+        raise ValueError(message)
 
 
-def _number_problem(name: str, value: object, least: int, most: int) -> Exception | None:
+def _require_number(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        return TypeError(f"{name} must be a whole number, not {type(value).__name__}")
+        message = f"{name} must be a whole number, not {type(value).__name__}"
+        raise TypeError(message)
     if not least <= value <= most:
-        return ValueError(f"{name} must be {least} to {most}")
-    return None
+        message = f"{name} must be {least} to {most}"
+        raise ValueError(message)

@@ -1,4 +1,4 @@
-"""The time, as the client needs it: one clock for pauses, one for what answers say of the calendar."""
+"""The source of time of a client: a monotonic clock for pauses, and the wall clock."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where the client has its time from."""
+    """A source of time: :class:`SystemClock`, or the ``ManualClock`` of :mod:`ratelimitd_client.testing`."""
 
     def monotonic_s(self) -> float:
-        """Seconds that only grow, from wherever they began."""
+        """Return seconds since an arbitrary time; they never decrease."""
         ...
 
     def now_s(self) -> float:
-        """Unix time in seconds."""
+        """Return the Unix time in seconds."""
         ...
 
 
 class SystemClock:
-    """The clocks of the machine."""
-
-    __slots__ = ()
+    """The clocks of the system."""
 
     def monotonic_s(self) -> float:
-        """The monotonic clock."""
+        """Return the monotonic clock."""
         return time.monotonic()
 
     def now_s(self) -> float:
-        """The wall clock."""
+        """Return the wall clock."""
         return time.time()

@@ -1,7 +1,4 @@
-"""What a client answers: a decision, the node's or its own, and the HTTP headers that tell of it.
-
-Pure. Nothing here asks anybody.
-"""
+"""Decisions, of the node or of the client itself, and the HTTP headers that describe them. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
 class Reason(enum.StrEnum):
-    """Why a decision is as it is. The first seven are the contract's, the rest are the client's own."""
+    """The cause of a decision. The first seven are those of the contract, the others are the client's own."""
 
     WITHIN_LIMIT = "WITHIN_LIMIT"
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
@@ -25,11 +22,11 @@ class Reason(enum.StrEnum):
     FAIL_OPEN_ERROR = "FAIL_OPEN_ERROR"
     INVALID_REQUEST = "INVALID_REQUEST"
     OTHER = "OTHER"
-    """A reason of a newer node: go by ``allowed``."""
+    """A reason of a newer node; use ``allowed``."""
     NO_ANSWER = "NO_ANSWER"
-    """Allowed by the client: it asked, and had no usable answer in time."""
+    """Allowed by the client: no usable answer came in time."""
     NOT_ASKED = "NOT_ASKED"
-    """Allowed by the client: earlier checks had no answer, so that it did not wait for one to this."""
+    """Allowed by the client without a call, because its breaker is not closed."""
 
 
 _REASONS: Final = {
@@ -43,39 +40,39 @@ _FAIL_OPEN: Final = frozenset(
 )
 
 FAIL_OPEN_REMAINING: Final = 1
-"""What a node says that is left when it lets a check through unchecked; the client says the same."""
+"""``remaining_tokens`` of a check that was let through unchecked, by a node or by the client."""
 
 
-KEPT_NAMES: Final = 64
-"""How many names of policies are kept with their quotes: an application has one or a few."""
+POLICY_CACHE_SIZE: Final = 64
+"""Cached names of policies; an application has one or a few."""
 
 
 class Decision(NamedTuple):
-    """The answer to one check; go by ``allowed``. The fields are the contract's."""
+    """The answer to one check; ``allowed`` decides. The fields are those of the contract."""
 
     allowed: bool
     remaining_tokens: int
     reset_time: int
-    """Unix seconds at which the whole limit is free again if nothing more is spent; 0 where no rule decided."""
+    """Unix seconds at which the whole limit is free again if nothing more is spent; 0 if no rule decided."""
     retry_after_seconds: int
     reason: Reason
     limit: int = 0
     window_seconds: int = 0
     rule_id: str = ""
     error: str = ""
-    """Of ``INVALID_REQUEST`` what is wrong, of ``NO_ANSWER`` what came instead: a gRPC status by its name."""
+    """The cause of ``INVALID_REQUEST``, or the result of the call for ``NO_ANSWER``: the name of a gRPC status."""
     decided_at_s: float = 0.0
     """When the answer came, by the caller's clock, in Unix seconds."""
 
     @property
     def fail_open(self) -> bool:
-        """Whether it was let through without having been checked, by the node or by this client."""
+        """Whether the check was let through unchecked, by the node or by the client."""
         return self.allowed and self.reason in _FAIL_OPEN
 
     @property
     def reset_after_seconds(self) -> int:
-        """From the answer on, seconds until the whole limit is free again: never more than the window."""
-        # No clock of a caller agrees with the node's to the second; what no algorithm can answer is cut off.
+        """Seconds from the answer until the whole limit is free again; at most the window."""
+        # The caller's clock may differ from the node's: values that no algorithm returns are clamped.
         ahead_s = math.ceil(self.reset_time - self.decided_at_s)
         least_s = 0 if self.allowed else self.retry_after_seconds
         return max(least_s, min(ahead_s, self.window_seconds))
@@ -87,7 +84,7 @@ class Decision(NamedTuple):
         policy: str = "default",
         revision: str = NEWEST_REVISION,
     ) -> dict[str, str]:
-        """Return the HTTP headers that tell the caller's own client of this decision.
+        """Return the HTTP headers that describe the decision to the client of the application.
 
         ``Retry-After`` on denials only; ``RateLimit`` and ``RateLimit-Policy`` of draft-ietf-httpapi-ratelimit-headers
         if a rule decided, under the name ``policy``, in the form of ``revision`` (``draft-11``, ``draft-7`` or
@@ -97,7 +94,7 @@ class Decision(NamedTuple):
         Raises:
             ValueError: ``policy`` is not printable ASCII without quotes and backslashes; ``revision`` is unknown.
         """
-        _demand_name(policy)
+        _require_policy_name(policy)
         if revision not in REVISIONS:
             message = f"the revision of the RateLimit headers is one of {', '.join(REVISIONS)}"
             raise ValueError(message)
@@ -122,21 +119,17 @@ class Decision(NamedTuple):
         return headers
 
 
-@lru_cache(KEPT_NAMES)
-def _demand_name(policy: str) -> None:
-    """See that the name of a policy needs no escapes in a header.
-
-    Raises:
-        ValueError: it does.
-    """
+@lru_cache(POLICY_CACHE_SIZE)
+def _require_policy_name(policy: str) -> None:
+    """Raise ValueError for a policy name that needs escapes in a header."""
     if not (policy.isascii() and policy.isprintable()) or '"' in policy or "\\" in policy:
         message = "the name of a policy is printable ASCII without quotes and backslashes"
         raise ValueError(message)
 
 
 def decision_of(answer: pb.RateLimitResponse, now_s: float) -> Decision:
-    """The decision that a node's answer holds."""
-    # As NamedTuple's own constructor does it, in two thirds of the time: it is made for every check.
+    """Return the decision of a node's answer."""
+    # As NamedTuple's own constructor, in two thirds of its time: runs for every check.
     return tuple.__new__(
         Decision,
         (
@@ -155,10 +148,10 @@ def decision_of(answer: pb.RateLimitResponse, now_s: float) -> Decision:
 
 
 def let_through(reason: Reason, why: str, now_s: float) -> Decision:
-    """The client's own answer, when there is no other."""
+    """Return the client's own decision."""
     return Decision(True, FAIL_OPEN_REMAINING, 0, 0, reason, error=why, decided_at_s=now_s)  # noqa: FBT003 - allowed
 
 
 def refused(why: str, now_s: float) -> Decision:
-    """What a node says in a batch of a check that it calls malformed, for one that was sent alone."""
+    """Return the denial of a single check that the node rejected as malformed, as it answers in a batch."""
     return Decision(False, 0, 0, 0, Reason.INVALID_REQUEST, error=why, decided_at_s=now_s)  # noqa: FBT003 - not allowed

@@ -50,8 +50,6 @@ def call_of(requests: Sequence[bytes]) -> tuple[str, bytes]:
 class FailOpen:
     """Turns results of calls into decisions. Threads may share it."""
 
-    __slots__ = ("_clock", "_throttle", "breaker")
-
     def __init__(self, clock: Clock) -> None:
         self.breaker: Breaker = Breaker(
             lambda: int(clock.monotonic_s() * US_PER_S),

@@ -13,8 +13,6 @@ INTERVAL_S: Final = 1.0
 class LogThrottle:
     """Counts events and decides when to log them. Threads may share it."""
 
-    __slots__ = ("_clock", "_lock", "_next_s", "_unlogged")
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()

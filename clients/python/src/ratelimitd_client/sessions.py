@@ -19,7 +19,7 @@ from ratelimitd_client.batching import Answer, Batcher
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.fail_open import BATCH, CHECK, FailOpen, call_of, last_resort
-from ratelimitd_client.transport.channel import CallError, NativeChannel, open_native_channel
+from ratelimitd_client.transport.channel import NativeChannel, open_native_channel
 from ratelimitd_client.transport.grpc_channel import (
     CHECKING_OPTIONS,
     Metadata,
@@ -138,8 +138,6 @@ class Sessions(_Arguments):
 
 class Session:
     """The channel of one process, used by all of its threads."""
-
-    __slots__ = ("_metadata", "_methods", "allows", "fail_open", "grpc_channel")
 
     def __init__(self, channel: grpc.Channel, fail_open: FailOpen, metadata: Metadata) -> None:
         self.grpc_channel = channel
@@ -306,20 +304,6 @@ class AsyncSession:
         ask: sends one check, batched with others, and returns the future of its decision.
     """
 
-    __slots__ = (
-        "_grpc_channel",
-        "_metadata",
-        "_methods",
-        "_open_grpc",
-        "_under_way",
-        "allows",
-        "ask",
-        "batcher",
-        "channel",
-        "fail_open",
-        "loop",
-    )
-
     def __init__(
         self,
         native: NativeChannel | None,
@@ -330,6 +314,7 @@ class AsyncSession:
         linger_s: float,
     ) -> None:
         self._open_grpc = open_grpc
+        self._native = native
         self._grpc_channel = open_grpc() if native is None else None
         self.channel: NativeChannel | grpc.aio.Channel = native or self.grpc_channel
         self.fail_open = fail_open
@@ -339,7 +324,7 @@ class AsyncSession:
         self.batcher = Batcher(send, linger_s=linger_s, loop=self.loop)
         self.ask = self.batcher.add
         self._metadata = metadata
-        self._methods = _methods_of(self.channel)
+        self._methods = {} if self._grpc_channel is None else _methods_of(self._grpc_channel)
         self._under_way: set[asyncio.Task[list[Decision]]] = set()
 
     @property
@@ -382,7 +367,7 @@ class AsyncSession:
 
     def _send_native(
         self, channel: NativeChannel, requests: Sequence[bytes], timeout_s: float, answer: Answer
-    ) -> None:
+    ) -> NodeCall | None:
         """Send a batch and pass its decisions to ``answer``; without a task, which would double the cost of a call."""
         count = len(requests)
 
@@ -398,9 +383,10 @@ class AsyncSession:
 
         path, message = call_of(requests)
         try:
-            channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
+            return channel.begin(path, message, done, timeout_s=timeout_s, metadata=self._metadata)
         except Exception as error:  # noqa: BLE001 - callers need an answer
             answer(self.fail_open.broken(error, count))
+            return None
 
     def _send_grpc(self, requests: Sequence[bytes], timeout_s: float, answer: Answer) -> None:
         """As :meth:`_send_native`, over gRPC's channel."""
@@ -416,14 +402,28 @@ class AsyncSession:
 
     async def _decisions(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         count = len(requests)
+        if self._native is not None:
+            future: asyncio.Future[list[Decision]] = self.loop.create_future()
+
+            def answer(decisions: Sequence[Decision]) -> None:
+                if not future.done():  # the task may have been cancelled
+                    future.set_result(list(decisions))
+
+            call = self._send_native(self._native, requests, timeout_s, answer)
+            try:
+                return await future
+            except asyncio.CancelledError:
+                if call is not None:
+                    self._native.cancel(call)
+                raise
         path, message = call_of(requests)
         try:
             # gRPC returns None for a call that ends with OK and without a message.
-            answer: bytes | None = await self._methods[path](
+            data: bytes | None = await self._methods[path](
                 message, timeout=timeout_s, metadata=self._metadata
             )
-            return self.fail_open.answered(answer, count)
-        except (CallError, grpc.aio.AioRpcError) as error:
+            return self.fail_open.answered(data, count)
+        except grpc.aio.AioRpcError as error:
             return self.fail_open.failed(error.code(), error.details() or "", count)
         except Exception as error:  # noqa: BLE001 - callers need an answer, whatever gRPC raises
             return self.fail_open.broken(error, count)
@@ -444,8 +444,6 @@ class ForkedError(RuntimeError):
 class _ForkedSession(AsyncSession):
     """Lets every check through with a warning, in a process forked after the client was used."""
 
-    __slots__ = ()
-
     def __init__(self, fail_open: FailOpen) -> None:
         self.fail_open = fail_open
         self.allows = lambda: False
@@ -461,6 +459,6 @@ class _ForkedSession(AsyncSession):
         return self.fail_open.broken(ForkedError(), len(requests))
 
 
-def _methods_of(channel: grpc.Channel | grpc.aio.Channel | NativeChannel) -> dict[str, Any]:
+def _methods_of(channel: grpc.Channel | grpc.aio.Channel) -> dict[str, Any]:
     """Return the calls of a channel by path, bytes in and out: gRPC would log answers that it cannot parse."""
     return {path: channel.unary_unary(path) for path in (CHECK, BATCH)}

@@ -1,7 +1,7 @@
-"""For tests of code that asks for decisions: fake clients, and a manual clock.
+"""Fake clients and a manual clock, for tests of code that checks requests.
 
-The fakes count in fixed windows, aligned to the Unix epoch, whatever the algorithm of your rules is. What a real node
-says at the edges of a window is tested with a real node.
+The fakes count in fixed windows, aligned to the Unix epoch, whatever the algorithm of your rules. Use a real node to
+test the edges of a window.
 """
 
 from __future__ import annotations
@@ -17,27 +17,25 @@ from ratelimitd_client.sessions import valid_timeout_s
 
 
 class ManualClock:
-    """A clock that moves only when told to."""
-
-    __slots__ = ("_monotonic_s", "_now_s")
+    """A clock that only :meth:`advance` moves."""
 
     def __init__(self, now_s: float = 1_700_006_400.0) -> None:
         self._now_s = now_s
         self._monotonic_s = 0.0
 
     def monotonic_s(self) -> float:
-        """Seconds advanced since this clock was made."""
+        """Return the seconds advanced since the clock was created."""
         return self._monotonic_s
 
     def now_s(self) -> float:
-        """The Unix time that was set."""
+        """Return the Unix time."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Let so many seconds pass.
+        """Advance both clocks.
 
         Raises:
-            ValueError: time does not pass backwards.
+            ValueError: ``seconds`` is negative.
         """
         if seconds < 0:
             message = "time does not pass backwards"
@@ -52,14 +50,14 @@ class _Limit(NamedTuple):
 
 
 class _Counts:
-    """What both fakes have in common: limits, counts, and whether the service is away."""
+    """The limits and counts of a fake, and whether its service is available."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock: Final = ManualClock() if clock is None else clock
         self.checks: Final[list[Check]] = []
-        """Every check that was asked, in order, also while the service is away."""
+        """All checks in order, also those while the service is not available."""
         self.available = True
-        """Set it to ``False`` to have all checks let through, as with a service that does not answer."""
+        """Set to ``False`` to let all checks through, as when the service does not answer."""
         self._closed = False
         self._limits: dict[tuple[str, str], _Limit] = {}
         self._spent: dict[tuple[str, str, str, int], int] = {}
@@ -67,10 +65,10 @@ class _Counts:
     def limit(
         self, endpoint: str, identifier_type: str, limit: int, window_seconds: int = 60
     ) -> None:
-        """Limit an endpoint, or with ``*`` all that have no limit of their own.
+        """Limit an endpoint, or with ``*`` all endpoints without a limit.
 
         Raises:
-            ValueError, TypeError: a limit or a window below 1, or an endpoint or type that no check can have.
+            ValueError, TypeError: a limit or a window is below 1, or no check can have the endpoint or the type.
         """
         Check("192.0.2.1", identifier_type, "/" if endpoint == "*" else endpoint)
         if limit < 1 or window_seconds < 1:
@@ -79,7 +77,7 @@ class _Counts:
         self._limits[endpoint, identifier_type] = _Limit(limit, window_seconds)
 
     def _decide_all(self, checks: Iterable[Check], timeout_s: float | None) -> list[Decision]:
-        """Decide, after what the real ones refuse was refused."""
+        """Decide, with the same errors as the real clients."""
         asked = list(checks)
         requests_of(asked)
         if timeout_s is not None:
@@ -131,7 +129,7 @@ class _Counts:
 
 
 class FakeRateLimiter(_Counts):
-    """In the place of a :class:`ratelimitd_client.RateLimiterClient`."""
+    """Replaces a :class:`ratelimitd_client.RateLimiterClient`."""
 
     def __enter__(self) -> Self:
         return self
@@ -145,11 +143,11 @@ class FakeRateLimiter(_Counts):
         self.close()
 
     def close(self) -> None:
-        """Answer no further checks."""
+        """Raise RuntimeError for further checks."""
         self._closed = True
 
-    def wait_until_ready(self, timeout_s: float = 5.0) -> bool:  # noqa: ARG002 - as the real one
-        """Tell whether the service is there."""
+    def wait_until_ready(self, timeout_s: float = 5.0) -> bool:  # noqa: ARG002 - as the real client
+        """Return whether the service is available."""
         return self.available
 
     def check(
@@ -163,19 +161,19 @@ class FakeRateLimiter(_Counts):
         peek: bool = False,
         timeout_s: float | None = None,
     ) -> Decision:
-        """As the real one; wrong arguments raise here, too."""
+        """As the real client, with the same errors."""
         check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek)
         return self._decide_all([check], timeout_s)[0]
 
     def check_many(
         self, checks: Iterable[Check], *, timeout_s: float | None = None
     ) -> list[Decision]:
-        """As the real one; wrong arguments raise here, too."""
+        """As the real client, with the same errors."""
         return self._decide_all(checks, timeout_s)
 
 
 class AsyncFakeRateLimiter(_Counts):
-    """In the place of an :class:`ratelimitd_client.AsyncRateLimiterClient`."""
+    """Replaces an :class:`ratelimitd_client.AsyncRateLimiterClient`."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -189,11 +187,11 @@ class AsyncFakeRateLimiter(_Counts):
         await self.close()
 
     async def close(self) -> None:
-        """Answer no further checks."""
+        """Raise RuntimeError for further checks."""
         self._closed = True
 
-    async def wait_until_ready(self, timeout_s: float = 5.0) -> bool:  # noqa: ARG002 - as the real one
-        """Tell whether the service is there."""
+    async def wait_until_ready(self, timeout_s: float = 5.0) -> bool:  # noqa: ARG002 - as the real client
+        """Return whether the service is available."""
         return self.available
 
     async def check(
@@ -207,12 +205,12 @@ class AsyncFakeRateLimiter(_Counts):
         peek: bool = False,
         timeout_s: float | None = None,
     ) -> Decision:
-        """As the real one; wrong arguments raise here, too."""
+        """As the real client, with the same errors."""
         check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek)
         return self._decide_all([check], timeout_s)[0]
 
     async def check_many(
         self, checks: Iterable[Check], *, timeout_s: float | None = None
     ) -> list[Decision]:
-        """As the real one; wrong arguments raise here, too."""
+        """As the real client, with the same errors."""
         return self._decide_all(checks, timeout_s)

@@ -197,8 +197,6 @@ class RouteFinder:
     routes that depend on the path, the method and the type of the request only.
     """
 
-    __slots__ = ("_found", "_plain", "_routes")
-
     def __init__(self) -> None:
         self._routes: Sequence[Any] = ()
         self._plain: list[Any] = []

@@ -88,8 +88,6 @@ class ClientAddresses:
         ValueError, TypeError: an argument is not valid; the message names it.
     """
 
-    __slots__ = ("_cut_bits", "_networks", "_trusts_unix")
-
     def __init__(self, trusted_proxies: Iterable[str] = (), *, ipv6_prefix: int = 64) -> None:
         if isinstance(trusted_proxies, str):
             message = "trusted_proxies must be several texts, not one"

@@ -67,15 +67,6 @@ class Policy(Generic[R]):
         TypeError: ``options`` is not ``Options``.
     """
 
-    __slots__ = (
-        "_addresses",
-        "_api_key_header",
-        "_exempt",
-        "_forwarded_header",
-        "_options",
-        "_throttle",
-    )
-
     def __init__(self, options: Options[R] | None = None, *, clock: Clock | None = None) -> None:
         given: object = options
         if not (given is None or isinstance(given, Options)):

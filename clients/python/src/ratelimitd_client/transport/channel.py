@@ -10,10 +10,9 @@ import asyncio
 import math
 import random
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import grpc
@@ -49,25 +48,6 @@ MAX_TRIES: Final = 2
 
 TIMER_ROUNDING_S: Final = 0.000_5
 """How much too early a timer of an event loop may fire: its resolution is 1 ms."""
-
-Method = Callable[..., Awaitable[bytes]]
-
-
-class CallError(Exception):
-    """A call ended without an answer. As gRPC's error: a status, and a text that may come from the node."""
-
-    def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
-        super().__init__(code.name)
-        self._code = code
-        self._details = details
-
-    def code(self) -> grpc.StatusCode:
-        """Return the status."""
-        return self._code
-
-    def details(self) -> str:
-        """Return the text."""
-        return self._details
 
 
 def open_native_channel(target: str, tls: Tls | None) -> NativeChannel | None:
@@ -117,7 +97,8 @@ class NativeChannel:
         self._is_unknown = False
         """The last look-up of the name failed."""
         self._lookup_due = asyncio.Event()
-        self._waiters: dict[asyncio.Future[None], None] = {}  # first come, first served
+        self._settled = asyncio.Event()
+        """A node is connected, or the channel is closed."""
         self._keeper: asyncio.Task[None] | None = None
         self._restart_s = 0.0
         """When a cancelled keeper may be replaced."""
@@ -131,18 +112,10 @@ class NativeChannel:
         self._timer: asyncio.TimerHandle | None = None
         self._expires_at_s = math.inf
 
-    def unary_unary(self, path: str) -> Method:
-        """Return the method of a path: ``await method(message, timeout=seconds, metadata=…)`` returns the answer.
-
-        It raises ``CallError`` only.
-        """
-        return partial(self._call, path)
-
     async def channel_ready(self) -> None:
         """Wait until a node is connected, or the channel is closed."""
         self._start()
-        while not (self._ready or self._is_closed):
-            await self._change()
+        await self._settled.wait()
 
     async def close(self) -> None:
         """Close all connections, after the calls in flight have ended."""
@@ -205,30 +178,6 @@ class NativeChannel:
                 self._send(call, left_s)
                 return
         self._finish(call)
-
-    async def _call(
-        self,
-        path: str,
-        message: bytes,
-        *,
-        timeout: float,  # noqa: ASYNC109 - the signature of gRPC's calls
-        metadata: Metadata,
-    ) -> bytes:
-        end = self._loop.create_future()
-
-        def done(_: NodeCall) -> None:
-            if not end.done():
-                end.set_result(None)
-
-        call = self.begin(path, message, done, timeout_s=timeout, metadata=metadata)
-        try:
-            await end
-        except asyncio.CancelledError:
-            self.cancel(call)
-            raise
-        if call.answer is None:
-            raise CallError(call.code, call.details)
-        return call.answer
 
     def _send(self, call: NodeCall, left_s: float) -> None:
         """Send a call, or queue it until there is a connection."""
@@ -297,22 +246,14 @@ class NativeChannel:
             return self._is_unknown
         return all(node.is_failing for node in self._nodes.values())
 
-    async def _change(self) -> None:
-        """Wait until the state of a connection changes."""
-        waiter = self._loop.create_future()
-        self._waiters[waiter] = None
-        try:
-            await waiter
-        finally:
-            del self._waiters[waiter]
-
     def _changed(self) -> None:
-        """Update the usable connections, wake waiters, and send waiting calls."""
+        """Update the usable connections, and send waiting calls."""
         links = [node.link for node in self._nodes.values()]
         self._ready = [link for link in links if link is not None and link.is_usable]
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        if self._ready or self._is_closed:
+            self._settled.set()
+        else:
+            self._settled.clear()
         waiting, self._waiting = self._waiting, {}
         for call in waiting:
             try:
@@ -347,7 +288,10 @@ class NativeChannel:
                 if self._target.fixed:
                     await self._loop.create_future()  # they never change
                 if not self._is_unknown:
-                    await _wait(self._lookup_due, LOOKUP_INTERVAL_S)
+                    # Not wait_for, which can lose a cancellation in Python 3.11.
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOKUP_INTERVAL_S):
+                            await self._lookup_due.wait()
                 await asyncio.sleep(LOOKUP_PAUSE_S)
                 self._lookup_due.clear()
         finally:
@@ -441,10 +385,3 @@ class NativeChannel:
             await self._loop.create_connection(
                 lambda: link, address.host, address.port, ssl=context, server_hostname=name
             )
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for an event, up to a timeout."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
