@@ -5,8 +5,7 @@ import asyncio
 from ratelimitd.counters import CheckStats
 from ratelimitd.http2.limits import Limits
 from ratelimitd.rpc.dispatch import ConnectionCalls
-from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.routing import Peer as PeerName
 from ratelimitd.rpc.state import ServerState

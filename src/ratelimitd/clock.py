@@ -84,10 +84,6 @@ class SystemClock:
         return self._error_us
 
 
-# Which time a check is judged at: the caller's timestamp, the node's clock, or a refusal. See ADR 0005.
-#
-# Pure: the node's time is an argument.
-
 TOLERANCE_US: Final = 5 * US_PER_S
 """A caller's clock may differ by that much, and by a tenth of the window at most."""
 

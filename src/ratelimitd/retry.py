@@ -42,10 +42,6 @@ class Backoff:
         self._pause_s = self._first_s
 
 
-# Jobs that run beside the checks: a crash is logged, counted and followed by a restart, never by the end of the node.
-#
-# Owns the tasks it starts and stops them. Never knows what a job does.
-
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 30.0
 """Pause before a restart: doubled from crash to crash, up to half a minute, less up to a half at random."""

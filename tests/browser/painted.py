@@ -34,7 +34,7 @@ IDENTIFIERS = (("user", "mall…"), ("ip", "203.0.113.…"), ("api_key", "pk_l�
 
 
 class PaintedLive:
-    """``count`` nodes, as :class:`ratelimitd.web.live_stream.LiveStatus` shows them."""
+    """``count`` nodes, as :class:`ratelimitd.web.pages.overview.LiveStatus` shows them."""
 
     ended = False
 

@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from ratelimitd.services.envoy.service import METHOD
+from ratelimitd.services.envoy import METHOD
 from tests.cluster.nodes import Nodes
 from tests.cluster.shared import TIMEOUT_MS
 from tests.envoy_messages import Request, Response, request_of

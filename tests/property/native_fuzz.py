@@ -11,8 +11,7 @@ from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.limits import ALLOWANCES, Limits
 from ratelimitd.http2.streams import UNTOUCHED
 from ratelimitd.rpc.dispatch import ConnectionCalls
-from ratelimitd.rpc.interface import Methods
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, TransportLimits
 from ratelimitd.rpc.routing import Peer
 from ratelimitd.rpc.state import MAX_UNREAD_QUESTIONS, ServerState
 

@@ -11,8 +11,8 @@ from hpack.table import HeaderTable as TheirTable
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ratelimitd.http2.headers import Encoder
 from ratelimitd.http2.hpack_decoder import Decoder, HeaderTable, field_bytes
-from ratelimitd.http2.hpack_encoder import Encoder
 from ratelimitd_wire import huffman
 from ratelimitd_wire import huffman as errors
 from ratelimitd_wire.huffman import HeaderListTooLargeError, HpackError

@@ -5,7 +5,6 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ratelimitd.http2.answers import UnaryAnswer, static_block
 from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.errors import Cause
 from ratelimitd.http2.events import (
@@ -18,6 +17,7 @@ from ratelimitd.http2.events import (
 )
 from ratelimitd.http2.headers import RequestHead
 from ratelimitd.http2.limits import Limits
+from ratelimitd.http2.sending import UnaryAnswer, static_block
 from ratelimitd.http2.streams import UNTOUCHED, State
 from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import (

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from ratelimitd.counters import CheckStats
 from ratelimitd.http2.connection import Connection
 from ratelimitd.rpc.dispatch import ConnectionCalls
-from ratelimitd.rpc.interface import Methods
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.routing import Peer as PeerName
 from ratelimitd.rpc.state import ServerState

@@ -9,8 +9,7 @@ from typing import Any
 import trustme
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.rpc.interface import Methods
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.server import NativeServer
 from ratelimitd.rpc.tls import TlsFiles

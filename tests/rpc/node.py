@@ -21,8 +21,8 @@ from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.services.config import ConfigService
-from ratelimitd.services.envoy.messages import SERVICE as ENVOY
-from ratelimitd.services.envoy.service import ALL_FIELDS, EnvoyOptions, EnvoyService
+from ratelimitd.services.envoy import ALL_FIELDS, EnvoyOptions, EnvoyService
+from ratelimitd.services.envoy import SERVICE as ENVOY
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import SERVICE as GRPC_HEALTH
 from ratelimitd.services.grpc_health import GrpcHealthService

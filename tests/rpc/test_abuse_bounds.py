@@ -6,8 +6,7 @@ import pytest
 
 from ratelimitd.http2.limits import Limits
 from ratelimitd.rpc.connection import NativeConnection
-from ratelimitd.rpc.interface import StatusCode
-from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES
+from ratelimitd.rpc.interface import MAX_MESSAGE_BYTES, StatusCode
 from ratelimitd.rpc.messages import framed
 from tests.http2_peer import (
     GOAWAY,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import grpc
 import pytest
 
-from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES
+from ratelimitd.rpc.interface import MAX_MESSAGE_BYTES
 from ratelimitd.services.auth import Credentials
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.rpc.asking import CLIENTS, PATIENCE_S, Asked, Client, Seen

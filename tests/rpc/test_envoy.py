@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from ratelimitd.services.auth import Credentials
-from ratelimitd.services.envoy.service import METHOD
+from ratelimitd.services.envoy import METHOD
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.envoy_messages import Response, request_of
 from tests.rpc.node import running_node

@@ -20,7 +20,7 @@ from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import validate
 from prometheus_client.openmetrics import parser as openmetrics
 
-from ratelimitd.services.envoy.service import METHOD as ENVOY_METHOD
+from ratelimitd.services.envoy import METHOD as ENVOY_METHOD
 from ratelimitd.testing import ManualClock, running_node
 from ratelimitd_wire.ratelimit_headers import REVISIONS
 from ratelimiter.v1 import ratelimiter_pb2 as pb

@@ -13,8 +13,7 @@ import pytest
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.node.transports import server_of
-from ratelimitd.rpc.interface import Methods, RpcError, Server, StatusCode
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, RpcError, Server, StatusCode, TransportLimits
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7

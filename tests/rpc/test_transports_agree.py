@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.node.transports import TRANSPORTS, server_of
-from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
-from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES, TransportLimits
+from ratelimitd.rpc.interface import (
+    MAX_MESSAGE_BYTES,
+    Methods,
+    RpcError,
+    StatusCode,
+    TransportLimits,
+)
 
 CODES = [code for code in StatusCode if code is not StatusCode.OK]
 COMPRESSIONS = [grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate]

@@ -24,11 +24,6 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 if TYPE_CHECKING:
     from ratelimitd_client import NodeClient
 
-# What ``rules apply`` has to change, decided before anything is changed: rules that are wanted against rules that are.
-#
-# Pure: no calls, no printing. The order of the steps is part of the plan, because two rules never share an endpoint and
-# identifier type, not even for a moment.
-
 Pair = tuple[str, str]
 """Endpoint and identifier type: no two rules have the same."""
 

@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
     from ratelimitd_client import NodeClient, Tls
 
-# How a command fails: one line for a person and an exit status, for every error a call to a node can end with.
-#
-# Never prints; :func:`ratelimitd.cli.main` does.
-
 EXIT_ERROR: Final = 1
 """Any error that is not one of the others; for ``rules``: the node refused."""
 

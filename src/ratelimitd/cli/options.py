@@ -66,10 +66,6 @@ def _option(name: str, metavar: str, text: str) -> inspect.Parameter:
     )
 
 
-# The help text of a command: its docstring, with the lines of its example left as they are.
-#
-# Never touches a docstring: reading one in the source needs no knowledge of typer's markers.
-
 EXAMPLE: Final = "Example:"
 
 VERBATIM: Final = "\b\n"
@@ -84,8 +80,6 @@ def help_of(command: Callable[..., Any]) -> str:
         for paragraph in paragraphs
     )
 
-
-# ``ratelimitd config show``: what a node started here and now would be set to.
 
 app = typer.Typer(help="Show how a node is set.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -156,8 +156,6 @@ def _fitted(cell: str, width: int, *, right: bool) -> str:
     return cell.rjust(width) if right else cell.ljust(width)
 
 
-# A bar, or a sign of life, for work that takes a while: on stderr where that is a terminal, and nowhere else.
-
 LONG: Final = 100
 """Work of fewer steps is over before anybody reads a bar."""
 
@@ -188,8 +186,6 @@ def working(what: str) -> Iterator[None]:
     with Console(stderr=True).status(what):
         yield
 
-
-# Keys as they are pressed, for commands that run until somebody has seen enough.
 
 QUIT_KEYS: Final = b"qQ\x03\x04"
 """Also what Ctrl-C and Ctrl-D are where the terminal does not act on them."""

@@ -35,8 +35,6 @@ def serve(settings: Settings) -> None:
     raise typer.Exit(supervisor.run(settings))
 
 
-# ``ratelimitd db upgrade``: bring the rule database to the schema of this release.
-
 app = typer.Typer(help="Look after the rule database.", no_args_is_help=True, rich_markup_mode=None)
 
 

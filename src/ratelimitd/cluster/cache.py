@@ -1,12 +1,10 @@
 """The shared buckets that a node knows: those in use as views, the others packed; the least recently used leave first.
 
-A view is an object of several, which the garbage collector looks at; a packed bucket is one integer, which it does not.
-So an idle bucket is packed: its base is all that is worth keeping of it, for one
-with something to settle is never packed. See ADR 0026.
+A view is several objects that the garbage collector tracks, a packed bucket one that it does not. An idle bucket is
+packed down to its base; one with something to settle is never packed. See ADR 0026.
 
-Two generations stand for an order of use: what is used moves to the young one; when a generation has lived its time,
-what is left in the old one leaves. Every step is small: buckets are moved a few at a time, packed ones leave by hash
-tag.
+Two generations approximate the order of use: a used bucket moves to the young one, and what is still in the old one at
+the end of its period leaves. Work is done in small steps: a few buckets at a time, packed ones by hash tag.
 """
 
 from __future__ import annotations
@@ -19,14 +17,10 @@ from ratelimitd.ledger.accounts import BucketState
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import US_PER_S
 
-# A state of a shared bucket as one integer, or two objects with a log: small, and nothing for the garbage collector.
-#
-# Pure. An integer:
-#
+# A packed state is one integer, which the garbage collector does not track, or two objects with a log:
 #     spent · generation (31 bits) · revision (63 bits) · limit (31 bits) · latest_us (53 bits) · whether it is not full
-
 Packed: TypeAlias = int | tuple[int, bytes]
-"""The numbers of a state, beside its log if it has one; such a tuple is left alone by the collector once it is seen."""
+"""The numbers of a state, with its log if it has one; the collector stops tracking such a tuple."""
 
 _LATEST_SHIFT: Final = 1
 _LIMIT_SHIFT: Final = _LATEST_SHIFT + 53
@@ -72,13 +66,13 @@ def unpack(packed: Packed) -> SharedState:
 
 
 IDLE_US: Final = US_PER_S // 2
-"""A view that was not used for this long, twice at most, is packed."""
+"""A view unused for this long, at most twice that, is packed."""
 
 MOVED_PER_STEP: Final = 64
 """Views that are packed or kept in one step, about 0.1 ms; more while more are added."""
 
 FREED_SHARE: Final = 64
-"""Of what was forgotten this part is freed in one step: of a million buckets, 1.5 ms at first."""
+"""Fraction of dropped entries freed per step; bounds the stall: 1.5 ms for a million buckets."""
 
 
 class BucketCache:
@@ -91,7 +85,7 @@ class BucketCache:
         """What was used last, by key: to look here first saves a call of :meth:`get`."""
         self._old: dict[bytes, Bucket] = {}
         self._unsettled: dict[bytes, Bucket] = {}
-        """Unused like the old ones, but with something to settle; first in the next young generation."""
+        """Old ones with something to settle; they join the next young generation."""
         self._turned_us = now_us
         self._added = 0
         self._packed_young: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
@@ -120,17 +114,17 @@ class BucketCache:
         return bucket
 
     def take_packed(self, name: bytes) -> SharedState | None:
-        """The last known state of a bucket that is not in use; it has to be put back by :meth:`add`."""
+        """Remove and return the last known state of a packed bucket; the caller puts it back with :meth:`add`."""
         packed = self._pop_packed(name)
         return None if packed is None else unpack(packed)
 
     def forget_packed(self, name: bytes) -> None:
-        """Somebody says that a bucket is another now: it is read again when it is asked for."""
+        """Drop a packed bucket that another node changed: its next check reads it again."""
         self._pop_packed(name)
 
     def forget_all_packed(self) -> None:
-        """Any of them may be another now."""
-        # To free a million at once would take a tenth of a second.
+        """Drop all packed buckets: any of them may be stale."""
+        # Freeing a million at once would take 0.1 s.
         self._forgotten += filter(None, (*self._packed_young, *self._packed_old))
         self._packed_young = [{} for _ in range(HASH_TAGS)]
         self._packed_old = [{} for _ in range(HASH_TAGS)]
@@ -151,7 +145,7 @@ class BucketCache:
         self._packed_count += 1
 
     def add(self, bucket: Bucket) -> None:
-        """A bucket is in use from now on."""
+        """Put a bucket into use."""
         self._pop_packed(bucket.name)
         self.young[bucket.key] = bucket
         bucket.tag.buckets[bucket.name] = bucket
@@ -159,8 +153,8 @@ class BucketCache:
         self._added += 1
 
     def step(self, now_us: int) -> None:
-        """Move on by a small step; to be called often."""
-        # More at a time where more has come together: what is forgotten again and again must not pile up.
+        """Do one small step of the periodic work; called often."""
+        # In proportion to the backlog, so that repeated resyncs do not pile up.
         del self._forgotten[-1 - len(self._forgotten) // FREED_SHARE :]
         moves = MOVED_PER_STEP + 2 * self._added
         self._added = 0
@@ -196,13 +190,13 @@ class BucketCache:
 
     @staticmethod
     def _forget(bucket: Bucket) -> None:
-        """Let a bucket go. One with something to settle stays known to its tag until that is done."""
+        """Drop a bucket. One with something to settle stays known to its partition until it is settled."""
         bucket.is_cached = False
         if bucket.view.is_clean:
             bucket.tag.buckets.pop(bucket.name, None)
 
     def _expire(self, now_us: int) -> None:
-        """Turn the packed generations of the tags, one tag after the other, each once in half of the time to live."""
+        """Rotate the packed generations, one hash tag after another, each once in half the time to live."""
         pause_us = self._generation_us // HASH_TAGS
         # After a long pause all of them at most.
         self._tag_turned_us = max(self._tag_turned_us, now_us - self._generation_us)
@@ -211,7 +205,7 @@ class BucketCache:
             self.expired_total += self._turn_next_tag()
 
     def _turn_next_tag(self) -> int:
-        """Let the old packed buckets of one more tag go; returns how many those were."""
+        """Drop the old packed buckets of the next tag; return their number."""
         dropped = self._drop_old(self._next_tag)
         self._next_tag = (self._next_tag + 1) % HASH_TAGS
         return dropped

@@ -271,10 +271,6 @@ class Partition:
             del self.buckets[bucket.name]
 
 
-# Which buckets are read again because checks of them were denied: a denial may be about what others gave back.
-#
-# Rule 10 of the ledger: with the sync, and less and less often while nothing new comes. Pure.
-
 PAUSES_US: Final = (100_000, 300_000, 700_000, 1_000_000)
 """Between two looks at a bucket; the last one holds on."""
 

@@ -28,10 +28,6 @@ from ratelimitd_wire.static_table import (
     Field,
 )
 
-# The table that indexes point into: the static entries, and behind them those that a connection adds.
-#
-# Never reads or writes a block. See RFC 7541 §2.3 and §4.
-
 Entry = tuple[Field, int]
 """A field and its size as §4.1 counts it."""
 

@@ -79,10 +79,6 @@ def _demand(valid: bool, code: ErrorCode = ErrorCode.PROTOCOL_ERROR) -> None:  #
         raise ConnectionFailureError(code, Cause.PROTOCOL, "a setting is out of its range")
 
 
-# The first octets of a connection (RFC 9113 §3.4): whether they are HTTP/2, and a clear answer when they are not.
-#
-# Never waits for more octets than are needed to tell.
-
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 _TLS_HANDSHAKE: Final = 0x16

@@ -26,11 +26,6 @@ from ratelimitd.http2.headers import RequestHead
 from ratelimitd_wire.codes import ErrorCode
 from ratelimitd_wire.static_table import Field
 
-# Flow-control arithmetic (RFC 9113 §5.2, §6.9), in octets of DATA payload. Pure.
-#
-# What we may send needs no object: it is a number that goes down by what was sent and up by :func:`grown`. What the
-# peer may send is a :class:`ReceiveWindow`.
-
 DEFAULT_WINDOW_BYTES: Final = 65_535
 """Of connection and streams, until somebody says otherwise (§6.9.2)."""
 

@@ -161,11 +161,6 @@ class Spends:
         ]
 
 
-# Numbered batches of updates: sent until they are acknowledged, applied exactly once. Pure.
-#
-# A sender has one batch on its way at a time and repeats it unchanged. The store applies each number of a sender once
-# and in order, and answers the last one again from what it kept, so that a lost reply costs nothing but time.
-
 MAX_UPDATES: Final = 100
 """Of one batch, as the specification has it."""
 

@@ -84,15 +84,11 @@ class Upkeep:
             _log.warning("the node's clock is within a second of the wall clock again")
 
 
-# Python's garbage collector in a process that serves: what is loaded to stay is taken out of its sight.
-#
-# A full collection walks every container object, and nothing runs meanwhile: 40 ms for the modules alone, up to 350 ms
-# with a book of 100,000 rules, less than 0.1 ms once all that is frozen (measured, CPython 3.11). Buckets do not count:
-# a million of them, bytes in dicts of bytes, add nothing that can be measured.
-
-
+# A full garbage collection walks every container object, and nothing runs meanwhile: 40 ms for the modules alone, up
+# to 350 ms with a book of 100,000 rules, less than 0.1 ms once all of them are frozen (CPython 3.11). Buckets do not
+# count: a million of them, bytes in dicts of bytes, add nothing measurable.
 def tidy() -> None:
-    """Collect what is garbage and freeze the rest. Takes tens of milliseconds: not while serving."""
+    """Collect garbage and freeze the rest. Takes tens of milliseconds: not while serving."""
     gc.collect()
     gc.freeze()
 

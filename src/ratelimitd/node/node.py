@@ -36,8 +36,7 @@ from ratelimitd.observe.live import Live, live_of
 from ratelimitd.observe.logs import LogContext, RulesLog
 from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.retry import Background
-from ratelimitd.rpc.interface import Methods, Server
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, Server, TransportLimits
 from ratelimitd.rpc.tls import TlsFiles
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
@@ -48,8 +47,8 @@ from ratelimitd.rules.store import RuleStore
 from ratelimitd.services import grpc_health, reflection
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.services.config import ConfigService
-from ratelimitd.services.envoy.messages import SERVICE as ENVOY
-from ratelimitd.services.envoy.service import EnvoyOptions, EnvoyService
+from ratelimitd.services.envoy import SERVICE as ENVOY
+from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.health import HealthService

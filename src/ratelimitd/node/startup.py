@@ -23,10 +23,6 @@ from ratelimitd.rules.store import RuleStore
 from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
 
-# Fills a rule book that never held a rule from RULES_FILE; any other, also one emptied on purpose, is never touched.
-#
-# All of the file is written at once or nothing of it: a start that is broken off leaves a book to be filled.
-
 ACTOR: Final = "RULES_FILE"
 """Who the audit trail names."""
 

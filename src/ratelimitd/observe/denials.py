@@ -15,12 +15,11 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.model import IdentifierType, Rule
 from ratelimitd.observe.logs import masked
 
-# The most frequent of ever so many things, in bounded memory.
-#
-# The sketch of Misra and Gries ("Finding repeated elements", 1982) in the form that makes an addition cheap (Anderson
-# et al., "A high-performance algorithm for identifying frequent items in data streams", IMC 2017): counters are added
-# until there are twice as many as ``size``; then the count of the middle one is taken off all, and those that come to
-# nothing go. So no count is too high, and none is too low by more than the sum of all divided by ``size``.
+# The most frequent items in bounded memory: the sketch of Misra and Gries ("Finding repeated elements", 1982) in the
+# form that makes an addition cheap (Anderson et al., "A high-performance algorithm for identifying frequent items in
+# data streams", IMC 2017): counters are added until there are twice as many as ``size``; then the count of the middle
+# one is taken off all, and those that come to nothing go. So no count is too high, and none is too low by more than
+# the sum of all divided by ``size``.
 
 Item = TypeVar("Item", bound=Hashable)
 

@@ -190,8 +190,6 @@ def _place(_logger: object, _method: str, event: EventDict) -> EventDict:
     return event
 
 
-# Identifiers as they may be shown: enough to tell one from another, not enough to know or to use it. Pure.
-
 SHOWN_CHARACTERS: Final = 4
 """At most so many of the first characters are shown, and at most a quarter of all."""
 
@@ -206,10 +204,6 @@ def masked(identifier: bytes, identifier_type: IdentifierType) -> str:
         return separator.join((*text.split(separator)[:2], HIDDEN))
     return text[: min(SHOWN_CHARACTERS, len(text) // 4)] + HIDDEN
 
-
-# The log line about the rules in force: when they change, yet not at each of many edits in a row.
-#
-# Never reads a book; it is told.
 
 _log = logging.getLogger(__name__)
 

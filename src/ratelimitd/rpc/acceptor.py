@@ -26,10 +26,6 @@ from ratelimitd.rpc.interface import TransportError
 from ratelimitd.rpc.state import TickGate
 from ratelimitd_wire.codes import ErrorCode
 
-# Peers on a port of TLS whose first octets are not TLS: what they are told before the connection is closed.
-#
-# The other way round, TLS on a plaintext port, is the business of :mod:`ratelimitd.http2.settings`. Never does I/O.
-
 TLS_RECORD: Final = b"\x16"
 """What TLS begins with: a record of the handshake."""
 
@@ -240,10 +236,6 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-# File descriptors: how many connections the process can have open and still reach its own files.
-#
-# A process without a free descriptor cannot write its buckets, open its database or answer a probe. Never opens any.
-
 RESERVED: Final = 256
 """For everything but callers: files, the database, the HTTP port and who reads metrics there."""
 
@@ -268,10 +260,6 @@ def room_for(connections: int) -> int:
     _log.warning("room for %d connections only: the limit of open files is %d", room, allowed)
     return room
 
-
-# Addresses a transport listens on: whether one is free, and how the bound one is written.
-#
-# Never listens itself.
 
 UNIX_PREFIX: Final = "unix:"
 

@@ -14,12 +14,11 @@ from typing import Final
 from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.events import CompleteRequest, Event
 from ratelimitd.rpc.interface import BulkHandler, RpcError, StatusCode, TransportError
-from ratelimitd.rpc.messages import PREFIX_BYTES, PREFIXES, only_message
+from ratelimitd.rpc.messages import PREFIX_BYTES, PREFIXES, UNARY_ANSWER, only_message
 from ratelimitd.rpc.requests import Invoker, RequestAssembler
 from ratelimitd.rpc.responses import ResponseWriter
 from ratelimitd.rpc.routing import Peer, Route, Router
 from ratelimitd.rpc.state import CallTable, OpenCall, ServerState, TimeBudget
-from ratelimitd.rpc.status import UNARY_ANSWER
 
 MS_PER_S: Final = 1_000.0
 

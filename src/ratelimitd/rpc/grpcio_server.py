@@ -27,14 +27,10 @@ from ratelimitd.rpc.interface import (
     RpcError,
     StatusCode,
     TransportError,
+    TransportLimits,
     UnaryHandler,
 )
-from ratelimitd.rpc.limits import TransportLimits
 from ratelimitd.rpc.tls import Certificates, CertificateSource, TlsFiles
-
-# Keeps a grpc server in service: opens one that grpc gave up again, on the same port.
-#
-# Knows nothing of methods, limits and certificates; what a server is made of is its owner's.
 
 REOPEN_PAUSE_S: Final = 0.05
 LONG_GRACE_S: Final = 86_400.0

@@ -9,7 +9,7 @@ import enum
 from typing import Final, NamedTuple
 
 from ratelimitd.http2.errors import Cause
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import TransportLimits
 
 MS_PER_S: Final = 1_000.0
 

@@ -28,10 +28,6 @@ from ratelimitd.rpc.responses import ResponseWriter
 from ratelimitd.rpc.routing import NativeCall, Route, Router
 from ratelimitd.rpc.state import CallTable, OpenCall, Questions, ServerState, TimeBudget
 
-# Handlers that take their time: a unary one that has to wait, and those that answer with a stream.
-#
-# Each runs in a task of its own, and ends its call; ending the call earlier cancels the task.
-
 CANCELLED = RpcError(StatusCode.CANCELLED, "the call was cancelled")
 
 
@@ -110,11 +106,6 @@ async def _close(answers: AsyncIterator[bytes]) -> None:
     if close is not None:
         await close()
 
-
-# Calls handlers: within the bounds on what is in progress, and not for a caller who no longer waits.
-#
-# A unary handler that answers at once costs no task, no timer and no lock, and nothing about its call is kept. What
-# takes longer is left to :mod:`ratelimitd.rpc.requests`. Never reads a request.
 
 TOO_MANY_CALLS: Final = RpcError(StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
 _TOO_MANY_STREAMS: Final = RpcError(StatusCode.RESOURCE_EXHAUSTED, "too many streams are open")

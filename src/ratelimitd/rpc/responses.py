@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 from ratelimitd.http2.connection import Connection
 from ratelimitd.rpc.interface import RpcError, StatusCode, TransportError
-from ratelimitd.rpc.messages import framed
-from ratelimitd.rpc.state import CallTable, OpenCall, ServerState, TimeBudget
-from ratelimitd.rpc.status import (
+from ratelimitd.rpc.messages import (
     HEADERS,
     OK_TRAILERS,
     OK_TRAILERS_ONLY,
     UNARY_ANSWER,
     Fields,
+    framed,
     trailers,
     trailers_only,
 )
+from ratelimitd.rpc.state import CallTable, OpenCall, ServerState, TimeBudget
 
 
 class ResponseWriter:

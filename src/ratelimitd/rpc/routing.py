@@ -12,8 +12,8 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
-from ratelimitd.http2.answers import static_block
 from ratelimitd.http2.headers import RequestHead
+from ratelimitd.http2.sending import static_block
 from ratelimitd.rpc.interface import (
     BulkHandler,
     Methods,
@@ -22,13 +22,14 @@ from ratelimitd.rpc.interface import (
     TransportError,
     UnaryHandler,
 )
-from ratelimitd.rpc.messages import Encoding
-from ratelimitd.rpc.status import ACCEPTED_ENCODINGS, Fields, is_positive_timeout, parse_timeout_s
+from ratelimitd.rpc.messages import (
+    ACCEPTED_ENCODINGS,
+    Encoding,
+    Fields,
+    is_positive_timeout,
+    parse_timeout_s,
+)
 from ratelimitd.tracing import TRACEPARENT, is_sampled
-
-# Answers to requests that are HTTP/2 but not gRPC: a browser, a probe, a proxy that was set up wrong.
-#
-# A person reads these, so they are real HTTP answers with a body. Never for anything that claims to be gRPC.
 
 
 class HttpFallback(NamedTuple):
@@ -337,9 +338,6 @@ _BAD_TIMEOUT: Final = Refusal(
     RpcError(StatusCode.INTERNAL, "Error parsing 'grpc-timeout' metadata"),
     TransportError.BAD_REQUEST,
 )
-
-
-# Who is at the other end of a socket: an address in gRPC's spelling, and the names of a verified certificate.
 
 
 def peer_of(transport: asyncio.BaseTransport) -> Peer:

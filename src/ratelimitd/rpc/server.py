@@ -21,8 +21,14 @@ from ratelimitd.rpc.acceptor import (
     room_for,
 )
 from ratelimitd.rpc.connection import NativeConnection
-from ratelimitd.rpc.interface import InProgress, Methods, RpcError, StatusCode, TransportError
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import (
+    InProgress,
+    Methods,
+    RpcError,
+    StatusCode,
+    TransportError,
+    TransportLimits,
+)
 from ratelimitd.rpc.state import ServerState
 from ratelimitd.rpc.tls import CertificateSource, TlsContexts, TlsFiles
 

@@ -11,14 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Final, NamedTuple
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError, TransportLimits
 from ratelimitd.rpc.messages import Encoding, MessageReader, Part, message_of
 from ratelimitd.rpc.routing import HttpFallback, NativeCall, Route, routes_of
-
-# A call that is not answered yet: what has come of it, what runs for it, and what its handler reads.
-#
-# Never sends anything and never decides a status but those of broken messages.
 
 MAX_UNREAD_QUESTIONS: Final = 1_000
 """Of one stream. An empty message takes 5 octets of the stream's window and 50 times that of our memory."""
@@ -204,8 +199,6 @@ class Questions:
         return message_of(part, self.encoding, self.max_message_bytes)
 
 
-# How long one connection is worked for while others wait. Knows a clock, and nothing of the work.
-
 TURN_S: Final = 0.002
 """Bounds on frames and octets keep common calls within it; it is for the dear ones, such as a small message that
 inflates to a large one."""
@@ -246,11 +239,6 @@ class TimeBudget:
         self.dear = False
         return self._monotonic_s() - self.began_s > TURN_S
 
-
-# A tick gate: waiters queue, and each event-loop iteration admits one.
-#
-# What is dear, and can be asked for many times in one read, passes here first, so that a turn never holds more than one
-# piece of it. Never measures a piece: what one may cost is bounded where it is made.
 
 EVERY_S: Final = 0.005
 MOST_AT_ONCE: Final = 8
@@ -360,11 +348,6 @@ class ServerState:
             return error
         self.count(TransportError.UNEXPECTED)
         return RpcError(StatusCode.INTERNAL, "unexpected error")
-
-
-# The requests of one connection that are not answered yet, and what they make us hold.
-#
-# Only what is not answered at once is here. Counts and looks up; never sends, and never ends a call.
 
 
 class CallTable:

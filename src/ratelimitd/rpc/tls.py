@@ -143,10 +143,6 @@ def _demand_matching_key(files: TlsFiles) -> None:
         raise StartupError(message) from None
 
 
-# TLS as asyncio wants it: contexts that speak HTTP/2 only, made anew when the files change.
-#
-# Never reads a PEM file that was not judged before: see :mod:`ratelimitd.rpc.tls`.
-
 _ALPN: Final = ["h2"]
 
 

@@ -26,10 +26,6 @@ from ratelimitd.services.wire import (
 )
 from ratelimiter.v1 import ratelimiter_pb2
 
-# The page token of ListRateLimits: where the next page starts, sealed so that only our own tokens are taken.
-#
-# Pure. A token is bound to the filters it was made under, and holds on every node that shares the key.
-
 SEAL_BYTES: Final = 16
 
 # No endpoint or identifier type contains a control character, so this one parts them.

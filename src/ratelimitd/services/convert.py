@@ -207,11 +207,6 @@ def _violations(field: str, read: Callable[[T], object], value: T) -> Iterator[F
         yield FieldViolation(field, str(error))
 
 
-# Rules between the wire and the model: drafts, changes and masks on their way in, rules on their way out.
-#
-# Pure. What a valid rule is, :mod:`ratelimitd.rules.validation` knows; here is only what the messages mean: what unset
-# means, and which fields a mask may name. See ADR 0008.
-
 NOT_CHANGEABLE: Final = frozenset({"id", "etag"})
 """Fields that say which rule is meant, and which version of it."""
 

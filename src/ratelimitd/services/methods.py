@@ -22,9 +22,8 @@ from ratelimitd.rpc.interface import (
     StatusCode,
     UnaryHandler,
 )
-from ratelimitd.services import config, grpc_health, health, rate_limiter, reflection
+from ratelimitd.services import config, envoy, grpc_health, health, rate_limiter, reflection
 from ratelimitd.services.auth import Access, Requirement, Role
-from ratelimitd.services.envoy import service as envoy
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.tracing import TRACEPARENT, Span, Tracer, is_sampled
 from ratelimiter.v1 import ratelimiter_pb2
@@ -152,11 +151,6 @@ def _guarded_stream(
 
     return answers
 
-
-# The methods of a node, with a span around each call that is traced.
-#
-# Changes of rules, listing and resets are traced as the tracer decides; checks only for callers who sampled their
-# trace. Never looks into a request: there are identifiers in it.
 
 _CHECK: Final = f"{rate_limiter.SERVICE}/CheckRateLimit"
 _BATCH: Final = f"{rate_limiter.SERVICE}/CheckRateLimitBatch"

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
-from ratelimitd.services.envoy import messages as envoy
+from ratelimitd.services import envoy
 from ratelimitd.services.wire import WHOLE_MESSAGE
 from ratelimiter.v1 import ratelimiter_pb2
 

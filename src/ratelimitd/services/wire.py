@@ -21,10 +21,6 @@ from google.protobuf.message import DecodeError, Message
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimiter.v1 import ratelimiter_pb2
 
-# Varints of protobuf (encoding guide, "Base 128 Varints"), for what is written and read without a message object.
-#
-# Pure; never knows what a number means.
-
 _MORE: Final = 0x80
 """The bit of a varint's byte that says another one follows."""
 

@@ -10,18 +10,19 @@ import asyncio
 import inspect
 import ipaddress
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratelimitd import __version__
 from ratelimitd.observe.exposition import Page
@@ -30,24 +31,76 @@ from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
-from ratelimitd.web.live_stream import LiveStatus
 from ratelimitd.web.pages.audit import AuditReader, AuditTrail, audit_routes
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count, Refused, plain
 from ratelimitd.web.pages.invoke import ServiceCalls
 from ratelimitd.web.pages.login import LoginPages
-from ratelimitd.web.pages.overview import OverviewPage
+from ratelimitd.web.pages.overview import LiveStatus, OverviewPage
 from ratelimitd.web.pages.page_base import Frame, accepts_html
 from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.rules import RulesPages
 from ratelimitd.web.pages.sessions import Sessions
 from ratelimitd.web.pages.try_page import TryPage
-from ratelimitd.web.security import Guard
 
-# What the HTTP side answers: ``/metrics``, ``/healthz``, ``/readyz`` and ``/``.
-#
-# Never measures and never decides readiness: it shows what it is given. The three for machines answer under any
-# ``Host``, so that scrapers and probes work behind every name; pages for people only under names of this node, so that
-# no web site can point its own name here and read them through a visitor's browser (DNS rebinding).
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
+
+SECURITY_HEADERS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "Content-Security-Policy": POLICY,
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+        # Not no-referrer: a browser would then say Origin: null with our own forms.
+        "Referrer-Policy": "same-origin",
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+    }
+)
+
+SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+_OWN_SITE: Final = frozenset({"same-origin", "none"})
+"""``none``: the person's own doing, such as sending a form once more."""
+
+
+class Guard:
+    """Adds the headers to each answer, and refuses what another site's page sends with a visitor's browser."""
+
+    def __init__(self, app: ASGIApp, count: Count) -> None:
+        self._app = app
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        app = self._app
+        if scope["method"] not in SAFE_METHODS and is_cross_site(Headers(scope=scope)):
+            self._count(Cause.CROSS_SITE)
+            app = plain(ANSWERS[Cause.CROSS_SITE])
+        await app(scope, receive, send_guarded)
+
+
+def is_cross_site(headers: Headers) -> bool:
+    """Whether a browser says that the request comes from a page of another origin; other programs say nothing."""
+    if headers.get("sec-fetch-site", "none") not in _OWN_SITE:
+        return True
+    origin = headers.get("origin")
+    # The scheme is not compared: a proxy that terminates TLS speaks HTTP to this node.
+    return (
+        origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
+    )
+
 
 FOR_MACHINES: Final = frozenset({"/metrics", "/healthz", "/readyz"})
 

@@ -23,10 +23,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ratelimitd.errors import StartupError
 
-# A Unix socket by its place in a directory, however long the directory's path is: the kernel takes 107 bytes.
-#
-# See ADR 0025.
-
 
 @contextlib.contextmanager
 def short_name(path: Path) -> Iterator[str]:

@@ -20,10 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratelimitd.web.server import short_name
 
-# The worker's side of what its parent passes on: who the caller is comes in a header, since all share one peer.
-#
-# Only for a socket that the parent alone can open. See ADR 0025.
-
 PEER_HEADER: Final = b"x-ratelimitd-peer"
 """Host and port, with a space between. The parent takes it out of what comes from outside."""
 

@@ -115,10 +115,6 @@ def _point(label: str, reading: Reading) -> Point:
     return Point(reading, label)
 
 
-# What one worker has counted, all the processes together that it has been: such numbers never sink.
-#
-# A process that ended takes what it counted since its last report with it; nothing else is forgotten. Pure.
-
 COUNTED: Final = frozenset(
     definition.name for definition in DEFINITIONS if definition.kind != "gauge"
 )

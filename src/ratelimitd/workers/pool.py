@@ -23,8 +23,6 @@ from ratelimitd.workers import protocol
 from ratelimitd.workers.metrics import Tally, merged
 from ratelimitd.workers.protocol import Reading, Report
 
-# One process of a worker, as its parent sees it: started, asked, told to end, ended. Never starts another one.
-
 T = TypeVar("T")
 
 COMMAND: Final = (sys.executable, "-P", "-m", "ratelimitd.workers")
@@ -219,10 +217,6 @@ async def _in_time(answer: asyncio.Future[T], timeout_s: float) -> T | None:
     done, _ = await asyncio.wait([answer], timeout=timeout_s)
     return answer.result() if done else None
 
-
-# Keeps one worker running: a process that ends without being told to is followed by another, after a pause.
-#
-# Owns the pauses, and what the worker has counted in all its processes. Never knows of the other workers.
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0

@@ -1,7 +1,7 @@
 import pytest
 
+from ratelimitd.http2.headers import Encoder
 from ratelimitd.http2.hpack_decoder import Decoder
-from ratelimitd.http2.hpack_encoder import Encoder
 from ratelimitd_wire.static_table import FIRST_DYNAMIC_INDEX, STATIC_TABLE
 from tests import rfc7541_examples as rfc
 

@@ -1,10 +1,9 @@
 import hpack
 import pytest
 
-from ratelimitd.http2.answers import UnaryAnswer, static_block
 from ratelimitd.http2.errors import ConnectionFailureError, StreamFailureError
 from ratelimitd.http2.limits import Limits
-from ratelimitd.http2.sending import Sender
+from ratelimitd.http2.sending import Sender, UnaryAnswer, static_block
 from ratelimitd.http2.streams import UNTOUCHED, ReceiveWindow, State, Stream, Streams
 from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import (

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.rpc.interface import Methods
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, TransportLimits
 from ratelimitd.rpc.routing import HttpFallback, NativeCall, Peer, Route
 from ratelimitd.rpc.state import CallTable, ServerState
 

@@ -11,8 +11,7 @@ from ratelimitd.http2.limits import Limits
 from ratelimitd.rpc import connection as native_connection
 from ratelimitd.rpc.connection import NativeConnection
 from ratelimitd.rpc.dispatch import ConnectionCalls
-from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.state import ServerState
 from ratelimitd_wire.codes import ErrorCode

@@ -9,8 +9,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import grpcio_server
 from ratelimitd.rpc.grpcio_server import GrpcioCall, GrpcioServer
-from ratelimitd.rpc.interface import Methods
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, TransportLimits
 
 
 class Context:

@@ -3,8 +3,8 @@
 import pytest
 
 from ratelimitd.http2.errors import Cause
+from ratelimitd.rpc.interface import TransportLimits
 from ratelimitd.rpc.keepalive import Action, Keepalive, Snapshot, Step
-from ratelimitd.rpc.limits import TransportLimits
 
 LIMITS = TransportLimits(
     keepalive_interval_ms=60_000,

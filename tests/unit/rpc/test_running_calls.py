@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportLimits
 from ratelimitd.rpc.requests import run_stream, run_unary
 from ratelimitd.rpc.routing import NativeCall, Peer, Route
 from ratelimitd.rpc.state import OpenCall, ServerState

@@ -11,8 +11,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import server as native_server
 from ratelimitd.rpc.connection import LINGER_S, NativeConnection
-from ratelimitd.rpc.interface import Methods
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.server import NativeServer
 from ratelimitd.rpc.tls import TlsFiles

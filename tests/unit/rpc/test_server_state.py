@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError
-from ratelimitd.rpc.limits import TransportLimits
+from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError, TransportLimits
 from ratelimitd.rpc.state import ServerState
 
 

@@ -2,9 +2,9 @@
 
 import hpack
 
-from ratelimitd.rpc import status
+from ratelimitd.rpc import messages
 from ratelimitd.rpc.interface import RpcError, StatusCode
-from ratelimitd.rpc.status import status_fields, trailers, trailers_only
+from ratelimitd.rpc.messages import status_fields, trailers, trailers_only
 
 
 def decoded(block):
@@ -34,7 +34,7 @@ def test_details_are_base64_without_padding():
 
 def test_a_long_message_is_cut():
     fields = dict(status_fields(RpcError(StatusCode.INTERNAL, "x" * 2_000)))
-    assert len(fields[b"grpc-message"]) == status.MAX_MESSAGE_CHARS
+    assert len(fields[b"grpc-message"]) == messages.MAX_MESSAGE_CHARS
 
 
 def test_blocks_need_no_dynamic_table():
@@ -47,8 +47,8 @@ def test_blocks_need_no_dynamic_table():
         b"grpc-status": b"13",
         b"grpc-message": b"no",
     }
-    assert decoded(status.HEADERS) == {
+    assert decoded(messages.HEADERS) == {
         b":status": b"200",
         b"content-type": b"application/grpc",
     }
-    assert decoded(status.OK_TRAILERS) == {b"grpc-status": b"0"}
+    assert decoded(messages.OK_TRAILERS) == {b"grpc-status": b"0"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ratelimitd.rpc.status import is_positive_timeout, parse_timeout_s
+from ratelimitd.rpc.messages import is_positive_timeout, parse_timeout_s
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 import pytest_asyncio
 
 from ratelimitd.testing import running_node
-from ratelimitd.web.security import HEADERS
+from ratelimitd.web.app import SECURITY_HEADERS
 from tests.page_visitor import PageVisitor
 
 TOKEN = "token-of-the-tests"
@@ -42,7 +42,9 @@ async def test_a_page_is_for_those_who_logged_in(stranger, path):
 async def test_every_answer_for_people_has_the_policy(operator):
     for path in [*PAGES, "/login", "/nothing", "/static/page.css", "/static/none"]:
         headers = (await operator.get(path)).headers
-        assert {name: headers.get(name) for name in HEADERS} == dict(HEADERS), path
+        assert {name: headers.get(name) for name in SECURITY_HEADERS} == dict(SECURITY_HEADERS), (
+            path
+        )
 
 
 async def test_somebody_who_logged_in_creates_a_rule_and_is_named_in_its_history(operator, node):

@@ -3,10 +3,10 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 
+from ratelimitd.web.app import SECURITY_HEADERS, Guard, is_cross_site
 from ratelimitd.web.pages.errors import Cause
-from ratelimitd.web.security import HEADERS, Guard, is_cross_site
 
-POLICY = HEADERS["Content-Security-Policy"]
+POLICY = SECURITY_HEADERS["Content-Security-Policy"]
 
 
 @pytest.fixture
@@ -30,7 +30,10 @@ def ask(refused):
 
 async def test_every_answer_has_the_headers(ask):
     answer = await ask("GET")
-    assert HEADERS.items() <= {name.title(): text for name, text in answer.headers.items()}.items()
+    assert (
+        SECURITY_HEADERS.items()
+        <= {name.title(): text for name, text in answer.headers.items()}.items()
+    )
     assert answer.headers["cache-control"] == "no-store"
     refusal = await ask("POST", **{"sec-fetch-site": "cross-site"})
     assert refusal.headers["content-security-policy"] == POLICY

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ratelimitd.cli.bench.keys import Arrival, Arrivals, Distribution, Keys
+from ratelimitd.cli.bench.load import Arrival, Arrivals, Distribution, Keys
 from ratelimitd.cli.bench.report import as_json, print_report
 from ratelimitd.cli.client_options import EXIT_ERROR, CliError, Target, UsageError, asks_node
 from ratelimitd.cli.output import working
@@ -137,7 +137,7 @@ def bench(
     else:
         print_report(result, load, target.output)
     if picture is not None:
-        from ratelimitd.cli.bench.picture import picture as drawn  # noqa: PLC0415 -- as seldom
+        from ratelimitd.cli.bench.report import picture as drawn  # noqa: PLC0415 -- as seldom
 
         _write(picture, drawn(result, load))
     if result.errors:

@@ -6,16 +6,21 @@ Never changes them: they are what was agreed on, and other implementations are h
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from ratelimitd.algorithms import DECIDE
+from ratelimitd.cli.client_options import CliError, Target
 from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
-# What a check was answered, as values that can be compared: field by field, with what each has to be. Pure.
+if TYPE_CHECKING:
+    from ratelimitd_client import NodeClient
 
 
 class Answer(NamedTuple):
@@ -136,12 +141,11 @@ def _cases() -> Iterator[Case]:
                 yield Case.of(vectors["algorithm"], case)
 
 
-# Cases as they can be run on a server's own clock: which ones, with which checks, and when each is to be sent.
-#
-# No check arrives exactly when it is due. So check n of a case, counted from 0, is sent n tolerances after its time,
-# and has to be answered within one tolerance: whatever is to be over by its time then is. What would be answered
-# otherwise somewhere in that span is left out: a check, where it is denied – that leaves the bucket as it is (I6) – or
-# else the whole case. The algorithms themselves say what would be. Pure: never reads a clock.
+# On a server's own clock no check arrives exactly when it is due. So check n of a case, counted from 0, is sent n
+# tolerances after its time, and has to be answered within one tolerance: whatever is to be over by its time then is.
+# What would be answered otherwise somewhere in that span is left out: a check, where it is denied – that leaves the
+# bucket as it is (I6) – or else the whole case. The algorithms themselves say what would be. Pure: never reads a
+# clock.
 
 TOLERANCE_S: Final = 1
 """Times are told in whole seconds: one that is a moment late may be the next."""
@@ -232,3 +236,83 @@ def _lateness(count: int) -> Iterator[range | set[int]]:
         yield everybody - {number}
         yield range(number)
         yield range(number, count)
+
+
+@contextmanager
+def own_rules(
+    target: Target, client: NodeClient, prefix: str, cases: Sequence[Case]
+) -> Iterator[list[str]]:
+    """Yield the endpoint of each case while it has its rule.
+
+    Raises:
+        CliError: a rule cannot be made, or not be deleted, and then it is said which are left.
+    """
+    endpoints = [f"{prefix}/{number}" for number in range(len(cases))]
+    made: dict[str, str] = {}
+    """The ids by endpoint; empty while it is unknown whether the rule exists."""
+    with _on_signal(signal.SIGTERM, signal.default_int_handler):
+        try:
+            for endpoint, case in zip(endpoints, cases, strict=True):
+                made[endpoint] = ""
+                made[endpoint] = _make(client, endpoint, case)
+            yield endpoints
+        finally:
+            # A server that hangs delays Ctrl-C by one timeout at most.
+            with (
+                _on_signal(signal.SIGINT, signal.SIG_IGN),
+                _on_signal(signal.SIGTERM, signal.SIG_IGN),
+            ):
+                _delete(target, client, prefix, made)
+
+
+def _make(client: NodeClient, endpoint: str, case: Case) -> str:
+    """Return the id of the rule; say of which case it is when the server takes no such rule."""
+    import grpc  # noqa: PLC0415 - see target.py
+
+    try:
+        return client.create_rule(_rule_of(case, endpoint)).id
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+            raise
+        message = f"no rule for {case}: {error.details()}"
+        raise CliError(message) from None
+
+
+def _rule_of(case: Case, endpoint: str) -> pb.RateLimit:
+    return pb.RateLimit(
+        endpoint=endpoint,
+        identifier_type=IDENTIFIER_TYPE,
+        limit=case.limit,
+        window_seconds=case.window_seconds,
+        algorithm=case.algorithm,
+    )
+
+
+def _delete(target: Target, client: NodeClient, prefix: str, made: dict[str, str]) -> None:
+    try:
+        with target.explained():
+            for endpoint, rule_id in made.items():
+                # Interrupted while it was made: only the server knows.
+                found = [rule_id] if rule_id else [r.id for r in client.rules(endpoint=endpoint)]
+                for known_id in found:
+                    client.delete_rule(known_id)
+    except CliError as failure:
+        if not any(made.values()):
+            return  # nothing was made, and why that failed is on its way already
+        message = f"{failure}; rules of endpoints that begin with {prefix} may be left there"
+        raise CliError(message, failure.exit_code) from None
+
+
+@contextmanager
+def _on_signal(
+    number: signal.Signals, handler: Callable[..., object] | signal.Handlers
+) -> Iterator[None]:
+    """Let a signal do this until the end of the block; outside the main thread nothing can be said of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ratelimitd.cli.dev import plan, servers
-from ratelimitd.cli.dev.plan import is_free
-from ratelimitd.cli.dev.run import Cluster
+from ratelimitd.cli.dev import run, servers
+from ratelimitd.cli.dev.run import Cluster, is_free
 from ratelimitd.cli.output import Output
 
 DEFAULT_NODES = 3
@@ -23,10 +22,10 @@ def cluster(
         int, typer.Option(min=1, max=MOST_NODES, metavar="N", help="How many nodes.")
     ] = DEFAULT_NODES,
     grpc_port: Annotated[
-        int, typer.Option(min=1, max=plan.LAST_PORT, metavar="PORT", help="gRPC port of the first.")
+        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="gRPC port of the first.")
     ] = 9090,
     http_port: Annotated[
-        int, typer.Option(min=1, max=plan.LAST_PORT, metavar="PORT", help="HTTP port of the first.")
+        int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="HTTP port of the first.")
     ] = 8080,
     rules_file: Annotated[
         Path | None,
@@ -49,5 +48,5 @@ def cluster(
       ratelimitd dev cluster --nodes 5 --rules-file rules.yaml --sqlite
     """
     servers.require(postgresql=not sqlite)
-    planned = plan.nodes(nodes, grpc_port=grpc_port, http_port=http_port, is_free=is_free)
+    planned = run.nodes(nodes, grpc_port=grpc_port, http_port=http_port, is_free=is_free)
     asyncio.run(Cluster(planned, Output(), rules_file=rules_file, sqlite=sqlite).run())

@@ -21,10 +21,6 @@ from typing import Final
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.output import printable
 
-# Child processes of a command: started, watched, and ended with it.
-#
-# Each has a session of its own, so that Ctrl-C reaches the command alone, which then ends them in order.
-
 STOP_S: Final = 15.0
 """How long a child may take to end: longer than a node drains."""
 

@@ -19,8 +19,15 @@ from ratelimitd.cli.doctor.files import (
     check_state_dir,
     check_tls,
 )
-from ratelimitd.cli.doctor.finding import Finding, Level, ok, problem
-from ratelimitd.cli.doctor.machine import check_event_loop, check_open_files, check_ports
+from ratelimitd.cli.doctor.finding import (
+    Finding,
+    Level,
+    check_event_loop,
+    check_open_files,
+    check_ports,
+    ok,
+    problem,
+)
 from ratelimitd.cli.doctor.stores import check_database
 from ratelimitd.cli.output import Output, printable
 from ratelimitd.errors import SettingsError

@@ -21,10 +21,8 @@ from ratelimitd.rpc.tls import CertificateSource, TlsFiles
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.settings.table import Settings
 
-# Until when a certificate is valid, read from its DER (RFC 5280 section 4.1). Judges nothing else of it.
-#
-# The standard library shows the dates of authorities only, or of a peer's certificate after a handshake.
-
+# The end of a certificate's validity is read from its DER (RFC 5280 section 4.1): the standard library shows the dates
+# of authorities only, or of a peer's certificate after a handshake.
 CERTIFICATE: Final = re.compile(
     "-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----(.+?)-----END \\1CERTIFICATE-----", re.DOTALL
 )

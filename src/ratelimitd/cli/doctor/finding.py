@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
-from typing import NamedTuple
+import importlib.util
+import resource
+from collections.abc import AsyncIterator, Iterator
+from typing import Final, NamedTuple
+
+from ratelimitd.errors import StartupError
+from ratelimitd.rpc.acceptor import RESERVED, demand_free
+from ratelimitd.rpc.interface import TransportLimits
+from ratelimitd.settings.parsing import Address
+from ratelimitd.settings.table import Settings
 
 
 class Level(enum.StrEnum):
@@ -38,3 +48,78 @@ def warning(area: str, what: str, remedy: str) -> Finding:
 def problem(area: str, what: str, remedy: str) -> Finding:
     """It does not work."""
     return Finding(area, Level.PROBLEM, what, remedy)
+
+
+ANSWER_S: Final = 1.0
+"""Longest wait for what listens on a port."""
+
+MAX_ANSWER: Final = 4_096
+
+QUESTION: Final = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+SIGNS: Final = (b"rate_limiter_requests_allowed_total", b"This port speaks gRPC over HTTP/2 only")
+"""What a node answers to that on its HTTP port, and on its gRPC port."""
+
+
+def check_open_files() -> Iterator[Finding]:
+    """How many connections there is room for."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = TransportLimits().max_connections + RESERVED
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        what = f"at most {hard}: room for {max(1, hard - RESERVED)} connections"
+        yield warning(
+            "open files", what, f"LimitNOFILE={wanted} in the unit, or ulimit -n {wanted}"
+        )
+    else:
+        limit = "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}"
+        yield ok("open files", limit)
+
+
+def check_event_loop() -> Iterator[Finding]:
+    """Whether the fast event loop is there."""
+    if importlib.util.find_spec("uvloop") is None:
+        yield warning("event loop", "asyncio's own: about half as fast", "pip install uvloop")
+    else:
+        yield ok("event loop", "uvloop")
+
+
+async def check_ports(settings: Settings) -> AsyncIterator[Finding]:
+    """The ports of the node: free, or taken by one that runs already."""
+    is_silent = settings.tls_cert is not None or settings.transport != "native"
+    yield await _port("LISTEN", settings.listen, is_silent=is_silent)
+    if settings.http_listen is not None:
+        yield await _port("HTTP_LISTEN", settings.http_listen)
+
+
+async def _port(name: str, address: Address, *, is_silent: bool = False) -> Finding:
+    """``is_silent``: a node there would not answer HTTP/1.1 in words."""
+    try:
+        await demand_free(str(address))
+    except StartupError as error:
+        reason = str(error).rpartition(": ")[2]
+        answer = await _answer(address)
+        if any(sign in answer for sign in SIGNS):
+            return ok(name, f"{address}: a ratelimitd listens there")
+        if is_silent:
+            what = f"{address} is in use by an unknown program"
+            return warning(name, what, "fine if it is this node: see `ratelimitd health`")
+        remedy = f"stop what listens there, or choose another {name}"
+        return problem(name, f"cannot listen on {address}: {reason}", remedy)
+    chosen = "a free port is picked" if address.port == 0 else "free"
+    return ok(name, f"{address}: {chosen}")
+
+
+async def _answer(address: Address) -> bytes:
+    """The first bytes of the answer there; empty without one."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            try:
+                writer.write(QUESTION)
+                return await reader.readexactly(MAX_ANSWER)
+            except asyncio.IncompleteReadError as end:
+                return end.partial
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return b""

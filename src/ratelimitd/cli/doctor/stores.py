@@ -41,11 +41,6 @@ from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import RedisUrl, Server, Topology, parse_redis_url
 
-# One server of the shared state, asked on one connection: everything that a node asks of it, on keys of its own.
-#
-# Leaves nothing behind: what it writes expires within a second. Needs no permission beyond those of a node; what only
-# others may ask is left out where it is refused.
-
 OLDEST: Final = (7, 0)
 
 ROUNDS: Final = 8
@@ -364,8 +359,6 @@ async def _cluster(
     else:
         yield ok(AREA, f"a Cluster of {len(servers)} primaries, all slots served")
 
-
-# The rule database: reached, of the schema of this release, and writable – by doing once what a node does.
 
 DATABASE_AREA = "DATABASE_URL"
 

@@ -19,8 +19,6 @@ from ratelimitd.cluster.redis.topology import START_S, TAGS, settled
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreUnavailableError
 from ratelimitd.settings.urls import RedisUrl, Server
 
-# Which server of a Cluster has which hash tag. Pure: reads what a server told, and asks none.
-
 SLOTS: Final = 16_384
 
 Map = tuple[Server | None, ...]

@@ -132,10 +132,6 @@ _STATES: Final = MappingProxyType(
 )
 
 
-# A Lua script that runs in the store: its text, and the digest by which the server knows it.
-#
-# The text is constant, so that a server keeps one copy and a node sends it once.
-
 LIBRARY: Final = (
     "bucket.lua",
     "token_bucket.lua",

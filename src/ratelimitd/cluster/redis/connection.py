@@ -34,8 +34,6 @@ from ratelimitd.errors import (
 from ratelimitd.model import US_PER_S
 from ratelimitd.settings.urls import Login
 
-# One command on its way to the store, and the callback for its reply.
-
 Done = Callable[[Any], None]
 """Takes the reply (bytes, int, list or None), or an instance of an error of :mod:`ratelimitd.errors`."""
 
@@ -80,10 +78,6 @@ def tell(done: Done, reply: object) -> None:
             {"message": "what was to be done with a reply has failed", "exception": error}
         )
 
-
-# What an error reply of the store means to us: one table.
-#
-# Only the first word of a reply ever gets into a text of ours: the rest may hold arguments, and with them keys.
 
 UNAVAILABLE: Final = frozenset(
     {
@@ -391,9 +385,6 @@ class Connection(asyncio.Protocol):
 def again(error: RateLimitdError) -> RateLimitdError:
     """Return a copy: raising an error adds a traceback, and a shared one would grow without end."""
     return type(error)(*error.args)
-
-
-# What a new connection says first: who we are, which database, and whether the server may be written to.
 
 
 class Handshake(NamedTuple):

@@ -41,8 +41,6 @@ from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUna
 from ratelimitd.retry import Backoff
 from ratelimitd.settings.urls import Server
 
-# From a server's address to a connection that has said who we are, with one class of error for each way to fail.
-
 CONNECT_S: Final = 1.0
 """For everything from the first packet to the end of the greeting, TLS included. No check waits for it."""
 
@@ -134,8 +132,6 @@ def keep_alive(peer: socket.socket) -> None:
         if hasattr(socket, name):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-
-# Connecting again: soon, not in step with other nodes, and without an end.
 
 Sleep = Callable[[float], Awaitable[None]]
 

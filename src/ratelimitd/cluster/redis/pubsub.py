@@ -42,11 +42,6 @@ from ratelimitd.cluster.redis.link import (
 from ratelimitd.cluster.redis.topology import TAGS, Shards
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
 
-# One channel of a server, listened to on a connection of its own that is remade whenever it is lost or silent.
-#
-# What was said while there was no connection is lost, and so may be what was said just before its end: a listener
-# hears of each beginning, and has to find out otherwise.
-
 
 class Channel(NamedTuple):
     """What is listened to. A sharded channel of a Cluster is known to the server of its slot only."""
@@ -202,10 +197,6 @@ class Subscription:
             self._reported = True
             self._options.report(f"messages of {self._channel.name.decode()}: {error}")
 
-
-# Whether messages of others were lost, came twice or out of order: each sender numbers what it says on a channel.
-#
-# Pure. Knows a bounded number of senders, the longest silent of which are forgotten.
 
 MAX_SENDERS: Final = 1_024
 """Far more nodes than a cluster has, and 100 KB: senders that have ended are not told from silent ones."""

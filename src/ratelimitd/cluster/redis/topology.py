@@ -108,9 +108,6 @@ async def settled(links: Sequence[Link]) -> None:
     await asyncio.gather(*pending, return_exceptions=True)
 
 
-# The TLS side of a connection to the store.
-
-
 def client_context(files: TlsFiles) -> ssl.SSLContext:
     """What connections are checked with.
 

@@ -22,18 +22,17 @@ from google.rpc import error_details_pb2, status_pb2
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from ratelimitd.rpc.interface import RpcError, StatusCode
-from ratelimitd.rpc.limits import MAX_MESSAGE_BYTES
-from ratelimitd.rpc.messages import PREFIX_BYTES, MessageReader, framed
-from ratelimitd.rpc.status import parse_timeout_s, status_fields
-from ratelimitd.web.api import json_reader
+from ratelimitd.rpc.interface import MAX_MESSAGE_BYTES, RpcError, StatusCode
+from ratelimitd.rpc.messages import (
+    PREFIX_BYTES,
+    MessageReader,
+    framed,
+    parse_timeout_s,
+    status_fields,
+)
+from ratelimitd.web.api import json_messages
 from ratelimitd.web.api.http_call import BodyTooLargeError, EncodingUnsupportedError, uncompressed
-from ratelimitd.web.api.json_reader import message_from_json
-from ratelimitd.web.api.json_writer import json_of
-
-# What the protocols for unary calls over HTTP have in common: one implementation for each content type.
-#
-# See ADR 0030.
+from ratelimitd.web.api.json_messages import json_of, message_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +144,10 @@ class Connect:
 class ConnectJson(Connect):
     """Bodies of JSON."""
 
-    max_body_bytes = json_reader.MAX_BODY_BYTES
+    max_body_bytes = json_messages.MAX_BODY_BYTES
 
     async def message_of(self, body: bytes, headers: Headers, types: Types) -> bytes:
-        """Read strictly: see :mod:`ratelimitd.web.api.json_reader`."""
+        """Read strictly: see :mod:`ratelimitd.web.api.json_messages`."""
         text = self._uncompressed(body, headers)
         return (await message_from_json(text, types.request)).SerializeToString()
 
@@ -179,10 +178,6 @@ def _detail(detail: PackedDetail) -> dict[str, object]:
         "debug": shown,
     }
 
-
-# gRPC-Web in binary, for unary calls: gRPC's messages and trailers in one body, for callers that see no trailers.
-#
-# Follows PROTOCOL-WEB.md of grpc/grpc. Answers are not compressed. Never knows a method. See ADR 0030.
 
 GRPC_WEB: Final = "application/grpc-web"
 GRPC_WEB_PROTO: Final = "application/grpc-web+proto"

@@ -80,8 +80,6 @@ def network_of(request: HTTPConnection) -> str:
     return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
 
 
-# The bodies of requests, read and inflated up to a bound.
-
 MAX_DISCARDED_BYTES: Final = 16 * 1024 * 1024
 """Of a body that is too long so much is read and forgotten: most clients look for the answer only behind their own last
 byte, and would see a broken connection instead of the reason."""

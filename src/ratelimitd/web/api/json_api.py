@@ -36,8 +36,6 @@ from ratelimitd.web.pages.invoke import Deadline, handled
 from ratelimitd_wire.ratelimit_headers import ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2
 
-# ``POST /v1/check``: a check whose answer can be forwarded: 429 when denied, with the fields HTTP has for limits.
-
 DENIED = 429
 
 

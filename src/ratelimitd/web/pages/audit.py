@@ -20,10 +20,6 @@ from ratelimitd.web.pages.invoke import HTTP_STATUS
 from ratelimitd.web.pages.page_base import Frame
 from ratelimitd.web.pages.rule_changes import Difference, fields_differences
 
-# The audit trail as pages show it, read from the rule store; while that is away, it says so.
-#
-# See ADR 0008.
-
 PAGE_CHANGES: Final = 25
 
 _log = logging.getLogger(__name__)

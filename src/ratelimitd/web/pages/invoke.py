@@ -141,12 +141,6 @@ def _rejected(error: RpcError) -> Rejected:
     return Rejected(error.code, error.message, fields)
 
 
-# Calls a handler of the services for a request over HTTP, with what a transport owes it.
-#
-# It is not called once the deadline has passed, so that no check is charged after its caller gave up, and it
-# is cancelled when the caller leaves. Never knows what a method means. See ADR 0016.
-
-
 class Deadline:
     """When a caller stops waiting, told from now on; never, without a ``timeout_s``."""
 

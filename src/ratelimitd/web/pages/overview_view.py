@@ -18,8 +18,6 @@ from ratelimitd.observe.live import NodeView, Overview
 from ratelimitd.observe.node_status import NodeStatus
 from ratelimitd.web.pages.rendering import NONE, faded, milliseconds, percent, seconds, short, size
 
-# Samples as the charts of the overview take them. Each is worked out once, however often it is sent.
-
 P99: Final = 6
 HIT_RATIO: Final = 7
 """Where a row has what the charts are told in words by."""

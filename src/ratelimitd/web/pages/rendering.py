@@ -114,10 +114,6 @@ def _read(path: Path) -> StaticFile:
     return StaticFile(content, MEDIA_TYPES[path.suffix], sha256(content).hexdigest()[:16])
 
 
-# Figures as people read them at a glance: three digits that matter, with their unit. Pure.
-#
-# What there is no figure for is a dash.
-
 NONE: Final = "–"
 
 NEXT_TO_NOTHING: Final = 0.005

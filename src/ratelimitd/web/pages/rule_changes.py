@@ -162,11 +162,6 @@ def _shown(name: str, fields: Mapping[str, Any] | None) -> str:
     return number(value) if isinstance(value, int) else str(value)
 
 
-# Finding rules in the book: by a part of the endpoint, by type, algorithm and state, a page at a time.
-#
-# Asks no database. The work is done in slices with a turn of the event loop between two, so that 100,000 rules hold up
-# no check.
-
 PAGE_RULES: Final = 50
 RULES_PER_TURN: Final = 1_000
 """About 0.4 ms."""
@@ -272,8 +267,6 @@ def _behind(after: Place | None, rules: Iterable[Rule]) -> list[Rule]:
 def _place(given: Mapping[str, str], name: str) -> Place | None:
     return (given[name], given.get(f"{name}_type", "")) if name in given else None
 
-
-# The form of a rule: the texts that somebody typed, and the rule they make. Pure.
 
 DEFAULT_WINDOW_S: Final = "60"
 

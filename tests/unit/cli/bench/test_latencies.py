@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ratelimitd.cli.bench.latencies import Latencies
+from ratelimitd.cli.bench.load import Latencies
 
 
 def of(*latencies_us):

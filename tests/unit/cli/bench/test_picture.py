@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ratelimitd.cli.bench.picture import picture
+from ratelimitd.cli.bench.report import picture
 from tests.unit.cli.bench.test_report import load, result
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -4,8 +4,7 @@ import io
 
 import pytest
 
-from ratelimitd.cli.bench.keys import Arrival, Arrivals, Distribution, Keys
-from ratelimitd.cli.bench.load import Load, Result, Timeline
+from ratelimitd.cli.bench.load import Arrival, Arrivals, Distribution, Keys, Load, Result, Timeline
 from ratelimitd.cli.bench.report import as_json, description, print_report, warnings
 from ratelimitd.cli.output import Output
 

@@ -4,8 +4,15 @@ import io
 import re
 
 from ratelimitd.cli.conformance.cases import cases
-from ratelimitd.cli.conformance.report import as_json, passed, print_table
-from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime, Refused
+from ratelimitd.cli.conformance.run import (
+    CaseResult,
+    Checked,
+    RealTime,
+    Refused,
+    as_json,
+    passed,
+    print_table,
+)
 from ratelimitd.cli.output import Output
 
 CASE, OTHER = cases()[:2]

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ratelimitd.cli.client_options import CliError, Target, UsageError
-from ratelimitd.cli.conformance.cases import cases
-from ratelimitd.cli.conformance.own_rules import own_rules
+from ratelimitd.cli.conformance.cases import cases, own_rules
 from ratelimitd.cli.conformance.run import RealTime, Refused, Runner
 from ratelimitd.model import Algorithm
 from ratelimitd.testing import ManualClock, running_node

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ratelimitd.cli.client_options import UsageError
-from ratelimitd.cli.dev.plan import LAST_PORT, RULES, NodePlan, nodes, suggestions
+from ratelimitd.cli.dev.run import LAST_PORT, RULES, NodePlan, nodes, suggestions
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
 

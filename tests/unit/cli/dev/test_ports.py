@@ -2,7 +2,7 @@
 
 import socket
 
-from ratelimitd.cli.dev.plan import is_free
+from ratelimitd.cli.dev.run import is_free
 
 
 def test_a_port_that_somebody_listens_on_is_taken_until_they_stop():

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from ratelimitd.cli.doctor.machine import check_event_loop, check_open_files, check_ports
+from ratelimitd.cli.doctor.finding import check_event_loop, check_open_files, check_ports
 from ratelimitd.settings.table import Settings
 from ratelimitd.testing import running_node
 

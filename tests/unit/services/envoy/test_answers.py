@@ -1,7 +1,7 @@
 import pytest
 
 from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
-from ratelimitd.services.envoy.service import ALL_FIELDS, NO_FIELDS, STANDARD_FIELDS, answer_of
+from ratelimitd.services.envoy import ALL_FIELDS, NO_FIELDS, STANDARD_FIELDS, answer_of
 from tests.envoy_messages import Response
 
 NOW_S = 1_000

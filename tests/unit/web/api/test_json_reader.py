@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.web.api.json_reader import (
+from ratelimitd.web.api.json_messages import (
     MAX_BODY_BYTES,
     MAX_MASK_PATHS,
     MAX_NAME,

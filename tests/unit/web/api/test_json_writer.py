@@ -5,7 +5,7 @@ import math
 import pytest
 from google.protobuf import empty_pb2, json_format
 
-from ratelimitd.web.api.json_writer import SLICE_ITEMS, json_of
+from ratelimitd.web.api.json_messages import SLICE_ITEMS, json_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 RESPONSE = pb.RateLimitResponse(

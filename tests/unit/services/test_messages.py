@@ -1,13 +1,7 @@
 import pytest
 
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.services.envoy.messages import (
-    MAX_REQUEST_BYTES,
-    SERVICE,
-    Response,
-    files,
-    parse_request,
-)
+from ratelimitd.services.envoy import MAX_REQUEST_BYTES, SERVICE, Response, files, parse_request
 from tests import envoy_messages
 from tests.envoy_messages import request_of
 

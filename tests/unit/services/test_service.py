@@ -10,7 +10,7 @@ from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.services.envoy.service import ALL_FIELDS, METHOD, EnvoyOptions, EnvoyService
+from ratelimitd.services.envoy import ALL_FIELDS, METHOD, EnvoyOptions, EnvoyService
 from ratelimitd.testing import ManualClock
 from tests.envoy_messages import Response, request_of
 from tests.unit.services.fake_call import FakeCall

@@ -5,8 +5,8 @@ import pytest
 
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import NodeView, Overview
-from ratelimitd.web import live_stream
-from ratelimitd.web.live_stream import MAX_BEHIND, ROWS_PER_EVENT, LiveStream
+from ratelimitd.web.pages import overview as live_stream
+from ratelimitd.web.pages.overview import MAX_BEHIND, ROWS_PER_EVENT, LiveStream
 from tests.unit.observe.test_live import status_of
 
 

@@ -1,32 +1,119 @@
-"""``envoy.service.ratelimit.v3.RateLimitService``: what Envoy, and gateways that took over its contract, ask.
-
-All descriptors of a request are judged, and none is charged unless all pass. On buckets of the node's own that is
-exact: between judging and charging nothing else has its turn. In a cluster another node may spend in between; ADR 0033
-says what follows. Never decides anything itself.
-"""
+"""Envoy's rate limit service: its messages, what they mean in checks, and what it is answered. See ADR 0033."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol, Self, cast
+
+from google.protobuf import descriptor_pb2, message_factory
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError, Message
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
 from ratelimitd.model import INT32_MAX, US_PER_S, Check, Decision, IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import check_of
-from ratelimitd.services.envoy.messages import (
-    SERVICE,
-    Response,
-    WireDescriptor,
-    WireEntry,
-    WireRequest,
-    parse_request,
-)
+from ratelimitd.services.wire import WHOLE_MESSAGE
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, ratelimit_headers
 
-# What Envoy is answered: decisions on its descriptors, and the header fields that it adds to its response. Pure.
+PACKAGE: Final = "envoy.service.ratelimit.v3"
+SERVICE: Final = f"{PACKAGE}.RateLimitService"
+
+MAX_REQUEST_BYTES: Final = 65_536
+"""Longer requests are refused unread: 4 MiB of empty entries would take 300 MB of memory only to be refused. Envoy
+sends some hundred bytes."""
+
+_Field = descriptor_pb2.FieldDescriptorProto
+_WIDER: Final = {
+    _Field.TYPE_STRING: _Field.TYPE_BYTES,
+    _Field.TYPE_UINT32: _Field.TYPE_UINT64,
+}
+
+
+class WireEntry(Protocol):
+    """``RateLimitDescriptor.Entry``."""
+
+    key: bytes
+    value: bytes
+
+
+class WireAddend(Protocol):
+    """``google.protobuf.UInt64Value``."""
+
+    value: int
+
+
+class WireDescriptor(Protocol):
+    """``RateLimitDescriptor``. Whether ``hits_addend`` was sent, ``HasField`` knows."""
+
+    entries: Sequence[WireEntry]
+    hits_addend: WireAddend
+    is_negative_hits: bool
+
+    def HasField(self, field_name: str) -> bool:  # noqa: N802 -- protobuf's name
+        """Whether a message field was sent."""
+
+
+class WireRequest(Protocol):
+    """``RateLimitRequest``."""
+
+    domain: bytes
+    descriptors: Sequence[WireDescriptor]
+    hits_addend: int
+
+
+def files() -> Iterable[descriptor_pb2.FileDescriptorProto]:
+    """The files that describe the service, each behind those it imports."""
+    data = Path(__file__).with_name("descriptors.binpb").read_bytes()
+    return descriptor_pb2.FileDescriptorSet.FromString(data).file
+
+
+def parse_request(data: bytes) -> WireRequest:
+    """Read a ``RateLimitRequest``.
+
+    Raises:
+        InvalidInputError: it is too long, or the bytes are none.
+    """
+    if len(data) > MAX_REQUEST_BYTES:
+        message = f"must be at most {MAX_REQUEST_BYTES} bytes"
+        raise InvalidInputError(FieldViolation(WHOLE_MESSAGE, message))
+    try:
+        return cast("WireRequest", _REQUEST.FromString(data))
+    except DecodeError:
+        violation = FieldViolation(WHOLE_MESSAGE, "the bytes are no RateLimitRequest message")
+        raise InvalidInputError(violation) from None
+
+
+def _pool() -> DescriptorPool:
+    pool = DescriptorPool()
+    for file in files():
+        for message in file.message_type:
+            _widen(message)
+        pool.Add(file)
+    return pool
+
+
+def _widen(message: descriptor_pb2.DescriptorProto) -> None:
+    for field in message.field:
+        field.type = _WIDER.get(field.type, field.type)
+    for nested in message.nested_type:
+        _widen(nested)
+
+
+_POOL: Final = _pool()
+
+
+def _message(name: str) -> type[Message]:
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+_REQUEST: Final = _message("RateLimitRequest")
+Response: Final[Any] = _message("RateLimitResponse")
+"""``RateLimitResponse``; its texts are written as bytes."""
+
 
 STANDARD_FIELDS: Final = "standard"
 ALL_FIELDS: Final = "all"
@@ -117,12 +204,9 @@ def _reset_s(decision: Decision, now_us: int) -> int:
     return max(0, -(-(decision.reset_time * US_PER_S - now_us) // US_PER_S))
 
 
-# What the descriptors of a request ask: each is one check.
-#
-# One entry says who is limited: the first whose key is in the node's table of identifiers. The endpoint is the domain
-# and the other entries in their order, ``domain/key=value/…``. Without such an entry the last value says who, as an API
-# key, and every entry is part of the endpoint. Pure. See ADR 0033.
-
+# Each descriptor of a request is one check. Its identifier is the first entry whose key is in the node's table of
+# identifiers; the endpoint is the domain and the other entries in order, ``domain/key=value/…``. Without such an entry
+# the last value is the identifier, as an API key, and every entry is part of the endpoint.
 MAX_DESCRIPTORS: Final = 32
 """Of a request: judged at a stretch, in 0.5 to 0.7 ms. Envoy's have seldom more than three."""
 
