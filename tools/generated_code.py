@@ -20,7 +20,7 @@ CLIENT = ROOT / "clients" / "python"
 TARGET = CLIENT / "src"
 DOCUMENT = ROOT / "src" / "ratelimitd" / "web" / "openapi.json"
 THIRD_PARTY = ROOT / "third_party"
-DESCRIPTORS = ROOT / "src" / "ratelimitd" / "services" / "envoy" / "descriptors.binpb"
+DESCRIPTORS = ROOT / "src" / "ratelimitd" / "services" / "envoy_descriptors.binpb"
 
 SYNC_TWINS = {
     "ratelimitd_client/async_client.py": "ratelimitd_client/client.py",
@@ -77,7 +77,7 @@ def main() -> int:
     if DOCUMENT.read_text() != openapi_document():
         problems.append("openapi.json differs: run `make proto` and commit the result")
     if DESCRIPTORS.read_bytes() != third_party_descriptors():
-        problems.append("descriptors.binpb differs: run `make proto` and commit the result")
+        problems.append("envoy_descriptors.binpb differs: run `make proto` and commit the result")
     print("\n".join(problems) or "generated code: current")
     return 1 if problems else 0
 

@@ -67,7 +67,7 @@ class WireRequest(Protocol):
 
 def files() -> Iterable[descriptor_pb2.FileDescriptorProto]:
     """The files that describe the service, each behind those it imports."""
-    data = Path(__file__).with_name("descriptors.binpb").read_bytes()
+    data = Path(__file__).with_name("envoy_descriptors.binpb").read_bytes()
     return descriptor_pb2.FileDescriptorSet.FromString(data).file
 
 

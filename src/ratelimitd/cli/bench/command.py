@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ratelimitd.cli.bench.load import Arrival, Arrivals, Distribution, Keys
 from ratelimitd.cli.bench.report import as_json, print_report
+from ratelimitd.cli.bench.workload import Arrival, Arrivals, Distribution, Keys
 from ratelimitd.cli.client_options import EXIT_ERROR, CliError, Target, UsageError, asks_node
 from ratelimitd.cli.output import working
 from ratelimitd.model import IdentifierType

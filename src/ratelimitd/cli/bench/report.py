@@ -7,11 +7,19 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from xml.sax.saxutils import escape
 
-from ratelimitd.cli.bench.load import QUANTILES, US_PER_MS, Arrivals, Distribution, Keys, Latencies
+from ratelimitd.cli.bench.workload import (
+    QUANTILES,
+    US_PER_MS,
+    Arrivals,
+    Distribution,
+    Keys,
+    Latencies,
+)
 from ratelimitd.cli.output import Output
 
 if TYPE_CHECKING:
-    from ratelimitd.cli.bench.load import Load, Result, Slot  # with grpc, see target.py
+    from ratelimitd.cli.bench.load import Load, Result
+    from ratelimitd.cli.bench.workload import Slot  # with grpc, see target.py
 
 BAR_WIDTH: Final = 40
 

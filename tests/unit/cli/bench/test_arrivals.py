@@ -5,7 +5,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from ratelimitd.cli.bench.load import Arrival, Arrivals
+from ratelimitd.cli.bench.workload import Arrival, Arrivals
 
 
 def due_s(count, **changes):

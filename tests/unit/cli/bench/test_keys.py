@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from ratelimitd.cli.bench.load import Distribution, Keys
+from ratelimitd.cli.bench.workload import Distribution, Keys
 
 DRAWS = 20_000
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ratelimitd.cli.bench.load import Latencies
+from ratelimitd.cli.bench.workload import Latencies
 
 
 def of(*latencies_us):

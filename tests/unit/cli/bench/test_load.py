@@ -7,7 +7,8 @@ import grpc
 import pytest
 
 from ratelimitd.cli.bench import load
-from ratelimitd.cli.bench.load import Arrivals, Keys, Load, channels, run
+from ratelimitd.cli.bench.load import Load, channels, run
+from ratelimitd.cli.bench.workload import Arrivals, Keys
 from ratelimitd.testing import running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs

@@ -4,8 +4,9 @@ import io
 
 import pytest
 
-from ratelimitd.cli.bench.load import Arrival, Arrivals, Distribution, Keys, Load, Result, Timeline
+from ratelimitd.cli.bench.load import Load, Result
 from ratelimitd.cli.bench.report import as_json, description, print_report, warnings
+from ratelimitd.cli.bench.workload import Arrival, Arrivals, Distribution, Keys, Timeline
 from ratelimitd.cli.output import Output
 
 

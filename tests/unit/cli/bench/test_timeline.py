@@ -1,6 +1,6 @@
 """Answers over time, in a bounded number of slots."""
 
-from ratelimitd.cli.bench.load import SLOTS, Slot, Timeline
+from ratelimitd.cli.bench.workload import SLOTS, Slot, Timeline
 
 
 def test_answers_and_errors_are_counted_in_the_slot_they_came_in():

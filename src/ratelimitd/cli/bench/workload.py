@@ -1,0 +1,250 @@
+"""What a load is made of: which keys are asked for and when, and the latencies of the answers. Pure."""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, count, cycle
+from random import Random
+from typing import Final, NamedTuple, assert_never
+
+
+class Distribution(enum.StrEnum):
+    """How checks are spread over keys."""
+
+    IN_TURN = "in-turn"
+    UNIFORM = "uniform"
+    ZIPF = "zipf"
+    HOT = "hot"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """So many keys, numbered from 0.
+
+    ``exponent`` is of ``ZIPF``: key n is asked for in proportion to 1 / (n + 1) ** exponent. ``hot_share`` is of
+    ``HOT``: key 0 has that share of all checks, and the others have the rest alike.
+    """
+
+    count: int
+    distribution: Distribution = Distribution.IN_TURN
+    exponent: float = 1.0
+    hot_share: float = 0.5
+    seed: int = 1
+
+    def drawn(self) -> Iterator[int]:
+        """Yield keys without end. Holds 8 bytes for each key where the distribution is ``ZIPF``, and nothing else."""
+        chance = Random(f"keys {self.seed}")  # noqa: S311 -- load, no secret
+        match self.distribution:
+            case Distribution.IN_TURN:
+                return cycle(range(self.count))
+            case Distribution.UNIFORM:
+                return _uniform(chance, self.count)
+            case Distribution.ZIPF:
+                return _zipf(chance, self.count, self.exponent)
+            case Distribution.HOT:
+                return _hot(chance, self.count, self.hot_share)
+        assert_never(self.distribution)
+
+
+def _uniform(chance: Random, count: int) -> Iterator[int]:
+    while True:
+        yield chance.randrange(count)
+
+
+def _zipf(chance: Random, count: int, exponent: float) -> Iterator[int]:
+    up_to = array("d", accumulate((rank + 1) ** -exponent for rank in range(count)))
+    total = up_to[-1]
+    while True:
+        # random() is below 1, but the product may be rounded up to the total.
+        yield min(bisect(up_to, chance.random() * total), count - 1)
+
+
+def _hot(chance: Random, count: int, hot_share: float) -> Iterator[int]:
+    while True:
+        is_hot = count == 1 or chance.random() < hot_share
+        yield 0 if is_hot else chance.randrange(1, count)
+
+
+class Arrival(enum.StrEnum):
+    """How checks are spread over time."""
+
+    CONSTANT = "constant"
+    POISSON = "poisson"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """``rate`` checks a second on average."""
+
+    rate: float
+    arrival: Arrival = Arrival.CONSTANT
+    seed: int = 1
+
+    def due_s(self) -> Iterator[float]:
+        """Yield when each check is due, in seconds from the beginning, without end."""
+        if self.arrival is Arrival.CONSTANT:
+            return (number / self.rate for number in count())
+        return _poisson(Random(f"arrivals {self.seed}"), self.rate)  # noqa: S311 -- load, no secret
+
+
+def _poisson(chance: Random, rate: float) -> Iterator[float]:
+    due_s = 0.0
+    while True:
+        due_s += chance.expovariate(rate)
+        yield due_s
+
+
+DIGITS: Final = 6
+"""Binary digits of a latency that are kept: it is told too high by 1/32 at most."""
+
+QUANTILES: Final = (0.5, 0.9, 0.95, 0.99, 0.999)
+
+US_PER_MS: Final = 1_000
+
+_STEPS: Final = (1, 2, 5)
+
+
+class Bar(NamedTuple):
+    """Answers that took up to so long, and longer than the bar before."""
+
+    up_to_us: int
+    checks: int
+
+
+class Point(NamedTuple):
+    """The share of answers that took up to so long."""
+
+    share: float
+    up_to_us: int
+
+
+class Latencies:
+    """Latencies in µs."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.max_us = 0
+        self.min_us = 0
+        self._sum_us = 0
+        self._counts: Counter[int] = Counter()
+        """By the highest latency of the bucket."""
+
+    def add(self, latency_us: int) -> None:
+        """One answer came after so long."""
+        shift = max(0, latency_us.bit_length() - DIGITS)
+        self._counts[((latency_us >> shift) + 1 << shift) - 1] += 1
+        self.min_us = min(self.min_us, latency_us) if self.count else latency_us
+        self.max_us = max(self.max_us, latency_us)
+        self._sum_us += latency_us
+        self.count += 1
+
+    @property
+    def mean_us(self) -> float:
+        """The mean, 0 without answers."""
+        return self._sum_us / self.count if self.count else 0.0
+
+    def quantile_us(self, share: float) -> int:
+        """What ``share`` of the answers took at most, 0 without answers."""
+        wanted, seen = math.ceil(share * self.count), 0
+        for up_to_us, number in sorted(self._counts.items()):
+            seen += number
+            if seen >= wanted:
+                return min(up_to_us, self.max_us)
+        return 0
+
+    def curve(self) -> list[Point]:
+        """All buckets with something in them, from the shortest latencies to the longest."""
+        points, seen = [], 0
+        for up_to_us, number in sorted(self._counts.items()):
+            seen += number
+            points.append(Point(seen / self.count, min(up_to_us, self.max_us)))
+        return points
+
+    def bars(self) -> list[Bar]:
+        """Coarse buckets of 1, 2, 5, 10 … µs, from the first that is not empty to the last."""
+        counts = Counter[int]()
+        for up_to_us, number in self._counts.items():
+            counts[next(step for step in _steps() if step >= up_to_us)] += number
+        if not counts:
+            return []
+        within = (step for step in _steps() if step >= min(counts))
+        bars = []
+        for step in within:
+            bars.append(Bar(step, counts[step]))
+            if step >= max(counts):
+                break
+        return bars
+
+
+def _steps() -> Iterator[int]:
+    scale = 1
+    while True:
+        yield from (step * scale for step in _STEPS)
+        scale *= 10
+
+
+SLOTS: Final = 100
+"""Of the time that was planned; as many again at most for answers that come after its end."""
+
+
+class Slot(NamedTuple):
+    """What came between two moments, in seconds from the beginning."""
+
+    from_s: float
+    to_s: float
+    answers: int
+    errors: int
+    max_us: int
+    """The longest latency of an answer, in µs."""
+
+    @property
+    def rate(self) -> float:
+        """Answers a second."""
+        return self.answers / (self.to_s - self.from_s)
+
+
+class Timeline:
+    """Answers over ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._width_s = seconds / SLOTS
+        self._answers = [0] * (2 * SLOTS)
+        self._errors = [0] * (2 * SLOTS)
+        self._max_us = [0] * (2 * SLOTS)
+
+    def answered(self, at_s: float, latency_us: int) -> None:
+        """An answer came."""
+        slot = self._slot(at_s)
+        self._answers[slot] += 1
+        self._max_us[slot] = max(self._max_us[slot], latency_us)
+
+    def failed(self, at_s: float) -> None:
+        """A call ended without one."""
+        self._errors[self._slot(at_s)] += 1
+
+    def slots(self, ended_s: float) -> list[Slot]:
+        """All slots up to the end, also empty ones. What remains behind the last whole slot is part of that."""
+        last = max(0, self._slot(ended_s) - 1)
+        slots = []
+        for number in range(last + 1):
+            until = None if number == last else number + 1
+            from_s = number * self._width_s
+            slots.append(
+                Slot(
+                    from_s,
+                    ended_s if until is None else until * self._width_s,
+                    sum(self._answers[number:until]),
+                    sum(self._errors[number:until]),
+                    max(self._max_us[number:until]),
+                )
+            )
+        return slots if ended_s else []
+
+    def _slot(self, at_s: float) -> int:
+        return min(int(at_s / self._width_s), 2 * SLOTS - 1)
