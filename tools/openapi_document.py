@@ -98,7 +98,7 @@ LIMIT_HEADERS: Json = {
 }
 RETRY_AFTER: Json = {
     "Retry-After": {
-        "description": "Seconds until this same check would pass if nobody else spends.",
+        "description": "Seconds until this same check would pass if no other caller spends.",
         "schema": {"type": "integer", "minimum": 1},
     }
 }

@@ -109,7 +109,7 @@ class CallerTime(NamedTuple):
 
 
 def caller_time(timestamp: int) -> CallerTime:
-    """Read a timestamp, whose unit is told by its magnitude. Negative ones stay negative."""
+    """Read a timestamp, whose unit follows from its magnitude. Negative ones stay negative."""
     if timestamp < _SECONDS_BELOW:
         return CallerTime(timestamp * US_PER_S, US_PER_S)
     if timestamp < _MILLISECONDS_BELOW:

@@ -51,7 +51,7 @@ ASKED_PER_TURN: Final = 100
 
 
 class Buckets(Protocol):
-    """The buckets that a node decides on by itself: all of them, or those it knows of the ones that all nodes share."""
+    """The buckets a node decides on: its own, or the shared ones it knows."""
 
     def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
         self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int

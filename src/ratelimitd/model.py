@@ -89,7 +89,7 @@ class Check(NamedTuple):
     """One validated question.
 
     ``identifier`` is the canonical UTF-8 text (1 to 256 bytes; an ``ip`` in the form of :mod:`ipaddress`); ``cost`` is
-    at least 1 token; ``timestamp`` is the caller's, as sent (0 = none; its unit is told by its magnitude, ADR 0005);
+    at least 1 token; ``timestamp`` is the caller's, as sent (0 = none; its unit follows from its magnitude, ADR 0005);
     ``peek`` asks without spending.
     """
 

@@ -3,7 +3,7 @@
 Never does I/O, never reads a clock, never raises because of what a peer sent. An owner goes on like this:
 
     for event in connection.receive(data): …    # then send_unary and the like
-    transport.write(connection.data_to_send())  # once a turn
+    transport.write(connection.data_to_send())  # once per event-loop iteration
     if connection.ended: close
     elif connection.has_more: read no more, and call receive(b"") in the next turn of the loop
 

@@ -28,7 +28,7 @@ class Limits:
     """What all streams together may: this is the most that a peer can make us hold unread."""
 
     max_header_list_bytes: int = 16_384
-    """SETTINGS_MAX_HEADER_LIST_SIZE, as gRPC's own servers have it. A request over it is told so."""
+    """SETTINGS_MAX_HEADER_LIST_SIZE, as gRPC's own servers have it. A larger request is refused with an error."""
 
     max_header_block_bytes: int = 32_768
     """Encoded, over all frames of a block. A list within its limit needs less in any honest encoding."""
@@ -90,7 +90,7 @@ ALLOWANCES: Final[Mapping[Cause, Allowance]] = MappingProxyType(
 
 
 class AbuseMeter:
-    """Counts, by cause, frames which are cheap to send and dear to get, and ends connections that overdo it.
+    """Counts, by cause, frames that are cheap to send and expensive to receive, and ends connections with too many.
 
     Each cause is a bucket that leaks with work and time; what leaked is only looked up when the bucket is full, so
     that a frame costs an addition and a comparison.

@@ -59,7 +59,7 @@ class Receiver:
         streams: of the connection.
         reader: of its header blocks.
         window: what the peer may send on all streams together.
-        events: where what happens is told; the owner of this object replaces it.
+        events: list that events are appended to; the owner of this object replaces it.
         block_open: CONTINUATION has to follow.
         data_frames: frames of DATA that carried something, but for those of the check path.
         draining: the first GOAWAY was sent.

@@ -1,7 +1,7 @@
 """The sending half of a connection: answers into frames, as far as the peer's windows go, and the rest when they open.
 
 Never reads what a peer sent; the receiving half says what it means for this one. Octets are only collected here:
-``take`` returns all of them at once, so that a turn of the owner is one write.
+``take`` returns all of them at once, so that an event-loop iteration is one write.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def grown(window_bytes: int, increment: int) -> int | None:
 class ReceiveWindow:
     """How much the peer may still send, and how much of what it sent we have done with but not told it.
 
-    Credit is told when it is half of the window: often enough that a peer never waits while we keep up, and a frame of
+    Credit is granted at half of the window: often enough that a peer never waits while we keep up, and a frame of
     13 octets for thousands of small checks.
 
     Attributes:

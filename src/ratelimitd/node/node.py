@@ -286,7 +286,7 @@ class Node:
                 ratelimit_headers=self._settings.ratelimit_headers,
             )
         )
-        # Open pages are told that the node ends, and do not keep it.
+        # Ends the streams of open pages, which would delay the drain.
         self._open.push_async_callback(live.end)
         await self._start_grpc(methods)
 

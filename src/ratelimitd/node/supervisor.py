@@ -22,7 +22,7 @@ OVERDUE_S: Final = 2.0
 """How much longer than DRAIN_S a drain may take before the process ends without it."""
 
 SWITCH_INTERVAL_S: Final = 0.000_05
-"""Must be shorter than a turn of a busy loop; see :func:`_share_the_interpreter`."""
+"""Must be shorter than an iteration of a busy event loop; see :func:`_share_the_interpreter`."""
 
 _log = logging.getLogger(__name__)
 

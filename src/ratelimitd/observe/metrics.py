@@ -170,7 +170,7 @@ class Metrics:
         """The metrics called ``names``, or all of them, as GetMetrics reports them, each read when its turn comes.
 
         Raises:
-            InvalidInputError: names that no metric has; each is told by its place in ``names``.
+            InvalidInputError: unknown names; each is identified by its index in ``names``.
         """
         unknown = [index for index, name in enumerate(names) if name not in _BY_REPORTED_NAME]
         if unknown:

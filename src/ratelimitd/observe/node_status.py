@@ -27,7 +27,7 @@ MAX_BYTES: Final = 4_096
 """A node without denials needs about 700."""
 
 MAX_ENDPOINT: Final = 60
-"""Characters of an endpoint that other nodes are told: ten of them leave room in :data:`MAX_BYTES`."""
+"""Characters of an endpoint in a published status: ten endpoints leave room in :data:`MAX_BYTES`."""
 
 MAX_TEXT: Final = 256
 MAX_NUMBER: Final = 2**53

@@ -35,8 +35,8 @@ _TO_HTTP1: Final = (
     b"content-length: %d\r\n\r\n%b" % (len(_TEXT), _TEXT)
 )
 _TO_HTTP2: Final = frames.go_away(0, ErrorCode.INADEQUATE_SECURITY, b"this port speaks TLS")
-"""Without the SETTINGS that should come first: to grpc's core these mean that it has arrived, so it tries again at once
-and for ever, 400 times a second; like this it backs off."""
+"""Without the SETTINGS that should come first: after these grpc's core counts as connected and retries at once, 400
+times a second; without them it backs off."""
 
 
 def answer_to(octets: bytes) -> bytes | None:
@@ -65,8 +65,8 @@ HANDSHAKE_TIMEOUT_S: Final = 10.0
 _LONGER_THAN_OURS_S: Final = 2 * HANDSHAKE_TIMEOUT_S
 """asyncio has a timer of its own for handshakes, by another clock."""
 
-_STRANGER_READS: Final = 16
-_STRANGER_BYTES: Final = 4_096
+_PLAINTEXT_READS: Final = 16
+_PLAINTEXT_BYTES: Final = 4_096
 """What is read of a peer that does not speak TLS, so that it can read why before the kernel resets it."""
 
 Connection = TypeVar("Connection", bound=asyncio.BaseProtocol)
@@ -192,7 +192,7 @@ class Acceptor(Generic[Connection]):
         )
 
     async def _greet(self, sock: socket.socket) -> bool:
-        """Whether a peer begins with TLS; one that does not is told so."""
+        """Whether a peer begins with TLS; one that does not is answered in plaintext."""
         first = await self._first_octet(sock)
         if first == TLS_RECORD:
             # A handshake is 1 ms of arithmetic and more.
@@ -219,15 +219,15 @@ class Acceptor(Generic[Connection]):
     async def _turn_away(self, sock: socket.socket) -> None:
         octets = b""
         while (answer := answer_to(octets)) is None:
-            more = await self._loop.sock_recv(sock, _STRANGER_BYTES)
+            more = await self._loop.sock_recv(sock, _PLAINTEXT_BYTES)
             if not more:
                 return
             octets += more
         await self._loop.sock_sendall(sock, answer)
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_WR)
-        for _ in range(_STRANGER_READS):
-            if not await self._loop.sock_recv(sock, _STRANGER_BYTES):
+        for _ in range(_PLAINTEXT_READS):
+            if not await self._loop.sock_recv(sock, _PLAINTEXT_BYTES):
                 return
 
 

@@ -57,13 +57,13 @@ class ConnectionCalls:
 
     __slots__ = (
         "_arriving",
+        "_budget",
         "_connection",
         "_limits",
         "_reader",
         "_shared",
         "_starter",
         "_table",
-        "_turn",
         "_unusual",
         "answers",
     )
@@ -75,13 +75,13 @@ class ConnectionCalls:
         self._limits = shared.limits
         self._connection = connection
         self._unusual: deque[CompleteRequest] = deque()
-        self._turn = turn = TimeBudget(shared.monotonic_s)
+        self._budget = budget = TimeBudget(shared.monotonic_s)
         self._table = table = CallTable(shared)
         self._reader = reader = Router(shared.routes, peer, shared.monotonic_s)
-        self.answers = answers = ResponseWriter(shared, connection, table, turn=turn, wake=wake)
-        self._starter = starter = Invoker(shared, table, answers, turn)
+        self.answers = answers = ResponseWriter(shared, connection, table, budget=budget, wake=wake)
+        self._starter = starter = Invoker(shared, table, answers, budget)
         self._arriving = RequestAssembler(
-            shared, reader, table=table, answers=answers, starter=starter, turn=turn
+            shared, reader, table=table, answers=answers, starter=starter, budget=budget
         )
 
     @property
@@ -94,10 +94,10 @@ class ConnectionCalls:
     def handle(self, events: Iterator[Event], now_s: float, came_s: float | None = None) -> bool:
         """Act on events; ``came_s`` is when they came, if not just now.
 
-        False: the time of a turn is used up, and some are left; they go with the next events.
+        False: the time budget is used up; the rest goes with the next events.
         """
-        turn = self._turn
-        turn.begin(now_s, now_s if came_s is None else came_s)
+        budget = self._budget
+        budget.begin(now_s, now_s if came_s is None else came_s)
         run = _NO_RUN
         for event in events:
             if type(event) is tuple:
@@ -116,7 +116,7 @@ class ConnectionCalls:
                 self._whole(request, plan)
             else:
                 self._arriving.handle(event)
-            if turn.dear and turn.is_over():
+            if budget.expensive and budget.is_over():
                 self._answer_run(run)
                 return False
         self._answer_run(run)
@@ -130,7 +130,7 @@ class ConnectionCalls:
         answers: Sequence[bytes | None] = [None] * len(requests)
         # The shortcut looks neither at the bound on calls nor at deadlines.
         has_room = shared.unary_in_progress < self._limits.max_concurrent_rpcs
-        if has_room and not self._turn.is_late:
+        if has_room and not self._budget.is_late:
             try:
                 answers = run.handler(run.messages)
             except Exception:  # noqa: BLE001 -- whatever it is, the method's own handler decides about each call
@@ -143,12 +143,12 @@ class ConnectionCalls:
                 send(request[0], UNARY_ANSWER, answer)
 
     def _answer_unusual(self) -> bool:
-        """Answer the calls that no bulk handler has; false: the time of a turn is used up, and some are left."""
-        turn, unusual = self._turn, self._unusual
+        """Answer the calls that no bulk handler has; false: the time budget is used up, and some are left."""
+        budget, unusual = self._budget, self._unusual
         while unusual:
             request = unusual.popleft()
             self._whole(request, self._reader.read(request[1]))
-            if turn.dear and turn.is_over():
+            if budget.expensive and budget.is_over():
                 return not unusual
         return True
 
@@ -159,10 +159,10 @@ class ConnectionCalls:
         if message is None or plan.unary is None:
             self._arriving.take(request)
             return
-        turn = self._turn
+        budget = self._budget
         if len(body) > _DEAR_BYTES:
-            turn.dear = True
-        call = self._reader.call(plan, head, turn.came_s)
+            budget.expensive = True
+        call = self._reader.call(plan, head, budget.came_s)
         self._starter.unary(stream_id, plan, call, message)
 
     def block(self) -> None:

@@ -1,6 +1,6 @@
 """When a connection has lasted long enough, by the clock alone: peers that are slow, silent, stalled or old.
 
-Pure: it is told the time and what the connection looks like, and says what to do. Never reads a clock, never sends.
+Pure: maps time and connection state to an action.
 """
 
 from __future__ import annotations

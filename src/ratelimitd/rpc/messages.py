@@ -205,7 +205,7 @@ OK_TRAILERS_ONLY: Final = trailers_only(RpcError(StatusCode.OK, ""))
 """A stream that ends well without a message."""
 
 ACCEPTED_ENCODINGS: Final[Fields] = ((b"grpc-accept-encoding", ENCODINGS),)
-"""What a caller is told who compresses in a way that is not known here."""
+"""The answer to an unknown message encoding."""
 
 
 MAX_DIGITS: Final = 8

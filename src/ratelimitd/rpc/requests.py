@@ -83,7 +83,7 @@ async def run_stream(
         async for message in answers:
             if not calls.send(stream_id, open_call, message):
                 await open_call.room.wait()
-            # Whether the peer reads shows when what was sent is written, which is in another turn of the loop.
+            # Whether the peer reads shows when the answers are written, in a later event-loop iteration.
             await calls.shared.turnstile.passed()
     except asyncio.CancelledError:
         error = CANCELLED
@@ -115,15 +115,15 @@ _LATE: Final = RpcError(StatusCode.DEADLINE_EXCEEDED, "the deadline had passed o
 class Invoker:
     """Starts the calls of one connection whose requests are there."""
 
-    __slots__ = ("_answers", "_shared", "_table", "_turn")
+    __slots__ = ("_answers", "_budget", "_shared", "_table")
 
     def __init__(
-        self, shared: ServerState, table: CallTable, answers: ResponseWriter, turn: TimeBudget
+        self, shared: ServerState, table: CallTable, answers: ResponseWriter, budget: TimeBudget
     ) -> None:
         self._shared = shared
         self._table = table
         self._answers = answers
-        self._turn = turn
+        self._budget = budget
 
     def unary(self, stream_id: int, plan: Route, call: NativeCall, message: bytes) -> None:
         """Call a unary handler, and answer if it does at once."""
@@ -146,7 +146,7 @@ class Invoker:
         table = self._table
         open_call = table.open.get(stream_id)
         if open_call is None:
-            open_call = table.enter(stream_id, plan, call, self._turn.came_s)
+            open_call = table.enter(stream_id, plan, call, self._budget.came_s)
         shared.unary_in_progress += 1
         open_call.task = shared.start(run_unary(self._answers, stream_id, open_call, answer))
 
@@ -178,7 +178,7 @@ _TOO_MANY_BYTES: Final = RpcError(
 class RequestAssembler:
     """The calls of one connection as their requests arrive."""
 
-    __slots__ = ("_answers", "_reader", "_shared", "_starter", "_table", "_turn")
+    __slots__ = ("_answers", "_budget", "_reader", "_shared", "_starter", "_table")
 
     def __init__(
         self,
@@ -188,14 +188,14 @@ class RequestAssembler:
         table: CallTable,
         answers: ResponseWriter,
         starter: Invoker,
-        turn: TimeBudget,
+        budget: TimeBudget,
     ) -> None:
         self._shared = shared
         self._reader = reader
         self._table = table
         self._answers = answers
         self._starter = starter
-        self._turn = turn
+        self._budget = budget
 
     def handle(self, event: Event) -> None:
         """Act on what the peer did, unless it is the connection's business alone."""
@@ -213,22 +213,22 @@ class RequestAssembler:
             self._ended(event.stream_id)
 
     def _begin(self, stream_id: int, head: RequestHead) -> None:
-        turn, answers = self._turn, self._answers
-        turn.dear = True
+        budget, answers = self._budget, self._answers
+        budget.expensive = True
         plan = self._reader.read(head)
         if not self._table.has_room:
             self._shared.count(TransportError.TOO_MANY_CALLS)
             answers.fail(stream_id, TOO_MANY_CALLS)
             return
         if plan.plain is not None:
-            self._table.enter_plain(stream_id, plan.plain, turn.came_s)
+            self._table.enter_plain(stream_id, plan.plain, budget.came_s)
             return
         if plan.refusal is not None:
             self._shared.count(plan.refusal.cause)
             answers.fail(stream_id, plan.refusal.error, plan.refusal.fields)
             return
-        call = self._reader.call(plan, head, turn.came_s)
-        open_call = self._table.enter(stream_id, plan, call, turn.came_s)
+        call = self._reader.call(plan, head, budget.came_s)
+        open_call = self._table.enter(stream_id, plan, call, budget.came_s)
         if plan.bidi_stream is not None:
             questions = open_call.questions = self._questions(stream_id, open_call)
             self._starter.stream(stream_id, open_call, partial(plan.bidi_stream, questions))
@@ -295,7 +295,7 @@ class RequestAssembler:
         if questions is not None:
             questions.end(open_call.cut_off())
             return
-        self._turn.dear = True
+        self._budget.expensive = True
         try:
             limit = self._shared.limits.max_message_bytes
             message = message_of(open_call.whole(), plan.encoding, limit)

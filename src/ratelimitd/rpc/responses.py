@@ -25,13 +25,13 @@ from ratelimitd.rpc.state import CallTable, OpenCall, ServerState, TimeBudget
 class ResponseWriter:
     """The answers of one connection; for running handlers it is their :class:`ratelimitd.rpc.requests.Calls`.
 
-    ``wake`` is called when there may be something to send; within a turn that is no news.
+    ``wake`` is called when there may be something to send; within an iteration it does nothing.
 
     Attributes:
         blocked: the peer does not read; streams wait until :meth:`unblock`.
     """
 
-    __slots__ = ("_connection", "_table", "_turn", "_wake", "blocked", "shared")
+    __slots__ = ("_budget", "_connection", "_table", "_wake", "blocked", "shared")
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class ResponseWriter:
         connection: Connection,
         table: CallTable,
         *,
-        turn: TimeBudget,
+        budget: TimeBudget,
         wake: Callable[[], None],
     ) -> None:
         self.shared = shared
         self.blocked = False
         self._connection = connection
         self._table = table
-        self._turn = turn
+        self._budget = budget
         self._wake = wake
 
     def is_open(self, stream_id: int, open_call: OpenCall) -> bool:
@@ -100,7 +100,7 @@ class ResponseWriter:
 
     def fail(self, stream_id: int, error: RpcError, fields: Fields = ()) -> None:
         """End a call with a status, and whatever still runs for it."""
-        self._turn.dear = True  # 15 µs: a slice of 256 of them would be twice its time
+        self._budget.expensive = True  # 15 µs: a slice of 256 of them would be twice its time
         open_call = self._table.leave(stream_id)
         if error.code is StatusCode.DEADLINE_EXCEEDED:
             self.shared.count(TransportError.DEADLINE_EXCEEDED)

@@ -120,17 +120,17 @@ class Questions:
 
     What the handler has not read is not acknowledged, so that a peer who asks faster has to wait. Messages are
     inflated when they are read: otherwise a window's worth of compressed ones would become gigabytes. Before each,
-    ``my_turn`` is waited for: a handler that never has to wait would otherwise answer a window's worth of them in one
-    turn of the loop. ``read`` is called when one was.
+    ``admit`` is awaited before each: a handler that never waits would otherwise answer a whole window of them in one
+    event-loop iteration. ``read`` is called after each.
 
     Attributes:
         waiting_bytes: of the messages that were not read. Of a large one most is acknowledged while it arrives.
     """
 
     __slots__ = (
+        "_admit",
         "_arrived",
         "_end",
-        "_my_turn",
         "_parts",
         "_read",
         "acknowledge",
@@ -144,14 +144,14 @@ class Questions:
         encoding: Encoding,
         max_message_bytes: int,
         acknowledge: Callable[[int], None],
-        my_turn: Callable[[], Awaitable[None]],
+        admit: Callable[[], Awaitable[None]],
         *,
         read: Callable[[], object] = lambda: None,
     ) -> None:
         self.encoding = encoding
         self.max_message_bytes = max_message_bytes
         self.acknowledge = acknowledge
-        self._my_turn = my_turn
+        self._admit = admit
         self._read = read
         self.waiting_bytes = 0
         self._parts: deque[_Question] = deque()
@@ -190,7 +190,7 @@ class Questions:
                 raise self._end
             self._arrived.clear()
             await self._arrived.wait()
-        await self._my_turn()
+        await self._admit()
         part, flow_bytes = self._parts.popleft()
         self.waiting_bytes -= len(part.content)
         self._read()
@@ -200,58 +200,57 @@ class Questions:
 
 
 TURN_S: Final = 0.002
-"""Bounds on frames and octets keep common calls within it; it is for the dear ones, such as a small message that
+"""Limits on frames and octets keep common calls within it; it bounds expensive ones, such as a small message that
 inflates to a large one."""
 
 LATE_S: Final = 0.1
-"""What waits longer for its turn was left by a peer that did not read for some time; few deadlines are shorter."""
+"""Work that waited longer belongs to a peer that did not read for a while; few deadlines are shorter."""
 
 
 class TimeBudget:
-    """The turn of one connection: one object for all its turns. Common calls do not ask the clock; dear ones do.
+    """Time budget of one connection per event-loop iteration. Common calls do not read the clock; expensive ones do.
 
     Attributes:
-        began_s: when the turn began, a reading of ``monotonic_s``.
-        came_s: when what is worked on came; deadlines count from there. Earlier than ``began_s`` for what is left over
-            from another turn.
-        dear: something was done that takes many times what a common call takes, and the clock was not asked since.
+        began_s: start of the iteration, a reading of ``monotonic_s``.
+        came_s: arrival of the input, from which deadlines count. Earlier than ``began_s`` for input left over from an
+            earlier iteration.
+        expensive: work was done that takes many times as long as a common call, and the clock was not read since.
     """
 
-    __slots__ = ("_monotonic_s", "began_s", "came_s", "dear")
+    __slots__ = ("_monotonic_s", "began_s", "came_s", "expensive")
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s
         self.began_s = self.came_s = 0.0
-        self.dear = False
+        self.expensive = False
 
     def begin(self, now_s: float, came_s: float) -> None:
-        """Begin a turn."""
+        """Begin an iteration."""
         self.began_s = now_s
         self.came_s = came_s
 
     @property
     def is_late(self) -> bool:
-        """Whether what is worked on has waited so long that deadlines may have passed meanwhile."""
+        """Whether the input has waited so long that deadlines may have passed."""
         return self.began_s - self.came_s > LATE_S
 
     def is_over(self) -> bool:
-        """Whether its time is used up; to be asked after something dear."""
-        self.dear = False
+        """Whether the budget is used up; to be asked after expensive work."""
+        self.expensive = False
         return self._monotonic_s() - self.began_s > TURN_S
 
 
 EVERY_S: Final = 0.005
 MOST_AT_ONCE: Final = 8
-"""For a turnstile with a clock: one for each 5 ms that the last turn took, but no more than 8. A TLS handshake is about
-1 ms of arithmetic, so that handshakes get about a fifth of the time, however long turns are."""
+"""A gate with a clock admits one waiter for each 5 ms of the last iteration, at most 8. A TLS handshake takes about
+1 ms, so handshakes get about a fifth of the time."""
 
 
 class TickGate:
-    """First come, first through; one in each turn of the loop.
+    """First come, first through; one per event-loop iteration.
 
-    With a clock, ``monotonic_s``, more go through together when turns are long: else a loop whose turns take 30 ms
-    would let 33 through in a second, however many wait. Only for pieces that cost less than ``EVERY_S``: dearer ones
-    would make the turns longer and longer.
+    With a clock, ``monotonic_s``, long iterations admit more: else a loop whose iterations take 30 ms would admit 33 a
+    second. Only for work that takes less than ``EVERY_S``: longer work would lengthen the iterations further.
     """
 
     __slots__ = ("_in_line", "_last_s", "_monotonic_s", "_taken")
@@ -261,26 +260,26 @@ class TickGate:
         self._last_s = 0.0
         self._in_line: deque[asyncio.Future[None]] = deque()
         self._taken = False
-        """Whether somebody goes through in the next turn."""
+        """Whether a waiter is admitted in the next iteration."""
 
     async def passed(self) -> None:
-        """Wait for a turn of one's own."""
+        """Wait to be admitted."""
         if self._taken:
-            turn = asyncio.get_running_loop().create_future()
-            self._in_line.append(turn)
-            await turn
+            admitted = asyncio.get_running_loop().create_future()
+            self._in_line.append(admitted)
+            await admitted
             return
-        self._take_next_turn()
+        self._schedule()
         await asyncio.sleep(0)
 
-    def _take_next_turn(self) -> None:
+    def _schedule(self) -> None:
         self._taken = True
         if self._monotonic_s is not None:
             self._last_s = self._monotonic_s()
         asyncio.get_running_loop().call_soon(self._let_through)
 
     def _let_through(self) -> None:
-        """Wake those who go through in the next turn."""
+        """Wake the waiters that the next iteration admits."""
         self._taken = False
         for _ in range(self._room()):
             while self._in_line and self._in_line[0].done():  # has left the line
@@ -290,7 +289,7 @@ class TickGate:
             self._in_line.popleft().set_result(None)
             self._taken = True
         if self._taken:
-            self._take_next_turn()
+            self._schedule()
 
     def _room(self) -> int:
         if self._monotonic_s is None:

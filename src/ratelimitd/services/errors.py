@@ -93,7 +93,7 @@ def rich_error(code: StatusCode, reason: str, message: str, *details: Message) -
 class ErrorEdge:
     """The last line of every handler: whatever is raised inside leaves as an ``RpcError``.
 
-    A defect, and a store that is away, is told to the log, which writes what repeats once a second.
+    Defects and unavailable stores are logged; the log limits repetitions to one a second.
     """
 
     def __init__(self, stats: CheckStats) -> None:

@@ -130,7 +130,7 @@ class RateLimiterService:
         return answer_of(verdict).SerializeToString()
 
     def check_rate_limit_batch(self, data: bytes, _call: Call) -> bytes | Awaitable[bytes]:
-        """Answer up to ``MAX_BATCH_ITEMS`` checks; a malformed one is told so in its own answer.
+        """Answer up to ``MAX_BATCH_ITEMS`` checks; a malformed one has its error in its own answer.
 
         More than ``SLICE_ITEMS`` are answered later, slice by slice. Between two slices other calls have their turn,
         and a caller that leaves ends its batch there: what was decided until then stays charged.
@@ -168,7 +168,7 @@ class RateLimiterService:
         book = self._limiter.book
         questions: list[Question | None] = []
         for start in range(0, len(items), SLICE_ITEMS):
-            # Also before the first one: splitting a long batch was a turn of its own.
+            # Also before the first one: splitting a long batch took an iteration.
             await asyncio.sleep(0)
             read = self._bulk.read(items[start : start + SLICE_ITEMS])
             if None in read:

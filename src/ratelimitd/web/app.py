@@ -260,7 +260,7 @@ class Parts:
     admit: Requirement
     """Lets a call pass that may be made."""
     translate: Translation
-    """What a call failed with is told to its caller."""
+    """Converts the error of a call into a status."""
     admin_token: str
     now_s: Callable[[], float]
     """Unix time that never steps back."""

@@ -248,7 +248,7 @@ def _address_of(sock: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn as a guest: the supervisor owns the signals, and it is told to stop instead of looking for it."""
+    """uvicorn without signal handlers, which the supervisor owns; it is stopped by a call."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -105,7 +105,7 @@ async def _serve(settings: Settings) -> int:
 
 
 async def _own_port(listen: Address, opened: AsyncExitStack) -> int:
-    """Take the port for the workers, none of which could see whether it is a stranger that listens there already.
+    """Take the port for the workers, which cannot tell whether another program already listens there.
 
     The sockets never listen. While they are open, a worker that starts again finds the port free for it alone, and
     port 0 is the same port for all.

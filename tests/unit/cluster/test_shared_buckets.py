@@ -82,7 +82,7 @@ class TestMisses:
         )
         world.check(b"a")
         assert named == [b"a"]
-        for number in range(MAX_MISSED):
+        for number in range(MAX_MISSED + 1):
             world.at_once(b"%d" % number)
         assert len(world.buckets._missed) <= MAX_MISSED
         world.at_once(b"a")

@@ -9,11 +9,11 @@ from ratelimitd.rpc.state import LATE_S, TURN_S, TimeBudget
 def test_a_turn_is_over_when_more_than_its_time_has_passed(passed_s, over):
     now_s = 0.0
     turn = TimeBudget(lambda: now_s)
-    assert not turn.dear
-    turn.dear = True
+    assert not turn.expensive
+    turn.expensive = True
     now_s += passed_s
     assert turn.is_over() is over
-    assert not turn.dear
+    assert not turn.expensive
 
 
 def test_the_next_turn_has_all_its_time():

@@ -2,7 +2,7 @@
 
 In an open loop a check's latency counts from when it was due, not from when it could be sent: a node that stalls is not
 spared the checks that would have come meanwhile, and what that does to them is in the percentiles (no coordinated
-omission). How late checks were sent is told as well.
+omission). How late checks were sent is reported as well.
 """
 
 from __future__ import annotations

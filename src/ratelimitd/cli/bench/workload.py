@@ -101,7 +101,7 @@ def _poisson(chance: Random, rate: float) -> Iterator[float]:
 
 
 DIGITS: Final = 6
-"""Binary digits of a latency that are kept: it is told too high by 1/32 at most."""
+"""Binary digits of a latency that are kept: the reported value is too high by 1/32 at most."""
 
 QUANTILES: Final = (0.5, 0.9, 0.95, 0.99, 0.999)
 

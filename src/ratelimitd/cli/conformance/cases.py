@@ -148,7 +148,7 @@ def _cases() -> Iterator[Case]:
 # clock.
 
 TOLERANCE_S: Final = 1
-"""Times are told in whole seconds: one that is a moment late may be the next."""
+"""Answers carry whole seconds: a slightly late one may be the next second."""
 
 
 class Due(NamedTuple):
@@ -173,7 +173,7 @@ def left_out(case: Case, longest_us: int, tolerance_us: int) -> str:
 def timetable(case: Case, not_before_us: int, tolerance_us: int) -> list[Due]:
     """The checks of a case that can be run, with the first at ``not_before_us`` or as soon after as its time allows.
 
-    Times of reset are told in whole seconds, and fixed windows begin at multiples of their length: all are moved
+    Reset times are whole seconds, and fixed windows begin at multiples of their length: all are moved
     by whole seconds, and by whole windows.
     """
     grid_us = _grid_us(case)

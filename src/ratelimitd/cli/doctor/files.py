@@ -89,7 +89,7 @@ def _time(element: _Element) -> datetime:
 
 
 SOON: Final = timedelta(days=14)
-"""A certificate that expires within that time is told."""
+"""A certificate that expires within this time is reported."""
 
 LITTLE_SPACE_BYTES: Final = 256 * 1024 * 1024
 """The bucket files of a million buckets take about half of it while they are rewritten."""

@@ -249,7 +249,7 @@ class ClusterShards:
 
 
 async def _reply(link: Link) -> Any:
-    """The reply of a link that is connected; raises what it is told instead."""
+    """Return the reply of a connected link; raise its error."""
     reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     link.send(CLUSTER_SLOTS, lambda value: None if reply.done() else reply.set_result(value))
     value = await reply

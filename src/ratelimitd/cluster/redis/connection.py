@@ -3,7 +3,7 @@
 All requests of one turn of the event loop leave in one write. Never connects, logs in or reconnects, and never sends
 anything a second time: :mod:`ratelimitd.cluster.redis.link` does.
 
-How time is kept: one timer for all requests. A request that is not answered in time is told so at once and keeps its
+How time is kept: one timer for all requests. A request that is not answered in time fails at once and keeps its
 place, so that its late reply is dropped. A connection whose oldest request has waited for
 ``SILENCE_S`` is presumed dead. When the timer itself comes late, it was this process that slept, and the replies may
 lie in the socket: they are looked at again after it had its turn, and again as long as replies come, a few times.
@@ -161,7 +161,7 @@ SILENCE_S: Final = 1.0
 longest timeout that makes sense, so that slow is not mistaken for dead."""
 
 SILENT_TIMEOUTS: Final = 1.5
-"""Where a timeout is chosen that is as long, so many of them are silence: what is late is told before."""
+"""With a timeout of SILENCE_S or more, this many timeouts are silence: late requests fail before."""
 
 LATE_S: Final = 0.002
 """A timer that comes later than this was held up by this process."""
@@ -179,7 +179,7 @@ class Connection(asyncio.Protocol):
     """An open connection. Each request's ``done`` is called exactly once, and never inside :meth:`submit`.
 
     ``on_error`` takes a request whose caller still waits, and the error reply to it; it has to see to its ``done``.
-    ``on_lost`` is called once, before the requests in flight are told. ``timeout_s`` holds for what is yet to be sent.
+    ``on_lost`` is called once, before the requests in flight fail. ``timeout_s`` holds for what is yet to be sent.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 A request is never sent a second time, but where the server says that it did not run it: when it does not know the
 script (it gets it, once), and when another node of a Cluster has the key (that one is asked, once). Whatever was in
-flight on a connection that was lost may have run or not; its callers are told that the store is unavailable.
+flight on a connection that was lost may have run or not; its callers get StoreUnavailableError.
 """
 
 from __future__ import annotations

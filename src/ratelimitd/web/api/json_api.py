@@ -158,7 +158,7 @@ class JsonApi:
                 return await self._answer(request, method, protocol)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_LEFT)
-            except Exception as error:  # noqa: BLE001 -- the edge: whatever it is, it is told in the caller's protocol
+            except Exception as error:  # noqa: BLE001 -- the edge: any error is answered in the caller's protocol
                 return protocol.failure(self._translate(error, method.path))
 
         return Route(path, answer, methods=["POST"])

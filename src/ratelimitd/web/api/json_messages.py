@@ -65,7 +65,7 @@ async def message_from_json(body: bytes, message_class: type[MessageT]) -> Messa
     """The message that a body says. Other calls have their turn between two pieces of a long one.
 
     Raises:
-        InvalidInputError: it is no JSON, or not of this message; of what was sent the text has names of fields only.
+        InvalidInputError: it is no JSON, or not of this message; the text quotes names of fields only.
     """
     value = _value_of(body)
     message = message_class()
@@ -122,7 +122,7 @@ def _refuse(description: str) -> NoReturn:
 
 
 class _Reading:
-    """One body on its way into a message. Its methods are generators: they pause where others may have a turn."""
+    """One body on its way into a message. Its methods are generators: they pause where other tasks may run."""
 
     def __init__(self) -> None:
         self.violations: list[FieldViolation] = []

@@ -61,7 +61,7 @@ class LoginPages:
         ]
 
     async def _show(self, request: Request) -> Response:
-        self._frame.stranger(request)
+        self._frame.visitor(request)
         code = request.query_params.get("code")
         # A HEAD request asks whether the page is there, and must not use the link up.
         if code is None or request.method == "HEAD":
@@ -71,7 +71,7 @@ class LoginPages:
         return self._enter(request, "/")
 
     async def _log_in(self, request: Request) -> Response:
-        visitor = self._frame.stranger(request)
+        visitor = self._frame.visitor(request)
         fields = await self._frame.form_of(request, visitor)
         target = local_path(fields.get("next", "/"))
         if not self._tries.admit(network_of(request)):

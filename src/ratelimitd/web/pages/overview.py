@@ -226,7 +226,7 @@ class OverviewPage:
         context = self._context(overview, history, named=named)
         parts = {}
         for name in FRAGMENTS:
-            # Each in a turn of its own: with 20 nodes all of them take some milliseconds.
+            # Each in an event-loop iteration: with 20 nodes all of them take some milliseconds.
             await asyncio.sleep(0)
             parts[name] = self._frame.fragment(f"overview_{name}.html", **context)
         return parts

@@ -20,7 +20,7 @@ from ratelimitd.web.pages.rendering import NONE, faded, milliseconds, percent, s
 
 P99: Final = 6
 HIT_RATIO: Final = 7
-"""Where a row has what the charts are told in words by."""
+"""Columns of a row that the chart summaries use."""
 
 
 @lru_cache(maxsize=2 * MAX_SAMPLES)

@@ -131,7 +131,7 @@ class Frame:
             secure=encrypted,
         )
 
-    def stranger(self, request: Request) -> Visitor:
+    def visitor(self, request: Request) -> Visitor:
         """A visitor without a session: forms, but no role."""
         known = request.cookies.get(FORM_COOKIE, "")
         new = _NONCE.fullmatch(known) is None
@@ -210,7 +210,7 @@ class Frame:
         if session is not None and not session.expired:
             visitor = Visitor(self._sessions.authorization, session.nonce, logged_in=True)
         else:
-            visitor = self.stranger(request)
+            visitor = self.visitor(request)
         try:
             self._may_read(http_call(request, request.url.path, visitor.authorization))
         except RpcError as error:

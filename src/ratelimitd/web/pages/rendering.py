@@ -159,7 +159,7 @@ def seconds(value_s: float) -> str:
 
 
 def percent(ratio: float | None) -> str:
-    """A part of a whole; all of it and next to all of it are told apart."""
+    """Format a fraction as a percentage; values just below 1 are not rounded to 100 %."""
     if ratio is None:
         return NONE
     if NEXT_TO_ALL <= ratio < 1:

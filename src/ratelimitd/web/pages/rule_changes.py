@@ -220,7 +220,7 @@ class RuleQuery(NamedTuple):
 
 
 class Found(NamedTuple):
-    """One page of what was found. ``first`` is the number of its first rule, from 1."""
+    """One page of results. ``first`` is the number of its first rule, from 1."""
 
     rules: Sequence[Rule]
     first: int

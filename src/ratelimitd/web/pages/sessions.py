@@ -110,10 +110,9 @@ class Sessions:
         return Session(nonce, expired=self._now_s() >= expires_at_s)
 
     def form_token(self, nonce: str) -> str:
-        """What the forms of a visitor carry: only who has their cookie can have it.
+        """Return the CSRF token of a visitor's forms, derived from the cookie.
 
-        Knows nothing of the admin token: whoever sees the form to log in could else find out at home, with as many
-        tries as they like, whether a guess is right.
+        It does not depend on the admin token: a visitor of the login form could otherwise test guesses offline.
         """
         return hmac.new(_FORM_KEY, nonce.encode("utf-8", "surrogatepass"), sha256).hexdigest()
 

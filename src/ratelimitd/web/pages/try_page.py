@@ -91,7 +91,7 @@ class TryPage:
                 await self._services.reset(request, form.question)
                 return self._page(request, form, was_reset=True)
             if action == "ask":
-                # Asked without spending, so that what is wrong with the form is told before it is confirmed.
+                # A peek, so that errors in the form show before the check is confirmed.
                 await self._services.check(request, form.question, 1, peek=True)
                 return self._frame.page(request, "reset.html", form=form)
             return await self._check(request, form)

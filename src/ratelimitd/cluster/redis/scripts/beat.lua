@@ -8,7 +8,7 @@
 --
 -- Returns the store's time in µs, the fingerprint that holds, and the names of those alive.
 --
--- What somebody else put there is removed: it would keep nodes from knowing each other, or from starting, for ever.
+-- What somebody else put there is removed: it would keep nodes from finding each other, or from starting.
 
 local KEPT_S = 86400
 

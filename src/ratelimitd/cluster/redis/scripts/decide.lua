@@ -8,7 +8,7 @@
 -- A peek writes nothing, and a denial nothing but a newer limit, of which others may not have heard.
 --
 -- Of a value that is no bucket the reason is 0, and it is replaced by a bucket that begins anew, unless it was a peek:
--- that says once that something was lost, and does not keep the caller unlimited for ever.
+-- that says once that something was lost, and does not leave the caller without a limit.
 
 local CHECK = '<BBI8I4I4I4i8'
 local ANSWER = '<BBI4I4I8'
