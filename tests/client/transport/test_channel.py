@@ -576,3 +576,10 @@ async def test_no_check_is_let_through_unchecked_while_one_of_two_nodes_drains()
             asking = False
             for decisions in await asyncio.gather(*callers):
                 assert not any(decision.fail_open for decision in decisions)
+
+
+async def test_waiting_for_a_node_ends_when_the_channel_was_closed_before(channels):
+    channel = channels(f"127.0.0.1:{free_port()}")
+    await channel.close()
+    async with asyncio.timeout(PATIENT_S):
+        await channel.channel_ready()

@@ -97,14 +97,7 @@ class Sessions(_Arguments):
     ) -> None:
         """Create a client; it connects with its first call.
 
-        Args:
-            target: ``host:port``, or any gRPC name such as ``dns:///limiter.internal:9090``; the addresses of a name
-                are used in turn.
-            tls: see :class:`Tls`; ``None`` sends plaintext, the token included.
-            token: bearer token of a role, sent with every call.
-            timeout_s: deadline of a check in seconds; the check is let through when it passes.
-            options: gRPC channel options, added to the client's own or replacing them.
-            clock: source of the time for pauses and for the calendar.
+        The arguments are those of :meth:`AsyncSessions.__init__`, without ``linger_us`` and ``transport``.
 
         Raises:
             ValueError, TypeError: an argument is not valid.

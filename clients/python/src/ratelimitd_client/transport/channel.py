@@ -75,7 +75,7 @@ class _Node:
 
 
 class _Method(NamedTuple):
-    """What the calls of a method have in common: the header block without the deadline, and a limit."""
+    """What the calls of a method share: the header block without the deadline, and the limit of an answer."""
 
     head: bytes
     max_answer_bytes: int
@@ -120,6 +120,7 @@ class NativeChannel:
     async def close(self) -> None:
         """Close all connections, after the calls in flight have ended."""
         self._is_closed = True
+        self._settled.set()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
@@ -181,8 +182,10 @@ class NativeChannel:
 
     def _send(self, call: NodeCall, left_s: float) -> None:
         """Send a call, or queue it until there is a connection."""
-        link = self._next()
-        if link is not None:
+        ready = self._ready
+        if ready:
+            self._turn += 1
+            link = ready[self._turn % len(ready)]  # round robin
             if call.tries:
                 call.restart()
             call.tries += 1
@@ -232,19 +235,10 @@ class NativeChannel:
         if next_s < self._expires_at_s:
             self._expire_at(next_s)
 
-    def _next(self) -> Link | None:
-        """Return the next connection, round robin."""
-        ready = self._ready
-        if not ready:
-            return None
-        self._turn += 1
-        return ready[self._turn % len(ready)]
-
     def _is_hopeless(self) -> bool:
         """Whether the last attempt failed for every address, or the last look-up did."""
-        if not self._nodes:
-            return self._is_unknown
-        return all(node.is_failing for node in self._nodes.values())
+        nodes = self._nodes.values()
+        return all(node.is_failing for node in nodes) if nodes else self._is_unknown
 
     def _changed(self) -> None:
         """Update the usable connections, and send waiting calls."""
@@ -375,13 +369,10 @@ class NativeChannel:
     async def _open(self, address: Address, link: Link) -> None:
         if self._context is None and self._tls is not None:
             self._context = open_context(self._tls)
-        context = self._context
-        name = None if context is None else self._target.server_name
+        name = None if self._context is None else self._target.server_name
+        options: Any = {"ssl": self._context, "server_hostname": name}
         if address.path:
-            await self._loop.create_unix_connection(
-                lambda: link, address.path, ssl=context, server_hostname=name
-            )
+            await self._loop.create_unix_connection(lambda: link, address.path, **options)
         else:
-            await self._loop.create_connection(
-                lambda: link, address.host, address.port, ssl=context, server_hostname=name
-            )
+            host, port = address.host, address.port
+            await self._loop.create_connection(lambda: link, host, port, **options)
