@@ -40,8 +40,8 @@ with RateLimiterClient(address, timeout_s=30) as limiter:
 assert allowed + asyncio.run(ask()) == [True] * 5 + [False]
 """
 
-FRAMEWORKS = {"aiohttp", "asgiref", "django", "flask"}
-"""What their middleware needs and the distribution does not: whoever uses one of them has it."""
+FRAMEWORKS = {"aiohttp", "asgiref", "flask"}
+"""What each middleware imports first that the distribution does not require; asgiref is Django's."""
 
 
 def loaded_with(modules):

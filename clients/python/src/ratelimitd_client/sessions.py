@@ -135,7 +135,7 @@ class Session:
     def __init__(self, channel: grpc.Channel, fail_open: FailOpen, metadata: Metadata) -> None:
         self.grpc_channel = channel
         self.fail_open = fail_open
-        self.allows = fail_open.breaker.allows
+        self.allows: Callable[[], bool] = fail_open.breaker.allows
         self._metadata = metadata
         self._methods = _methods_of(channel)
 
@@ -311,11 +311,11 @@ class AsyncSession:
         self._grpc_channel = open_grpc() if native is None else None
         self.channel: NativeChannel | grpc.aio.Channel = native or self.grpc_channel
         self.fail_open = fail_open
-        self.allows = fail_open.breaker.allows
-        self.loop = asyncio.get_running_loop()
+        self.allows: Callable[[], bool] = fail_open.breaker.allows
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         send = self._send_grpc if native is None else partial(self._send_native, native)
-        self.batcher = Batcher(send, linger_s=linger_s, loop=self.loop)
-        self.ask = self.batcher.add
+        self.batcher: Batcher = Batcher(send, linger_s=linger_s, loop=self.loop)
+        self.ask: Callable[[bytes, float], asyncio.Future[Decision]] = self.batcher.add
         self._metadata = metadata
         self._methods = {} if self._grpc_channel is None else _methods_of(self._grpc_channel)
         self._under_way: set[asyncio.Task[list[Decision]]] = set()
