@@ -12,28 +12,28 @@ from tests.client.middleware import django_project
 LIMITER = FakeRateLimiter()
 
 
-def configured_of(settings):
+def configured_of(settings, *, asynchronous=False):
     with override_settings(RATELIMITD=settings):
-        return configured()
+        return configured(asynchronous=asynchronous)
 
 
 def test_a_client_of_either_kind_is_made_of_what_is_for_it():
-    settings = configured_of({"target": "limiter:9090", "timeout_s": 0.1, "token": "t"})
-    assert isinstance(settings.blocking_limiter(), RateLimiterClient)
-    assert isinstance(settings.async_limiter(), AsyncRateLimiterClient)
+    settings = {"target": "limiter:9090", "timeout_s": 0.1, "token": "t"}
+    assert isinstance(configured_of(settings)[0], RateLimiterClient)
+    assert isinstance(configured_of(settings, asynchronous=True)[0], AsyncRateLimiterClient)
 
 
 def test_the_rest_are_options_of_the_middleware():
-    settings = configured_of({"target": "limiter:9090", "cost": 2, "exempt": ["/healthz"]})
-    assert settings.options.cost == 2
-    assert settings.options.exempt == ["/healthz"]
+    _, options = configured_of({"target": "limiter:9090", "cost": 2, "exempt": ["/healthz"]})
+    assert options.cost == 2
+    assert options.exempt == ["/healthz"]
 
 
 def test_limiter_and_functions_may_be_named_by_their_paths():
     paths = {"limiter": f"{__name__}.LIMITER", "identify": f"{django_project.__name__}.identify"}
-    settings = configured_of(paths)
-    assert isinstance(settings.blocking_limiter(), FakeRateLimiter)
-    assert settings.options.identify is django_project.identify
+    limiter, options = configured_of(paths)
+    assert isinstance(limiter, FakeRateLimiter)
+    assert options.identify is django_project.identify
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,8 @@ def test_either_a_limiter_or_what_it_is_made_of_is_needed(wrong):
 
 
 def test_a_limiter_of_the_other_kind_is_refused():
-    settings = configured_of({"limiter": FakeRateLimiter()})
     with pytest.raises(TypeError, match="limiter must be"):
-        settings.async_limiter()
+        configured_of({"limiter": FakeRateLimiter()}, asynchronous=True)
 
 
 def test_a_name_that_is_no_option_is_told():
@@ -76,7 +75,6 @@ def test_a_path_that_leads_nowhere_is_told_with_its_setting():
 
 @pytest.mark.parametrize("wrong", [{"timeout_s": 0}, {"target": "http://limiter:9090"}])
 def test_what_the_client_refuses_raises(wrong):
-    settings = configured_of({"target": "limiter:9090", **wrong})
-    for make in settings.blocking_limiter, settings.async_limiter:
+    for asynchronous in False, True:
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be"):
-            make()
+            configured_of({"target": "limiter:9090", **wrong}, asynchronous=asynchronous)

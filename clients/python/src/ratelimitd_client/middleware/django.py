@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
 from django.conf import settings as project
@@ -79,10 +79,10 @@ class _Middleware:
     """For views that block."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponseBase]) -> None:
-        settings = configured()
+        limiter, options = configured(asynchronous=False)
         self._get_response = get_response
-        self._limiter = settings.blocking_limiter()
-        self._policy = Policy(settings.options)
+        self._limiter: RateLimiter = limiter
+        self._policy = Policy(options)
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
         """Answer a request."""
@@ -110,10 +110,10 @@ class _AsyncMiddleware:
     """For coroutines."""
 
     def __init__(self, get_response: Callable[[HttpRequest], Awaitable[HttpResponseBase]]) -> None:
-        settings = configured()
+        limiter, options = configured(asynchronous=True)
         self._get_response = get_response
-        self._limiter = settings.async_limiter()
-        self._policy = Policy(_without_blocking(settings.options))
+        self._limiter: AsyncRateLimiter = limiter
+        self._policy = Policy(_without_blocking(options))
         markcoroutinefunction(self)
 
     async def __call__(self, request: HttpRequest) -> HttpResponseBase:
@@ -220,43 +220,11 @@ def _with_headers(
     return response
 
 
-class Configured(NamedTuple):
-    """The settings: a limiter, or the arguments of a client, and the options."""
-
-    limiter: RateLimiter | AsyncRateLimiter | None
-    client: Mapping[str, Any]
-    options: Options[HttpRequest]
-
-    def blocking_limiter(self) -> RateLimiter:
-        """Return the limiter for blocking code.
-
-        Raises:
-            TypeError, ValueError: it is of the other kind, or an argument is not valid.
-        """
-        limiter: Any = RateLimiterClient(**self.client) if self.limiter is None else self.limiter
-        require_kind(limiter, self.options, asynchronous=False)
-        blocking: RateLimiter = limiter
-        return blocking
-
-    def async_limiter(self) -> AsyncRateLimiter:
-        """Return the limiter for asyncio.
-
-        Raises:
-            TypeError, ValueError: it is of the other kind, or an argument is not valid.
-        """
-        limiter: Any = (
-            AsyncRateLimiterClient(**self.client) if self.limiter is None else self.limiter
-        )
-        require_kind(limiter, asynchronous=True)
-        asynchronous: AsyncRateLimiter = limiter
-        return asynchronous
-
-
-def configured() -> Configured:
-    """Return the validated settings.
+def configured(*, asynchronous: bool) -> tuple[Any, Options[HttpRequest]]:
+    """Return the limiter and the options of ``settings.RATELIMITD``.
 
     Raises:
-        ImproperlyConfigured: they are not valid.
+        ImproperlyConfigured, TypeError, ValueError: the settings are not valid.
     """
     given: object = getattr(project, NAME, None)
     if not isinstance(given, Mapping):
@@ -272,7 +240,11 @@ def configured() -> Configured:
     if unknown := sorted(map(str, named.keys() - OPTIONS)):
         message = f"settings.{NAME} has unknown names: {', '.join(unknown)}"
         raise ImproperlyConfigured(message)
-    return Configured(limiter, client, Options(**named))
+    options: Options[HttpRequest] = Options(**named)
+    if limiter is None:
+        limiter = (AsyncRateLimiterClient if asynchronous else RateLimiterClient)(**client)
+    require_kind(limiter, options, asynchronous=asynchronous)
+    return limiter, options
 
 
 def _imported(name: str, value: object) -> Any:

@@ -110,17 +110,12 @@ class Handler(NamedTuple):
 
 def handler_of(given: grpc.RpcMethodHandler[Any, Any]) -> Handler:
     """Return the handler of a method in the common form."""
-    behaviour: Any
-    if given.request_streaming:
-        if given.response_streaming:
-            behaviour, make = given.stream_stream, grpc.stream_stream_rpc_method_handler
-        else:
-            behaviour, make = given.stream_unary, grpc.stream_unary_rpc_method_handler
-    elif given.response_streaming:
-        behaviour, make = given.unary_stream, grpc.unary_stream_rpc_method_handler
-    else:
-        behaviour, make = given.unary_unary, grpc.unary_unary_rpc_method_handler
-    return Handler(behaviour, make, given)
+    kinds = [
+        "stream" if streams else "unary"
+        for streams in (given.request_streaming, given.response_streaming)
+    ]
+    kind = "_".join(kinds)
+    return Handler(getattr(given, kind), getattr(grpc, f"{kind}_rpc_method_handler"), given)
 
 
 def call_of(details: grpc.HandlerCallDetails, context: Any) -> Call:

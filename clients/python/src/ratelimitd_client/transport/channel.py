@@ -190,7 +190,6 @@ class NativeChannel:
                 call.restart()
             call.tries += 1
             call.block = call.head + h2_call.timeout_field(h2_call.milliseconds(left_s))
-            call.link = link
             link.ask(call)
         elif self._is_closed or self._is_hopeless():
             self._end(call, grpc.StatusCode.UNAVAILABLE, "no node can be reached")
