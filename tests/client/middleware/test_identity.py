@@ -53,8 +53,8 @@ def test_what_is_no_identity_is_refused_without_its_value(identifier, kind, erro
     ("identifier", "kind"), [("", "user"), ("", "api_key"), ("", "ip"), ("not an address", "ip")]
 )
 def test_what_names_nobody_is_no_error(identifier, kind):
-    assert Identity(identifier, kind).is_nobody
-    assert not Identity("192.0.2.7", kind).is_nobody
+    assert Identity(identifier, kind).is_empty
+    assert not Identity("192.0.2.7", kind).is_empty
 
 
 PROXIES = ClientAddresses(["10.0.0.0/8", "192.0.2.1", "2001:db8:ffff::/48"])

@@ -179,7 +179,7 @@ class Session:
         return self.fail_open.not_asked(len(requests))
 
     def _probe(self, requests: Sequence[bytes], timeout_s: float) -> None:
-        """Send checks without waiting; the breaker is told the result."""
+        """Send checks without waiting, and report the result to the breaker."""
         count = len(requests)
 
         def ended(call: grpc.Future[bytes]) -> None:

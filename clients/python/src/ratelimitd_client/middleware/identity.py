@@ -70,7 +70,7 @@ class Identity:
             object.__setattr__(self, "identifier", _fitting(identifier))
 
     @property
-    def is_nobody(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether the identity is empty."""
         return not self.identifier
 

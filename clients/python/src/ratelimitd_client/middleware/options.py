@@ -122,8 +122,8 @@ _VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "trusted_proxies": (_are_texts, "several texts, not one"),
     "ipv6_prefix": (lambda bits: isinstance(bits, int), "a whole number"),
     "anonymous": (
-        lambda value: value is None or (isinstance(value, Identity) and not value.is_nobody),
-        "an Identity that names somebody",
+        lambda value: value is None or (isinstance(value, Identity) and not value.is_empty),
+        "an Identity that is not empty",
     ),
     "on_error": (
         lambda value: isinstance(value, str) and value in {"allow", "raise"},

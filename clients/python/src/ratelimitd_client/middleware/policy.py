@@ -235,7 +235,7 @@ class Policy(Generic[R]):
             _LOG.warning("%s%s; %d such requests since the last warning", what, cause, requests)
 
     def _identities(self, given: Identity | None, info: RequestInfo) -> Iterator[Identity]:
-        if given is not None and not given.is_nobody:
+        if given is not None and not given.is_empty:
             yield given
         if user := info.user():
             yield Identity(user, "user")
@@ -291,7 +291,7 @@ def require_kind(
 
 def _is_sufficient(given: object, preferred: IdentifierType | None) -> bool:
     """Return whether what ``identify`` returned alone determines the identity."""
-    if not isinstance(given, Identity) or given.is_nobody:
+    if not isinstance(given, Identity) or given.is_empty:
         return False
     return preferred is None or given.identifier_type == preferred
 
