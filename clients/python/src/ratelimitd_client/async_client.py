@@ -7,7 +7,6 @@ The connections are in :mod:`ratelimitd_client.sessions`, where the asyncio and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Protocol, Self
 
 from ratelimitd_client.async_node_client import AsyncNodeClient
@@ -23,12 +22,7 @@ class AsyncRateLimiter(Protocol):
         """Return the limiter."""
         ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close the limiter."""
         ...
 
@@ -71,12 +65,7 @@ class AsyncRateLimiterClient(AsyncSessions):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -7,7 +7,6 @@ The connections are in :mod:`ratelimitd_client.sessions`, where the asyncio and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Protocol, Self
 
 from ratelimitd_client.check import Check, request_of, requests_of
@@ -23,12 +22,7 @@ class RateLimiter(Protocol):
         """Return the limiter."""
         ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the limiter."""
         ...
 
@@ -71,12 +65,7 @@ class RateLimiterClient(Sessions):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ test the edges of a window.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from ratelimitd_client.check import MAX_COST, Check, requests_of
@@ -134,12 +133,7 @@ class FakeRateLimiter(_Counts):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -178,12 +172,7 @@ class AsyncFakeRateLimiter(_Counts):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
