@@ -1,6 +1,7 @@
 """The fakes for users' tests: they count, they go away, and they take what the real clients take."""
 
 import inspect
+import time
 
 import pytest
 
@@ -12,6 +13,7 @@ from ratelimitd_client import (
     RateLimiterClient,
     Reason,
 )
+from ratelimitd_client.clock import SystemClock
 from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter, ManualClock
 
 
@@ -130,3 +132,12 @@ async def test_what_the_real_ones_refuse_the_fakes_refuse(kind):
     await result_of(limiter.close)
     with pytest.raises(RuntimeError, match="closed"):
         await result_of(lambda: limiter.check("alice", "user", "/x"))
+
+
+def test_the_clocks_are_those_of_the_machine():
+    clock = SystemClock()
+    before_s = time.monotonic(), time.time()
+    told_s = clock.monotonic_s(), clock.now_s()
+    after_s = time.monotonic(), time.time()
+    assert before_s[0] <= told_s[0] <= after_s[0]
+    assert before_s[1] <= told_s[1] <= after_s[1]
