@@ -322,7 +322,7 @@ class AsyncSession:
 
     @property
     def grpc_channel(self) -> grpc.aio.Channel:
-        """GRPC's channel, opened when it is first needed."""
+        """The channel of gRPC, opened when it is first needed."""
         if self._grpc_channel is None:
             self._grpc_channel = self._open_grpc()
         return self._grpc_channel
