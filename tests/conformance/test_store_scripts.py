@@ -23,11 +23,10 @@ from ratelimitd.cluster.redis.codec import (
     settle_request,
     state_of,
 )
-from ratelimitd.ledger import shared_state
 from ratelimitd.ledger.protocol import Batch
 from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm, Reason
-from tests import store_scripts
+from tests import ledger_model, store_scripts
 from tests.outcomes import runs_of
 from tests.servers import Valkey
 from tests.store_scripts import TAG, key_of, log_of, plain, rule_of, run, settle, value_of
@@ -272,7 +271,7 @@ def test_what_is_no_bucket_is_replaced_and_told(store, algorithm, value):
     batch = batch_of(spend(rule, generation=3), spend(rule))
     reply = run(store, SETTLE, settle_request(TAG, batch))
     assert replaced(reply) == 1
-    fresh = shared_state.settle(None, batch.updates[KEY]).shared
+    fresh = ledger_model.settle(None, batch.updates[KEY]).shared
     assert plain(settle_reply(batch, reply).settled[KEY].shared) == plain(fresh)
     assert plain(state_of(store.get(STORED_KEY), rule)) == plain(fresh)
     assert state_of(store.get(bucket_key(key_of(2))), rule).state is not None
@@ -410,6 +409,6 @@ def test_neighbours_in_a_log_that_is_too_long_merge_as_in_the_ledger(store, befo
     asks = [Ask(T + 5 * MAX_RUNS + at, 1) for at in range(3)]
     update = Update(rule, None, sorted(spent), asks)
     settled = settle(store, batch_of(update)).settled[KEY]
-    expected = shared_state.settle(shared, update)
+    expected = ledger_model.settle(shared, update)
     assert plain(settled.shared) == plain(expected.shared)
     assert settled.grants == expected.grants

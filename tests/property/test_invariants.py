@@ -6,7 +6,6 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from ratelimitd.algorithms.merge import StoredState, merge
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot_format import latest_us, unpack
 from ratelimitd.buckets.table import BucketTable
@@ -15,6 +14,7 @@ from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Check, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
+from tests.conflict_rule import StoredState, merge
 
 pytestmark = pytest.mark.slice
 

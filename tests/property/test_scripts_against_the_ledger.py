@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from ratelimitd.cluster.redis import codec
 from ratelimitd.cluster.redis.codec import state_of
-from ratelimitd.ledger import shared_state
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.ledger.protocol import Batch, Ledger, Reply
+from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import Ask, Settled, SharedState, StoreCheck, Update
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
+from tests import ledger_model
+from tests.ledger_model import Ledger
 from tests.servers import Valkey
 from tests.store_scripts import TAG, decide, key_of, plain, rule_of, run, settle, value_of
 
@@ -54,23 +55,23 @@ class Model:
             if batch.number == number:
                 now = (
                     self.buckets.get(key)
-                    or shared_state.settle(None, update._replace(runs=(), asks=())).shared
+                    or ledger_model.settle(None, update._replace(runs=(), asks=())).shared
                 )
                 settled[key] = Settled(now, grants[key])
             else:
-                settled[key] = one = shared_state.settle(self.buckets.get(key), update)
+                settled[key] = one = ledger_model.settle(self.buckets.get(key), update)
                 self.keep(key, one.shared)
         self.last = batch.number, {key: one.grants for key, one in settled.items()}
         return Reply(batch.number, settled)
 
     def reset(self, key, rule):
-        self.buckets[key] = shared_state.reset(self.buckets.get(key), rule)
+        self.buckets[key] = ledger_model.reset(self.buckets.get(key), rule)
         return self.buckets[key]
 
     def decide(self, check):
         key, rule, now_us, cost, peek = check
         stored = self.buckets.get(key)
-        shared = shared_state.settle(stored, Update(rule, None)).shared
+        shared = ledger_model.settle(stored, Update(rule, None)).shared
         is_edited = stored is not None and shared.limit != stored.limit
         ruling = rule_of(rule.algorithm, shared.limit, rule.window_seconds, 0)
         *outcome, state = ACCOUNTS[rule.algorithm].judge(shared.state, ruling, now_us, cost)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ratelimitd.ledger.local_view import LocalView
-from ratelimitd.ledger.protocol import Ledger
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import Rule
+from tests.ledger_model import Ledger
 from tests.simulation.node import Node
 from tests.simulation.scenario import FEW, MOST_CHECKS, Scenario, Span
 from tests.simulation.world import SECOND, START_US, Admission, Network, World

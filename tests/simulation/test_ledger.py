@@ -9,7 +9,8 @@ from itertools import chain
 
 import pytest
 
-from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, Ledger
+from ratelimitd.ledger.protocol import MAX_UPDATES, Batch
+from tests.ledger_model import Ledger
 from tests.simulation.demands import violations
 from tests.simulation.node import Node
 from tests.simulation.play import play

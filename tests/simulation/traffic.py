@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ratelimitd.cluster.redis.codec import Request, checks_request, settle_request
-from ratelimitd.ledger.protocol import Batch, Ledger, Reply
+from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import Met, SharedState
 from ratelimitd.model import Algorithm, IdentifierType, Rule
+from tests.ledger_model import Ledger
 from tests.simulation.node import Node
 from tests.simulation.world import SECOND, START_US, Meeting, Network, World
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from unittest import mock
 
-from ratelimitd.ledger import protocol, shared_state
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.local_view import LocalView
-from ratelimitd.ledger.protocol import Batch, Ledger, Reply
-from ratelimitd.ledger.shared_state import Settled, SharedState, first_check, settle, standing
+from ratelimitd.ledger.protocol import Batch, Reply
+from ratelimitd.ledger.shared_state import Settled, SharedState, standing
+from tests import ledger_model
+from tests.ledger_model import Ledger, first_check, settle
 from tests.simulation.meetings import FirstChecks
 from tests.simulation.node import Node
 from tests.simulation.world import ANSWER_US, World
@@ -143,7 +144,7 @@ class OtherSettlement(Ledger):
         raise NotImplementedError
 
     def apply(self, batch: Batch) -> Reply | None:
-        with mock.patch.object(protocol, "settle", self.settle):
+        with mock.patch.object(ledger_model, "settle", self.settle):
             return super().apply(batch)
 
 
@@ -200,7 +201,7 @@ class OlderRulesFit(OtherSettlement):
 
     def settle(self, stored, update) -> Settled:
         if stored is not None and update.rule.revision < stored.revision and update.runs:
-            runs = shared_state._fitting(stored.state, update.rule, update.runs)
+            runs = ledger_model.fitting(stored.state, update.rule, update.runs)
             update = update._replace(runs=runs)
         return settle(stored, update)
 

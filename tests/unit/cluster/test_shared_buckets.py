@@ -9,8 +9,9 @@ from ratelimitd.cluster import sync
 from ratelimitd.cluster.pending import HASH_TAGS
 from ratelimitd.cluster.shared_buckets import MAX_MISSED, REREADS_PER_STEP
 from ratelimitd.errors import BreakerOpenError, StoreMovingError, StoreUnavailableError
-from ratelimitd.ledger.shared_state import YEAR_2025_S, reset
+from ratelimitd.ledger.shared_state import YEAR_2025_S
 from ratelimitd.model import COST_EXCEEDS_LIMIT, LIMIT_EXCEEDED, WITHIN_LIMIT
+from tests.ledger_model import reset
 from tests.unit.cluster.world import MS, RULE, SECOND, World, limited, name_of
 
 TEN = limited(10)

@@ -15,11 +15,11 @@ from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.ledger.protocol import Ledger
-from ratelimitd.ledger.shared_state import Ask, SharedState, Update, reset, settle
+from ratelimitd.ledger.shared_state import Ask, SharedState, Update
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.testing import ManualClock
 from ratelimitd_wire.breaker import Breaker
+from tests.ledger_model import Ledger, reset, settle
 
 MS = 1_000
 SECOND = 1_000_000
@@ -86,7 +86,7 @@ class Request:
 
 
 class FakeStore:
-    """A store that is a :class:`ratelimitd.ledger.protocol.Ledger`.
+    """A store that is a :class:`tests.ledger_model.Ledger`.
 
     Attributes:
         mode: what becomes of requests: ``up`` answers after a millisecond, ``deaf`` does what it is asked and answers

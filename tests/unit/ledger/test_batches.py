@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from ratelimitd.ledger.protocol import Batch, Ledger, Reply, Sender
+from ratelimitd.ledger.protocol import Batch, Reply, Sender
 from ratelimitd.ledger.shared_state import SharedState, StoreCheck, Update
 from ratelimitd.model import Algorithm, IdentifierType, Rule
+from tests.ledger_model import Ledger
 
 NOW = 1_700_000_000_000_000
 RULE = Rule("r", "/a", IdentifierType.USER, 10, 10, Algorithm.FIXED_WINDOW)

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, LocalView
-from ratelimitd.ledger.shared_state import Ask, SharedState, Update, settle
+from ratelimitd.ledger.shared_state import Ask, SharedState, Update
 from ratelimitd.model import Algorithm, IdentifierType, Rule
+from tests.ledger_model import settle
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000

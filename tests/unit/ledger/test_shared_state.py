@@ -12,16 +12,14 @@ from ratelimitd.ledger.shared_state import (
     SharedState,
     StoreCheck,
     Update,
-    first_check,
     generation_at,
     has_plenty,
     overdrawn,
     overdrawn_by_edit,
-    reset,
-    settle,
     standing,
 )
 from ratelimitd.model import Algorithm, IdentifierType, Rule
+from tests.ledger_model import first_check, reset, settle
 
 NOW = 1_700_000_000_000_000
 RULE = Rule("r", "/a", IdentifierType.USER, 10, 10, Algorithm.FIXED_WINDOW, revision=3)
