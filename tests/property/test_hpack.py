@@ -1,6 +1,6 @@
 """HPACK against the ``hpack`` library: same lists, same blocks, and the same verdict on blocks that are broken."""
 
-from itertools import cycle
+from itertools import zip_longest
 
 import hpack
 import pytest
@@ -11,8 +11,8 @@ from hpack.table import HeaderTable as TheirTable
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ratelimitd.http2.headers import Encoder
-from ratelimitd.http2.hpack_decoder import Decoder, HeaderTable, field_bytes
+from ratelimitd.http2.headers import TABLE_UPDATE, static_block
+from ratelimitd.http2.hpack_decoder import DEFAULT_MAX_BYTES, Decoder, HeaderTable, field_bytes
 from ratelimitd_wire import huffman
 from ratelimitd_wire import huffman as errors
 from ratelimitd_wire.huffman import HeaderListTooLargeError, HpackError
@@ -33,6 +33,10 @@ wide_sizes = sizes | st.sampled_from([4097, 16_384, 65_536])
 
 def dynamic(table):
     return [field for field, _ in table.entries[FIRST_DYNAMIC_INDEX:]]
+
+
+def dynamic_of(their_decoder):
+    return list(their_decoder.header_table.dynamic_entries)
 
 
 def theirs(decoder, block):
@@ -169,51 +173,28 @@ def test_a_block_that_follows_another_is_what_it_would_be_by_itself(
         before_it = expected
 
 
-@given(lists, st.lists(sizes, max_size=12), st.sets(few_names))
-def test_what_we_encode_they_decode(our_lists, resizes, sensitive):
-    encoder, decoder = Encoder(), hpack.Decoder(max_header_list_size=100_000)
-    for number, some in enumerate(our_lists):
-        if number < len(resizes):
-            encoder.set_max_table_bytes(resizes[number])
-            decoder.max_allowed_table_size = resizes[number]
-        found = decoder.decode(encoder.encode(some, sensitive=sensitive), raw=True)
-        assert [tuple(field) for field in found] == some
-        for field in found:
-            if field[0] in sensitive:
-                assert not field.indexable
-        assert_same_table(encoder._table, decoder.header_table)
+@given(lists, st.lists(wide_sizes, max_size=12))
+def test_what_we_encode_they_decode(our_lists, settings):
+    """Blocks without a dynamic table, the first after a setting below the default with the update that is due."""
+    decoder = hpack.Decoder(max_header_list_size=100_000)
+    is_empty = False
+    for some, setting in zip_longest(our_lists, settings):
+        update = b""
+        if setting is not None:
+            decoder.max_allowed_table_size = setting
+            if setting < DEFAULT_MAX_BYTES and not is_empty:
+                update, is_empty = TABLE_UPDATE, True
+        found = decoder.decode(update + static_block(some or []), raw=True)
+        assert [tuple(field) for field in found] == (some or [])
+        assert dynamic_of(decoder) == []
 
 
-@given(lists, st.lists(wide_sizes, min_size=1, max_size=12))
-def test_what_they_encode_we_decode_while_our_setting_moves(their_lists, settings):
-    encoder, decoder = hpack.Encoder(), Decoder(max_list_bytes=100_000)
-    for some, setting in zip(their_lists, cycle(settings), strict=False):
-        decoder.set_max_table_bytes(setting)
-        encoder.header_table_size = setting
-        assert decoder.decode(encoder.encode(some)) == tuple(some)
-        assert_same_table(decoder._table, encoder.header_table)
-
-
-@given(lists, st.lists(wide_sizes, min_size=1, max_size=12), wide_sizes)
-def test_what_we_encode_they_decode_while_their_setting_moves(our_lists, settings, our_bound):
-    encoder, decoder = Encoder(our_bound), hpack.Decoder(max_header_list_size=100_000)
-    for some, setting in zip(our_lists, cycle(settings), strict=False):
-        encoder.set_max_table_bytes(setting)
-        decoder.max_allowed_table_size = setting
-        assert [*map(tuple, decoder.decode(encoder.encode(some), raw=True))] == some
-        assert_same_table(encoder._table, decoder.header_table)
-
-
-@given(lists, st.lists(sizes, max_size=12))
-def test_our_two_ends_stay_in_step_through_any_settings(our_lists, resizes):
-    encoder, decoder = Encoder(), Decoder(max_list_bytes=100_000)
+@given(lists)
+def test_our_two_ends_agree(our_lists):
+    decoder = Decoder(max_list_bytes=100_000)
     for some in our_lists:
-        for size in resizes[:3]:
-            encoder.set_max_table_bytes(size)
-            decoder.set_max_table_bytes(size)
-        del resizes[:3]
-        assert decoder.decode(encoder.encode(some)) == tuple(some)
-        assert dynamic(encoder._table) == dynamic(decoder._table)
+        assert decoder.decode(static_block(some)) == tuple(some)
+    assert decoder.generation == 0
 
 
 pieces = st.one_of(

@@ -15,9 +15,9 @@ from ratelimitd.http2.events import (
     StreamReset,
     TrailersReceived,
 )
-from ratelimitd.http2.headers import RequestHead
+from ratelimitd.http2.headers import RequestHead, static_block
 from ratelimitd.http2.limits import Limits
-from ratelimitd.http2.sending import UnaryAnswer, static_block
+from ratelimitd.http2.sending import UnaryAnswer
 from ratelimitd.http2.streams import UNTOUCHED, State
 from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import (

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.events import DataReceived, RequestReceived, TrailersReceived
-from ratelimitd.http2.sending import UnaryAnswer, static_block
+from ratelimitd.http2.headers import static_block
+from ratelimitd.http2.sending import UnaryAnswer
 from tests.http2_peer import POST
 
 HEAD = [(b":status", b"200"), (b"content-type", b"application/grpc")]

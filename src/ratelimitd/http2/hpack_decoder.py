@@ -128,7 +128,6 @@ class Decoder:
         "_behind_run",
         "_bomb_bytes",
         "_deepest",
-        "_due_bytes",
         "_lead",
         "_max_list_bytes",
         "_max_table_bytes",
@@ -148,7 +147,6 @@ class Decoder:
         # A peer that was allowed more than both ends assume has to say that it takes it (§6.3).
         self._table = HeaderTable(min(max_table_bytes, DEFAULT_MAX_BYTES))
         self._max_table_bytes = max_table_bytes
-        self._due_bytes: int | None = None
         self._max_list_bytes = max_list_bytes
         self._bomb_bytes = max_list_bytes * BOMB_FACTOR
         # What `follow` goes by: the indexes that a block begins with, the highest of them, what is between them and the
@@ -157,17 +155,6 @@ class Decoder:
         self._deepest = _NEVER
         self._name = b""
         self._name_bytes = 0
-
-    def set_max_table_bytes(self, max_table_bytes: int) -> None:
-        """Follow our SETTINGS_HEADER_TABLE_SIZE; to be called when the peer has acknowledged it.
-
-        Was it lowered, the next block has to begin with an update that goes as low (RFC 9113 §4.3.1).
-        """
-        self._max_table_bytes = max_table_bytes
-        self._deepest = _NEVER
-        due = self._table.max_bytes if self._due_bytes is None else self._due_bytes
-        if max_table_bytes < due:
-            self._due_bytes = max_table_bytes
 
     def decode(self, block: bytes) -> tuple[Field, ...]:
         """Return the fields of a whole block, names and values as they are.
@@ -183,8 +170,6 @@ class Decoder:
             list_bytes = self._read(block, fields)
         except IndexError:
             raise HpackError(errors.INDEX_INVALID) from None
-        if self._due_bytes is not None:
-            raise HpackError(errors.UPDATE_MISSING)
         if list_bytes > self._max_list_bytes:
             if list_bytes > self._bomb_bytes:
                 raise HeaderBombError(errors.LIST_TOO_LARGE)
@@ -332,8 +317,6 @@ class Decoder:
             max_bytes, at = decode_continuation(block, at, max_bytes)
         if max_bytes > self._max_table_bytes:
             raise HpackError(errors.UPDATE_TOO_LARGE)
-        if self._due_bytes is not None and max_bytes <= self._due_bytes:
-            self._due_bytes = None
         self._table.resize(max_bytes)
         self.generation += 1
         return at

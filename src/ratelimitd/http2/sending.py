@@ -7,7 +7,7 @@ Never reads what a peer sent; the receiving half says what it means for this one
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from ratelimitd.http2 import frames
@@ -19,7 +19,8 @@ from ratelimitd.http2.frames import (
     FrameType,
     frame,
 )
-from ratelimitd.http2.headers import Encoder
+from ratelimitd.http2.headers import TABLE_UPDATE, static_block
+from ratelimitd.http2.hpack_decoder import DEFAULT_MAX_BYTES
 from ratelimitd.http2.limits import Limits
 from ratelimitd.http2.settings import PeerSettings
 from ratelimitd.http2.streams import (
@@ -34,19 +35,11 @@ from ratelimitd.http2.streams import (
     grown,
 )
 from ratelimitd_wire.codes import ErrorCode
-from ratelimitd_wire.static_table import Field
 
 _KEPT_SIZES: Final = 1_024
 """Answers to checks are smaller. Larger messages have their DATA header built each time, at 150 ns."""
 
 _pack_stream_id = struct.Struct(">I").pack
-
-
-def static_block(fields: Iterable[Field]) -> bytes:
-    """A header block that neither needs nor changes a dynamic table."""
-    encoder = Encoder(max_table_bytes=0)
-    encoder.encode(())  # the table size update, which the peer does not need
-    return encoder.encode(fields)
 
 
 class UnaryAnswer:
@@ -132,11 +125,12 @@ class Sender:
     """
 
     __slots__ = (
-        "_encoder",
         "_limits",
         "_out",
         "_receive_window",
         "_streams",
+        "_table_is_empty",
+        "_table_update_is_due",
         "_unary_bytes",
         "_waiting",
         "_window",
@@ -151,7 +145,7 @@ class Sender:
         self._streams = streams
         self._receive_window = receive_window
         self._limits = limits
-        self._encoder = Encoder()
+        self._table_update_is_due = self._table_is_empty = False
         self._out: list[bytes] = []
         self._window = DEFAULT_WINDOW_BYTES
         # Live streams with something pending and a window of their own, in the order in which their turn comes.
@@ -262,8 +256,9 @@ class Sender:
             ConnectionFailureError: they cannot be applied.
         """
         peer = self.peer
-        self._encoder.set_max_table_bytes(peer.apply(payload))
-        self._encoder.set_max_table_bytes(peer.header_table_bytes)
+        if peer.apply(payload) < DEFAULT_MAX_BYTES and not self._table_is_empty:
+            # The peer must be told that the table follows (RFC 7541 §4.2). An empty one follows any later setting.
+            self._table_is_empty = self._table_update_is_due = True
         live = self._streams.live
         most_credit = max((stream.send_credit for stream in live.values()), default=0)
         if grown(peer.initial_window_bytes, most_credit) is None:
@@ -273,8 +268,7 @@ class Sender:
                 "the initial window makes that of a stream too large",
             )
         self.frame(frames.SETTINGS_ACK)
-        # Until the next block, whichever that is, has told the encoder's news.
-        self._unary_bytes = -1
+        self._unary_bytes = -1 if self._table_update_is_due else self._longest_unary()
         self._waiting = {
             stream_id: stream
             for stream_id, stream in live.items()
@@ -317,13 +311,16 @@ class Sender:
         """What the peer takes on a stream; below 0 after it has lowered the initial window (§6.9.2)."""
         return self.peer.initial_window_bytes + stream.send_credit
 
+    def _longest_unary(self) -> int:
+        return min(frames.DEFAULT_MAX_FRAME_BYTES, self.peer.initial_window_bytes)
+
     def _headers(self, stream_id: int, block: Block, *, ended: bool) -> None:
-        """Send a header block. If the encoder's table has changed, whichever block comes first must say so."""
-        if isinstance(block, bytes):
-            octets = self._encoder.encode(()) + block if self._unary_bytes < 0 else block
-        else:
-            octets = self._encoder.encode(block)
-        self._unary_bytes = min(frames.DEFAULT_MAX_FRAME_BYTES, self.peer.initial_window_bytes)
+        """Send a header block, the first one with a table size update if one is due."""
+        octets = block if isinstance(block, bytes) else static_block(block)
+        if self._table_update_is_due:
+            self._table_update_is_due = False
+            self._unary_bytes = self._longest_unary()
+            octets = TABLE_UPDATE + octets
         max_bytes = self.peer.max_frame_bytes
         self.frame(frames.headers(stream_id, octets, ended=ended, max_bytes=max_bytes))
 

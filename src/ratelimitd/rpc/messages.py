@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
-from ratelimitd.http2.sending import UnaryAnswer, static_block
+from ratelimitd.http2.headers import static_block
+from ratelimitd.http2.sending import UnaryAnswer
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd_wire.static_table import Field
 

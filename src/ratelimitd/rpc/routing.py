@@ -12,8 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
-from ratelimitd.http2.headers import RequestHead
-from ratelimitd.http2.sending import static_block
+from ratelimitd.http2.headers import RequestHead, static_block
 from ratelimitd.rpc.interface import (
     BulkHandler,
     Methods,

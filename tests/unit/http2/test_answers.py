@@ -1,7 +1,8 @@
 import hpack
 import pytest
 
-from ratelimitd.http2.sending import UnaryAnswer, static_block
+from ratelimitd.http2.headers import static_block
+from ratelimitd.http2.sending import UnaryAnswer
 from tests.http2_peer import DATA, END_HEADERS, END_STREAM, HEADERS, Frame, frames_of
 
 ANSWER = UnaryAnswer(b"head", b"trailers")

@@ -3,8 +3,9 @@ import pytest
 from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.errors import Cause
 from ratelimitd.http2.events import ConnectionEnded, DataReceived, RequestReceived
+from ratelimitd.http2.headers import static_block
 from ratelimitd.http2.limits import Limits
-from ratelimitd.http2.sending import UnaryAnswer, static_block
+from ratelimitd.http2.sending import UnaryAnswer
 from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import (
     END_HEADERS,

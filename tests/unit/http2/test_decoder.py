@@ -284,53 +284,9 @@ def test_an_update_above_our_setting_is_refused():
     refused(Decoder(), b"\x3f" + b"\xff" * 4 + b"\x7f", errors.UPDATE_TOO_LARGE)
 
 
-def test_a_raised_setting_allows_an_update_and_changes_nothing_by_itself():
-    decoder = with_entries(120)
-    decoder.set_max_table_bytes(8192)
-    decoder.decode(literal(b"", b"next"))
-    assert len(dynamic(decoder)) < 121
-    decoder.decode(b"\x3f\xe1\x3f")
-    for number in range(200):
-        decoder.decode(literal(b"", b"%d" % number))
-    assert len(dynamic(decoder)) > 200
-
-
 def test_a_decoder_that_allows_more_than_the_default_starts_with_the_default():
     assert Decoder(65_536)._table.max_bytes == 4096
     assert Decoder(100)._table.max_bytes == 100
-
-
-def test_a_block_that_does_not_follow_a_lowered_setting_is_refused():
-    decoder = Decoder()
-    decoder.set_max_table_bytes(100)
-    refused(decoder, POST, errors.UPDATE_MISSING)
-
-
-def test_a_block_that_follows_a_lowered_setting_is_read():
-    decoder = with_entries(9)
-    decoder.set_max_table_bytes(100)
-    assert decoder.decode(b"\x3f\x45" + POST) == ((b":method", b"POST"),)
-    assert decoder.decode(POST) == ((b":method", b"POST"),)
-    assert decoder._table.used_bytes <= 100
-
-
-def test_a_setting_lowered_and_raised_again_must_still_be_seen_to_have_been_low():
-    decoder = Decoder()
-    for size in (200, 0, 100, 4096):
-        decoder.set_max_table_bytes(size)
-    refused(decoder, b"\x3f\xe1\x1f", errors.UPDATE_MISSING)
-    decoder = Decoder()
-    for size in (200, 0, 100, 4096):
-        decoder.set_max_table_bytes(size)
-    assert decoder.decode(b"\x20\x3f\xe1\x1f") == ()
-    assert decoder.decode(POST) == ((b":method", b"POST"),)
-
-
-def test_a_setting_that_does_not_go_below_the_table_asks_for_no_update():
-    decoder = Decoder(4096)
-    decoder.decode(b"\x3f\x45")
-    decoder.set_max_table_bytes(100)
-    assert decoder.decode(POST) == ((b":method", b"POST"),)
 
 
 # The generation
@@ -560,14 +516,11 @@ def test_only_a_run_of_indexes_and_a_literal_for_the_table_is_followed(block):
     assert decoder.follow(block) is None
 
 
-def test_nothing_follows_another_block_or_a_new_setting():
+def test_nothing_follows_another_block():
     decoder = after(POST + TIMEOUT)
     decoder.decode(POST)
     assert decoder.follow(POST + TIMEOUT) is None
     after(POST + TIMEOUT, decoder=decoder)
-    decoder.set_max_table_bytes(100)
-    assert decoder.follow(POST + TIMEOUT) is None
-    refused(decoder, POST + TIMEOUT, errors.UPDATE_MISSING)
 
 
 def test_a_list_that_might_become_too_large_is_not_followed():

@@ -35,7 +35,6 @@ INDEX_INVALID = "an index is 0 or behind the end of the table"
 HUFFMAN_INVALID = "a Huffman code is EOS, or the padding is too long or not all ones"
 UPDATE_MISPLACED = "a table size update stands behind a field, or behind two others"
 UPDATE_TOO_LARGE = "a table size update is above the agreed maximum"
-UPDATE_MISSING = "the maximum table size was lowered, and the block does not begin by following"
 LIST_TOO_LARGE = "the header list is too large"
 
 
