@@ -6,8 +6,8 @@ seen for the first time; as long as the dynamic table stays as it is, the same o
 
 from hpack import Decoder
 
-from ratelimitd.http2 import frames
-from ratelimitd.http2.frames import (
+from ratelimitd_wire import frames
+from ratelimitd_wire.frames import (
     END_HEADERS,
     END_STREAM,
     FRAME_HEADER_BYTES,

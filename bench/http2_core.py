@@ -15,11 +15,11 @@ import hpack
 from bench import report
 from bench.report import Row
 from bench.scripts import CHECK, go_fields
-from ratelimitd.http2 import frames
 from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.headers import static_block
 from ratelimitd.http2.sending import UnaryAnswer
 from ratelimitd.http2.settings import PREFACE
+from ratelimitd_wire import frames
 
 ROUNDS = 5
 CHECKS = 40_000

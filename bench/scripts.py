@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, islice, repeat
 from typing import NamedTuple
 
-from ratelimitd.http2.frames import END_HEADERS, END_STREAM, FrameType
 from ratelimitd_wire import huffman
+from ratelimitd_wire.frames import END_HEADERS, END_STREAM, FrameType
 from ratelimitd_wire.huffman import encode_integer
 from ratelimitd_wire.static_table import STATIC_TABLE
 from ratelimiter.v1 import ratelimiter_pb2 as pb

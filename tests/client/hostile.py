@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from ratelimitd_client.transport import frames
+from ratelimitd_client.transport import payloads
 from tests import http2_peer as peer
 
 
@@ -39,7 +39,7 @@ def half_a_frame(connection: socket.socket) -> None:
 
 def nothing_that_ends_well(connection: socket.socket) -> None:
     """End each call with the status OK, and without a message."""
-    block = frames.encode_block(
+    block = payloads.encode_block(
         [(":status", "200"), ("content-type", "application/grpc"), ("grpc-status", "0")]
     )
     with connection.makefile("rb") as octets:

@@ -2,8 +2,8 @@ import pytest
 from hpack import Encoder
 
 from bench.answers import Answers, WrongAnswerError
-from ratelimitd.http2 import frames
-from ratelimitd.http2.frames import ACK, END_STREAM, FrameType
+from ratelimitd_wire import frames
+from ratelimitd_wire.frames import ACK, END_STREAM, FrameType
 
 HEAD = [(":status", "200"), ("content-type", "application/grpc")]
 OK = [("grpc-status", "0")]

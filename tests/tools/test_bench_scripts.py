@@ -4,7 +4,7 @@ import pytest
 from hpack import Decoder
 
 from bench.scripts import BATCH_SIZE, SCENARIOS, build
-from ratelimitd.http2.frames import END_STREAM, FrameType, read_header
+from ratelimitd_wire.frames import END_STREAM, FrameType, read_header
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 CALLS = 400

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from ratelimitd.http2 import frames
 from ratelimitd.http2.errors import Cause, ConnectionFailureError
 from ratelimitd.http2.events import ConnectionEnded, Event
 from ratelimitd.http2.limits import AbuseMeter, Limits
 from ratelimitd.http2.receiving import Receiver
 from ratelimitd.http2.sending import Sender
-from ratelimitd.http2.settings import PREFACE, Setting, mistaken_protocol, undecided
+from ratelimitd.http2.settings import PREFACE, mistaken_protocol, undecided
 from ratelimitd.http2.streams import DEFAULT_WINDOW_BYTES, UNTOUCHED, ReceiveWindow, Streams
+from ratelimitd_wire import frames
 from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.frames import Setting
 
 _PLAIN_HEADERS: Final = frames.FrameType.HEADERS << 8 | frames.END_HEADERS
 _LAST_DATA: Final = frames.FrameType.DATA << 8 | frames.END_STREAM

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 
+from ratelimitd_wire import frames
 from ratelimitd_wire.codes import ErrorCode
 
 
@@ -70,3 +71,55 @@ class StreamFailureError(Exception):
         super().__init__(cause)
         self.code = code
         self.cause = cause
+
+
+def without_padding(flags: int, payload: bytes) -> bytes:
+    """Return a payload of DATA or HEADERS without its padding (§6.1).
+
+    Raises:
+        ConnectionFailureError: the padding is longer than the payload, or its length is missing.
+    """
+    if not flags & frames.PADDED:
+        return payload
+    end = len(payload) - payload[0] if payload else 0
+    if end < 1:
+        raise ConnectionFailureError(
+            ErrorCode.PROTOCOL_ERROR, Cause.PROTOCOL, "the padding is longer than its frame"
+        )
+    return payload[1:end]
+
+
+def demand_size(payload: bytes, size: int) -> None:
+    """Check that a payload has exactly the size of its type.
+
+    Raises:
+        ConnectionFailureError: it has not (§4.2: a frame that can change the connection must end it).
+    """
+    if len(payload) != size:
+        raise ConnectionFailureError(
+            ErrorCode.FRAME_SIZE_ERROR, Cause.FRAME_SIZE, "a frame has not the size of its type"
+        )
+
+
+def demand_connection(stream_id: int) -> None:
+    """Check that a frame is on stream 0.
+
+    Raises:
+        ConnectionFailureError: it is not.
+    """
+    if stream_id:
+        raise ConnectionFailureError(
+            ErrorCode.PROTOCOL_ERROR, Cause.PROTOCOL, "a frame of the connection is on a stream"
+        )
+
+
+def demand_stream(stream_id: int) -> None:
+    """Check that a frame is not on stream 0.
+
+    Raises:
+        ConnectionFailureError: it is.
+    """
+    if not stream_id:
+        raise ConnectionFailureError(
+            ErrorCode.PROTOCOL_ERROR, Cause.PROTOCOL, "a frame of a stream is on the connection"
+        )

@@ -20,7 +20,7 @@ from ratelimitd_wire.huffman import (
     HpackError,
     encode_integer,
 )
-from ratelimitd_wire.static_table import STATIC_TABLE, Field
+from ratelimitd_wire.static_table import STATIC_INDEX, STATIC_NAME_INDEX, Field
 
 _MAX_KEPT_HEADS: Final = 64
 """Clients without deadlines repeat a handful of blocks. Clients that never repeat one fill this for nothing."""
@@ -302,13 +302,6 @@ def _is_sound_value(value: bytes) -> bool:
     return value.isalnum() or _has_bad_octet(value) is None
 
 
-_STATIC_INDEX: Final = {field: index for index, field in enumerate(STATIC_TABLE, 1)}
-_STATIC_NAME_INDEX: Final = {
-    name: index for index, (name, _) in reversed(list(enumerate(STATIC_TABLE, 1)))
-}
-"""The first index that has the name."""
-
-
 TABLE_UPDATE: Final = b"\x20"
 """Sets the size of the dynamic table to 0, which no later block changes (RFC 7541 §6.3)."""
 
@@ -319,11 +312,11 @@ def static_block(fields: Iterable[Field]) -> bytes:
 
 
 def _encoded(field: Field) -> list[bytes]:
-    index = _STATIC_INDEX.get(field)
+    index = STATIC_INDEX.get(field)
     if index:
         return [encode_integer(index, 7, 0x80)]
     name, value = field
-    index = _STATIC_NAME_INDEX.get(name, 0)
+    index = STATIC_NAME_INDEX.get(name, 0)
     head = encode_integer(index, 4, 0x00)  # a literal without indexing (§6.2.2)
     return [head, _string(value)] if index else [head, _string(name), _string(value)]
 

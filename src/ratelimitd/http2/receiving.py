@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from typing import ClassVar, Final, NamedTuple, NoReturn
 
-from ratelimitd.http2 import frames
-from ratelimitd.http2.errors import Cause, ConnectionFailureError, StreamFailureError
+from ratelimitd.http2.errors import (
+    Cause,
+    ConnectionFailureError,
+    StreamFailureError,
+    demand_connection,
+    demand_size,
+    demand_stream,
+    without_padding,
+)
 from ratelimitd.http2.events import (
     DataReceived,
     Event,
@@ -23,7 +30,6 @@ from ratelimitd.http2.events import (
     TrailersReceived,
     WindowOpened,
 )
-from ratelimitd.http2.frames import FrameType
 from ratelimitd.http2.headers import Flaw, HeadReader, RequestHead
 from ratelimitd.http2.limits import AbuseMeter, Limits
 from ratelimitd.http2.sending import Sender
@@ -36,7 +42,9 @@ from ratelimitd.http2.streams import (
     Streams,
     transition,
 )
+from ratelimitd_wire import frames
 from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.frames import FrameType
 
 DRAIN_PING: Final = b"draining"
 """Its answer shows that the peer has read the GOAWAY before it."""
@@ -231,7 +239,7 @@ class Receiver:
     # Frames by type. Each may raise StreamFailureError for its stream, or ConnectionFailureError.
 
     def _data(self, flags: int, stream_id: int, payload: bytes) -> None:
-        frames.demand_stream(stream_id)
+        demand_stream(stream_id)
         flow_bytes = len(payload)
         if not self.window.take(flow_bytes):
             raise ConnectionFailureError(
@@ -239,7 +247,7 @@ class Receiver:
                 Cause.FLOW_CONTROL,
                 "more data came than the connection's window allows",
             )
-        data = frames.without_padding(flags, payload)
+        data = without_padding(flags, payload)
         ended = bool(flags & frames.END_STREAM)
         try:
             after = transition(
@@ -266,10 +274,10 @@ class Receiver:
             self._charge(Cause.EMPTY_DATA_FLOOD)
 
     def _headers(self, flags: int, stream_id: int, payload: bytes) -> None:
-        frames.demand_stream(stream_id)
+        demand_stream(stream_id)
         if not self.streams.may_begin(stream_id):
             _protocol_error("HEADERS came with an identifier that no request can have")
-        fragment = frames.without_padding(flags, payload)
+        fragment = without_padding(flags, payload)
         depends_on_itself = False
         if flags & frames.PRIORITY:
             if len(fragment) < 5:
@@ -326,15 +334,15 @@ class Receiver:
 
     def _priority(self, _flags: int, stream_id: int, payload: bytes) -> None:
         """Priorities are not used (§5.3.2), but what they must not be was not abolished with them (§6.3)."""
-        frames.demand_stream(stream_id)
-        frames.demand_size(payload, 5)
+        demand_stream(stream_id)
+        demand_size(payload, 5)
         if frames.u32(payload) & frames.STREAM_ID_MASK == stream_id:
             _protocol_error("a stream depends on itself")
         self._charge(Cause.PRIORITY_FLOOD)
 
     def _rst_stream(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        frames.demand_stream(stream_id)
-        frames.demand_size(payload, 4)
+        demand_stream(stream_id)
+        demand_size(payload, 4)
         transition(self.streams.state_of(stream_id), Input.RST_STREAM)
         if stream_id in self.streams.live:
             self._sender.forget(stream_id, discard=False)
@@ -344,9 +352,9 @@ class Receiver:
             self._charge(Cause.STALE_FRAME_FLOOD)
 
     def _settings(self, flags: int, stream_id: int, payload: bytes) -> None:
-        frames.demand_connection(stream_id)
+        demand_connection(stream_id)
         if flags & frames.ACK:
-            frames.demand_size(payload, 0)
+            demand_size(payload, 0)
             if self.settings_acknowledged:
                 _protocol_error("SETTINGS were acknowledged that were never sent")
             self.settings_acknowledged = True
@@ -363,8 +371,8 @@ class Receiver:
         _protocol_error("a client cannot push")  # §8.4
 
     def _ping(self, flags: int, stream_id: int, payload: bytes) -> None:
-        frames.demand_connection(stream_id)
-        frames.demand_size(payload, 8)
+        demand_connection(stream_id)
+        demand_size(payload, 8)
         self._charge(Cause.PING_FLOOD)
         if not flags & frames.ACK:
             self._sender.frame(frames.ping(payload, ack=True))
@@ -374,15 +382,15 @@ class Receiver:
                 self.refuse_streams()
 
     def _go_away(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        frames.demand_connection(stream_id)
+        demand_connection(stream_id)
         if len(payload) < 8:
-            frames.demand_size(payload, 8)
+            demand_size(payload, 8)
         self._charge(Cause.UNKNOWN_FRAME_FLOOD)
         last_stream_id = frames.u32(payload) & frames.STREAM_ID_MASK
         self.events.append(GoAwayReceived(last_stream_id, frames.u32(payload, 4)))
 
     def _window_update(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        frames.demand_size(payload, 4)
+        demand_size(payload, 4)
         increment = frames.u32(payload) & frames.STREAM_ID_MASK
         self._charge(Cause.WINDOW_UPDATE_FLOOD)
         if not stream_id:

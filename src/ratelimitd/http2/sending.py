@@ -10,15 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-from ratelimitd.http2 import frames
 from ratelimitd.http2.errors import Cause, ConnectionFailureError, StreamFailureError
-from ratelimitd.http2.frames import (
-    DEFAULT_MAX_FRAME_BYTES,
-    END_HEADERS,
-    END_STREAM,
-    FrameType,
-    frame,
-)
 from ratelimitd.http2.headers import TABLE_UPDATE, static_block
 from ratelimitd.http2.hpack_decoder import DEFAULT_MAX_BYTES
 from ratelimitd.http2.limits import Limits
@@ -34,7 +26,15 @@ from ratelimitd.http2.streams import (
     Streams,
     grown,
 )
+from ratelimitd_wire import frames
 from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.frames import (
+    DEFAULT_MAX_FRAME_BYTES,
+    END_HEADERS,
+    END_STREAM,
+    FrameType,
+    frame,
+)
 
 _KEPT_SIZES: Final = 1_024
 """Answers to checks are smaller. Larger messages have their DATA header built each time, at 150 ns."""

@@ -5,30 +5,18 @@ Never sends anything. Ours are never changed after the first SETTINGS, so there 
 
 from __future__ import annotations
 
-import enum
 import struct
 from typing import Final
 
 from ratelimitd.http2.errors import Cause, ConnectionFailureError
-from ratelimitd.http2.frames import DEFAULT_MAX_FRAME_BYTES
 from ratelimitd.http2.streams import DEFAULT_WINDOW_BYTES, MAX_WINDOW_BYTES
 from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.frames import DEFAULT_MAX_FRAME_BYTES, Setting
 
 _MAX_MAX_FRAME_BYTES: Final = 2**24 - 1
 _DEFAULT_TABLE_BYTES: Final = 4_096
 
 _pairs = struct.Struct(">HI").iter_unpack
-
-
-class Setting(enum.IntEnum):
-    """The identifiers of RFC 9113 §6.5.2."""
-
-    HEADER_TABLE_SIZE = 0x1
-    ENABLE_PUSH = 0x2
-    MAX_CONCURRENT_STREAMS = 0x3
-    INITIAL_WINDOW_SIZE = 0x4
-    MAX_FRAME_SIZE = 0x5
-    MAX_HEADER_LIST_SIZE = 0x6
 
 
 class PeerSettings:

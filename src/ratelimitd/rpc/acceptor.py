@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from ratelimitd.errors import StartupError
-from ratelimitd.http2 import frames
 from ratelimitd.http2.errors import Cause
 from ratelimitd.http2.settings import PREFACE, mistaken_protocol, undecided
 from ratelimitd.rpc.interface import TransportError
 from ratelimitd.rpc.state import TickGate
+from ratelimitd_wire import frames
 from ratelimitd_wire.codes import ErrorCode
 
 TLS_RECORD: Final = b"\x16"

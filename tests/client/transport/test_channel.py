@@ -18,7 +18,7 @@ from ratelimitd import testing
 from ratelimitd_client import AsyncRateLimiterClient, Check, Tls
 from ratelimitd_client.fail_open import BATCH, CHECK
 from ratelimitd_client.transport import channel as native_channel
-from ratelimitd_client.transport import frames, h2_call
+from ratelimitd_client.transport import h2_call, payloads
 from ratelimitd_client.transport.channel import open_native_channel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests import http2_peer as peer
@@ -461,7 +461,7 @@ def answer_by_hand(stream_id):
     """The octets of an answer."""
     message = pb.RateLimitResponse(allowed=True).SerializeToString()
     body = b"\0" + len(message).to_bytes(4, "big") + message
-    headers = frames.encode_block([(":status", "200"), ("content-type", "application/grpc")])
+    headers = payloads.encode_block([(":status", "200"), ("content-type", "application/grpc")])
     return (
         peer.frame(peer.HEADERS, peer.END_HEADERS, stream_id, headers)
         + peer.frame(peer.DATA, 0, stream_id, body)
@@ -469,7 +469,7 @@ def answer_by_hand(stream_id):
             peer.HEADERS,
             peer.END_HEADERS | peer.END_STREAM,
             stream_id,
-            frames.encode_block([("grpc-status", "0")]),
+            payloads.encode_block([("grpc-status", "0")]),
         )
     )
 

@@ -4,14 +4,14 @@ import grpc
 import hpack
 import pytest
 
-from ratelimitd_client.transport import frames, h2_call
+from ratelimitd_client.transport import h2_call, payloads
 from ratelimitd_client.transport.h2_call import Call
 from ratelimitd_wire.codes import ErrorCode
 
-HEADERS = frames.encode_block([(":status", "200"), ("content-type", "application/grpc")])
-TRAILERS = frames.encode_block([("grpc-status", "0")])
-INTERIM = frames.encode_block([(":status", "103")])
-GATEWAY = frames.encode_block([(":status", "503"), ("content-type", "text/html")])
+HEADERS = payloads.encode_block([(":status", "200"), ("content-type", "application/grpc")])
+TRAILERS = payloads.encode_block([("grpc-status", "0")])
+INTERIM = payloads.encode_block([(":status", "103")])
+GATEWAY = payloads.encode_block([(":status", "503"), ("content-type", "text/html")])
 ANSWER = b"\0\0\0\0\3abc"
 
 
@@ -97,7 +97,7 @@ GRPC = [(":status", "200"), ("content-type", "application/grpc+proto")]
 
 
 def read(*fields):
-    return h2_call.read_head(frames.encode_block(fields))
+    return h2_call.read_head(payloads.encode_block(fields))
 
 
 def test_the_headers_of_an_answer_hold_no_status_yet():

@@ -10,12 +10,13 @@ from h2.settings import SettingCodes, Settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd_client.transport import frames, h2_call
+from ratelimitd_client.transport import h2_call, payloads
 from ratelimitd_client.transport import h2_connection as module
-from ratelimitd_client.transport.frames import PeerError
 from ratelimitd_client.transport.h2_call import Call
 from ratelimitd_client.transport.h2_connection import Connection
+from ratelimitd_client.transport.payloads import PeerError
 from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.frames import Setting
 from tests import http2_peer as peer
 
 HEADERS = [(":status", "200"), ("content-type", "application/grpc")]
@@ -101,7 +102,7 @@ def test_an_answer_may_come_octet_by_octet():
 def test_padded_data_and_headers_with_a_priority_are_read():
     pair = Pair()
     call = pair.asked()
-    block = frames.encode_block(HEADERS)
+    block = payloads.encode_block(HEADERS)
     pair.client.receive(
         peer.frame(
             peer.HEADERS,
@@ -111,7 +112,7 @@ def test_padded_data_and_headers_with_a_priority_are_read():
         )
         + peer.frame(peer.DATA, peer.PADDED, call.stream_id, b"\x01" + message(b"a") + b"\0")
     )
-    trailers = frames.encode_block(TRAILERS)
+    trailers = payloads.encode_block(TRAILERS)
     ends = peer.END_STREAM
     assert not pair.client.receive(peer.frame(peer.HEADERS, ends, call.stream_id, trailers[:3]))
     rest = peer.frame(peer.CONTINUATION, peer.END_HEADERS, call.stream_id, trailers[3:])
@@ -294,9 +295,9 @@ BAD = {
         peer.frame(peer.CONTINUATION, 0, 1, bytes(1_000)),
     ),
     "a push": (SETTINGS, peer.frame(peer.PUSH_PROMISE, 4, 1, bytes(4))),
-    "a push allowed": (b"", settings(frames.ENABLE_PUSH, 1)),
-    "a huge window": (b"", settings(frames.INITIAL_WINDOW_SIZE, 2**31)),
-    "tiny frames": (b"", settings(frames.MAX_FRAME_SIZE, 1)),
+    "a push allowed": (b"", settings(Setting.ENABLE_PUSH, 1)),
+    "a huge window": (b"", settings(Setting.INITIAL_WINDOW_SIZE, 2**31)),
+    "tiny frames": (b"", settings(Setting.MAX_FRAME_SIZE, 1)),
     "half a setting": (b"", peer.frame(peer.SETTINGS, 0, 0, bytes(5))),
     "settings on a stream": (SETTINGS, peer.frame(peer.SETTINGS, 0, 1)),
     "an acknowledgement with settings": (SETTINGS, peer.frame(peer.SETTINGS, 1, 0, bytes(6))),
@@ -349,7 +350,7 @@ def test_a_flood_of_frames_that_are_of_no_use_ends_the_connection(frame):
 def test_a_flood_of_informational_headers_ends_the_connection():
     client = Connection()
     client.begin(call_of())
-    block = frames.encode_block([(":status", "103")])
+    block = payloads.encode_block([(":status", "103")])
     client.receive(SETTINGS)
     with pytest.raises(PeerError):
         client.receive(
@@ -379,7 +380,7 @@ def test_answers_that_are_too_long_together_end_the_connection():
     client = Connection()
     client.receive(SETTINGS)
     calls = [call_of(limit=2**23) for _ in range(3)]
-    block = frames.encode_block(HEADERS)
+    block = payloads.encode_block(HEADERS)
     for call in calls:
         client.begin(call)
         client.receive(peer.frame(peer.HEADERS, peer.END_HEADERS, call.stream_id, block))

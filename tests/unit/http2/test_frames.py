@@ -1,7 +1,13 @@
 import pytest
 
-from ratelimitd.http2 import frames
-from ratelimitd.http2.errors import ConnectionFailureError
+from ratelimitd.http2.errors import (
+    ConnectionFailureError,
+    demand_connection,
+    demand_size,
+    demand_stream,
+    without_padding,
+)
+from ratelimitd_wire import frames
 from ratelimitd_wire.codes import ErrorCode
 from tests.http2_peer import Frame, frames_of
 
@@ -67,34 +73,34 @@ def test_32_bits_are_read_at_their_place():
 
 
 def test_padding_is_taken_off():
-    assert frames.without_padding(0, b"\x02data") == b"\x02data"
-    assert frames.without_padding(frames.PADDED, b"\x02data\0\0") == b"data"
-    assert frames.without_padding(frames.PADDED, b"\x00data") == b"data"
+    assert without_padding(0, b"\x02data") == b"\x02data"
+    assert without_padding(frames.PADDED, b"\x02data\0\0") == b"data"
+    assert without_padding(frames.PADDED, b"\x00data") == b"data"
 
 
 def test_a_frame_may_be_all_padding():
-    assert frames.without_padding(frames.PADDED, b"\x02\0\0") == b""
+    assert without_padding(frames.PADDED, b"\x02\0\0") == b""
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x01", b"\x05data", b"\xff" + bytes(254)])
 def test_padding_as_long_as_the_rest_of_the_frame_or_longer_ends_the_connection(payload):
     with pytest.raises(ConnectionFailureError) as caught:
-        frames.without_padding(frames.PADDED, payload)
+        without_padding(frames.PADDED, payload)
     assert caught.value.code is ErrorCode.PROTOCOL_ERROR
 
 
 def test_what_belongs_to_the_connection_must_not_be_on_a_stream_nor_the_other_way_round():
-    frames.demand_connection(0)
-    frames.demand_stream(1)
+    demand_connection(0)
+    demand_stream(1)
     with pytest.raises(ConnectionFailureError):
-        frames.demand_connection(1)
+        demand_connection(1)
     with pytest.raises(ConnectionFailureError):
-        frames.demand_stream(0)
+        demand_stream(0)
 
 
 def test_a_fixed_size_is_exact():
-    frames.demand_size(b"1234", 4)
+    demand_size(b"1234", 4)
     for payload in (b"123", b"12345"):
         with pytest.raises(ConnectionFailureError) as caught:
-            frames.demand_size(payload, 4)
+            demand_size(payload, 4)
         assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR

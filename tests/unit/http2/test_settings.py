@@ -1,8 +1,9 @@
 import pytest
 
 from ratelimitd.http2.errors import ConnectionFailureError
-from ratelimitd.http2.settings import PeerSettings, Setting
+from ratelimitd.http2.settings import PeerSettings
 from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.frames import Setting
 
 
 def payload(*values):

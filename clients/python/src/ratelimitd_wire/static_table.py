@@ -75,3 +75,9 @@ STATIC_TABLE: Final[tuple[Field, ...]] = (
 
 FIRST_DYNAMIC_INDEX: Final = len(STATIC_TABLE) + 1
 """The newest entry of the dynamic table has this index, older ones follow (RFC 7541 §2.3.3)."""
+
+STATIC_INDEX: Final = {field: index for index, field in enumerate(STATIC_TABLE, 1)}
+STATIC_NAME_INDEX: Final = {
+    name: index for index, (name, _) in reversed(list(enumerate(STATIC_TABLE, 1)))
+}
+"""The first index that has the name."""

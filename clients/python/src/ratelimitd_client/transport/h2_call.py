@@ -12,7 +12,7 @@ from urllib.parse import unquote_to_bytes
 
 import grpc
 
-from ratelimitd_client.transport.frames import decode_block, encode_block
+from ratelimitd_client.transport.payloads import decode_block, encode_block
 from ratelimitd_wire.codes import ErrorCode
 
 PREFIX_BYTES: Final = 5

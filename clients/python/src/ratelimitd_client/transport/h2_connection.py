@@ -10,10 +10,12 @@ from typing import Final, Generic, TypeVar
 
 import grpc
 
-from ratelimitd_client.transport import frames
-from ratelimitd_client.transport.frames import PeerError
+from ratelimitd_client.transport import payloads
 from ratelimitd_client.transport.h2_call import Call, status_of_reset
+from ratelimitd_client.transport.payloads import PeerError
+from ratelimitd_wire import frames
 from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.frames import Setting
 
 WINDOW_BYTES: Final = 8 * 1024 * 1024
 """Receive window of the connection and of each stream. Longer than any answer, so streams never need an update."""
@@ -36,14 +38,14 @@ MAX_WINDOW_BYTES: Final = 2**31 - 1
 _FRAME_SIZE_LIMITS: Final = (16_384, 2**24 - 1)
 
 _START: Final = (
-    frames.PREFACE
+    payloads.PREFACE
     + frames.settings(
         {
-            frames.HEADER_TABLE_SIZE: 0,
-            frames.ENABLE_PUSH: 0,
-            frames.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
-            frames.MAX_HEADER_LIST_SIZE: frames.MAX_LIST_BYTES,
-        }
+            Setting.HEADER_TABLE_SIZE: 0,
+            Setting.ENABLE_PUSH: 0,
+            Setting.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
+            Setting.MAX_HEADER_LIST_SIZE: payloads.MAX_LIST_BYTES,
+        }.items()
     )
     + frames.window_update(0, WINDOW_BYTES - DEFAULT_WINDOW_BYTES)
 )
@@ -119,7 +121,7 @@ class Connection(Generic[CallT]):
         """Send a keepalive."""
         self._useless = 0
         self.awaits_ping = True
-        self._out.append(frames.frame(frames.PING, 0, 0, bytes(8)))
+        self._out.append(frames.frame(payloads.PING, 0, 0, bytes(8)))
 
     def lose(self) -> list[CallT]:
         """End and return all calls of a lost connection."""
@@ -144,8 +146,8 @@ class Connection(Generic[CallT]):
             octets = self._rest + octets
         at, end = 0, len(octets)
         while end - at >= frames.FRAME_HEADER_BYTES:
-            high, low, kind, flags, stream_id = frames.read_header(octets, at)
-            if high or low > frames.MAX_FRAME_BYTES:
+            high, low, kind, flags, stream_id = payloads.read_header(octets, at)
+            if high or low > frames.DEFAULT_MAX_FRAME_BYTES:
                 raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame is too long")
             begin = at + frames.FRAME_HEADER_BYTES
             if begin + low > end:
@@ -154,9 +156,9 @@ class Connection(Generic[CallT]):
             stream_id &= frames.STREAM_ID_MASK
             if self._block_id or not self.is_ready:
                 self._check_order(kind, flags, stream_id)
-            if kind == frames.DATA:
+            if kind == payloads.DATA:
                 self._take_data(flags, stream_id, octets[begin:at])
-            elif kind == frames.HEADERS:
+            elif kind == payloads.HEADERS:
                 self._take_headers(flags, stream_id, octets[begin:at])
             else:
                 self._take_other(kind, flags, stream_id, octets[begin:at])
@@ -170,28 +172,28 @@ class Connection(Generic[CallT]):
 
     def give_up(self, error: PeerError) -> list[CallT]:
         """Queue GOAWAY, then end and return all calls, with those that ended before the error in the same octets."""
-        self._out.append(frames.go_away(error.code))
+        self._out.append(frames.go_away(0, error.code))
         ended, self._ended = self._ended, []
         return ended + self.lose()
 
     def _check_order(self, kind: int, flags: int, stream_id: int) -> None:
         """Raise PeerError for a frame that may not come before the peer's SETTINGS or within a header block."""
-        if self._block_id and (kind != frames.CONTINUATION or stream_id != self._block_id):
+        if self._block_id and (kind != payloads.CONTINUATION or stream_id != self._block_id):
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "a header block was interrupted")
-        if not self.is_ready and (kind != frames.SETTINGS or flags & frames.ACK):
+        if not self.is_ready and (kind != payloads.SETTINGS or flags & frames.ACK):
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
 
     def _take_other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         """Process a frame of another type; unknown types are ignored."""
-        if kind == frames.CONTINUATION:
+        if kind == payloads.CONTINUATION:
             self._take_continuation(flags, stream_id, payload)
             return
         self._count_useless()
-        if kind == frames.WINDOW_UPDATE:
+        if kind == payloads.WINDOW_UPDATE:
             self._take_window_update(stream_id, payload)
-        elif kind == frames.RST_STREAM:
+        elif kind == payloads.RST_STREAM:
             self._take_reset(stream_id, payload)
-        elif kind == frames.PUSH_PROMISE:
+        elif kind == payloads.PUSH_PROMISE:
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "a push was forbidden")
         elif kind in _ON_THE_CONNECTION:
             if stream_id:
@@ -206,7 +208,7 @@ class Connection(Generic[CallT]):
             self._out.append(frames.window_update(0, WINDOW_BYTES - self._own_window))
             self._own_window = WINDOW_BYTES
         call = self._calls.get(stream_id) or self._call(stream_id)
-        data = frames.without_padding(flags, payload) if flags & frames.PADDED else payload
+        data = payloads.without_padding(flags, payload) if flags & frames.PADDED else payload
         if call is None or not data:
             self._count_useless()
         if call is None:
@@ -222,7 +224,7 @@ class Connection(Generic[CallT]):
             self._end(call, is_over=bool(flags & frames.END_STREAM))
 
     def _take_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
-        block = frames.without_padding(flags, payload) if flags & frames.PADDED else payload
+        block = payloads.without_padding(flags, payload) if flags & frames.PADDED else payload
         if flags & frames.PRIORITY:
             block = block[5:]
         if flags & frames.END_HEADERS:
@@ -256,7 +258,7 @@ class Connection(Generic[CallT]):
             self._end(call, is_over=last)
 
     def _take_reset(self, stream_id: int, payload: bytes) -> None:
-        frames.require_size(payload, 4)
+        payloads.require_size(payload, 4)
         call = self._call(stream_id)
         if call is None:
             return
@@ -269,8 +271,8 @@ class Connection(Generic[CallT]):
         self._end(call, is_over=True)
 
     def _take_window_update(self, stream_id: int, payload: bytes) -> None:
-        frames.require_size(payload, 4)
-        increment = frames.u32(payload)
+        payloads.require_size(payload, 4)
+        increment = payloads.u32(payload)
         if stream_id == 0:
             if not increment:
                 raise PeerError(ErrorCode.PROTOCOL_ERROR, "a window increment is 0")
@@ -291,47 +293,47 @@ class Connection(Generic[CallT]):
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
-            frames.require_size(payload, 0)
+            payloads.require_size(payload, 0)
             return
         if len(payload) % 6:
             raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame has not the size of its type")
         # Of repeated values only the last counts: each could change the windows of all calls.
-        for name, value in dict(frames.read_setting(payload)).items():
+        for name, value in dict(payloads.read_setting(payload)).items():
             self._set(name, value)
         self.is_ready = True
-        self._out.append(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        self._out.append(frames.frame(payloads.SETTINGS, frames.ACK, 0))
         self._may_send_more = True
 
     def _set(self, name: int, value: int) -> None:
-        if name == frames.MAX_CONCURRENT_STREAMS:
+        if name == Setting.MAX_CONCURRENT_STREAMS:
             self._max_calls = value
-        elif name == frames.INITIAL_WINDOW_SIZE:
+        elif name == Setting.INITIAL_WINDOW_SIZE:
             if value > MAX_WINDOW_BYTES:
                 raise PeerError(ErrorCode.FLOW_CONTROL_ERROR, "a window is too large")
             for call in self._blocked.values():
                 call.window_bytes += value - self._peer_initial_window
             self._peer_initial_window = value
-        elif name == frames.HEADER_TABLE_SIZE:
+        elif name == Setting.HEADER_TABLE_SIZE:
             self._owes_update = True
-        elif name == frames.MAX_FRAME_SIZE:
+        elif name == Setting.MAX_FRAME_SIZE:
             smallest, largest = _FRAME_SIZE_LIMITS
             if not smallest <= value <= largest:
                 raise PeerError(ErrorCode.PROTOCOL_ERROR, "the maximum frame size is invalid")
-        elif name == frames.ENABLE_PUSH and value:
+        elif name == Setting.ENABLE_PUSH and value:
             raise PeerError(ErrorCode.PROTOCOL_ERROR, "a push was forbidden")
 
     def _take_ping(self, flags: int, payload: bytes) -> None:
-        frames.require_size(payload, 8)
+        payloads.require_size(payload, 8)
         if flags & frames.ACK:
             self.awaits_ping = False
         else:
-            self._out.append(frames.frame(frames.PING, frames.ACK, 0, payload))
+            self._out.append(frames.frame(payloads.PING, frames.ACK, 0, payload))
 
     def _take_go_away(self, _flags: int, payload: bytes) -> None:
         if len(payload) < 8:  # noqa: PLR2004 - the last stream and the code
             raise PeerError(ErrorCode.FRAME_SIZE_ERROR, "a frame has not the size of its type")
         self.is_draining = True
-        last_id = frames.u32(payload)
+        last_id = payloads.u32(payload)
         unprocessed = [call for id_, call in self._calls.items() if id_ > last_id]
         for call in unprocessed:
             self._forget(call)
@@ -357,8 +359,8 @@ class Connection(Generic[CallT]):
         block = call.block
         if self._owes_update:
             self._owes_update = False
-            block = frames.NO_TABLE + block
-        self._out.append(frames.headers(stream_id, block))
+            block = payloads.NO_TABLE + block
+        self._out.append(frames.headers(stream_id, block, ended=False))
         call.window_bytes = self._peer_initial_window
         if not self._send_body(call):
             self._blocked[stream_id] = call
@@ -367,7 +369,7 @@ class Connection(Generic[CallT]):
         """Send what the peer's windows allow; return whether the body is complete."""
         while True:
             unsent = call.unsent
-            size = min(unsent, frames.MAX_FRAME_BYTES, call.window_bytes, self._peer_window)
+            size = min(unsent, frames.DEFAULT_MAX_FRAME_BYTES, call.window_bytes, self._peer_window)
             if size <= 0:
                 return False
             begin = len(call.body) - unsent
@@ -376,7 +378,7 @@ class Connection(Generic[CallT]):
             call.window_bytes -= size
             self._peer_window -= size
             flags = 0 if call.unsent else frames.END_STREAM
-            self._out.append(frames.frame(frames.DATA, flags, call.stream_id, part))
+            self._out.append(frames.frame(payloads.DATA, flags, call.stream_id, part))
             if flags:
                 return True
 
@@ -419,7 +421,7 @@ class Connection(Generic[CallT]):
 
 
 _ON_THE_CONNECTION: Final = {
-    frames.SETTINGS: Connection._take_settings,  # noqa: SLF001 - a table of its own methods
-    frames.PING: Connection._take_ping,  # noqa: SLF001
-    frames.GOAWAY: Connection._take_go_away,  # noqa: SLF001
+    payloads.SETTINGS: Connection._take_settings,  # noqa: SLF001 - a table of its own methods
+    payloads.PING: Connection._take_ping,  # noqa: SLF001
+    payloads.GOAWAY: Connection._take_go_away,  # noqa: SLF001
 }

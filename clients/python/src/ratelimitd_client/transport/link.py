@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, cast
 
-from ratelimitd_client.transport.frames import PeerError
 from ratelimitd_client.transport.grpc_channel import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
 from ratelimitd_client.transport.h2_call import Call
 from ratelimitd_client.transport.h2_connection import Connection
+from ratelimitd_client.transport.payloads import PeerError
 
 KEEPALIVE_S: Final = KEEPALIVE_MS / 1_000
 KEEPALIVE_TIMEOUT_S: Final = KEEPALIVE_TIMEOUT_MS / 1_000

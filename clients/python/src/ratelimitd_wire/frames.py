@@ -1,6 +1,6 @@
-"""Frames as octets (RFC 9113 §4, §6): their numbers, how ours are built, and what every payload shares.
+"""Frames as octets (RFC 9113 §4, §6): their numbers, and how they are built. Pure.
 
-Never decides whether a frame may come: that is the state of connection and stream.
+Whether a frame may come is decided by the connection that receives it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
-from ratelimitd.http2.errors import Cause, ConnectionFailureError
-from ratelimitd_wire.codes import ErrorCode
-
 FRAME_HEADER_BYTES: Final = 9
 
 DEFAULT_MAX_FRAME_BYTES: Final = 16_384
-"""What both sides may send unless told otherwise (§4.2). We never tell otherwise: checks are small, and a peer that can
-make us wait for 16 MiB before the first look at a frame is of no use."""
+"""Longest payload that both sides may send by default (§4.2). Neither of our sides raises it: checks are small."""
 
 STREAM_ID_MASK: Final = 0x7FFF_FFFF
-"""Takes the reserved bit off a stream identifier or an increment; it has to be ignored (§4.1)."""
+"""Clears the reserved bit of a stream identifier or an increment, which must be ignored (§4.1)."""
 
 
 class FrameType(enum.IntEnum):
@@ -36,6 +32,17 @@ class FrameType(enum.IntEnum):
     GOAWAY = 0x7
     WINDOW_UPDATE = 0x8
     CONTINUATION = 0x9
+
+
+class Setting(enum.IntEnum):
+    """The identifiers of RFC 9113 §6.5.2."""
+
+    HEADER_TABLE_SIZE = 0x1
+    ENABLE_PUSH = 0x2
+    MAX_CONCURRENT_STREAMS = 0x3
+    INITIAL_WINDOW_SIZE = 0x4
+    MAX_FRAME_SIZE = 0x5
+    MAX_HEADER_LIST_SIZE = 0x6
 
 
 # Plain numbers: on an IntFlag, `&` takes 20 times as long.
@@ -57,13 +64,13 @@ _read_u32 = struct.Struct(">I").unpack_from
 
 
 def frame(frame_type: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """One frame; the payload is at most 2²⁴ − 1 octets."""
+    """Return a frame; the payload is at most 2²⁴ − 1 octets."""
     size = len(payload)
     return _write_header(size >> 16, size & 0xFFFF, frame_type, flags, stream_id) + payload
 
 
 def settings(values: Iterable[tuple[int, int]]) -> bytes:
-    """SETTINGS of (identifier, value)."""
+    """Return SETTINGS of (identifier, value) pairs."""
     return frame(FrameType.SETTINGS, 0, 0, b"".join(_write_setting(*value) for value in values))
 
 
@@ -71,29 +78,29 @@ SETTINGS_ACK: Final = frame(FrameType.SETTINGS, ACK, 0)
 
 
 def ping(payload: bytes, *, ack: bool = False) -> bytes:
-    """PING with 8 octets."""
+    """Return PING with 8 octets."""
     return frame(FrameType.PING, ACK if ack else 0, 0, payload)
 
 
 def go_away(last_stream_id: int, code: int, debug: bytes = b"") -> bytes:
-    """GOAWAY; ``debug`` is a constant text of ours."""
+    """Return GOAWAY; ``debug`` is a constant text."""
     return frame(FrameType.GOAWAY, 0, 0, _write_two_u32(last_stream_id, code) + debug)
 
 
 def rst_stream(stream_id: int, code: int) -> bytes:
-    """RST_STREAM."""
+    """Return RST_STREAM."""
     return frame(FrameType.RST_STREAM, 0, stream_id, _write_u32(code))
 
 
 def window_update(stream_id: int, increment: int) -> bytes:
-    """WINDOW_UPDATE; stream 0 is the connection."""
+    """Return WINDOW_UPDATE; stream 0 is the connection."""
     return frame(FrameType.WINDOW_UPDATE, 0, stream_id, _write_u32(increment))
 
 
 def headers(
     stream_id: int, block: bytes, *, ended: bool, max_bytes: int = DEFAULT_MAX_FRAME_BYTES
 ) -> bytes:
-    """HEADERS, and CONTINUATION where the block is over what the peer takes in a frame."""
+    """Return HEADERS, with CONTINUATION for a block longer than ``max_bytes``."""
     flags = END_STREAM if ended else 0
     if len(block) <= max_bytes:
         return frame(FrameType.HEADERS, flags | END_HEADERS, stream_id, block)
@@ -105,58 +112,6 @@ def headers(
 
 
 def u32(payload: bytes, at: int = 0) -> int:
-    """32 bits of a payload, which has them."""
+    """Return 32 bits of a payload."""
     number: int = _read_u32(payload, at)[0]
     return number
-
-
-def without_padding(flags: int, payload: bytes) -> bytes:
-    """What a payload of DATA or HEADERS holds between the length of its padding and the padding (§6.1).
-
-    Raises:
-        ConnectionFailureError: the padding is longer than the payload, or its length is missing.
-    """
-    if not flags & PADDED:
-        return payload
-    end = len(payload) - payload[0] if payload else 0
-    if end < 1:
-        raise ConnectionFailureError(
-            ErrorCode.PROTOCOL_ERROR, Cause.PROTOCOL, "the padding is longer than its frame"
-        )
-    return payload[1:end]
-
-
-def demand_size(payload: bytes, size: int) -> None:
-    """See that a payload has exactly the size of its type.
-
-    Raises:
-        ConnectionFailureError: it has not (§4.2: what can change the state of the connection must end it).
-    """
-    if len(payload) != size:
-        raise ConnectionFailureError(
-            ErrorCode.FRAME_SIZE_ERROR, Cause.FRAME_SIZE, "a frame has not the size of its type"
-        )
-
-
-def demand_connection(stream_id: int) -> None:
-    """See that a frame is on stream 0.
-
-    Raises:
-        ConnectionFailureError: it is not.
-    """
-    if stream_id:
-        raise ConnectionFailureError(
-            ErrorCode.PROTOCOL_ERROR, Cause.PROTOCOL, "a frame of the connection is on a stream"
-        )
-
-
-def demand_stream(stream_id: int) -> None:
-    """See that a frame is not on stream 0.
-
-    Raises:
-        ConnectionFailureError: it is.
-    """
-    if not stream_id:
-        raise ConnectionFailureError(
-            ErrorCode.PROTOCOL_ERROR, Cause.PROTOCOL, "a frame of a stream is on the connection"
-        )

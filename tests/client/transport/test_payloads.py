@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratelimitd_client.transport import frames
-from ratelimitd_client.transport.frames import PeerError
+from ratelimitd_client.transport import payloads
+from ratelimitd_client.transport.payloads import PeerError
+from ratelimitd_wire import frames
 from ratelimitd_wire.codes import ErrorCode
+from ratelimitd_wire.frames import Setting
 from ratelimitd_wire.static_table import STATIC_TABLE
 from tests import rfc7541_examples as rfc
 
@@ -28,11 +30,11 @@ def read(octets):
 
 def test_frames_are_what_another_library_reads():
     octets = (
-        frames.settings({frames.HEADER_TABLE_SIZE: 0, frames.INITIAL_WINDOW_SIZE: 7})
+        frames.settings({Setting.HEADER_TABLE_SIZE: 0, Setting.INITIAL_WINDOW_SIZE: 7}.items())
         + frames.rst_stream(5, ErrorCode.CANCEL)
-        + frames.go_away(ErrorCode.ENHANCE_YOUR_CALM)
+        + frames.go_away(0, ErrorCode.ENHANCE_YOUR_CALM)
         + frames.window_update(0, 2**31 - 1)
-        + frames.headers(3, b"\x88")
+        + frames.headers(3, b"\x88", ended=False)
     )
     settings, reset, leaving, update, headers = read(octets)
     assert settings.settings == {1: 0, 4: 7}
@@ -43,7 +45,7 @@ def test_frames_are_what_another_library_reads():
 
 
 def test_a_block_that_is_longer_than_a_frame_is_continued():
-    first, second, third = read(frames.headers(1, bytes(40_000)))
+    first, second, third = read(frames.headers(1, bytes(40_000), ended=False))
     assert not first.flags
     assert not second.flags
     assert third.flags == {"END_HEADERS"}
@@ -51,18 +53,18 @@ def test_a_block_that_is_longer_than_a_frame_is_continued():
 
 
 def test_padding_is_taken_off():
-    assert frames.without_padding(0, b"\x02ab") == b"\x02ab"
-    assert frames.without_padding(frames.PADDED, b"\x02ab\0\0") == b"ab"
-    assert frames.without_padding(frames.PADDED, b"\x00ab") == b"ab"
+    assert payloads.without_padding(0, b"\x02ab") == b"\x02ab"
+    assert payloads.without_padding(frames.PADDED, b"\x02ab\0\0") == b"ab"
+    assert payloads.without_padding(frames.PADDED, b"\x00ab") == b"ab"
     for payload in (b"", b"\x04ab\0", b"\x01"):
         with pytest.raises(PeerError):
-            assert frames.without_padding(frames.PADDED, payload) == b"?"
+            assert payloads.without_padding(frames.PADDED, payload) == b"?"
 
 
 def test_a_payload_has_the_size_of_its_type():
-    frames.require_size(b"1234", 4)
+    payloads.require_size(b"1234", 4)
     with pytest.raises(PeerError) as refused:
-        frames.require_size(b"123", 4)
+        payloads.require_size(b"123", 4)
     assert refused.value.code is ErrorCode.FRAME_SIZE_ERROR
 
 
@@ -95,39 +97,39 @@ def test_what_another_library_wrote_is_read(fields, huffman):
     encoder = without_a_table()
     expected = [(name.encode(), value.encode()) for name, value in fields]
     for _ in range(2):
-        assert frames.decode_block(encoder.encode(fields, huffman=huffman)) == expected
+        assert payloads.decode_block(encoder.encode(fields, huffman=huffman)) == expected
 
 
 @given(st.lists(st.tuples(NAMES, TEXT), max_size=10))
 def test_another_library_reads_what_is_written(fields):
-    read = hpack.Decoder(max_header_list_size=2**20).decode(frames.encode_block(fields), raw=True)
+    read = hpack.Decoder(max_header_list_size=2**20).decode(payloads.encode_block(fields), raw=True)
     assert [tuple(field) for field in read] == [(n.encode(), v.encode()) for n, v in fields]
 
 
 def test_a_secret_is_never_to_be_indexed():
     [field] = hpack.Decoder().decode(
-        frames.encode_block([("authorization", "Bearer s3cret")]), raw=True
+        payloads.encode_block([("authorization", "Bearer s3cret")]), raw=True
     )
     assert isinstance(field, hpack.NeverIndexedHeaderTuple)
-    [field] = hpack.Decoder().decode(frames.encode_block([("grpc-timeout", "20m")]), raw=True)
+    [field] = hpack.Decoder().decode(payloads.encode_block([("grpc-timeout", "20m")]), raw=True)
     assert not isinstance(field, hpack.NeverIndexedHeaderTuple)
 
 
 @pytest.mark.parametrize("example", WITHOUT_A_TABLE, ids=lambda example: example.section)
 def test_the_examples_of_the_rfc_are_read(example):
-    assert frames.decode_block(example.block) == list(example.fields)
+    assert payloads.decode_block(example.block) == list(example.fields)
 
 
 @pytest.mark.parametrize("example", WITH_A_TABLE, ids=lambda example: example.section)
 def test_those_that_point_into_a_dynamic_table_are_refused(example):
     with pytest.raises(PeerError):
-        frames.decode_block(example.block)
+        payloads.decode_block(example.block)
 
 
 @given(st.binary(max_size=200))
 def test_any_octets_are_read_or_refused(block):
     with suppress(PeerError):
-        frames.decode_block(block)
+        payloads.decode_block(block)
 
 
 @pytest.mark.parametrize(
@@ -146,19 +148,19 @@ def test_any_octets_are_read_or_refused(block):
 )
 def test_what_is_malformed_is_refused(block):
     with pytest.raises(PeerError) as refused:
-        frames.decode_block(block)
+        payloads.decode_block(block)
     assert refused.value.code is ErrorCode.COMPRESSION_ERROR
 
 
 @pytest.mark.parametrize("block", [b"\x88" * 400, b"\x00\x00\x00" * 600], ids=["status", "empty"])
 def test_a_list_that_is_too_large_is_not_read_to_its_end(block):
     with pytest.raises(PeerError) as refused:
-        frames.decode_block(block)
+        payloads.decode_block(block)
     assert refused.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
 
 def test_long_values_keep_their_length():
     fields = [("authorization", "Bearer " + "x" * 5_000)]
-    assert frames.decode_block(frames.encode_block(fields)) == [
+    assert payloads.decode_block(payloads.encode_block(fields)) == [
         (b"authorization", b"Bearer " + b"x" * 5_000)
     ]
