@@ -94,10 +94,7 @@ class Decision(NamedTuple):
         Raises:
             ValueError: ``policy`` is not printable ASCII without quotes and backslashes; ``revision`` is unknown.
         """
-        _require_policy_name(policy)
-        if revision not in REVISIONS:
-            message = f"the revision of the RateLimit headers is one of {', '.join(REVISIONS)}"
-            raise ValueError(message)
+        _require_valid(policy, revision)
         headers: dict[str, str] = {}
         if not self.allowed and self.retry_after_seconds > 0:
             headers["Retry-After"] = str(self.retry_after_seconds)
@@ -120,10 +117,13 @@ class Decision(NamedTuple):
 
 
 @lru_cache(POLICY_CACHE_SIZE)
-def _require_policy_name(policy: str) -> None:
-    """Raise ValueError for a policy name that needs escapes in a header."""
+def _require_valid(policy: str, revision: str) -> None:
+    """Raise ValueError for a policy name that needs escapes in a header, or an unknown revision."""
     if not (policy.isascii() and policy.isprintable()) or '"' in policy or "\\" in policy:
         message = "the name of a policy is printable ASCII without quotes and backslashes"
+        raise ValueError(message)
+    if revision not in REVISIONS:
+        message = f"the revision of the RateLimit headers is one of {', '.join(REVISIONS)}"
         raise ValueError(message)
 
 
