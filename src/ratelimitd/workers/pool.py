@@ -357,7 +357,7 @@ RESTARTS: Final = Definition(
 DEFINITIONS: Final = (ANSWERING, RESTARTS)
 """The metrics of a parent, beside those of its workers."""
 
-TOGETHER_S: Final = 5.0
+TOGETHER_S: Final = 10.0
 """How long workers wait for each other before they listen; bounds the harm of one that hangs at its start."""
 
 

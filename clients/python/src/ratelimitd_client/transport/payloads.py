@@ -23,9 +23,8 @@ from ratelimitd_wire.static_table import (
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
-DATA, HEADERS, _, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
-    map(int, FrameType)
-)
+DATA, HEADERS, _PRIORITY, RST_STREAM, SETTINGS = map(int, [*FrameType][:5])
+PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = map(int, [*FrameType][5:])
 """Plain numbers: comparing with them is faster."""
 
 MAX_LIST_BYTES: Final = 16_384
