@@ -12,6 +12,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.rules.book import RuleBook
@@ -50,7 +51,9 @@ class Node:
             timestamps=timestamps,
             keys=BucketKeys(b"k" * 32),
         )
-        self.service = RateLimiterService(self.limiter, self.stats, lambda: 0.0)
+        self.service = RateLimiterService(
+            self.limiter, self.stats, lambda: 0.0, FairQueue(lambda: 0.0)
+        )
         [self.bulk] = self.service.methods().bulk.values()
 
     def put(self, rules):

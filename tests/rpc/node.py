@@ -12,6 +12,7 @@ import grpc.aio
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.limiter import Limiter
 from ratelimitd.node.transports import server_of
 from ratelimitd.observe.health import Health
@@ -125,7 +126,7 @@ async def running_node(
             rules_revision=lambda: feed.book.revision if feed.book else 0,
         )
         offers = (
-            RateLimiterService(limiter, stats, perf_counter_s),
+            RateLimiterService(limiter, stats, perf_counter_s, FairQueue(time.monotonic)),
             EnvoyService(
                 limiter, stats, perf_counter_s, EnvoyOptions.of(ENVOY_IDENTIFIERS, ALL_FIELDS)
             ),

@@ -11,6 +11,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.rpc.messages import framed
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -116,7 +117,7 @@ def expected_of(node):
         keys=BucketKeys(b"k" * 32),
     )
     limiter.replace_book(node.limiter.book)
-    service = RateLimiterService(limiter, stats, lambda: 0.0)
+    service = RateLimiterService(limiter, stats, lambda: 0.0, FairQueue(lambda: 0.0))
 
     def expected(message):
         try:

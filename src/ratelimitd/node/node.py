@@ -23,6 +23,7 @@ from ratelimitd.cluster.node import Cluster, SharedStateStatus
 from ratelimitd.cluster.redis.opening import open_cluster
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.limiter import Limiter, SharedBuckets
 from ratelimitd.model import US_PER_S
 from ratelimitd.node.admin_token import own_admin_token
@@ -123,6 +124,7 @@ class Node:
         self._edge = ErrorEdge(self.stats)
         self._tracer: OtelTracer | None = None
         self._open = AsyncExitStack()
+        self._queue = FairQueue(time.monotonic)
         self._server: Server | None = None
         self._limiter: Limiter | None = None
         self._whole_load = whole_load
@@ -370,7 +372,7 @@ class Node:
     ) -> Methods:
         settings = self._settings
         offers = [
-            RateLimiterService(limiter, self.stats, time.perf_counter).methods(),
+            RateLimiterService(limiter, self.stats, time.perf_counter, self._queue).methods(),
             EnvoyService(
                 limiter,
                 self.stats,
@@ -447,6 +449,7 @@ class Node:
             tls=tls,
             limits=TransportLimits(max_concurrent_rpcs=settings.max_concurrent_rpcs),
             reuse_port=self._reuse_port,
+            queue=self._queue,
         )
         self._open.push_async_callback(server.stop, settings.drain_s - self._closing_s)
         if self._may_listen is not None:

@@ -100,7 +100,7 @@ class Acceptor(Generic[Connection]):
         self._loop = asyncio.get_running_loop()
         self._listening: list[socket.socket] = []
         self._coming: dict[asyncio.Task[bool], float] = {}
-        self._turnstile = TickGate(monotonic_s)
+        self._handshake_gate = TickGate(monotonic_s)
 
     def listen(self, sock: socket.socket) -> None:
         """Accept from a socket that is bound; it is this object's from now on."""
@@ -196,7 +196,7 @@ class Acceptor(Generic[Connection]):
         first = await self._first_octet(sock)
         if first == TLS_RECORD:
             # A handshake is 1 ms of arithmetic and more.
-            await self._turnstile.passed()
+            await self._handshake_gate.passed()
             return True
         if first:
             self._count(TransportError.PLAINTEXT)

@@ -1,7 +1,7 @@
-"""The one place where the native transport touches a socket: an asyncio protocol that moves octets.
+"""The asyncio protocol of the native transport, which moves octets between a socket and the HTTP/2 core.
 
-Each read is one turn: the events of at most a slice of it, then one write. What is left waits for the next turn of the
-loop, so that a peer who sends without pause takes no more than its share. Knows neither calls nor frames.
+Each read is handled in slices: the events of one slice, then one write. The rest waits for the next event-loop
+iteration, so that a peer that sends without pause takes no more than its share.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ratelimitd.rpc.state import ServerState
 from ratelimitd_wire.codes import ErrorCode
 
 WRITE_BUFFER_BYTES: Final = 262_144
-"""What may wait for a peer's socket before nothing more is read from it: a slice's worth of answers to batches."""
+"""Unsent octets above which reading from the peer is paused: one slice of answers to batches."""
 
 LINGER_S: Final = 2.0
-"""How long a peer may take to close after everything was handed to the kernel. A socket closed while input is unread is
-reset, and the peer loses what it has not read."""
+"""Time for a peer to close after the last octet was handed to the kernel. Closing a socket with unread input resets it,
+and the peer loses what it has not read."""
 
 MAX_FAREWELL_S: Final = 60.0
 """Longest time from the end of a connection to its close, for a peer that reads the last answers slowly."""
@@ -40,17 +40,17 @@ class Registry(Protocol):
     shared: ServerState
 
     def joined(self, connection: NativeConnection) -> bool:
-        """A connection was made; false: the server has closed meanwhile, and it has to end."""
+        """Register a connection; false if the server has closed and the connection must end."""
 
     def left(self, connection: NativeConnection) -> None:
-        """A connection is gone."""
+        """Remove a closed connection."""
 
     def jitter(self) -> float:
-        """From −1 to 1."""
+        """Return a random number from −1 to 1."""
 
 
 class NativeConnection(asyncio.Protocol):
-    """One connection, from the socket's point of view."""
+    """One connection: reads, writes, timeouts and the end."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -79,13 +79,13 @@ class NativeConnection(asyncio.Protocol):
 
     @property
     def open_streams(self) -> int:
-        """Requests that are not answered to their end."""
+        """Streams whose answer has not ended."""
         return self._http2.open_streams
 
     # What the transport says
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, if there is room."""
+        """Start the connection, unless the server is closing."""
         self._transport = cast("asyncio.Transport", transport)
         self._lifetime = Keepalive(
             self._shared.limits, self._monotonic_s(), self._registry.jitter()
@@ -99,10 +99,10 @@ class NativeConnection(asyncio.Protocol):
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take what was read; one turn of it at once, unless others are due first."""
+        """Handle one slice of the input at once, unless earlier input waits."""
         self._received += 1
         if self._ended_at_s is not None:
-            return  # it reads the reason; what it says no longer matters
+            return  # the peer may still read the reason; its input no longer matters
         if self._reading_paused:
             self._backlog += data  # read before the transport heard of the pause
             self._backlog_came_s = self._monotonic_s()
@@ -111,25 +111,25 @@ class NativeConnection(asyncio.Protocol):
             self._turn(data, now_s)
 
     def eof_received(self) -> bool:
-        """The peer has closed and reads no answers."""
+        """Close: a peer that has closed reads no answers."""
         return False
 
     def pause_writing(self) -> None:
-        """The peer does not read: read no more from it, and let its handlers wait."""
+        """Pause reading and streaming while the peer does not read."""
         self._writing_paused = True
         self.calls.block()
         self._pause_reading()
 
     def resume_writing(self) -> None:
-        """The peer has read."""
+        """Resume after the peer has read."""
         self._writing_paused = False
         self._count_unread()
-        self._wake()  # that may have been the end
+        self._wake()  # the last answer may have been written
         self.calls.unblock()
         self._loop.call_soon(self._go_on)
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """The connection is gone, for whatever reason."""
+        """Drop all calls of the closed connection."""
         self._ended_at_s = self._ended_at_s or self._monotonic_s()
         self._left, self._backlog = None, b""
         self.calls.lose_all()
@@ -140,7 +140,7 @@ class NativeConnection(asyncio.Protocol):
     # Turns
 
     def _turn(self, data: bytes, now_s: float) -> None:
-        """Act on a slice of what came, and write the answers in one go."""
+        """Handle one slice of the input, then write all answers at once."""
         self._in_turn = True
         try:
             events, self._left = self._left, None
@@ -160,7 +160,7 @@ class NativeConnection(asyncio.Protocol):
             self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """The next turn, if it may be taken now."""
+        """Handle the next slice, unless the peer does not read."""
         if self._ended_at_s is not None or self._writing_paused:
             return
         if self._left is not None or self._http2.has_more:
@@ -179,7 +179,7 @@ class NativeConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _wake(self) -> None:
-        """There may be something to write: once for all that happens until the loop comes round."""
+        """Schedule one write for everything that is queued in this iteration."""
         if not self._in_turn and not self._flush_due:
             self._flush_due = True
             self._loop.call_soon(self._flush)
@@ -201,7 +201,7 @@ class NativeConnection(asyncio.Protocol):
             self._close(Cause.OWNER)
 
     def _count_unread(self) -> None:
-        """Count what the peer has not taken yet; over the bound for all connections, those that hold most end."""
+        """Count octets that the peer has not taken; over the bound of all connections, end those that hold most."""
         unread_bytes = self._http2.buffered_bytes + self._transport.get_write_buffer_size()
         if unread_bytes == self._unread_bytes:
             return
@@ -216,7 +216,7 @@ class NativeConnection(asyncio.Protocol):
     # The end
 
     def _close(self, cause: Cause) -> None:
-        """Nothing more is read or sent; the peer may read what was written."""
+        """Stop; the peer may still read what was written."""
         if self._ended_at_s is not None:
             return
         self._ended_at_s = self._monotonic_s()
@@ -224,7 +224,7 @@ class NativeConnection(asyncio.Protocol):
             self._shared.stats.transport_error(cause)
         self.calls.lose_all()
         if cause is Cause.UNREAD_ANSWERS:
-            self._transport.abort()  # it would not read the reason, and what it has not read is in the way
+            self._transport.abort()  # unread answers are in front of the reason
             return
         self._linger_from_s = self._ended_at_s
         idle_s = self._ended_at_s - max(self._came_s, self._busy_s)
@@ -245,7 +245,7 @@ class NativeConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def look(self, now_s: float) -> None:
-        """See whether time has run out for the peer; to be called about once a second."""
+        """Apply the timeouts; called about once a second."""
         http2 = self._http2
         if self._ended_at_s is not None:
             self._look_after_end(self._ended_at_s, now_s)
@@ -254,8 +254,8 @@ class NativeConnection(asyncio.Protocol):
             self._busy_s = now_s
         http2.tick()
         self.calls.look(now_s)
-        sight = Snapshot(http2.owes, http2.progress, self._received, self._writing_paused)
-        step, cause = self._lifetime.look(sight, now_s)
+        snapshot = Snapshot(http2.owes, http2.progress, self._received, self._writing_paused)
+        step, cause = self._lifetime.look(snapshot, now_s)
         if step is Step.PING:
             http2.ping(KEEPALIVE_PING)
         elif step is Step.GO_AWAY:
@@ -265,7 +265,7 @@ class NativeConnection(asyncio.Protocol):
         self._flush()
 
     def _look_after_end(self, ended_at_s: float, now_s: float) -> None:
-        """Abort when the peer has had time to read everything, or reads nothing, or is too slow."""
+        """Abort once the peer had time to read everything, stopped reading, or reads too slowly."""
         buffered = self._transport.get_write_buffer_size()
         if buffered != self._farewell_bytes:
             self._farewell_bytes, self._linger_from_s = buffered, now_s
@@ -275,7 +275,7 @@ class NativeConnection(asyncio.Protocol):
             self._transport.abort()
 
     def go_away(self) -> None:
-        """Ask for no more calls; close when those in flight have ended."""
+        """Send GOAWAY; close when the calls in flight have ended."""
         if self._ended_at_s is None:
             self._http2.go_away()
             self._flush()
@@ -287,5 +287,5 @@ class NativeConnection(asyncio.Protocol):
         self._flush()
 
     def abort(self) -> None:
-        """Close without waiting for anything to be read."""
+        """Close without waiting for the peer."""
         self._transport.abort()

@@ -1,8 +1,8 @@
-"""The calls of one connection: requests of HTTP/2 to handlers, and what these answer back to HTTP/2.
+"""The calls of one connection, from HTTP/2 events to handlers and back.
 
-Requests that came in one piece, as nearly all do, are answered here: those of one method that came together in one go.
-All others are left to :mod:`ratelimitd.rpc.requests`. Never touches a socket: the owner feeds events and writes
-octets.
+Requests that arrive in one piece, as nearly all do, are answered here; consecutive ones of one method by one call of
+its bulk handler. All others are handled by :mod:`ratelimitd.rpc.requests`. Performs no I/O: the owner feeds events and
+writes octets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from ratelimitd.http2.connection import Connection
 from ratelimitd.http2.events import CompleteRequest, Event
-from ratelimitd.rpc.interface import BulkHandler, RpcError, StatusCode, TransportError
+from ratelimitd.rpc.interface import LARGE_BYTES, BulkHandler, RpcError, StatusCode, TransportError
 from ratelimitd.rpc.messages import PREFIX_BYTES, PREFIXES, UNARY_ANSWER, only_message
 from ratelimitd.rpc.requests import Invoker, RequestAssembler
 from ratelimitd.rpc.responses import ResponseWriter
@@ -22,9 +22,6 @@ from ratelimitd.rpc.state import CallTable, OpenCall, ServerState, TimeBudget
 
 MS_PER_S: Final = 1_000.0
 
-_DEAR_BYTES: Final = 2_048
-"""A request as large as that is one to look at the clock after."""
-
 _EXCEEDED: Final = RpcError(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 _TOO_SLOW: Final = RpcError(
     StatusCode.DEADLINE_EXCEEDED, "the rest of the request did not come in time"
@@ -32,7 +29,7 @@ _TOO_SLOW: Final = RpcError(
 
 
 class _Run:
-    """Calls that came together, one behind the other, for one bulk handler."""
+    """Consecutive calls for one bulk handler."""
 
     __slots__ = ("handler", "messages", "requests")
 
@@ -49,7 +46,7 @@ _NO_RUN: Final = _Run(None)
 class ConnectionCalls:
     """The calls of one connection.
 
-    ``wake`` is called when there may be something to send; within :meth:`handle` that is no news.
+    ``wake`` is called when there may be something to send, except within :meth:`handle`.
 
     Attributes:
         answers: writes the answers of calls.
@@ -86,16 +83,13 @@ class ConnectionCalls:
 
     @property
     def open(self) -> Mapping[int, OpenCall]:
-        """Calls that are not answered yet, by stream."""
+        """Unanswered calls by stream."""
         return self._table.open
 
     # What the peer does
 
     def handle(self, events: Iterator[Event], now_s: float, came_s: float | None = None) -> bool:
-        """Act on events; ``came_s`` is when they came, if not just now.
-
-        False: the time budget is used up; the rest goes with the next events.
-        """
+        """Handle events that arrived at ``came_s``, by default now; false if the time budget ran out first."""
         budget = self._budget
         budget.begin(now_s, now_s if came_s is None else came_s)
         run = _NO_RUN
@@ -123,12 +117,12 @@ class ConnectionCalls:
         return not self._unusual or self._answer_unusual()
 
     def _answer_run(self, run: _Run) -> None:
-        """Answer the calls that came together, and keep those that are for the method's own handler."""
+        """Answer consecutive calls; keep those that the bulk handler leaves to the unary one."""
         if run.handler is None:
             return
         shared, requests = self._shared, run.requests
         answers: Sequence[bytes | None] = [None] * len(requests)
-        # The shortcut looks neither at the bound on calls nor at deadlines.
+        # The bulk handler checks neither the bound on calls nor deadlines.
         has_room = shared.unary_in_progress < self._limits.max_concurrent_rpcs
         if has_room and not self._budget.is_late:
             try:
@@ -143,7 +137,7 @@ class ConnectionCalls:
                 send(request[0], UNARY_ANSWER, answer)
 
     def _answer_unusual(self) -> bool:
-        """Answer the calls that no bulk handler has; false: the time budget is used up, and some are left."""
+        """Answer the calls that the bulk handler left; false if the time budget was used up before the last."""
         budget, unusual = self._budget, self._unusual
         while unusual:
             request = unusual.popleft()
@@ -153,28 +147,25 @@ class ConnectionCalls:
         return True
 
     def _whole(self, request: CompleteRequest, plan: Route) -> None:
-        """A request that came in one piece."""
+        """Handle a request that arrived in one piece."""
         stream_id, head, body = request
         message = only_message(body)
-        if message is None or plan.unary is None:
+        if message is None or plan.unary is None or len(body) > LARGE_BYTES:
             self._arriving.take(request)
             return
-        budget = self._budget
-        if len(body) > _DEAR_BYTES:
-            budget.expensive = True
-        call = self._reader.call(plan, head, budget.came_s)
+        call = self._reader.call(plan, head, self._budget.came_s)
         self._starter.unary(stream_id, plan, call, message)
 
     def block(self) -> None:
-        """The peer does not read: streams wait."""
+        """Let streams wait while the peer does not read."""
         self.answers.blocked = True
 
     def unblock(self) -> None:
-        """The peer reads again."""
+        """Resume streams."""
         self.answers.unblock()
 
     def lose_all(self) -> None:
-        """The connection is gone: drop all answers."""
+        """Drop all calls of a closed connection."""
         for open_call in self._table.leave_all():
             self._shared.count(TransportError.CANCELLED)
             open_call.cancel()
@@ -189,7 +180,7 @@ class ConnectionCalls:
             self.answers.fail(stream_id, _EXCEEDED)
 
     def look(self, now_s: float) -> None:
-        """End the requests whose rest has not come in time; to be called about once a second."""
+        """End the requests whose rest is overdue; called about once a second."""
         began_s = now_s - self._limits.request_timeout_ms / MS_PER_S
         for stream_id in self._table.unfinished(began_s):
             self._shared.count(TransportError.SLOW_REQUEST)
@@ -197,7 +188,7 @@ class ConnectionCalls:
                 self.answers.fail(stream_id, _TOO_SLOW)
 
     def end_streams(self, error: RpcError) -> None:
-        """End the calls that would not end by themselves."""
+        """End the calls with streams."""
         for stream_id in self._table.streams():
             self.answers.fail(stream_id, error)
 

@@ -20,8 +20,10 @@ import grpc.aio
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.rpc.acceptor import bound_address, demand_free
 from ratelimitd.rpc.interface import (
+    LARGE_BYTES,
     InProgress,
     Methods,
     RpcError,
@@ -150,8 +152,10 @@ class GrpcioServer:
         tls: TlsFiles | None = None,
         limits: TransportLimits | None = None,
         reuse_port: bool = False,
+        queue: FairQueue | None = None,
     ) -> None:
         self._methods = methods
+        self._queue = queue or FairQueue(asyncio.get_running_loop().time)
         self._listen = listen
         self._count = stats.transport_error
         self._tls = tls
@@ -211,7 +215,11 @@ class GrpcioServer:
             try:
                 _demand_time(context)
                 with self._calls:
-                    answer = handler(data, GrpcioCall(path, context))
+                    call = GrpcioCall(path, context)
+                    if len(data) > LARGE_BYTES:
+                        answer = await self._queue.run(call.peer, partial(handler, data, call))
+                    else:
+                        answer = handler(data, call)
                     return answer if isinstance(answer, bytes) else await answer
             except Exception as error:  # noqa: BLE001 -- grpc would answer UNKNOWN and name the class
                 await self._abort(context, error)

@@ -91,6 +91,9 @@ class Call(Protocol):
         """Seconds left until the caller's deadline, ``None`` without one, never negative."""
 
 
+LARGE_BYTES: Final = 2_048
+"""Unary calls with a larger request, and compressed ones, go through a ``FairQueue``."""
+
 UnaryHandler = Callable[[bytes, Call], bytes | Awaitable[bytes]]
 BulkHandler = Callable[[Sequence[bytes]], Sequence[bytes | None]]
 ServerStreamHandler = Callable[[bytes, Call], AsyncIterator[bytes]]

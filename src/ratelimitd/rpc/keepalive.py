@@ -78,14 +78,14 @@ class Keepalive:
         self._received = 0
         self._went_away = False
 
-    def look(self, sight: Snapshot, now_s: float) -> Action:
+    def look(self, snapshot: Snapshot, now_s: float) -> Action:
         """What to do now; to be asked about once a second."""
-        owed = self._owed_too_long(sight, now_s)
+        owed = self._owed_too_long(snapshot, now_s)
         if owed is not None:
             return Action(Step.END, owed)
         if now_s >= self._ended_at_s:
             return Action(Step.END)
-        silence = self._silence(sight, now_s)
+        silence = self._silence(snapshot, now_s)
         if silence.step is not Step.NOTHING:
             return silence
         if now_s >= self._ages_at_s and not self._went_away:
@@ -93,19 +93,19 @@ class Keepalive:
             return Action(Step.GO_AWAY)
         return Action(Step.NOTHING)
 
-    def _owed_too_long(self, sight: Snapshot, now_s: float) -> Cause | None:
+    def _owed_too_long(self, snapshot: Snapshot, now_s: float) -> Cause | None:
         """The cause, if the peer has owed the same for too long and nothing has moved meanwhile."""
-        owes = Cause.STALLED_WINDOW if sight.writing_paused else sight.owes
-        if owes is not self._owes or sight.progress != self._progress:
-            self._owes, self._progress, self._owes_since_s = owes, sight.progress, now_s
+        owes = Cause.STALLED_WINDOW if snapshot.writing_paused else snapshot.owes
+        if owes is not self._owes or snapshot.progress != self._progress:
+            self._owes, self._progress, self._owes_since_s = owes, snapshot.progress, now_s
         if owes is None or now_s - self._owes_since_s < self._limits.stall_timeout_ms / MS_PER_S:
             return None
         return owes
 
-    def _silence(self, sight: Snapshot, now_s: float) -> Action:
+    def _silence(self, snapshot: Snapshot, now_s: float) -> Action:
         """Ask a silent peer for a sign of life, and give up on one that gives none."""
-        if sight.received != self._received:
-            self._received, self._heard_at_s, self._pinged_at_s = sight.received, now_s, None
+        if snapshot.received != self._received:
+            self._received, self._heard_at_s, self._pinged_at_s = snapshot.received, now_s, None
         elif self._pinged_at_s is not None:
             if now_s - self._pinged_at_s >= self._limits.keepalive_timeout_ms / MS_PER_S:
                 return Action(Step.END, Cause.KEEPALIVE_TIMEOUT)

@@ -1,7 +1,4 @@
-"""Calls whose requests come in pieces, and those whose messages are a stream: from the head to the end of the request.
-
-Never answers: that is for the handler, or for ``call_answers`` when something is wrong with a request.
-"""
+"""Calls whose requests arrive in pieces, are large, or are streams: from the head to the start of the handler."""
 
 from __future__ import annotations
 
@@ -32,21 +29,21 @@ CANCELLED = RpcError(StatusCode.CANCELLED, "the call was cancelled")
 
 
 class Calls(Protocol):
-    """What a running handler needs of the calls of its connection."""
+    """The calls of a connection, as a running handler uses them."""
 
     shared: ServerState
 
     def is_open(self, stream_id: int, open_call: OpenCall) -> bool:
-        """Whether the call is not answered yet."""
+        """Return whether the call is unanswered."""
 
     def answer(self, stream_id: int, message: bytes) -> None:
-        """End a unary call well."""
+        """Answer a unary call."""
 
     def send(self, stream_id: int, open_call: OpenCall, message: bytes) -> bool:
-        """Send one message of a stream. Returns whether it is on its way: if not, wait for ``open_call.room``."""
+        """Send one message of a stream; if false, wait for ``open_call.room`` before the next."""
 
     def finish(self, stream_id: int) -> None:
-        """End a stream well."""
+        """End a stream with status OK."""
 
     def fail(self, stream_id: int, error: RpcError) -> None:
         """End a call with a status."""
@@ -55,7 +52,7 @@ class Calls(Protocol):
 async def run_unary(
     calls: Calls, stream_id: int, open_call: OpenCall, answer: Awaitable[bytes]
 ) -> None:
-    """Wait for the answer of a unary handler, and give it."""
+    """Await a unary handler and send its answer."""
     error: RpcError | None = None
     message = b""
     try:
@@ -77,14 +74,14 @@ async def run_unary(
 async def run_stream(
     calls: Calls, stream_id: int, open_call: OpenCall, answers: AsyncIterator[bytes]
 ) -> None:
-    """Send what a streaming handler answers, as fast as the peer reads."""
+    """Send the messages of a streaming handler as fast as the peer reads."""
     error: RpcError | None = None
     try:
         async for message in answers:
             if not calls.send(stream_id, open_call, message):
                 await open_call.room.wait()
             # Whether the peer reads shows when the answers are written, in a later event-loop iteration.
-            await calls.shared.turnstile.passed()
+            await calls.shared.stream_gate.passed()
     except asyncio.CancelledError:
         error = CANCELLED
     except Exception as raised:  # noqa: BLE001 -- as above
@@ -101,7 +98,7 @@ async def run_stream(
 
 
 async def _close(answers: AsyncIterator[bytes]) -> None:
-    """Let a generator that was left in the middle run its ``finally`` now, not when it is collected."""
+    """Run the ``finally`` of an unfinished generator now, not when it is collected."""
     close = getattr(answers, "aclose", None)
     if close is not None:
         await close()
@@ -113,7 +110,7 @@ _LATE: Final = RpcError(StatusCode.DEADLINE_EXCEEDED, "the deadline had passed o
 
 
 class Invoker:
-    """Starts the calls of one connection whose requests are there."""
+    """Starts the handlers of one connection."""
 
     __slots__ = ("_answers", "_budget", "_shared", "_table")
 
@@ -126,7 +123,7 @@ class Invoker:
         self._budget = budget
 
     def unary(self, stream_id: int, plan: Route, call: NativeCall, message: bytes) -> None:
-        """Call a unary handler, and answer if it does at once."""
+        """Call a unary handler; answer now, or when its awaitable is done."""
         shared = self._shared
         if shared.unary_in_progress >= shared.limits.max_concurrent_rpcs:
             shared.count(TransportError.TOO_MANY_CALLS)
@@ -136,7 +133,7 @@ class Invoker:
             self._answers.fail(stream_id, _LATE)
             return
         try:
-            answer = plan.unary(message, call)  # type: ignore[misc]  # who calls this has looked
+            answer = plan.unary(message, call)  # type: ignore[misc]  # checked by the callers
         except Exception as error:  # noqa: BLE001 -- whatever it is, it is the end of this call alone
             self._answers.fail(stream_id, shared.status_of(error))
             return
@@ -156,7 +153,7 @@ class Invoker:
         open_call: OpenCall,
         handler: Callable[[NativeCall], AsyncIterator[bytes]],
     ) -> None:
-        """Run a handler that answers with a stream."""
+        """Run a streaming handler."""
         shared, call = self._shared, open_call.call
         if shared.streams_in_progress >= shared.limits.max_streams:
             shared.count(TransportError.TOO_MANY_STREAMS)
@@ -176,7 +173,7 @@ _TOO_MANY_BYTES: Final = RpcError(
 
 
 class RequestAssembler:
-    """The calls of one connection as their requests arrive."""
+    """Assembles the requests of one connection from events."""
 
     __slots__ = ("_answers", "_budget", "_reader", "_shared", "_starter", "_table")
 
@@ -198,11 +195,11 @@ class RequestAssembler:
         self._budget = budget
 
     def handle(self, event: Event) -> None:
-        """Act on what the peer did, unless it is the connection's business alone."""
+        """Handle an event that concerns a call."""
         self._EVENTS.get(type(event), _ignore)(self, event)
 
     def take(self, request: CompleteRequest) -> None:
-        """Take a request that came in one piece as if it had come in several."""
+        """Handle a complete request as if it had arrived in pieces."""
         stream_id, head, body = request
         self._begin(stream_id, head)
         self._data(DataReceived(stream_id, body, 0, ended=True))
@@ -238,12 +235,12 @@ class RequestAssembler:
             open_call.plan.encoding,
             self._shared.limits.max_message_bytes,
             partial(self._answers.acknowledge, stream_id),
-            self._shared.turnstile.passed,
+            self._shared.stream_gate.passed,
             read=partial(self._has_read, stream_id, open_call),
         )
 
     def _has_read(self, stream_id: int, open_call: OpenCall) -> None:
-        """A handler has read a message: it is held no more."""
+        """Uncount a message that its handler has read."""
         if self._table.open.get(stream_id) is open_call:
             self._table.may_hold(open_call)
 
@@ -268,7 +265,7 @@ class RequestAssembler:
             self._ended(stream_id)
 
     def _ask(self, questions: Questions, open_call: OpenCall, data: bytes, flow_bytes: int) -> None:
-        """Hand messages to the handler of a stream. What it has read of them opens the window again."""
+        """Queue messages for the handler of a stream, which opens the window by reading them."""
         if questions.ended:
             questions.acknowledge(flow_bytes)
             return
@@ -286,7 +283,7 @@ class RequestAssembler:
         self._ended(event.stream_id)
 
     def _ended(self, stream_id: int) -> None:
-        """The request has ended: the handler of a call with one message can begin."""
+        """Start the handler of a call with one message."""
         open_call = self._table.open.get(stream_id)
         if open_call is None:
             self._answers.answer_plainly(stream_id)
@@ -295,7 +292,19 @@ class RequestAssembler:
         if questions is not None:
             questions.end(open_call.cut_off())
             return
-        self._budget.expensive = True
+        if open_call.is_large and plan.server_stream is None:
+            step = partial(self._start_queued, stream_id, open_call)
+            self._shared.queue.submit(open_call.call.peer, step)
+        else:
+            self._budget.expensive = True
+            self._start(stream_id, open_call)
+
+    def _start_queued(self, stream_id: int, open_call: OpenCall) -> None:
+        if self._table.open.get(stream_id) is open_call:  # else it was cancelled, or late
+            self._start(stream_id, open_call)
+
+    def _start(self, stream_id: int, open_call: OpenCall) -> None:
+        plan = open_call.plan
         try:
             limit = self._shared.limits.max_message_bytes
             message = message_of(open_call.whole(), plan.encoding, limit)
@@ -333,8 +342,8 @@ class RequestAssembler:
         WindowOpened: _window_opened,
         HeadTooLarge: _head_too_large,
     }
-    """What to do for each kind; the others are the connection's business."""
+    """Handlers by kind of event; other kinds concern the connection only."""
 
 
 def _ignore(_calls: RequestAssembler, _event: Event) -> None:
-    """Nothing that concerns a call."""
+    """Ignore an event that concerns no call."""

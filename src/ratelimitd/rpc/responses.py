@@ -1,6 +1,6 @@
-"""How the calls of one connection are answered: a message, a stream of them, a status, or plain HTTP.
+"""Answers of the calls of one connection: a message, a stream of messages, a status, or plain HTTP.
 
-Whatever ends a call takes it out of the table here. Never reads what the peer sends, and calls no handler.
+Each end of a call removes it from the table here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ResponseWriter:
     ``wake`` is called when there may be something to send; within an iteration it does nothing.
 
     Attributes:
-        blocked: the peer does not read; streams wait until :meth:`unblock`.
+        blocked: the peer does not read, and streams wait until :meth:`unblock`.
     """
 
     __slots__ = ("_budget", "_connection", "_table", "_wake", "blocked", "shared")
@@ -50,11 +50,11 @@ class ResponseWriter:
         self._wake = wake
 
     def is_open(self, stream_id: int, open_call: OpenCall) -> bool:
-        """Whether the call is not answered yet."""
+        """Return whether the call is unanswered."""
         return self._table.open.get(stream_id) is open_call
 
     def answer(self, stream_id: int, message: bytes) -> None:
-        """End a unary call well."""
+        """Answer a unary call."""
         if stream_id in self._table.open:
             self._table.leave(stream_id)
             self._wake()
@@ -65,10 +65,10 @@ class ResponseWriter:
         self._connection.send_unary(stream_id, UNARY_ANSWER, message)
 
     def send(self, stream_id: int, open_call: OpenCall, message: bytes) -> bool:
-        """Send one message of a stream; false: ``open_call.room`` says when it is on its way.
+        """Send one message of a stream; if false, wait for ``open_call.room`` before the next.
 
         Raises:
-            RpcError: it is larger than a message may be.
+            RpcError: the message is too large.
         """
         too_large = self._too_large(message)
         if too_large is not None:
@@ -90,7 +90,7 @@ class ResponseWriter:
         return RpcError(StatusCode.RESOURCE_EXHAUSTED, text)
 
     def finish(self, stream_id: int) -> None:
-        """End a stream well."""
+        """End a stream with status OK."""
         open_call = self._table.leave(stream_id)
         if open_call is not None and open_call.headers_sent:
             self._connection.send_trailers(stream_id, OK_TRAILERS)
@@ -99,7 +99,7 @@ class ResponseWriter:
         self._wake()
 
     def fail(self, stream_id: int, error: RpcError, fields: Fields = ()) -> None:
-        """End a call with a status, and whatever still runs for it."""
+        """End a call with a status, and cancel its handler."""
         self._budget.expensive = True  # 15 µs: a slice of 256 of them would be twice its time
         open_call = self._table.leave(stream_id)
         if error.code is StatusCode.DEADLINE_EXCEEDED:
@@ -113,15 +113,12 @@ class ResponseWriter:
         self._wake()
 
     def refuse(self, stream_id: int, error: RpcError) -> None:
-        """End a call whose request is not as it has to be."""
+        """End a call whose request is malformed."""
         self.shared.count(TransportError.BAD_REQUEST)
         self.fail(stream_id, error)
 
     def answer_plainly(self, stream_id: int) -> bool:
-        """Answer a request that is not of gRPC; false: there is none.
-
-        Only when it has ended, or will not: for whom that is not gRPC expects it so.
-        """
+        """Answer a request that is not gRPC, once it has ended or timed out; false if there is none."""
         plain = self._table.leave_plain(stream_id)
         if plain is None:
             return False
@@ -132,25 +129,24 @@ class ResponseWriter:
         return True
 
     def acknowledge(self, stream_id: int, flow_bytes: int) -> None:
-        """Let the peer send as much again, now that so much of a request has been dealt with."""
+        """Open the flow-control windows again by octets that were handled."""
         if flow_bytes:
             self._connection.acknowledge(stream_id, flow_bytes)
             self._wake()
 
     def lose(self) -> None:
-        """The connection is gone: there is nothing to send any more, so its owner is let go of.
+        """Break the reference cycle with the closed connection.
 
-        They hold each other. Only the garbage collector would free what the connection held, once in about a thousand
-        connections: 13 MiB of dead ones that had made a few checks each (measured).
+        Otherwise only the garbage collector frees it, once in about a thousand connections: 13 MiB (measured).
         """
         self._wake = _no_wake
 
     def unblock(self) -> None:
-        """The peer reads again."""
+        """Resume streams."""
         self.blocked = False
         for open_call in self._table.open.values():
             open_call.room.set()
 
 
 def _no_wake() -> None:
-    """Who is woken when the connection is gone."""
+    """``wake`` of a closed connection."""

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 from ratelimitd.counters import CheckStats
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.rpc.acceptor import (
     Acceptor,
     bound_address,
@@ -63,13 +64,14 @@ class NativeServer:
         limits: TransportLimits | None = None,
         reuse_port: bool = False,
         monotonic_s: Callable[[], float] | None = None,
+        queue: FairQueue | None = None,
     ) -> None:
         self._listen = listen
         self._tls = tls
         self._reuse_port = reuse_port
         loop = asyncio.get_running_loop()
         self.shared = ServerState(
-            methods, limits or TransportLimits(), stats, monotonic_s or loop.time
+            methods, limits or TransportLimits(), stats, monotonic_s or loop.time, queue=queue
         )
         self._acceptor: Acceptor[NativeConnection] | None = None
         self._connections: dict[NativeConnection, int] = {}

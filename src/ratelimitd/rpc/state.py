@@ -1,7 +1,4 @@
-"""What all connections of one native server have in common: methods, limits, and how much is in progress.
-
-Counts and starts; never sends, and never decides about a connection.
-"""
+"""State that the connections of one native server share: methods, limits, and counts of open calls and held bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +8,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Final, NamedTuple
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.rpc.interface import Methods, RpcError, StatusCode, TransportError, TransportLimits
+from ratelimitd.fair_queue import FairQueue
+from ratelimitd.rpc.interface import (
+    LARGE_BYTES,
+    Methods,
+    RpcError,
+    StatusCode,
+    TransportError,
+    TransportLimits,
+)
 from ratelimitd.rpc.messages import Encoding, MessageReader, Part, message_of
 from ratelimitd.rpc.routing import HttpFallback, NativeCall, Route, routes_of
 
 MAX_UNREAD_QUESTIONS: Final = 1_000
-"""Of one stream. An empty message takes 5 octets of the stream's window and 50 times that of our memory."""
+"""Per stream. An empty message takes 5 octets of the stream's window and 50 times that of memory."""
 
 _TOO_MANY_QUESTIONS: Final = RpcError(
     StatusCode.RESOURCE_EXHAUSTED, "too many messages of the stream are unread"
@@ -27,16 +32,16 @@ class OpenCall:
     """One call, from its head to the end of its answer.
 
     Attributes:
-        plan: how it is answered.
-        call: what its handler is given.
-        reader: of the messages of its request.
-        part: the message of a call that has one, when it has come.
-        held_bytes: of its request, as they are counted against the bounds.
-        questions: what a bidi handler reads; ``None`` for other calls.
-        task: what runs its handler, once it runs.
+        plan: the route.
+        call: the argument of its handler.
+        reader: cuts the request into messages.
+        part: the message of a unary request, once it is complete.
+        held_bytes: bytes of its request that are counted against the bounds.
+        questions: the messages for a bidi handler; ``None`` for other calls.
+        task: runs the handler; ``None`` before.
         headers_sent: the answer has begun.
-        room: set when the transport takes more of a stream again, after a message that it did not take at once.
-        began_s: when its head came.
+        room: set when the transport accepts more of a stream, after a message that had to wait.
+        began_s: arrival of the head.
     """
 
     __slots__ = (
@@ -67,10 +72,10 @@ class OpenCall:
         self.room = asyncio.Event()
 
     def take(self, data: bytes) -> None:
-        """Take the next bytes of a call that has one message.
+        """Add bytes to the one message of a call.
 
         Raises:
-            RpcError: there is more than one, or it is too large.
+            RpcError: there is more than one message, or it is too large.
         """
         for part in self.reader.feed(data):
             if self.part is not None:
@@ -78,33 +83,39 @@ class OpenCall:
             self.part = part
 
     def whole(self) -> Part:
-        """The one message of a call whose request has ended.
+        """Return the one message of a request that has ended.
 
         Raises:
-            RpcError: it is not there, or not whole.
+            RpcError: it is missing or incomplete.
         """
         if self.part is None or self.reader.unfinished_bytes:
             raise RpcError(StatusCode.INTERNAL, "the call ended before its message did")
         return self.part
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the one message of the call may take long to read and to answer."""
+        part = self.part
+        return part is not None and (part.compressed or len(part.content) > LARGE_BYTES)
+
     def cut_off(self) -> RpcError | None:
-        """What is wrong with the end of a request, if it ended within a message."""
+        """Return the error of a request that ended within a message; ``None`` if it did not."""
         if not self.reader.unfinished_bytes:
             return None
         return RpcError(StatusCode.INTERNAL, "the call ended within a message")
 
     def cancel(self) -> None:
-        """The caller does not wait any more.
+        """Cancel the handler in the next iteration.
 
-        Not at once: a task that is cancelled before its first step never runs the ``finally`` of what it was made for.
-        That step is due already, and comes first.
+        A task that is cancelled before its first step never runs the ``finally`` of its coroutine. That step is already
+        scheduled and runs first.
         """
         if self.task is not None:
             self.task.get_loop().call_soon(self.task.cancel)
 
     @property
     def waiting_bytes(self) -> int:
-        """What this call makes us hold."""
+        """Bytes of the request that are held for this call."""
         part_bytes = 0 if self.part is None else len(self.part.content)
         questions_bytes = 0 if self.questions is None else self.questions.waiting_bytes
         return self.reader.unfinished_bytes + part_bytes + questions_bytes
@@ -118,13 +129,12 @@ class _Question(NamedTuple):
 class Questions:
     """The messages of a stream as its handler reads them; an asynchronous iterator.
 
-    What the handler has not read is not acknowledged, so that a peer who asks faster has to wait. Messages are
-    inflated when they are read: otherwise a window's worth of compressed ones would become gigabytes. Before each,
-    ``admit`` is awaited before each: a handler that never waits would otherwise answer a whole window of them in one
-    event-loop iteration. ``read`` is called after each.
+    Unread messages are not acknowledged, so that a faster peer has to wait. Messages are inflated when they are read:
+    otherwise a window of compressed ones would become gigabytes. ``admit`` is awaited before each: a handler that never
+    waits would otherwise answer a whole window in one event-loop iteration. ``read`` is called after each.
 
     Attributes:
-        waiting_bytes: of the messages that were not read. Of a large one most is acknowledged while it arrives.
+        waiting_bytes: size of the unread messages. Most of a large one is acknowledged while it arrives.
     """
 
     __slots__ = (
@@ -159,10 +169,10 @@ class Questions:
         self._end: Exception | None = None
 
     def put(self, part: Part, flow_bytes: int) -> None:
-        """Add a message, and what is to be acknowledged when it has been read.
+        """Add a message, and the octets to acknowledge once it has been read.
 
         Raises:
-            RpcError: too many are unread.
+            RpcError: too many messages are unread.
         """
         if len(self._parts) >= MAX_UNREAD_QUESTIONS:
             raise _TOO_MANY_QUESTIONS
@@ -172,11 +182,11 @@ class Questions:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing follows."""
+        """Whether no more messages will be added."""
         return self._end is not None
 
     def end(self, error: RpcError | None = None) -> None:
-        """Nothing follows; ``error`` is raised behind the messages that came before it. The first end is the end."""
+        """End the stream; ``error`` is raised after the messages before it. Later calls have no effect."""
         if self._end is None:
             self._end = error or StopAsyncIteration()
         self._arrived.set()
@@ -204,7 +214,7 @@ TURN_S: Final = 0.002
 inflates to a large one."""
 
 LATE_S: Final = 0.1
-"""Work that waited longer belongs to a peer that did not read for a while; few deadlines are shorter."""
+"""Input that waited longer is checked against its deadline; few deadlines are shorter."""
 
 
 class TimeBudget:
@@ -306,43 +316,47 @@ class ServerState:
         limits: TransportLimits,
         stats: CheckStats,
         monotonic_s: Callable[[], float],
+        *,
+        queue: FairQueue | None = None,
     ) -> None:
         self.routes = routes_of(methods)
         self.limits = limits
         self.stats = stats
         self.monotonic_s = monotonic_s
+        self.queue = FairQueue(monotonic_s) if queue is None else queue
+        """Runs unary calls with large requests."""
         self.unary_in_progress = 0
         """Unary calls whose handler has not answered at once."""
         self.streams_in_progress = 0
         self.request_bytes = 0
-        """Of requests that are not with a handler yet."""
+        """Bytes of requests that have not reached a handler."""
         self.open_requests = 0
-        """Requests that are not answered yet and were not answered at once, those that still arrive among them."""
+        """Requests that were not answered at once, including those that still arrive."""
         self.connections = 0
         self.unread_bytes = 0
-        """Of answers that peers have not taken yet."""
-        self.turnstile = TickGate()
-        """For messages of streams: each may inflate to the bound on messages."""
+        """Bytes of answers that peers have not taken."""
+        self.stream_gate = TickGate()
+        """Admits messages of streams, each of which may inflate to the bound on messages."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run what a call needs."""
+        """Run a handler as a task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def all_ended(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until no task runs."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     def count(self, cause: TransportError) -> None:
-        """Count why a call ended otherwise than its handler meant."""
+        """Count a call that the transport ended."""
         self.stats.transport_error(cause)
 
     def status_of(self, error: Exception) -> RpcError:
-        """What to end a call with whose handler raised."""
+        """Return the status of a call whose handler raised ``error``."""
         if isinstance(error, RpcError):
             return error
         self.count(TransportError.UNEXPECTED)
@@ -350,12 +364,12 @@ class ServerState:
 
 
 class CallTable:
-    """Open requests by stream. What is counted here is counted over all connections, too: in ``shared``.
+    """Open requests of a connection by stream; the sums over all connections are in ``shared``.
 
     Attributes:
         open: calls.
-        plain: requests that are not of gRPC, as (answer, when the head came).
-        request_bytes: what the requests of open calls make us hold.
+        plain: requests that are not gRPC, as (answer, arrival of the head).
+        request_bytes: bytes held for open calls.
     """
 
     __slots__ = ("_limits", "_shared", "open", "plain", "request_bytes")
@@ -369,18 +383,18 @@ class CallTable:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request may stay open, whatever it asks for."""
+        """Whether one more request may be open."""
         return self._shared.open_requests < self._limits.max_open_requests
 
     def enter(self, stream_id: int, plan: Route, call: NativeCall, began_s: float) -> OpenCall:
-        """Keep a call until it is answered; ``began_s`` is when its head came."""
+        """Add a call; ``began_s`` is the arrival of its head."""
         open_call = OpenCall(plan, call, self._limits.max_message_bytes, began_s)
         self.open[stream_id] = open_call
         self._shared.open_requests += 1
         return open_call
 
     def leave(self, stream_id: int) -> OpenCall | None:
-        """Give up a call with all it holds; ``None`` if there is none."""
+        """Remove a call and what is counted for it; return it, ``None`` if there is none."""
         open_call = self.open.pop(stream_id, None)
         if open_call is not None:
             self._shared.open_requests -= 1
@@ -389,19 +403,19 @@ class CallTable:
         return open_call
 
     def enter_plain(self, stream_id: int, answer: HttpFallback, began_s: float) -> None:
-        """Keep a request that is not of gRPC until it has ended."""
+        """Add a request that is not gRPC."""
         self.plain[stream_id] = answer, began_s
         self._shared.open_requests += 1
 
     def leave_plain(self, stream_id: int) -> HttpFallback | None:
-        """Give up a request that is not of gRPC, and tell its answer; ``None`` if there is none."""
+        """Remove a request that is not gRPC; return its answer, ``None`` if there is none."""
         if stream_id not in self.plain:
             return None
         self._shared.open_requests -= 1
         return self.plain.pop(stream_id)[0]
 
     def leave_all(self) -> list[OpenCall]:
-        """Give up everything; returns the calls."""
+        """Remove all requests; return the calls."""
         for stream_id in list(self.plain):
             self.leave_plain(stream_id)
         open_calls = list(self.open.values())
@@ -410,7 +424,7 @@ class CallTable:
         return open_calls
 
     def may_hold(self, open_call: OpenCall) -> bool:
-        """Count what a call makes us hold; false when with it, it is too much."""
+        """Count the bytes held for a call; false if they exceed a bound."""
         more_bytes = open_call.waiting_bytes - open_call.held_bytes
         open_call.held_bytes += more_bytes
         self.request_bytes += more_bytes
@@ -421,7 +435,7 @@ class CallTable:
         )
 
     def expired(self, now_s: float) -> list[int]:
-        """The calls whose deadline has passed."""
+        """Return the calls whose deadline has passed."""
         deadlines = ((stream_id, each.call.deadline_s) for stream_id, each in self.open.items())
         return [
             stream_id
@@ -430,7 +444,7 @@ class CallTable:
         ]
 
     def unfinished(self, began_s: float) -> list[int]:
-        """The requests that began no later, and are not with a handler yet."""
+        """Return the requests that began by then and have not reached a handler."""
         calls = [
             stream_id
             for stream_id, open_call in self.open.items()
@@ -439,7 +453,7 @@ class CallTable:
         return calls + [stream_id for stream_id, (_, at_s) in self.plain.items() if at_s <= began_s]
 
     def streams(self) -> list[int]:
-        """The calls that would not end by themselves."""
+        """Return the calls with streams, which may never end."""
         return [
             stream_id for stream_id, open_call in self.open.items() if open_call.plan.unary is None
         ]

@@ -1,19 +1,19 @@
 """The RateLimiter service: check one, check many.
 
-A check, and a batch of few, is answered at once, with bytes: no task, no await. A long batch is answered in slices, so
-that it never holds up the event loop for long; and what only the state shared by all nodes can decide is waited for,
-together for a whole batch. Never decides anything itself; see ADR 0009 for batches.
+A check and a short batch are answered at once, with bytes: no task, no await. A long batch is answered in slices, which
+share one time budget with those of all other callers. Checks that only the shared state can decide are awaited together
+for a whole batch. Never decides anything itself; see ADR 0009 for batches.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple, Protocol, cast
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.model import Check, Decision
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.book import RuleBook
@@ -82,14 +82,22 @@ class Checker(BulkChecker, Protocol):
 
 
 class RateLimiterService:
-    """Handlers of the check path. ``perf_counter_s`` is in seconds and measures how long a check takes."""
+    """Handlers of the check path.
+
+    ``perf_counter_s`` is in seconds and measures how long a check takes; ``queue`` runs the slices of long batches.
+    """
 
     def __init__(
-        self, limiter: Checker, stats: CheckStats, perf_counter_s: Callable[[], float]
+        self,
+        limiter: Checker,
+        stats: CheckStats,
+        perf_counter_s: Callable[[], float],
+        queue: FairQueue,
     ) -> None:
         self._limiter = limiter
         self._stats = stats
         self._perf_counter_s = perf_counter_s
+        self._queue = queue
         self._bulk = BulkChecks(limiter, stats, perf_counter_s)
 
     def methods(self) -> Methods:
@@ -129,11 +137,11 @@ class RateLimiterService:
         self._observe(started_s, 1)
         return answer_of(verdict).SerializeToString()
 
-    def check_rate_limit_batch(self, data: bytes, _call: Call) -> bytes | Awaitable[bytes]:
+    def check_rate_limit_batch(self, data: bytes, call: Call) -> bytes | Awaitable[bytes]:
         """Answer up to ``MAX_BATCH_ITEMS`` checks; a malformed one has its error in its own answer.
 
-        More than ``SLICE_ITEMS`` are answered later, slice by slice. Between two slices other calls have their turn,
-        and a caller that leaves ends its batch there: what was decided until then stays charged.
+        More than ``SLICE_ITEMS`` are answered later, slice by slice, in turn with the large calls of others. If the
+        caller leaves, the batch ends with the slice; what was decided until then stays charged.
 
         Raises:
             InvalidInputError: the bytes are no batch, or there are too many items; nothing was charged.
@@ -141,15 +149,16 @@ class RateLimiterService:
         started_s = self._perf_counter_s()
         items = split_batch(data, MAX_BATCH_ITEMS)
         if items is not None and len(items) > SLICE_ITEMS:
-            return self._answer_long(data, items, started_s)
+            return self._answer_long(call.peer, data, items, started_s)
         questions = self._bulk.read(items or ())
         if items is not None and None not in questions:
             parts = self._answer_in_bulk(items, questions, self._limiter.book, 0, len(items))
-            return self._joined(parts, len(items), started_s)
+            return self._joined(call.peer, parts, started_s)
         requests = self._parsed(data)
         if len(requests) > SLICE_ITEMS:
-            return self._answer_in_slices(partial(self._answer, requests), len(requests), started_s)
-        return self._joined(self._answer(requests, 0, len(requests)), len(requests), started_s)
+            parsed = partial(self._answer, requests)
+            return self._answer_in_slices(call.peer, parsed, len(requests), started_s)
+        return self._joined(call.peer, self._answer(requests, 0, len(requests)), started_s)
 
     def _parsed(self, data: bytes) -> Sequence[WireCheck]:
         """The items of a batch, for the general way.
@@ -163,48 +172,58 @@ class RateLimiterService:
             self._stats.invalid_total += 1
             raise
 
-    async def _answer_long(self, data: bytes, items: Sequence[bytes], started_s: float) -> bytes:
+    async def _answer_long(
+        self, peer: str, data: bytes, items: Sequence[bytes], started_s: float
+    ) -> bytes:
         """Read all items, then answer all: of a batch that is none, nothing is charged."""
         book = self._limiter.book
         questions: list[Question | None] = []
         for start in range(0, len(items), SLICE_ITEMS):
-            # Also before the first one: splitting a long batch took an iteration.
-            await asyncio.sleep(0)
-            read = self._bulk.read(items[start : start + SLICE_ITEMS])
+            messages = items[start : start + SLICE_ITEMS]
+            read = await self._queue.run(peer, partial(self._bulk.read, messages))
             if None in read:
                 requests = self._parsed(data)
                 parsed = partial(self._answer, requests)
-                return await self._answer_in_slices(parsed, len(requests), started_s)
+                return await self._answer_in_slices(peer, parsed, len(requests), started_s)
             questions += read
         answer = partial(self._answer_in_bulk, items, questions, book)
-        return await self._answer_in_slices(answer, len(items), started_s)
+        return await self._answer_in_slices(peer, answer, len(items), started_s)
 
-    async def _answer_in_slices(self, answer: AnswerItems, count: int, started_s: float) -> bytes:
+    async def _answer_in_slices(
+        self, peer: str, answer: AnswerItems, count: int, started_s: float
+    ) -> bytes:
         parts: list[bytes | Waiting] = []
         for start in range(0, count, SLICE_ITEMS):
-            await asyncio.sleep(0)
-            parts += answer(start, start + SLICE_ITEMS)
-        joined = self._joined(parts, count, started_s)
+            parts += await self._queue.run(peer, partial(answer, start, start + SLICE_ITEMS))
+        joined = self._joined(peer, parts, started_s)
         return joined if isinstance(joined, bytes) else await joined
 
-    def _joined(self, parts: Parts, count: int, started_s: float) -> bytes | Awaitable[bytes]:
-        """The answer to a batch of ``count`` items, at once if none is still to come."""
+    def _joined(self, peer: str, parts: Parts, started_s: float) -> bytes | Awaitable[bytes]:
+        """Return the answer to a batch, at once unless an item waits for the shared state."""
         # Messages one behind the other are one message with the repeated fields of all of them.
         answers = [part for part in parts if isinstance(part, bytes)]
         if len(answers) < len(parts):
-            return self._wait_for_many(parts, count, started_s)
-        self._observe(started_s, count)
+            return self._wait_for_many(peer, parts, started_s)
+        self._observe(started_s, len(parts))
         return b"".join(answers)
 
-    async def _wait_for_many(self, parts: Parts, count: int, started_s: float) -> bytes:
+    async def _wait_for_many(self, peer: str, parts: Parts, started_s: float) -> bytes:
         waiting = [part for part in parts if isinstance(part, Waiting)]
         verdicts = iter(await self._limiter.wait([part.check for part in waiting]))
-        answers = [
+        answers: list[bytes] = []
+        for start in range(0, len(parts), SLICE_ITEMS):
+            some = parts[start : start + SLICE_ITEMS]
+            answers += await self._queue.run(peer, partial(self._settled, some, verdicts))
+        self._observe(started_s, len(parts))
+        return b"".join(answers)
+
+    def _settled(
+        self, parts: Parts, verdicts: Iterator[Decision | CheckInvalidError]
+    ) -> list[bytes]:
+        return [
             part if isinstance(part, bytes) else self._item(part.item, next(verdicts))
             for part in parts
         ]
-        self._observe(started_s, count)
-        return b"".join(answers)
 
     def _answer_in_bulk(  # noqa: PLR0917 - the first three are bound
         self,
@@ -223,7 +242,7 @@ class RateLimiterService:
             if answer is None:
                 parts += self._answer_each([parse_check(items[index])], index)
             else:
-                parts += (_RESPONSE_PREFIXES[len(answer)], answer)
+                parts.append(_RESPONSE_PREFIXES[len(answer)] + answer)
         return parts
 
     def _answer(self, requests: Sequence[WireCheck], start: int, stop: int) -> Parts:

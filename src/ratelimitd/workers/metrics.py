@@ -124,7 +124,7 @@ MAX_LABELS: Final = 2 * MAX_RULE_LABELS
 """Values of one label that are kept: those of rules in use, and as many of rules that may be gone."""
 
 
-class Tally:
+class CounterTotals:
     """The counters and histograms of one worker."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from ratelimitd.web.app import worker_application
 from ratelimitd.web.pages.sessions import login_link
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.worker_proxy import PassingOn
-from ratelimitd.workers.pool import Crew, Keeper, WorkerProcess
+from ratelimitd.workers.pool import Respawner, WorkerPool, WorkerProcess
 
 OVERDUE_S: Final = 4.0
 """How much longer than DRAIN_S the workers may take to end: longer than each of them gives itself."""
@@ -81,11 +81,11 @@ async def _serve(settings: Settings) -> int:
             settings = settings.with_own_admin_token(own_admin_token(settings.state_dir))
         port = await _own_port(settings.listen, opened)
         workers = [settings_of(settings, number, port) for number in range(settings.workers)]
-        crew = Crew([Keeper(partial(WorkerProcess.start, worker)) for worker in workers])
-        stop = StopSignals(partial(_leave, crew))
+        pool = WorkerPool([Respawner(partial(WorkerProcess.start, worker)) for worker in workers])
+        stop = StopSignals(partial(_leave, pool))
         grpc_address = str(Address(settings.listen.host, port))
-        http_address = await _start_http(settings.http_listen, crew, workers, opened)
-        starting = asyncio.create_task(crew.start())
+        http_address = await _start_http(settings.http_listen, pool, workers, opened)
+        starting = asyncio.create_task(pool.start())
         try:
             if not await stop.comes_before(starting):
                 starting.result()
@@ -99,7 +99,7 @@ async def _serve(settings: Settings) -> int:
                 await stop.wait()
         finally:
             _log.info("draining %d workers", settings.workers)
-            failures = await crew.stop(settings.drain_s + OVERDUE_S)
+            failures = await pool.stop(settings.drain_s + OVERDUE_S)
         _log.info("drained")
     return process.failed(failures) if failures else EXIT_OK
 
@@ -124,7 +124,7 @@ async def _own_port(listen: Address, opened: AsyncExitStack) -> int:
 
 
 async def _start_http(
-    listen: Address | None, crew: Crew, workers: Sequence[Settings], opened: AsyncExitStack
+    listen: Address | None, pool: WorkerPool, workers: Sequence[Settings], opened: AsyncExitStack
 ) -> str:
     """Open the HTTP side, which outlives the workers; returns its address, empty when it is off.
 
@@ -133,12 +133,12 @@ async def _start_http(
     if listen is None:
         return ""
     pages = PassingOn([worker.http_socket for worker in workers])
-    app = worker_application(metrics=crew, readiness=crew.readiness, others=pages)
+    app = worker_application(metrics=pool, readiness=pool.readiness, others=pages)
     server = HttpServer(app, *listen)
     opened.push_async_callback(server.stop)
     return await server.start()
 
 
-def _leave(crew: Crew, status: int) -> None:
-    crew.kill()
+def _leave(pool: WorkerPool, status: int) -> None:
+    pool.kill()
     process.leave(status)

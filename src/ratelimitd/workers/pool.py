@@ -20,7 +20,7 @@ from ratelimitd.retry import Background, Backoff
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Points, Readiness
 from ratelimitd.workers import protocol
-from ratelimitd.workers.metrics import Tally, merged
+from ratelimitd.workers.metrics import CounterTotals, merged
 from ratelimitd.workers.protocol import Reading, Report
 
 T = TypeVar("T")
@@ -237,7 +237,7 @@ Start = Callable[[Callable[[Report], None]], Awaitable[WorkerProcess]]
 """Starts a process that hands its reports to the function."""
 
 
-class Keeper:
+class Respawner:
     """One worker. ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are there for tests."""
 
     def __init__(
@@ -248,7 +248,7 @@ class Keeper:
         time_s: Callable[[], float] | None = None,
         random: Callable[[], float] = random_source.random,
     ) -> None:
-        self.tally = Tally()
+        self.totals = CounterTotals()
         self.restarts_total = 0
         self._start = start
         self._sleep = sleep
@@ -263,7 +263,7 @@ class Keeper:
         Raises:
             StartupError: it cannot be started, or ended before; one line says why.
         """
-        self._process = await self._start(self.tally.take)
+        self._process = await self._start(self.totals.take)
         await self._process.prepared()
 
     async def start(self) -> None:
@@ -272,7 +272,7 @@ class Keeper:
         Raises:
             StartupError: it cannot be started, or ended before; one line says why.
         """
-        self._process = self._process or await self._start(self.tally.take)
+        self._process = self._process or await self._start(self.totals.take)
         await self._process.ready()
         self._is_up = True
 
@@ -315,7 +315,7 @@ class Keeper:
     async def _one_life(self, name: str) -> str:
         """Wait for the end of the process, of a new one if there is none; return why it ended."""
         try:
-            self._process = process = self._process or await self._start(self.tally.take)
+            self._process = process = self._process or await self._start(self.totals.take)
             # From its start on: one that hangs before it is ready would never be replaced.
             watching = asyncio.create_task(self._watch(process, name))
             try:
@@ -329,7 +329,7 @@ class Keeper:
             reason = str(error)
         self._process = None
         self._is_up = False
-        self.tally.process_ended()
+        self.totals.process_ended()
         return reason
 
     async def _watch(self, process: WorkerProcess, name: str) -> None:
@@ -361,11 +361,11 @@ TOGETHER_S: Final = 10.0
 """How long workers wait for each other before they listen; bounds the harm of one that hangs at its start."""
 
 
-class Crew:
+class WorkerPool:
     """The workers, by their number."""
 
-    def __init__(self, keepers: Sequence[Keeper]) -> None:
-        self._keepers = keepers
+    def __init__(self, respawners: Sequence[Respawner]) -> None:
+        self._respawners = respawners
         self._background = Background({})
         self._draining = False
 
@@ -380,21 +380,21 @@ class Crew:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TOGETHER_S):
-                await asyncio.gather(*(keeper.prepare() for keeper in self._keepers))
-        await asyncio.gather(*(self._start(*each) for each in enumerate(self._keepers)))
+                await asyncio.gather(*(respawner.prepare() for respawner in self._respawners))
+        await asyncio.gather(*(self._start(*each) for each in enumerate(self._respawners)))
 
-    async def _start(self, number: int, keeper: Keeper) -> None:
-        await keeper.start()
+    async def _start(self, number: int, respawner: Respawner) -> None:
+        await respawner.start()
         if self._draining:  # another could not start meanwhile
             return
         name = f"worker {number}"
-        self._background.start(name, partial(keeper.keep, name))
+        self._background.start(name, partial(respawner.keep, name))
 
     async def stop(self, timeout_s: float) -> str:
         """Let every worker drain; kill those that take longer. Returns what did not end well, empty when all did."""
         self._draining = True
         await self._background.stop()
-        stopping = [asyncio.create_task(keeper.stop()) for keeper in self._keepers]
+        stopping = [asyncio.create_task(respawner.stop()) for respawner in self._respawners]
         _, overdue = await asyncio.wait(stopping, timeout=timeout_s)
         if overdue:
             self.kill()
@@ -405,14 +405,14 @@ class Crew:
 
     def kill(self) -> None:
         """End every process at once."""
-        for keeper in self._keepers:
-            keeper.kill()
+        for respawner in self._respawners:
+            respawner.kill()
 
     async def readiness(self) -> Readiness:
         """Ready while one worker is; says which are not, and why."""
         if self._draining:
             return Readiness(ready=False, reason="draining")
-        answers = await asyncio.gather(*(keeper.readiness() for keeper in self._keepers))
+        answers = await asyncio.gather(*(respawner.readiness() for respawner in self._respawners))
         lacking = ", ".join(
             f"worker {number} ({answer.reason})"
             for number, answer in enumerate(answers)
@@ -424,13 +424,16 @@ class Crew:
 
     async def points(self) -> Points:
         """The metrics of all workers as those of one node, and the parent's own."""
-        answers = await asyncio.gather(*(keeper.report() for keeper in self._keepers))
+        answers = await asyncio.gather(*(respawner.report() for respawner in self._respawners))
         now = [answer for answer in answers if answer is not None]
         restarts = [
-            Point(keeper.restarts_total, str(number)) for number, keeper in enumerate(self._keepers)
+            Point(respawner.restarts_total, str(number))
+            for number, respawner in enumerate(self._respawners)
         ]
         return [
-            *merged([keeper.tally.report() for keeper in self._keepers], [_parent(), *now]),
+            *merged(
+                [respawner.totals.report() for respawner in self._respawners], [_parent(), *now]
+            ),
             (ANSWERING, [Point(len(now))]),
             (RESTARTS, restarts),
         ]

@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 from ratelimitd.counters import CheckStats
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.http2.limits import Limits
 from ratelimitd.rpc import connection as native_connection
 from ratelimitd.rpc.connection import NativeConnection
@@ -20,6 +21,7 @@ from tests.http2_peer import (
     GREETING,
     PING,
     POST,
+    RST_STREAM,
     SETTINGS_ACK,
     WINDOW_UPDATE,
     Peer,
@@ -33,14 +35,15 @@ from tests.http2_peer import (
 class Transport:
     """A socket that takes everything, and remembers it."""
 
-    def __init__(self, eof=True):
+    def __init__(self, eof=True, peername=None):
         self.octets = b""
+        self.peername = peername
         self.eof = eof
         self.unread = 0
         self.told = []
 
-    def get_extra_info(self, _name):
-        return None
+    def get_extra_info(self, name):
+        return self.peername if name == "peername" else None
 
     def set_write_buffer_limits(self, high):
         assert high == native_connection.WRITE_BUFFER_BYTES
@@ -160,15 +163,30 @@ async def test_what_is_more_than_a_slice_waits_for_the_next_turn(owner, transpor
     assert len(transport.frames()) == 3
 
 
-async def test_dear_calls_are_spread_over_turns(owner, transport, peer):
+async def test_large_calls_of_all_connections_share_an_iteration_behind_small_ones(owner):
     clock = iter(range(1_000))
-    owner.shared.monotonic_s = lambda: next(clock)
+    owner.shared.queue = FairQueue(lambda: next(clock))  # each step takes the whole budget
+    transports = [Transport(peername=("::1", port)) for port in (1, 2)]
+    for transport in transports:
+        connection, peer = owner.connection(transport), Peer()
+        octets = b"".join(post(peer, 2 * n + 1, message=bytes(3_000)) for n in range(2))
+        connection.data_received(octets + post(peer, 5))
+    assert [len(transport.frames()) for transport in transports] == [3, 3]  # the small call of each
+    answered = []
+    for _ in range(8):
+        await asyncio.sleep(0)
+        answered.append(tuple(len(transport.frames()) for transport in transports))
+    assert [each for each in answered if any(each)] == [(3, 0), (0, 3), (3, 0), (0, 3)]
+
+
+async def test_a_large_call_that_was_cancelled_while_it_waited_is_not_started(owner, peer):
+    transport = Transport()
     connection = owner.connection(transport)
-    connection.data_received(post(peer, 1, message=bytes(3_000)) + post(peer, 3))
-    assert len(transport.frames()) == 3
+    connection.data_received(
+        post(peer, 1, message=bytes(3_000)) + frame(RST_STREAM, 0, 1, bytes(4))
+    )
     await turns()
-    assert len(transport.frames()) == 3
-    assert transport.told == ["pause_reading", "resume_reading"]
+    assert (transport.frames(), owner.shared.open_requests) == ([], 0)
 
 
 async def test_an_answer_that_comes_later_is_written_when_it_comes(owner, transport, peer):
@@ -414,19 +432,26 @@ async def test_octets_that_wait_for_windows_count_as_unread(owner, transport, pe
     assert owner.shared.unread_bytes == 0
 
 
-DEAR = bytes(3_000)
-"""A message after which the clock is asked whether the turn is over."""
+def slow(peer, stream_id):
+    """A call in pieces, after which the clock is read; its handler takes longer than an iteration may."""
+    whole = post(peer, stream_id, "/slow")
+    return (
+        whole[: -len(framed(b"hi")) - 9]
+        + frame(0, 0, stream_id, framed(b"hi"))
+        + frame(0, 1, stream_id)
+    )
+
 
 SLICE = Limits().frames_per_slice // 2
 """Calls that fill one."""
 
 
-@pytest.mark.parametrize("before", [1, SLICE], ids=["a dear call", "a slice full of calls"])
+@pytest.mark.parametrize("before", [1, SLICE], ids=["an expensive call", "a slice full of calls"])
 async def test_a_deadline_begins_when_its_call_came_not_when_its_turn_does(
     owner, transport, peer, before
 ):
     connection = owner.connection(transport)
-    calls = [post(peer, 1, "/slow", DEAR)]
+    calls = [slow(peer, 1)]
     calls += [post(peer, 2 * number + 1) for number in range(1, before)]
     connection.data_received(b"".join(calls) + post(peer, 2_001, "/left", grpc_timeout="5S"))
     assert framed(b"2.0") not in transport.octets
@@ -438,9 +463,7 @@ async def test_a_deadline_begins_when_its_call_came_though_others_were_left_over
     owner, transport, peer
 ):
     connection = owner.connection(transport)
-    connection.data_received(
-        post(peer, 1, "/slow", DEAR) + post(peer, 3, "/left", grpc_timeout="9S")
-    )
+    connection.data_received(slow(peer, 1) + post(peer, 3, "/left", grpc_timeout="9S"))
     owner.now_s += 1
     connection.data_received(post(peer, 5, "/left", grpc_timeout="9S"))
     owner.now_s += 1
@@ -470,7 +493,7 @@ async def test_a_defect_ends_its_connection_and_is_counted(owner, transport, pee
 
 async def test_a_defect_in_a_later_turn_ends_its_connection_too(owner, transport, peer, defect):
     connection = owner.connection(transport)
-    connection.data_received(post(peer, 1, "/slow", DEAR) + post(peer, 3))
+    connection.data_received(slow(peer, 1) + post(peer, 3))
     defect()
     await turns()
     assert transport.frames()[-1] == GOAWAY

@@ -22,16 +22,16 @@ def running(request):
 
 
 class Line:
-    """Some who wait for a turnstile, each as often as it is said to, and how many went through in each turn."""
+    """Some who wait for a gate, each as often as it is said to, and how many went through in each turn."""
 
-    def __init__(self, turnstile, people, times=1):
-        self.turnstile = turnstile
+    def __init__(self, gate, people, times=1):
+        self.gate = gate
         self.through = []
         self.tasks = [asyncio.create_task(self._wait(number, times)) for number in range(people)]
 
     async def _wait(self, number, times):
         for _ in range(times):
-            await self.turnstile.passed()
+            await self.gate.passed()
             self.through.append(number)
 
     async def turns(self, count, on_turn=lambda: None):
@@ -78,13 +78,13 @@ def test_one_who_leaves_the_line_costs_nobody_a_turn(running):
 
 def test_a_line_that_all_have_left_lets_the_next_one_through(running):
     async def scenario():
-        turnstile = TickGate()
-        left = Line(turnstile, 3)
+        gate = TickGate()
+        left = Line(gate, 3)
         await asyncio.sleep(0)
         for task in left.tasks:
             task.cancel()
         assert await left.turns(2) == [0, 0]
-        assert await Line(turnstile, 2).turns(3) == [0, 1, 1]
+        assert await Line(gate, 2).turns(3) == [0, 1, 1]
 
     running(scenario)
 

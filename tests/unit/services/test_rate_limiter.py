@@ -8,6 +8,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.limiter import Limiter
 from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
@@ -25,6 +26,14 @@ CALL = FakeCall()
 ALLOWED = Decision(True, 3, 60, 0, Reason.WITHIN_LIMIT, None)
 A_CHECK = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
 BATCH_PATH = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
+
+
+async def until(condition):
+    for _ in range(1_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    pytest.fail("it did not happen")
 
 
 class LimiterProbe:
@@ -74,7 +83,9 @@ def stats():
 @pytest.fixture
 def service(limiter, stats):
     seconds = itertools.count(0.0, 0.004)
-    return RateLimiterService(limiter, stats, lambda: next(seconds))
+    return RateLimiterService(
+        limiter, stats, lambda: next(seconds), FairQueue(map(float, itertools.count()).__next__)
+    )
 
 
 def answer_to(service, items):
@@ -144,15 +155,15 @@ def test_a_batch_of_one_slice_is_answered_at_once(service):
     assert len(batch(service, *[A_CHECK] * SLICE_ITEMS)) == SLICE_ITEMS
 
 
-def test_no_turn_of_the_loop_answers_more_than_a_slice(service, limiter):
-    answer = answer_to(service, [A_CHECK] * MAX_BATCH_ITEMS)
-    turns = [len(limiter.asked)]
-    turns += [len(limiter.asked) for _turn in answer.__await__()]
-    turns.append(len(limiter.asked))
-    done = [later - before for before, later in itertools.pairwise(turns)]
-    assert turns[0] == 0
-    assert max(done) == SLICE_ITEMS
-    assert sum(done) == MAX_BATCH_ITEMS
+async def test_no_iteration_answers_more_than_a_slice(service, limiter):
+    answering = asyncio.ensure_future(answer_to(service, [A_CHECK] * MAX_BATCH_ITEMS))
+    asked = [len(limiter.asked)]
+    while not answering.done():
+        await asyncio.sleep(0)
+        asked.append(len(limiter.asked))
+    assert asked[0] == 0
+    assert max(later - before for before, later in itertools.pairwise(asked)) == SLICE_ITEMS
+    assert asked[-1] == MAX_BATCH_ITEMS
 
 
 async def test_a_long_batch_is_answered_in_order_whoever_checks_between_its_slices(
@@ -161,9 +172,7 @@ async def test_a_long_batch_is_answered_in_order_whoever_checks_between_its_slic
     items = [A_CHECK] * (2 * SLICE_ITEMS + 1)
     items[SLICE_ITEMS + 1] = pb.RateLimitRequest()
     answering = asyncio.ensure_future(answer_to(service, items))
-    await asyncio.sleep(0)  # it has begun
-    await asyncio.sleep(0)  # and is for the general way
-    await asyncio.sleep(0)  # the first slice
+    await until(lambda: limiter.asked)
     assert len(limiter.asked) == SLICE_ITEMS
     service.check_rate_limit(A_CHECK.SerializeToString(), CALL)
     answers = responses(await answering)
@@ -238,12 +247,13 @@ class TestBatchesOfCanonicalChecks:
         assert (stats.allowed_total, sum(stats.latency_counts)) == (50, 50)
 
     async def test_a_thousand_are_answered_in_slices(self, service, stats):
-        answering = answer_to(service, [A_CHECK] * MAX_BATCH_ITEMS)
-        assert stats.allowed_total == 0
-        turns = [0]
-        turns += [stats.allowed_total for _turn in answering.__await__()]
-        turns.append(stats.allowed_total)
-        assert max(later - before for before, later in itertools.pairwise(turns)) == SLICE_ITEMS
+        answering = asyncio.ensure_future(answer_to(service, [A_CHECK] * MAX_BATCH_ITEMS))
+        allowed = [stats.allowed_total]
+        while not answering.done():
+            await asyncio.sleep(0)
+            allowed.append(stats.allowed_total)
+        assert allowed[0] == 0
+        assert max(later - before for before, later in itertools.pairwise(allowed)) == SLICE_ITEMS
         assert stats.allowed_total == sum(stats.latency_counts) == MAX_BATCH_ITEMS
 
     async def test_no_turn_of_the_loop_reads_more_than_a_slice(self, service, monkeypatch):
@@ -262,13 +272,11 @@ class TestBatchesOfCanonicalChecks:
             await service.check_rate_limit_batch(data, CALL)
         assert (stats.allowed_total, stats.invalid_total) == (0, 1)
 
-    async def test_rules_that_change_hold_for_the_rest_of_a_batch(self, service, limiter):
+    async def test_rules_that_change_hold_for_the_rest_of_a_batch(self, service, limiter, stats):
         answering = asyncio.ensure_future(answer_to(service, [A_CHECK] * 4 * SLICE_ITEMS))
-        for _ in range(1 + 4):
-            await asyncio.sleep(0)  # it has begun, and reads slice by slice
-        await asyncio.sleep(0)  # the first answers
+        await until(lambda: stats.allowed_total == SLICE_ITEMS)
         limiter.replace_book(RuleBook.of([replace(self.RULE, limit=150)], 2))
-        await asyncio.sleep(0)  # the second ones
+        await until(lambda: stats.allowed_total > SLICE_ITEMS)
         limiter.replace_book(RuleBook.of([], 3))
         answers = responses(await answering)
         limits = [2_000] * SLICE_ITEMS + [150] * SLICE_ITEMS + [0] * 2 * SLICE_ITEMS

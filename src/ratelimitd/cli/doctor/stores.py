@@ -337,11 +337,11 @@ async def _sentinels(
 async def _cluster(
     url: RedisUrl, tls: ssl.SSLContext | None, servers: dict[Server, int]
 ) -> AsyncIterator[Finding]:
-    greeting = Handshake(url.login, 0, CLIENT_NAME, wants_primary=False)
+    handshake = Handshake(url.login, 0, CLIENT_NAME, wants_primary=False)
     found: Map | None = None
     for seed in url.servers:
         try:
-            reply = await ask_once(seed, greeting, tls, *CLUSTER_SLOTS)
+            reply = await ask_once(seed, handshake, tls, *CLUSTER_SLOTS)
             found = map_of(reply, seed)
         except (StoreUnavailableError, StoreCorruptError) as error:
             remedy = "start it, or take it out of REDIS_URL; is it part of a Cluster?"

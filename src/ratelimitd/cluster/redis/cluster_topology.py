@@ -188,7 +188,7 @@ class ClusterShards:
         if link is not None and link.connected:
             reply = await _reply(link)
         else:
-            reply = await ask_once(server, self.options.greeting, self.options.tls, *CLUSTER_SLOTS)
+            reply = await ask_once(server, self.options.handshake, self.options.tls, *CLUSTER_SLOTS)
         read = map_of(reply, server)
         if not any(read):
             message = "the server knows of no Cluster"

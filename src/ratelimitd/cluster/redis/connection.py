@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
         ahead = self._weight - self._expired_weight
         due_s = now_s + self.timeout_s + ahead * REQUEST_S
         self._writes.append((now_s, end, due_s))
-        # A timer that is there may be for a silence, or a greeting, and too late for these.
+        # A timer that is there may be for a silence, or a handshake, and too late for these.
         if self._timer is None or self._timer_due_s > due_s:
             self._look_in(due_s - now_s, now_s)
 
@@ -428,25 +428,25 @@ def hand_over(request: Request, text: str) -> None:
     request.tell(Refused(text))
 
 
-async def log_in(connection: Connection, greeting: Handshake) -> None:
+async def log_in(connection: Connection, handshake: Handshake) -> None:
     """Say everything in one round trip, then look at the replies.
 
     Raises:
         StoreMisconfiguredError: the server refuses the user, the password or the database.
         StoreUnavailableError: it cannot serve now, or is a replica.
     """
-    login = greeting.login
+    login = handshake.login
     must: list[Sequence[bytes | int | str]] = []
     if login.password:
         names = (login.user,) if login.user else ()
         must.append((b"AUTH", *names, login.password))
-    if greeting.database:
-        must.append((b"SELECT", greeting.database))
+    if handshake.database:
+        must.append((b"SELECT", handshake.database))
     # A user may be forbidden these: then the node works all the same.
     may: list[Sequence[bytes | int | str]] = [(b"PING",)]
-    if greeting.client_name:
-        may.append((b"CLIENT", b"SETNAME", greeting.client_name))
-    if greeting.wants_primary:
+    if handshake.client_name:
+        may.append((b"CLIENT", b"SETNAME", handshake.client_name))
+    if handshake.wants_primary:
         may.append((b"ROLE",))
     asked = [ask(connection, *command) for command in (*must, *may)]
     replies = await asyncio.gather(*asked, return_exceptions=True)
@@ -456,7 +456,7 @@ async def log_in(connection: Connection, greeting: Handshake) -> None:
                 raise login_error_of(str(reply)) from None
         elif isinstance(reply, BaseException):
             raise reply
-    role = replies[-1] if greeting.wants_primary else None
+    role = replies[-1] if handshake.wants_primary else None
     if isinstance(role, list) and role[:1] != [b"master"]:
         message = "the server is a replica"
         raise StoreUnavailableError(message)

@@ -42,7 +42,7 @@ from ratelimitd.retry import Backoff
 from ratelimitd.settings.urls import Server
 
 CONNECT_S: Final = 1.0
-"""For everything from the first packet to the end of the greeting, TLS included. No check waits for it."""
+"""For everything from the first packet to the end of the handshake, TLS included. No check waits for it."""
 
 KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """Seconds of quiet before the first question, seconds between questions, and how many remain unanswered."""
@@ -52,7 +52,7 @@ _Connection = TypeVar("_Connection", bound=Connection)
 
 async def connect(
     server: Server,
-    greeting: Handshake,
+    handshake: Handshake,
     tls: ssl.SSLContext | None,
     make: Callable[[], _Connection],
     *,
@@ -68,9 +68,9 @@ async def connect(
         async with asyncio.timeout(within_s):
             connection = await _open(server, tls, make)
             try:
-                await log_in(connection, greeting)
+                await log_in(connection, handshake)
             except BaseException:
-                connection.drop(StoreUnavailableError("the greeting has failed"))
+                connection.drop(StoreUnavailableError("the handshake has failed"))
                 raise
             return connection
     except TimeoutError:
@@ -86,7 +86,7 @@ async def connect(
 
 async def ask_once(
     server: Server,
-    greeting: Handshake,
+    handshake: Handshake,
     tls: ssl.SSLContext | None,
     *command: bytes | str,
     within_s: float = CONNECT_S,
@@ -94,7 +94,7 @@ async def ask_once(
     """The reply to one command, on a connection that is made for it; raises as :func:`connect`."""
     connection = await connect(
         server,
-        greeting,
+        handshake,
         tls,
         lambda: Connection(hand_over, lambda _error: None, timeout_s=within_s),
         within_s=within_s,
@@ -182,7 +182,7 @@ class LinkOptions(NamedTuple):
     """What all links of a node have in common. ``report`` takes one line for the operator."""
 
     timeout_s: float
-    greeting: Handshake = Handshake()
+    handshake: Handshake = Handshake()
     tls: ssl.SSLContext | None = None
     max_requests: int = MAX_REQUESTS
     report: Callable[[str], None] = warn
@@ -332,7 +332,7 @@ class Link:
         self.name = str(server)
         return await connect(
             server,
-            self._options.greeting,
+            self._options.handshake,
             self._options.tls,
             lambda: Connection(
                 self._on_error,
@@ -343,7 +343,7 @@ class Link:
         )
 
     def _serve(self, connection: Connection) -> None:
-        if connection.lost is not None:  # in the turn after its greeting
+        if connection.lost is not None:  # in the turn after its handshake
             return
         if self._expected is not None and self._expected[0] != self.name:
             connection.drop(StoreUnavailableError(self._expected[1]))
@@ -403,7 +403,7 @@ class Link:
     def _on_error(self, request: Request, text: str) -> None:
         connection = self._connection
         if connection is None:
-            hand_over(request, text)  # still at the greeting
+            hand_over(request, text)  # still at the handshake
             return
         code = code_of(text)
         if code == NOSCRIPT and request.script is not None:

@@ -143,7 +143,7 @@ class Subscription:
         server = await self._locate()
         listener = await connect(
             server,
-            self._options.greeting,
+            self._options.handshake,
             self._options.tls,
             lambda: Listener(self._hear, lambda _error: self._lost.set()),
         )
@@ -273,7 +273,7 @@ class _Stream:
             self.verb, self.name = b"SPUBLISH", b"rl1:{%02x}:bus" % tag
         else:
             # Channels do not belong to databases: two clusters in two databases of one server must not meet.
-            self.verb, self.name = b"PUBLISH", b"rl1:bus:%d" % shards.options.greeting.database
+            self.verb, self.name = b"PUBLISH", b"rl1:bus:%d" % shards.options.handshake.database
         self.number = 0
         self.numbering = Numbering()
         self.is_refused = False

@@ -26,8 +26,8 @@ class Sentinels:
         self._service = url.service
         self._sentinels = list(url.servers)
         self._tls: ssl.SSLContext | None = options.tls
-        client_name = options.greeting.client_name
-        self.greeting = Handshake(url.sentinel_login, 0, client_name, wants_primary=False)
+        client_name = options.handshake.client_name
+        self.handshake = Handshake(url.sentinel_login, 0, client_name, wants_primary=False)
 
     async def primary(self) -> Server:
         """Where the primary is now.
@@ -60,7 +60,7 @@ class Sentinels:
 
     async def _ask(self, sentinel: Server) -> Server:
         command = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service)
-        reply = await ask_once(sentinel, self.greeting, self._tls, *command, within_s=ASK_S)
+        reply = await ask_once(sentinel, self.handshake, self._tls, *command, within_s=ASK_S)
         match reply:
             case [bytes() as host, bytes() as port]:
                 return Server(host.decode(), int(port))
@@ -80,7 +80,7 @@ class SentinelShards(OneServer):
         self._switches = Subscription(
             self._sentinel,
             SWITCHED,
-            options._replace(greeting=sentinels.greeting),
+            options._replace(handshake=sentinels.handshake),
             on_message=self._switched,
             on_begin=lambda: None,
         )

@@ -83,7 +83,7 @@ async def serving(serve):
 async def peer(*replies, greeted=True):
     """The port of a server that sends the next of ``replies`` whenever something comes; ``b""`` hangs up.
 
-    A greeting is answered before, as a primary does it.
+    A handshake is answered before, as a primary does it.
     """
     left = list(replies)
 

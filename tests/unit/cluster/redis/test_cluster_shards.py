@@ -165,7 +165,7 @@ async def test_a_map_with_holes_holds_where_it_can_and_is_read_again_soon(monkey
     async with serving(serve) as port:
         url = parse_redis_url(f"redis+cluster://127.0.0.1:{port}")
         options = PATIENT._replace(
-            greeting=Handshake(wants_primary=False), report=lines.append, random=lambda: 0.0
+            handshake=Handshake(wants_primary=False), report=lines.append, random=lambda: 0.0
         )
         shards = ClusterShards(url, options, lambda: changes.append(len(asked_for)))
         await shards.start()
@@ -194,7 +194,7 @@ async def test_a_server_that_left_the_cluster_may_finish_what_is_in_flight(clust
 
     lines = []
     options = PATIENT._replace(
-        greeting=Handshake(wants_primary=False), sleep=sleep, report=lines.append
+        handshake=Handshake(wants_primary=False), sleep=sleep, report=lines.append
     )
     shards = ClusterShards(parse_redis_url(cluster.url), options)
     await shards.start()
@@ -210,7 +210,7 @@ async def test_a_server_that_left_the_cluster_may_finish_what_is_in_flight(clust
 
 async def test_a_server_that_was_away_and_left_the_cluster_is_reported_as_such(cluster):
     lines = []
-    options = PATIENT._replace(greeting=Handshake(wants_primary=False), report=lines.append)
+    options = PATIENT._replace(handshake=Handshake(wants_primary=False), report=lines.append)
     shards = ClusterShards(parse_redis_url(cluster.url), options)
     await shards.start()
     away, *_ = shards.all()

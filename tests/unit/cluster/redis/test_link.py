@@ -278,7 +278,7 @@ async def test_to_drop_a_link_that_is_not_connected_does_nothing():
 async def test_a_wrong_password_is_a_misconfiguration_until_it_is_mended(tmp_path):
     lines = []
     wrong = PATIENT._replace(
-        greeting=Handshake(Login(password="wrong-secret")), report=lines.append, sleep=no_pause
+        handshake=Handshake(Login(password="wrong-secret")), report=lines.append, sleep=no_pause
     )
     with Valkey(tmp_path, password="right-secret") as server:
         async with linked(at(server), wrong) as link:
@@ -295,7 +295,7 @@ async def test_a_wrong_password_is_a_misconfiguration_until_it_is_mended(tmp_pat
 async def test_a_permission_that_lacks_is_reported_once_for_a_connection(valkey):
     valkey.ask("ACL", "SETUSER", "node", "on", ">pw", "~*", "+@all", "-get")
     lines = []
-    options = PATIENT._replace(greeting=Handshake(Login("node", "pw")), report=lines.append)
+    options = PATIENT._replace(handshake=Handshake(Login("node", "pw")), report=lines.append)
     async with linked(at(valkey), options) as link:
         for _ in range(3):
             assert isinstance(await asked(link.send, (b"GET", b"k")), StoreMisconfiguredError)

@@ -24,8 +24,8 @@ def unconnected():
     return Connection(hand_over, lambda _error: None, timeout_s=5)
 
 
-async def greeted(port, greeting):
-    return await connect(Server("127.0.0.1", port), greeting, None, unconnected)
+async def greeted(port, handshake):
+    return await connect(Server("127.0.0.1", port), handshake, None, unconnected)
 
 
 async def info(connection):
@@ -55,7 +55,7 @@ async def test_a_user_with_no_more_than_it_needs_may_enter(guarded):
 
 
 @pytest.mark.parametrize(
-    ("greeting", "code"),
+    ("handshake", "code"),
     [
         (Handshake(), "NOAUTH"),
         (Handshake(Login(password="wrong-secret")), "WRONGPASS"),
@@ -65,10 +65,10 @@ async def test_a_user_with_no_more_than_it_needs_may_enter(guarded):
     ],
 )
 async def test_what_the_server_refuses_is_a_misconfiguration_without_the_secret(
-    guarded, greeting, code
+    guarded, handshake, code
 ):
     with pytest.raises(StoreMisconfiguredError, match=code) as refused:
-        await greeted(guarded.port, greeting)
+        await greeted(guarded.port, handshake)
     assert "secret" not in str(refused.value)
 
 

@@ -52,7 +52,7 @@ async def test_each_topology_has_its_kind_of_shards(url, kind, wants_primary):
     assert type(shards) is kind
     assert shards.is_cluster == (kind is ClusterShards)
     options = shards.options
-    assert options.greeting.wants_primary == wants_primary
+    assert options.handshake.wants_primary == wants_primary
     assert (options.timeout_s, options.max_requests, options.random()) == (0.005, 7, 0.5)
 
 

@@ -112,8 +112,8 @@ async def test_sentinels_have_a_login_of_their_own():
         service="s",
         sentinel_login=Login("", "other"),
     )
-    assert Sentinels(url, PATIENT).greeting.login == Login("", "other")
-    assert not Sentinels(url, PATIENT).greeting.wants_primary
+    assert Sentinels(url, PATIENT).handshake.login == Login("", "other")
+    assert not Sentinels(url, PATIENT).handshake.wants_primary
 
 
 async def test_an_error_of_a_sentinel_is_that_of_the_login():

@@ -98,7 +98,7 @@ async def test_a_channel_that_the_user_may_not_hear_is_reported_once_until_it_ma
     valkey.ask("ACL", "SETUSER", "node", "on", ">pw", "resetchannels", "+@all")
     lines = []
     options = PATIENT._replace(
-        greeting=Handshake(Login("node", "pw")), report=lines.append, sleep=no_pause
+        handshake=Handshake(Login("node", "pw")), report=lines.append, sleep=no_pause
     )
     async with Heard(at(valkey), options=options) as heard:
         await soon(lambda: lines)

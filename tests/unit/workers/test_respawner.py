@@ -1,4 +1,4 @@
-"""One worker over its processes, which are stand-ins; time passes when the keeper sleeps."""
+"""One worker over its processes, which are stand-ins; time passes when the respawner sleeps."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ import pytest
 from ratelimitd.errors import StartupError
 from ratelimitd.web.app import Readiness
 from ratelimitd.workers import pool
-from ratelimitd.workers.pool import LONG_LIFE_S, LONGEST_PAUSE_S, MAX_SILENT_LOOKS, Keeper
+from ratelimitd.workers.pool import LONG_LIFE_S, LONGEST_PAUSE_S, MAX_SILENT_LOOKS, Respawner
 
 ALLOWED = "rate_limiter_requests_allowed_total"
 
@@ -18,7 +18,7 @@ LOOK = object()
 
 
 class Process:
-    """Ready at once unless ``failure`` says why not; ends when the test or the keeper says so."""
+    """Ready at once unless ``failure`` says why not; ends when the test or the respawner says so."""
 
     def __init__(self, on_report, failure=""):
         self.on_report = on_report
@@ -71,7 +71,7 @@ class Process:
 
 
 class Kept:
-    """A keeper whose processes the test sees."""
+    """A respawner whose processes the test sees."""
 
     def __init__(self):
         self.processes = []
@@ -84,7 +84,7 @@ class Kept:
         self._looked = False
         self.now_s = 0.0
         self._came = asyncio.Event()
-        self.keeper = Keeper(
+        self.respawner = Respawner(
             self._start, sleep=self._sleep, time_s=lambda: self.now_s, random=lambda: 0.0
         )
 
@@ -110,7 +110,7 @@ class Kept:
         await asyncio.sleep(0)
 
     async def look(self, times):
-        """Let the keeper look whether its process answers, and wait until it has."""
+        """Let the respawner look whether its process answers, and wait until it has."""
         self.begin_looking(times)
         await self._looks.join()
 
@@ -128,8 +128,8 @@ class Kept:
 async def kept(monkeypatch):
     monkeypatch.setattr(pool, "LOOK_S", LOOK)
     found = Kept()
-    await found.keeper.start()
-    found.keeping = asyncio.create_task(found.keeper.keep("worker 0"))
+    await found.respawner.start()
+    found.keeping = asyncio.create_task(found.respawner.keep("worker 0"))
     yield found
     found.keeping.cancel()
 
@@ -137,11 +137,11 @@ async def kept(monkeypatch):
 async def test_a_process_that_ends_is_followed_by_another_and_that_is_counted_and_told(
     kept, caplog
 ):
-    assert kept.keeper.restarts_total == 0
+    assert kept.respawner.restarts_total == 0
     kept.processes[0].end()
     with caplog.at_level(logging.ERROR):
         await kept.next_process()
-    assert kept.keeper.restarts_total == 1
+    assert kept.respawner.restarts_total == 1
     assert caplog.messages == ["worker 0: ended by signal 9; it is started again in 0.1 s"]
 
 
@@ -165,31 +165,31 @@ async def test_a_restart_that_fails_is_tried_again(kept, caplog):
     kept.processes[0].end()
     with caplog.at_level(logging.ERROR):
         await kept.next_process()
-    assert kept.keeper.restarts_total == 3
+    assert kept.respawner.restarts_total == 3
     assert [line.split(";")[0] for line in caplog.messages] == [
         "worker 0: ended by signal 9",
         "worker 0: LISTEN: taken",
         "worker 0: none at all",
     ]
-    assert (await kept.keeper.readiness()).reason == "no rules"
+    assert (await kept.respawner.readiness()).reason == "no rules"
 
 
 async def test_the_first_start_that_fails_is_told_to_whoever_asked_for_it():
     kept = Kept()
     kept.failures = ["LISTEN: taken"]
     with pytest.raises(StartupError, match="LISTEN: taken"):
-        await kept.keeper.start()
-    assert await kept.keeper.stop() == ""
+        await kept.respawner.start()
+    assert await kept.respawner.stop() == ""
 
 
 async def test_a_process_that_was_prepared_is_the_one_that_is_started():
     kept = Kept()
-    await kept.keeper.prepare()
+    await kept.respawner.prepare()
     assert kept.processes[0].waited_for == ["prepared"]
-    assert await kept.keeper.readiness() == Readiness(ready=False, reason="starting")
-    await kept.keeper.start()
+    assert await kept.respawner.readiness() == Readiness(ready=False, reason="starting")
+    await kept.respawner.start()
     assert [process.waited_for for process in kept.processes] == [["prepared", "ready"]]
-    assert (await kept.keeper.readiness()).reason == "no rules"
+    assert (await kept.respawner.readiness()).reason == "no rules"
 
 
 async def test_a_process_that_replaces_another_waits_for_nobody(kept):
@@ -199,22 +199,22 @@ async def test_a_process_that_replaces_another_waits_for_nobody(kept):
 
 
 async def test_what_the_dead_process_counted_stays_counted(kept):
-    await kept.keeper.report()
+    await kept.respawner.report()
     kept.processes[0].end()
     await kept.next_process()
-    assert kept.keeper.tally.report() == {ALLOWED: {"": 5}}
-    assert await kept.keeper.report() == {ALLOWED: {"": 5}}
-    assert kept.keeper.tally.report() == {ALLOWED: {"": 10}}
+    assert kept.respawner.totals.report() == {ALLOWED: {"": 5}}
+    assert await kept.respawner.report() == {ALLOWED: {"": 5}}
+    assert kept.respawner.totals.report() == {ALLOWED: {"": 10}}
 
 
 async def test_a_worker_is_as_ready_as_its_process(kept):
-    assert await kept.keeper.readiness() == Readiness(ready=False, reason="no rules")
+    assert await kept.respawner.readiness() == Readiness(ready=False, reason="no rules")
     kept.processes[0].end()  # nobody has noticed yet
-    assert await kept.keeper.readiness() == Readiness(ready=False, reason="no answer")
+    assert await kept.respawner.readiness() == Readiness(ready=False, reason="no answer")
 
 
 async def test_before_there_is_a_process_nobody_is_asked():
-    pool = Kept().keeper
+    pool = Kept().respawner
     assert await pool.readiness() == Readiness(ready=False, reason="starting")
     assert await pool.report() is None
     pool.kill()
@@ -223,26 +223,26 @@ async def test_before_there_is_a_process_nobody_is_asked():
 
 async def test_stopping_lets_the_process_drain(kept):
     kept.keeping.cancel()
-    assert await kept.keeper.stop() == ""
+    assert await kept.respawner.stop() == ""
     assert kept.processes[0].told == ["terminate"]
 
 
 async def test_stopping_tells_why_a_process_did_not_end_well(kept):
     kept.keeping.cancel()
     kept.processes[0].end(1, "the node did not drain in time")
-    assert await kept.keeper.stop() == "the node did not drain in time"
+    assert await kept.respawner.stop() == "the node did not drain in time"
 
 
 async def test_a_process_that_is_not_up_yet_may_end_as_it_likes():
     kept = Kept()
     kept.failures = ["ended by signal 15"]
     with pytest.raises(StartupError):
-        await kept.keeper.start()
-    assert await kept.keeper.stop() == ""
+        await kept.respawner.start()
+    assert await kept.respawner.stop() == ""
 
 
 async def test_killing_does_not_wait(kept):
-    kept.keeper.kill()
+    kept.respawner.kill()
     assert kept.processes[0].told == ["kill"]
 
 
@@ -259,7 +259,7 @@ async def test_a_process_that_hangs_is_killed_and_replaced(kept, caplog):
         kept.begin_looking()
         await kept.next_process()
     assert kept.processes[0].told == ["kill"]
-    assert kept.keeper.restarts_total == 1
+    assert kept.respawner.restarts_total == 1
     assert caplog.messages[0] == "worker 0 does not answer, and is killed"
 
 
@@ -271,7 +271,7 @@ async def test_a_process_that_hangs_at_its_restart_is_killed_and_replaced(kept, 
     with caplog.at_level(logging.ERROR):
         await kept.next_process()
     assert [process.told for process in kept.processes] == [[], ["kill"], []]
-    assert kept.keeper.restarts_total == 2
+    assert kept.respawner.restarts_total == 2
     assert "worker 0 does not answer, and is killed" in caplog.messages
 
 

@@ -10,9 +10,8 @@ from ratelimitd.errors import StartupError
 from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Readiness
-from ratelimitd.workers import pool
-from ratelimitd.workers import pool as crew_module
-from ratelimitd.workers.pool import Crew, Keeper, WorkerProcess
+from ratelimitd.workers import pool as pool_module
+from ratelimitd.workers.pool import Respawner, WorkerPool, WorkerProcess
 from tests.fake_worker import ANSWERING, command
 
 SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
@@ -26,8 +25,8 @@ for question in questions:
 SILENT = "until_told()\nready()\ntime.sleep(60)"
 
 
-class Started(Crew):
-    """A crew that remembers its processes."""
+class Started(WorkerPool):
+    """A pool that remembers its processes."""
 
     def __init__(self, *programs):
         self.processes = [[] for _ in programs]
@@ -37,34 +36,34 @@ class Started(Crew):
             self.processes[number].append(found)
             return found
 
-        super().__init__([Keeper(partial(start, *each)) for each in enumerate(programs)])
+        super().__init__([Respawner(partial(start, *each)) for each in enumerate(programs)])
 
 
 @pytest.fixture
-async def crew():
-    """Makes crews, which are stopped at the end."""
-    crews = []
+async def pool():
+    """Makes pools, which are stopped at the end."""
+    pools = []
 
     def make(*programs):
-        crews.append(Started(*programs))
-        return crews[-1]
+        pools.append(Started(*programs))
+        return pools[-1]
 
     yield make
-    for each in crews:
+    for each in pools:
         each.kill()
         await each.stop(10)
 
 
-async def values(crew):
+async def values(pool):
     """Every reading: name → label → value."""
     return {
         definition.name: {point.label: point.value for point in points}
-        for definition, points in await crew.points()
+        for definition, points in await pool.points()
     }
 
 
-async def test_the_metrics_of_two_workers_are_those_of_one_node(crew):
-    both = crew(ANSWERING, ANSWERING)
+async def test_the_metrics_of_two_workers_are_those_of_one_node(pool):
+    both = pool(ANSWERING, ANSWERING)
     await both.start()
     first, second = await values(both), await values(both)
     assert (first[ALLOWED], second[ALLOWED]) == ({"": 2}, {"": 4})
@@ -73,10 +72,10 @@ async def test_the_metrics_of_two_workers_are_those_of_one_node(crew):
     assert first["rate_limiter_worker_restarts_total"] == {"0": 0, "1": 0}
 
 
-async def test_a_parent_shows_its_own_metrics_after_all_others_and_counts_its_memory(crew):
-    none = crew(ANSWERING)  # which is not started
+async def test_a_parent_shows_its_own_metrics_after_all_others_and_counts_its_memory(pool):
+    none = pool(ANSWERING)  # which is not started
     points = await none.points()
-    assert [definition for definition, _ in points] == [*DEFINITIONS, *crew_module.DEFINITIONS]
+    assert [definition for definition, _ in points] == [*DEFINITIONS, *pool_module.DEFINITIONS]
     found = await values(none)
     assert found["rate_limiter_memory_usage_bytes"][""] > 1_000_000
     assert found["process_start_time_seconds"][""] > 1_600_000_000
@@ -84,23 +83,23 @@ async def test_a_parent_shows_its_own_metrics_after_all_others_and_counts_its_me
     assert found["rate_limiter_healthy"] == {}
 
 
-async def test_a_worker_that_does_not_answer_is_left_out_and_its_counters_stay(crew, monkeypatch):
-    both = crew(
+async def test_a_worker_that_does_not_answer_is_left_out_and_its_counters_stay(pool, monkeypatch):
+    both = pool(
         ANSWERING,
         "until_told()\nready()\nquestions.readline()\nmetrics("
         "rate_limiter_requests_allowed_total=40, rate_limiter_tasks=1)\ntime.sleep(60)",
     )
     await both.start()
     assert (await values(both))[ALLOWED] == {"": 41}
-    monkeypatch.setattr(pool, "REPORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(pool_module, "REPORT_TIMEOUT_S", 0.2)
     found = await values(both)
     assert found[ALLOWED] == {"": 42}
     assert found["rate_limiter_tasks"] == {"": 1}
     assert found["rate_limiter_workers"] == {"": 1}
 
 
-async def test_counters_never_sink_when_a_worker_is_killed(crew, caplog):
-    both = crew(ANSWERING, ANSWERING)
+async def test_counters_never_sink_when_a_worker_is_killed(pool, caplog):
+    both = pool(ANSWERING, ANSWERING)
     await both.start()
     seen = [(await values(both))[ALLOWED][""]]
     with caplog.at_level(logging.CRITICAL):
@@ -115,28 +114,28 @@ async def test_counters_never_sink_when_a_worker_is_killed(crew, caplog):
     assert found["rate_limiter_worker_restarts_total"] == {"0": 1, "1": 0}
 
 
-async def test_a_crew_is_ready_while_one_worker_is_and_says_which_are_not(crew, monkeypatch):
-    monkeypatch.setattr(pool, "READINESS_TIMEOUT_S", 5.0)
-    all_ready = crew(ANSWERING, ANSWERING)
+async def test_a_pool_is_ready_while_one_worker_is_and_says_which_are_not(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "READINESS_TIMEOUT_S", 5.0)
+    all_ready = pool(ANSWERING, ANSWERING)
     assert await all_ready.readiness() == Readiness(
         False, "worker 0 (starting), worker 1 (starting)"
     )
     await all_ready.start()
     assert await all_ready.readiness() == Readiness(ready=True)
-    some = crew(ANSWERING, NOT_READY)
+    some = pool(ANSWERING, NOT_READY)
     await some.start()
     assert await some.readiness() == Readiness(True, "all but worker 1 (no rules are loaded yet)")
 
 
-async def test_a_crew_whose_workers_do_not_answer_is_not_ready(crew, monkeypatch):
-    monkeypatch.setattr(pool, "READINESS_TIMEOUT_S", 0.0)
-    silent = crew(SILENT)
+async def test_a_pool_whose_workers_do_not_answer_is_not_ready(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "READINESS_TIMEOUT_S", 0.0)
+    silent = pool(SILENT)
     await silent.start()
     assert await silent.readiness() == Readiness(False, "worker 0 (no answer)")
 
 
-async def test_one_worker_that_cannot_start_is_the_failure_of_all(crew):
-    some = crew(SILENT, 'say("failed", "LISTEN: taken")')
+async def test_one_worker_that_cannot_start_is_the_failure_of_all(pool):
+    some = pool(SILENT, 'say("failed", "LISTEN: taken")')
     with pytest.raises(StartupError, match=r"^LISTEN: taken$"):
         await some.start()
     assert await some.stop(10) == ""
@@ -144,7 +143,7 @@ async def test_one_worker_that_cannot_start_is_the_failure_of_all(crew):
 
 
 class Step:
-    """A keeper that says what it is asked to do, and is prepared when it is let."""
+    """A respawner that says what it is asked to do, and is prepared when it is let."""
 
     def __init__(self, name, steps):
         self.name = name
@@ -168,8 +167,8 @@ class Step:
 async def test_none_listens_before_all_can():
     steps = []
     quick, slow = Step("quick", steps), Step("slow", steps)
-    crew = Crew([quick, slow])
-    starting = asyncio.create_task(crew.start())
+    pool = WorkerPool([quick, slow])
+    starting = asyncio.create_task(pool.start())
     quick.may_go_on.set()
     for _ in range(9):
         await asyncio.sleep(0)
@@ -177,7 +176,7 @@ async def test_none_listens_before_all_can():
     slow.may_go_on.set()
     await starting
     assert steps[2:] == ["start quick", "start slow"]
-    await crew.stop(0)
+    await pool.stop(0)
 
 
 async def test_one_that_is_up_when_all_are_to_end_is_not_kept():
@@ -188,26 +187,26 @@ async def test_one_that_is_up_when_all_are_to_end_is_not_kept():
     steps = []
     late = Late("late", steps)
     late.may_go_on.set()
-    crew = Crew([late])
-    await crew.stop(0)
-    await crew.start()
+    pool = WorkerPool([late])
+    await pool.stop(0)
+    await pool.start()
     for _ in range(9):
         await asyncio.sleep(0)
     assert steps == ["prepare late", "start late"]
 
 
 async def test_one_that_hangs_at_its_start_keeps_the_others_only_for_a_while(monkeypatch):
-    monkeypatch.setattr(crew_module, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(pool_module, "TOGETHER_S", 0.0)
     steps = []
-    crew = Crew([Step("quick", steps), Step("slow", steps)])
-    await crew.start()
+    pool = WorkerPool([Step("quick", steps), Step("slow", steps)])
+    await pool.start()
     assert steps[-2:] == ["start quick", "start slow"]
-    await crew.stop(0)
+    await pool.stop(0)
 
 
-async def test_those_that_are_up_are_kept_while_another_hangs_at_its_start(crew, monkeypatch):
-    monkeypatch.setattr(crew_module, "TOGETHER_S", 0.0)
-    both = crew("time.sleep(60)", ANSWERING)
+async def test_those_that_are_up_are_kept_while_another_hangs_at_its_start(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "TOGETHER_S", 0.0)
+    both = pool("time.sleep(60)", ANSWERING)
     starting = asyncio.create_task(both.start())
     while not both.processes[1]:  # noqa: ASYNC110 - a real process
         await asyncio.sleep(0.001)
@@ -218,8 +217,8 @@ async def test_those_that_are_up_are_kept_while_another_hangs_at_its_start(crew,
     starting.cancel()
 
 
-async def test_all_drain_at_once_and_say_so_meanwhile(crew):
-    both = crew(ANSWERING, ANSWERING)
+async def test_all_drain_at_once_and_say_so_meanwhile(pool):
+    both = pool(ANSWERING, ANSWERING)
     await both.start()
     stopping = asyncio.create_task(both.stop(10))
     await asyncio.sleep(0)
@@ -227,8 +226,8 @@ async def test_all_drain_at_once_and_say_so_meanwhile(crew):
     assert await stopping == ""
 
 
-async def test_a_worker_that_does_not_end_well_is_told_by_its_number(crew):
-    some = crew(
+async def test_a_worker_that_does_not_end_well_is_told_by_its_number(pool):
+    some = pool(
         ANSWERING,
         """
         signal.signal(signal.SIGTERM, lambda *_: (say("failed", "it hung"), os._exit(1)))
@@ -240,7 +239,7 @@ async def test_a_worker_that_does_not_end_well_is_told_by_its_number(crew):
     assert await some.stop(10) == "worker 1: it hung"
 
 
-async def test_a_worker_that_takes_too_long_is_killed(crew):
-    some = crew("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)")
+async def test_a_worker_that_takes_too_long_is_killed(pool):
+    some = pool("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)")
     await some.start()
     assert await some.stop(0) == "worker 0: ended by signal 9"
