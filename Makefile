@@ -101,7 +101,7 @@ bench: setup ## measure checks per second and latencies
 	@$(BIN)/python -m bench
 
 .PHONY: docs
-docs: setup ## write the reference pages anew, and build the documentation site into site/
+docs: setup ## write the RPC reference anew, and build the documentation site into site/
 	@$(BIN)/python -m tools.reference_pages --write
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 

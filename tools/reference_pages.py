@@ -1,7 +1,4 @@
-"""Write the reference pages of the documentation from what they describe (`--write`), or fail when they differ.
-
-docs/reference/settings.md comes from the settings of the code, rpc.md beside it from the contract and its comments.
-"""
+"""Write docs/reference/rpc.md from the contract (`--write`), or fail when it differs (`--check`)."""
 
 import argparse
 import sys
@@ -15,7 +12,6 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
 )
 
-from ratelimitd.settings.table import SETTINGS
 from tools.contract import (
     ENUM,
     FIELD,
@@ -29,7 +25,7 @@ from tools.contract import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ROOT / "docs" / "reference"
+PAGE = ROOT / "docs" / "reference" / "rpc.md"
 
 OWN_PREFIX = ".ratelimiter.v1."
 
@@ -38,49 +34,22 @@ def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--write", action="store_true", help="write the pages into docs/reference")
+    mode.add_argument("--write", action="store_true", help="write the page")
     mode.add_argument(
-        "--check", action="store_true", help="fail when a page is not what would be written"
+        "--check", action="store_true", help="fail when the page is not what would be written"
     )
     arguments = parser.parse_args()
-    pages = {"settings.md": settings_page(), "rpc.md": rpc_page(contract())}
-    outdated = [name for name, text in pages.items() if read(name) != text]
+    text = rpc_page(contract())
     if arguments.write:
-        REFERENCE.mkdir(exist_ok=True)
-        for name in outdated:
-            (REFERENCE / name).write_text(pages[name], encoding="utf-8")
+        PAGE.write_text(text, encoding="utf-8")
         return 0
-    for name in outdated:
-        print(f"docs/reference/{name}: out of date, `make docs` writes it")
-    if not outdated:
-        print("reference pages: current")
-    return 1 if outdated else 0
-
-
-def read(name: str) -> str:
-    """Return a page as it is, empty when there is none."""
-    path = REFERENCE / name
-    return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-def settings_page() -> str:
-    """Return the table of all settings."""
-    lines = [
-        "# Settings",
-        "",
-        "Written from the code. What they are about: [operations](../operations.md#settings).",
-        "",
-        "| flag of `serve` | environment | default | meaning |",
-        "|---|---|---|---|",
-    ]
-    for setting in SETTINGS:
-        file_too = "<br>or a file named by `…_FILE`" if setting.secret else ""
-        default = f"`{setting.default}`" if setting.default else ""
-        meaning = setting.help.replace("|", "\\|")
-        lines.append(
-            f"| `{setting.flag}` | `{setting.environment}`{file_too} | {default} | {meaning} |"
-        )
-    return "\n".join(lines) + "\n"
+    current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
+    print(
+        "reference page: current"
+        if current
+        else "docs/reference/rpc.md: out of date, `make docs` writes it"
+    )
+    return 0 if current else 1
 
 
 def rpc_page(file: FileDescriptorProto) -> str:
