@@ -20,7 +20,8 @@ BUDGET_S: Final = 0.002
 class FairQueue:
     """Runs steps in turn: by peer address, then by connection of that address, then in the order of their submission.
 
-    ``monotonic_s`` is in seconds.
+    A step that ``resumes`` a call goes before the first steps of others on its connection: a call that has begun holds
+    more memory than one that waits. ``monotonic_s`` is in seconds.
     """
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
@@ -29,13 +30,14 @@ class FairQueue:
         """Steps by address and connection. The order of the keys is the rotation."""
         self._scheduled = False
 
-    def submit(self, peer: str, step: Callable[[], None]) -> None:
+    def submit(self, peer: str, step: Callable[[], None], *, resumes: bool = False) -> None:
         """Run ``step``, which must not raise, in a later iteration; ``peer`` is ``ADDRESS:PORT`` of its connection."""
         connections = self._peers.setdefault(peer.rpartition(":")[0], {})
-        connections.setdefault(peer, deque()).append(step)
+        steps = connections.setdefault(peer, deque())
+        (steps.appendleft if resumes else steps.append)(step)
         self._schedule()
 
-    async def run(self, peer: str, step: Callable[[], T]) -> T:
+    async def run(self, peer: str, step: Callable[[], T], *, resumes: bool = False) -> T:
         """Return the result of ``step``, run in a later iteration, or raise its error; skipped if cancelled before."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -47,7 +49,7 @@ class FairQueue:
             except Exception as error:  # noqa: BLE001 - raised where the step is awaited
                 result.set_exception(error)
 
-        self.submit(peer, settle)
+        self.submit(peer, settle, resumes=resumes)
         return await result
 
     def _schedule(self) -> None:

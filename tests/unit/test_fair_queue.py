@@ -16,12 +16,12 @@ class Work:
         self.queue = FairQueue(lambda: self.now_s)
         self.done = []
 
-    def submit(self, peer, name):
+    def submit(self, peer, name, **more):
         def step():
             self.now_s += self.step_s
             self.done[-1].append(name)
 
-        self.queue.submit(peer, step)
+        self.queue.submit(peer, step, **more)
 
     async def iterations(self, number):
         for _ in range(number):
@@ -61,6 +61,15 @@ async def test_a_step_may_submit_more_and_waits_behind_those_that_are_there():
     await work.iterations(1)
     work.submit("a:1", "a2")
     assert await work.iterations(2) == [["a1"], ["b1"], ["a2"]]
+
+
+async def test_a_call_that_has_begun_goes_before_others_of_its_connection():
+    work = Work()
+    for name in ("a1", "a2"):
+        work.submit("a:1", name)
+    work.submit("b:1", "b1")
+    work.submit("a:1", "a1 again", resumes=True)
+    assert await work.iterations(4) == [["a1 again"], ["b1"], ["a1"], ["a2"]]
 
 
 async def test_results_and_errors_reach_the_task_that_waits():

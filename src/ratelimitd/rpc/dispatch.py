@@ -122,9 +122,7 @@ class ConnectionCalls:
             return
         shared, requests = self._shared, run.requests
         answers: Sequence[bytes | None] = [None] * len(requests)
-        # The bulk handler checks neither the bound on calls nor deadlines.
-        has_room = shared.unary_in_progress < self._limits.max_concurrent_rpcs
-        if has_room and not self._budget.is_late:
+        if not self._budget.is_late:  # the bulk handler does not check deadlines
             try:
                 answers = run.handler(run.messages)
             except Exception:  # noqa: BLE001 -- whatever it is, the method's own handler decides about each call

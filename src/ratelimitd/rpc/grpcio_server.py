@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
@@ -214,13 +214,19 @@ class GrpcioServer:
         async def behaviour(data: bytes, context: _Context) -> bytes:
             try:
                 _demand_time(context)
-                with self._calls:
-                    call = GrpcioCall(path, context)
-                    if len(data) > LARGE_BYTES:
-                        answer = await self._queue.run(call.peer, partial(handler, data, call))
-                    else:
-                        answer = handler(data, call)
-                    return answer if isinstance(answer, bytes) else await answer
+                call = GrpcioCall(path, context)
+                if len(data) > LARGE_BYTES:
+                    answer = await self._queue.run(call.peer, partial(handler, data, call))
+                else:
+                    answer = handler(data, call)
+                if isinstance(answer, bytes):
+                    return answer
+                try:
+                    with self._calls:
+                        return await answer
+                finally:
+                    if isinstance(answer, Coroutine):
+                        answer.close()  # no effect unless there was no room
             except Exception as error:  # noqa: BLE001 -- grpc would answer UNKNOWN and name the class
                 await self._abort(context, error)
             except asyncio.CancelledError:

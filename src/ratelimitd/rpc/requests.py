@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, ClassVar, Final, Protocol
 
@@ -32,6 +32,9 @@ class Calls(Protocol):
     """The calls of a connection, as a running handler uses them."""
 
     shared: ServerState
+
+    def leave_place(self) -> None:
+        """Give back the place of a unary call."""
 
     def is_open(self, stream_id: int, open_call: OpenCall) -> bool:
         """Return whether the call is unanswered."""
@@ -62,7 +65,7 @@ async def run_unary(
     except Exception as raised:  # noqa: BLE001 -- whatever it is, it is the end of this call alone
         error = calls.shared.status_of(raised)
     finally:
-        calls.shared.unary_in_progress -= 1
+        calls.leave_place()
     if not calls.is_open(stream_id, open_call):
         return
     if error is None:
@@ -125,10 +128,6 @@ class Invoker:
     def unary(self, stream_id: int, plan: Route, call: NativeCall, message: bytes) -> None:
         """Call a unary handler; answer now, or when its awaitable is done."""
         shared = self._shared
-        if shared.unary_in_progress >= shared.limits.max_concurrent_rpcs:
-            shared.count(TransportError.TOO_MANY_CALLS)
-            self._answers.fail(stream_id, TOO_MANY_CALLS)
-            return
         if call.deadline_s is not None and shared.monotonic_s() >= call.deadline_s:
             self._answers.fail(stream_id, _LATE)
             return
@@ -141,10 +140,15 @@ class Invoker:
             self._answers.answer(stream_id, answer)
             return
         table = self._table
+        if not table.take_place():
+            if isinstance(answer, Coroutine):
+                answer.close()
+            shared.count(TransportError.TOO_MANY_CALLS)
+            self._answers.fail(stream_id, TOO_MANY_CALLS)
+            return
         open_call = table.open.get(stream_id)
         if open_call is None:
             open_call = table.enter(stream_id, plan, call, self._budget.came_s)
-        shared.unary_in_progress += 1
         open_call.task = shared.start(run_unary(self._answers, stream_id, open_call, answer))
 
     def stream(

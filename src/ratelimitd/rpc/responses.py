@@ -49,6 +49,10 @@ class ResponseWriter:
         self._budget = budget
         self._wake = wake
 
+    def leave_place(self) -> None:
+        """Give back the place of a unary call."""
+        self._table.leave_place()
+
     def is_open(self, stream_id: int, open_call: OpenCall) -> bool:
         """Return whether the call is unanswered."""
         return self._table.open.get(stream_id) is open_call

@@ -372,7 +372,7 @@ class CallTable:
         request_bytes: bytes held for open calls.
     """
 
-    __slots__ = ("_limits", "_shared", "open", "plain", "request_bytes")
+    __slots__ = ("_limits", "_places", "_shared", "open", "plain", "request_bytes")
 
     def __init__(self, shared: ServerState) -> None:
         self._shared = shared
@@ -380,6 +380,28 @@ class CallTable:
         self.open: dict[int, OpenCall] = {}
         self.plain: dict[int, tuple[HttpFallback, float]] = {}
         self.request_bytes = 0
+        self._places = 0
+        """Of ``shared.unary_in_progress``, those of this connection."""
+
+    def take_place(self) -> bool:
+        """Take a place for a unary call whose handler did not answer at once; false if there is none.
+
+        When all are taken, connections with less than an equal share get more, up to twice the bound: otherwise one
+        caller with many slow calls would keep out all others.
+        """
+        shared, places = self._shared, self._limits.max_concurrent_rpcs
+        if shared.unary_in_progress >= places:
+            share = max(1, places // max(1, shared.connections))
+            if self._places >= share or shared.unary_in_progress >= 2 * places:
+                return False
+        self._places += 1
+        shared.unary_in_progress += 1
+        return True
+
+    def leave_place(self) -> None:
+        """Give back the place of a unary call."""
+        self._places -= 1
+        self._shared.unary_in_progress -= 1
 
     @property
     def has_room(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, Protocol, TypeVar, cast
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
@@ -35,6 +35,8 @@ from ratelimitd.services.wire import (
     varint,
 )
 from ratelimiter.v1 import ratelimiter_pb2
+
+T = TypeVar("T")
 
 SERVICE: Final = "ratelimiter.v1.RateLimiter"
 
@@ -180,7 +182,7 @@ class RateLimiterService:
         questions: list[Question | None] = []
         for start in range(0, len(items), SLICE_ITEMS):
             messages = items[start : start + SLICE_ITEMS]
-            read = await self._queue.run(peer, partial(self._bulk.read, messages))
+            read = await self._step(peer, partial(self._bulk.read, messages))
             if None in read:
                 requests = self._parsed(data)
                 parsed = partial(self._answer, requests)
@@ -194,9 +196,12 @@ class RateLimiterService:
     ) -> bytes:
         parts: list[bytes | Waiting] = []
         for start in range(0, count, SLICE_ITEMS):
-            parts += await self._queue.run(peer, partial(answer, start, start + SLICE_ITEMS))
+            parts += await self._step(peer, partial(answer, start, start + SLICE_ITEMS))
         joined = self._joined(peer, parts, started_s)
         return joined if isinstance(joined, bytes) else await joined
+
+    def _step(self, peer: str, step: Callable[[], T]) -> Awaitable[T]:
+        return self._queue.run(peer, step, resumes=True)
 
     def _joined(self, peer: str, parts: Parts, started_s: float) -> bytes | Awaitable[bytes]:
         """Return the answer to a batch, at once unless an item waits for the shared state."""
@@ -213,7 +218,7 @@ class RateLimiterService:
         answers: list[bytes] = []
         for start in range(0, len(parts), SLICE_ITEMS):
             some = parts[start : start + SLICE_ITEMS]
-            answers += await self._queue.run(peer, partial(self._settled, some, verdicts))
+            answers += await self._step(peer, partial(self._settled, some, verdicts))
         self._observe(started_s, len(parts))
         return b"".join(answers)
 

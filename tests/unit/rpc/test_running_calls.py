@@ -22,6 +22,9 @@ class Calls:
         self.room = True
         self.told = []
 
+    def leave_place(self):
+        self.shared.unary_in_progress -= 1
+
     def is_open(self, stream_id, open_call):
         return self.open and (stream_id, open_call) == (1, self.call)
 
