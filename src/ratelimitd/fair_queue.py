@@ -1,4 +1,4 @@
-"""Large work in small steps, within one time budget per event-loop iteration for all callers together.
+"""Turns for large work: one time budget per event-loop iteration, and bounded slots, shared by all callers.
 
 A batch of 1,000 checks is ten steps. If each batch took one step per iteration, a thousand batches in flight would make
 an iteration a thousand steps long, and all other callers would wait for it.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -17,27 +18,51 @@ BUDGET_S: Final = 0.002
 """Time per event-loop iteration. The step that exceeds it is the last one, so the bound is the budget and one step."""
 
 
-class FairQueue:
-    """Runs steps in turn: by peer address, then by connection of that address, then in the order of their submission.
+class Rotation(Generic[T]):
+    """Items in turn: by peer address, then by connection of that address, then in the order of their arrival.
 
-    A step that ``resumes`` a call goes before the first steps of others on its connection: a call that has begun holds
-    more memory than one that waits. ``monotonic_s`` is in seconds.
+    A ``peer`` is ``ADDRESS:PORT``.
     """
+
+    def __init__(self) -> None:
+        self._peers: dict[str, dict[str, deque[T]]] = {}
+        """Items by address and connection. The order of the keys is the rotation."""
+
+    def __bool__(self) -> bool:
+        return bool(self._peers)
+
+    def add(self, peer: str, item: T) -> None:
+        """Add an item of a connection."""
+        connections = self._peers.setdefault(peer.rpartition(":")[0], {})
+        connections.setdefault(peer, deque()).append(item)
+
+    def take(self) -> T:
+        """Remove and return the next item; its connection and its address go to the end of the rotation."""
+        address, connections = next(iter(self._peers.items()))
+        peer, items = next(iter(connections.items()))
+        del self._peers[address], connections[peer]
+        item = items.popleft()
+        if items:
+            connections[peer] = items
+        if connections:
+            self._peers[address] = connections
+        return item
+
+
+class FairQueue:
+    """Runs steps in rotation, for ``BUDGET_S`` in each event-loop iteration. ``monotonic_s`` is in seconds."""
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s
-        self._peers: dict[str, dict[str, deque[Callable[[], None]]]] = {}
-        """Steps by address and connection. The order of the keys is the rotation."""
+        self._steps: Rotation[Callable[[], None]] = Rotation()
         self._scheduled = False
 
-    def submit(self, peer: str, step: Callable[[], None], *, resumes: bool = False) -> None:
-        """Run ``step``, which must not raise, in a later iteration; ``peer`` is ``ADDRESS:PORT`` of its connection."""
-        connections = self._peers.setdefault(peer.rpartition(":")[0], {})
-        steps = connections.setdefault(peer, deque())
-        (steps.appendleft if resumes else steps.append)(step)
+    def submit(self, peer: str, step: Callable[[], None]) -> None:
+        """Run ``step``, which must not raise, in a later iteration."""
+        self._steps.add(peer, step)
         self._schedule()
 
-    async def run(self, peer: str, step: Callable[[], T], *, resumes: bool = False) -> T:
+    async def run(self, peer: str, step: Callable[[], T]) -> T:
         """Return the result of ``step``, run in a later iteration, or raise its error; skipped if cancelled before."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -49,7 +74,7 @@ class FairQueue:
             except Exception as error:  # noqa: BLE001 - raised where the step is awaited
                 result.set_exception(error)
 
-        self.submit(peer, settle, resumes=resumes)
+        self.submit(peer, settle)
         return await result
 
     def _schedule(self) -> None:
@@ -60,21 +85,49 @@ class FairQueue:
     def _run_due(self) -> None:
         self._scheduled = False
         began_s = self._monotonic_s()
-        while self._peers:
-            self._next()()
+        while self._steps:
+            self._steps.take()()
             if self._monotonic_s() - began_s >= BUDGET_S:
                 break
-        if self._peers:
+        if self._steps:
             self._schedule()
 
-    def _next(self) -> Callable[[], None]:
-        """Take the next step; its connection and its address go to the end of the rotation."""
-        address, connections = next(iter(self._peers.items()))
-        peer, steps = next(iter(connections.items()))
-        del self._peers[address], connections[peer]
-        step = steps.popleft()
-        if steps:
-            connections[peer] = steps
-        if connections:
-            self._peers[address] = connections
-        return step
+
+class FairSlots:
+    """At most ``slots`` holders at a time; the next ones in rotation."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._waiting: Rotation[asyncio.Future[None]] = Rotation()
+
+    async def take(self, peer: str) -> None:
+        """Wait for a slot."""
+        if self._free:
+            self._free -= 1
+            return
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(peer, slot)
+        try:
+            await slot
+        except asyncio.CancelledError:
+            if not slot.cancelled():  # it was given in the same iteration
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Give a slot back."""
+        while self._waiting:
+            slot = self._waiting.take()
+            if not slot.done():
+                slot.set_result(None)
+                return
+        self._free += 1
+
+    @asynccontextmanager
+    async def held(self, peer: str) -> AsyncIterator[None]:
+        """Hold a slot within a ``with`` block."""
+        await self.take(peer)
+        try:
+            yield
+        finally:
+            self.release()

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -52,7 +53,7 @@ class Node:
             keys=BucketKeys(b"k" * 32),
         )
         self.service = RateLimiterService(
-            self.limiter, self.stats, lambda: 0.0, FairQueue(lambda: 0.0)
+            self.limiter, self.stats, lambda: 0.0, FairQueue(map(float, count()).__next__)
         )
         [self.bulk] = self.service.methods().bulk.values()
 
@@ -137,22 +138,22 @@ class Pair:
     def long_batch(self, asked, rule_id, changes):
         """More than a slice of it; the rules change between the first and the second."""
         message = b"".join(field(1, item) for item in asked * (250 // len(asked)))
-        # Nothing but a turn of the loop is awaited, and sending None is one.
         running = [node.batch(message) for node in (self.node, self.plain)]
         if not all(map(asyncio.iscoroutine, running)):
             assert running[0] == running[1]
             return
-        nodes = (self.node, self.plain)
-        # The general way has read the items in another number of turns, so it is not turns that tell when the first
-        # slice was answered.
-        done = [
-            _step_until(lambda node=node, was=node.answered: node.answered > was, answering)
-            for node, answering in zip(nodes, running, strict=True)
-        ]
+        # Each in a loop of its own, which runs iteration by iteration: the general way reads the items in another
+        # number of iterations.
+        loops = [asyncio.new_event_loop() for _ in running]
+        tasks = [loop.create_task(each) for loop, each in zip(loops, running, strict=True)]
+        for node, loop, task in zip((self.node, self.plain), loops, tasks, strict=True):
+            _step_until(loop, lambda node=node, was=node.answered: node.answered > was, task)
         self.edit(rule_id, changes)
-        for index, answering in enumerate(running):
-            if done[index] is None:
-                done[index] = _step_until(lambda: False, answering)
+        done = [
+            _step_until(loop, lambda: False, task) for loop, task in zip(loops, tasks, strict=True)
+        ]
+        for loop in loops:
+            loop.close()
         assert done[0] == done[1]
         MET["a long batch"] += isinstance(done[0], bytes)
 
@@ -187,16 +188,17 @@ class Pair:
                     assert self.node.check(peek) == self.plain.check(peek)
 
 
-def _step_until(is_enough, answering):
-    """Let a coroutine run from turn to turn until that is enough; the answer, or what is wrong, if it has ended."""
+def _step_until(loop, is_enough, task):
+    """Run iterations until that is enough; the answer, or what is wrong, if the task has ended."""
+    while not task.done() and not is_enough():
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+    if not task.done():
+        return None
     try:
-        while not is_enough():
-            answering.send(None)
-    except StopIteration as end:
-        return end.value
+        return task.result()
     except InvalidInputError as error:
         return error.violations
-    return None
 
 
 def times(name, *arguments):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.fair_queue import BUDGET_S, FairQueue
+from ratelimitd.fair_queue import BUDGET_S, FairQueue, FairSlots
 
 
 class Work:
@@ -16,12 +16,12 @@ class Work:
         self.queue = FairQueue(lambda: self.now_s)
         self.done = []
 
-    def submit(self, peer, name, **more):
+    def submit(self, peer, name):
         def step():
             self.now_s += self.step_s
             self.done[-1].append(name)
 
-        self.queue.submit(peer, step, **more)
+        self.queue.submit(peer, step)
 
     async def iterations(self, number):
         for _ in range(number):
@@ -63,15 +63,6 @@ async def test_a_step_may_submit_more_and_waits_behind_those_that_are_there():
     assert await work.iterations(2) == [["a1"], ["b1"], ["a2"]]
 
 
-async def test_a_call_that_has_begun_goes_before_others_of_its_connection():
-    work = Work()
-    for name in ("a1", "a2"):
-        work.submit("a:1", name)
-    work.submit("b:1", "b1")
-    work.submit("a:1", "a1 again", resumes=True)
-    assert await work.iterations(4) == [["a1 again"], ["b1"], ["a1"], ["a2"]]
-
-
 async def test_results_and_errors_reach_the_task_that_waits():
     queue = FairQueue(lambda: 0.0)
     assert await queue.run("a:1", lambda: 7) == 7
@@ -89,3 +80,30 @@ async def test_the_step_of_a_cancelled_task_is_not_run():
     await asyncio.sleep(0)
     assert waiting.cancelled()
     assert ran == []
+
+
+async def test_slots_go_to_the_next_in_rotation_and_cancelled_waiters_take_none():
+    slots, order = FairSlots(1), []
+
+    async def hold(peer):
+        async with slots.held(peer):
+            order.append(peer)
+            await asyncio.sleep(0)
+
+    holding = [asyncio.ensure_future(hold(peer)) for peer in ("a:1", "a:1", "a:1", "a:2", "b:1")]
+    await asyncio.sleep(0)
+    holding[1].cancel()
+    await asyncio.gather(*holding, return_exceptions=True)
+    assert order == ["a:1", "b:1", "a:2", "a:1"]
+    await asyncio.wait_for(slots.take("a:1"), 1)
+
+
+async def test_a_slot_that_is_given_to_a_task_that_is_cancelled_goes_to_the_next():
+    slots = FairSlots(1)
+    await slots.take("a:1")
+    first, second = [asyncio.ensure_future(slots.take(f"a:{port}")) for port in (1, 2)]
+    await asyncio.sleep(0)
+    slots.release()
+    first.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert (first.cancelled(), second.cancelled()) == (True, False)

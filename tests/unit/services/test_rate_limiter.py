@@ -14,6 +14,7 @@ from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.rate_limiter import (
     COUNT_ABOVE_BYTES,
+    MAX_ASKS,
     MAX_BATCH_ITEMS,
     SLICE_ITEMS,
     RateLimiterService,
@@ -298,11 +299,13 @@ class LimiterWithoutState(LimiterProbe):
     def __init__(self):
         super().__init__()
         self.waited, self.may_answer = [], asyncio.Event()
+        self.asking = 0
 
     def check(self, check):
         return super().check(check) if check.identifier == b"u" else None
 
     async def wait(self, checks):
+        self.asking += 1
         await self.may_answer.wait()
         self.waited.append([check.identifier for check in checks])
         return [
@@ -357,15 +360,36 @@ class TestChecksThatWait:
         assert limiter.waited == [[b"x", b"y", b"z"]]
         assert (stats.invalid_total, sum(stats.latency_counts)) == (2, len(items))
 
-    async def test_those_of_a_long_batch_wait_together_too(self, service, limiter, stats):
+    async def test_those_of_a_long_batch_wait_slice_by_slice(self, service, limiter, stats):
         items = [waits(), A_CHECK] * SLICE_ITEMS
         limiter.may_answer.set()
         answers = responses(await answer_to(service, items))
         left = [answer.remaining_tokens for answer in answers]
-        assert left[::2] == [*range(100, 100 + SLICE_ITEMS)]
+        assert left[::2] == [*range(100, 100 + SLICE_ITEMS // 2)] * 2
         assert left[1::2] == [*range(1, SLICE_ITEMS + 1)]
-        assert len(limiter.waited) == 1
+        assert len(limiter.waited) == 2
         assert sum(stats.latency_counts) == len(items)
+
+    async def test_few_slices_wait_at_a_time_and_one_caller_does_not_hold_up_another(
+        self, service, limiter
+    ):
+        data = pb.BatchRateLimitRequest(requests=[waits()] * MAX_BATCH_ITEMS).SerializeToString()
+        flood = [
+            asyncio.ensure_future(service.check_rate_limit_batch(data, FakeCall(peer="ipv4:1:1")))
+            for _ in range(3)
+        ]
+        await until(lambda: limiter.asking == MAX_ASKS)
+        small = pb.BatchRateLimitRequest(requests=[waits("near")]).SerializeToString()
+        answering = asyncio.ensure_future(
+            service.check_rate_limit_batch(small, FakeCall(peer="ipv4:2:1"))
+        )
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert limiter.asking == MAX_ASKS
+        limiter.may_answer.set()
+        assert len(responses(await answering)) == 1
+        assert [b"near"] in limiter.waited[: 2 * MAX_ASKS]
+        assert [len(responses(await each)) for each in flood] == [MAX_BATCH_ITEMS] * 3
 
     async def test_a_caller_that_leaves_is_not_timed(self, service, limiter, stats):
         answering = asyncio.ensure_future(answer_to(service, [waits()]))
