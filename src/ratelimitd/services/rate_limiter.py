@@ -47,7 +47,7 @@ MAX_LONG_BATCHES: Final = 8
 collection walks all of them: 100 ms with 64 batches, 10 ms with 8."""
 
 MAX_ASKS: Final = 2
-"""Batches, or slices of long ones, that wait for the shared state at a time: at most 200 checks, about 4 ms of its time,
+"""Batches, or slices of long ones, that wait for the shared state at a time: 200 checks or about 4 ms of its time
 are in front of another caller's check."""
 
 SLICE_ITEMS: Final = 100
