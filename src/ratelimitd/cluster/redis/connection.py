@@ -174,6 +174,13 @@ MAX_TURNS: Final = 8
 
 _NOTHING: Final = object()
 
+_TOO_LONG: Final = re.compile(rb"\r\n(?:[*%~>|][0-9]{6}|[$=!][0-9]{8})")
+"""A header that announces 100,000 elements or 10 MB; nothing we ask for has as many. hiredis allocates an array when it
+reads the header: 2,147,483,647 elements took 20 s and 16 GB."""
+
+_SEAM_BYTES: Final = 10
+"""Of each read, those that may begin or end such a header."""
+
 
 class Connection(asyncio.Protocol):
     """An open connection. Each request's ``done`` is called exactly once, and never inside :meth:`submit`.
@@ -201,6 +208,7 @@ class Connection(asyncio.Protocol):
         self._time_s = time_s
         self._loop = asyncio.get_running_loop()
         self._reader = Reader(notEnoughData=_NOTHING)
+        self._seam = b"\r\n"
         self._transport: asyncio.Transport
         self._outgoing: list[bytes] = []
         self._waiting: deque[Request] = deque()
@@ -270,12 +278,17 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Hand each reply that is complete to the request whose turn it is."""
         reader, waiting = self._reader, self._waiting
+        seam = self._seam + data[:_SEAM_BYTES]
+        self._seam = (seam if len(data) <= _SEAM_BYTES else data)[-_SEAM_BYTES:]
+        if _TOO_LONG.search(data) or _TOO_LONG.search(seam):
+            self._drop_garbage()
+            return
         reader.feed(data)
         while True:
             try:
                 reply = reader.gets()
             except Exception:  # noqa: BLE001 - it raises its own, and what Python does of a length or a key beyond reason
-                self.drop(StoreUnavailableError("the shared state does not speak its protocol"))
+                self._drop_garbage()
                 return
             if reply is _NOTHING:
                 return
@@ -294,6 +307,9 @@ class Connection(asyncio.Protocol):
                     self._on_error(request, str(reply))
                 else:
                     request.tell(reply)
+
+    def _drop_garbage(self) -> None:
+        self.drop(StoreUnavailableError("the shared state does not speak its protocol"))
 
     def unasked(self, reply: object) -> bool:
         """Handle a reply without a request: an error before a close, or a lost count. Return whether to go on."""

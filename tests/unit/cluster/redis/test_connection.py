@@ -374,7 +374,7 @@ async def test_everybody_gets_an_error_of_their_own():
     [
         b"GET / HTTP/1.1\r\n",
         b"\x15\x03\x01\x00\x02\x02",
-        b"*4294967295\r\n",  # MemoryError
+        b"*4294967295\r\n",
         b"%1\r\n*0\r\n+x\r\n",  # TypeError
     ],
 )
@@ -384,6 +384,31 @@ async def test_octets_that_are_no_reply_end_the_connection(octets):
     setup.connection.data_received(octets)
     assert setup.transport.aborted
     assert str(told[0]) == "the shared state does not speak its protocol"
+
+
+@pytest.mark.parametrize("header", [b"*2147483647\r\n", b"%100000\r\n", b"$10000000\r\n"])
+@pytest.mark.parametrize(
+    "before", [b"", b"+OK\r\n", b"$3\r\nabc\r\n", b"*2\r\n$70\r\n" + b"x" * 70 + b"\r\n"]
+)
+async def test_a_header_that_announces_too_much_is_not_parsed_wherever_reads_cut_it(header, before):
+    for first in range(len(before), len(before + header)):
+        for second in range(first, len(before + header) + 1):
+            setup = Setup()
+            await setup.asked()
+            await setup.asked()
+            octets = before + header
+            for part in (octets[:first], octets[first:second], octets[second:]):
+                if part and not setup.transport.aborted:
+                    setup.connection.data_received(part)
+            assert setup.transport.aborted
+            assert str(setup.lost[0]) == "the shared state does not speak its protocol"
+
+
+async def test_a_reply_as_long_as_the_bound_is_read():
+    setup = Setup()
+    told = await setup.asked()
+    setup.connection.data_received(b"*99999\r\n" + b":1\r\n" * 99_999)
+    assert told == [[1] * 99_999]
 
 
 async def test_an_answer_to_nothing_ends_the_connection():
