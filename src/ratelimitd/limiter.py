@@ -1,7 +1,7 @@
 """The use case: decide checks, reset buckets. The only place that says "fail open".
 
 Never does I/O of its own, never imports a driver: rules come as an immutable book, buckets from a table, time from a
-clock. A decision takes no await, no lock and no task; only those that need the state which all nodes share wait for it.
+clock. A decision takes no await, no lock and no task; only checks that need the shared state wait.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAIL_OPEN_RESET_S: Final = 60
 
 MAX_SCOPES: Final = 4_096
 """Endpoints whose rule and key scope are remembered; beyond it they are looked up again, which takes about 3 µs. Bounds
-what callers who send ever new endpoints can make a node hold (I17), and how long forgetting all of it takes."""
+the memory that callers can fill by sending ever new endpoints (I17), and the time that clearing the cache takes."""
 
 
 ASKED_PER_TURN: Final = 100
@@ -56,7 +56,7 @@ class Buckets(Protocol):
     def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
         self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
     ) -> Outcome | None:
-        """Judge and charge a check; ``None``: the shared state is to decide.
+        """Judge and charge a check; return ``None`` if the shared state has to decide.
 
         Raises:
             BreakerOpenError: the shared state is not asked now. Nothing was charged.
@@ -72,7 +72,7 @@ class Buckets(Protocol):
         *,
         is_counted: bool = True,
     ) -> Outcome | None:
-        """Judge a check as :meth:`apply` would, and charge nothing. ``is_counted``: an absent bucket is a miss."""
+        """Judge a check as :meth:`apply` would, and charge nothing. ``is_counted``: an absent one counts as a miss."""
 
 
 class LocalBuckets(Buckets, Protocol):
@@ -100,8 +100,8 @@ class SharedBuckets(Buckets, Protocol):
     ) -> Awaitable[Outcome | RateLimitdError]:
         """Ask the shared state to decide a check, at once. ``is_counted``: an absent bucket is a miss.
 
-        ``StoreUnavailableError``: it did not answer in time, and what it has charged is not known. Otherwise nothing
-        was charged.
+        ``StoreUnavailableError``: it did not answer in time, and the check may have been charged. With any other error
+        nothing was charged.
         """
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Rule]) -> None:
@@ -156,7 +156,7 @@ _NO_RULE: Final = Decision(ALLOWED, NO_RULE_REMAINING, 0, 0, Reason.NO_RULE, Non
 class Limiter:
     """Decides checks by the rules of a book on buckets: a node's own, or ``shared`` ones; exactly one is given.
 
-    ``breaker_denies``: while the shared state is given up, checks are denied instead of allowed. ``on_error`` hears of
+    ``breaker_denies``: while the breaker is open, checks are denied instead of allowed. ``on_error`` hears of
     the exception behind a fail-open answer, for the log; it must not raise. That the shared state is away is no such
     exception: who talks to it tells that once, not once a check. ``on_denied`` must not raise, either.
     """
@@ -240,7 +240,7 @@ class Limiter:
         return answers
 
     async def wait(self, checks: Sequence[Check]) -> list[Decision | CheckInvalidError]:
-        """Answer checks for which :meth:`check` or :meth:`check_batch` had ``None``; all are asked for at once."""
+        """Answer checks for which :meth:`check` or :meth:`check_batch` returned ``None``; all are sent at once."""
         asked = []
         for index, check in enumerate(checks):
             if index and index % ASKED_PER_TURN == 0:
@@ -260,8 +260,8 @@ class Limiter:
     def all_pass(self, checks: Sequence[Check], now_us: int) -> bool | Awaitable[bool]:
         """Whether each check would pass at ``now_us``; charges nothing, counts nothing, and knows no timestamps.
 
-        An awaitable only where buckets are shared. What cannot be known passes: charging the checks then meets
-        the failure again, and has an answer to it.
+        An awaitable only where buckets are shared. An undetermined outcome counts as passing: the later
+        charge meets the same failure and answers it.
         """
         foreseen = [self._foresee(check, now_us) for check in checks]
         asked = [one for one in foreseen if not isinstance(one, bool)]
@@ -278,7 +278,7 @@ class Limiter:
 
         Raises:
             StoreUnavailableError: there is no rule book yet, or the reset could not be made durable; then the bucket
-                is as it was, but for what was spent while the journal was trying.
+                has its old value again, without the spends made during the write.
             StoreOverloadedError: the shared state has so much to do that it was not even asked.
         """
         # A caller that gives up half way must not leave a bucket that is reset in memory only.
@@ -332,8 +332,7 @@ class Limiter:
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
         """Answer one check of ``scope`` at ``now_us``, and charge it if it is allowed.
 
-        For checks that come in bulk: where there is no answer, or whatever this raises, nothing was charged, and
-        :meth:`check` is to answer instead.
+        For bulk checks. If this returns ``None`` or raises, nothing was charged, and the caller uses :meth:`check`.
         """
         outcome = self._buckets.apply(
             identifier + scope.key_suffix, scope.rule, scope.decide, now_us, cost
@@ -462,7 +461,7 @@ class Limiter:
         return scope
 
     def _as_of_book(self, book: RuleBook, rule: Rule) -> Rule:
-        """The rule as nodes compare it: under the revision of the whole book, which alone tells what holds when.
+        """Return the rule with the revision of the whole book, because only that orders edits of different rules.
 
         By its own revision, the global rule would seem older than a rule for one endpoint that has been deleted.
         """

@@ -1,6 +1,6 @@
-"""A hash tag of the shared state on one node: what it has still to settle, in numbered batches, one at a time.
+"""A node's side of one hash tag: collects unsettled spends and sends them in numbered batches, one at a time.
 
-Where one server has all hash tags, a batch may be of several neighbours, and they are one here.
+If one server holds all hash tags, several adjacent tags share one batch and one ``Partition``.
 
 Decides nothing about checks. The rules are those of the ledger (ADR 0023): a batch is frozen, repeated until it is
 acknowledged, and then the views of its buckets go on from the state that it left.
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 FIRST_RESEND_S: Final = 0.06
 LONGEST_RESEND_S: Final = 1.0
-"""A batch that was not acknowledged is sent again after so long, twice as long from time to time."""
+"""Pause before an unacknowledged batch is sent again; doubled each time."""
 
 MAX_RUNS: Final = 4_096
-"""In one batch: 64 KiB, some 10 ms of the store. Only logs have so many, after an outage; one alone may have more."""
+"""In one batch: 64 KiB, some 10 ms of the store. Only logs reach it, after an outage; a single bucket may exceed it."""
 
 MAX_UNSETTLED: Final = 390
-"""Of one hash tag: 100,000 buckets in all wait for a store that is away, about 1.5 KB each, and no more."""
+"""Per hash tag. In all, 100,000 buckets of about 1.5 KB each wait for a store that is away."""
 
 MAX_KEPT_US: Final = 3_000 * US_PER_S
 """How long a batch is repeated. The store remembers the numbers of a sender for an hour after its last batch; after
@@ -97,7 +97,7 @@ class Partition:
         return None if batch is None else batch.frozen_at_us
 
     def touch(self, bucket: Bucket) -> None:
-        """There is something to settle of a bucket that is not dirty yet."""
+        """Mark a bucket as dirty: it has something to settle."""
         bucket.is_dirty = True
         self._dirty[bucket.name] = bucket
 
@@ -109,14 +109,14 @@ class Partition:
         self._flush_in(0)  # not at once: all checks of this turn ride in one batch
 
     def give_up(self, bucket: Bucket, check: PendingCheck) -> None:
-        """The store has not answered a check in time: the view decides, and pays when the store has charged it too.
+        """Decide a check by the view after a timeout; corrected with ``view.pay`` if the store has charged it, too.
 
-        One whose caller has left is not taken to the store any more, unless it is on its way.
+        If the caller has left, the check is not sent, unless its batch was.
         """
         self._asked.withdraw(bucket, check)
         if check.answer.done():
             return
-        # Meanwhile it may have been packed, and be in use again as another object.
+        # It may have been packed and unpacked as another object meanwhile: use that one.
         bucket = self.buckets.setdefault(bucket.name, bucket)
         outcome = bucket.view.check_alone(check.now_us, check.cost)
         check.charged = outcome[0]
@@ -185,7 +185,7 @@ class Partition:
     def _send(self, batch: Batch) -> None:
         try:
             self._node.store.settle(self.number, batch, partial(self._answered, batch))
-        except Exception as error:  # noqa: BLE001 - it would fail each time, and hold up whatever comes behind it
+        except Exception as error:  # noqa: BLE001 - a retry would fail again and block later batches
             self._node.defect(error)
             self._drop(batch)
 
@@ -211,10 +211,10 @@ class Partition:
             self._node.timers.call_later(pause_s, self._send, batch)
 
     def _failed(self, error: RateLimitdError) -> None:
-        # A batch that takes checks along is a round trip of theirs the first time only: then they wait no more. Of
-        # those that wait behind it each time is one. And where reads work, nothing but an open breaker keeps the node
-        # from taking on ever more buckets that cannot be settled (I17). That the keys of one slot are on their way says
-        # nothing about the server, which has others: the view decides the checks that wait when their time is over.
+        # The checks in a batch are affected by its first failure only: afterwards they have timed out. Those that wait
+        # for the next batch are affected by each. If reads work but settling fails, only an open breaker keeps the
+        # node from loading more buckets that it cannot settle (I17). A slot that is being moved is no fault of the
+        # server, which still serves others: the view decides the waiting checks when they time out.
         first_time = not self._resends
         matters = self._asked.are_waiting or (self._asked.are_taken and first_time) or self.is_full
         if matters and not isinstance(error, StoreMovingError):
@@ -243,7 +243,7 @@ class Partition:
         self._go_on()
 
     def _end_batch(self, reply: Reply) -> Sequence[Bucket]:
-        """Nothing is under way any more; returns the buckets of which something was."""
+        """End the batch in flight; return its buckets."""
         self._sender.acknowledged(reply)
         sent, self._sent = self._sent, ()
         return sent
@@ -254,7 +254,7 @@ class Partition:
             self.flush()
 
     def first_word(self) -> None:
-        """The store has spoken, and nothing of it is adopted yet: after an outage, settle no more than is lacking.
+        """Forgive spends that have refilled during an outage; called on the first reply, before its states are adopted.
 
         Once for each outage; and only dirty buckets have anything that is not sent.
         """
@@ -266,16 +266,16 @@ class Partition:
             bucket.view.forgive_outage(now_us)
 
     def _let_go(self, bucket: Bucket) -> None:
-        # One that had nothing to settle after all may have been packed, and be in use again as another object.
+        # One without spends may have been packed and unpacked as another object.
         if not bucket.is_cached and not bucket.is_dirty and self.buckets.get(bucket.name) is bucket:
             del self.buckets[bucket.name]
 
 
 PAUSES_US: Final = (100_000, 300_000, 700_000, 1_000_000)
-"""Between two looks at a bucket; the last one holds on."""
+"""Pauses between two reads of a bucket; the last one repeats."""
 
 MAX_BUCKETS: Final = 100_000
-"""Denied buckets that are looked after; further ones are found again when their checks come."""
+"""Limit of denied buckets that are read again in the background; others are read by their next check."""
 
 
 class _Look(NamedTuple):
@@ -302,9 +302,9 @@ class RefreshQueue:
             self._later(bucket, 0, now_us)
 
     def due(self, now_us: int, most: int) -> list[tuple[Bucket, int]]:
-        """The next buckets to be read, each with how often it was before. Each has to come back by :meth:`looked`.
+        """Return the next buckets to read, with their number of earlier reads; report each by :meth:`looked`.
 
-        One of which no check was denied since its last look is left alone from now on.
+        A bucket without a denial since its last read is dropped.
         """
         looks: list[tuple[Bucket, int]] = []
         for queue in self._queues:
@@ -321,7 +321,7 @@ class RefreshQueue:
         return looks
 
     def looked(self, bucket: Bucket, times: int, now_us: int, *, is_news: bool) -> None:
-        """It was read, or could not be: the next look comes later, but soon after news."""
+        """Schedule the next read: later each time, soon if the state had changed."""
         self._later(bucket, 0 if is_news else times + 1, now_us)
 
     def _later(self, bucket: Bucket, times: int, now_us: int) -> None:

@@ -7,8 +7,8 @@ Never does I/O, never reads a clock, never raises because of what a peer sent. A
     if connection.ended: close
     elif connection.has_more: read no more, and call receive(b"") in the next turn of the loop
 
-An owner whose transport does not take what it writes must stop calling ``receive``: nothing else bounds the replies to
-a peer that does not read.
+When its transport pauses writing, the owner must stop calling ``receive``: otherwise the replies to a peer that does
+not read grow without bound.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PLAIN_HEADERS: Final = frames.FrameType.HEADERS << 8 | frames.END_HEADERS
 _LAST_DATA: Final = frames.FrameType.DATA << 8 | frames.END_STREAM
 
 _NOT_HTTP2: Final = (Cause.HTTP1, Cause.TLS)
-"""Peers that were answered in their own words and would not read a GOAWAY."""
+"""Causes of peers that speak another protocol, were answered in it, and could not read a GOAWAY."""
 
 
 class Connection:
     """The state of one connection.
 
     Attributes:
-        ended: why nothing more happens, None while it does.
+        ended: why the connection ended, None while it is open.
         has_more: ``receive`` has stopped at the bound of a slice; ``receive(b"")`` goes on.
         send_unary, send_headers, send_data, send_trailers: see :class:`ratelimitd.http2.sending.Sender`.
     """
@@ -106,7 +106,7 @@ class Connection:
     def owes(self) -> Cause | None:
         """What the peer has to send before anything can go on, None when it is nothing.
 
-        One that owes the same for long, and makes no ``progress`` meanwhile, is to be closed for that cause.
+        If it owes the same for too long without ``progress``, the owner closes the connection with that cause.
         """
         if not self._receiver.settings_received:
             return Cause.SLOW_PREFACE
@@ -138,7 +138,7 @@ class Connection:
             self._receiver.announce_all()
             events.append(self._end(failure.code, failure.cause, failure.message))
         if not self.has_more:
-            # Less than a frame is left. A read may be 256 KiB, and must not stay for the sake of its last octets.
+            # Less than a frame is left: keep a copy of it, not the whole read of up to 256 KiB.
             self._buffer, self._at = self._buffer[self._at :], 0
         return events
 
@@ -164,7 +164,7 @@ class Connection:
         self._sender.frame(frames.ping(payload))
 
     def tick(self) -> None:
-        """Say that a second has passed; what peers may do without need grows with time."""
+        """Refill the peer's allowances of control frames; called once a second."""
         self._meter.tick()
 
     def go_away(self) -> None:
@@ -185,9 +185,9 @@ class Connection:
         """Deal with the frames in ``data`` from ``_at`` on, as many as a slice holds.
 
         A check is HEADERS without END_STREAM and one DATA with it. These two are dealt with here as the tables say
-        (idle → open → remote_closed), in a handful of steps each; whatever is unusual about them, and all other frames,
-        the receiver deals with. The two branches stand for these lines of the general path: ``Receiver.request`` and
-        ``Receiver.announce`` (HEADERS), ``Receiver._data`` (DATA); a test holds the two against each other.
+        (idle → open → remote_closed), in a handful of steps each; the receiver handles unusual ones
+        and all other frames. The two branches duplicate these functions of the general path: ``Receiver.request`` and
+        ``Receiver.announce`` (HEADERS), ``Receiver._data`` (DATA); a test checks that both behave alike.
         """
         streams, receiver, limits = self._streams, self._receiver, self._limits
         live, opening = streams.live, streams.opening
@@ -254,7 +254,7 @@ class Connection:
         self.has_more = at < size and self._whole_frame_at(at)
 
     def _end_id(self) -> int:
-        """The identifier from which on a request is not for the short way: the room for it has to be looked at."""
+        """The first stream identifier that must take the general path, which checks whether there is room for it."""
         streams, receiver = self._streams, self._receiver
         if not receiver.settings_received or receiver.block_open or streams.final_id is not None:
             return 0
@@ -264,14 +264,14 @@ class Connection:
         return streams.next_id + 2 * (self._limits.max_streams - used)
 
     def _settle(self, taken: int, complete: int) -> None:
-        """Count what came by the short way. Complete requests are bounded by their number, so they are credited."""
+        """Account for requests of the fast path. Their number is limited, so their octets are given back."""
         if complete:
             self._streams.opened_total += complete
             self._receiver.window.left -= taken  # there was room: the loop has looked
             self._sender.credit(taken)
 
     def _whole_frame_at(self, at: int) -> bool:
-        """Whether the octets go on with a whole frame, or with the header of one that will never be read."""
+        """Return whether a whole frame follows, or the header of a frame that is too large."""
         left = len(self._buffer) - at
         if left < frames.FRAME_HEADER_BYTES:
             return False

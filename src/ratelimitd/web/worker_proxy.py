@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 from zlib import crc32
@@ -70,10 +70,15 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 class PassingOn:
-    """An ASGI application that asks workers; ``sockets`` are where they listen, dead ones among them."""
+    """An ASGI application that forwards requests to workers.
 
-    def __init__(self, sockets: Sequence[Path]) -> None:
+    ``sockets`` are the paths at which they listen, if they run. ``answers`` returns whether the worker of that number
+    responds: the kernel accepts connections for one that hangs.
+    """
+
+    def __init__(self, sockets: Sequence[Path], answers: Callable[[int], Awaitable[bool]]) -> None:
         self._sockets = sockets
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -88,12 +93,16 @@ class PassingOn:
             exchange.close()
 
     async def _exchange(self, scope: Scope) -> _Exchange | None:
-        """A connection to a worker that listens; the caller's own first."""
+        """Return a connection to a worker that responds; the caller's own first."""
         sockets = self._sockets
         client = Address(*(scope.get("client") or ("", 0)))
         # One worker counts tries to log in and knows which login links were used.
         first = 0 if scope["path"] == "/login" else crc32(client.host.encode()) % len(sockets)
-        for path in (*sockets[first:], *sockets[:first]):
+        for offset in range(len(sockets)):
+            number = (first + offset) % len(sockets)
+            if not await self._answers(number):
+                continue
+            path = sockets[number]
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     with short_name(path) as name:

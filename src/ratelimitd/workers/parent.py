@@ -132,7 +132,7 @@ async def _start_http(
     """
     if listen is None:
         return ""
-    pages = PassingOn([worker.http_socket for worker in workers])
+    pages = PassingOn([worker.http_socket for worker in workers], pool.answers)
     app = worker_application(metrics=pool, readiness=pool.readiness, others=pages)
     server = HttpServer(app, *listen)
     opened.push_async_callback(server.stop)

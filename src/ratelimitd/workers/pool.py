@@ -294,6 +294,12 @@ class Respawner:
             return Readiness(ready=False, reason="starting")
         return await self._process.readiness() or Readiness(ready=False, reason="no answer")
 
+    async def answers(self) -> bool:
+        """Return whether its process responds in time."""
+        if self._process is None or not self._is_up:
+            return False
+        return await self._process.readiness() is not None
+
     async def report(self) -> Report | None:
         """What its process says of this moment; ``None`` when there is no answer in time."""
         return await self._process.report() if self._process is not None and self._is_up else None
@@ -389,6 +395,10 @@ class WorkerPool:
             return
         name = f"worker {number}"
         self._background.start(name, partial(respawner.keep, name))
+
+    async def answers(self, number: int) -> bool:
+        """Return whether a worker responds within ``READINESS_TIMEOUT_S``."""
+        return await self._respawners[number].answers()
 
     async def stop(self, timeout_s: float) -> str:
         """Let every worker drain; kill those that take longer. Returns what did not end well, empty when all did."""

@@ -68,6 +68,10 @@ async def parent(tmp_path):
     class Parent:
         sockets = [tmp_path / f"{name}.sock" for name in ("a", "b")]  # noqa: RUF012
         servers = []  # noqa: RUF012
+        hanging = set()  # noqa: RUF012
+
+        async def answers(self, number):
+            return number not in self.hanging
 
         async def start(self, name, app=None):
             worker = Worker(name)
@@ -77,7 +81,7 @@ async def parent(tmp_path):
             return worker
 
     found = Parent()
-    server = HttpServer(PassingOn(found.sockets), "127.0.0.1", 0)
+    server = HttpServer(PassingOn(found.sockets, found.answers), "127.0.0.1", 0)
     found.servers = [server]
     found.url = f"http://{await server.start()}"
     async with httpx.AsyncClient(base_url=found.url) as http:
@@ -108,6 +112,17 @@ async def test_a_request_and_its_answer_are_passed_on_with_who_asked(parent):
     assert answer.headers["x-kept"] == "1"
     assert "keep-alive" not in answer.headers
     assert len(answer.headers.get_list("date")) == 1
+
+
+async def test_a_worker_that_hangs_is_passed_over_although_its_socket_accepts(parent):
+    await parent.start("a")
+    await parent.start("b")
+    asked = [(await parent.http.get("/asked")).text[0] for _ in range(2)]
+    assert asked in (["a", "a"], ["b", "b"])
+    parent.hanging = {"ab".index(asked[0])}
+    assert (await parent.http.get("/asked")).text[0] == ({"a", "b"} - {asked[0]}).pop()
+    parent.hanging = {0, 1}
+    assert (await parent.http.get("/asked")).status_code == 503
 
 
 async def test_nobody_says_who_they_are_by_a_header(parent):

@@ -132,6 +132,7 @@ async def test_a_pool_whose_workers_do_not_answer_is_not_ready(pool, monkeypatch
     silent = pool(SILENT)
     await silent.start()
     assert await silent.readiness() == Readiness(False, "worker 0 (no answer)")
+    assert not await silent.answers(0)
 
 
 async def test_one_worker_that_cannot_start_is_the_failure_of_all(pool):
