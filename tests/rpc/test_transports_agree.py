@@ -56,7 +56,7 @@ async def later(data, call):
     return refuse(data[1:], call) if data[:1] == b"!" else data
 
 
-async def for_ever(_data, _call):
+async def repeat_step(_data, _call):
     await asyncio.Event().wait()
 
 
@@ -83,7 +83,7 @@ METHODS = Methods(
         "/s/metadata": metadata,
         "/s/times": times,
         "/s/later": later,
-        "/s/for_ever": for_ever,
+        "/s/repeat_step": repeat_step,
         "/s/large": large,
     },
     server_stream={"/s/pieces": pieces},
@@ -202,13 +202,13 @@ async def test_deadlines_agree(both, timeout_s):
 
 
 async def test_a_deadline_that_passes_agrees(both):
-    status, *_ = await both.unary("/s/for_ever", b"", timeout=0.2)
+    status, *_ = await both.unary("/s/repeat_step", b"", timeout=0.2)
     assert status is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_cancellations_agree(both):
     def ask(channel):
-        call = channel.unary_unary("/s/for_ever")(b"", timeout=30)
+        call = channel.unary_unary("/s/repeat_step")(b"", timeout=30)
         asyncio.get_running_loop().call_later(0.05, call.cancel)
         return call
 

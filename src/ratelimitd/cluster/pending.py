@@ -1,4 +1,4 @@
-"""A check that waits for the shared state, and how it is answered when that has answered."""
+"""Checks that wait for the shared state, and their answers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from ratelimitd.cluster.sync import Partition
 
 BEYOND_ANY_LIMIT = INT32_MAX + 1
-"""A cost that no bucket has: the denial tells what is left, and when all of it is back."""
+"""A cost above any limit: its denial contains the remaining tokens and the reset time."""
 
 
 class PendingCheck:
-    """One check that waits.
+    """One waiting check.
 
     Attributes:
-        ask: what a batch asks for it; there is none before it is known that the store has to decide.
-        answer: to the check: an outcome, or the error that stands for it.
-        charged: whether the node's own view was charged when the store did not answer in time.
+        ask: its part of a batch; unset until the store has to decide.
+        answer: the outcome, or the error in its place.
+        charged: the node's own view was charged, because the store did not answer in time.
     """
 
     __slots__ = ("answer", "ask", "charged", "cost", "now_us", "peek", "rule")
@@ -69,9 +69,9 @@ class PendingCheck:
 
 
 def granted(view: LocalView, now_us: int, later: int = 0) -> Outcome:
-    """What a check is told that the store has allowed and charged; ``view`` has heard of it.
+    """Return the outcome of a check that the store allowed; ``view`` already includes the charge.
 
-    ``later`` tokens were granted behind it in the same batch: it is told what was left before those.
+    ``later`` tokens were granted after it in the same batch; they count as remaining.
     """
     left = view.peek(now_us, BEYOND_ANY_LIMIT)
     remaining = left[1] + later
@@ -80,11 +80,11 @@ def granted(view: LocalView, now_us: int, later: int = 0) -> Outcome:
 
 
 def refused(view: LocalView, now_us: int, cost: int) -> Outcome:
-    """What a check is told that the store has not allowed."""
+    """Return the outcome of a check that the store denied."""
     outcome = view.peek(now_us, cost)
     if not outcome[0]:
         return outcome
-    # There was not enough when the store was asked, and by now there is: it may try again as soon as it can be told.
+    # There were too few tokens when the store was asked, but there are enough now: the shortest delay.
     left = view.peek(now_us, BEYOND_ANY_LIMIT)
     return DENIED, left[1], left[2], 1, LIMIT_EXCEEDED, left[5]
 
@@ -97,19 +97,19 @@ class Bucket:
     """One bucket.
 
     Attributes:
-        key: its key on this node.
-        name: its name in the store.
-        tag: the part of the store that it belongs to.
-        view: what this node knows of it.
-        is_dirty: whether there is something to settle that no batch carries yet.
-        is_denied: whether a check of it was denied since it was last read for that.
-        is_watched: whether it is read again now and then.
-        is_cached: whether checks find it by its key; else it lives until it is settled.
+        key: key on this node.
+        name: name in the store.
+        tag: its partition of the store.
+        view: the node's view of it.
+        is_dirty: has unsettled spends that no batch contains.
+        is_denied: a check was denied since the last background read.
+        is_watched: is read again in the background.
+        is_cached: is found by its key; otherwise it exists until it is settled.
     """
 
     __slots__ = ("is_cached", "is_denied", "is_dirty", "is_watched", "key", "name", "tag", "view")
 
-    def __init__(  # noqa: PLR0917 - made for every miss
+    def __init__(  # noqa: PLR0917 - called for every miss
         self, key: bytes, name: bytes, tag: Partition, rule: Rule, base: SharedState | None
     ) -> None:
         self.key = key
@@ -120,7 +120,7 @@ class Bucket:
 
 
 class Requested:
-    """Those that wait for the next batch, and those that the last one has taken, until it is answered."""
+    """Checks that wait for the next batch, and those in the batch in flight."""
 
     __slots__ = ("_taken", "_waiting")
 
@@ -130,21 +130,21 @@ class Requested:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether there are any for the next batch."""
+        """Whether checks wait for the next batch."""
         return bool(self._waiting)
 
     @property
     def are_taken(self) -> bool:
-        """Whether the last batch has taken any along."""
+        """Whether the batch in flight contains checks."""
         return bool(self._taken)
 
     def wait(self, bucket: Bucket, check: PendingCheck) -> None:
-        """Let the next batch take a check along."""
+        """Add a check to the next batch."""
         check.ask = bucket.view.ask(check.now_us, check.cost)
         self._waiting.setdefault(bucket.name, []).append(check)
 
     def withdraw(self, bucket: Bucket, check: PendingCheck) -> None:
-        """Do not take a check to the store, unless a batch has done so already."""
+        """Remove a check from the next batch; no effect if it was sent."""
         waiting = self._waiting.get(bucket.name, [])
         if check not in waiting:
             return
@@ -154,12 +154,12 @@ class Requested:
             del self._waiting[bucket.name]
 
     def take(self, bucket: Bucket) -> None:
-        """A batch takes along what waits of a bucket."""
+        """Move the waiting checks of a bucket into the batch."""
         if bucket.name in self._waiting:
             self._taken[bucket.name] = self._waiting.pop(bucket.name)
 
     def decide(self, bucket: Bucket, grants: Sequence[bool]) -> None:
-        """The store has decided what the batch took along of a bucket, in order; its view has heard of the rest."""
+        """Resolve the checks of a bucket in the batch, in order; its view includes the rest of the reply."""
         if grants:
             bucket.view.note_grants(grants)
         verdicts = [*zip(self._taken.pop(bucket.name, ()), grants, strict=True)]
@@ -170,12 +170,12 @@ class Requested:
             _decide(bucket, check, later if is_granted else None)
 
     def forget_taken(self) -> None:
-        """The batch will not be answered."""
+        """Drop the checks of a batch that will not be answered."""
         self._taken = {}
 
 
 def _decide(bucket: Bucket, check: PendingCheck, later: int | None) -> None:
-    """The store has refused a check (``None``), or granted it and so many tokens behind it."""
+    """Resolve a check: denied if ``later`` is ``None``, else granted, with ``later`` tokens granted after it."""
     view, now_us, cost = bucket.view, check.now_us, check.cost
     if check.answer.done():
         if later is not None and check.charged:
@@ -193,9 +193,9 @@ class _Wait(NamedTuple):
 
 
 class Deadlines:
-    """The checks that wait, all for ``answer_s``, so in the order of time; one timer for all.
+    """Deadlines of waiting checks, in order of time since all wait for ``answer_s``; one timer for all.
 
-    ``give_up`` is called for each that was not answered in time, and for each whose caller has left.
+    ``give_up`` is called for each check that was not answered in time or whose caller has left.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Deadlines:
         self._waits: deque[_Wait] = deque()
 
     def add(self, bucket: Bucket, check: PendingCheck) -> None:
-        """A check waits from now on."""
+        """Add a check that begins to wait."""
         if not self._waits:
             self._timers.call_later(self._answer_s, self._look)
         until_us = self._clock.monotonic_us() + round(self._answer_s * US_PER_S)
@@ -223,7 +223,7 @@ class Deadlines:
         try:
             self._give_up_late(now_us)
         finally:
-            # One failure must not keep the others waiting.
+            # A failure of one check must not delay the others.
             if self._waits:
                 wait_us = max(0, self._waits[0].until_us - now_us)
                 self._timers.call_later(wait_us / US_PER_S, self._look)

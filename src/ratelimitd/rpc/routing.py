@@ -1,7 +1,7 @@
-"""What a request's header list means to gRPC: which method, how it is compressed, how long the caller waits.
+"""Maps the header list of a request to a route: method, compression, deadline.
 
-Judged once for all calls that look alike: clients repeat their headers but for the deadline. Never judges HTTP's own
-rules: a head that breaks them does not get here.
+Routes are cached per header block, since clients repeat their headers except for the deadline. The HTTP/2 core has
+already checked HTTP's own rules.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ratelimitd.tracing import TRACEPARENT, is_sampled
 
 
 class HttpFallback(NamedTuple):
-    """A header block, and the body that follows it; there is none behind the headers of an answer to HEAD."""
+    """A header block and its body, which is empty for HEAD."""
 
     head_block: bytes
     body: bytes
 
 
 def http_fallback(method: bytes, *, is_grpc: bool) -> HttpFallback | None:
-    """What to answer to a request of that method; ``None`` if it is one of gRPC."""
+    """Return the answer to a request that is not gRPC; ``None`` if it is."""
     if method != b"POST":
         return _HEAD_NOT_ALLOWED if method == b"HEAD" else _METHOD_NOT_ALLOWED
     return None if is_grpc else _UNSUPPORTED_MEDIA_TYPE
@@ -72,11 +72,11 @@ _TIMEOUT: Final = b"grpc-timeout"
 _ENCODING: Final = b"grpc-encoding"
 _CONTENT_TYPE: Final = b"content-type"
 _MEANINGFUL: Final = frozenset((_TIMEOUT, _ENCODING, _CONTENT_TYPE))
-"""What decides about a call beside its path; all other fields are metadata."""
+"""Fields that select a route beside the path; all others are metadata."""
 
 _TRACEPARENT: Final = TRACEPARENT.encode()
 _MEANINGFUL_TRACED: Final = _MEANINGFUL | {_TRACEPARENT}
-"""The same where calls are traced."""
+"""The same for traced methods."""
 
 _ENCODINGS: Final = {
     b"identity": Encoding.IDENTITY,
@@ -86,11 +86,11 @@ _ENCODINGS: Final = {
 
 _GRPC: Final = b"application/grpc"
 _AFTER_GRPC: Final = (b"", b"+", b";")
-"""What may follow in a content type, up to there: a codec, which is the method's business, or parameters."""
+"""What may follow in a content type: nothing, a codec, or parameters."""
 
 
 class MethodRoute(NamedTuple):
-    """One method: its path and the one handler it has."""
+    """One method: its path and its handler."""
 
     path: str
     unary: UnaryHandler | None = None
@@ -101,7 +101,7 @@ class MethodRoute(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A call that ends before it begins, the cause to count, and fields that go with the answer."""
+    """The answer to a refused call: its status, the cause to count, and extra fields."""
 
     error: RpcError
     cause: TransportError
@@ -109,29 +109,28 @@ class Refusal(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """Who is at the other end of a connection, as :class:`ratelimitd.rpc.interface.Call` tells it."""
+    """The peer of a connection, in the form of :class:`ratelimitd.rpc.interface.Call`."""
 
     address: str
     sans: tuple[str, ...] = ()
 
 
 class Route:
-    """How to answer requests with a certain head, kept with the head.
+    """How to answer requests with a certain header block; cached with it.
 
-    Exactly one of ``route``, ``refusal`` and ``plain`` is there.
+    Exactly one of ``route``, ``refusal`` and ``plain`` is set.
 
     Attributes:
-        route: the method that was asked for.
-        refusal: what is wrong with the call.
-        plain: the answer to a request that is not of gRPC at all.
-        encoding: of compressed messages.
-        timeout_s: how long the callers wait that do not say anything else; ``None`` without a deadline.
-        any_deadline: the one ``grpc-timeout`` that there is leaves time, so that heads with another one that does go by
-            this plan, too.
-        unary, server_stream, bidi_stream: the handler of the route; one of them is there.
-        bulk: the shortcut of the unary handler, if it has one.
-        meaningful: fields that, where they vary, may lead to another plan.
-        call: what the handler is given when nothing varies and there is no deadline: one object for all such calls.
+        route: the requested method.
+        refusal: the error of the call.
+        plain: the answer to a request that is not gRPC.
+        encoding: compression of messages.
+        timeout_s: the deadline in the header block; ``None`` without one.
+        any_deadline: blocks that differ in a positive ``grpc-timeout`` only may use this route, too.
+        unary, server_stream, bidi_stream: the handler; one of them is set.
+        bulk: the bulk handler beside the unary one, if any.
+        meaningful: fields that may select another route if they vary.
+        call: the argument of the handler if nothing varies and there is no deadline: one object for all such calls.
     """
 
     __slots__ = (
@@ -188,16 +187,16 @@ class NativeCall:
 
     @property
     def peer(self) -> str:
-        """The address of the peer."""
+        """Address of the peer."""
         return self._peer.address
 
     @property
     def peer_sans(self) -> Sequence[str]:
-        """The names in the client certificate that TLS verified; no header can add to them."""
+        """Names in the verified client certificate; no header can add to them."""
         return self._peer.sans
 
     def metadata(self, key: str) -> str | None:
-        """The first value of a key; ``None`` for the binary ones, as with grpcio."""
+        """Return the first value of a key; ``None`` for binary keys, as with grpcio."""
         wanted = key.encode()
         if wanted.endswith(b"-bin") or wanted.startswith(b":"):
             return None
@@ -214,7 +213,7 @@ class NativeCall:
 
 
 class Router:
-    """Makes plans for the requests of one connection."""
+    """Finds the routes of the requests of one connection."""
 
     __slots__ = ("_monotonic_s", "_peer", "_routes")
 
@@ -226,10 +225,7 @@ class Router:
         self._monotonic_s = monotonic_s
 
     def read(self, head: RequestHead) -> Route:
-        """How to answer a request.
-
-        What a plan was made of is looked at once for all heads that differ in nothing but metadata and the deadline.
-        """
+        """Return the route of a request, cached for header blocks that differ in metadata and deadline only."""
         model = head.model or head
         kept = model.note
         if kept is None:
@@ -245,7 +241,7 @@ class Router:
         return plan
 
     def call(self, plan: Route, head: RequestHead, came_s: float) -> NativeCall:
-        """What the handler of one call is given that came at ``came_s``."""
+        """Return the handler's argument for a call that arrived at ``came_s``."""
         timeout_s = plan.timeout_s
         if plan.any_deadline:
             for name, value in head.varying:
@@ -253,13 +249,13 @@ class Router:
                     timeout_s = parse_timeout_s(value)
         if timeout_s is None and plan.call is not None and not head.varying:
             return plan.call
-        route = cast("MethodRoute", plan.route)  # who asks has looked: no call without a method
+        route = cast("MethodRoute", plan.route)  # set: callers have checked
         deadline_s = None if timeout_s is None else came_s + timeout_s
         return NativeCall(route.path, head.fields, self._peer, self._monotonic_s, deadline_s)
 
     def _made(self, fields: Fields) -> Route:
         plan = Route()
-        found = dict(reversed(fields))  # of a field that is repeated, the first one counts
+        found = dict(reversed(fields))  # the first of repeated fields counts
         is_grpc = _is_grpc(found.get(_CONTENT_TYPE, b""))
         plan.plain = http_fallback(found.get(b":method", b""), is_grpc=is_grpc)
         if plan.plain is not None:
@@ -278,7 +274,7 @@ class Router:
                 return plan
             plan.route = route = self._routes[path]
             plan.unary = route.unary
-            # A call that was late on arrival is not for a handler that does not look at deadlines.
+            # The bulk handler does not check deadlines.
             plan.bulk = None if plan.timeout_s == 0 else route.bulk
             if route.bulk_unless_sampled:
                 plan.meaningful = _MEANINGFUL_TRACED
@@ -295,7 +291,7 @@ class Router:
 
 
 def routes_of(methods: Methods) -> Mapping[bytes, MethodRoute]:
-    """The routes by the bytes of their paths."""
+    """Return the routes by path, in bytes."""
     routes = {}
     for path, unary in methods.unary.items():
         bulk = methods.bulk.get(path)
@@ -318,7 +314,7 @@ def _is_sampled(traceparent: bytes) -> bool:
 
 
 def _text(value: bytes) -> str:
-    """A value as grpcio tells it."""
+    """Decode a value as grpcio does."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -340,7 +336,7 @@ _BAD_TIMEOUT: Final = Refusal(
 
 
 def peer_of(transport: asyncio.BaseTransport) -> Peer:
-    """The peer of a connection."""
+    """Return the peer of a connection."""
     sock: socket.socket | None = transport.get_extra_info("socket")
     ssl_object = transport.get_extra_info("ssl_object")
     certificate = None if ssl_object is None else ssl_object.getpeercert()
@@ -351,10 +347,9 @@ def peer_of(transport: asyncio.BaseTransport) -> Peer:
 
 
 def address_of(family: int | None, name: Any) -> str:
-    """``ipv4:127.0.0.1:50000``, ``ipv6:[::1]:50000`` or ``unix:``; ``name`` is what the socket says.
+    """Return ``ipv4:127.0.0.1:50000``, ``ipv6:[::1]:50000`` or ``unix:``; ``name`` is the socket's peer name.
 
-    An IPv4 peer of a socket that listens for both is one of IPv4. A peer that is gone already has no name, and must
-    not pass for one on this host.
+    IPv4-mapped addresses become IPv4. A peer that has left has no name, and must not pass for one on this host.
     """
     if family == socket.AF_UNIX:
         return "unix:"
@@ -367,5 +362,5 @@ def address_of(family: int | None, name: Any) -> str:
 
 
 def sans_of(certificate: dict[str, Any]) -> tuple[str, ...]:
-    """The subject alternative names of a certificate as :mod:`ssl` tells it, of whatever kind."""
+    """Return the subject alternative names of a certificate in the form of :mod:`ssl`, of any kind."""
     return tuple(name for _, name in certificate.get("subjectAltName", ()) if isinstance(name, str))

@@ -1,12 +1,10 @@
-"""Answers checks straight from their bytes, many at a time: no message object, no field read that is not needed.
+"""Answers many checks from their bytes, without message objects.
 
-The larger part of a check is what all checks of one endpoint have in common: type, endpoint and cost in the request,
-limit, window and rule in the answer. So the octets of a request behind its identifier are looked up as they are, and
-what is found has the rule, the key's suffix and the octets of the answer behind its three numbers. Only the canonical
-encoding is ever kept (each field once, in order, shortest varints), so that no spelling of a request gets a bucket of
-its own; a message that is anything else is for the general way, which also answers every error. See ADR 0021.
-
-Never decides anything, and never fails open: that is the general way's business, too.
+All checks of one endpoint share most of their bytes: type, endpoint and cost in the request; limit, window and rule in
+the answer. The bytes after the identifier are therefore the key of a cache, whose values hold the rule, the suffix of
+the bucket key, and the end of the answer. Only the canonical encoding is cached (each field once, in order, shortest
+varints), so that other encodings do not get buckets of their own; the general path handles them and all errors. See ADR
+0021.
 """
 
 from __future__ import annotations
@@ -23,21 +21,21 @@ from ratelimitd.services.convert import check_of, is_canonical_address
 from ratelimitd.services.wire import KEPT, ONE_BYTE, WireCheck, parse_check, varint
 
 MAX_KNOWN: Final = 4_096
-"""Endings of requests that are kept. Endpoints are route templates and costs small, so there are few."""
+"""Cached endings of requests. Endpoints are route templates and costs are small, so there are few."""
 
 MAX_KNOWN_BYTES: Final = 256
-"""Longest ending that is kept: 1 MB of them in all."""
+"""Longest cached ending; 1 MB in all."""
 
 MAX_LEARNED: Final = 100
-"""Messages with unknown endings that are parsed in one go, 5 µs each; bounds what new ones delay."""
+"""Messages with unknown endings that are parsed per call, 5 µs each; bounds the delay of others."""
 
 MAX_RESET_TIMES: Final = 1_024
 
 MAX_ANSWER_BYTES: Final = 127
-"""Longest answer: its length fits one byte when it is embedded in another message."""
+"""Longest answer: its length fits in one byte inside another message."""
 
 _MOST_NUMBERS_BYTES: Final = 2 + 6 + 11 + 6 + 2
-"""Of an answer in front of what it says of the rule: fields 1 to 5."""
+"""Longest start of an answer, fields 1 to 5."""
 
 _KEPT_VARINTS: Final = len(KEPT)
 
@@ -58,32 +56,32 @@ _RULE_ID: Final = b"\x42"
 
 
 class BulkChecker(Protocol):
-    """What answering needs of a :class:`ratelimitd.limiter.Limiter`."""
+    """The part of :class:`ratelimitd.limiter.Limiter` that bulk checks use."""
 
     @property
     def book(self) -> RuleBook | None:
-        """The rules in force."""
+        """Rules in force."""
 
     def now_us(self) -> int:
-        """The node's time, in µs since the Unix epoch."""
+        """Return the node's time, in µs since the Unix epoch."""
 
     def scope(self, endpoint: str, identifier_type: IdentifierType) -> Scope | None:
-        """What all checks of an endpoint have in common until the next book; ``None`` without rule or book."""
+        """Return what the checks of an endpoint share until the next book; ``None`` without rule or book."""
 
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
-        """Answer one check, and charge it if it is allowed. Without an answer, or what it raises, was not charged."""
+        """Decide one check, and charge it if it is allowed. If this returns ``None`` or raises, nothing was charged."""
 
 
 _Known: TypeAlias = tuple[Scope, int, bool, bytes, bytes]
-"""What the requests with one ending have in common: scope, cost, whether identifiers are addresses; and of the answer
-what is behind the reason, and the same with the reason of an allowed check.
+"""(scope, cost, whether identifiers are addresses, end of the answer after the reason, the same with the reason of an
+allowed check) for requests with one ending.
 
-A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is kept for endings to which no rule
-applies: those are for the general way, and need not be learned again.
+A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is cached for endings without a rule,
+which the general path answers.
 """
 
 Question: TypeAlias = tuple[bytes, _Known]
-"""An identifier, and what is asked about it."""
+"""An identifier and the cached rest of its request."""
 
 
 class BulkChecks:
@@ -100,7 +98,7 @@ class BulkChecks:
         self._reset_times: dict[int, bytes] = {}
 
     def answer_calls(self, messages: Sequence[bytes]) -> Sequence[bytes | None]:
-        """Answer messages that are a call each; ``None`` where the ordinary handler has to.
+        """Answer messages of one call each; ``None`` where the unary handler has to answer.
 
         A handler of :attr:`ratelimitd.rpc.interface.Methods.bulk`.
         """
@@ -112,7 +110,7 @@ class BulkChecks:
         return answers
 
     def read(self, messages: Sequence[bytes]) -> list[Question | None]:
-        """What messages ask, under the rules of now; ``None`` for those that are for the general way."""
+        """Parse messages under the rules in force; ``None`` for those that the general path has to answer."""
         if self._limiter.book is not self._book:
             self._book, self._known = self._limiter.book, {}
         known, to_learn = self._known, MAX_LEARNED
@@ -137,12 +135,12 @@ class BulkChecks:
                     ask(None)
                 else:
                     ask((identifier, common))
-            except Exception:  # noqa: BLE001 -- too short for a message, no address, or what the general way meets, too
+            except Exception:  # noqa: BLE001 -- too short, not an address, or an error that the general path reports
                 ask(None)
         return questions
 
     def answer(self, questions: Sequence[Question | None]) -> list[bytes | None]:
-        """Decide questions in their order, all at the same instant; ``None`` where the general way has to."""
+        """Decide questions in order, at one instant; ``None`` where the general path has to answer."""
         charge, reset_times = self._limiter.charge, self._reset_times
         try:
             now_us = self._limiter.now_us()
@@ -157,7 +155,7 @@ class BulkChecks:
             identifier, (scope, cost, _, rule_part, within_part) = question
             try:
                 outcome = charge(identifier, scope, now_us, cost)
-            except Exception:  # noqa: BLE001 -- whatever it is, the general way meets it too, and knows what to do
+            except Exception:  # noqa: BLE001 -- the general path meets the same error and handles it
                 tell(None)
                 continue
             if outcome is None:
@@ -168,7 +166,7 @@ class BulkChecks:
             if reset is None:
                 reset = self._reset(reset_time)
             if remaining and allowed:
-                # Within the limit then, and no need to wait: every algorithm says so.
+                # All algorithms: the reason is WITHIN_LIMIT and the retry delay 0.
                 left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
                 tell(_ALLOWED_AND_REMAINING + left + reset + within_part)
             else:
@@ -177,7 +175,7 @@ class BulkChecks:
         return answers
 
     def _learn(self, message: bytes) -> _Known | None:
-        """Keep the ending of a request if it is canonical and a rule applies to it; what it holds is looked at once."""
+        """Cache the ending of a request if it is canonical."""
         try:
             wire = parse_check(message)
             if wire.timestamp or wire.peek:
@@ -197,7 +195,7 @@ class BulkChecks:
         return known
 
     def _reset(self, reset_time: int) -> bytes:
-        """The octets of a reset time: few seconds are asked for at a time, and each many times."""
+        """Encode a reset time. Cached: few distinct seconds occur at a time, each many times."""
         if len(self._reset_times) >= MAX_RESET_TIMES:
             self._reset_times.clear()
         octets = _RESET_TIME + varint(reset_time) if reset_time else b""
@@ -208,14 +206,14 @@ class BulkChecks:
 def _known(check: Check, scope: Scope) -> _Known | None:
     rule_part = _rule_part(scope.rule)
     if _MOST_NUMBERS_BYTES + len(rule_part) > MAX_ANSWER_BYTES:
-        return None  # its id is not one of ours
+        return None  # too long: the id was not made by a node
     within_part = _REASON + varint(Reason.WITHIN_LIMIT) + rule_part
     is_address = check.identifier_type is IdentifierType.IP
     return scope, check.cost, is_address, rule_part, within_part
 
 
 def _ending(wire: WireCheck) -> bytes:
-    """What is behind the identifier in the canonical encoding."""
+    """Return the canonical encoding of the fields after the identifier."""
     parts = [_field(_IDENTIFIER_TYPE, wire.identifier_type), _field(_ENDPOINT, wire.endpoint)]
     if wire.tokens_requested:
         parts += [_TOKENS_REQUESTED, varint(wire.tokens_requested)]
@@ -227,12 +225,12 @@ def _field(tag: bytes, octets: bytes) -> bytes:
 
 
 def _rule_part(rule: Rule) -> bytes:
-    """The end of an answer: what it says of the rule."""
+    """Return the end of an answer: limit, window and rule id."""
     limit, window = varint(rule.limit), varint(rule.window_seconds)
     return _LIMIT + limit + _WINDOW_SECONDS + window + _field(_RULE_ID, rule.id.encode())
 
 
-# Numbers that are zero stay away.
+# Zeros are not encoded (proto3).
 
 
 def _start(allowed: bool, remaining: int) -> bytes:  # noqa: FBT001 -- as it stands in an outcome
@@ -241,6 +239,6 @@ def _start(allowed: bool, remaining: int) -> bytes:  # noqa: FBT001 -- as it sta
 
 
 def _end(retry_after: int, reason: Reason) -> bytes:
-    """Retry delay and reason; the reason is never zero."""
+    """Encode retry delay and reason; the reason is never zero."""
     end = _REASON + varint(reason)
     return _RETRY_AFTER + varint(retry_after) + end if retry_after else end

@@ -51,7 +51,7 @@ MAX_ASKS: Final = 2
 are in front of another caller's check."""
 
 SLICE_ITEMS: Final = 100
-"""Checks that are answered at a stretch: 0.5 ms of the event loop; 1.6 ms when each is malformed in the dearest way."""
+"""Checks per step: 0.5 ms of the event loop; 1.6 ms if each is malformed in the most expensive way."""
 
 COUNT_ABOVE_BYTES: Final = 65_536
 """Longer batches are counted before they are parsed. Two million empty items fit into 4 MiB, and would take 330 MB of
@@ -64,7 +64,7 @@ _RESPONSE_PREFIXES: Final = tuple(ITEM_TAG + varint(size) for size in range(MAX_
 
 
 class Waiting(NamedTuple):
-    """The answer to an item of a batch that is still to come."""
+    """An item of a batch that waits for the shared state."""
 
     item: int
     check: Check
@@ -81,16 +81,16 @@ AnswerItems = Callable[[int, int], Parts]
 
 
 class Checker(BulkChecker, Protocol):
-    """What this service needs of a :class:`ratelimitd.limiter.Limiter`."""
+    """The part of :class:`ratelimitd.limiter.Limiter` that this service uses."""
 
     def check(self, check: Check) -> Decision | None:
-        """Answer one check, ``None``: by :meth:`wait`; raises ``CheckInvalidError`` for a timestamp it refuses."""
+        """Answer one check; ``None``: ask :meth:`wait`. Raises ``CheckInvalidError`` for a refused timestamp."""
 
     def check_batch(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError | None]:
-        """Answer checks as one by one in their order; answer i is to check i."""
+        """Answer checks in order, each as :meth:`check` would."""
 
     async def wait(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError]:
-        """Answer checks for which the others had ``None``."""
+        """Answer checks for which the others returned ``None``."""
 
 
 class RateLimiterService:
@@ -115,7 +115,7 @@ class RateLimiterService:
         self._bulk = BulkChecks(limiter, stats, perf_counter_s)
 
     def methods(self) -> Methods:
-        """The handlers by path."""
+        """Return the handlers by path."""
         return Methods(
             unary={
                 f"/{SERVICE}/CheckRateLimit": self.check_rate_limit,
@@ -175,7 +175,7 @@ class RateLimiterService:
         return self._joined(call.peer, self._answer(requests, 0, len(requests)), started_s)
 
     def _parsed(self, data: bytes) -> Sequence[WireCheck]:
-        """The items of a batch, for the general way.
+        """Parse the items of a batch, for the general path.
 
         Raises:
             InvalidInputError: the bytes are no batch, or there are too many items.
@@ -269,7 +269,7 @@ class RateLimiterService:
         parts: list[bytes | Waiting] = []
         asked = questions[start:stop]
         if self._limiter.book is not book:
-            # It has changed between two slices, and new rules hold from the next check on.
+            # The rules have changed since the items were read: read them again.
             asked = self._bulk.read(items[start:stop])
         for index, answer in enumerate(self._bulk.answer(asked), start):
             if answer is None:
@@ -282,7 +282,7 @@ class RateLimiterService:
         return self._answer_each(requests[start:stop], start)
 
     def _answer_each(self, requests: Sequence[WireCheck], start: int) -> Parts:
-        """The answers to ``requests``, of which the first is item ``start`` of its batch."""
+        """Answer ``requests``; the first is item ``start`` of its batch."""
         checks = [*map(_check_or_error, requests)]
         decided = iter(
             self._limiter.check_batch([check for check in checks if isinstance(check, Check)])
@@ -297,7 +297,7 @@ class RateLimiterService:
         return parts
 
     def _item(self, index: int, verdict: Decision | CheckInvalidError) -> bytes:
-        """What item ``index`` of a batch is answered."""
+        """Return the encoded answer of item ``index``."""
         if isinstance(verdict, CheckInvalidError):
             self._stats.invalid_total += 1
             answer = invalid_answer_of(verdict, f"requests[{index}].")

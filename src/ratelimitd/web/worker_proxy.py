@@ -1,7 +1,6 @@
-"""The parent's side of the pages of its workers: requests are passed on to one of them, and the answer back.
+"""Forwards requests for pages and JSON from the parent to a worker, without interpreting them.
 
-Never looks into either. A caller stays with one worker as long as that answers, so that what it changed there is what
-it sees next. See ADR 0025.
+A caller stays with one worker while it responds, and so sees its own changes. See ADR 0025.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ratelimitd.web.server import short_name
 
 PEER_HEADER: Final = b"x-ratelimitd-peer"
-"""Host and port, with a space between. The parent takes it out of what comes from outside."""
+"""Host and port, separated by a space. The parent removes it from incoming requests."""
 
 
 class FromParent:
-    """An application whose requests are those of the parent's callers."""
+    """Sets the client address of requests that the parent forwards."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,13 +57,13 @@ _HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     }
 )
-"""What says something about one connection only: RFC 9110, section 7.6.1."""
+"""Fields that concern one connection only (RFC 9110 section 7.6.1)."""
 
 _OWN: Final = frozenset({PEER_HEADER, b"date", b"server"})
-"""What this side says itself."""
+"""Fields that this side sets itself."""
 
 _GONE: Final = (OSError, h11.RemoteProtocolError)
-"""How a worker that ended looks from here."""
+"""Errors of a connection to a worker that ended."""
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -159,7 +158,7 @@ class _Exchange:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._writer.close()
 
     async def _write(self, event: h11.Event) -> None:
@@ -168,7 +167,7 @@ class _Exchange:
             await self._writer.drain()
 
     async def _next(self) -> object:
-        """The next event of the answer."""
+        """Return the next event of the answer."""
         while (event := self._http.next_event()) is h11.NEED_DATA:
             self._http.receive_data(await self._reader.read(READ_BYTES))
         if event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
@@ -179,7 +178,7 @@ class _Exchange:
 
 
 async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-    """Pass both ways at once, until the answer is complete or the caller has left.
+    """Forward in both directions until the answer is complete or the caller has left.
 
     A worker may answer before it has read the whole request, and then read no more of it.
     """
@@ -232,6 +231,6 @@ def _request(scope: Scope) -> h11.Request:
 
 
 def _passed(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """The headers that are for the other end."""
+    """Return the headers to forward."""
     left_out = _HOP_BY_HOP | _OWN
     return [(name, value) for name, value in headers if name.lower() not in left_out]

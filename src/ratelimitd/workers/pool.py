@@ -30,7 +30,7 @@ COMMAND: Final = (sys.executable, "-P", "-m", "ratelimitd.workers")
 
 REPORT_TIMEOUT_S: Final = 1.0
 READINESS_TIMEOUT_S: Final = 0.5
-"""How long a worker may take to answer; one that takes longer is left out. Probes often wait for a second only."""
+"""Longest wait for a worker's answer; slower ones are left out. Probes often wait for one second only."""
 
 
 class WorkerProcess:
@@ -53,13 +53,13 @@ class WorkerProcess:
         self._is_ready = False
         self._reason = ""
         self._prepared = asyncio.Event()
-        """All it lacks is the word to listen, or it never will be ready."""
+        """It is ready to listen, or never will be."""
         self._settled = asyncio.Event()
         """It is ready, or never will be."""
         self._readiness: asyncio.Future[Readiness | None] | None = None
         self._report: asyncio.Future[Report | None] | None = None
         self._points: dict[str, dict[str, Reading]] = {}
-        """Of the report that is being read."""
+        """Points of the report that is being read."""
         self._listening = asyncio.create_task(self._listen(reader))
 
     @classmethod
@@ -89,7 +89,7 @@ class WorkerProcess:
         return cls(process, reader, writer, on_report)
 
     async def prepared(self) -> None:
-        """Wait until all it lacks is the word to listen.
+        """Wait until it is ready to listen.
 
         Raises:
             StartupError: it ended before; one line says why.
@@ -99,7 +99,7 @@ class WorkerProcess:
             raise StartupError(self.reason)
 
     async def ready(self) -> None:
-        """Let it listen as soon as it can, and wait until it answers calls.
+        """Let it listen, and wait until it answers calls.
 
         Raises:
             StartupError: it ended before; one line says why.
@@ -111,13 +111,13 @@ class WorkerProcess:
             raise StartupError(self.reason)
 
     async def readiness(self) -> Readiness | None:
-        """Whether checks should come to it; ``None`` when it does not answer in time."""
+        """Return its readiness; ``None`` if it does not answer in time."""
         if self._readiness is None:
             self._readiness = self._ask(protocol.READINESS)
         return await _in_time(self._readiness, READINESS_TIMEOUT_S)
 
     async def report(self) -> Report | None:
-        """Its metrics; ``None`` when it does not answer in time. Concurrent requests share one answer."""
+        """Return its metrics; ``None`` if it does not answer in time. Concurrent requests share one answer."""
         if self._report is None:
             self._report = self._ask(protocol.REPORT)
         return await _in_time(self._report, REPORT_TIMEOUT_S)
@@ -137,7 +137,7 @@ class WorkerProcess:
 
     @property
     def reason(self) -> str:
-        """Why it ended: in its own words, or as the system tells."""
+        """Why it ended: its own last line, or the exit status."""
         status = self._process.returncode or 0
         how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
         return self._reason or how
@@ -258,7 +258,7 @@ class Respawner:
         self._is_up = False
 
     async def prepare(self) -> None:
-        """Start a process, and return when all it lacks is the word to listen.
+        """Start a process, and wait until it is ready to listen.
 
         Raises:
             StartupError: it cannot be started, or ended before; one line says why.
@@ -267,7 +267,7 @@ class Respawner:
         await self._process.prepared()
 
     async def start(self) -> None:
-        """Start a process unless one is prepared, and return when it answers calls.
+        """Start a process unless one is prepared, and wait until it answers calls.
 
         Raises:
             StartupError: it cannot be started, or ended before; one line says why.
@@ -301,11 +301,11 @@ class Respawner:
         return await self._process.readiness() is not None
 
     async def report(self) -> Report | None:
-        """What its process says of this moment; ``None`` when there is no answer in time."""
+        """Return the current metrics of its process; ``None`` if there is no answer in time."""
         return await self._process.report() if self._process is not None and self._is_up else None
 
     async def stop(self) -> str:
-        """Let the process drain, once nothing keeps it; returns why it did not end well, empty when it did."""
+        """Let the process drain; return why it did not end well, or an empty text."""
         if self._process is None:
             return ""
         self._process.terminate()
@@ -364,7 +364,7 @@ DEFINITIONS: Final = (ANSWERING, RESTARTS)
 """The metrics of a parent, beside those of its workers."""
 
 TOGETHER_S: Final = 10.0
-"""How long workers wait for each other before they listen; bounds the harm of one that hangs at its start."""
+"""Longest time that workers wait for each other before they listen, in case one hangs at its start."""
 
 
 class WorkerPool:
@@ -376,10 +376,10 @@ class WorkerPool:
         self._draining = False
 
     async def start(self) -> None:
-        """Start every worker at once; from then on each is kept.
+        """Start all workers at once; from then on each is restarted when it ends.
 
-        None listens before all can, or after a while: callers that wait for the port would all come to the first that
-        does.
+        None listens before all can, or ``TOGETHER_S`` have passed: otherwise waiting callers would all connect to the
+        first that listens.
 
         Raises:
             StartupError: one cannot start; stop the others.
@@ -401,7 +401,7 @@ class WorkerPool:
         return await self._respawners[number].answers()
 
     async def stop(self, timeout_s: float) -> str:
-        """Let every worker drain; kill those that take longer. Returns what did not end well, empty when all did."""
+        """Let all workers drain; kill those that take longer. Return why they did not end well, or an empty text."""
         self._draining = True
         await self._background.stop()
         stopping = [asyncio.create_task(respawner.stop()) for respawner in self._respawners]

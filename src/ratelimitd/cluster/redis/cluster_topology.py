@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ratelimitd.cluster.redis.connection import Request
-from ratelimitd.cluster.redis.link import Link, LinkOptions, ask_once, for_ever
+from ratelimitd.cluster.redis.link import Link, LinkOptions, ask_once, repeat_step
 from ratelimitd.cluster.redis.topology import START_S, TAGS, settled
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreUnavailableError
 from ratelimitd.settings.urls import RedisUrl, Server
@@ -106,7 +106,7 @@ class ClusterShards:
 
     async def start(self) -> None:
         """Read the map and connect, or have tried."""
-        self._following = asyncio.create_task(for_ever(self._follow, self.options.sleep))
+        self._following = asyncio.create_task(repeat_step(self._follow, self.options.sleep))
         with suppress(TimeoutError):
             async with asyncio.timeout(START_S):
                 await self._read_once.wait()

@@ -1,8 +1,8 @@
-"""A lasting link to one server: a connection that is remade whenever it is lost, and what error replies lead to.
+"""A lasting link to one server: reconnects when the connection is lost, and handles error replies.
 
-A request is never sent a second time, but where the server says that it did not run it: when it does not know the
-script (it gets it, once), and when another node of a Cluster has the key (that one is asked, once). Whatever was in
-flight on a connection that was lost may have run or not; its callers get StoreUnavailableError.
+A request is sent again only if the server did not run it: once after loading an unknown script, and once to the node of
+a Cluster that has the key. Requests in flight on a lost connection may have run; their callers get
+StoreUnavailableError.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from ratelimitd.retry import Backoff
 from ratelimitd.settings.urls import Server
 
 CONNECT_S: Final = 1.0
-"""For everything from the first packet to the end of the handshake, TLS included. No check waits for it."""
+"""From the first packet to the end of the handshake, including TLS. No check waits for it."""
 
 KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-"""Seconds of quiet before the first question, seconds between questions, and how many remain unanswered."""
+"""Idle seconds before the first probe, seconds between probes, and unanswered probes before the end."""
 
 _Connection = TypeVar("_Connection", bound=Connection)
 
@@ -58,7 +58,7 @@ async def connect(
     *,
     within_s: float = CONNECT_S,
 ) -> _Connection:
-    """A connection of ``make`` to ``server``, greeted.
+    """Return a connection of ``make`` to ``server``, after its handshake.
 
     Raises:
         StoreMisconfiguredError: a certificate, a password, a permission or the database is wrong.
@@ -91,7 +91,7 @@ async def ask_once(
     *command: bytes | str,
     within_s: float = CONNECT_S,
 ) -> Any:
-    """The reply to one command, on a connection that is made for it; raises as :func:`connect`."""
+    """Return the reply to one command, on a connection of its own; raises as :func:`connect`."""
     connection = await connect(
         server,
         handshake,
@@ -108,7 +108,7 @@ async def ask_once(
 
 
 def cause_of(error: OSError) -> str:
-    """Why, in the system's words. The error's own text may name addresses, many of them."""
+    """Return the cause in the system's words. The error's own text may contain many addresses."""
     if isinstance(error, socket.gaierror):
         return "the name of the host is not known"
     return os.strerror(error.errno) if error.errno else "several addresses were tried in vain"
@@ -126,7 +126,7 @@ async def _open(
 
 
 def keep_alive(peer: socket.socket) -> None:
-    """Have the system notice within half a minute that the other side is gone, where nothing is sent that would."""
+    """Let the system detect within half a minute that the peer of an idle connection is gone."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE:
         if hasattr(socket, name):
@@ -137,20 +137,20 @@ Sleep = Callable[[float], Awaitable[None]]
 
 FIRST_S: Final = 0.05
 LONGEST_S: Final = 1.0
-"""A server that is back is found within a second; the attempts of a whole cluster are nothing for it."""
+"""A server that comes back is found within a second; the load of a whole cluster's attempts is negligible."""
 
 
 def pauses(random: Callable[[], float]) -> Backoff:
-    """Between attempts to connect."""
+    """Return the delays between attempts to connect."""
     return Backoff(FIRST_S, LONGEST_S, random)
 
 
-async def for_ever(step: Callable[[], Awaitable[None]], sleep: Sleep = asyncio.sleep) -> None:
-    """Await ``step`` again and again. What it raises is a defect of ours: it is reported, and must not be the end."""
+async def repeat_step(step: Callable[[], Awaitable[None]], sleep: Sleep = asyncio.sleep) -> None:
+    """Await ``step`` repeatedly. An exception is a defect: it is reported, and the loop goes on."""
     while True:
         try:
             await step()
-        except Exception as error:  # noqa: BLE001 -- whatever it is, there must be a connection again
+        except Exception as error:  # noqa: BLE001 -- there must be a connection again after any error
             asyncio.get_running_loop().call_exception_handler(
                 {
                     "message": "a connection to the shared state could not be kept up",
@@ -161,13 +161,13 @@ async def for_ever(step: Callable[[], Awaitable[None]], sleep: Sleep = asyncio.s
 
 
 LONG_LIFE_S: Final = 1.0
-"""A connection that lived so long is remade at once; one that did not, after a pause."""
+"""A connection that lived this long is replaced at once; others after a delay."""
 
 Locate = Callable[[], Awaitable[Server]]
-"""Says where the server is now; raises StoreUnavailableError while that is unknown."""
+"""Returns the current address of the server; raises StoreUnavailableError while it is unknown."""
 
 Redirect = Callable[[Request, Server], None]
-"""Takes a request that another server of a Cluster has to answer; it has to see to its ``done``."""
+"""Takes over a request that another server of a Cluster has to answer, including its ``done``."""
 
 
 _log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ def warn(line: str) -> None:
 
 
 class LinkOptions(NamedTuple):
-    """What all links of a node have in common. ``report`` takes one line for the operator."""
+    """Options of all links of a node. ``report`` takes one line for the operator."""
 
     timeout_s: float
     handshake: Handshake = Handshake()
@@ -191,19 +191,18 @@ class LinkOptions(NamedTuple):
 
 
 class Link:
-    """One pipelining connection to one server, kept up in the background from :meth:`start` to :meth:`close`.
+    """One pipelining connection to one server, maintained in the background from :meth:`start` to :meth:`close`.
 
-    While it is being remade for the first time, requests wait for it, at most as long as for a reply; when that failed,
-    they fail at once.
+    During the first attempt to connect requests wait, at most as long as for a reply; once it failed they fail at once.
     """
 
     def __init__(
         self, locate: Locate, options: LinkOptions, redirect: Redirect | None = None
     ) -> None:
         self.name = ""
-        """Where the server is: ``host:port`` or a path. Empty until that is known."""
+        """Address of the server: ``host:port`` or a path; empty until known."""
         self.connections_total = 0
-        """Connections that came into service."""
+        """Connections that were used."""
         self._locate = locate
         self._server = Server("", 0)
         self._options = options
@@ -220,19 +219,19 @@ class Link:
         self._load_errors: dict[bytes, RateLimitdError] = {}
         self._loading: set[bytes] = set()
         self._expected: tuple[str, str] | None = None
-        """Which server alone the connection that is being made may be to, and why."""
+        """The only server that the connection in progress may reach, and the reason."""
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
 
     @property
     def connected(self) -> bool:
-        """Whether a connection is in service."""
+        """Whether a connection is in use."""
         return self._connection is not None
 
     @property
     def in_flight(self) -> int:
-        """Requests that are not answered."""
+        """Unanswered requests."""
         return self._connection.in_flight if self._connection else len(self._parked or ())
 
     # Requests
@@ -254,7 +253,7 @@ class Link:
         self.submit(Request(packed, done, script, weight))
 
     def flush(self) -> None:
-        """Send what was asked in this turn now, and not at its end."""
+        """Send the requests of this iteration now, not at its end."""
         if self._connection is not None:
             self._connection.flush()
 
@@ -269,7 +268,7 @@ class Link:
             self._loop.call_soon(request.tell, again(self._down))
 
     def submit_again(self, request: Request) -> None:
-        """Send a request that this server, or the one that named this one, did not run."""
+        """Send a request that was not run by this server or by the one that redirected it here."""
         if request.asking:
             self.submit(Request(pack((b"ASKING",)), lambda _reply: None))
         self.submit(request)
@@ -277,28 +276,28 @@ class Link:
     # From start to close
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start connecting."""
         self._park()
-        self._keeping = asyncio.create_task(for_ever(self._keep, self._options.sleep))
+        self._keeping = asyncio.create_task(repeat_step(self._keep, self._options.sleep))
 
     async def settled(self) -> None:
-        """Wait until it is connected, or the first attempt has failed."""
+        """Wait for the end of the first attempt to connect."""
         await self._settled.wait()
 
     def drop(self, reason: str) -> None:
-        """End the connection and make a new one, to wherever the server is then."""
+        """Close the connection and connect again, to the server's address at that time."""
         if self._connection is not None:
             self._connection.drop(StoreUnavailableError(reason))
 
     def belongs_to(self, name: str, reason: str) -> None:
-        """The server is ``name`` now: leave any other one, also one to which a connection is just being made."""
+        """Close connections, also those in progress, to servers other than ``name``."""
         if self._connection is None:
             self._expected = name, reason
         elif self.name != name:
             self.drop(reason)
 
     async def close(self) -> None:
-        """End; what is in flight, and what is asked from now on, gets an error."""
+        """Close; requests in flight and later ones get an error."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -310,7 +309,7 @@ class Link:
     # Connecting
 
     async def _keep(self) -> None:
-        """Connect, and return when the next connection is due."""
+        """Connect once, and return when it is time for the next attempt."""
         try:
             connection = await self._connect()
         except StoreUnavailableError as error:
@@ -343,7 +342,7 @@ class Link:
         )
 
     def _serve(self, connection: Connection) -> None:
-        if connection.lost is not None:  # in the turn after its handshake
+        if connection.lost is not None:  # lost right after its handshake
             return
         if self._expected is not None and self._expected[0] != self.name:
             connection.drop(StoreUnavailableError(self._expected[1]))
@@ -387,14 +386,14 @@ class Link:
         self._parked_until = self._loop.call_later(self._options.timeout_s, self._release_parked)
 
     def _release_parked(self) -> None:
-        """It takes too long, or has failed: tell those who wait."""
+        """Fail the requests that wait for a connection."""
         for request in self._unpark():
             request.tell(again(self._down))
 
     def _unpark(self) -> Sequence[Request]:
-        """Take all waiters; new ones wait for the next connection."""
+        """Return and remove the waiting requests; later ones wait for the next connection."""
         if self._parked_until is not None:
-            self._parked_until.cancel()  # it would be too early for those who wait then
+            self._parked_until.cancel()  # would be too early for later requests
         parked, self._parked = self._parked or (), None
         return parked
 
@@ -443,7 +442,7 @@ class Link:
         self.submit_again(request)
 
     def _hand_on(self, request: Request, code: str, text: str) -> None:
-        """Let the server that was named answer: it is known to be another one, and that this one did nothing."""
+        """Pass a request on to the server that the reply names; this one did not run it."""
         if self._redirect is None:
             error = StoreMisconfiguredError("the shared state is a Cluster: use redis+cluster://")
             request.tell(error)
@@ -457,10 +456,7 @@ class Link:
         self._redirect(request, named)
 
     def _named(self, text: str) -> Server | None:
-        """The server in ``MOVED slot host:port``; without a host it is the one that answered.
-
-        ``?`` is one that the Cluster cannot name.
-        """
+        """Return the server in ``MOVED slot host:port``; no host means the server that answered, ``?`` unknown."""
         host, _, port = text.rsplit(" ", maxsplit=1)[-1].rpartition(":")
         if host == "?" or not (port.isascii() and port.isdigit()):
             return None

@@ -36,8 +36,8 @@ from ratelimitd.cluster.redis.link import (
     LinkOptions,
     Locate,
     connect,
-    for_ever,
     pauses,
+    repeat_step,
 )
 from ratelimitd.cluster.redis.topology import TAGS, Shards
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
@@ -110,7 +110,7 @@ class Subscription:
 
     def start(self) -> None:
         """Begin to connect."""
-        self._keeping = asyncio.create_task(for_ever(self._keep, self._options.sleep))
+        self._keeping = asyncio.create_task(repeat_step(self._keep, self._options.sleep))
 
     async def close(self) -> None:
         """End."""

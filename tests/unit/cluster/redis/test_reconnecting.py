@@ -1,6 +1,6 @@
 import asyncio
 
-from ratelimitd.cluster.redis.link import FIRST_S, LONGEST_S, for_ever, pauses
+from ratelimitd.cluster.redis.link import FIRST_S, LONGEST_S, pauses, repeat_step
 from tests.unit.cluster.redis.asking import soon
 
 
@@ -24,7 +24,7 @@ async def test_a_defect_is_reported_and_not_the_end():
     async def sleep(seconds):
         slept.append(seconds)
 
-    task = asyncio.create_task(for_ever(step, sleep))
+    task = asyncio.create_task(repeat_step(step, sleep))
     await soon(lambda: len(steps) >= 4)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
