@@ -1,4 +1,4 @@
-"""What nodes tell each other beside the store: which buckets run low or were reset, and that rules have changed.
+"""Messages between nodes: which buckets run low or were reset, and that rules have changed.
 
 Every message may be lost: whatever it says is also in the store, where the next sync, look or poll finds it. So a
 message is never long, and there is one for a bucket at most in each interval of the sync. See rule 10 of ADR 0023.
@@ -41,7 +41,7 @@ _LOW_MASK: Final = (1 << _LOW_BITS) - 1
 
 
 class Gossip:
-    """What one node tells the others."""
+    """Messages of one node to the others."""
 
     def __init__(self, bus: Bus, clock: Clock) -> None:
         self._bus = bus
@@ -50,7 +50,7 @@ class Gossip:
         self._told: set[bytes] = set()
 
     def settled(self, bucket: Bucket, before: SharedState | None) -> None:
-        """A bucket has a new base, ``before`` was the old one: tell when it runs low."""
+        """Publish a bucket that runs low with its new base; ``before`` was the old one."""
         after = bucket.view.base
         if after is None or bucket.name in self._told:
             return
@@ -89,7 +89,7 @@ def _has_half(shared: SharedState | None, rule: Rule, clock: Clock) -> bool:
 
 
 def packed_state(name: bytes, shared: SharedState) -> bytes | None:
-    """A bucket and its state as bytes; ``None`` for one that is too long to be told."""
+    """Encode a bucket and its state; ``None`` if it is too long for a message."""
     generation, revision, limit, state = shared
     if state is None or isinstance(state, bytes):
         return None

@@ -1,4 +1,4 @@
-"""The servers of the shared state as a node sees them: a circuit breaker for each, fed with the results of requests.
+"""The servers of the shared state: a circuit breaker for each, fed with the results of requests.
 
 Sends nothing but probes: callers report what became of their requests.
 """
@@ -74,7 +74,7 @@ class StoreServer:
         self._timers = timers
         self._failed_at_us: int | None = None
         self._counted_now = self._failed_now = False
-        """In this event-loop iteration: an error was counted, and the breaker was told of one."""
+        """An error was counted and reported to the breaker in this event-loop iteration."""
         self._has_failed = self._refuses_batches = False
 
     @property
@@ -105,10 +105,10 @@ class StoreServer:
     def answered(self) -> None:
         """Report that a round trip of checks, or the probe, succeeded."""
         self._refuses_batches = False
-        # The breaker takes 1.5 µs, so it is told only when it has something to forget.
+        # Calling the breaker takes 1.5 µs: only if it has failures to forget.
         if self._has_failed:
             self._breaker.succeeded()
-            # An open breaker stays open; the result of the probe is still to come.
+            # An open breaker stays open until the probe has a result.
             self._follow("closed")
             self._has_failed = self.is_open
 
@@ -219,8 +219,8 @@ class Breakers:
                 server.left()
         self._servers = held
         for server in held.values():
-            # Without a connection the probe would fail, and the next one be due a whole recovery time later; the
-            # attempts to connect, one a second at least, find out sooner that the server is back.
+            # Without a connection the probe would fail, and the next be due a whole recovery time later; the attempts
+            # to connect, at least one a second, notice sooner that the server is back.
             if self._store.is_connected(server.tag) and server.begins_probe():
                 self._store.probe(server.tag, partial(_probed, server))
 

@@ -1,12 +1,11 @@
-"""One connection to one server, from its first octet to its last: requests out in order, replies matched in order.
+"""One connection to one server: requests are sent in order, and replies matched in order.
 
-All requests of one turn of the event loop leave in one write. Never connects, logs in or reconnects, and never sends
-anything a second time: :mod:`ratelimitd.cluster.redis.link` does.
+All requests of one event-loop iteration are sent in one write. Connecting, logging in, reconnecting and sending again
+are the task of :mod:`ratelimitd.cluster.redis.link`.
 
-How time is kept: one timer for all requests. A request that is not answered in time fails at once and keeps its
-place, so that its late reply is dropped. A connection whose oldest request has waited for
-``SILENCE_S`` is presumed dead. When the timer itself comes late, it was this process that slept, and the replies may
-lie in the socket: they are looked at again after it had its turn, and again as long as replies come, a few times.
+One timer serves all requests. A request that times out fails at once and keeps its place, so that its late reply is
+dropped. A connection whose oldest request has waited for ``SILENCE_S`` is presumed dead. If the timer itself is late,
+this process was delayed and replies may wait in the socket: it is read first, a few times while replies come.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ class Request:
     ) -> None:
         self.packed = packed
         self.weight = weight
-        """As how many it counts: the work of the server."""
+        """The server's work for it, in requests."""
         self.done: Done | None = done
         self.script = script
-        """What it runs, if it may have to be loaded."""
+        """The script to load if the server does not know it."""
         self.had_script = False
-        """The server did not know the script and was sent it."""
+        """The script was loaded for this request."""
         self.redirected = False
-        """A server of a Cluster named another."""
+        """It was redirected by a server of a Cluster."""
         self.asking = False
-        """That other one is about to take over the key, and answers only who says so."""
+        """The new server is importing the slot, and needs ASKING first."""
 
     def tell(self, reply: object) -> None:
-        """Call ``done``, unless it was."""
+        """Call ``done``, unless it was called."""
         done, self.done = self.done, None
         if done is not None:
             tell(done, reply)
@@ -91,13 +90,13 @@ UNAVAILABLE: Final = frozenset(
         "READONLY",
     }
 )
-"""The server cannot do it now. Reads may work all the same: what counts is whether a check can be settled."""
+"""Temporary errors. Reads may still work, but spends cannot be settled."""
 
 MISCONFIGURED: Final = frozenset({"DENIED", "NOAUTH", "NOPERM", "NOPROTO", "WRONGPASS"})
-"""The server refuses us, and will until somebody mends a password or a permission."""
+"""Errors that last until a password or a permission is corrected."""
 
 NOT_PRIMARY: Final = frozenset({"MASTERDOWN", "READONLY"})
-"""Another server is the primary by now: the connection is of no use any more."""
+"""Errors of a server that is no longer the primary: the connection is closed."""
 
 NOSCRIPT: Final = "NOSCRIPT"
 TRYAGAIN: Final = "TRYAGAIN"
@@ -107,11 +106,11 @@ _CODE: Final = re.compile(r"[A-Z]{2,20}")
 _SCRIPT_LINE: Final = re.compile(r"user_script:([0-9]{1,6})")
 _FULL: Final = "ERR max number of clients"
 _FORBIDDEN: Final = ("ERR ACL failure in script", "ERR The user executing the script")
-"""What a user may not do in a script, in the words of Valkey and of Redis 7.0."""
+"""Texts of Valkey and of Redis 7.0 for a command that the user may not run in a script."""
 
 
 def code_of(text: str) -> str:
-    """The word that says what kind of error it is."""
+    """Return the error code: the first word, in capitals."""
     found = _CODE.match(text)
     return found[0] if found else ""
 
@@ -135,7 +134,7 @@ def error_of(text: str) -> RateLimitdError:
 
 
 def login_error_of(text: str) -> StoreUnavailableError:
-    """The error for an answer to what a connection begins with: what is not "not now" is a wrong setting."""
+    """Return the error of a handshake: what is not temporary is a wrong setting."""
     if code_of(text) in REDIRECTIONS:
         return StoreUnavailableError("the map of the Cluster is about to be read")
     error = error_of(text)
@@ -145,41 +144,40 @@ def login_error_of(text: str) -> StoreUnavailableError:
 
 
 MAX_REQUESTS: Final = 8_192
-"""Requests in flight, each by its weight: 24 batches of 1,000 checks decided there (CONSISTENCY=strict) pass at once. A
-server answers as many in 50 to 200 ms, so that a longer queue would only hold requests that timed out."""
+"""Limit of requests in flight, by weight. A server answers as many in 50 to 200 ms; a longer queue would hold requests
+that have timed out."""
 
 MAX_BYTES: Final = 16 * 1024 * 1024
-"""Octets of requests in flight: what a hanging server may cost this process in memory, whatever a request carries."""
+"""Limit of octets in flight: the memory that a hanging server may cost this process."""
 
 REQUEST_S: Final = 0.000_05
-"""What each request that is ahead adds, by its weight, to the time that one may take: three times what a script costs a
-server, and what it cost on a busy machine. Else the last of 1,000 that were sent at once would be told that the server
-is slow, and the breaker with them."""
+"""Added to the timeout for each request ahead, by weight: three times the cost of a script, its cost on a busy machine.
+Otherwise the last of 1,000 requests sent together would count as a slow answer, also for the breaker."""
 
 SILENCE_S: Final = 1.0
-"""A server that has not answered for so long is gone without a FIN, or of no use. Many times the
-longest timeout that makes sense, so that slow is not mistaken for dead."""
+"""A server that is silent for so long is presumed dead. Many times the longest sensible timeout, so that slow is not
+mistaken for dead."""
 
 SILENT_TIMEOUTS: Final = 1.5
-"""With a timeout of SILENCE_S or more, this many timeouts are silence: late requests fail before."""
+"""With a timeout of SILENCE_S or more, silence is this many timeouts, so that late requests fail first."""
 
 LATE_S: Final = 0.002
-"""A timer that comes later than this was held up by this process."""
+"""A timer that is later than this was delayed by this process."""
 
 TURN_S: Final = 0.001
-"""How long the socket is given then. Any pause would do: the event loop reads sockets before it calls timers."""
+"""Pause for reading the socket then. Any value works: the event loop reads sockets before it calls timers."""
 
 MAX_TURNS: Final = 8
-"""The socket gets so many at most: 2 MiB of replies. A process that is always late must judge in the end."""
+"""Limit of such pauses: 2 MiB of replies. A process that is always late must decide in the end."""
 
 _NOTHING: Final = object()
 
 _TOO_LONG: Final = re.compile(rb"\r\n(?:[*%~>|][0-9]{6}|[$=!][0-9]{8})")
-"""A header that announces 100,000 elements or 10 MB; nothing we ask for has as many. hiredis allocates an array when it
-reads the header: 2,147,483,647 elements took 20 s and 16 GB."""
+"""A header that announces at least 100,000 elements or 10 MB, more than any reply to our requests. hiredis allocates an
+array when it reads the header: 2,147,483,647 elements took 20 s and 16 GB."""
 
 _SEAM_BYTES: Final = 10
-"""Of each read, those that may begin or end such a header."""
+"""Octets at the ends of a read that may be part of such a header."""
 
 
 class Connection(asyncio.Protocol):
@@ -213,7 +211,7 @@ class Connection(asyncio.Protocol):
         self._outgoing: list[bytes] = []
         self._waiting: deque[Request] = deque()
         self._bytes = 0
-        # Of the requests that wait, and of those among them whose callers do not any more.
+        # Weight of the waiting requests, and of those among them that have timed out.
         self._weight = self._expired_weight = 0
         # Requests are numbered by their place: `_answered` before the oldest that waits, `_expired` before the oldest
         # whose caller still waits. A write is (when, the number of the first request after it, when its time is over).
@@ -228,11 +226,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Requests that the server has not answered."""
+        """Unanswered requests."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Send ``request`` with all others of this turn, unless as much is in flight as may be, or the end has come."""
+        """Send ``request`` with the others of this iteration, unless too much is in flight or the connection is lost."""
         size = len(request.packed)
         if self._weight >= self._max_requests or self._bytes + size > self._max_bytes:
             self._refuse(request, StoreOverloadedError("too much waits for the shared state"))
@@ -249,7 +247,7 @@ class Connection(asyncio.Protocol):
         outgoing.append(request.packed)
 
     def flush(self) -> None:
-        """Send what this turn has gathered now, and not at its end."""
+        """Send the requests of this iteration now, not at its end."""
         outgoing, self._outgoing = self._outgoing, []
         if self.lost is not None or not outgoing:
             return
@@ -259,24 +257,24 @@ class Connection(asyncio.Protocol):
         ahead = self._weight - self._expired_weight
         due_s = now_s + self.timeout_s + ahead * REQUEST_S
         self._writes.append((now_s, end, due_s))
-        # A timer that is there may be for a silence, or a handshake, and too late for these.
+        # An existing timer may be one for silence or the handshake, and too late for these requests.
         if self._timer is None or self._timer_due_s > due_s:
             self._look_in(due_s - now_s, now_s)
 
     def drop(self, error: RateLimitdError) -> None:
-        """End the connection; what is in flight gets ``error``."""
+        """Close the connection; requests in flight get ``error``."""
         if self.lost is None:
             self._transport.abort()
             self._lose(error)
 
-    # What the transport says
+    # Callbacks of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
+        """Store the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Hand each reply that is complete to the request whose turn it is."""
+        """Pass each complete reply to the oldest unanswered request."""
         reader, waiting = self._reader, self._waiting
         seam = self._seam + data[:_SEAM_BYTES]
         self._seam = (seam if len(data) <= _SEAM_BYTES else data)[-_SEAM_BYTES:]
@@ -320,14 +318,14 @@ class Connection(asyncio.Protocol):
         return False
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """The connection is gone, for whatever reason."""
+        """Fail all requests of the closed connection."""
         if self.lost is None:
             self._lose(StoreUnavailableError("the connection to the shared state was lost"))
 
     # Time
 
     def look(self) -> None:
-        """Judge what is unanswered: the timer calls it."""
+        """Apply the timeouts; called by the timer."""
         self._timer = None
         now_s = self._time_s()
         answered = self._answered
@@ -350,7 +348,7 @@ class Connection(asyncio.Protocol):
         self._look_in(max(TURN_S, next_s - now_s), now_s)
 
     def _gives_turn(self, *, late: bool) -> bool:
-        """Whether the socket is to be read first, since this process slept, or has just begun to read after that."""
+        """Return whether to read the socket first, because this process was late."""
         came = self._answered != self._answered_at_turn
         if (self._turns and came and self._turns < MAX_TURNS) or (late and not self._turns):
             self._turns += 1
@@ -360,7 +358,7 @@ class Connection(asyncio.Protocol):
         return False
 
     def _expire(self, now_s: float) -> bool:
-        """Tell those whose time is over; whether any others are left."""
+        """Fail the requests that have timed out; return whether others are left."""
         writes = self._writes
         while writes and writes[0][2] <= now_s:
             write = writes.popleft()
@@ -404,14 +402,14 @@ def again(error: RateLimitdError) -> RateLimitdError:
 
 
 class Handshake(NamedTuple):
-    """What is said on each new connection of a link."""
+    """Commands at the start of each connection of a link."""
 
     login: Login = Login()
     database: int = 0
     client_name: str = ""
     """Shown by CLIENT LIST; no spaces."""
     wants_primary: bool = True
-    """Refuse a replica. In Cluster a node redirects what is not its own, whatever its role."""
+    """Refuse a replica. In a Cluster every node redirects, whatever its role."""
 
 
 class Refused(Exception):  # noqa: N818 -- it carries an error reply and never leaves this package
@@ -419,7 +417,7 @@ class Refused(Exception):  # noqa: N818 -- it carries an error reply and never l
 
 
 async def ask(connection: Connection, *command: bytes | int | str) -> Any:
-    """The reply to one command of a connection whose errors go to :func:`hand_over`.
+    """Return the reply to one command on a connection whose errors go to :func:`hand_over`.
 
     Raises:
         StoreUnavailableError: none came.
@@ -445,7 +443,7 @@ def hand_over(request: Request, text: str) -> None:
 
 
 async def log_in(connection: Connection, handshake: Handshake) -> None:
-    """Say everything in one round trip, then look at the replies.
+    """Send the handshake in one round trip, then check the replies.
 
     Raises:
         StoreMisconfiguredError: the server refuses the user, the password or the database.
@@ -458,7 +456,7 @@ async def log_in(connection: Connection, handshake: Handshake) -> None:
         must.append((b"AUTH", *names, login.password))
     if handshake.database:
         must.append((b"SELECT", handshake.database))
-    # A user may be forbidden these: then the node works all the same.
+    # Optional: a user without these permissions still works.
     may: list[Sequence[bytes | int | str]] = [(b"PING",)]
     if handshake.client_name:
         may.append((b"CLIENT", b"SETNAME", handshake.client_name))
