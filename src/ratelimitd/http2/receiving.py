@@ -47,13 +47,13 @@ from ratelimitd_wire.codes import ErrorCode
 from ratelimitd_wire.frames import FrameType
 
 DRAIN_PING: Final = b"draining"
-"""Its answer shows that the peer has read the GOAWAY before it."""
+"""Payload of the PING after a GOAWAY; its answer shows that the peer has read both."""
 
 _IGNORED_CLOSED: Final = (State.CLOSED, State.DISCARDED)
 
 
 class _OpenBlock(NamedTuple):
-    """A header block of which CONTINUATION is still to come; nothing else may come before it (§6.10)."""
+    """An incomplete header block; only its CONTINUATION may follow (§6.10)."""
 
     stream_id: int
     ended: bool
@@ -61,7 +61,7 @@ class _OpenBlock(NamedTuple):
 
 
 class Receiver:
-    """What a connection receives.
+    """Handles the frames that a connection receives.
 
     Attributes:
         streams: of the connection.
@@ -116,11 +116,11 @@ class Receiver:
 
     @property
     def work(self) -> int:
-        """What the peer has been worth so far; see :class:`ratelimitd.http2.limits.Allowance`."""
+        """Credits of the peer; see :class:`ratelimitd.http2.limits.Allowance`."""
         return self.streams.answered_total + self.data_frames + self._sender.data_frames
 
     def frame(self, kind: int, stream_id: int, payload: bytes) -> None:
-        """Deal with a frame; ``kind`` is type << 8 | flags.
+        """Handle a frame; ``kind`` is type << 8 | flags.
 
         Raises:
             ConnectionFailureError: the connection cannot go on.
@@ -144,7 +144,7 @@ class Receiver:
             self._fail_stream(stream_id, failure)
 
     def announce(self, stream_id: int) -> None:
-        """Tell the owner of a request that does not come in one piece."""
+        """Report a request that does not arrive in one piece to the owner."""
         streams = self.streams
         head = streams.opening.pop(stream_id)
         window = ReceiveWindow(self._limits.stream_window_bytes)
@@ -152,12 +152,12 @@ class Receiver:
         self.events.append(RequestReceived(stream_id, head, ended=False))
 
     def announce_all(self) -> None:
-        """Do so for all of them."""
+        """Report all such requests."""
         for stream_id in list(self.streams.opening):
             self.announce(stream_id)
 
     def request(self, stream_id: int, head: RequestHead, *, ended: bool) -> None:
-        """Begin an idle stream whose identifier is the next or higher.
+        """Open an idle stream whose identifier is the next or higher.
 
         Raises:
             StreamFailureError: there is no room for it, or it is no request.
@@ -182,14 +182,14 @@ class Receiver:
             self.events.append(RequestReceived(stream_id, head, ended))
 
     def refuse(self, stream_id: int, head: RequestHead) -> None:
-        """Begin an idle stream whose head has a flaw, by HEADERS without END_STREAM."""
+        """Open an idle stream with a malformed head, from HEADERS without END_STREAM."""
         try:
             self.request(stream_id, head, ended=False)
         except StreamFailureError as failure:
             self._fail_stream(stream_id, failure)
 
     def acknowledge(self, stream_id: int, flow_bytes: int) -> None:
-        """The owner has dealt with data: the peer may send as much again.
+        """Open the windows again by the octets that the owner has handled.
 
         A stream that is gone was acknowledged when it went.
         """
@@ -201,7 +201,7 @@ class Receiver:
         self._credit(stream_id, stream, flow_bytes)
 
     def drain(self) -> None:
-        """Take the first step of an orderly end, or the second (§6.8).
+        """Take the first or second step of a graceful shutdown (§6.8).
 
         The first GOAWAY asks the peer to begin no more streams, but refuses none, because some are on their way. The
         answer to the PING behind it shows that no more are; to end without waiting, call this a second time.
@@ -214,7 +214,7 @@ class Receiver:
             self._sender.frame(frames.ping(DRAIN_PING))
 
     def refuse_streams(self) -> None:
-        """From here on, streams that begin are ignored; GOAWAY says which are not."""
+        """Ignore streams that begin from now on; GOAWAY names the last one that is handled."""
         if self.streams.final_id is None:
             self.streams.final_id = self.streams.last_id
             self._sender.frame(frames.go_away(self.streams.last_id, ErrorCode.NO_ERROR))
@@ -230,7 +230,7 @@ class Receiver:
         self._meter.charge(cause, self.work)
 
     def _fail_stream(self, stream_id: int, failure: StreamFailureError) -> None:
-        """Reset a stream because of what the peer sent (§5.4.2)."""
+        """Reset a stream after an error of the peer (§5.4.2)."""
         self._sender.reset(stream_id, failure.code)
         self.events.append(StreamReset(stream_id, failure.code, failure.cause))
         refused = failure.cause is Cause.TOO_MANY_STREAMS
@@ -315,7 +315,7 @@ class Receiver:
             self._block_ended(block.stream_id, b"".join(block.fragments), ended=block.ended)
 
     def _block_ended(self, stream_id: int, block: bytes, *, ended: bool) -> None:
-        """Deal with a whole header block. It is decoded whatever becomes of it, for the dynamic table (§4.3)."""
+        """Handle a complete header block. It is always decoded, for the dynamic table (§4.3)."""
         state = self.streams.state_of(stream_id)
         if state is State.IDLE:
             self.request(stream_id, self.reader.read(block), ended=ended)
@@ -333,7 +333,7 @@ class Receiver:
         self.events.append(TrailersReceived(stream_id, fields))
 
     def _priority(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        """Priorities are not used (§5.3.2), but what they must not be was not abolished with them (§6.3)."""
+        """Check PRIORITY (§6.3). Priorities are not used (§5.3.2)."""
         demand_stream(stream_id)
         demand_size(payload, 5)
         if frames.u32(payload) & frames.STREAM_ID_MASK == stream_id:
@@ -419,7 +419,7 @@ class Receiver:
         _window_update,
         _continuation,
     )
-    """By :class:`FrameType`."""
+    """Handlers by :class:`FrameType`."""
 
 
 def _take_body(stream: Stream, flow_bytes: int, size: int, *, ended: bool) -> None:

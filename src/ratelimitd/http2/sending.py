@@ -1,4 +1,4 @@
-"""The sending half of a connection: answers into frames, as far as the peer's windows go, and the rest when they open.
+"""The sending half of a connection: frames of answers, within the peer's flow-control windows.
 
 Never reads what a peer sent; the receiving half says what it means for this one. Octets are only collected here:
 ``take`` returns all of them at once, so that an event-loop iteration is one write.
@@ -37,13 +37,13 @@ from ratelimitd_wire.frames import (
 )
 
 _KEPT_SIZES: Final = 1_024
-"""Answers to checks are smaller. Larger messages have their DATA header built each time, at 150 ns."""
+"""DATA headers of shorter messages are prepared; those of longer ones are built each time, in 150 ns."""
 
 _pack_stream_id = struct.Struct(">I").pack
 
 
 class UnaryAnswer:
-    """HEADERS, one DATA and trailers, as one string of octets.
+    """A prepared answer: HEADERS, one DATA frame and trailers.
 
     The identifier of the stream stands in it three times, once in each frame header, and nowhere else does anything
     depend on the stream. So an answer is four parts, joined by the four octets of the identifier: 100 ns, where three
@@ -92,7 +92,7 @@ class UnaryAnswer:
         ]
 
     def octets(self, stream_id: int, message: bytes) -> bytes:
-        """The whole answer; prefix and message fit into one frame."""
+        """Return the whole answer; prefix and message must fit into one frame."""
         size = len(message)
         if size < _KEPT_SIZES:
             middle, prefix = self._middles[size], self._prefixes[size]
@@ -105,14 +105,14 @@ class UnaryAnswer:
 
 
 def _data_header(size: int) -> bytes:
-    """Of a frame of DATA, up to its stream."""
+    """Header of a DATA frame up to its stream."""
     if size > DEFAULT_MAX_FRAME_BYTES:
         raise ValueError(size)
     return size.to_bytes(3, "big") + bytes((FrameType.DATA, 0))
 
 
 class Sender:
-    """What a connection sends.
+    """Sends the frames of a connection.
 
     The methods that send on a stream do nothing when it is gone: its StreamReset is an event that the owner has seen
     or will see.
@@ -148,10 +148,10 @@ class Sender:
         self._table_update_is_due = self._table_is_empty = False
         self._out: list[bytes] = []
         self._window = DEFAULT_WINDOW_BYTES
-        # Live streams with something pending and a window of their own, in the order in which their turn comes.
+        # Live streams with pending octets and an open window, in rotation.
         self._waiting: dict[int, Stream] = {}
-        # The longest message that may go out by the short way, before the connection's window is asked: that of a
-        # untouched stream, of a frame, and -1 while a table size update has to come first.
+        # Longest message for the fast path: limited by the window of a new stream and by a frame; -1 while a table
+        # size update has to be sent first.
         self._unary_bytes = frames.DEFAULT_MAX_FRAME_BYTES
         self.peer = PeerSettings()
         self.buffered_bytes = 0
@@ -160,14 +160,14 @@ class Sender:
         self.overflowed = False
 
     def take(self) -> bytes:
-        """All that is to be written, once."""
+        """Return and remove the octets to write."""
         out = self._out
         octets = b"".join(out)
         out.clear()
         return octets
 
     def frame(self, octets: bytes) -> None:
-        """Send a frame that no window holds back."""
+        """Send a frame that is not flow-controlled."""
         self._out.append(octets)
 
     # Answers
@@ -175,7 +175,7 @@ class Sender:
     def send_unary(self, stream_id: int, answer: UnaryAnswer, message: bytes) -> None:
         """Answer a request with one message.
 
-        The short way is the common one: nothing was sent on the stream yet, and everything fits into the windows and
+        The fast path: nothing was sent on the stream yet, and everything fits into the windows and
         one frame. It does what the general way below does, in one piece.
         """
         size = answer.prefix_bytes + len(message)
@@ -191,14 +191,14 @@ class Sender:
             self.send_trailers(stream_id, answer.trailer_block)
 
     def send_headers(self, stream_id: int, block: Block, *, ended: bool = False) -> None:
-        """Begin an answer; ``ended`` when that is all of it."""
+        """Begin an answer; ``ended`` if it has no body."""
         if stream_id in self._streams.live:
             self._headers(stream_id, block, ended=ended)
             if ended:
                 self._finish(stream_id, self._streams.live[stream_id])
 
     def send_data(self, stream_id: int, data: bytes, *, ended: bool = False) -> bool:
-        """Send a part of a body; ``ended`` when it is the last of the answer.
+        """Send a part of a body; ``ended`` if it is the last.
 
         Returns whether all of it is on its way. If not, WindowOpened will say when it is; sending
         before that fills a buffer that ends the connection when it is over ``max_unread_bytes``.
@@ -218,39 +218,39 @@ class Sender:
         return False
 
     def send_trailers(self, stream_id: int, block: Block) -> None:
-        """End an answer. The trailers go when everything before them has gone."""
+        """End an answer with trailers, after everything before them."""
         if stream_id not in self._streams.live:
             return
         stream = self._streams.own(stream_id)
         stream.ended = True
         if stream.pending:
-            # Fields are encoded when they go: blocks must leave in the order in which they changed the table.
+            # Fields are encoded when sent: blocks must be sent in the order in which they changed the table.
             stream.trailers = block
         else:
             self._headers(stream_id, block, ended=True)
             self._finish(stream_id, stream)
 
     def reset(self, stream_id: int, code: int) -> None:
-        """Send RST_STREAM, and forget a stream."""
+        """Send RST_STREAM and remove the stream."""
         self.frame(frames.rst_stream(stream_id, code))
         self.forget(stream_id, discard=True)
 
-    # What the receiving half knows
+    # Called by the receiving half
 
     def forget(self, stream_id: int, *, discard: bool) -> None:
-        """A stream was reset: nothing that waits for it is sent, and what its owner holds is held no longer."""
+        """Drop what is pending on a stream that was reset."""
         stream = self._streams.drop(stream_id, discard=discard)
         if stream is not None and stream is not UNTOUCHED:
             self._release(stream_id, stream)
 
     def credit(self, size: int) -> None:
-        """The connection's window takes ``size`` more octets; tell the peer when it is worth a frame."""
+        """Open the connection's receive window by ``size`` octets; send WINDOW_UPDATE when it is worth a frame."""
         increment = self._receive_window.give(size)
         if increment:
             self.frame(frames.window_update(0, increment))
 
     def settings_changed(self, payload: bytes) -> list[int]:
-        """Apply and acknowledge the peer's SETTINGS; return the streams of which nothing waits any more.
+        """Apply and acknowledge the peer's SETTINGS; return the streams without pending octets.
 
         Raises:
             ConnectionFailureError: they cannot be applied.
@@ -277,7 +277,7 @@ class Sender:
         return self._flush()
 
     def connection_window_grown(self, increment: int) -> list[int]:
-        """The peer takes more; return the streams of which nothing waits any more.
+        """Open the connection's window; return the streams without pending octets.
 
         Raises:
             ConnectionFailureError: it cannot take that much.
@@ -291,7 +291,7 @@ class Sender:
         return self._flush()
 
     def stream_window_grown(self, stream_id: int, increment: int) -> list[int]:
-        """The peer takes more on a live stream; return it when nothing waits for it any more.
+        """Open the window of a live stream; return it if nothing is pending on it any more.
 
         Raises:
             StreamFailureError: it cannot take that much.
@@ -308,7 +308,7 @@ class Sender:
     # Frames of a stream
 
     def _stream_window(self, stream: Stream) -> int:
-        """What the peer takes on a stream; below 0 after it has lowered the initial window (§6.9.2)."""
+        """Return the window of a stream; negative after the peer lowered the initial window (§6.9.2)."""
         return self.peer.initial_window_bytes + stream.send_credit
 
     def _longest_unary(self) -> int:
@@ -325,17 +325,17 @@ class Sender:
         self.frame(frames.headers(stream_id, octets, ended=ended, max_bytes=max_bytes))
 
     def _data(self, stream_id: int, stream: Stream, data: bytes, *, ended: bool) -> int:
-        """Send as much as the windows take, with END_STREAM on the last frame if that is all; return how much."""
+        """Send as many octets as the windows allow, with END_STREAM on the last frame; return their number."""
         room = min(self._window, self._stream_window(stream))
         size = len(data)
         if size > room:
             size, ended = max(0, room), False
         elif not size:
-            # Needs no window (§6.9.1), and says nothing unless it is the end.
+            # An empty frame needs no window (§6.9.1), and matters only as the end.
             if ended:
                 self.frame(frames.frame(frames.FrameType.DATA, frames.END_STREAM, stream_id))
             return 0
-        # Larger frames than the default would save us little and hold up other streams longer.
+        # Larger frames than the default would save little and delay other streams longer.
         step = frames.DEFAULT_MAX_FRAME_BYTES
         for at in range(0, size, step):
             flags = frames.END_STREAM if ended and at + step >= size else 0
@@ -356,7 +356,7 @@ class Sender:
             self._waiting[stream_id] = stream
 
     def _flush(self) -> list[int]:
-        """Send what waits, a frame of each stream in turn; return the streams that are through and go on."""
+        """Send pending octets, one frame per stream in rotation; return the streams that finished and may go on."""
         through: list[int] = []
         while self._window > 0 and self._waiting:
             stream_id = next(iter(self._waiting))
@@ -375,7 +375,7 @@ class Sender:
         return through
 
     def _through(self, stream_id: int, stream: Stream, through: list[int]) -> None:
-        """Nothing is pending any more: the stream ends, or its owner may go on."""
+        """End a stream without pending octets, or let its owner go on."""
         if stream.trailers is not None:
             self._headers(stream_id, stream.trailers, ended=True)
         if stream.ended:
@@ -384,7 +384,7 @@ class Sender:
             through.append(stream_id)
 
     def _finish(self, stream_id: int, stream: Stream) -> None:
-        """The answer has ended. If the request has not, the rest of it is refused (§8.1)."""
+        """Close a stream after its answer; refuse the rest of an unfinished request (§8.1)."""
         if stream.state is State.OPEN:
             self.reset(stream_id, ErrorCode.NO_ERROR)
             return
@@ -393,13 +393,13 @@ class Sender:
             self._release(stream_id, stream)
 
     def _release(self, stream_id: int, stream: Stream) -> None:
-        """A stream is gone: so is what waits, and what its owner has not acknowledged."""
+        """Drop pending and unacknowledged octets of a closed stream."""
         self._waiting.pop(stream_id, None)
         self.buffered_bytes -= len(stream.pending)
         self.credit(stream.held_bytes)
 
     def drop_all(self) -> None:
-        """The connection has ended: nothing waits any more."""
+        """Drop all pending octets of a closed connection."""
         self._waiting.clear()
         self._streams.live.clear()
         self._streams.opening.clear()

@@ -1,4 +1,4 @@
-"""Streams of a connection (RFC 9113 §5.1): their states as a table, and which of them there are.
+"""Streams of a connection (RFC 9113 §5.1): the state machine as a table, and the live streams.
 
 Never sends anything. What each pair of state and input leads to is data in ``TRANSITIONS``:
 
@@ -27,19 +27,19 @@ from ratelimitd_wire.codes import ErrorCode
 from ratelimitd_wire.static_table import Field
 
 DEFAULT_WINDOW_BYTES: Final = 65_535
-"""Of connection and streams, until somebody says otherwise (§6.9.2)."""
+"""Initial window of connection and streams (§6.9.2)."""
 
 MAX_WINDOW_BYTES: Final = 2**31 - 1
 
 
 def grown(window_bytes: int, increment: int) -> int | None:
-    """A window after an increment, None when it would be over the maximum (§6.9.1)."""
+    """Return a window after an increment; None if it exceeds the maximum (§6.9.1)."""
     window_bytes += increment
     return window_bytes if window_bytes <= MAX_WINDOW_BYTES else None
 
 
 class ReceiveWindow:
-    """How much the peer may still send, and how much of what it sent we have done with but not told it.
+    """The octets that the peer may still send, and those that were handled but not acknowledged.
 
     Credit is granted at half of the window: often enough that a peer never waits while we keep up, and a frame of
     13 octets for thousands of small checks.
@@ -56,14 +56,14 @@ class ReceiveWindow:
         self._worth_telling = max(1, window_bytes // 2)
 
     def take(self, size: int) -> bool:
-        """Count octets that came; False, and nothing is counted, when the peer had no right to send them."""
+        """Count received octets; return False and count nothing if they exceed the window."""
         if size > self.left:
             return False
         self.left -= size
         return True
 
     def give(self, size: int) -> int:
-        """Count octets that we have done with; return the increment to tell the peer, 0 for not yet."""
+        """Count handled octets; return the increment to send, 0 if none is due."""
         credit = self._credit = self._credit + size
         if credit < self._worth_telling:
             return 0
@@ -73,15 +73,15 @@ class ReceiveWindow:
 
 
 _MAX_DISCARDED: Final = 256
-"""Streams that we have reset and remember, because what the peer sent before it knew must be ignored. One that is
-forgotten costs an honest peer a second RST_STREAM."""
+"""Limit of remembered streams that we reset: frames that the peer sent before it knew are ignored. Forgetting one costs
+an honest peer a second RST_STREAM."""
 
 _MAX_GAPS: Final = 64
-"""Runs of stream identifiers that the peer has skipped. Honest peers skip none, or the first."""
+"""Limit of runs of skipped stream identifiers. Honest peers skip none, or the first."""
 
 
 class State(enum.Enum):
-    """Of a stream, as the peer's frames find it."""
+    """States of a stream, from the peer's side."""
 
     IDLE = "idle"
     OPEN = "open"
@@ -89,11 +89,11 @@ class State(enum.Enum):
     """The request is complete: half-closed (remote)."""
     CLOSED = "closed"
     DISCARDED = "discarded"
-    """We have closed it before the peer had; what it sends in ignorance of that is ignored."""
+    """We closed it before the peer did; frames that the peer sent before it knew are ignored."""
 
 
 class Input(enum.Enum):
-    """What a peer can send on a stream."""
+    """Frames of the peer on a stream."""
 
     HEADERS = "HEADERS"
     HEADERS_END = "HEADERS with END_STREAM"
@@ -105,7 +105,7 @@ class Input(enum.Enum):
 
 
 class Refusal(NamedTuple):
-    """An error instead of a state."""
+    """An error in place of a state."""
 
     code: ErrorCode
     of_connection: bool
@@ -166,7 +166,7 @@ TRANSITIONS: Final[Mapping[tuple[State, Input], State | Refusal]] = MappingProxy
 
 
 def transition(state: State, given: Input) -> State:
-    """The state after an input.
+    """Return the state after an input.
 
     Raises:
         StreamFailureError, ConnectionFailureError: the input is an error in this state.
@@ -187,7 +187,7 @@ Block: TypeAlias = bytes | tuple[Field, ...]
 
 
 class Stream:
-    """A stream that is neither idle nor gone.
+    """A live stream.
 
     Attributes:
         state: OPEN or REMOTE_CLOSED.
@@ -229,9 +229,8 @@ class Stream:
 
 
 UNTOUCHED: Final = Stream(State.REMOTE_CLOSED)
-"""Stands for every stream whose request is complete, of which nothing was answered, and whose window is the initial
-one. Never changed: :meth:`Streams.own` replaces it by an object of the stream's own before anything is. Nearly every
-request is answered before that, and an object saved is 300 ns."""
+"""Shared by all streams with a complete request, no answer yet, and the initial window. Immutable: :meth:`Streams.own`
+replaces it by a copy before a change. Nearly all requests are answered without one, which saves 300 ns."""
 
 
 class Streams:
@@ -275,12 +274,12 @@ class Streams:
 
     @property
     def last_id(self) -> int:
-        """What GOAWAY says: the highest identifier that was, or may have been, acted upon."""
+        """The identifier for GOAWAY: the highest that was or may have been handled."""
         last_id = max(0, self.next_id - 2)
         return last_id if self.final_id is None else min(self.final_id, last_id)
 
     def state_of(self, stream_id: int) -> State:
-        """The state of a stream which is not in ``opening``."""
+        """Return the state of a stream that is not in ``opening``."""
         stream = self.live.get(stream_id)
         if stream is not None:
             return stream.state
@@ -291,29 +290,29 @@ class Streams:
         return State.DISCARDED if stream_id in self._discarded else State.CLOSED
 
     def may_begin(self, stream_id: int) -> bool:
-        """Whether an identifier is one that HEADERS may carry at all: odd, and not skipped before (§5.1.1)."""
+        """Return whether HEADERS may have this identifier: odd, and not skipped before (§5.1.1)."""
         return bool(stream_id & 1) and not any(low <= stream_id < high for low, high in self._gaps)
 
     def begin(self, stream_id: int) -> None:
-        """An idle stream is idle no longer, nor are those below it."""
+        """Leave the idle state; lower identifiers leave it, too."""
         if stream_id > self.next_id and len(self._gaps) < _MAX_GAPS:
             self._gaps.append((self.next_id, stream_id))
         self.next_id = stream_id + 2
 
     def add(self, stream_id: int, stream: Stream) -> None:
-        """A stream becomes known to the owner."""
+        """Report a stream to the owner."""
         self.live[stream_id] = stream
         self.opened_total += 1
 
     def own(self, stream_id: int) -> Stream:
-        """A live stream, as an object that may be changed."""
+        """Return a live stream as a mutable object."""
         stream = self.live[stream_id]
         if stream is UNTOUCHED:
             stream = self.live[stream_id] = Stream(State.REMOTE_CLOSED)
         return stream
 
     def drop(self, stream_id: int, *, discard: bool) -> Stream | None:
-        """A stream was reset; return it if it was live. To ``discard`` it is to ignore what still comes for it."""
+        """Remove a stream that was reset; return it if it was live. ``discard``: ignore frames that still arrive."""
         if discard:
             if len(self._discarded) == _MAX_DISCARDED:
                 del self._discarded[next(iter(self._discarded))]

@@ -1,4 +1,4 @@
-"""What spends do to a bucket, for each algorithm: the arithmetic of the ledger. Pure.
+"""The effect of spends on a bucket, for each algorithm: the arithmetic of the ledger. Pure.
 
 An algorithm judges one check and charges it. The ledger also has to charge what another node has long allowed, so here
 a bucket may be overdrawn, and what is owed is kept until it is paid off. A spend is charged at the time at which it was
@@ -15,35 +15,35 @@ from ratelimitd.algorithms import Decide, fixed_window, sliding_window, token_bu
 from ratelimitd.model import Algorithm, Outcome, Rule
 
 Run: TypeAlias = tuple[int, int]
-"""(time in µs, tokens): so many were allowed then."""
+"""(time in µs, tokens that were allowed then)."""
 
 BucketState: TypeAlias = tuple[int, int] | bytes | None
-"""What an algorithm keeps of a bucket; ``None`` is a full one."""
+"""An algorithm's state of a bucket; ``None`` is a full one."""
 
 
 class Account(Protocol):
-    """What the ledger needs to know of an algorithm. States are its own: ``None`` is a full bucket."""
+    """The ledger's view of an algorithm. A state of ``None`` is a full bucket."""
 
     def judge(self, state: Any, rule: Rule, now_us: int, cost: int) -> Outcome:
-        """Judge one check as the algorithm does, of a bucket that may be overdrawn."""
+        """Decide one check as the algorithm does, on a bucket that may be overdrawn."""
 
     def judge_of(self, state: Any, rule: Rule) -> Decide:
-        """The quickest that judges as :meth:`judge` does, of this state and all that checks make of it."""
+        """Return the fastest function that decides as :meth:`judge` does for this state and its successors."""
 
     def used(self, state: Any, rule: Rule, now_us: int) -> int:
-        """The tokens that are missing at ``now_us``, rounded up; more than the limit where the bucket is overdrawn."""
+        """Return the missing tokens at ``now_us``, rounded up; above the limit if the bucket is overdrawn."""
 
     def charged(self, state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
-        """The state after ``runs``, in ascending order, whatever it allows."""
+        """Return the state after ``runs``, in ascending order, also beyond the limit."""
 
     def capped(self, state: Any, rule: Rule) -> Any:
-        """The state under a limit that may have been lowered: no more is owed than one whole capacity."""
+        """Return the state under a new limit: at most one whole capacity is owed."""
 
     def standing(self, state: Any) -> tuple[int, int]:
-        """(time of the latest spend, how much is spent): never sinks in the life of a bucket."""
+        """Return (time of the latest spend, spent tokens), which never decreases in the life of a bucket."""
 
     def freed(self, rule: Rule, from_us: int, until_us: int) -> int:
-        """About how many tokens come free between two times, at most."""
+        """Return about how many tokens are freed between two times, at most."""
 
 
 class TokenBucketAccount:
@@ -51,7 +51,7 @@ class TokenBucketAccount:
 
     @staticmethod
     def judge(state: Any, rule: Rule, now_us: int, cost: int) -> Outcome:
-        """Judge one check; what is owed is refilled first, for the algorithm remembers one capacity at most."""
+        """Decide one check after the overdraft has refilled: the algorithm itself stores at most one capacity."""
         capacity = rule.limit * rule.window_us
         if state is None or state[0] <= capacity:
             return token_bucket.decide(state, rule, now_us, cost)
@@ -63,19 +63,19 @@ class TokenBucketAccount:
 
     @staticmethod
     def judge_of(state: Any, rule: Rule) -> Decide:
-        """The algorithm itself, unless the bucket is overdrawn."""
+        """Return the algorithm itself, unless the bucket is overdrawn."""
         if state is None or state[0] <= rule.limit * rule.window_us:
             return token_bucket.decide
         return TokenBucketAccount.judge
 
     @staticmethod
     def used(state: Any, rule: Rule, now_us: int) -> int:
-        """Tokens that have not been refilled."""
+        """Return the tokens that have not been refilled."""
         return 0 if state is None else -(-_refilled(state, rule, now_us)[0] // rule.window_us)
 
     @staticmethod
     def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
-        """Each at its time, after what has been refilled until then."""
+        """Apply each run at its time, after the refill until then."""
         for at_us, tokens in runs:
             spent, latest_us = (0, at_us) if state is None else _refilled(state, rule, at_us)
             state = spent + tokens * rule.window_us, latest_us
@@ -83,17 +83,17 @@ class TokenBucketAccount:
 
     @staticmethod
     def capped(state: Any, rule: Rule) -> Any:
-        """Spent is a capacity at most."""
+        """Cap the spent tokens at one capacity."""
         return None if state is None else (min(state[0], rule.limit * rule.window_us), state[1])
 
     @staticmethod
     def standing(state: Any) -> tuple[int, int]:
-        """Latest, then spent."""
+        """Return (latest, spent)."""
         return _standing(state)
 
     @staticmethod
     def freed(rule: Rule, from_us: int, until_us: int) -> int:
-        """What is refilled."""
+        """Return the refill."""
         return _refilled_tokens(rule, from_us, until_us)
 
 
@@ -120,17 +120,17 @@ class FixedWindowAccount:
 
     @staticmethod
     def judge_of(_state: Any, _rule: Rule) -> Decide:
-        """The algorithm itself."""
+        """Return the algorithm itself."""
         return fixed_window.decide
 
     @staticmethod
     def used(state: Any, rule: Rule, now_us: int) -> int:
-        """Tokens of the window that holds ``now_us``, or of a later one that has been spent in."""
+        """Return the tokens of the window of ``now_us``, or of a later one with spends."""
         return state[0] if state is not None and now_us < _end_us(state[1], rule) else 0
 
     @staticmethod
     def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
-        """Each in its own window; what belongs to one that is over changes nothing."""
+        """Apply each run in its window; runs of past windows have no effect."""
         for at_us, tokens in runs:
             if state is None or at_us >= _end_us(state[1], rule):
                 state = (tokens, at_us)
@@ -140,17 +140,17 @@ class FixedWindowAccount:
 
     @staticmethod
     def capped(state: Any, rule: Rule) -> Any:
-        """The count is the limit at most."""
+        """Cap the count at the limit."""
         return None if state is None else (min(state[0], rule.limit), state[1])
 
     @staticmethod
     def standing(state: Any) -> tuple[int, int]:
-        """Latest, then count."""
+        """Return (latest, count)."""
         return _standing(state)
 
     @staticmethod
     def freed(rule: Rule, from_us: int, until_us: int) -> int:
-        """All of it, in the next window."""
+        """Return all tokens if the window changes."""
         return rule.limit if until_us >= _end_us(from_us, rule) else 0
 
 
@@ -165,32 +165,32 @@ class SlidingWindowAccount:
 
     @staticmethod
     def judge_of(_state: Any, _rule: Rule) -> Decide:
-        """The algorithm itself."""
+        """Return the algorithm itself."""
         return sliding_window.decide
 
     @staticmethod
     def used(state: Any, rule: Rule, now_us: int) -> int:
-        """Tokens of the window that ends at ``now_us``."""
+        """Return the tokens of the window that ends at ``now_us``."""
         return 0 if state is None else sliding_window.used(state, rule, now_us)
 
     @staticmethod
     def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
-        """Each at its own time, between what is there."""
+        """Insert each run at its time."""
         return sliding_window.entered(state, rule, runs)
 
     @staticmethod
     def capped(state: Any, _rule: Rule) -> Any:
-        """As it is: what is over a lower limit leaves with its window."""
+        """Return the state unchanged: the excess over a lower limit leaves with its window."""
         return state
 
     @staticmethod
     def standing(state: Any) -> tuple[int, int]:
-        """Time of the last entry, then tokens."""
+        """Return (time of the last entry, tokens)."""
         return (-1, 0) if state is None else sliding_window.latest(state)
 
     @staticmethod
     def freed(rule: Rule, from_us: int, until_us: int) -> int:
-        """What leaves, if what is there is spread evenly."""
+        """Return the tokens that leave if the entries are spread evenly."""
         return _refilled_tokens(rule, from_us, until_us)
 
 

@@ -1,4 +1,4 @@
-"""One node's side of one bucket: its view, on which it decides, and what it has still to settle.
+"""One node's side of one bucket: the view by which it decides, and its unsettled spends.
 
 Never does I/O and never reads a clock. The view is the base, the last state that came from the store, less what the
 node has spent since. The node decides on it while what it has not settled stays within its share of what is left; a
@@ -21,21 +21,21 @@ from ratelimitd.ledger.shared_state import Ask, SharedState, Update, standing
 from ratelimitd.model import COST_EXCEEDS_LIMIT, Outcome, Rule
 
 SHARES_OF_REMAINING: Final = 2
-"""A node may hold back 1/2N of what is left: all nodes together half of it."""
+"""A node may have 1/(2N) of what is left unsettled: all nodes together half of it."""
 
 SHARES_OF_LAST_HALF: Final = 4
-"""And 1/4N when no more than half of the limit is left. What is left is soon gone then, and the store may have given it
-to others before a node has settled what it held back. Where callers come to all nodes at once, that was up to 4 % of
-the limit too much in each window; it is less than 1 % like this (ADR 0023)."""
+"""1/(4N) once no more than half of the limit is left: the rest is used up soon, and the store may grant it to others
+before a node settles its share. If callers use all nodes at once, the excess was up to 4 % of the limit per window with
+1/(2N), and is below 1 % with 1/(4N) (ADR 0023)."""
 
 SHARES_OF_LIMIT: Final = 100
-"""Or 1/100N of the limit, whatever is left: the smallest excess that is worth no round trip."""
+"""At least 1/(100N) of the limit, whatever is left: a smaller excess is not worth a round trip."""
 
 STALE_US: Final = 1_000_000
-"""A batch that was frozen longer ago has met an outage."""
+"""Age of a batch in flight that indicates an outage."""
 
 LEAST_PENDING_RUNS: Final = 1_000
-"""Of unsent spends before it is worth looking which of them the view does not lack any more."""
+"""Runs of unsent spends above which refilled ones are removed."""
 
 _UNKNOWN: Final = -1
 
@@ -45,16 +45,16 @@ class LocalView:
 
     Attributes:
         rule: in force on this node; its ``revision`` is that of the whole rule book, or of a state that knew better.
-        base: the latest state that came from the store, ``None`` while it has none of this bucket.
-        unsent: what was allowed since the last batch was frozen.
-        in_flight: what that batch carries.
+        base: the latest state of the store, ``None`` for a full bucket.
+        unsent: spends since the last batch.
+        in_flight: spends in the batch in flight.
         asks: checks that wait for the next batch.
-        forgiven: tokens that were allowed and are charged nowhere. Who counts them may set it back to 0.
-        knows_better: whether the limit is newer than the one that the store was last seen to go by. Any update tells
-            the store; a denial makes none, so one has to be sent for it.
-        shared_out: what all nodes together may have unsettled, at least; -1 while that is not worked out.
-        false_positives: checks that were denied, and that the state which came from the store next would have allowed.
-            Who counts them may set it back to 0.
+        forgiven: allowed tokens that are charged nowhere. The caller that counts them resets it to 0.
+        knows_better: the limit is newer than that of the store's last state. Any update corrects the store; a denial
+            makes none, so that one has to be sent.
+        shared_out: the unsettled tokens that all nodes together may have, at least; -1 until computed.
+        false_positives: denied checks that the next state of the store would have allowed. The caller that counts them
+            resets it to 0.
     """
 
     __slots__ = (
@@ -105,13 +105,13 @@ class LocalView:
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is nothing to settle: then a view of the same rule and base is as good as this one."""
+        """Whether nothing is unsettled, so that a new view of the same rule and base is equivalent."""
         return not (self.unsent.tokens or self.in_flight.tokens or self.asked_tokens)
 
     # Deciding
 
     def check(self, now_us: int, members: int, cost: int) -> Outcome | None:
-        """Decide one check on the spot; ``None`` if the store is to decide it, which :meth:`ask` brings about.
+        """Decide one check now; ``None`` if the store has to decide it, by :meth:`ask`.
 
         ``now_us`` is the node's clock, or the caller's time; ``members`` how many nodes are alive, with this one.
         """
@@ -131,7 +131,7 @@ class LocalView:
         return outcome
 
     def check_alone(self, now_us: int, cost: int) -> Outcome:
-        """Decide one check by the view, for the store has not answered in time."""
+        """Decide one check by the view, because the store did not answer in time."""
         outcome = self.peek(now_us, cost)
         if not outcome[0]:
             return self._denied(outcome, now_us, cost)
@@ -148,14 +148,14 @@ class LocalView:
         return decide(self._state, self.rule, now_us, cost)
 
     def ask(self, now_us: int, cost: int) -> Ask:
-        """Let the next batch take a check to the store, to be decided as of ``now_us``."""
+        """Add a check to the next batch, to be decided as of ``now_us``."""
         ask = Ask(max(now_us, self._latest_us), cost)
         self.asks.append(ask)
         self.asked_tokens += cost
         return ask
 
     def withdraw(self, ask: Ask) -> bool:
-        """Take back what no batch has taken yet, for it was decided otherwise; false: one has."""
+        """Remove a check from the next batch; false if a batch already contains it."""
         for index, one in enumerate(self.asks):
             if one is ask:
                 del self.asks[index]
@@ -164,7 +164,7 @@ class LocalView:
         return False
 
     def is_due(self, now_us: int, members: int) -> bool:
-        """Whether the next batch should not wait for its time: the share is used up, or somebody waits."""
+        """Whether the next batch should be sent at once: the share is used up, or a check waits."""
         if self.asks:
             return True
         unsent = self.unsent.tokens * members
@@ -175,7 +175,7 @@ class LocalView:
     # Settling
 
     def freeze(self) -> Update:
-        """What the next batch says of this bucket; from now on it is in flight. Nothing else may be."""
+        """Return this bucket's part of the next batch, in flight from now on. Nothing else may be in flight."""
         self.in_flight, self.unsent = self.unsent, self.in_flight  # which is empty
         self.unsent.begin(self.rule)
         self._trim_at = LEAST_PENDING_RUNS
@@ -186,7 +186,7 @@ class LocalView:
         return Update(self.rule, self.generation, self.in_flight.runs(), asks)
 
     def acknowledge(self, shared: SharedState) -> None:
-        """The batch has arrived, and this is the state that it left."""
+        """Adopt the state after the batch in flight was applied."""
         self.asked_tokens -= self.asked_in_flight
         self.asked_in_flight = 0
         if self.generation is None or shared.generation <= self.generation:
@@ -194,7 +194,7 @@ class LocalView:
         self.hear(shared)
 
     def abandon(self) -> int:
-        """Give the batch up, whose fate is unknown; return its tokens."""
+        """Drop the batch in flight, whose result is unknown; return its tokens."""
         lost = self.in_flight.tokens
         self.in_flight.begin(self.rule)
         self.asked_tokens -= self.asked_in_flight
@@ -203,14 +203,14 @@ class LocalView:
         return lost
 
     def hear(self, shared: SharedState) -> None:
-        """A state came from the store. Of two the later one is the base, in whatever order they come."""
+        """Adopt a state of the store. The later of two is the base, in any order of arrival."""
         if self.base is None or standing(shared, self.rule) > standing(self.base, self.rule):
             self.base = shared
         self._learn(shared)
         if self.generation is None:
             self.generation = shared.generation
         elif shared.generation > self.generation:
-            # The spends were of a bucket that is no more; the store drops what is in flight of them, too.
+            # The bucket was reset: drop its spends, as the store drops those in flight.
             self.generation = shared.generation
             self.forgiven += self.in_flight.tokens + self.unsent.tokens
             self.in_flight.begin(self.rule)
@@ -220,34 +220,33 @@ class LocalView:
             self._judge_denials()
 
     def forgive_outage(self, now_us: int) -> None:
-        """The store is back after an outage: settle no more than the view still lacks.
+        """After an outage, forgive spends that have refilled meanwhile.
 
-        To be called at the first word from it and before anything of it is adopted. What was refilled meanwhile was
-        spent rightly, and what all nodes spent beside each other cannot be taken back: charged in full, it would lock
-        the caller out for as many windows as there are nodes.
+        Called on the first reply, before its states are adopted. Refilled tokens were spent rightly, and what several
+        nodes spent in parallel cannot be taken back: charged in full, it would lock the caller out for as many windows
+        as there are nodes.
         """
         lacking = self._account.used(self._state, self.rule, now_us) - self.in_flight.tokens
         excess = self.unsent.tokens - max(0, lacking)
-        # Of many views few have any. The oldest first: a window or a log does not lack them any more.
+        # Few views have any. The oldest first: they have left the window or the log.
         if excess > 0:
             self.forgiven += self.unsent.remove_oldest(excess)
             self._recompute()
 
     def note_grants(self, grants: Sequence[bool]) -> None:
-        """So the store has decided what a batch asked."""
+        """Record whether the store denied any check of a batch."""
         self._is_contended = not all(grants)
 
     def pay(self, tokens: int) -> None:
-        """A grant came after the view had decided and charged the check: the store has charged it, too."""
-        # What is no longer to be settled was forgiven, and is charged after all.
+        """Correct a double charge: the view had charged the check when the store's grant arrived late."""
+        # Tokens that are no longer unsettled were forgiven; they are charged after all.
         self.forgiven -= tokens - self.unsent.remove_latest(tokens)
         self._recompute()
 
     def edit(self, rule: Rule) -> None:
-        """The node's rule book has changed, and this is the rule now: no more is settled than it allows.
+        """Apply an edited rule: no more is settled than it allows.
 
-        Most edits are of other rules. Then nothing changes here but the revision; and of a book that is older than what
-        a state has told of this rule, nothing at all.
+        If another rule was edited, only the revision changes; a book older than the state's rule has no effect.
         """
         if rule.revision < self.rule.revision:
             return
@@ -259,7 +258,7 @@ class LocalView:
     # Inside
 
     def _learn(self, shared: SharedState) -> None:
-        """Go by the limit of a state that others have charged under a newer rule book than this node has."""
+        """Adopt the limit of a state that other nodes charged under a newer rule book."""
         if shared.revision > self.rule.revision:
             rule = replace(self.rule, limit=shared.limit, revision=shared.revision)
             if rule.limit < self.rule.limit:
@@ -267,7 +266,7 @@ class LocalView:
             self.rule = rule
 
     def _work_out_share(self, now_us: int) -> int:
-        """What all nodes together may have unsettled; holds until what is left of the base has grown."""
+        """Return the unsettled tokens that all nodes together may have, until the base refills."""
         self.shared_out = self._share_of(self._remaining(now_us))
         return self.shared_out
 
@@ -277,13 +276,13 @@ class LocalView:
         return max(remaining // shares, limit // SHARES_OF_LIMIT)
 
     def _remaining(self, now_us: int) -> int:
-        """Tokens that the base has left at ``now_us``."""
+        """Return the tokens that the base has left at ``now_us``."""
         if self.base is None:
             return self.rule.limit
         return max(0, self.rule.limit - self._account.used(self.base.state, self.rule, now_us))
 
     def _unless_crowded(self, now_us: int, members: int, cost: int) -> Outcome | None:
-        """``None``, if what those that wait will take leaves room for one more; else a denial.
+        """Return ``None`` if the waiting checks leave room for one more, else a denial.
 
         They take what is left, or others have: no more are to wait than there is left for. Where the store has refused
         some of those that waited last, the other nodes are taken to ask for as much.
@@ -296,7 +295,7 @@ class LocalView:
         return None if outcome[0] else self._denied((*outcome[:5], self._state), now_us, cost)
 
     def _denied(self, outcome: Outcome, now_us: int, cost: int) -> Outcome:
-        """Remember a denial until the store has its say, and hand it on."""
+        """Record a denial until the store confirms it, and return it."""
         if outcome[4] is not COST_EXCEEDS_LIMIT:
             if not self._denials:
                 self._denied_at_us, self._denied_cost = now_us, cost
@@ -306,7 +305,7 @@ class LocalView:
         return outcome
 
     def _judge_denials(self) -> None:
-        """Count those denials that what is known now would have allowed: as many as fit, at the time of the first.
+        """Count the denials that the new state would have allowed: as many as fit, at the time of the first.
 
         What has come free since then was not there, and may have been spent since then; that it was is not assumed.
         """
@@ -318,7 +317,7 @@ class LocalView:
         self._denials = 0
 
     def _trim(self, now_us: int) -> None:
-        """Keep what waits through a long outage within bounds: what its end would forgive is forgiven already."""
+        """Bound unsettled spends during a long outage: forgive now what its end would forgive."""
         self.forgive_outage(now_us)
         self._trim_at = max(LEAST_PENDING_RUNS, 2 * len(self.unsent))
 
@@ -338,5 +337,5 @@ class LocalView:
         self._state = state
         self._latest_us = account.standing(state)[0]
         self.shared_out = _UNKNOWN
-        # An overdrawn bucket is judged as such; it is overdrawn here, or not until the next time.
+        # The overdrawn state has its own decide function until the next state.
         self._decide = account.judge_of(state, rule)

@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Send ``request`` with the others of this iteration, unless too much is in flight or the connection is lost."""
+        """Send ``request`` with the others of this iteration; refuse it if too much is in flight, or after the end."""
         size = len(request.packed)
         if self._weight >= self._max_requests or self._bytes + size > self._max_bytes:
             self._refuse(request, StoreOverloadedError("too much waits for the shared state"))
