@@ -1,4 +1,4 @@
-"""The node and its cluster as they are now, and what they did in the last quarter of an hour: what the page shows.
+"""The state of the node and its cluster, now and over the last 15 minutes, for the page.
 
 Every two seconds one step, however many look: the node takes its sample, tells the other nodes, and, while somebody
 looks, reads what they tell. Without an open page it reads only every ten seconds, so that a page that is opened has a
@@ -25,27 +25,27 @@ from ratelimitd.observe.metrics import NodeParts, resident_bytes
 from ratelimitd.observe.node_status import MAX_ENDPOINT, NodeStatus, decode, encode
 
 SILENT_S: Final = 6.0
-"""A node whose last status is older has missed two, and does not count any more. For a minute it is shown as gone."""
+"""Age of a status that has missed two updates: its node no longer counts, and is shown as gone for a minute."""
 
 STEPS_UNSEEN: Final = 5
 """Steps between two reads of the other nodes' statuses while no page is open."""
 
 FRESH_US: Final = 3_000_000
-"""What was read so lately is good enough for a page that is opened."""
+"""A page that is opened uses statuses that are at most this old."""
 
 DECODED_PER_TURN: Final = 20
-"""Statuses that are looked at in one turn of the event loop: less than 1 ms."""
+"""Statuses parsed per event-loop iteration, in less than 1 ms."""
 
 _MS_PER_S: Final = 1_000
 
 _log = logging.getLogger(__name__)
 
 Listener = Callable[[], Awaitable[None]]
-"""Takes notice of a step; the next one waits for it."""
+"""Listener of steps; the next step waits for it."""
 
 
 class NodeView(NamedTuple):
-    """One node. ``age_s``: how old its status is; ``gone``: too old for a node that works."""
+    """One node. ``age_s``: age of its status; ``gone``: too old for a running node."""
 
     status: NodeStatus
     is_this: bool
@@ -55,7 +55,7 @@ class NodeView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """All that there is to see at one moment.
+    """A snapshot of everything that the page shows.
 
     ``total`` is of all nodes that are not gone. ``nodes`` begins with this one; the others follow by name.
     ``others_known``: what the others say has been read lately.
@@ -69,7 +69,7 @@ class Overview:
 
     @property
     def this(self) -> NodeStatus:
-        """The node that shows it."""
+        """The node that answers."""
         return self.nodes[0].status
 
     @property
@@ -80,7 +80,7 @@ class Overview:
 
 @dataclass(slots=True)
 class _Others:
-    """What the other nodes told, when that was read, and whether the last attempt to read it went well."""
+    """Statuses of the other nodes, the time of their reading, and whether the last reading succeeded."""
 
     statuses: Sequence[NodeStatus] = ()
     read_at_us: int | None = None
@@ -111,23 +111,23 @@ class Live:
         self._listeners: set[Listener] = set()
         self._steps = 0
         self.ended = False
-        """The node is on its way out: there are no more steps."""
+        """End the steps of a stopping node."""
 
     @property
     def history(self) -> Sequence[Sample]:
-        """All nodes together in the last quarter of an hour, oldest first."""
+        """Return the samples of all nodes over the last 15 minutes, oldest first."""
         return self._history.samples
 
     def listen(self, listener: Listener) -> None:
-        """Call ``listener`` after every step from now on, and once at the end; somebody is looking."""
+        """Call ``listener`` after each step from now on, and at the end."""
         self._listeners.add(listener)
 
     def unlisten(self, listener: Listener) -> None:
-        """Call it no more."""
+        """Remove a listener."""
         self._listeners.discard(listener)
 
     async def step(self) -> None:
-        """What is due every :data:`ratelimitd.observe.history.SAMPLE_S` seconds."""
+        """Do the work that is due every :data:`ratelimitd.observe.history.SAMPLE_S` seconds."""
         self._denials.fade(SAMPLE_S)
         self._status = status = self._own()
         if self._board is not None:
@@ -142,19 +142,19 @@ class Live:
             await listener()
 
     async def end(self) -> None:
-        """Tell who looks that there is nothing more to see."""
+        """Notify the listeners of the end."""
         self.ended = True
         for listener in [*self._listeners]:
             await listener()
 
     async def refresh(self) -> None:
-        """Before a page is shown: read what the others tell, unless that was done just now."""
+        """Read the statuses of other nodes before a page is shown, unless they are recent."""
         read_at_us = self._others.read_at_us
         if read_at_us is None or self._clock.monotonic_us() - read_at_us > FRESH_US:
             await self._read()
 
     def overview(self, *, named: bool = False) -> Overview:
-        """How things are; ``named``: with the names of denied identifiers that this node knows and may tell."""
+        """Return a snapshot; ``named``: with the names of denied identifiers that this node may show."""
         nodes = self._nodes()
         alive = [node.status for node in nodes if not node.gone and not node.is_this]
         identifiers = [self._denials.top_identifiers(named=named)]
@@ -201,18 +201,18 @@ class Live:
         return [NodeView(self._status, is_this=True, age_s=0.0, gone=False), *shown]
 
     def _view(self, status: NodeStatus) -> NodeView:
-        """A node by the time of its status; all nodes of a cluster follow one clock. From the future is as wrong."""
+        """Return a node with the age of its status by the cluster's clock; a future status counts as gone, too."""
         age_s = self._clock.now_us() / 1_000_000 - status.sample.at_ms / _MS_PER_S
         return NodeView(status, is_this=False, age_s=max(0.0, age_s), gone=abs(age_s) > SILENT_S)
 
     def _total(self, nodes: Iterable[NodeView]) -> Sample:
-        """Of those that are not gone; the time is this node's, so that the history is in order."""
+        """Add up the nodes that are not gone, at this node's time, so that the history is in order."""
         total = summed([node.status.sample for node in nodes if not node.gone])
         return total._replace(at_ms=self._status.sample.at_ms)
 
 
 def _merged_endpoints(lists: Iterable[Iterable[DeniedEndpoint]]) -> Sequence[DeniedEndpoint]:
-    """The top of several nodes' tops. Others' endpoints are cut, so one's own are, too."""
+    """Merge the top endpoints of several nodes; all are cut to the length of published ones."""
     found: dict[str, float] = {}
     for one in (one for each in lists for one in each):
         endpoint = one.endpoint[:MAX_ENDPOINT]
@@ -221,7 +221,7 @@ def _merged_endpoints(lists: Iterable[Iterable[DeniedEndpoint]]) -> Sequence[Den
 
 
 def _merged_identifiers(lists: Iterable[Iterable[DeniedIdentifier]]) -> Sequence[DeniedIdentifier]:
-    """The same of identifiers; the first that mentions one, which is this node, knows its name if anybody does."""
+    """Merge the top identifiers; names come from the first node, which is this one."""
     found: dict[str, DeniedIdentifier] = {}
     for one in (one for each in lists for one in each):
         first = found.get(one.digest)

@@ -1,4 +1,4 @@
-"""How a node is doing, as it tells the others: one value, its bytes, and what of foreign bytes is believed.
+"""The status that a node publishes: the value, its bytes, and the validation of foreign bytes.
 
 Pure. Whatever is read from a shared state may have been put there by anybody: it is a status of ours, within bounds, or
 it is none. See ADR 0029.
@@ -21,7 +21,7 @@ from ratelimitd.observe.history import Sample
 from ratelimitd.observe.metrics import BREAKER_STATES
 
 FORMAT: Final = 1
-"""Of the bytes. A node does not show a status of another format: during an update it shows those of its own."""
+"""Version of the format. Nodes ignore statuses of other versions."""
 
 MAX_BYTES: Final = 4_096
 """A node without denials needs about 700."""
@@ -31,12 +31,12 @@ MAX_ENDPOINT: Final = 60
 
 MAX_TEXT: Final = 256
 MAX_NUMBER: Final = 2**53
-"""Up to here every count is exact."""
+"""Largest exact count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """One node at one moment. Its ``sample`` says which, and what it did lately.
+    """The status of one node. Its ``sample`` has the time and the recent counts.
 
     ``healthy`` and the six that follow are those of :class:`ratelimitd.observe.health.HealthReport`. ``retry_s``: in
     how many seconds an open breaker is to be tried again; 0 while it is closed. ``clock_error_s``: how far the wall
@@ -69,7 +69,7 @@ class NodeStatus:
 
 
 def encode(status: NodeStatus) -> bytes:
-    """The bytes for other nodes, at most :data:`MAX_BYTES`, without the names of identifiers.
+    """Encode for other nodes in at most :data:`MAX_BYTES`, without the names of identifiers.
 
     Endpoints of many multi-byte characters cost the lists, not the status.
     """
@@ -92,7 +92,7 @@ def encode(status: NodeStatus) -> bytes:
 
 
 def decode(octets: bytes) -> NodeStatus:
-    """The status in bytes of another node.
+    """Decode the status of another node.
 
     Raises:
         StoreCorruptError: there is none, of our format and within bounds.
@@ -115,7 +115,7 @@ def decode(octets: bytes) -> NodeStatus:
 
 
 class _NoStatusError(ValueError):
-    """Bytes that are no status."""
+    """The bytes are not a status."""
 
 
 def _rounded(sample: Sample) -> list[Any]:
@@ -156,7 +156,7 @@ def _list(value: Any, most: int, *, exactly: bool = False) -> Sequence[Any]:
 
 
 def _text(value: Any) -> str:
-    """Text that fits a table; what no screen shows, or turns the line round, is replaced."""
+    """Return text for a table; invisible and bidirectional control characters are replaced."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise _NoStatusError
     return "".join([one if one.isprintable() else "\ufffd" for one in value])
@@ -213,7 +213,7 @@ _FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "excess_bound_ratio": _number,
     "admin_token_digest": _text,
 }
-"""The fields that are one value each, and how that is read."""
+"""Fields with one value, and their parsers."""
 
 _SAMPLE: Final[Mapping[str, Callable[[Any], Any]]] = {
     "at_ms": _count,
@@ -227,4 +227,4 @@ _SAMPLE: Final[Mapping[str, Callable[[Any], Any]]] = {
     "memory_bytes": _count,
     "loop_lag_s": _number,
 }
-"""The same of a sample, in its own order."""
+"""The same for a sample, in its order."""

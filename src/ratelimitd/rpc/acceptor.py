@@ -1,4 +1,4 @@
-"""Accepting connections: each has a place from the moment the kernel hands it over, not only once TLS has greeted it.
+"""Accepts connections. Each counts from the moment of accept, not from the end of its TLS handshake.
 
 asyncio's servers do not report a connection before its TLS handshake has ended, or one whose handshake fails;
 so silent connections could not be counted. Never sees what comes after the handshake.
@@ -27,7 +27,7 @@ from ratelimitd_wire import frames
 from ratelimitd_wire.codes import ErrorCode
 
 TLS_RECORD: Final = b"\x16"
-"""What TLS begins with: a record of the handshake."""
+"""First octet of TLS: a handshake record."""
 
 _TEXT: Final = b"This port speaks gRPC over TLS only.\n"
 _TO_HTTP1: Final = (
@@ -40,7 +40,7 @@ times a second; without them it backs off."""
 
 
 def answer_to(octets: bytes) -> bytes | None:
-    """What to say in the peer's own words, empty when nothing is known of them; ``None`` while it is not clear."""
+    """Return an answer in the peer's protocol, empty if it is unknown; ``None`` while more octets are needed."""
     if octets.startswith(PREFACE):
         return _TO_HTTP2
     if undecided(octets):
@@ -51,23 +51,23 @@ def answer_to(octets: bytes) -> bytes | None:
 BACKLOG: Final = 1_024
 
 ACCEPTS_PER_TURN: Final = 32
-"""Of one listening socket; each costs about 50 µs until it is a connection: a slice of 2 ms."""
+"""Connections accepted per iteration and socket, 50 µs each: 2 ms."""
 
 RETRY_S: Final = 1.0
-"""How long nothing is accepted after the system had no room for a connection."""
+"""Pause of accepting after the system ran out of descriptors or memory."""
 
 NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""No descriptor or no memory is left. Any other error of accept(2) is that of one connection, which is lost."""
+"""Errors without a descriptor or memory left. Any other error of accept(2) concerns one connection."""
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 """From the connection to the end of its TLS handshake. Honest ones take some round trips."""
 
 _LONGER_THAN_OURS_S: Final = 2 * HANDSHAKE_TIMEOUT_S
-"""asyncio has a timer of its own for handshakes, by another clock."""
+"""Timeout of asyncio's own handshake timer, which uses another clock."""
 
 _PLAINTEXT_READS: Final = 16
 _PLAINTEXT_BYTES: Final = 4_096
-"""What is read of a peer that does not speak TLS, so that it can read why before the kernel resets it."""
+"""Octets read from a peer that does not speak TLS, so that it can read the answer before a reset."""
 
 Connection = TypeVar("Connection", bound=asyncio.BaseProtocol)
 
@@ -103,25 +103,25 @@ class Acceptor(Generic[Connection]):
         self._handshake_gate = TickGate(monotonic_s)
 
     def listen(self, sock: socket.socket) -> None:
-        """Accept from a socket that is bound; it is this object's from now on."""
+        """Accept from a bound socket, and own it."""
         sock.settimeout(0)
         sock.listen(BACKLOG)
         self._listening.append(sock)
         self._loop.add_reader(sock, self._accept, sock)
 
     def leave(self, connection: Connection) -> None:
-        """A connection is gone."""
+        """Remove a closed connection."""
         self.places.discard(connection)
 
     def expire(self, now_s: float) -> None:
-        """Give up on handshakes that take too long; to be called about once a second."""
+        """End overdue handshakes; called about once a second."""
         for task, since_s in list(self._coming.items()):
             if now_s - since_s >= HANDSHAKE_TIMEOUT_S and task.cancel():
                 self._count(TransportError.SLOW_HANDSHAKE)
                 del self._coming[task]
 
     async def close(self) -> None:
-        """Accept no more, and give up what is not made yet."""
+        """Stop accepting, and end handshakes in progress."""
         for sock in self._listening:
             self._loop.remove_reader(sock)
             sock.close()
@@ -164,7 +164,7 @@ class Acceptor(Generic[Connection]):
         task.add_done_callback(partial(self._came, sock, connection))
 
     def _came(self, sock: socket.socket, connection: Connection, task: asyncio.Task[bool]) -> None:
-        """A connection is made, or never will be. Not in the task: one may be cancelled before its first step."""
+        """Clean up after a handshake. A callback, since a task may be cancelled before its first step."""
         self._coming.pop(task, None)
         failed = not task.cancelled() and task.exception() is not None
         if failed:
@@ -174,7 +174,7 @@ class Acceptor(Generic[Connection]):
             sock.close()
 
     async def _bring_up(self, sock: socket.socket, connection: Connection) -> bool:
-        """Make a connection of an accepted socket; return whether it was."""
+        """Create a connection from an accepted socket; return whether that succeeded."""
         try:
             if self._tls is None or await self._greet(sock):
                 await self._connect(sock, connection)
@@ -192,7 +192,7 @@ class Acceptor(Generic[Connection]):
         )
 
     async def _greet(self, sock: socket.socket) -> bool:
-        """Whether a peer begins with TLS; one that does not is answered in plaintext."""
+        """Return whether a peer begins with TLS; others are answered in plaintext."""
         first = await self._first_octet(sock)
         if first == TLS_RECORD:
             # A handshake is 1 ms of arithmetic and more.
@@ -204,7 +204,7 @@ class Acceptor(Generic[Connection]):
         return False
 
     async def _first_octet(self, sock: socket.socket) -> bytes:
-        """What comes first, which is left for the handshake to read; empty when the peer closes before it."""
+        """Peek at the first octets, which the handshake reads again; empty if the peer closes."""
         while True:
             readable = self._loop.create_future()
             self._loop.add_reader(sock, _set, readable)
@@ -237,13 +237,13 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 RESERVED: Final = 256
-"""For everything but callers: files, the database, the HTTP port and who reads metrics there."""
+"""Descriptors kept for files, the database and the HTTP port."""
 
 _log = logging.getLogger(__name__)
 
 
 def room_for(connections: int) -> int:
-    """How many connections to admit where ``connections`` are wanted: at least one.
+    """Return how many of the wanted connections to admit: at least one.
 
     The process's soft limit is raised as far as that needs and the hard one allows.
     """
@@ -292,7 +292,7 @@ async def demand_free(listen: str) -> None:
 
 
 async def listening_sockets(listen: str, *, reuse_port: bool = False) -> list[socket.socket]:
-    """Sockets bound to every address that ``listen`` stands for; with port 0, all to one free port.
+    """Return sockets bound to all addresses of ``listen``; with port 0, all to one free port.
 
     ``[::]`` takes IPv4 too, as it does with grpcio. A socket file that is left over is replaced. With ``reuse_port``
     other processes of the same user that ask for it too may have the port as well.
@@ -326,14 +326,14 @@ async def listening_sockets(listen: str, *, reuse_port: bool = False) -> list[so
 
 
 def bound_address(listen: str, port: int) -> str:
-    """The address of a server that was asked to listen on ``listen`` and got ``port``."""
+    """Return the address of a server that listens on ``listen`` and got ``port``."""
     if listen.startswith(UNIX_PREFIX):
         return listen
     return f"{listen.rpartition(':')[0]}:{port}"
 
 
 def split(listen: str) -> tuple[str, int]:
-    """Host, without brackets, and port of ``host:port``.
+    """Return host, without brackets, and port of ``host:port``.
 
     Raises:
         StartupError: it is no such text.
@@ -346,7 +346,7 @@ def split(listen: str) -> tuple[str, int]:
 
 
 async def _demand_silent_socket(listen: str) -> None:
-    """Raise if the socket file answers; one that does not is left over from a killed node and may be replaced."""
+    """Raise if the socket file answers; otherwise it is left over from a killed node and may be replaced."""
     try:
         _, writer = await asyncio.open_unix_connection(listen.removeprefix(UNIX_PREFIX))
     except OSError:

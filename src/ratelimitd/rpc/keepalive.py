@@ -1,4 +1,4 @@
-"""When a connection has lasted long enough, by the clock alone: peers that are slow, silent, stalled or old.
+"""Maps time and the state of a connection to an action: ping, shutdown or end of slow, silent, stalled or old peers.
 
 Pure: maps time and connection state to an action.
 """
@@ -14,40 +14,40 @@ from ratelimitd.rpc.interface import TransportLimits
 MS_PER_S: Final = 1_000.0
 
 AGE_JITTER: Final = 0.1
-"""Of the age: connections that began together must not end together."""
+"""Random part of the maximum age: connections that began together must not end together."""
 
 
 class Step(enum.Enum):
-    """What to do with a connection."""
+    """Actions on a connection."""
 
     NOTHING = enum.auto()
     PING = enum.auto()
     GO_AWAY = enum.auto()
-    """Ask for no more calls, and close when those in flight have ended."""
+    """Send GOAWAY, and close when the calls in flight have ended."""
     END = enum.auto()
-    """Say why, and close."""
+    """Send the cause, and close."""
 
 
 class Action(NamedTuple):
-    """A step, and for the last one the cause."""
+    """A step, and the cause of ``END``."""
 
     step: Step
     cause: Cause = Cause.OWNER
 
 
 class Snapshot(NamedTuple):
-    """What a connection looks like: see :class:`ratelimitd.http2.connection.Connection` for the first two."""
+    """State of a connection; for the first two see :class:`ratelimitd.http2.connection.Connection`."""
 
     owes: Cause | None
     progress: int
     received: int
-    """A number that grows when octets arrive."""
+    """A counter that grows when octets arrive."""
     writing_paused: bool = False
-    """The peer does not read what was written for it."""
+    """The peer does not read."""
 
 
 class Keepalive:
-    """One connection's times, all in seconds of the clock that the owner reads.
+    """Timers of one connection, in seconds of the owner's clock.
 
     ``jitter`` from −1 to 1 spreads the age.
     """
@@ -79,7 +79,7 @@ class Keepalive:
         self._went_away = False
 
     def look(self, snapshot: Snapshot, now_s: float) -> Action:
-        """What to do now; to be asked about once a second."""
+        """Return the action that is due; called about once a second."""
         owed = self._owed_too_long(snapshot, now_s)
         if owed is not None:
             return Action(Step.END, owed)
@@ -94,7 +94,7 @@ class Keepalive:
         return Action(Step.NOTHING)
 
     def _owed_too_long(self, snapshot: Snapshot, now_s: float) -> Cause | None:
-        """The cause, if the peer has owed the same for too long and nothing has moved meanwhile."""
+        """Return the cause if the peer has owed the same for too long without progress."""
         owes = Cause.STALLED_WINDOW if snapshot.writing_paused else snapshot.owes
         if owes is not self._owes or snapshot.progress != self._progress:
             self._owes, self._progress, self._owes_since_s = owes, snapshot.progress, now_s
@@ -103,7 +103,7 @@ class Keepalive:
         return owes
 
     def _silence(self, snapshot: Snapshot, now_s: float) -> Action:
-        """Ask a silent peer for a sign of life, and give up on one that gives none."""
+        """Ping a silent peer; end the connection if it does not answer."""
         if snapshot.received != self._received:
             self._received, self._heard_at_s, self._pinged_at_s = snapshot.received, now_s, None
         elif self._pinged_at_s is not None:

@@ -1,4 +1,4 @@
-"""gRPC's messages on a stream: a flag, a length, the message – cut out of DATA frames however these are split.
+"""gRPC's messages on a stream (flag, length, message), cut out of DATA frames.
 
 Compressed messages are inflated here, and never beyond the bound on messages, whatever a few kilobytes claim to hold.
 Never knows what a message means. What is refused is refused with grpcio's status and text, which the tests compare.
@@ -22,39 +22,39 @@ PREFIX_BYTES: Final = 5
 """A flag, 0 or 1 for compressed, and the length in four bytes."""
 
 ENCODINGS: Final = b"identity, deflate, gzip"
-"""What ``grpc-encoding`` may say; for ``grpc-accept-encoding``."""
+"""Supported values of ``grpc-encoding``, for ``grpc-accept-encoding``."""
 
 
 class Encoding(enum.Enum):
-    """How the compressed messages of a call are; the value is zlib's window parameter for it."""
+    """Compression of the messages of a call; the value is zlib's window parameter."""
 
     IDENTITY = None
     DEFLATE = zlib.MAX_WBITS
-    """In the format of zlib (RFC 1950), which is what HTTP means by the name."""
+    """The zlib format (RFC 1950), as in HTTP."""
     GZIP = zlib.MAX_WBITS | 16
 
 
 _KEPT_SIZES: Final = 1_024
 _KEPT_PREFIXES: Final = tuple(size.to_bytes(PREFIX_BYTES, "big") for size in range(_KEPT_SIZES))
-"""Of the sizes of checks and their answers: looked up in 30 ns, made in 90."""
+"""Prefixes for the sizes of checks and their answers: 30 ns to look up, 90 to build."""
 
 
 PREFIXES: Final = {size + PREFIX_BYTES: _KEPT_PREFIXES[size] for size in range(_KEPT_SIZES)}
-"""By the length of a body that is one uncompressed message: its first octets."""
+"""Prefix by the length of a body of one uncompressed message."""
 
 
 def prefix_of(size: int) -> bytes:
-    """What stands in front of a message of ``size`` octets: answers are small, and are never compressed."""
+    """Return the prefix of a message of ``size`` octets; answers are never compressed."""
     return _KEPT_PREFIXES[size] if size < _KEPT_SIZES else size.to_bytes(PREFIX_BYTES, "big")
 
 
 def framed(message: bytes) -> bytes:
-    """A message as it goes out."""
+    """Return a message with its prefix."""
     return prefix_of(len(message)) + message
 
 
 def only_message(body: bytes) -> bytes | None:
-    """The message of a body that is exactly one, uncompressed; ``None`` for any other body.
+    """Return the message of a body of exactly one uncompressed message; else ``None``.
 
     What most calls are: it spares them a :class:`MessageReader`. Of at most 4 GiB, so a bound on messages bounds
     the body.
@@ -67,14 +67,14 @@ def only_message(body: bytes) -> bytes | None:
 
 
 class Part(NamedTuple):
-    """A message as it came: possibly compressed."""
+    """A received message, possibly compressed."""
 
     compressed: bool
     content: bytes
 
 
 class MessageReader:
-    """Puts the messages of one call together, without inflating them.
+    """Assembles the messages of one call, without inflating them.
 
     It holds at most one unfinished message, of at most ``max_message_bytes`` and its prefix, as far as it has come.
     """
@@ -87,11 +87,11 @@ class MessageReader:
 
     @property
     def unfinished_bytes(self) -> int:
-        """What is held of a message that is not complete."""
+        """Octets of an incomplete message."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Part]:
-        """Take the next bytes, and yield the messages that are complete with them. The caller exhausts it.
+        """Add bytes, and yield the messages that they complete. The caller must exhaust it.
 
         Raises:
             RpcError: RESOURCE_EXHAUSTED for a message over the bound, as soon as its prefix tells; the call is over.
@@ -115,7 +115,7 @@ class MessageReader:
 
 
 def message_of(part: Part, encoding: Encoding, max_message_bytes: int) -> bytes:
-    """The message, inflated where need be.
+    """Return the message, inflated if it is compressed.
 
     Raises:
         RpcError: as :func:`inflated`, and INTERNAL for one that is compressed although no header said how.
@@ -129,7 +129,7 @@ def message_of(part: Part, encoding: Encoding, max_message_bytes: int) -> bytes:
 
 
 def inflated(message: bytes, encoding: Encoding, max_message_bytes: int) -> bytes:
-    """The message behind a compressed one; no more than the bound is ever made of it.
+    """Inflate a message, up to the bound.
 
     Raises:
         RpcError: RESOURCE_EXHAUSTED for one that holds more than the bound, INTERNAL for one that is broken.
@@ -150,7 +150,7 @@ def inflated(message: bytes, encoding: Encoding, max_message_bytes: int) -> byte
 
 
 def too_large(length: int, max_message_bytes: int) -> RpcError:
-    """The end of a call with a message of ``length`` bytes."""
+    """Return the error of a message of ``length`` bytes."""
     message = f"SERVER: Received message larger than max ({length} vs. {max_message_bytes})"
     return RpcError(StatusCode.RESOURCE_EXHAUSTED, message)
 
@@ -162,7 +162,7 @@ def _broken(*, why: str) -> RpcError:
 Fields = tuple[Field, ...]
 
 MAX_MESSAGE_CHARS: Final = 1_024
-"""Of a status: what a client takes as trailers is bounded, by 8 KiB with most, and details come on top."""
+"""Longest status message: most clients limit trailers to 8 KiB, including details."""
 
 _UNQUOTED: Final = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 """gRPC over HTTP/2, "Percent-Byte-Unencoded": all printable ASCII but the percent sign."""
@@ -172,7 +172,7 @@ _CONTENT_TYPE: Final = (b"content-type", b"application/grpc")
 
 
 def status_fields(error: RpcError) -> Fields:
-    """The trailers that say how a call ended; message and details stay away when there are none."""
+    """Return the trailers of a call, with message and details if there are any."""
     fields = [(b"grpc-status", b"%d" % error.code)]
     if error.message:
         text = quote(error.message[:MAX_MESSAGE_CHARS], safe=_UNQUOTED, errors="replace")
@@ -184,29 +184,29 @@ def status_fields(error: RpcError) -> Fields:
 
 
 def trailers(error: RpcError) -> bytes:
-    """The block that ends a call after its headers were sent."""
+    """Return the trailers after headers were sent, encoded."""
     return static_block(status_fields(error))
 
 
 def trailers_only(error: RpcError, extra: Fields = ()) -> bytes:
-    """The block that is the whole answer of a call that failed before anything else was sent."""
+    """Return the header block of an answer that consists of trailers only."""
     return static_block((_HTTP_OK, _CONTENT_TYPE, *extra, *status_fields(error)))
 
 
 HEADERS: Final = static_block((_HTTP_OK, _CONTENT_TYPE))
-"""Ahead of every message."""
+"""Headers of an answer."""
 
 OK_TRAILERS: Final = static_block(((b"grpc-status", b"0"),))
-"""Behind the last one."""
+"""Trailers of a successful answer."""
 
 UNARY_ANSWER: Final = UnaryAnswer(HEADERS, OK_TRAILERS, prefix_of)
-"""A whole answer but for its message."""
+"""A unary answer without its message."""
 
 OK_TRAILERS_ONLY: Final = trailers_only(RpcError(StatusCode.OK, ""))
-"""A stream that ends well without a message."""
+"""A successful stream without messages."""
 
 ACCEPTED_ENCODINGS: Final[Fields] = ((b"grpc-accept-encoding", ENCODINGS),)
-"""The answer to an unknown message encoding."""
+"""Fields of the answer to an unknown encoding."""
 
 
 MAX_DIGITS: Final = 8
@@ -228,7 +228,7 @@ _ZERO: Final = ord("0")
 
 
 def is_positive_timeout(value: bytes) -> bool:
-    """Whether a value surely leaves time: for calls whose deadline is not otherwise read, in half the time.
+    """Return whether a value is a positive timeout, in half the time of parsing it.
 
     False says nothing, for a value with leading zeros may do so, too.
     """
@@ -238,7 +238,7 @@ def is_positive_timeout(value: bytes) -> bool:
 
 
 def parse_timeout_s(value: bytes) -> float:
-    """The seconds that a value such as ``b"250m"`` stands for; zero is one.
+    """Return the seconds of a value such as ``b"250m"``; zero is valid.
 
     Raises:
         ValueError: it is not up to eight ASCII digits and a unit.

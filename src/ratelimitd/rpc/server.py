@@ -34,13 +34,13 @@ from ratelimitd.rpc.state import ServerState
 from ratelimitd.rpc.tls import CertificateSource, TlsContexts, TlsFiles
 
 TICK_S: Final = 0.1
-"""How late a deadline may be noticed. The caller has its own timer; this one is for the handler."""
+"""Longest delay in noticing a deadline; the caller has its own timer."""
 
 TICKS_PER_LOOK: Final = 10
-"""Connections are looked at once a second, a tenth of them at a time: all 10,000 would hold up calls for 30 ms."""
+"""Connections are checked once a second, a tenth of them at a time: all 10,000 take 30 ms."""
 
 FAREWELL_S: Final = 0.5
-"""How long connections may take to read why they end."""
+"""Time for connections to read the cause of their end."""
 
 _STOPPING: Final = RpcError(StatusCode.UNAVAILABLE, "the node is stopping")
 
@@ -75,7 +75,7 @@ class NativeServer:
         )
         self._acceptor: Acceptor[NativeConnection] | None = None
         self._connections: dict[NativeConnection, int] = {}
-        """With the tick of ten at which each is looked at."""
+        """Connections, each with the tick of ten at which it is checked."""
         self._joined_total = 0
         self._none_left = asyncio.Event()
         self._none_left.set()
@@ -106,7 +106,7 @@ class NativeServer:
 
     @property
     def in_progress(self) -> InProgress:
-        """What it is busy with now."""
+        """Calls and connections in progress."""
         return InProgress(
             self.shared.unary_in_progress,
             self.shared.streams_in_progress,
@@ -145,7 +145,7 @@ class NativeServer:
     # What connections need; see native_connection.Registry
 
     def joined(self, connection: NativeConnection) -> bool:
-        """A connection was made; false: the server has closed meanwhile."""
+        """Register a connection; false if the server has closed."""
         self._connections[connection] = self._joined_total % TICKS_PER_LOOK
         self._joined_total += 1
         self.shared.connections = len(self._connections)
@@ -153,7 +153,7 @@ class NativeServer:
         return not self._closed
 
     def left(self, connection: NativeConnection) -> None:
-        """A connection is gone."""
+        """Remove a closed connection."""
         self._connections.pop(connection, None)
         self.shared.connections = len(self._connections)
         if self._acceptor is not None:
@@ -162,7 +162,7 @@ class NativeServer:
             self._none_left.set()
 
     def jitter(self) -> float:
-        """From −1 to 1."""
+        """Return a random number from −1 to 1."""
         return random.uniform(-1, 1)  # noqa: S311 -- spreads the load, keeps no secret
 
     async def _connections_gone(self, timeout_s: float) -> None:
@@ -173,7 +173,7 @@ class NativeServer:
             return
 
     def _tick(self) -> None:
-        """The one timer: deadlines ten times a second, everything else of a connection once."""
+        """Check deadlines ten times a second, and each connection once."""
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._ticks += 1
         now_s = self.shared.monotonic_s()

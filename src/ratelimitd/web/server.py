@@ -26,7 +26,7 @@ from ratelimitd.errors import StartupError
 
 @contextlib.contextmanager
 def short_name(path: Path) -> Iterator[str]:
-    """A name of ``path`` that is short, as long as the context lasts.
+    """Return a short name of ``path`` that is valid within the context.
 
     Raises:
         OSError: its directory cannot be opened.
@@ -39,7 +39,7 @@ def short_name(path: Path) -> Iterator[str]:
 
 
 def listening_at(path: Path) -> socket.socket:
-    """A socket that listens at ``path``, for this user alone; one that somebody left there is replaced.
+    """Return a socket that listens at ``path``, for this user only; a leftover socket is replaced.
 
     Raises:
         OSError: it cannot be made there.
@@ -67,7 +67,7 @@ LASTING: Final = "ratelimitd.lasting"
 
 
 class _TooManyError(Exception):
-    """Ends the answer that was about to begin."""
+    """Ends an answer before it begins."""
 
 
 class EventStreams:
@@ -109,7 +109,7 @@ def _is_stream(message: Message) -> bool:
 
 
 MAX_CONNECTIONS: Final = 100
-"""Connections at a time; for one more, one that waits for its peer goes. Probes, scrapers and a browser need few."""
+"""Limit of connections; one more closes one that waits for its peer. Probes, scrapers and a browser need few."""
 
 CONNECTION_LIFE_S: Final = 30.0
 """Longest life of a connection, ended between two requests if possible; bounds slow senders."""
@@ -118,22 +118,22 @@ STREAM_LIFE_S: Final = 3_600.0
 """A connection that streams events may live that long; the browser then reconnects."""
 
 CLOSING_GRACE_S: Final = 10.0
-"""How much longer a connection may live to finish the answer it is reading."""
+"""Extra life of a connection to finish its answer."""
 
 KEEP_ALIVE_S: Final = 5
 """How long a connection may idle between two requests."""
 
 STOP_GRACE_S: Final = 1.0
-"""How long a stopping server waits for answers being read; they are short."""
+"""Longest wait of a stopping server for answers in progress."""
 
 STOP_POLL_S: Final = 0.01
-"""How often a stopping server looks whether they have been."""
+"""Interval of its checks."""
 
 DATE_S: Final = 1.0
-"""How often the header ``Date`` is renewed."""
+"""Interval at which the header ``Date`` is renewed."""
 
 MAX_HEADER_BYTES: Final = 16_384
-"""Request line and headers together."""
+"""Limit of request line and headers together."""
 
 BACKLOG: Final = 128
 
@@ -164,7 +164,7 @@ class HttpServer:
 
     @classmethod
     def at(cls, app: ASGIApp, path: Path) -> Self:
-        """A server at a Unix socket, for other processes of ours."""
+        """Return a server at a Unix socket, for the parent process."""
         server = cls(app, "", 0)
         server._bind = partial(_bind_at, path)
         server._path = path
@@ -198,7 +198,7 @@ class HttpServer:
                 self._path.unlink(missing_ok=True)
 
     def _until_stopped(self, app: ASGIApp) -> ASGIApp:
-        """The application; an answer that the end of the server cuts off ends without a word in the log."""
+        """Run the application; answers that the end of the server cuts off are not logged."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             try:
@@ -211,7 +211,7 @@ class HttpServer:
 
 
 async def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to the first address ``host`` stands for, and not yet listening.
+    """Return a socket that is bound to the first address of ``host``, not yet listening.
 
     Raises:
         StartupError: the name is unknown or the address cannot be had.
@@ -248,7 +248,7 @@ def _address_of(sock: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers, which the supervisor owns; it is stopped by a call."""
+    """uvicorn without signal handlers; stopped by a call."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -264,14 +264,14 @@ class _Server(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        """Renew what all answers have in common until the server is stopped."""
+        """Renew the headers of all answers until the server is stopped."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DATE_S):
                     await self._stopped.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
-        """Let answers end that are short, and cut off the others.
+        """Let short answers end, and cut off others.
 
         uvicorn's own logs a traceback of each that it cuts off, and its caller closes the sockets.
         """
@@ -294,13 +294,13 @@ class _Server(uvicorn.Server):
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 connection with a bound on how many there are and how long each lives."""
+    """uvicorn's HTTP/1.1 connection with bounds on number and lifetime."""
 
     _expiry: asyncio.TimerHandle | None = None
     opened_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, unless there are too many that all have an answer coming, and start its time."""
+        """Accept the connection and start its lifetime, unless too many are waiting for answers."""
         super().connection_made(transport)
         self.opened_s = self.loop.time()
         if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
@@ -309,7 +309,7 @@ class BoundedProtocol(H11Protocol):
         self._expiry = self.loop.call_later(CONNECTION_LIFE_S, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Remove the connection."""
         if self._expiry is not None:
             self._expiry.cancel()
         super().connection_lost(exc)
@@ -326,7 +326,7 @@ class BoundedProtocol(H11Protocol):
         return True
 
     def waits_for_peer(self) -> bool:
-        """Whether the peer has to go on: with a request, the rest of one, or with reading its answer."""
+        """Return whether the peer has to act: send a request or its rest, or read its answer."""
         return self.conn.their_state in {h11.IDLE, h11.SEND_BODY} or self.flow.write_paused
 
     def _expire(self) -> None:
@@ -337,7 +337,7 @@ class BoundedProtocol(H11Protocol):
         self._expiry = self.loop.call_later(CLOSING_GRACE_S, self.transport.abort)
 
     def _streams(self) -> bool:
-        """Whether it is being answered with a stream of events, and takes them."""
+        """Return whether it is reading a stream of events."""
         scope = cast("Scope | None", self.scope)  # before its first request it has none
         if scope is None or LASTING not in scope or self.cycle.response_complete:
             return False

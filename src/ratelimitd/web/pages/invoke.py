@@ -1,4 +1,4 @@
-"""What pages do, done through the services: the methods that gRPC callers call, with the visitor's credentials.
+"""Calls the services from pages: the methods that gRPC callers call, with the visitor's credentials.
 
 Never touches a store or a limiter: roles, validation, audit trail and errors are the services' own. See ADR 0028.
 """
@@ -27,7 +27,7 @@ CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 RESET_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
 
 RULE_PATH: Final = "rate_limit."
-"""What the paths of a rule's fields begin with."""
+"""Prefix of the paths of a rule's fields."""
 
 HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
     {
@@ -41,11 +41,11 @@ HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
         StatusCode.UNAVAILABLE: 503,
     }
 )
-"""What a page that shows an error is answered with; 500 for the others."""
+"""HTTP status of a page with an error; 500 for others."""
 
 
 class Rejected(Exception):  # noqa: N818 -- an answer, not a failure
-    """A service said no; nothing was changed. ``fields`` says what is wrong with which field."""
+    """A service refused; nothing was changed. ``fields`` maps fields to their errors."""
 
     def __init__(self, code: StatusCode, message: str, fields: Mapping[str, str]) -> None:
         super().__init__(message)
@@ -55,12 +55,12 @@ class Rejected(Exception):  # noqa: N818 -- an answer, not a failure
 
     @property
     def status(self) -> int:
-        """The HTTP status of a page that shows it."""
+        """HTTP status of a page with this error."""
         return HTTP_STATUS.get(self.code, 500)
 
 
 class Question(NamedTuple):
-    """A check or a reset as it was typed."""
+    """Input of a check or a reset."""
 
     identifier: str
     identifier_type: str
@@ -85,21 +85,21 @@ class ServiceCalls:
         return ratelimiter_pb2.RateLimit.FromString(answer).id
 
     async def update(self, request: Request, rule_id: str, form: RuleForm, etag: str) -> None:
-        """Store another version of a rule, if ``etag`` is that of the one there is."""
+        """Replace a rule, if ``etag`` is its current one."""
         rate_limit = _rate_limit(form)
         rate_limit.id, rate_limit.etag = rule_id, etag
         message = ratelimiter_pb2.UpdateRateLimitRequest(rate_limit=rate_limit)
         await self._ask(request, f"{CONFIG}/UpdateRateLimit", message)
 
     async def delete(self, request: Request, rule_id: str, etag: str) -> None:
-        """Take a rule out, if ``etag`` is its own."""
+        """Delete a rule, if ``etag`` is its current one."""
         message = ratelimiter_pb2.DeleteRateLimitRequest(id=rule_id, etag=etag)
         await self._ask(request, f"{CONFIG}/DeleteRateLimit", message)
 
     async def check(
         self, request: Request, question: Question, cost: int, *, peek: bool
     ) -> ratelimiter_pb2.RateLimitResponse:
-        """Ask for a decision; it spends unless ``peek``."""
+        """Check; spends unless ``peek``."""
         message = ratelimiter_pb2.RateLimitRequest(
             **question._asdict(), tokens_requested=cost, peek=peek
         )
@@ -107,7 +107,7 @@ class ServiceCalls:
         return ratelimiter_pb2.RateLimitResponse.FromString(answer)
 
     async def reset(self, request: Request, question: Question) -> None:
-        """Let an identifier start afresh."""
+        """Reset an identifier."""
         await self._ask(request, RESET_METHOD, ratelimiter_pb2.ResetRequest(**question._asdict()))
 
     async def _ask(self, request: Request, method: str, message: Message) -> bytes:
@@ -119,7 +119,7 @@ class ServiceCalls:
 
 
 def _rate_limit(form: RuleForm) -> ratelimiter_pb2.RateLimit:
-    """The message of a form whose numbers are numbers (:meth:`RuleForm.checked`)."""
+    """Return the message of a form that passed :meth:`RuleForm.checked`."""
     rule: Rule = form.checked()
     return ratelimiter_pb2.RateLimit(
         endpoint=rule.endpoint,
@@ -142,14 +142,14 @@ def _rejected(error: RpcError) -> Rejected:
 
 
 class Deadline:
-    """When a caller stops waiting, told from now on; never, without a ``timeout_s``."""
+    """A deadline ``timeout_s`` from now; none without it."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._time_s = asyncio.get_running_loop().time
         self._at_s = None if timeout_s is None else self._time_s() + timeout_s
 
     def remaining_s(self) -> float | None:
-        """Seconds that are left; ``None``: no end.
+        """Return the remaining seconds; ``None`` without a deadline.
 
         Raises:
             RpcError: DEADLINE_EXCEEDED.
@@ -165,7 +165,7 @@ class Deadline:
 async def handled(
     handler: UnaryHandler, data: bytes, call: Call, *, receive: Receive, deadline: Deadline
 ) -> bytes:
-    """The answer of a handler; ``receive`` tells when the caller has left, the body having been read.
+    """Return the answer of a handler; after the body, ``receive`` returns when the caller has left.
 
     Raises:
         RpcError: the handler's own, or DEADLINE_EXCEEDED.
@@ -179,7 +179,7 @@ async def handled(
 
 
 async def _first_of(answer: Awaitable[bytes], receive: Receive, deadline: Deadline) -> bytes:
-    """The answer, unless the caller's patience or the caller's connection ends before."""
+    """Return the answer, unless the deadline or the connection of the caller ends first."""
     working = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_left(receive))
     both = (working, leaving)

@@ -1,4 +1,4 @@
-"""What all pages for people have in common: who is looking, what they may see, forms that are theirs, one look.
+"""Shared page plumbing: session, authorization, CSRF, templates.
 
 Never knows what a page shows. Who may read is decided by the requirement it is given, the one that guards the services.
 See ADR 0017 and ADR 0028.
@@ -35,26 +35,26 @@ FORM_TYPE: Final = "application/x-www-form-urlencoded"
 
 _NONCE: Final = re.compile(r"[0-9a-f]{32}")
 _LOCAL_PATH: Final = re.compile(r"/(?:[A-Za-z0-9_?&=.%+~-][A-Za-z0-9_?&=.%+~/-]*)?")
-"""A path of this node with its query, and nothing that a browser could read as another site."""
+"""A path of this node with its query; nothing that a browser could take for another site."""
 
 Fields = Mapping[str, str]
-"""The fields of a form; of two with one name the last."""
+"""The fields of a form; the last of repeated ones."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 FormEndpoint = Callable[[Request, Fields], Awaitable[Response]]
 
 
 class Visitor(NamedTuple):
-    """Who is looking at a page. ``authorization`` is what they present to the services; empty: their address counts."""
+    """The visitor of a page. ``authorization`` is passed to the services; if empty, the address counts."""
 
     authorization: str
     nonce: str
-    """What their forms are bound to."""
+    """Binds forms to the visitor."""
     logged_in: bool = False
     new: bool = False
-    """The nonce is one they do not know yet."""
+    """The nonce was created for this answer."""
     admitted: bool = False
-    """They may see the page."""
+    """May see the page."""
 
 
 class Frame:
@@ -76,7 +76,7 @@ class Frame:
         self._templates = templates
 
     def reading(self, endpoint: Endpoint) -> Endpoint:
-        """``endpoint`` for those who may read; the others are refused or sent to log in."""
+        """Wrap ``endpoint`` for visitors that may read; others are refused or sent to the login."""
 
         async def guarded(request: Request) -> Response:
             self._admit(request)
@@ -85,7 +85,7 @@ class Frame:
         return guarded
 
     def posting(self, endpoint: FormEndpoint) -> Endpoint:
-        """``endpoint`` for forms of those who may read; it is given the fields of the form."""
+        """Wrap ``endpoint`` for forms of visitors that may read; it gets the fields of the form."""
 
         async def guarded(request: Request) -> Response:
             visitor = self._admit(request)
@@ -94,13 +94,13 @@ class Frame:
         return guarded
 
     def call(self, request: Request, method: str) -> HttpCall:
-        """The call of a service's method on behalf of the sender of ``request``."""
+        """Return the call of a service's method on behalf of the visitor."""
         return http_call(request, method, visitor_of(request).authorization)
 
     def page(
         self, request: Request, template: str, *, status_code: int = 200, **context: Any
     ) -> Response:
-        """A page made of a template, which extends ``base.html``."""
+        """Render a page from a template that extends ``base.html``."""
         visitor: Visitor | None = getattr(request.state, "visitor", None)
         text = self._templates.get_template(template).render(
             path=request.url.path,
@@ -116,11 +116,11 @@ class Frame:
         return response
 
     def fragment(self, template: str, **context: Any) -> str:
-        """A piece of a page, which knows nothing of who is looking."""
+        """Render a part of a page, without the visitor."""
         return self._templates.get_template(template).render(**context)
 
     def set_cookie(self, request: Request, response: Response, name: str, value: str) -> None:
-        """Give the browser a cookie that no script reads and no other site's request carries; empty: take it away."""
+        """Set a cookie that scripts cannot read and other sites' requests do not carry; delete it if empty."""
         encrypted = "https" in {request.url.scheme, request.headers.get("x-forwarded-proto")}
         response.set_cookie(
             name,
@@ -132,7 +132,7 @@ class Frame:
         )
 
     def visitor(self, request: Request) -> Visitor:
-        """A visitor without a session: forms, but no role."""
+        """Return a visitor without a session: forms, but no role."""
         known = request.cookies.get(FORM_COOKIE, "")
         new = _NONCE.fullmatch(known) is None
         visitor = Visitor("", self._sessions.nonce() if new else known, new=new)
@@ -140,7 +140,7 @@ class Frame:
         return visitor
 
     async def form_of(self, request: Request, visitor: Visitor) -> Fields:
-        """The fields of a form that this visitor was given.
+        """Return the fields of a form that was given to this visitor.
 
         Raises:
             Refused: it is no form, too large, or somebody else's.
@@ -169,7 +169,7 @@ class Frame:
         return fields
 
     async def refuse(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that was refused: who only looks is sent to log in."""
+        """Return the answer to a refused request; GET is sent to the login."""
         assert isinstance(error, Refused)  # noqa: S101 -- what it is registered for
         cause = error.cause
         login = cause in {Cause.LOGIN_REQUIRED, Cause.SESSION_EXPIRED}
@@ -189,7 +189,7 @@ class Frame:
         )
 
     async def message(self, request: Request, title: str, text: str, status_code: int) -> Response:
-        """A page that says one thing."""
+        """Return a page with one message."""
         return self.page(
             request,
             "message.html",
@@ -200,12 +200,12 @@ class Frame:
         )
 
     def _token_field(self, visitor: Visitor) -> Markup:
-        """What every form of a page contains."""
+        """Return the hidden fields of every form."""
         field = Markup('<input type="hidden" name="{}" value="{}">')
         return field.format(FORM_TOKEN_FIELD, self._sessions.form_token(visitor.nonce))
 
     def _admit(self, request: Request) -> Visitor:
-        """Find out who is looking, and let them pass if they may read."""
+        """Identify the visitor, and refuse it unless it may read."""
         session = self._sessions.read(request.cookies.get(SESSION_COOKIE, ""))
         if session is not None and not session.expired:
             visitor = Visitor(self._sessions.authorization, session.nonce, logged_in=True)
@@ -226,23 +226,23 @@ class Frame:
 
 
 def visitor_of(request: Request) -> Visitor:
-    """Who is looking, on a page behind :meth:`Frame.reading` or :meth:`Frame.posting`."""
+    """Return the visitor of a page behind :meth:`Frame.reading` or :meth:`Frame.posting`."""
     visitor = request.state.visitor
     assert isinstance(visitor, Visitor)  # noqa: S101 -- only admitted ones come here
     return visitor
 
 
 def accepts_html(request: Request) -> bool:
-    """Whether a browser asks: a person, who reads pages."""
+    """Return whether a browser asks."""
     return "text/html" in request.headers.get("accept", "")
 
 
 def login_url(request: Request) -> str:
-    """Where to log in and come back from."""
+    """Return the login page that leads back here."""
     target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     return f"/login?next={quote(target, safe='/')}"
 
 
 def local_path(target: str) -> str:
-    """``target`` if it is a path of this node, else the front page."""
+    """Return ``target`` if it is a path of this node, else the front page."""
     return target if _LOCAL_PATH.fullmatch(target) else "/"
