@@ -182,8 +182,8 @@ class ConnectionCalls:
         began_s = now_s - self._limits.request_timeout_ms / MS_PER_S
         for stream_id in self._table.unfinished(began_s):
             self._shared.count(TransportError.SLOW_REQUEST)
-            if not self.answers.answer_plainly(stream_id):
-                self.answers.fail(stream_id, _TOO_SLOW)
+            if not self.answers.answer_plainly(stream_id, is_counted=True):
+                self.answers.fail(stream_id, _TOO_SLOW, is_counted=True)
 
     def end_streams(self, error: RpcError) -> None:
         """End the calls with streams."""

@@ -102,11 +102,13 @@ class ResponseWriter:
             self._connection.send_headers(stream_id, OK_TRAILERS_ONLY, ended=True)
         self._wake()
 
-    def fail(self, stream_id: int, error: RpcError, fields: Fields = ()) -> None:
-        """End a call with a status, and cancel its handler."""
+    def fail(
+        self, stream_id: int, error: RpcError, fields: Fields = (), *, is_counted: bool = False
+    ) -> None:
+        """End a call with a status, and cancel its handler. ``is_counted``: its cause has been counted."""
         self._budget.expensive = True  # 15 µs: a slice of 256 of them would be twice its time
         open_call = self._table.leave(stream_id)
-        if error.code is StatusCode.DEADLINE_EXCEEDED:
+        if error.code is StatusCode.DEADLINE_EXCEEDED and not is_counted:
             self.shared.count(TransportError.DEADLINE_EXCEEDED)
         if open_call is not None and open_call.headers_sent:
             self._connection.send_trailers(stream_id, trailers(error))
@@ -121,12 +123,13 @@ class ResponseWriter:
         self.shared.count(TransportError.BAD_REQUEST)
         self.fail(stream_id, error)
 
-    def answer_plainly(self, stream_id: int) -> bool:
+    def answer_plainly(self, stream_id: int, *, is_counted: bool = False) -> bool:
         """Answer a request that is not gRPC, once it has ended or timed out; false if there is none."""
         plain = self._table.leave_plain(stream_id)
         if plain is None:
             return False
-        self.shared.count(TransportError.BAD_REQUEST)
+        if not is_counted:
+            self.shared.count(TransportError.BAD_REQUEST)
         self._connection.send_headers(stream_id, plain.head_block, ended=not plain.body)
         if plain.body:
             self._connection.send_data(stream_id, plain.body, ended=True)

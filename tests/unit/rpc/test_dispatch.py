@@ -77,7 +77,7 @@ def test_requests_whose_rest_does_not_come_in_time_are_ended():
     caller.collect()
     assert caller.outcome(1)[0] is StatusCode.DEADLINE_EXCEEDED
     assert caller.outcome(3)[0] == 415
-    assert caller.errors["slow_request"] == 2
+    assert caller.errors == {"slow_request": 2}
     assert (caller.shared.open_requests, caller.calls._table.plain, caller.calls.open) == (
         0,
         {},
