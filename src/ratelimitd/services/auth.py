@@ -1,4 +1,4 @@
-"""Who may call what: which credentials a call carries, and whether they hold the role its method asks for.
+"""Authorization: whether the credentials of a call hold the role that its method requires.
 
 Never reads a setting and never logs. Identity comes from a bearer token or from the client certificate that TLS
 verified; from calling over loopback only where LOOPBACK_ADMIN is on. See ADR 0017 and ADR 0042.
@@ -20,7 +20,7 @@ from ratelimitd.services.errors import rich_error
 
 
 class Role(enum.StrEnum):
-    """What a method asks of its caller."""
+    """Role that a method requires."""
 
     CHECK = "check"
     READ = "read"
@@ -51,17 +51,17 @@ FORWARDING_HEADERS: Final = (
     "true-client-ip",
     "x-azure-clientip",
 )
-"""Any of these says that somebody else is behind the peer: then the peer's address says nothing about the caller."""
+"""Headers of proxies: with any of them, the address of the peer is not that of the caller."""
 
 _BEARER: Final = "bearer "
 
 Requirement = Callable[[Call], None]
-"""Lets a call pass, or raises ``RpcError``."""
+"""Returns, or raises ``RpcError`` for a call that is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """The settings that hold roles; an empty one holds none. The admin role includes the other two.
+    """Credentials of the roles; an empty one holds none. The admin role includes the other two.
 
     ``loopback_admin``: callers from loopback hold the admin role while no admin token or SAN is set.
     ``admin_token_name`` tells callers where the admin token comes from.
@@ -75,12 +75,12 @@ class Credentials:
     admin_token_name: str = "ADMIN_TOKEN"  # noqa: S105 -- the name of a setting
 
     def __repr__(self) -> str:
-        """Nothing of what it holds."""
+        """Without the credentials."""
         return "Credentials(…)"
 
 
 class Access:
-    """The table of roles, for one set of credentials."""
+    """Checks roles for one set of credentials."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._admin_digest = _digest(credentials.admin_token)
@@ -92,7 +92,7 @@ class Access:
         self._loopback_admin = credentials.loopback_admin and not guarded
 
     def requirement(self, role: Role) -> Requirement | None:
-        """What calls of this role must meet; ``None``: everybody may, so that the check path need not ask."""
+        """Return the guard of a role; ``None`` if no credentials are needed, which saves the check path a call."""
         if role is Role.OPEN:
             return None
         if role is Role.CHECK:
@@ -103,7 +103,7 @@ class Access:
         return partial(self._require, frozenset({Role.ADMIN}), self._need(role))
 
     def may_read(self, call: Call) -> None:
-        """Let a call pass that holds the read role, for what is shown without a method of the services.
+        """Refuse calls without the read role, for data that no method of the services returns.
 
         Raises:
             RpcError: it does not.
@@ -113,7 +113,7 @@ class Access:
         required(call)
 
     def may_administer(self, call: Call) -> None:
-        """Let a call pass that holds the admin role, in the same way.
+        """Refuse calls without the admin role, likewise.
 
         Raises:
             RpcError: it does not.
@@ -123,20 +123,20 @@ class Access:
         required(call)
 
     def actor(self, call: Call) -> str:
-        """Who the audit trail names for an admin call: the certificate's SAN, or role@host of the peer."""
+        """Return the actor of an admin call for the audit trail: the certificate's SAN, or role@host of the peer."""
         sans = call.peer_sans
         if sans:
             return next((san for san in sans if san in self._admin_sans), sans[0])
         return f"{Role.ADMIN}@{_host(call.peer) or 'unix'}"
 
     def _require(self, holders: frozenset[Role], need: str, call: Call) -> None:
-        """Let a call pass that holds one of ``holders``; ``need`` tells the others what that takes."""
+        """Refuse calls without a role of ``holders``; ``need`` names the required credentials."""
         held = self._held(call)
         if held.isdisjoint(holders):
             raise _refusal(need, known=bool(held) or _only_certificate(call))
 
     def _need(self, role: Role) -> str:
-        """What a call of this role needs here: the kinds of credentials that are set, never which ones they are."""
+        """Return the kinds of credentials that hold this role here, never their values."""
         checks = role is Role.CHECK
         tokens = ["CHECK_TOKEN"] * bool(checks and self._check_digest)
         tokens += [self._admin_token_name] * bool(self._admin_digest)
@@ -147,7 +147,7 @@ class Access:
         return f"this call needs the {role} role: {', or '.join(ways) or 'no credential that holds it is set'}"
 
     def _held(self, call: Call) -> set[Role]:
-        """The roles that the call's credentials hold; both tokens are always compared, in constant time."""
+        """Return the roles of the call's credentials; both tokens are always compared, in constant time."""
         given = _digest(_bearer(call))
         held = set()
         if hmac.compare_digest(given, self._admin_digest or _NO_DIGEST):
@@ -163,7 +163,7 @@ class Access:
 
 
 def is_loopback(call: Call) -> bool:
-    """Whether the call comes over loopback or a unix socket, without a proxy in between."""
+    """Return whether the call came over loopback or a Unix socket, without a proxy."""
     if any(call.metadata(header) is not None for header in FORWARDING_HEADERS):
         return False
     if call.peer.startswith("unix"):
@@ -181,7 +181,7 @@ _NO_DIGEST: Final = b"\x00" * sha256().digest_size
 
 
 def _digest(token: str) -> bytes:
-    """A digest, so that comparing tells nothing about a token's length; empty for no token."""
+    """Return a digest, so that the comparison does not depend on the token's length; empty without a token."""
     return sha256(token.encode("utf-8", "surrogatepass")).digest() if token else b""
 
 
@@ -191,12 +191,12 @@ def _bearer(call: Call) -> str:
 
 
 def _only_certificate(call: Call) -> bool:
-    """A verified certificate and no (wrong) token beside it: we know who that is, and it holds no role."""
+    """Return whether the caller has a verified certificate and sent no token."""
     return bool(call.peer_sans) and call.metadata("authorization") is None
 
 
 def _host(peer: str) -> str:
-    """The host of ``ipv4:127.0.0.1:50000`` or ``ipv6:[::1]:50000``; empty for anything else."""
+    """Return the host of ``ipv4:127.0.0.1:50000`` or ``ipv6:[::1]:50000``; else an empty text."""
     scheme, _, rest = peer.partition(":")
     if scheme not in {"ipv4", "ipv6"}:
         return ""

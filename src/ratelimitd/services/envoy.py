@@ -1,4 +1,4 @@
-"""Envoy's rate limit service: its messages, what they mean in checks, and what it is answered. See ADR 0033."""
+"""Envoy's rate limit service: maps its messages to checks, and decisions to its answers. See ADR 0033."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _write_status(status: Any, decision: Decision, now_us: int) -> None:
 
 
 def _deciding(decisions: Sequence[Decision]) -> Decision:
-    """The decision that the caller is to heed: the denial that lasts longest, else the limit with the least left."""
+    """Return the decisive decision: the denial with the longest delay, else the limit with the fewest tokens left."""
     return max(
         decisions,
         key=lambda decision: (
@@ -200,7 +200,7 @@ def _fields(decision: Decision, now_us: int, fields: str, revision: str) -> dict
 
 
 def _reset_s(decision: Decision, now_us: int) -> int:
-    """Seconds until the whole limit is free again."""
+    """Return the seconds until the whole limit is free again."""
     return max(0, -(-(decision.reset_time * US_PER_S - now_us) // US_PER_S))
 
 
@@ -208,13 +208,13 @@ def _reset_s(decision: Decision, now_us: int) -> int:
 # identifiers; the endpoint is the domain and the other entries in order, ``domain/key=value/…``. Without such an entry
 # the last value is the identifier, as an API key, and every entry is part of the endpoint.
 MAX_DESCRIPTORS: Final = 32
-"""Of a request: judged at a stretch, in 0.5 to 0.7 ms. Envoy's have seldom more than three."""
+"""Limit of descriptors per request, decided in 0.5 to 0.7 ms. Envoy rarely sends more than three."""
 
 MAX_ENTRIES: Final = 16
-"""Of a descriptor."""
+"""Limit of entries per descriptor."""
 
 UNNAMED_TYPE: Final = IdentifierType.API_KEY
-"""Whom a descriptor is about in which no entry says so."""
+"""Identifier of a descriptor without an identifying entry."""
 
 Identifiers = Mapping[bytes, IdentifierType]
 """Key of an entry → the type of identifier that its value is."""
@@ -233,7 +233,7 @@ class _AsCheck:
 
 
 def checks_of(request: WireRequest, identifiers: Identifiers) -> list[Check]:
-    """The checks that a request asks for, one for each descriptor.
+    """Return the checks of a request, one per descriptor.
 
     Raises:
         CheckInvalidError: names every violated field of the first descriptor that has one.
@@ -311,21 +311,21 @@ class Checker(Protocol):
     def check_batch(
         self, checks: Sequence[Check], now_us: int | None = None
     ) -> Sequence[Decision | CheckInvalidError | None]:
-        """Answer checks as one by one in their order, at ``now_us``; answer i is to check i."""
+        """Answer checks in order, at ``now_us``."""
 
     async def wait(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError]:
-        """Answer checks for which :meth:`check_batch` had ``None``."""
+        """Answer checks for which :meth:`check_batch` returned ``None``."""
 
     def all_pass(self, checks: Sequence[Check], now_us: int) -> bool | Awaitable[bool]:
-        """Whether each of these checks would pass at ``now_us``; charges nothing."""
+        """Return whether all checks would pass at ``now_us``; charges nothing."""
 
     def now_us(self) -> int:
-        """The node's time."""
+        """Return the node's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvoyOptions:
-    """How a node speaks with Envoy: what says who is limited, and which header fields it adds."""
+    """Options: which entries identify callers, and which header fields Envoy adds."""
 
     identifiers: Identifiers
     fields: str
@@ -358,11 +358,11 @@ class EnvoyService:
         self._options = options
 
     def methods(self) -> Methods:
-        """The handler by its path."""
+        """Return the handler by its path."""
         return Methods(unary={METHOD: self.should_rate_limit})
 
     def should_rate_limit(self, data: bytes, _call: Call) -> bytes | Awaitable[bytes]:
-        """Judge the descriptors of a request, and charge them if all of them pass.
+        """Decide the descriptors of a request, and charge them if all pass.
 
         Raises:
             InvalidInputError: the request is malformed; nothing was charged.
@@ -410,7 +410,7 @@ class EnvoyService:
     async def _verdicts(
         self, checks: _Checks, verdicts: Sequence[_Verdict | None]
     ) -> Sequence[_Verdict]:
-        """The verdicts, those that are missing by the shared state."""
+        """Return the verdicts, after asking the shared state for missing ones."""
         pairs = zip(checks.values(), verdicts, strict=True)
         late = iter(await self._limiter.wait([check for check, known in pairs if known is None]))
         return [next(late) if known is None else known for known in verdicts]
@@ -437,7 +437,7 @@ def _bucket(check: Check) -> _Bucket:
 
 
 def _one_for_each_bucket(asked: Sequence[Check]) -> _Checks:
-    """The same checks, where those of one bucket are one: judged one by one, each would seem to have it for itself."""
+    """Merge checks of the same bucket: decided separately, each would have the bucket for itself."""
     checks: _Checks = {}
     for check in asked:
         bucket = _bucket(check)
@@ -451,5 +451,5 @@ def _one_for_each_bucket(asked: Sequence[Check]) -> _Checks:
 
 
 def _looks(checks: _Checks) -> _Checks:
-    """The same checks, charging nothing."""
+    """Return the same checks as peeks."""
     return {bucket: check._replace(peek=True) for bucket, check in checks.items()}

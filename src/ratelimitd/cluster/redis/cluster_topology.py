@@ -1,4 +1,4 @@
-"""The shards of a Cluster: a link to each primary, and a map of who has which hash tag that follows the Cluster.
+"""A Cluster: a link to each primary, and the map of hash tags, which follows the Cluster.
 
 The map is read at the start, whenever a server says that a key is elsewhere, and every few seconds; often while a
 server of the map cannot be reached, since another is about to take its place. A server that is down costs its own tags
@@ -22,11 +22,11 @@ from ratelimitd.settings.urls import RedisUrl, Server
 SLOTS: Final = 16_384
 
 Map = tuple[Server | None, ...]
-"""The server of each hash tag; ``None`` where no server has its slot."""
+"""Server by hash tag; ``None`` for slots without a server."""
 
 
 def slot_of_tag(tag: int) -> int:
-    """The slot of every key with ``{xx}`` in it: the server hashes what is between the braces with CRC-16/XMODEM."""
+    """Return the slot of keys with ``{xx}``: the CRC-16/XMODEM of the text between the braces."""
     return crc_hqx(b"%02x" % tag, 0) % SLOTS
 
 
@@ -34,7 +34,7 @@ SLOT_OF_TAG: Final = tuple(slot_of_tag(tag) for tag in range(TAGS))
 
 
 def map_of(reply: object, asked: Server) -> Map:
-    """The map in a reply to CLUSTER SLOTS of the server ``asked``.
+    """Parse the reply to CLUSTER SLOTS of the server ``asked``.
 
     Raises:
         StoreCorruptError: it is none.
@@ -50,7 +50,7 @@ def map_of(reply: object, asked: Server) -> Map:
 
 
 def _ranges(reply: list[object], asked: Server) -> Iterator[tuple[int, int, Server | None]]:
-    """First slot, last slot and primary; the replicas, which follow it, are of no use to us."""
+    """First slot, last slot and primary; replicas are not used."""
     for entry in reply:
         match entry:
             case [int() as first, int() as last, [bytes() | None as host, int() as port, *_], *_]:
@@ -61,23 +61,23 @@ def _ranges(reply: list[object], asked: Server) -> Iterator[tuple[int, int, Serv
 
 
 def _server(host: bytes | None, port: int, asked: Server) -> Server | None:
-    """A server without a host is where the one asked is; ``?`` is one that the Cluster cannot name."""
+    """A server without a host has the host of the one asked; ``?`` is unknown."""
     if host == b"?":
         return None
     return Server(host.decode(errors="replace") if host else asked.host, port)
 
 
 POLL_S: Final = 5.0
-"""How often the map is read when nothing seems to have changed: a slot that moved says so itself when it is asked."""
+"""Interval of reading the map without a change; a request for a moved slot is redirected at once."""
 
 POLL_TROUBLED_S: Final = 0.5
-"""How often while a server of the map is not connected. Less up to a half at random, both."""
+"""Interval while a server of the map is not connected. Both are shortened at random by up to a half."""
 
 RETIRE_S: Final = 1.0
-"""A link to a server that has no tags any more may finish what is in flight: longer than any timeout."""
+"""Time for a link without tags to finish its requests: longer than any timeout."""
 
 PAUSE_S: Final = 0.05
-"""Between two readings of the map, however much it is wanted."""
+"""Shortest interval between two readings of the map."""
 
 CLUSTER_SLOTS: Final = (b"CLUSTER", b"SLOTS")
 
@@ -105,7 +105,7 @@ class ClusterShards:
         self._reported: type[RateLimitdError] | None = None
 
     async def start(self) -> None:
-        """Read the map and connect, or have tried."""
+        """Read the map and start connecting."""
         self._following = asyncio.create_task(repeat_step(self._follow, self.options.sleep))
         with suppress(TimeoutError):
             async with asyncio.timeout(START_S):
@@ -113,7 +113,7 @@ class ClusterShards:
                 await settled(self.all())
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         retiring = dict(self._retiring)
         tasks = [*retiring, *([self._following] if self._following else [])]
         for task in tasks:
@@ -123,7 +123,7 @@ class ClusterShards:
             await link.close()
 
     def of_tag(self, tag: int) -> Link:
-        """The link to the server that has the tag, as far as is known."""
+        """Return the link to the server that has the tag, by the current map."""
         return self._of_tag[tag]
 
     def all(self) -> Sequence[Link]:
@@ -132,11 +132,11 @@ class ClusterShards:
 
     @property
     def connected(self) -> bool:
-        """Whether every hash tag has a server, and every server is connected; not before the map was read."""
+        """Whether the map was read, every hash tag has a server, and every server is connected."""
         return None not in self._map and all(link.connected for link in self._links.values())
 
     async def server_of_tag(self, tag: int) -> Server:
-        """Where the server of the tag is."""
+        """Return the address of the server of the tag."""
         server = self._map[tag]
         if server is None:
             return await self._no_server()
@@ -150,7 +150,7 @@ class ClusterShards:
     # The map
 
     async def _follow(self) -> None:
-        """Read the map, and return when it is to be read again."""
+        """Read the map, and return when it is time to read it again."""
         self._wanted.clear()
         try:
             self._take(await self._read())
@@ -161,7 +161,7 @@ class ClusterShards:
         await self._until_due()
 
     async def _until_due(self) -> None:
-        """Return when the map is to be read again."""
+        """Wait until it is time to read the map again."""
         shorter = 1 - self.options.random() / 2
         ticks = round(POLL_S / POLL_TROUBLED_S) if self.connected else 1
         while ticks and not self._wanted.is_set():
@@ -171,7 +171,7 @@ class ClusterShards:
                     await self._wanted.wait()
 
     async def _read(self) -> Map:
-        """The map, from any server that tells it; raises the reason of the last that did not."""
+        """Return the map from any server that answers; raises the error of the last one if none does."""
         connected = [server for server, link in self._links.items() if link.connected]
         others = [server for server in (*self._links, *self._seeds) if server not in connected]
         start = int(self.options.random() * len(connected))
@@ -230,7 +230,7 @@ class ClusterShards:
         return link
 
     def _redirect(self, request: Request, server: Server) -> None:
-        """Another server answers: for good, so that the map is wrong, or while a slot is on its way there."""
+        """Handle a redirection: permanent (the map is outdated), or while a slot is being moved."""
         self._link_to(server).submit_again(request)
         if not request.asking:
             self._wanted.set()

@@ -1,4 +1,4 @@
-"""What goes to the scripts of the store and what comes back: values to bytes, bytes to values. Pure.
+"""Encodes the arguments of the scripts of the store, and decodes their replies. Pure.
 
 ``scripts/*.lua`` describe the same bytes from their side. A store is not trusted: whatever comes from it is looked at,
 and what is not ours is a :class:`StoreCorruptError`, never another exception. See ADR 0027.
@@ -44,7 +44,7 @@ from ratelimitd.model import (
 #     sliding window:  sum before the first entry (8) · {time in µs (8) · sum up to here (8)} …
 
 FORMAT: Final = 1
-"""Of the bytes. A value of another format is not ours."""
+"""Version of the format; values of others are not buckets."""
 
 NUMBERS: Final[Mapping[Algorithm, int]] = MappingProxyType(
     {
@@ -53,7 +53,7 @@ NUMBERS: Final[Mapping[Algorithm, int]] = MappingProxyType(
         Algorithm.SLIDING_WINDOW: 3,
     }
 )
-"""What stands for an algorithm in the store; never changes."""
+"""Number of an algorithm in the store; never changes."""
 
 _LARGEST: Final = MAX_TIME_US  # of every number there: they are doubles in the scripts
 
@@ -65,7 +65,7 @@ _ENTRY_BYTES: Final = 16
 
 
 def state_of(value: Any, rule: Rule) -> SharedState | None:
-    """The state that a value of the store holds, of a bucket of ``rule``; ``None`` when the store holds none.
+    """Decode the state of a bucket of ``rule``; ``None`` if the store has none.
 
     Raises:
         StoreCorruptError: the value is no bucket of this algorithm.
@@ -74,7 +74,7 @@ def state_of(value: Any, rule: Rule) -> SharedState | None:
 
 
 def bucket_of(value: Any, rule: Rule) -> SharedState:
-    """The same of a value that has to be there."""
+    """Decode a state that must exist."""
     if isinstance(value, bytes) and len(value) >= _HEAD.size:
         form, number, generation, revision, limit = _HEAD.unpack_from(value)
         is_ours = form == FORMAT and number == NUMBERS[rule.algorithm]
@@ -107,7 +107,7 @@ def _fixed_window(value: bytes, _rule: Rule) -> BucketState:
 
 
 def _sliding_window(value: bytes, _rule: Rule) -> BucketState:
-    """The log as :mod:`ratelimitd.algorithms.sliding_window` has it: all times, then all sums.
+    """Decode a log in the form of :mod:`ratelimitd.algorithms.sliding_window`: all times, then all sums.
 
     Only the ends are looked at: enough that no check of the log can fail.
     """
@@ -139,10 +139,10 @@ LIBRARY: Final = (
     "sliding_window.lua",
     "ledger.lua",
 )
-"""What every script begins with; the server has no way to load one text from another."""
+"""Common start of all scripts; the server cannot include one script in another."""
 
 SHEBANG: Final = "#!lua\n"
-"""With it a server that is out of memory, or no primary, refuses a script as a whole and not at its first write."""
+"""Lets a server without memory, or a replica, refuse the whole script, not its first write."""
 
 
 class Script:
@@ -156,7 +156,7 @@ class Script:
 
 
 def load(name: str) -> Script:
-    """The script ``name`` of the package, with all that it builds on."""
+    """Load the script ``name`` of the package, with its common start."""
     scripts = files("ratelimitd.cluster.redis") / "scripts"
     parts = [(scripts / part).read_text(encoding="utf-8") for part in (*LIBRARY, f"{name}.lua")]
     return Script((SHEBANG + "\n".join(parts)).encode())
@@ -166,10 +166,10 @@ SETTLE: Final = load("settle")
 """Applies one batch of one sender, exactly once."""
 
 DECIDE: Final = load("decide")
-"""Decides checks, one after the other."""
+"""Decides checks in order."""
 
 FIRST_CHECK: Final = load("first_check")
-"""Decides one check of each of several buckets, and says what they are then."""
+"""Decides one check of each of several buckets, and returns their states."""
 
 RESET: Final = load("reset")
 """Makes buckets full."""
@@ -196,16 +196,16 @@ _VERDICTS: Final[Mapping[int, tuple[bool, Reason]]] = {
     Reason.LIMIT_EXCEEDED << 8: (DENIED, LIMIT_EXCEEDED),
     Reason.COST_EXCEEDS_LIMIT << 8: (DENIED, COST_EXCEEDS_LIMIT),
 }
-"""By the first two bytes of an answer: whether allowed, and why. A store says nothing else of a check."""
+"""(allowed, reason) by the first two bytes of an answer; there are no others."""
 
 
 def bucket_key(key: bytes) -> bytes:
-    """The key in the store of the bucket whose stored name is ``key`` (:meth:`BucketKeys.stored`)."""
+    """Return the store's key of the bucket with stored name ``key`` (:meth:`BucketKeys.stored`)."""
     return _prefix(key[0]) + key
 
 
 def _prefix(tag: int) -> bytes:
-    """What all keys of one hash tag begin with: they are in one slot, so that one script may touch them."""
+    """Return the common start of the keys of one hash tag, which are in one slot and so usable in one script."""
     return b"rl1:{%02x}:" % tag
 
 
@@ -213,7 +213,7 @@ def _prefix(tag: int) -> bytes:
 
 
 def settle_request(tag: int, batch: Batch) -> Request:
-    """What ``SETTLE`` takes for a batch; what is known of its sender is kept under the hash tag ``tag``."""
+    """Return keys and arguments of ``SETTLE``; the state of the sender is stored under the hash tag ``tag``."""
     keys = [_prefix(tag) + b"s:" + batch.sender.encode()]
     keys += [*map(bucket_key, batch.updates)]
     parts = [_NUMBER.pack(batch.number)]
@@ -238,7 +238,7 @@ def _packed(update: Update) -> bytes:
 
 
 def settle_reply(batch: Batch, reply: Any) -> Reply | None:
-    """What the store made of a batch; ``None``: it had a later one of the same sender before.
+    """Decode the reply to a batch; ``None``: a later one of the same sender was applied before.
 
     Raises:
         StoreCorruptError: no reply to this batch.
@@ -261,7 +261,7 @@ def settle_reply(batch: Batch, reply: Any) -> Reply | None:
 
 
 def replaced(reply: Any) -> int:
-    """How many values the store has replaced since they were no buckets, as the reply to a batch tells."""
+    """Return how many malformed values the store replaced, from the reply to a batch."""
     match reply:
         case [bytes(), int() as count, *values] if 0 <= count <= len(values):
             return count
@@ -269,7 +269,7 @@ def replaced(reply: Any) -> int:
 
 
 def _settled(batch: Batch, reply: Any) -> tuple[bytes, Sequence[Any]]:
-    """The grants, and the value of each bucket."""
+    """Return the grants, and the value of each bucket."""
     match reply:
         case [bytes() as grants, int(), *values]:
             asks = sum([len(update.asks) for update in batch.updates.values()])
@@ -283,7 +283,7 @@ def _settled(batch: Batch, reply: Any) -> tuple[bytes, Sequence[Any]]:
 
 
 def checks_request(checks: Sequence[StoreCheck]) -> Request:
-    """What ``DECIDE`` takes for checks, and ``FIRST_CHECK`` for checks of different buckets."""
+    """Return keys and arguments of ``DECIDE`` for checks, and of ``FIRST_CHECK`` for checks of different buckets."""
     arguments = [
         _CHECK.pack(
             NUMBERS[rule.algorithm],
@@ -300,7 +300,7 @@ def checks_request(checks: Sequence[StoreCheck]) -> Request:
 
 
 def decided(checks: Sequence[StoreCheck], reply: Any) -> list[Outcome | None]:
-    """The outcomes of checks, without the states, which stay in the store.
+    """Decode the outcomes of checks, without states.
 
     ``None``: the value there was no bucket, or what is said of it cannot be.
 
@@ -315,7 +315,7 @@ def decided(checks: Sequence[StoreCheck], reply: Any) -> list[Outcome | None]:
 def first_checked(
     checks: Sequence[StoreCheck], reply: Any
 ) -> tuple[int, list[Met | StoreCorruptError]]:
-    """How many values were no buckets, and what became of checks and their buckets, or that it cannot be read.
+    """Return the number of malformed values, and the outcome and state of each check, or the error of reading it.
 
     Raises:
         StoreCorruptError: no reply to these.
@@ -341,7 +341,7 @@ def _met(rule: Rule, reply: Any) -> Met | StoreCorruptError:
 
 
 def _outcome(head: int, remaining: int, retry_after: int, reset_time: int) -> Outcome | None:
-    """What an answer says of a check; ``None`` if that cannot be."""
+    """Decode the answer to a check; ``None`` if it is impossible."""
     verdict = _VERDICTS.get(head)
     if verdict is None or remaining | retry_after > INT32_MAX or reset_time > MAX_TIME_US:
         return None
@@ -352,7 +352,7 @@ def _outcome(head: int, remaining: int, retry_after: int, reset_time: int) -> Ou
 
 
 def reset_request(keys: Sequence[bytes], rules: Sequence[Rule], least: int = 0) -> Request:
-    """What ``RESET`` takes for buckets of one hash tag, each with its rule, and the least generation of any."""
+    """Return keys and arguments of ``RESET`` for buckets of one hash tag, with their rules and the least generation."""
     argument = b"".join(
         [
             _RULE.pack(NUMBERS[rule.algorithm], rule.revision, rule.limit, rule.window_seconds)
@@ -363,7 +363,7 @@ def reset_request(keys: Sequence[bytes], rules: Sequence[Rule], least: int = 0) 
 
 
 def reset_reply(rules: Sequence[Rule], reply: Any) -> list[SharedState]:
-    """What the buckets are now."""
+    """Decode the states of the buckets after a reset."""
     if isinstance(reply, list) and len(reply) == len(rules):
         return [bucket_of(value, rule) for rule, value in zip(rules, reply, strict=True)]
     message = "the shared state answered a reset with something else"

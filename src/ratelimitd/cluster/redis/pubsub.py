@@ -1,4 +1,4 @@
-"""Messages between the nodes of a cluster, by the store's publish/subscribe: at most once, and losses are noticed.
+"""Messages between nodes by the store's publish/subscribe: at most once, with detection of losses.
 
 A message is (sender, number, payload): the sender is drawn at random when a node starts, and numbers what it says on
 each channel. An empty payload, once a second, is the heartbeat: it shows that a channel is alive, and its number what
@@ -44,16 +44,16 @@ from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUna
 
 
 class Channel(NamedTuple):
-    """What is listened to. A sharded channel of a Cluster is known to the server of its slot only."""
+    """The subscribed channel. A sharded channel of a Cluster exists on the server of its slot only."""
 
     name: bytes
     sharded: bool = False
     silence_s: float | None = None
-    """Something is said at least so often, or the connection is presumed dead; ``None``: it may be silent."""
+    """Longest silence before the connection is presumed dead; ``None``: unlimited."""
 
 
 class Listener(Connection):
-    """A connection that hears messages. It asks for one thing only, its channel, and that before the first message."""
+    """A subscribed connection. Its only request is the subscription."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Listener(Connection):
         self._on_message = on_message
 
     def unasked(self, reply: object) -> bool:
-        """A message; or the server has moved the channel elsewhere, and this connection is of no use any more."""
+        """Handle a message, or the end of a subscription whose channel has moved."""
         match reply:
             case [b"message" | b"smessage", _, bytes() as payload]:
                 try:
@@ -95,7 +95,7 @@ class Subscription:
         time_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.connected = False
-        """Whether messages are heard."""
+        """Whether the subscription is active."""
         self._locate = locate
         self._channel = channel
         self._options = options
@@ -109,17 +109,17 @@ class Subscription:
         self._keeping: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start connecting."""
         self._keeping = asyncio.create_task(repeat_step(self._keep, self._options.sleep))
 
     async def close(self) -> None:
-        """End."""
+        """Disconnect."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def _keep(self) -> None:
-        """Listen, and return when the next connection is due."""
+        """Listen once, and return when it is time to connect again."""
         try:
             listener = await self._subscribe()
         except StoreUnavailableError as error:
@@ -171,7 +171,7 @@ class Subscription:
         self._on_message(payload)
 
     async def _until_lost(self, listener: Listener) -> None:
-        """Return when the connection is lost, or drop it when it was silent for too long."""
+        """Wait until the connection is lost; drop it if it is silent for too long."""
         silence_s = self._channel.silence_s
         while not self._lost.is_set():
             left_s = None if silence_s is None else self._left_s(silence_s)
@@ -192,29 +192,29 @@ class Subscription:
         return self._heard_s + silence_s - self._time_s()
 
     def _report(self, error: StoreUnavailableError) -> None:
-        """Say once that somebody has to mend something; that a server is away, its link says."""
+        """Log a wrong setting once; the link logs a server that is away."""
         if isinstance(error, StoreMisconfiguredError) and not self._reported:
             self._reported = True
             self._options.report(f"messages of {self._channel.name.decode()}: {error}")
 
 
 MAX_SENDERS: Final = 1_024
-"""Far more nodes than a cluster has, and 100 KB: senders that have ended are not told from silent ones."""
+"""Limit of remembered senders, ended ones included: far more than a cluster has, and 100 KB."""
 
 
 class Arrival(enum.Enum):
-    """What the number of a message says."""
+    """Meaning of the number of a message."""
 
     NEXT = enum.auto()
-    """It is the one expected, or the first of its sender that could be heard."""
+    """The expected number, or the first of its sender."""
     GAP = enum.auto()
-    """Some before it have not come, and would be too late now."""
+    """Messages before it were lost."""
     OLD = enum.auto()
-    """It came before, or others that were said after it did."""
+    """A duplicate, or older than one that was received."""
 
 
 class Numbering:
-    """The last number of each sender."""
+    """Tracks the last number of each sender."""
 
     __slots__ = ("_last",)
 
@@ -222,7 +222,7 @@ class Numbering:
         self._last: OrderedDict[bytes, int] = OrderedDict()
 
     def judge(self, sender: bytes, number: int) -> Arrival:
-        """What a message that just came is. A sender who was not known may have said anything before."""
+        """Classify a message. Losses before the first message of a sender are unknown."""
         last = self._last.get(sender)
         if last is not None and number <= last:
             return Arrival.OLD
@@ -233,17 +233,16 @@ class Numbering:
         return Arrival.NEXT if last is None or number == last + 1 else Arrival.GAP
 
     def forget(self) -> None:
-        """Nothing was heard for a while: take the next of each sender as its first."""
+        """After a gap, treat the next message of each sender as its first."""
         self._last.clear()
 
 
 MAX_PAYLOAD_BYTES: Final = 8_192
-"""Messages tell of single buckets. A long log is read from the store when needed, never published."""
+"""Longest message. A message concerns one bucket; longer logs are read from the store when needed."""
 
 HEARTBEAT_S: Final = 1.0
 SILENCE_S: Final = 3.0
-"""Three heartbeats, one's own included, that did not come: the subscription is dead, though its connection may look
-alive."""
+"""Three missing heartbeats, including the node's own: the subscription is dead, even if its connection looks alive."""
 
 CLUSTER_CHANNELS: Final = 8
 
@@ -256,16 +255,16 @@ CHANNEL_TAGS: Final = tuple(
     )
     for place in range(CLUSTER_CHANNELS)
 )
-"""Of each eighth of the slots the tag that is nearest to its middle. What is said about a tag goes to the channel of
-its eighth, and so mostly over the link that its spends take."""
+"""Of each eighth of the slots, the tag nearest to its middle. Messages about a tag use the channel of its eighth, and
+so mostly the link of its spends."""
 
 _HEAD: Final = struct.Struct(f">B{SENDER_BYTES}sQ")
 _FORM: Final = 1
-"""The first octet: what is said in another form is not for this version, and is passed over."""
+"""First octet; messages of other versions are ignored."""
 
 
 class _Stream:
-    """One channel: where it is, the number of our next message on it, and those of the others' last."""
+    """One channel: its server, the number of the next message, and the last numbers of other senders."""
 
     def __init__(self, tag: int, shards: Shards) -> None:
         self.tag = tag
@@ -290,9 +289,9 @@ class Bus:
         time_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.gaps_total = 0
-        """Times that messages of others may have been lost."""
+        """Gaps in which messages of others may have been lost."""
         self.undelivered_total = 0
-        """Messages of ours, heartbeats included, that the store did not take."""
+        """Own messages, heartbeats included, that the store did not accept."""
         self._shards = shards
         self._on_message: Callable[[bytes], None]
         self._on_gap: Callable[[], None]
@@ -317,11 +316,11 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """Whether every channel is listened to."""
+        """Whether all subscriptions are active."""
         return all(subscription.connected for subscription in self._subscriptions)
 
     async def start(self, on_message: Callable[[bytes], None], on_gap: Callable[[], None]) -> None:
-        """Begin to listen and to send heartbeats, without waiting for the store.
+        """Start listening and sending heartbeats, without waiting for the store.
 
         ``on_message`` takes the payloads of other nodes. ``on_gap`` is called when some may have been lost, which is so
         at the start, and at most once in an event-loop iteration.
@@ -332,14 +331,14 @@ class Bus:
         self._beating = asyncio.create_task(self._beat())
 
     async def close(self) -> None:
-        """End; what others say is heard no more."""
+        """Stop listening."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
         await asyncio.gather(*(subscription.close() for subscription in self._subscriptions))
 
     def publish(self, tag: int, payload: bytes) -> None:
-        """Tell all other nodes something about a bucket of the hash tag; delivery is not guaranteed.
+        """Publish a message about a bucket of the hash tag to all other nodes; delivery is not guaranteed.
 
         Raises:
             ValueError: the payload is empty, or has more than ``MAX_PAYLOAD_BYTES``.
@@ -377,7 +376,7 @@ class Bus:
             await self._sleep(HEARTBEAT_S)
 
     def _begin(self, stream: _Stream) -> None:
-        """A subscription has begun, perhaps not for the first time: what was said before is lost."""
+        """Handle a new subscription: messages since the last one are lost."""
         stream.numbering.forget()
         self._gap()
 

@@ -1,4 +1,4 @@
-"""Which server is the primary, as the sentinels see it."""
+"""Finds the primary through sentinels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.settings.urls import RedisUrl, Server
 
 ASK_S: Final = 0.3
-"""For one sentinel. There are others, and the checks of a node wait for none of them."""
+"""Timeout of one sentinel. There are others, and no check waits for them."""
 
 SWITCHED: Final = Channel(b"+switch-master")
-"""The sentinels say here that another server has become the primary of some service."""
+"""Channel on which sentinels announce a new primary."""
 
 
 class Sentinels:
@@ -30,7 +30,7 @@ class Sentinels:
         self.handshake = Handshake(url.sentinel_login, 0, client_name, wants_primary=False)
 
     async def primary(self) -> Server:
-        """Where the primary is now.
+        """Return the address of the primary.
 
         Raises:
             StoreMisconfiguredError: the sentinels that answer do not know the service, or refuse us.
@@ -70,7 +70,7 @@ class Sentinels:
 
 
 class SentinelShards(OneServer):
-    """The shards where the sentinels say which server is the primary, and are listened to for the next one."""
+    """The primary of a service; sentinels are asked for it, and listened to for the next one."""
 
     def __init__(self, url: RedisUrl, options: LinkOptions) -> None:
         sentinels = Sentinels(url, options)
@@ -86,22 +86,22 @@ class SentinelShards(OneServer):
         )
 
     async def start(self) -> None:
-        """Connect, or have tried."""
+        """Start connecting."""
         await super().start()
         self._switches.start()
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await self._switches.close()
         await super().close()
 
     async def _sentinel(self) -> Server:
-        """Whom to listen to; and what was not heard until now."""
+        """Return the sentinel to listen to; also catch up with a primary that changed unheard."""
         self._follow(await self._sentinels.primary())
         return self._sentinels.preferred
 
     def _switched(self, told: bytes) -> None:
-        """``service old-host old-port new-host new-port``."""
+        """Follow ``service old-host old-port new-host new-port``."""
         match told.split():
             case [self._service, _, _, host, port]:
                 self._follow(Server(host.decode(), int(port)))

@@ -1,4 +1,4 @@
-"""Which server holds which hash tag, and a link to each.
+"""Maps hash tags to servers, with a link to each.
 
 A hash tag is one of 256: the first octet of a bucket's name. All keys of a tag are on one server.
 """
@@ -17,20 +17,20 @@ from ratelimitd.settings.urls import RedisUrl, Server, TlsFiles
 TAGS: Final = 256
 
 START_S: Final = CONNECT_S
-"""How long a node waits at its start for servers to answer; it serves without them afterwards."""
+"""Longest wait for servers at the start of a node; afterwards it serves without them."""
 
 
 class Shards(Protocol):
     """The links of a node to its shared state."""
 
     async def start(self) -> None:
-        """Connect, or have tried: returns within about ``START_S`` and goes on in the background. Never raises."""
+        """Start connecting; returns after at most about ``START_S``, and continues in the background. Never raises."""
 
     async def close(self) -> None:
-        """End all connections; what is in flight gets an error."""
+        """Close all connections; requests in flight get an error."""
 
     def of_tag(self, tag: int) -> Link:
-        """The link to the server of a hash tag. Ask again for each request: in Cluster, tags move."""
+        """Return the link to the server of a hash tag. Call it for each request: in a Cluster tags move."""
 
     def all(self) -> Sequence[Link]:
         """One link for each server."""
@@ -40,19 +40,19 @@ class Shards(Protocol):
         """Whether every hash tag has a server, and every server is connected."""
 
     async def server_of_tag(self, tag: int) -> Server:
-        """Where the server of a hash tag is; raises StoreUnavailableError while that is unknown."""
+        """Return the address of the server of a hash tag; raises StoreUnavailableError while it is unknown."""
 
     @property
     def is_cluster(self) -> bool:
-        """Whether messages need channels that belong to a server, as keys do."""
+        """Whether channels belong to servers, as keys do."""
 
     @property
     def options(self) -> LinkOptions:
-        """How to connect to the servers."""
+        """Options of the links."""
 
 
 class OneServer:
-    """The shards where one server at a time holds everything; ``locate`` says which."""
+    """A single server at a time; ``locate`` returns it."""
 
     is_cluster = False
 
@@ -62,7 +62,7 @@ class OneServer:
         self._link = Link(locate, options)
 
     async def start(self) -> None:
-        """Connect, or have tried."""
+        """Start connecting."""
         self._link.start()
         await settled([self._link])
 
@@ -84,12 +84,12 @@ class OneServer:
         return self._link.connected
 
     async def server_of_tag(self, _tag: int) -> Server:
-        """Where the one server is."""
+        """Return the address of the server."""
         return await self._locate()
 
 
 def standalone(url: RedisUrl, options: LinkOptions) -> OneServer:
-    """The shards of a URL that names a server, or its socket."""
+    """Return the topology of a URL that names one server or its socket."""
 
     async def locate() -> Server:
         return url.servers[0]
@@ -109,7 +109,7 @@ async def settled(links: Sequence[Link]) -> None:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """What connections are checked with.
+    """Return the TLS context of connections.
 
     Raises:
         StartupError: a file cannot be used; the message names the option of the URL.
