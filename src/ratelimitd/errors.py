@@ -1,4 +1,4 @@
-"""The whole error tree. What each one means to a caller is one table: ``services/status.py``.
+"""The error tree. ``services/errors.py`` maps it to statuses of gRPC.
 
 A denial and a fail-open answer are values (:class:`ratelimitd.model.Decision`), never errors. No message ever holds an
 identifier, a token or another secret.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class RateLimitdError(Exception):
-    """Root of every error this package raises on purpose."""
+    """Root of the errors that this package raises."""
 
 
 class SettingsError(RateLimitdError):
@@ -61,7 +61,7 @@ class RulesFullError(RateLimitdError):
 
 
 class RuleConflictError(RateLimitdError):
-    """The etag that was sent is not the rule's: somebody changed it meanwhile."""
+    """The etag is not that of the rule, which was changed meanwhile."""
 
 
 class StoreUnavailableError(RateLimitdError):
@@ -80,11 +80,11 @@ class StoreSlowError(StoreUnavailableError):
 
 
 class StoreMisconfiguredError(StoreUnavailableError):
-    """A store refuses us, and will until somebody mends a password, a permission or a setting."""
+    """A store refuses the node until a password, a permission or a setting is corrected."""
 
 
 class StoreMovingError(StoreUnavailableError):
-    """Some of the keys of a command are on their way to another server: nothing was run. Each alone has an answer."""
+    """Keys of a command are being moved to another server: nothing was run. A command for each key works."""
 
 
 class BreakerOpenError(StoreUnavailableError):

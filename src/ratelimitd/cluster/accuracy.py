@@ -1,4 +1,4 @@
-"""How exactly a node has limited: what it allowed too much, what it forgave, what it denied wrongly.
+"""Accuracy of a node: over-admitted and forgiven tokens, and false denials.
 
 Read off the states that the store sends back: what is charged beyond a bucket's capacity was allowed by nodes that
 could not know of each other yet. See the bound in ADR 0023.
@@ -18,7 +18,7 @@ STRETCH_US: Final = 60 * US_PER_S
 
 
 class Accuracy:
-    """The reckoning of one node. Totals are in tokens and only grow, unless it says otherwise.
+    """Accuracy counters of one node. Totals are in tokens and cumulative, unless noted.
 
     Attributes:
         over_admitted_total: allowed here and charged beyond the capacity of a bucket.
@@ -33,7 +33,7 @@ class Accuracy:
         self._largest_promise = RollingMax(STRETCH_US)
 
     def settled(self, bucket: Bucket, tokens: int, before: SharedState | None, now_us: int) -> None:
-        """A batch was acknowledged that charged so many ``tokens`` to a bucket; its view has heard of that.
+        """Account for an acknowledged batch that charged ``tokens`` to a bucket; its view includes the reply.
 
         ``before`` was its base before that. What it is beyond a limit that has just been lowered was allowed rightly.
         """
@@ -49,7 +49,7 @@ class Accuracy:
             self._worst.note(now_us, beyond / view.rule.limit)
 
     def take_counts(self, bucket: Bucket) -> None:
-        """Count what the view of a bucket has found out since the last time."""
+        """Add the new counts of the view of a bucket."""
         view = bucket.view
         if view.forgiven:
             self.forgiven_total += view.forgiven
@@ -59,20 +59,20 @@ class Accuracy:
             view.false_positives = 0
 
     def lost(self, tokens: int) -> None:
-        """So many tokens were allowed and will not be charged."""
+        """Count tokens that were allowed and will not be charged."""
         self.forgiven_total += tokens
 
     def worst_excess(self, now_us: int) -> float:
-        """The most by which a bucket was overdrawn in the last one to two minutes, as a part of its limit."""
+        """Largest overdraft of a bucket in the last one to two minutes, as a fraction of its limit."""
         return self._worst.note(now_us, 0.0)
 
     def largest_promise(self, now_us: int, promise: float) -> float:
-        """The largest promise of the same minutes, ``promise`` being that of now: one slow answer is in both."""
+        """Largest bound in the same period; ``promise`` is the current one. A slow answer affects both."""
         return self._largest_promise.note(now_us, promise)
 
 
 def promised_excess(members: int, round_trip_us: int, skew_us: int) -> float:
-    """What the ledger promises that no interval exceeds, as a part of the limit, for a window of one second.
+    """Return the bound of the ledger for any interval, as a fraction of the limit, for a window of one second.
 
     C/2 + C/100 + N·r·(RTT + 2·skew); longer windows have a smaller rate, and so less.
     """

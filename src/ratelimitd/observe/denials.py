@@ -1,4 +1,4 @@
-"""Who and what was denied most in the last minutes.
+"""The most denied endpoints and identifiers of the last minutes.
 
 The deny path pays one append to a bounded list; the rest is done ten times a second. Identifiers never leave this
 module but masked, with a keyed hash to tell them apart, or on purpose for an operator who asked: see ADR 0029.
@@ -24,11 +24,11 @@ from ratelimitd.observe.logs import masked
 Item = TypeVar("Item", bound=Hashable)
 
 FADED: Final = 0.01
-"""A count that has faded to this is dropped."""
+"""Smaller counts are dropped."""
 
 
 class FrequentItems(Generic[Item]):
-    """Counts of the most frequent items; of fewer than twice ``size`` of them."""
+    """Counts of the most frequent items, for fewer than twice ``size`` items."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -45,13 +45,13 @@ class FrequentItems(Generic[Item]):
             self._drop(sorted(counts.values())[-self._size])
 
     def fade(self, factor: float) -> None:
-        """Multiply every count by ``factor``, so that what was long ago counts for less."""
+        """Multiply every count by ``factor``, so that older denials count less."""
         self._counts = {
             item: count * factor for item, count in self._counts.items() if count * factor > FADED
         }
 
     def top(self, most: int) -> list[tuple[Item, float]]:
-        """The ``most`` frequent ones with their counts, the most frequent first."""
+        """Return the ``most`` frequent items with their counts, the most frequent first."""
         return nlargest(most, self._counts.items(), key=lambda entry: entry[1])
 
     def _drop(self, middle: float) -> None:
@@ -63,11 +63,11 @@ class FrequentItems(Generic[Item]):
 FOLD_S: Final = 0.1
 
 MAX_PENDING: Final = 1_000
-"""Denials that are looked at in :data:`FOLD_S`, in 0.5 ms: up to 10,000 a second every one is. Of more the last ones
-stand for all, each counted as often as it takes."""
+"""Denials counted per :data:`FOLD_S`, in 0.5 ms: all, up to 10,000 a second. Of more, the last ones are weighted to
+represent all."""
 
 SIZE: Final = 256
-"""Endpoints, and identifiers, that are counted at least: what has more than 0.4 % of the denials is among them."""
+"""Endpoints and identifiers that are counted: those with more than 0.4 % of the denials are among them."""
 
 HALF_LIFE_S: Final = 60.0
 
@@ -78,11 +78,11 @@ PER_MINUTE: Final = 0.6931471805599453
 
 
 class Denied(Protocol):
-    """What all checks of one endpoint have in common: :class:`ratelimitd.limiter.Scope`."""
+    """The part of :class:`ratelimitd.limiter.Scope` that is used here."""
 
     @property
     def endpoint(self) -> str:
-        """That of the checks, not of the rule."""
+        """Endpoint of the checks, not of the rule."""
 
     @property
     def rule(self) -> Rule:
@@ -90,14 +90,14 @@ class Denied(Protocol):
 
 
 class DeniedEndpoint(NamedTuple):
-    """An endpoint, and its denials of a minute."""
+    """An endpoint and its denials per minute."""
 
     endpoint: str
     per_minute: float
 
 
 class DeniedIdentifier(NamedTuple):
-    """An identifier that may be shown, and its denials of a minute.
+    """An identifier that may be shown, and its denials per minute.
 
     ``digest`` is a keyed hash, so that several nodes' numbers of one identifier can be added. ``name`` is the
     identifier itself, only where it was asked for and may be told: never that of an API key.
@@ -126,7 +126,7 @@ class Denials:
         """Takes (identifier, scope) of a denied check. A bound method of the list itself: 30 ns."""
 
     def fold(self) -> None:
-        """Count what was noted; call it every :data:`FOLD_S` seconds."""
+        """Count the recorded denials; called every :data:`FOLD_S` seconds."""
         grown, self._denied_total = self._total() - self._denied_total, self._total()
         pending = self._pending
         if not pending:
@@ -139,20 +139,20 @@ class Denials:
         pending.clear()
 
     def fade(self, elapsed_s: float) -> None:
-        """Let so much time pass."""
+        """Advance the time."""
         factor = 0.5 ** (elapsed_s / HALF_LIFE_S)
         self._endpoints.fade(factor)
         self._identifiers.fade(factor)
 
     def top_endpoints(self) -> list[DeniedEndpoint]:
-        """The :data:`TOP` endpoints with the most denials."""
+        """Return the :data:`TOP` endpoints with the most denials."""
         return [
             DeniedEndpoint(endpoint, count * PER_MINUTE)
             for endpoint, count in self._endpoints.top(TOP)
         ]
 
     def top_identifiers(self, *, named: bool = False) -> list[DeniedIdentifier]:
-        """The :data:`TOP` identifiers with the most denials; ``named``: with their names, but for API keys."""
+        """Return the :data:`TOP` identifiers with the most denials; ``named``: with names, except API keys."""
         return [
             DeniedIdentifier(
                 digest=self._digest(identifier, identifier_type),

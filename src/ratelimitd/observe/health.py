@@ -78,7 +78,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, stats: CheckStats) -> Self:
-        """The totals of a process by now."""
+        """Return the current totals of a process."""
         return cls(
             checks=stats.allowed_total + stats.blocked_total,
             fail_open=stats.fail_open_breaker_total + stats.fail_open_error_total,
@@ -89,7 +89,7 @@ class Totals(NamedTuple):
         )
 
     def since(self, earlier: Totals) -> Totals:
-        """What was added after ``earlier``."""
+        """Return the growth since ``earlier``."""
         return Totals._make(now - then for now, then in zip(self, earlier, strict=True))
 
 
@@ -102,7 +102,7 @@ class RollingWindow:
         self._samples = deque([(now_us, totals)])
 
     def sample(self, now_us: int, totals: Totals) -> None:
-        """Keep one sample; call it about once a second with monotonic µs.
+        """Add a sample; called about once a second with monotonic µs.
 
         Memory is bounded by the window: samples that no later question can need are dropped.
         """
@@ -112,7 +112,7 @@ class RollingWindow:
             self._samples.popleft()
 
     def growth(self, now_us: int, totals: Totals) -> Totals:
-        """What ``totals`` grew by in the last :data:`WINDOW_S` seconds, or since the start when that is shorter.
+        """Return the growth of ``totals`` in the last :data:`WINDOW_S` seconds, or since the start if that is shorter.
 
         The window begins at a sample, so it is up to one sampling interval longer.
         """
@@ -147,11 +147,11 @@ class Health:
         self._window = RollingWindow(clock.monotonic_us(), Totals.of(stats))
 
     def sample(self) -> None:
-        """Remember the counters of this moment; call it about once a second."""
+        """Sample the counters; called about once a second."""
         self._window.sample(self._clock.monotonic_us(), Totals.of(self._stats))
 
     def cache_hit_ratio(self) -> float:
-        """Checks whose bucket was known / checks that looked for one, over the last 60 s; 1 when none looked."""
+        """Known buckets / look-ups over the last 60 s; 1 without look-ups."""
         return _hit_ratio(self._recent())
 
     def shared_state(self) -> SharedStateStatus:
@@ -159,7 +159,7 @@ class Health:
         return self._shared_state()
 
     def report(self) -> HealthReport:
-        """Evaluate the four conditions. A ratio with no traffic, or with next to none, counts as met."""
+        """Evaluate the four conditions. Without traffic, or with very little, a ratio counts as met."""
         recent = self._recent()
         shared_state = self._shared_state()
         hit_ratio = _hit_ratio(recent)

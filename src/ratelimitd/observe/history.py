@@ -1,4 +1,4 @@
-"""What a node has done in the last quarter of an hour: a sample every two seconds, made of counters that only grow.
+"""The last 15 minutes of a node: a sample every two seconds, computed from cumulative counters.
 
 Reads no clock and no counter: values are passed in. See ADR 0029.
 """
@@ -23,7 +23,7 @@ _US_PER_MS: Final = 1_000
 
 
 class Sample(NamedTuple):
-    """One node, or all of them together, in one stretch of about :data:`SAMPLE_S` seconds.
+    """One node, or the sum of all, over about :data:`SAMPLE_S` seconds.
 
     ``at_ms`` is the end of the stretch in ms since the Unix epoch. The first five are checks per second: ``looked`` are
     those that looked for a bucket, and ``known`` those of them that found it. ``latency_counts`` is what the histogram
@@ -43,17 +43,17 @@ class Sample(NamedTuple):
 
     @property
     def hit_ratio(self) -> float | None:
-        """Known of those that looked; ``None`` when none did."""
+        """Known buckets / look-ups; ``None`` without look-ups."""
         return min(1.0, self.known_per_s / self.looked_per_s) if self.looked_per_s else None
 
     def percentile_ms(self, share: float) -> float | None:
-        """The latency that ``share`` (0 to 1) of the checks did not exceed; ``None`` without checks."""
+        """Return the latency that ``share`` (0 to 1) of the checks did not exceed; ``None`` without checks."""
         latency_s = percentile_s(self.latency_counts, share)
         return None if latency_s is None else 1_000 * latency_s
 
 
 def summed(samples: Sequence[Sample]) -> Sample:
-    """All nodes together, of at least one: sums, but for the loop lag, which is that of the worst."""
+    """Add up samples of at least one node; the loop lag is the largest."""
     return Sample(
         at_ms=max(sample.at_ms for sample in samples),
         allowed_per_s=sum(sample.allowed_per_s for sample in samples),
@@ -93,7 +93,7 @@ class _Totals(NamedTuple):
 
 
 class Sampler:
-    """Makes the samples of this node; the callables say how it is at the moment."""
+    """Creates the samples of this node; the callables return current values."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Sampler:
         self._before = _Totals.of(stats)
 
     def sample(self) -> Sample:
-        """What there was since the last call, or since the start."""
+        """Return the sample since the last call, or since the start."""
         now_us, now = self._clock.monotonic_us(), _Totals.of(self._stats)
         then_us, then = self._before_us, self._before
         self._before_us, self._before = now_us, now
@@ -143,12 +143,12 @@ class History:
         self._samples: deque[Sample] = deque(samples, maxlen=MAX_SAMPLES)
 
     def add(self, sample: Sample) -> None:
-        """Keep one; the oldest goes."""
+        """Add a sample; drop the oldest."""
         self._samples.append(sample)
 
     @property
     def samples(self) -> Sequence[Sample]:
-        """All that are younger than :data:`KEPT_S` at the time of the last one."""
+        """Return the samples of the last :data:`KEPT_S` seconds."""
         if not self._samples:
             return ()
         oldest_ms = self._samples[-1].at_ms - KEPT_S * 1_000

@@ -1,4 +1,4 @@
-"""The log of a node: one line an event on stderr, JSON or for a terminal, with the node and the revision of its rules.
+"""The log of a node: one line per event on stderr, JSON or for a terminal, with node and rules revision.
 
 Never shows the text of an exception, only its type and where it was raised: the text may quote an identifier or a
 token. Never a line per check or per bad call; what repeats is written once a second, less and less often while it goes
@@ -23,11 +23,11 @@ from ratelimitd.model import IdentifierType
 
 REPEAT_PAUSE_S: Final = 1.0
 LONGEST_REPEAT_PAUSE_S: Final = 60.0
-"""The same event of the same logger is written at most once in that time: the first at first, then twice as long from
-line to line, up to the second. A fault of a day is some 1,400 lines then, and not 86,400."""
+"""Shortest and longest pause between two lines of the same event; doubled from line to line. A fault of a day is about
+1,400 lines, not 86,400."""
 
 REMEMBERED_EVENTS: Final = 1_024
-"""Events of the last pauses that are remembered; the texts of our own are few, a library's may hold anything."""
+"""Limit of remembered events; a library's texts may vary without bound."""
 
 QUIET: Final = {
     "uvicorn.error": logging.ERROR,  # its warnings are one line per malformed HTTP request
@@ -38,13 +38,13 @@ QUIET: Final = {
     "grpc": logging.CRITICAL,  # its errors quote metadata, and so tokens
     "asyncio": logging.WARNING,
 }
-"""Libraries that would say more than belongs here, and from which level on they are heard."""
+"""Libraries, and the level from which their records are logged."""
 
 _NO_EXCEPTION: Final[tuple[None, None, None]] = (None, None, None)
 
 
 class LogContext:
-    """What stands on every line; ``rules_revision`` is set with each new rule book."""
+    """Context of every line; ``rules_revision`` is set with each new rule book."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
@@ -58,7 +58,7 @@ class LogContext:
 
 
 class _Written(NamedTuple):
-    """When an event was last written, how long the pause after it is, and how many were left out in it."""
+    """Time of the last line of an event, the pause after it, and the number of records left out since."""
 
     at_s: float
     pause_s: float
@@ -80,10 +80,10 @@ class OncePerPause(logging.Filter):
         # Threads log, too, and a handler asks its filters before it takes its own lock. A destructor may log meanwhile.
         self._lock = threading.RLock()
         self._seen: OrderedDict[tuple[str, int, str], _Written] = OrderedDict()
-        """By event, in the order they were written."""
+        """By event, in the order of their last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is written."""
+        """Return whether the record is written."""
         key = (record.name, record.levelno, _text(record))
         with self._lock:
             return self._is_written(key, record)
@@ -104,7 +104,7 @@ class OncePerPause(logging.Filter):
         return True
 
     def _forget_ended(self, now_s: float) -> int:
-        """Forget the oldest events, while they have ended or are too many; returns how many were left out of them."""
+        """Drop the oldest events while they have ended or are too many; return the number of their left-out records."""
         left_out = 0
         while self._seen:
             key, oldest = next(iter(self._seen.items()))
@@ -116,7 +116,7 @@ class OncePerPause(logging.Filter):
 
 
 def _has_ended(written: _Written, now_s: float) -> bool:
-    """Whether an event was not met for so long that it begins anew."""
+    """Return whether an event has not occurred for so long that it starts again."""
     return now_s - written.at_s >= written.pause_s + REPEAT_PAUSE_S
 
 
@@ -130,7 +130,7 @@ def _text(record: logging.LogRecord) -> str:
 def configure(
     *, level: str, log_format: str, context: LogContext, stream: TextIO | None = None
 ) -> None:
-    """Send every log record of the process to ``stream`` (stderr), in one shape.
+    """Send every log record of the process to ``stream`` (stderr), in one format.
 
     Args:
         level: ``debug``, ``info``, ``warning`` or ``error``.
@@ -171,7 +171,7 @@ def _formatter(context: LogContext, *, console: bool, colors: bool) -> logging.F
 
 
 def _left_out(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Keep the numbers of records left out only where there were any."""
+    """Remove counts of left-out records that are 0."""
     for name in ("left_out", "left_out_of_others"):
         if not event.get(name):
             event.pop(name, None)
@@ -179,7 +179,7 @@ def _left_out(_logger: object, _method: str, event: EventDict) -> EventDict:
 
 
 def _place(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Replace an exception by its type and the places it passed."""
+    """Replace an exception by its type and the code locations of its traceback."""
     kind, _, trace = event.pop("exc_info", None) or _NO_EXCEPTION
     if kind is not None:
         frames = traceback.extract_tb(trace)
@@ -191,13 +191,13 @@ def _place(_logger: object, _method: str, event: EventDict) -> EventDict:
 
 
 SHOWN_CHARACTERS: Final = 4
-"""At most so many of the first characters are shown, and at most a quarter of all."""
+"""Longest shown start of an identifier, and at most a quarter of it."""
 
 HIDDEN: Final = "…"
 
 
 def masked(identifier: bytes, identifier_type: IdentifierType) -> str:
-    """The beginning of an identifier: half of an IPv4 address, two groups of an IPv6 address, else characters."""
+    """Mask an identifier: half of an IPv4 address, two groups of an IPv6 address, else its first characters."""
     text = identifier.decode(errors="replace")
     if identifier_type is IdentifierType.IP:
         separator = ":" if ":" in text else "."
@@ -209,18 +209,18 @@ _log = logging.getLogger(__name__)
 
 
 class RulesLog:
-    """Remembers what came into force; :meth:`write`, called about once a second, logs the last state."""
+    """Logs changes of the rules; :meth:`write`, called about once a second, logs the last state."""
 
     def __init__(self) -> None:
         self._state: tuple[int, int] | None = None
         self._written: tuple[int, int] | None = None
 
     def take(self, revision: int, rules: int) -> None:
-        """A book of so many rules came into force."""
+        """Record a new rule book."""
         self._state = revision, rules
 
     def write(self) -> None:
-        """Log the state, if it is another than was logged last."""
+        """Log the state if it differs from the last logged one."""
         if self._state is None or self._state == self._written:
             return
         self._written = self._state

@@ -38,7 +38,7 @@ _MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 
 
 def resident_bytes(statm: Path = STATM) -> int:
-    """Resident memory of this process in bytes: of now on Linux, elsewhere the largest it has been."""
+    """Return the resident memory of this process in bytes: current on Linux, elsewhere the maximum so far."""
     try:
         return int(statm.read_bytes().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
@@ -52,10 +52,10 @@ Part = TypeVar("Part")
 
 @dataclass(slots=True)
 class Runtime:
-    """What the background jobs find out about the process; written by them, read here."""
+    """Measurements of the background jobs; written by them, read here."""
 
     loop_lag_s: float = 0.0
-    """How late a timer of the event loop fired at worst in the last 10 to 20 s, in seconds."""
+    """Largest delay of a timer of the event loop in the last 10 to 20 s, in seconds."""
     clock_error_us: int = 0
     """How far the wall clock is ahead of the node's clock, in µs."""
 
@@ -71,22 +71,22 @@ class NodeParts:
     feed: RuleFeed
     buckets: BucketTable | BucketCache
     snapshot: SnapshotLog | None = None
-    """``None`` where buckets are shared."""
+    """``None`` if buckets are shared."""
     cluster: Cluster | None = None
-    """``None`` where they are the node's own."""
+    """``None`` if buckets are the node's own."""
     task_restarts: Mapping[str, int]
-    """Background job → times it crashed and was started again."""
+    """Background job → number of restarts after a crash."""
     transport: Callable[[], TransportStatus | None]
-    """``None`` before it listens: HTTP listens first."""
+    """``None`` before it listens."""
     transport_name: str
 
 
 class TransportStatus(Protocol):
-    """What a transport is busy with: :class:`ratelimitd.rpc.interface.InProgress`."""
+    """Work in progress in a transport: :class:`ratelimitd.rpc.interface.InProgress`."""
 
     @property
     def unary(self) -> int:
-        """Unary calls whose handler is at work."""
+        """Unary calls that wait."""
 
     @property
     def streams(self) -> int:
@@ -98,11 +98,11 @@ class TransportStatus(Protocol):
 
     @property
     def http2_streams(self) -> int | None:
-        """Requests not answered to their end."""
+        """Requests whose answer has not ended."""
 
 
 MetricKind = Literal["counter", "gauge", "histogram"]
-"""The kinds of metric of the contract, by the name they have on the wire."""
+"""Kinds of metric, by their name in the contract."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class MetricSample:
 
 
 class Point(NamedTuple):
-    """One reading: a number, or the histogram; ``label`` holds the values of the definition's labels in their order."""
+    """One reading: a number or a histogram; ``label`` holds the values of the definition's labels in order."""
 
     value: float = 0.0
     label: str = ""
@@ -162,12 +162,12 @@ class Metrics:
         self._parts = parts
 
     def points(self) -> Iterator[tuple[Definition, Iterable[Point]]]:
-        """Every metric with its readings, in the order of :data:`DEFINITIONS`, each read when its turn comes."""
+        """Yield every metric with its readings, in the order of :data:`DEFINITIONS`; each is read when requested."""
         for definition in DEFINITIONS:
             yield definition, definition.read(self._parts)
 
     def samples(self, names: Sequence[str] = ()) -> Iterator[MetricSample]:
-        """The metrics called ``names``, or all of them, as GetMetrics reports them, each read when its turn comes.
+        """Yield the metrics called ``names``, or all, as GetMetrics reports them; each is read when requested.
 
         Raises:
             InvalidInputError: unknown names; each is identified by its index in ``names``.
@@ -221,7 +221,7 @@ def _gauge(name: str, text: str, read: Callable[[NodeParts], float]) -> Definiti
 def _of_part(
     part: Callable[[NodeParts], Part | None], read: Callable[[Part], float]
 ) -> Callable[[NodeParts], Iterable[Point]]:
-    """One reading of a part that not every node has."""
+    """Return the reading of an optional part."""
 
     def points(parts: NodeParts) -> Iterable[Point]:
         status = part(parts)
@@ -258,7 +258,7 @@ def _per_rule(column: int) -> Callable[[NodeParts], Iterable[Point]]:
 def _transport(
     **kinds: Callable[[TransportStatus], int | None],
 ) -> Callable[[NodeParts], Iterable[Point]]:
-    """Readings by kind; what a transport cannot tell has none, instead of a wrong one."""
+    """Return readings by kind; values that a transport does not know are left out."""
 
     def points(parts: NodeParts) -> Iterable[Point]:
         status = parts.transport()
