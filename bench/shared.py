@@ -22,10 +22,10 @@ from ratelimitd.clock import SystemClock
 from ratelimitd.cluster.membership import SharedTime
 from ratelimitd.cluster.node import Cluster
 from ratelimitd.cluster.redis.codec import DECIDE, checks_request
-from ratelimitd.cluster.redis.opening import open_shards
+from ratelimitd.cluster.redis.opening import open_topology
 from ratelimitd.cluster.redis.pubsub import Bus
 from ratelimitd.cluster.redis.store import RedisStore
-from ratelimitd.cluster.redis.topology import Shards
+from ratelimitd.cluster.redis.topology import Topology
 from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
 from ratelimitd.limiter import Limiter
@@ -101,16 +101,16 @@ class _Counting(RedisStore):
 
 
 class _Node:
-    """A limiter on buckets in ``shards``, with the jobs of a node."""
+    """A limiter on buckets in ``topology``, with the jobs of a node."""
 
-    def __init__(self, shards: Shards, *, strict: bool = False) -> None:
-        self.store = _Counting(shards)
-        self.shards = shards
+    def __init__(self, topology: Topology, *, strict: bool = False) -> None:
+        self.store = _Counting(topology)
+        self.topology = topology
         clock, stats, keys = SystemClock(), CheckStats(), BucketKeys(SECRET)
         self.keys = keys
         self.cluster = Cluster(
             self.store,
-            Bus(shards),
+            Bus(topology),
             Settings.load(
                 {},
                 {
@@ -143,9 +143,9 @@ class _Node:
 
 @contextlib.asynccontextmanager
 async def _node(url: str, *, strict: bool = False) -> AsyncIterator[_Node]:
-    shards = open_shards(parse_redis_url(url), timeout_ms=1_000)
-    await shards.start()
-    node = _Node(shards, strict=strict)
+    topology = open_topology(parse_redis_url(url), timeout_ms=1_000)
+    await topology.start()
+    node = _Node(topology, strict=strict)
     sync = asyncio.create_task(node.sync())
     try:
         yield node
@@ -153,7 +153,7 @@ async def _node(url: str, *, strict: bool = False) -> AsyncIterator[_Node]:
         sync.cancel()
         await asyncio.gather(sync, return_exceptions=True)
         await node.cluster.settle(5.0)
-        await shards.close()
+        await topology.close()
 
 
 def _embedded() -> Limiter:
@@ -315,7 +315,7 @@ def _by_pipe(node: _Node) -> Any:
     async def ask(number: int) -> None:
         answer: asyncio.Future[Any] = loop.create_future()
         keys, arguments = requests[number]
-        node.shards.of_tag(names[number][0]).run(DECIDE, keys, arguments, answer.set_result)
+        node.topology.of_tag(names[number][0]).run(DECIDE, keys, arguments, answer.set_result)
         assert isinstance(await answer, bytes)
 
     return ask

@@ -101,10 +101,10 @@ class SharedBuckets:
         view, tag = bucket.view, bucket.tag
         if view.rule is not rule:
             self._note_rule(bucket, rule)
-        if tag.shard.is_open:
+        if tag.server.is_open:
             if self._decides_alone:
                 return self._alone(bucket, now_us, cost)
-            raise tag.shard.open_error()
+            raise tag.server.open_error()
         members = self._membership.count
         outcome = view.check(now_us, members, cost)
         if outcome is None or not outcome[0]:
@@ -131,8 +131,8 @@ class SharedBuckets:
             return None
         if bucket.view.rule is not rule:
             self._note_rule(bucket, rule)
-        if bucket.tag.shard.is_open and not self._decides_alone:
-            raise bucket.tag.shard.open_error()
+        if bucket.tag.server.is_open and not self._decides_alone:
+            raise bucket.tag.server.open_error()
         return bucket.view.peek(now_us, cost)
 
     def wait(
@@ -149,7 +149,7 @@ class SharedBuckets:
         check = PendingCheck(rule, now_us, cost, peek=peek, answer=self._new_future())
         name = self._missed.pop(key, None)
         # A miss was looked up a moment ago; only what may have changed since is looked at again.
-        if name is None or name in (tag := self._tags[name[0]]).buckets or tag.shard.is_open:
+        if name is None or name in (tag := self._tags[name[0]]).buckets or tag.server.is_open:
             bucket = self._cache.get(key) or self._known(key, rule)
             if bucket is not None:
                 self._decide(bucket, check)
@@ -193,7 +193,7 @@ class SharedBuckets:
 
     def _cleared_up(self, bucket: Bucket, shared: SharedState | RateLimitdError | None) -> None:
         self._hear(bucket, shared)
-        if isinstance(shared, RateLimitdError) and not bucket.tag.shard.is_open:
+        if isinstance(shared, RateLimitdError) and not bucket.tag.server.is_open:
             # The message is not repeated, so the bucket would stay stale until it is settled.
             self._doubted.append(bucket.name)
 
@@ -210,7 +210,7 @@ class SharedBuckets:
         now_us = self._clock.monotonic_us()
         self._cache.step(now_us)
         for bucket, times in self.refresh.due(now_us, REREADS_PER_STEP):
-            if bucket.tag.shard.is_open:
+            if bucket.tag.server.is_open:
                 self.refresh.looked(bucket, times, now_us, is_news=False)
             else:
                 done = partial(self._looked, bucket, times)
@@ -267,11 +267,11 @@ class SharedBuckets:
         checks = self._first_checks.pop(key)
         tag = self._tags[name[0]]
         if isinstance(met, RateLimitdError):
-            tag.shard.failed(met)
+            tag.server.failed(met)
             for check in checks:
                 check.resolve(met)
             return
-        tag.shard.first_check_succeeded()
+        tag.server.first_check_succeeded()
         outcome, shared = met
         first = checks[0]
         self._stats.bucket_missed_total += is_counted and not first.answer.done()
@@ -308,10 +308,10 @@ class SharedBuckets:
         tag = self._tags[name[0]]
         bucket = tag.buckets.get(name)
         if bucket is None:
-            if tag.shard.is_open and (not self._decides_alone or tag.is_full):
-                raise tag.shard.open_error()
+            if tag.server.is_open and (not self._decides_alone or tag.is_full):
+                raise tag.server.open_error()
             shared = self._cache.take_packed(name)
-            if shared is None and not tag.shard.is_open:
+            if shared is None and not tag.server.is_open:
                 if len(self._missed) >= MAX_MISSED:
                     self._missed.clear()
                 self._missed[key] = name
@@ -329,12 +329,12 @@ class SharedBuckets:
         outcome: Outcome | RateLimitdError | None
         if check.peek:
             outcome = bucket.view.peek(now_us, cost)
-        elif not bucket.tag.shard.is_open:
+        elif not bucket.tag.server.is_open:
             outcome = self._by_view(bucket, now_us, cost)
         elif self._decides_alone:
             outcome = self._alone(bucket, now_us, cost)
         else:
-            outcome = bucket.tag.shard.open_error()
+            outcome = bucket.tag.server.open_error()
         if outcome is None:
             self._ask(bucket, check)
         else:

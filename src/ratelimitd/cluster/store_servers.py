@@ -194,7 +194,7 @@ class Breakers:
 
     def of_tag(self, tag: int) -> StoreServer:
         """Return the server that holds a hash tag now."""
-        name = self._store.shard_of(tag)
+        name = self._store.server_of(tag)
         server = self._servers.get(name)
         if server is None:
             breaker = Breaker(
@@ -211,7 +211,7 @@ class Breakers:
         """Follow hash tags that have moved, and probe the servers whose breakers want it."""
         held = {}
         for tag in tags:
-            server = tag.shard = self.of_tag(tag.number)
+            server = tag.server = self.of_tag(tag.number)
             server.tag = tag.number
             held[server.name] = server
         for name, server in self._servers.items():

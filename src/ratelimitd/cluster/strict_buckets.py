@@ -64,14 +64,14 @@ class StrictBuckets:
         """Ask the shared state to decide a check."""
         answer: asyncio.Future[Outcome | RateLimitdError] = self._new_future()
         name = self._stored_name(key)
-        shard = self._tags[name[0]].shard
-        if shard.is_open:
-            answer.set_result(shard.open_error())
+        server = self._tags[name[0]].server
+        if server.is_open:
+            answer.set_result(server.open_error())
             return answer
         self.asked_total += 1
         at_us = now_us if self._callers_time else STORE_TIME
         check = tuple.__new__(StoreCheck, (name, rule, at_us, cost, peek))
-        self._store.decide(check, partial(_decided, answer, shard))
+        self._store.decide(check, partial(_decided, answer, server))
         return answer
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Rule]) -> None:
@@ -87,12 +87,12 @@ class StrictBuckets:
 
 def _decided(
     answer: asyncio.Future[Outcome | RateLimitdError],
-    shard: StoreServer,
+    server: StoreServer,
     outcome: Outcome | RateLimitdError,
 ) -> None:
     if isinstance(outcome, RateLimitdError):
-        shard.failed(outcome)
+        server.failed(outcome)
     else:
-        shard.answered()
+        server.answered()
     if not answer.done():
         answer.set_result(outcome)

@@ -44,7 +44,7 @@ class Partition:
 
     Attributes:
         number: which one, or the first of several.
-        shard: the server that holds it.
+        server: the store server that holds it.
         buckets: those of its buckets that this node has a view of, by name.
     """
 
@@ -60,12 +60,12 @@ class Partition:
         "_sent",
         "buckets",
         "number",
-        "shard",
+        "server",
     )
 
-    def __init__(self, number: int, shard: StoreServer, sender: str, node: Cluster) -> None:
+    def __init__(self, number: int, server: StoreServer, sender: str, node: Cluster) -> None:
         self.number = number
-        self.shard = shard
+        self.server = server
         self.buckets: dict[bytes, Bucket] = {}
         self._node = node
         self._sender = Sender(sender)
@@ -192,9 +192,9 @@ class Partition:
     def _answered(self, batch: Batch, reply: Reply | RateLimitdError | None) -> None:
         if isinstance(reply, Reply):
             if self._asked.are_taken or self._asked.are_waiting:
-                self.shard.answered()
+                self.server.answered()
             else:
-                self.shard.synced()
+                self.server.synced()
             self._acknowledged(reply)
         elif reply is None or self._node.clock.now_us() - batch.frozen_at_us > MAX_KEPT_US:
             # The store has gone on without this sender, or may have forgotten its numbers.
@@ -218,9 +218,9 @@ class Partition:
         first_time = not self._resends
         matters = self._asked.are_waiting or (self._asked.are_taken and first_time) or self.is_full
         if matters and not isinstance(error, StoreMovingError):
-            self.shard.refused(error)
+            self.server.refused(error)
         else:
-            self.shard.sync_failed(error)
+            self.server.sync_failed(error)
 
     def _acknowledged(self, reply: Reply) -> None:
         self.first_word()

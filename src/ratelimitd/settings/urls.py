@@ -63,7 +63,7 @@ _POSTGRESQL: Final = re.compile(
 _ESCAPE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
-class Topology(enum.StrEnum):
+class TopologyKind(enum.StrEnum):
     """How keys are distributed: on one server, on the primary of Sentinel, or by slots."""
 
     STANDALONE = "standalone"
@@ -117,7 +117,7 @@ class TlsFiles(NamedTuple):
 class RedisUrl:
     """The parsed setting; ``servers`` are the sentinels of Sentinel, or some nodes of Cluster."""
 
-    topology: Topology
+    topology: TopologyKind
     servers: tuple[Server, ...]
     login: Login = NO_LOGIN
     database: int = 0
@@ -152,14 +152,14 @@ class PostgresqlServer(NamedTuple):
 
 DatabaseUrl = SqliteFile | PostgresqlServer
 
-_SCHEMES: Final[Mapping[str, tuple[Topology, bool]]] = {
-    "redis": (Topology.STANDALONE, False),
-    "rediss": (Topology.STANDALONE, True),
-    "unix": (Topology.STANDALONE, False),
-    "redis+sentinel": (Topology.SENTINEL, False),
-    "rediss+sentinel": (Topology.SENTINEL, True),
-    "redis+cluster": (Topology.CLUSTER, False),
-    "rediss+cluster": (Topology.CLUSTER, True),
+_SCHEMES: Final[Mapping[str, tuple[TopologyKind, bool]]] = {
+    "redis": (TopologyKind.STANDALONE, False),
+    "rediss": (TopologyKind.STANDALONE, True),
+    "unix": (TopologyKind.STANDALONE, False),
+    "redis+sentinel": (TopologyKind.SENTINEL, False),
+    "rediss+sentinel": (TopologyKind.SENTINEL, True),
+    "redis+cluster": (TopologyKind.CLUSTER, False),
+    "rediss+cluster": (TopologyKind.CLUSTER, True),
 }
 """Scheme → topology, and whether to use TLS."""
 
@@ -173,7 +173,7 @@ def parse_redis_url(text: str) -> RedisUrl:
     parts = _split(text)
     topology, encrypted = _SCHEMES[parts.scheme]
     known = _COMMON_OPTIONS | (_TLS_OPTIONS if encrypted else frozenset())
-    if topology is Topology.SENTINEL:
+    if topology is TopologyKind.SENTINEL:
         known |= _SENTINEL_OPTIONS
     options = _options(parts.query, known)
     credentials, _, hosts = parts.netloc.rpartition("@")
@@ -183,8 +183,8 @@ def parse_redis_url(text: str) -> RedisUrl:
     else:
         servers = _servers(hosts, topology)
         names = tuple(unquote(name) for name in parts.path.split("/") if name)
-    service = names[0] if topology is Topology.SENTINEL and names else ""
-    if topology is Topology.SENTINEL:
+    service = names[0] if topology is TopologyKind.SENTINEL and names else ""
+    if topology is TopologyKind.SENTINEL:
         names = names[1:]
         _require(
             service, "must name the service after the sentinels: redis+sentinel://HOST/SERVICE"
@@ -248,11 +248,11 @@ def _socket(hosts: str, path: str) -> Server:
     return Server(path, 0)
 
 
-def _servers(hosts: str, topology: Topology) -> tuple[Server, ...]:
-    default = SENTINEL_PORT if topology is Topology.SENTINEL else REDIS_PORT
+def _servers(hosts: str, topology: TopologyKind) -> tuple[Server, ...]:
+    default = SENTINEL_PORT if topology is TopologyKind.SENTINEL else REDIS_PORT
     servers = tuple(_server(host, default) for host in hosts.split(","))
     _require(
-        len(servers) == 1 or topology is not Topology.STANDALONE,
+        len(servers) == 1 or topology is not TopologyKind.STANDALONE,
         "must name one server; several need redis+sentinel:// or redis+cluster://",
     )
     return servers
@@ -270,7 +270,7 @@ def _server(text: str, default_port: int) -> Server:
     return Server(match[1] or match[2], port)
 
 
-def _database(names: tuple[str, ...], options: Mapping[str, str], topology: Topology) -> int:
+def _database(names: tuple[str, ...], options: Mapping[str, str], topology: TopologyKind) -> int:
     given = [*names, *([options["db"]] if "db" in options else [])]
     text = given[0] if given else "0"
     _require(
@@ -280,7 +280,8 @@ def _database(names: tuple[str, ...], options: Mapping[str, str], topology: Topo
         f"must name at most one database, by a number from 0 to {MAX_DATABASE}",
     )
     _require(
-        topology is not Topology.CLUSTER or not int(text), "must name no database with a cluster"
+        topology is not TopologyKind.CLUSTER or not int(text),
+        "must name no database with a cluster",
     )
     return int(text)
 

@@ -31,11 +31,11 @@ class Scene:
             recovery_s=30,
             random=lambda: self.luck,
         )
-        self.tags = [SimpleNamespace(number=n, shard=self.breakers.of_tag(n)) for n in range(4)]
+        self.tags = [SimpleNamespace(number=n, server=self.breakers.of_tag(n)) for n in range(4)]
 
     def open(self, tag):
         for _ in range(2):
-            self.tags[tag].shard.failed(AWAY)
+            self.tags[tag].server.failed(AWAY)
             self.timers.run()
 
     def probes(self, seconds=0):
@@ -52,10 +52,10 @@ def scene():
 
 
 def test_each_server_has_one_breaker(scene):
-    first, second = scene.tags[0].shard, scene.tags[1].shard
-    assert [tag.shard for tag in scene.tags] == [first, second, first, second]
+    first, second = scene.tags[0].server, scene.tags[1].server
+    assert [tag.server for tag in scene.tags] == [first, second, first, second]
     scene.open(0)
-    assert [tag.shard.is_open for tag in scene.tags] == [True, False, True, False]
+    assert [tag.server.is_open for tag in scene.tags] == [True, False, True, False]
 
 
 def test_the_worst_state_is_told(scene):
@@ -100,15 +100,15 @@ def test_a_probe_decides(scene, error, is_open):
     scene.open(0)
     scene.probes(31)
     scene.store.held_one().done(error)
-    assert scene.tags[0].shard.is_open == is_open
+    assert scene.tags[0].server.is_open == is_open
 
 
 def test_tags_that_move_are_followed_and_a_server_that_has_none_is_forgotten(scene, caplog):
     scene.open(0)
     scene.store.server_of_tag[0] = scene.store.server_of_tag[2] = "three"
     scene.breakers.watch(scene.tags)
-    assert [tag.shard.name for tag in scene.tags] == ["three", "two", "three", "two"]
-    assert scene.tags[0].shard is scene.tags[2].shard
+    assert [tag.server.name for tag in scene.tags] == ["three", "two", "three", "two"]
+    assert scene.tags[0].server is scene.tags[2].server
     assert scene.breakers.state is State.CLOSED
     [_, left] = caplog.messages
     assert left.startswith("shared state at one: it holds no buckets any more")
@@ -124,7 +124,7 @@ def test_a_tag_that_moves_meets_the_breaker_of_its_new_server(scene):
     scene.open(1)
     scene.store.server_of_tag[0] = "two"
     scene.breakers.watch(scene.tags)
-    assert [tag.shard.is_open for tag in scene.tags] == [True, True, False, True]
+    assert [tag.server.is_open for tag in scene.tags] == [True, True, False, True]
 
 
 def test_nodes_whose_breakers_opened_together_probe_apart(scene):
@@ -132,5 +132,5 @@ def test_nodes_whose_breakers_opened_together_probe_apart(scene):
     scene.open(0)
     scene.luck = 0.9
     scene.open(1)
-    first, second = (scene.tags[n].shard.open_error().retry_after_us for n in range(2))
+    first, second = (scene.tags[n].server.open_error().retry_after_us for n in range(2))
     assert (first, second) == (30 * SECOND, 30_450_000)

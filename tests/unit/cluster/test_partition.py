@@ -50,9 +50,9 @@ class Scene:
     def __init__(self, rule=RULE):
         self.rule, self.clock, self.stats = rule, ManualClock(), CheckStats()
         self.timers = ManualTimers(self.clock)
-        self.store, self.shard = FakeStore(self.timers), StoreServer()
+        self.store, self.server = FakeStore(self.timers), StoreServer()
         self.settled_buckets, self.lost_tokens, self.defects = [], 0, []
-        self.tag = Partition(97, self.shard, "node/1", self)
+        self.tag = Partition(97, self.server, "node/1", self)
 
     def settled(self, bucket, tokens, before):
         self.settled_buckets.append((bucket.key, tokens, before))
@@ -315,7 +315,7 @@ class TestFailures:
         for _ in range(3):
             scene.store.held_one().fail(error)
             scene.run(SECOND)
-        assert (scene.defects, scene.shard.told) == ([error], ["sync failed"] * 3)
+        assert (scene.defects, scene.server.told) == ([error], ["sync failed"] * 3)
         assert len({batch.number for batch in scene.batches()}) == 1
 
     def test_a_batch_that_the_store_refuses_as_old_is_given_up(self, scene):
@@ -517,7 +517,7 @@ class TestWhatTheBreakerHears:
     async def test_of_a_batch_with_checks_that_it_was_answered(self, scene):
         scene.ask(scene.bucket())
         scene.run(MS)
-        assert scene.shard.told == ["answered"]
+        assert scene.server.told == ["answered"]
 
     def test_of_the_sync_only_its_failures_and_apart(self, scene):
         scene.spend(scene.bucket())
@@ -526,7 +526,7 @@ class TestWhatTheBreakerHears:
         scene.run(90 * MS)
         scene.store.mode = "up"
         scene.run(SECOND)
-        assert scene.shard.told == ["sync failed", "sync failed"]
+        assert scene.server.told == ["sync failed", "sync failed"]
 
     async def test_of_a_batch_with_checks_the_first_failure_only_for_then_they_wait_no_more(
         self, scene
@@ -537,7 +537,7 @@ class TestWhatTheBreakerHears:
         scene.run(21 * MS)
         scene.tag.give_up(bucket, question)
         scene.run(90 * MS)
-        assert scene.shard.told == ["failed", "sync failed"]
+        assert scene.server.told == ["failed", "sync failed"]
 
     async def test_of_a_batch_that_checks_wait_behind_each_failure(self, scene):
         bucket = scene.bucket()
@@ -548,9 +548,9 @@ class TestWhatTheBreakerHears:
         for _ in range(2):
             scene.store.held_one().fail()
             scene.run(SECOND)
-        assert scene.shard.told == ["failed", "failed"]
+        assert scene.server.told == ["failed", "failed"]
         scene.store.held_one().answer()
-        assert scene.shard.told[2:] == ["answered"]
+        assert scene.server.told[2:] == ["answered"]
 
     async def test_nothing_bad_of_a_slot_that_is_being_moved_whoever_waits(self, scene):
         bucket = scene.bucket()
@@ -561,7 +561,7 @@ class TestWhatTheBreakerHears:
         for _ in range(9):
             scene.store.held_one().fail(StoreMovingError("TRYAGAIN"))
             scene.run(SECOND)
-        assert scene.shard.told == ["sync failed"] * 9
+        assert scene.server.told == ["sync failed"] * 9
         for question in (taken, waiting):
             scene.tag.give_up(bucket, question)
             assert question.answer.result()[0]
@@ -596,11 +596,11 @@ async def test_batches_that_fail_open_the_breaker_once_as_many_buckets_wait_as_m
         scene.spend(scene.bucket(b"a%d" % number))
     scene.tag.sync()
     scene.run(SECOND)
-    assert set(scene.shard.told) == {"sync failed"}
+    assert set(scene.server.told) == {"sync failed"}
     scene.spend(scene.bucket(b"one more"))
-    scene.shard.told.clear()
+    scene.server.told.clear()
     scene.run(3 * SECOND)
-    assert set(scene.shard.told) == {"failed"}
+    assert set(scene.server.told) == {"failed"}
 
 
 async def test_while_a_slot_is_being_moved_no_more_waits_to_be_settled_than_may(scene):
@@ -616,4 +616,4 @@ async def test_while_a_slot_is_being_moved_no_more_waits_to_be_settled_than_may(
         scene.store.held_one().fail(StoreMovingError("TRYAGAIN"))
         scene.run(SECOND)
     assert (scene.lost_tokens, scene.tag.unsettled_buckets) == (2 * MAX_UPDATES, left)
-    assert set(scene.shard.told) == {"sync failed"}
+    assert set(scene.server.told) == {"sync failed"}

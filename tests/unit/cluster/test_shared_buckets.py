@@ -64,9 +64,9 @@ class TestMisses:
     async def test_five_that_fail_open_the_breaker(self, world):
         world.store.mode = "down"
         for _ in range(5):
-            assert not world.shard.is_open
+            assert not world.server.is_open
             world.check()
-        assert world.shard.is_open
+        assert world.server.is_open
 
     async def test_a_caller_that_has_left_was_charged_and_one_behind_it_was_not(self, world):
         world.wait(cost=100).cancel()
@@ -290,7 +290,7 @@ class TestOutage:
             world.sync()
             world.run(50 * MS)
         assert world.tags[ord("a")].unsettled_buckets < 200
-        assert world.shard.is_open
+        assert world.server.is_open
 
     async def test_it_goes_on_with_what_was_packed(self):
         world = World(TEN, decides_alone=True)
@@ -391,7 +391,7 @@ class TestOutage:
             world.store.held_one().fail(StoreMovingError("TRYAGAIN"))
             world.run(SECOND)
         assert [answer.result()[:2] for answer in (taken, waiting)] == [(True, 1), (True, 0)]
-        assert (world.buckets.late_total, world.shard.is_open) == (2, False)
+        assert (world.buckets.late_total, world.server.is_open) == (2, False)
         world.store.mode = "up"
         world.store.held_one().answer()
         world.settle()
@@ -403,7 +403,7 @@ class TestOutage:
         world.store.mode = "down"
         world.sync()
         world.run(20 * SECOND)
-        assert not world.shard.is_open
+        assert not world.server.is_open
         assert world.stats.shared_state_errors_total > 10
 
 

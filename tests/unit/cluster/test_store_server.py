@@ -20,12 +20,12 @@ class Scene:
         self.clock, self.stats = ManualClock(), CheckStats()
         self.timers = ManualTimers(self.clock)
         breaker = Breaker(self.clock.monotonic_us, failure_threshold=5, recovery_us=30 * SECOND)
-        self.shard = StoreServer("server:1", 7, breaker, self.clock, self.stats, self.timers)
+        self.server = StoreServer("server:1", 7, breaker, self.clock, self.stats, self.timers)
 
     def fail(self, turns=1, errors=1):
         for _ in range(turns):
             for _ in range(errors):
-                self.shard.failed(AWAY)
+                self.server.failed(AWAY)
             self.timers.run()
 
 
@@ -35,54 +35,54 @@ def scene():
 
 
 def test_it_is_closed_at_first(scene):
-    assert (scene.shard.name, scene.shard.tag) == ("server:1", 7)
-    assert (scene.shard.is_open, scene.shard.state) == (False, State.CLOSED)
-    assert not scene.shard.begins_probe()
+    assert (scene.server.name, scene.server.tag) == ("server:1", 7)
+    assert (scene.server.is_open, scene.server.state) == (False, State.CLOSED)
+    assert not scene.server.begins_probe()
 
 
 def test_failures_of_one_turn_are_one(scene):
     scene.fail(turns=4, errors=100)
-    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (False, 4)
+    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 4)
     scene.fail(errors=100)
-    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (True, 5)
-    assert scene.shard.state is State.OPEN
+    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (True, 5)
+    assert scene.server.state is State.OPEN
 
 
 def test_what_was_under_way_through_one_pause_of_the_server_is_one_failure(scene):
     for _ in range(100):  # each sent while the first waited
-        scene.shard.failed(StoreSlowError("too slow", waited_us=20 * MS))
+        scene.server.failed(StoreSlowError("too slow", waited_us=20 * MS))
         scene.timers.run()
         scene.clock.advance(us=19 * MS // 100)
-    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (False, 100)
+    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 100)
     for _ in range(4):
         scene.clock.advance(us=20 * MS)
-        assert not scene.shard.is_open
-        scene.shard.failed(StoreSlowError("too slow", waited_us=20 * MS))
+        assert not scene.server.is_open
+        scene.server.failed(StoreSlowError("too slow", waited_us=20 * MS))
         scene.timers.run()
-    assert scene.shard.is_open
+    assert scene.server.is_open
 
 
 def test_what_was_under_way_hides_no_failure_of_the_same_turn(scene):
     scene.fail(turns=4)
     scene.clock.advance(us=MS)
-    scene.shard.failed(StoreSlowError("too slow", waited_us=20 * MS))
-    assert not scene.shard.is_open
-    scene.shard.failed(AWAY)
+    scene.server.failed(StoreSlowError("too slow", waited_us=20 * MS))
+    assert not scene.server.is_open
+    scene.server.failed(AWAY)
     scene.timers.run()
-    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (True, 5)
+    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (True, 5)
 
 
 def test_a_server_without_a_name_is_told_of_without_one(scene, caplog):
-    scene.shard.name = ""
+    scene.server.name = ""
     scene.fail(turns=5)
     assert caplog.messages == ["shared state: the circuit breaker is open: no answer"]
 
 
 def test_only_an_open_one_that_is_left_is_told(scene, caplog):
-    scene.shard.left()
+    scene.server.left()
     assert caplog.messages == []
     scene.fail(turns=5)
-    scene.shard.left()
+    scene.server.left()
     assert caplog.messages[1:] == [
         "shared state at server:1: it holds no buckets any more, and its open circuit breaker is gone"
     ]
@@ -91,118 +91,118 @@ def test_only_an_open_one_that_is_left_is_told(scene, caplog):
 def test_an_operator_reads_when_it_opens_and_when_it_closes(scene, caplog):
     scene.fail(turns=7)
     scene.clock.advance(seconds=30)
-    assert scene.shard.begins_probe()
+    assert scene.server.begins_probe()
     scene.fail()
     assert caplog.messages == ["shared state at server:1: the circuit breaker is open: no answer"]
     scene.clock.advance(seconds=30)
-    assert scene.shard.begins_probe()
-    scene.shard.answered()
-    scene.shard.answered()
+    assert scene.server.begins_probe()
+    scene.server.answered()
+    scene.server.answered()
     assert caplog.messages[1:] == ["shared state at server:1: the circuit breaker is closed"]
 
 
 def test_an_answer_in_between_begins_the_count_anew(scene):
     scene.fail(turns=4)
-    scene.shard.answered()
+    scene.server.answered()
     scene.fail(turns=4)
-    assert not scene.shard.is_open
+    assert not scene.server.is_open
 
 
 def test_a_server_that_reads_and_does_not_write_opens_its_breaker(scene):
     for _ in range(5):
-        scene.shard.first_check_succeeded()
-        scene.shard.refused(AWAY)
+        scene.server.first_check_succeeded()
+        scene.server.refused(AWAY)
         scene.timers.run()
-    assert scene.shard.is_open
+    assert scene.server.is_open
 
 
 @pytest.mark.parametrize("write", [StoreServer.answered, StoreServer.synced])
 def test_once_it_writes_again_reading_is_as_good_as_writing(scene, write):
     for _ in range(4):
-        scene.shard.refused(AWAY)
+        scene.server.refused(AWAY)
         scene.timers.run()
-    write(scene.shard)
-    scene.shard.first_check_succeeded()
+    write(scene.server)
+    scene.server.first_check_succeeded()
     scene.fail(turns=4)
-    assert not scene.shard.is_open
+    assert not scene.server.is_open
 
 
 def test_a_refusal_that_says_nothing_about_the_server_leaves_readings_what_they_are(scene):
-    scene.shard.refused(StoreOverloadedError("full"))
+    scene.server.refused(StoreOverloadedError("full"))
     scene.fail(turns=4)
-    scene.shard.first_check_succeeded()
+    scene.server.first_check_succeeded()
     scene.fail(turns=4)
-    assert not scene.shard.is_open
+    assert not scene.server.is_open
 
 
 @pytest.mark.parametrize("error", [StoreCorruptError("not ours"), StoreOverloadedError("full")])
 def test_errors_that_say_nothing_about_the_server_count_for_nothing(scene, error):
     for _ in range(10):
-        scene.shard.failed(error)
-        scene.shard.sync_failed(error)
+        scene.server.failed(error)
+        scene.server.sync_failed(error)
         scene.timers.run()
-    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (False, 0)
+    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 0)
 
 
 def test_failures_of_the_sync_are_counted_and_open_nothing(scene):
     for _ in range(10):
-        scene.shard.sync_failed(AWAY)
-    assert (scene.shard.is_open, scene.stats.shared_state_errors_total) == (False, 10)
+        scene.server.sync_failed(AWAY)
+    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 10)
 
 
 def test_an_open_one_tells_until_when(scene):
     scene.fail(turns=5)
     scene.clock.advance(seconds=10)
-    assert scene.shard.open_error().retry_after_us == 20 * SECOND
+    assert scene.server.open_error().retry_after_us == 20 * SECOND
     scene.clock.advance(seconds=30)
-    assert scene.shard.open_error().retry_after_us == 0
+    assert scene.server.open_error().retry_after_us == 0
 
 
 def test_one_that_is_not_open_has_no_time_to_tell(scene):
-    assert scene.shard.open_error().retry_after_us == 0
+    assert scene.server.open_error().retry_after_us == 0
 
 
 def test_a_probe_that_is_answered_closes_it(scene):
     scene.fail(turns=5)
     scene.clock.advance(seconds=29)
-    assert not scene.shard.begins_probe()
+    assert not scene.server.begins_probe()
     scene.clock.advance(seconds=1)
-    assert scene.shard.begins_probe()
-    assert (scene.shard.is_open, scene.shard.state) == (True, State.HALF_OPEN)
-    assert not scene.shard.begins_probe()
-    scene.shard.answered()
-    assert (scene.shard.is_open, scene.shard.state) == (False, State.CLOSED)
+    assert scene.server.begins_probe()
+    assert (scene.server.is_open, scene.server.state) == (True, State.HALF_OPEN)
+    assert not scene.server.begins_probe()
+    scene.server.answered()
+    assert (scene.server.is_open, scene.server.state) == (False, State.CLOSED)
 
 
 def test_a_probe_that_fails_lets_it_wait_again(scene):
     scene.fail(turns=5)
     scene.clock.advance(seconds=30)
-    assert scene.shard.begins_probe()
+    assert scene.server.begins_probe()
     scene.fail()
-    assert (scene.shard.is_open, scene.shard.state) == (True, State.OPEN)
+    assert (scene.server.is_open, scene.server.state) == (True, State.OPEN)
     scene.clock.advance(seconds=29)
-    assert not scene.shard.begins_probe()
+    assert not scene.server.begins_probe()
 
 
 def test_a_late_answer_while_it_is_open_closes_nothing_and_the_probe_still_does(scene):
     scene.fail(turns=5)
-    scene.shard.answered()
-    assert (scene.shard.is_open, scene.shard.state) == (True, State.OPEN)
+    scene.server.answered()
+    assert (scene.server.is_open, scene.server.state) == (True, State.OPEN)
     scene.clock.advance(seconds=30)
-    assert scene.shard.begins_probe()
-    scene.shard.answered()
-    assert (scene.shard.is_open, scene.shard.state) == (False, State.CLOSED)
+    assert scene.server.begins_probe()
+    scene.server.answered()
+    assert (scene.server.is_open, scene.server.state) == (False, State.CLOSED)
 
 
 def test_after_a_late_answer_and_a_probe_the_count_begins_anew(scene):
     scene.fail(turns=5)
-    scene.shard.answered()
+    scene.server.answered()
     scene.clock.advance(seconds=30)
-    assert scene.shard.begins_probe()
-    scene.shard.answered()
+    assert scene.server.begins_probe()
+    scene.server.answered()
     for _ in range(2):
         scene.fail(turns=4)
-        assert not scene.shard.is_open
-        scene.shard.answered()
+        assert not scene.server.is_open
+        scene.server.answered()
     scene.fail(turns=5)
-    assert scene.shard.is_open
+    assert scene.server.is_open

@@ -26,12 +26,12 @@ class StoreServer:
 
 class Scene:
     def __init__(self, *, callers_time=False):
-        self.clock, self.shard = ManualClock(), StoreServer()
+        self.clock, self.server = ManualClock(), StoreServer()
         self.timers = ManualTimers(self.clock)
         self.store = FakeStore(self.timers)
         self.buckets = StrictBuckets(
             store=self.store,
-            tags=[SimpleNamespace(shard=self.shard)] * 256,
+            tags=[SimpleNamespace(server=self.server)] * 256,
             stored_name=name_of,
             callers_time=callers_time,
         )
@@ -55,7 +55,7 @@ async def test_a_check_is_decided_and_charged_by_the_store(scene):
     scene.timers.run(MS)
     assert [answer.result()[:2] for answer in answers] == [(True, 400), (False, 400)]
     assert (scene.buckets.asked_total, scene.buckets.late_total) == (2, 0)
-    assert scene.shard.told == ["answered", "answered"]
+    assert scene.server.told == ["answered", "answered"]
 
 
 async def test_a_peek_charges_nothing(scene):
@@ -79,11 +79,11 @@ async def test_an_error_is_told_to_the_check_and_to_the_breaker(scene):
     answer = scene.wait()
     scene.timers.run(20 * MS)
     assert isinstance(answer.result(), StoreUnavailableError)
-    assert scene.shard.told == [answer.result()]
+    assert scene.server.told == [answer.result()]
 
 
 async def test_while_the_breaker_is_open_nobody_is_asked(scene):
-    scene.shard.is_open = True
+    scene.server.is_open = True
     assert scene.wait().result().retry_after_us == 7
     assert (scene.store.requests, scene.buckets.asked_total) == ([], 0)
 
@@ -92,7 +92,7 @@ async def test_a_caller_that_has_left_does_not_meet_the_answer(scene):
     answer = scene.wait()
     answer.cancel()
     scene.timers.run(MS)
-    assert scene.shard.told == ["answered"]
+    assert scene.server.told == ["answered"]
 
 
 async def test_a_reset_makes_the_bucket_full(scene):

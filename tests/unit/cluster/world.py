@@ -107,7 +107,7 @@ class FakeStore:
         self._ledgers = {}
         self.disconnected = set()
 
-    def shard_of(self, tag):
+    def server_of(self, tag):
         return self.server_of_tag[tag]
 
     def is_connected(self, tag):
@@ -211,8 +211,8 @@ class World:
         self.gossip, self.accuracy = Gossip(self.bus, self.clock), Accuracy(self.stats)
         self.members = SimpleNamespace(count=members)
         breaker = Breaker(self.clock.monotonic_us)
-        self.shard = StoreServer("server", 0, breaker, self.clock, self.stats, self.timers)
-        self.tags = [Partition(number, self.shard, "node/1", self) for number in range(HASH_TAGS)]
+        self.server = StoreServer("server", 0, breaker, self.clock, self.stats, self.timers)
+        self.tags = [Partition(number, self.server, "node/1", self) for number in range(HASH_TAGS)]
         self.cache = BucketCache(
             max_entries=max_entries, ttl_us=ttl_s * SECOND, now_us=self.clock.monotonic_us()
         )
@@ -304,7 +304,7 @@ class World:
 
     def open_breaker(self):
         for _ in range(5):
-            self.shard.failed(StoreUnavailableError("no answer"))
+            self.server.failed(StoreUnavailableError("no answer"))
             self.run()
 
     def view(self, key=b"a"):

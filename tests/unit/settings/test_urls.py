@@ -11,7 +11,7 @@ from ratelimitd.settings.urls import (
     Server,
     SqliteFile,
     TlsFiles,
-    Topology,
+    TopologyKind,
     parse_redis_url,
 )
 
@@ -19,39 +19,41 @@ from ratelimitd.settings.urls import (
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("redis://valkey", RedisUrl(Topology.STANDALONE, (Server("valkey", 6379),))),
-        ("redis://10.0.0.1:7000/", RedisUrl(Topology.STANDALONE, (Server("10.0.0.1", 7000),))),
-        ("redis://[::1]:7000", RedisUrl(Topology.STANDALONE, (Server("::1", 7000),))),
-        ("redis://[::1]", RedisUrl(Topology.STANDALONE, (Server("::1", 6379),))),
-        ("redis://h/15", RedisUrl(Topology.STANDALONE, (Server("h", 6379),), database=15)),
-        ("redis://h?db=2", RedisUrl(Topology.STANDALONE, (Server("h", 6379),), database=2)),
+        ("redis://valkey", RedisUrl(TopologyKind.STANDALONE, (Server("valkey", 6379),))),
+        ("redis://10.0.0.1:7000/", RedisUrl(TopologyKind.STANDALONE, (Server("10.0.0.1", 7000),))),
+        ("redis://[::1]:7000", RedisUrl(TopologyKind.STANDALONE, (Server("::1", 7000),))),
+        ("redis://[::1]", RedisUrl(TopologyKind.STANDALONE, (Server("::1", 6379),))),
+        ("redis://h/15", RedisUrl(TopologyKind.STANDALONE, (Server("h", 6379),), database=15)),
+        ("redis://h?db=2", RedisUrl(TopologyKind.STANDALONE, (Server("h", 6379),), database=2)),
         (
             "redis://:p%40ss%2F:%23@h",
-            RedisUrl(Topology.STANDALONE, (Server("h", 6379),), Login("", "p@ss/:#")),
+            RedisUrl(TopologyKind.STANDALONE, (Server("h", 6379),), Login("", "p@ss/:#")),
         ),
         (
             "redis://n%C3%B6de:pw@h",
-            RedisUrl(Topology.STANDALONE, (Server("h", 6379),), Login("nöde", "pw")),
+            RedisUrl(TopologyKind.STANDALONE, (Server("h", 6379),), Login("nöde", "pw")),
         ),
-        ("rediss://h", RedisUrl(Topology.STANDALONE, (Server("h", 6379),), tls=TlsFiles())),
+        ("rediss://h", RedisUrl(TopologyKind.STANDALONE, (Server("h", 6379),), tls=TlsFiles())),
         (
             "rediss://h?ssl_ca_certs=/ca&ssl_certfile=/c&ssl_keyfile=/k&ssl_check_hostname=false",
             RedisUrl(
-                Topology.STANDALONE, (Server("h", 6379),), tls=TlsFiles("/ca", "/c", "/k", False)
+                TopologyKind.STANDALONE,
+                (Server("h", 6379),),
+                tls=TlsFiles("/ca", "/c", "/k", False),
             ),
         ),
         (
             "unix:///run/valkey%20one.sock?db=1",
-            RedisUrl(Topology.STANDALONE, (Server("/run/valkey one.sock", 0),), database=1),
+            RedisUrl(TopologyKind.STANDALONE, (Server("/run/valkey one.sock", 0),), database=1),
         ),
         (
             "unix://:pw@/run/valkey.sock",
-            RedisUrl(Topology.STANDALONE, (Server("/run/valkey.sock", 0),), Login("", "pw")),
+            RedisUrl(TopologyKind.STANDALONE, (Server("/run/valkey.sock", 0),), Login("", "pw")),
         ),
         (
             "redis+sentinel://a,b:1/limits/4?sentinel_username=u&sentinel_password=p%26",
             RedisUrl(
-                Topology.SENTINEL,
+                TopologyKind.SENTINEL,
                 (Server("a", 26379), Server("b", 1)),
                 database=4,
                 service="limits",
@@ -61,7 +63,7 @@ from ratelimitd.settings.urls import (
         (
             "rediss+sentinel://u:p@a/limits",
             RedisUrl(
-                Topology.SENTINEL,
+                TopologyKind.SENTINEL,
                 (Server("a", 26379),),
                 Login("u", "p"),
                 tls=TlsFiles(),
@@ -70,11 +72,11 @@ from ratelimitd.settings.urls import (
         ),
         (
             "redis+cluster://a,[::1]:7",
-            RedisUrl(Topology.CLUSTER, (Server("a", 6379), Server("::1", 7))),
+            RedisUrl(TopologyKind.CLUSTER, (Server("a", 6379), Server("::1", 7))),
         ),
         (
             "rediss+cluster://a/0",
-            RedisUrl(Topology.CLUSTER, (Server("a", 6379),), tls=TlsFiles()),
+            RedisUrl(TopologyKind.CLUSTER, (Server("a", 6379),), tls=TlsFiles()),
         ),
     ],
 )

@@ -39,7 +39,7 @@ from ratelimitd.errors import (
 from ratelimitd.observe.node_status import decode
 from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
-from ratelimitd.settings.urls import RedisUrl, Server, Topology, parse_redis_url
+from ratelimitd.settings.urls import RedisUrl, Server, TopologyKind, parse_redis_url
 
 OLDEST: Final = (7, 0)
 
@@ -248,10 +248,10 @@ async def check_shared_state(settings: Settings) -> AsyncIterator[Finding]:
         return
     servers: dict[Server, int] = {}
     """Each with one of its hash tags."""
-    if url.topology is Topology.CLUSTER:
+    if url.topology is TopologyKind.CLUSTER:
         async for finding in _cluster(url, tls, servers):
             yield finding
-    elif url.topology is Topology.SENTINEL:
+    elif url.topology is TopologyKind.SENTINEL:
         async for finding in _sentinels(url, tls, servers):
             yield finding
     else:
@@ -266,7 +266,7 @@ async def check_shared_state(settings: Settings) -> AsyncIterator[Finding]:
 async def _server(
     server: Server, tag: int, *, url: RedisUrl, tls: ssl.SSLContext | None, timeout_ms: int
 ) -> AsyncIterator[Finding]:
-    is_cluster = url.topology is Topology.CLUSTER
+    is_cluster = url.topology is TopologyKind.CLUSTER
     name = f"store {server}"
     try:
         connection = await connect(

@@ -82,7 +82,7 @@ PAUSE_S: Final = 0.05
 CLUSTER_SLOTS: Final = (b"CLUSTER", b"SLOTS")
 
 
-class ClusterShards:
+class ClusterTopology:
     """The links to the primaries. ``on_change`` is called when tags have moved from one link to another."""
 
     is_cluster = True

@@ -11,17 +11,17 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.membership import SharedTime
 from ratelimitd.cluster.node import Cluster
-from ratelimitd.cluster.redis.cluster_topology import ClusterShards
+from ratelimitd.cluster.redis.cluster_topology import ClusterTopology
 from ratelimitd.cluster.redis.connection import MAX_REQUESTS, Handshake
 from ratelimitd.cluster.redis.link import LinkOptions, warn
 from ratelimitd.cluster.redis.pubsub import Bus
-from ratelimitd.cluster.redis.sentinel import SentinelShards
+from ratelimitd.cluster.redis.sentinel import SentinelTopology
 from ratelimitd.cluster.redis.store import RedisStore, TracedStore
-from ratelimitd.cluster.redis.topology import Shards, client_context, standalone
+from ratelimitd.cluster.redis.topology import Topology, client_context, standalone
 from ratelimitd.counters import CheckStats
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.settings.table import Settings
-from ratelimitd.settings.urls import RedisUrl, Topology, parse_redis_url
+from ratelimitd.settings.urls import RedisUrl, TopologyKind, parse_redis_url
 from ratelimitd.tracing import Tracer
 
 INCARNATION_BYTES: Final = 6
@@ -45,14 +45,14 @@ def open_cluster(
     Raises:
         StartupError: a TLS file cannot be used.
     """
-    shards = open_shards(
+    topology = open_topology(
         parse_redis_url(settings.redis_url),
         timeout_ms=settings.redis_timeout_ms,
         client_name=f"ratelimitd:{settings.node_name}",
     )
     return Cluster(
-        RedisStore(shards) if tracer is None else TracedStore(shards, tracer=tracer),
-        Bus(shards),
+        RedisStore(topology) if tracer is None else TracedStore(topology, tracer=tracer),
+        Bus(topology),
         settings,
         # Two processes of one name, after a restart or by mistake, must not be the same sender.
         incarnation=f"{settings.node_name}/{secrets.token_hex(INCARNATION_BYTES)}",
@@ -65,7 +65,7 @@ def open_cluster(
     )
 
 
-def open_shards(
+def open_topology(
     url: RedisUrl,
     *,
     timeout_ms: float,
@@ -74,8 +74,8 @@ def open_shards(
     on_change: Callable[[], None] = lambda: None,
     max_requests: int = MAX_REQUESTS,
     random: Callable[[], float] = random_source.random,
-) -> Shards:
-    """Return the shards of ``url``, to be started.
+) -> Topology:
+    """Return the topology of ``url``, to be started.
 
     ``report`` takes a line for the operator when something starts to fail or recovers, never at each attempt.
     ``on_change`` is called when hash tags have moved to other servers. Needs a running event loop.
@@ -83,7 +83,7 @@ def open_shards(
     Raises:
         StartupError: a TLS file cannot be used.
     """
-    wants_primary = url.topology is not Topology.CLUSTER
+    wants_primary = url.topology is not TopologyKind.CLUSTER
     options = LinkOptions(
         timeout_ms / 1000,
         Handshake(url.login, url.database, client_name, wants_primary=wants_primary),
@@ -92,8 +92,8 @@ def open_shards(
         report,
         random,
     )
-    if url.topology is Topology.CLUSTER:
-        return ClusterShards(url, options, on_change)
-    if url.topology is Topology.SENTINEL:
-        return SentinelShards(url, options)
+    if url.topology is TopologyKind.CLUSTER:
+        return ClusterTopology(url, options, on_change)
+    if url.topology is TopologyKind.SENTINEL:
+        return SentinelTopology(url, options)
     return standalone(url, options)

@@ -39,7 +39,7 @@ from ratelimitd.cluster.redis.link import (
     pauses,
     repeat_step,
 )
-from ratelimitd.cluster.redis.topology import TAGS, Shards
+from ratelimitd.cluster.redis.topology import TAGS, Topology
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
 
 
@@ -266,13 +266,13 @@ _FORM: Final = 1
 class _Stream:
     """One channel: its server, the number of the next message, and the last numbers of other senders."""
 
-    def __init__(self, tag: int, shards: Shards) -> None:
+    def __init__(self, tag: int, topology: Topology) -> None:
         self.tag = tag
-        if shards.is_cluster:
+        if topology.is_cluster:
             self.verb, self.name = b"SPUBLISH", b"rl1:{%02x}:bus" % tag
         else:
             # Channels do not belong to databases: two clusters in two databases of one server must not meet.
-            self.verb, self.name = b"PUBLISH", b"rl1:bus:%d" % shards.options.handshake.database
+            self.verb, self.name = b"PUBLISH", b"rl1:bus:%d" % topology.options.handshake.database
         self.number = 0
         self.numbering = Numbering()
         self.is_refused = False
@@ -283,7 +283,7 @@ class Bus:
 
     def __init__(
         self,
-        shards: Shards,
+        topology: Topology,
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         time_s: Callable[[], float] = time.monotonic,
@@ -292,7 +292,7 @@ class Bus:
         """Gaps in which messages of others may have been lost."""
         self.undelivered_total = 0
         """Own messages, heartbeats included, that the store did not accept."""
-        self._shards = shards
+        self._topology = topology
         self._on_message: Callable[[bytes], None]
         self._on_gap: Callable[[], None]
         self._sleep = sleep
@@ -300,13 +300,13 @@ class Bus:
         self._sender = secrets.token_bytes(SENDER_BYTES)
         self._gap_due = False
         self._beating: asyncio.Task[None] | None = None
-        tags = CHANNEL_TAGS if shards.is_cluster else CHANNEL_TAGS[:1]
-        self._streams = [_Stream(tag, shards) for tag in tags]
+        tags = CHANNEL_TAGS if topology.is_cluster else CHANNEL_TAGS[:1]
+        self._streams = [_Stream(tag, topology) for tag in tags]
         self._subscriptions = [
             Subscription(
-                partial(shards.server_of_tag, stream.tag),
-                Channel(stream.name, shards.is_cluster, SILENCE_S),
-                shards.options,
+                partial(topology.server_of_tag, stream.tag),
+                Channel(stream.name, topology.is_cluster, SILENCE_S),
+                topology.options,
                 on_message=partial(self._hear, stream),
                 on_begin=partial(self._begin, stream),
                 time_s=time_s,
@@ -353,7 +353,7 @@ class Bus:
         stream.number += 1
         message = _HEAD.pack(_FORM, self._sender, stream.number) + payload
         said = partial(self._said, stream)
-        self._shards.of_tag(stream.tag).send((stream.verb, stream.name, message), said)
+        self._topology.of_tag(stream.tag).send((stream.verb, stream.name, message), said)
 
     def _said(self, stream: _Stream, reply: object) -> None:
         if isinstance(reply, RateLimitdError):
@@ -367,7 +367,7 @@ class Bus:
             self._report(stream, "sent again")
 
     def _report(self, stream: _Stream, what: str) -> None:
-        self._shards.options.report(f"messages of {stream.name.decode()}: {what}")
+        self._topology.options.report(f"messages of {stream.name.decode()}: {what}")
 
     async def _beat(self) -> None:
         while True:

@@ -69,7 +69,7 @@ class Sentinels:
                 raise StoreMisconfiguredError(message)
 
 
-class SentinelShards(OneServer):
+class SentinelTopology(OneServer):
     """The primary of a service; sentinels are asked for it, and listened to for the next one."""
 
     def __init__(self, url: RedisUrl, options: LinkOptions) -> None:

@@ -31,7 +31,7 @@ from ratelimitd.cluster.redis.codec import (
 )
 from ratelimitd.cluster.redis.connection import tell
 from ratelimitd.cluster.redis.link import Link
-from ratelimitd.cluster.redis.topology import Shards
+from ratelimitd.cluster.redis.topology import Topology
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
@@ -56,11 +56,11 @@ class Combiner(Generic[Answer]):
 
     def __init__(
         self,
-        shards: Shards,
+        topology: Topology,
         script: Script,
         read: Callable[[Sequence[StoreCheck], Any], Sequence[Answer | RateLimitdError]],
     ) -> None:
-        self._shards = shards
+        self._topology = topology
         self._script = script
         self._read = read
         self._call_soon = asyncio.get_running_loop().call_soon
@@ -87,7 +87,7 @@ class Combiner(Generic[Answer]):
         checks, self._checks = self._checks, []
         dones, self._dones = self._dones, []
         self._come_alone = len(checks) == 1 and not self._under_way
-        if self._shards.is_cluster:
+        if self._topology.is_cluster:
             self._send_by_tag(checks, dones)
         else:
             self._send_all(checks, dones)
@@ -131,7 +131,7 @@ class Combiner(Generic[Answer]):
             defect = StoreCorruptError(f"checks cannot be sent: {error}")
             self._call_soon(self._tell, dones, [defect] * len(dones))
             return
-        link = self._shards.of_tag(checks[0].name[0])
+        link = self._topology.of_tag(checks[0].name[0])
         self._under_way += 1
         weight = 1 + len(checks) // CHECKS_PER_WEIGHT
         link.run(self._script, keys, arguments, partial(self._answered, checks, dones), weight)
@@ -208,19 +208,19 @@ class _Reading(NamedTuple):
 
 
 class RedisStore:
-    """The shared buckets, heartbeats and statuses over ``shards``, which it opens and closes.
+    """The shared buckets, heartbeats and statuses over ``topology``, which it opens and closes.
 
     A bucket's ``name`` is :meth:`ratelimitd.buckets.keys.BucketKeys.stored` of its key. Each request is sent in the
     event-loop iteration in which it is made, together with the others of that iteration. ``done`` is called exactly
     once, in a later iteration, with the answer or the error.
     """
 
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
         self._loop = asyncio.get_running_loop()
         self._readings: list[_Reading] = []
-        self._first_checks = Combiner(shards, FIRST_CHECK, self._first_checked)
-        self._decisions = Combiner(shards, DECIDE, self._decided)
+        self._first_checks = Combiner(topology, FIRST_CHECK, self._first_checked)
+        self._decisions = Combiner(topology, DECIDE, self._decided)
         self._prober = f"probe/{secrets.token_hex(_PROBER_BYTES)}"
         self._probes = 0
         self.corrupt_total = 0
@@ -228,35 +228,35 @@ class RedisStore:
 
     async def start(self) -> None:
         """Connect, or have tried; never raises."""
-        await self._shards.start()
+        await self._topology.start()
 
     async def close(self) -> None:
         """Disconnect; requests in flight fail."""
-        await self._shards.close()
+        await self._topology.close()
 
     @property
     def connected(self) -> bool:
         """Whether every hash tag has a server, and every server is connected."""
-        return self._shards.connected
+        return self._topology.connected
 
     @property
     def tags_per_batch(self) -> int:
         """Neighbouring hash tags that one batch may hold; a divisor of 256."""
-        return 1 if self._shards.is_cluster else TAGS_PER_BATCH
+        return 1 if self._topology.is_cluster else TAGS_PER_BATCH
 
-    def shard_of(self, tag: int) -> str:
+    def server_of(self, tag: int) -> str:
         """The name of the server that holds a hash tag."""
-        return self._shards.of_tag(tag).name
+        return self._topology.of_tag(tag).name
 
     def is_connected(self, tag: int) -> bool:
         """Whether there is a connection to the server that holds a hash tag; if not, one is being made."""
-        return self._shards.of_tag(tag).connected
+        return self._topology.of_tag(tag).connected
 
     def read(
         self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
     ) -> None:
         """Read a bucket; ``None``: it is full. The reads of one iteration are one command for each server."""
-        if self._shards.is_cluster:
+        if self._topology.is_cluster:
             # All keys of a command have to be of one slot there.
             self._read([_Reading(name, rule, done)])
             return
@@ -270,7 +270,7 @@ class RedisStore:
             self._read(readings[start : start + READS_PER_COMMAND])
 
     def _read(self, readings: Sequence[_Reading]) -> None:
-        link = self._shards.of_tag(readings[0].name[0])
+        link = self._topology.of_tag(readings[0].name[0])
         command = (b"MGET", *[bucket_key(reading.name) for reading in readings])
         link.send(command, partial(self._were_read, readings))
 
@@ -322,7 +322,7 @@ class RedisStore:
     ) -> None:
         """Apply a batch, once however often it is sent; ``None``: it is older than the last of its sender."""
         keys, arguments = settle_request(tag, batch)
-        self._shards.of_tag(tag).run(SETTLE, keys, arguments, partial(self._settled, batch, done))
+        self._topology.of_tag(tag).run(SETTLE, keys, arguments, partial(self._settled, batch, done))
 
     def _settled(
         self, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None], reply: Any
@@ -340,7 +340,7 @@ class RedisStore:
         """Make a bucket full, in a new generation, which is ``least`` at least."""
         keys, arguments = reset_request([name], [rule], least)
         answer = partial(_answer, done, lambda reply: reset_reply([rule], reply)[0])
-        self._shards.of_tag(name[0]).run(RESET, keys, arguments, answer)
+        self._topology.of_tag(name[0]).run(RESET, keys, arguments, answer)
 
     def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
         """Find out whether the server that holds a hash tag serves checks: an empty batch, which writes."""
@@ -362,17 +362,17 @@ class RedisStore:
         """Send a heartbeat, which holds for ``ttl_us``; 0: the node leaves."""
         arguments = (incarnation.encode(), ttl_us, fingerprint.encode())
         answer = partial(_answer, done, _beat)
-        self._shards.of_tag(MEMBERS_TAG).run(BEAT, _MEMBERS_KEYS, arguments, answer)
+        self._topology.of_tag(MEMBERS_TAG).run(BEAT, _MEMBERS_KEYS, arguments, answer)
 
     def put_status(self, incarnation: str, status: bytes, ttl_ms: int) -> None:
         """Replace the status of an incarnation. Fire and forget: a lost write only leaves the status stale."""
         command = (b"SET", status_key(incarnation), status, b"PX", ttl_ms)
-        self._shards.of_tag(MEMBERS_TAG).send(command, _ignore)
+        self._topology.of_tag(MEMBERS_TAG).send(command, _ignore)
 
     def remove_status(self, incarnation: str) -> None:
         """Remove the status of an incarnation that leaves."""
         command = (b"EXPIRE", status_key(incarnation), 0)
-        self._shards.of_tag(MEMBERS_TAG).send(command, _ignore)
+        self._topology.of_tag(MEMBERS_TAG).send(command, _ignore)
 
     def read_statuses(
         self, incarnations: Sequence[str], done: Callable[[Statuses | RateLimitdError], None]
@@ -395,7 +395,7 @@ class RedisStore:
             if not missing:
                 done(failure or statuses)
 
-        link = self._shards.of_tag(MEMBERS_TAG)
+        link = self._topology.of_tag(MEMBERS_TAG)
         for place, incarnation in enumerate(incarnations):
             command = (b"GETRANGE", status_key(incarnation), 0, MAX_STATUS_BYTES - 1)
             link.send(command, partial(take, place))
@@ -453,7 +453,7 @@ class TracedStore(RedisStore):
             super().settle(tag, batch, done)
             return
         span.note("ratelimitd.buckets", len(batch.updates))
-        span.note("server.address", self.shard_of(tag))
+        span.note("server.address", self.server_of(tag))
 
         def settled(reply: Reply | RateLimitdError | None) -> None:
             span.end(type(reply).__name__ if isinstance(reply, RateLimitdError) else "")

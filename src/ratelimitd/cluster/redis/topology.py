@@ -20,7 +20,7 @@ START_S: Final = CONNECT_S
 """Longest wait for servers at the start of a node; afterwards it serves without them."""
 
 
-class Shards(Protocol):
+class Topology(Protocol):
     """The links of a node to its shared state."""
 
     async def start(self) -> None:

@@ -4,7 +4,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ratelimitd.cluster.redis.opening import open_shards
+from ratelimitd.cluster.redis.opening import open_topology
 from ratelimitd.cluster.redis.pubsub import CHANNEL_TAGS, MAX_PAYLOAD_BYTES, SILENCE_S, Bus
 from ratelimitd.cluster.redis.topology import TAGS
 from ratelimitd.settings.urls import parse_redis_url
@@ -18,11 +18,11 @@ TIMEOUT_MS = 5_000
 class Node:
     """A node as far as messages go, and what it heard."""
 
-    def __init__(self, shards, **options):
-        self.shards = shards
+    def __init__(self, topology, **options):
+        self.topology = topology
         self.heard = []
         self.gaps = 0
-        self.bus = Bus(shards, **options)
+        self.bus = Bus(topology, **options)
 
     def gap(self):
         self.gaps += 1
@@ -35,15 +35,15 @@ async def one_beat(_seconds):
 
 @asynccontextmanager
 async def node(url, *, report=lambda _line: None, **options):
-    shards = open_shards(parse_redis_url(url), timeout_ms=TIMEOUT_MS, report=report)
-    await shards.start()
-    node = Node(shards, **options)
+    topology = open_topology(parse_redis_url(url), timeout_ms=TIMEOUT_MS, report=report)
+    await topology.start()
+    node = Node(topology, **options)
     await node.bus.start(node.heard.append, node.gap)
     try:
         yield node
     finally:
         await node.bus.close()
-        await shards.close()
+        await topology.close()
 
 
 @asynccontextmanager
@@ -209,5 +209,5 @@ def test_three_heartbeats_are_silence():
 
 
 async def test_a_bus_that_was_never_started_can_be_closed(valkey):
-    shards = open_shards(parse_redis_url(valkey.url), timeout_ms=TIMEOUT_MS)
-    await Node(shards).bus.close()
+    topology = open_topology(parse_redis_url(valkey.url), timeout_ms=TIMEOUT_MS)
+    await Node(topology).bus.close()

@@ -21,18 +21,18 @@ NAME = b"a" * 16
 
 
 @pytest.fixture
-async def shards(valkey):
-    shards = standalone(parse_redis_url(valkey.url), PATIENT)
-    await shards.start()
-    yield shards
-    await shards.close()
+async def topology(valkey):
+    topology = standalone(parse_redis_url(valkey.url), PATIENT)
+    await topology.start()
+    yield topology
+    await topology.close()
 
 
 @pytest.fixture
-async def combiner(shards):
+async def combiner(topology):
     """One that has sent nothing yet, though the server has the script."""
-    await decide(Combiner(shards, DECIDE, decided), 4)
-    return Combiner(shards, DECIDE, decided)
+    await decide(Combiner(topology, DECIDE, decided), 4)
+    return Combiner(topology, DECIDE, decided)
 
 
 def decide(combiner, cost=1, *, name=NAME, rule=RULE):
@@ -57,9 +57,9 @@ async def test_those_of_one_bucket_are_decided_in_their_order(combiner):
 
 
 async def test_in_a_cluster_those_of_one_hash_tag_are_one_call(
-    combiner, shards, valkey, monkeypatch
+    combiner, topology, valkey, monkeypatch
 ):
-    monkeypatch.setattr(shards, "is_cluster", True, raising=False)
+    monkeypatch.setattr(topology, "is_cluster", True, raising=False)
     before = script_calls(valkey)
     names = [bytes([tag, number]) * 8 for number in range(3) for tag in (1, 2)]
     costs = range(1, 7)
@@ -71,14 +71,14 @@ async def test_in_a_cluster_those_of_one_hash_tag_are_one_call(
     assert flushed == [2], "both in one write"
 
 
-async def test_a_call_counts_as_the_work_that_it_is(shards, monkeypatch):
+async def test_a_call_counts_as_the_work_that_it_is(topology, monkeypatch):
     weights = []
 
     def run(_link, _script, _keys, _arguments, _done, weight):
         weights.append(weight)
 
     monkeypatch.setattr(Link, "run", run)
-    combiner = Combiner(shards, DECIDE, decided)
+    combiner = Combiner(topology, DECIDE, decided)
     for number in range(CHECKS_PER_CALL + 1):
         decide(combiner, name=b"a%015d" % number)
     await asyncio.sleep(0)
@@ -152,12 +152,12 @@ async def test_what_cannot_be_sent_is_an_error_for_all_of_its_call(combiner):
     assert type(await decide(combiner, rule=replace(RULE, limit=2**40))) is StoreCorruptError
 
 
-async def test_what_cannot_be_read_is_one_too(shards):
+async def test_what_cannot_be_read_is_one_too(topology):
     def read(_checks, _reply):
         message = "no reply"
         raise StoreCorruptError(message)
 
-    combiner = Combiner(shards, DECIDE, read)
+    combiner = Combiner(topology, DECIDE, read)
     answers = await asyncio.gather(decide(combiner), decide(combiner))
     assert [type(answer) for answer in answers] == [StoreCorruptError] * 2
 

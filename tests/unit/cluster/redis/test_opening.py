@@ -3,11 +3,11 @@ import ssl
 import pytest
 import trustme
 
-from ratelimitd.cluster.redis.cluster_topology import ClusterShards
+from ratelimitd.cluster.redis.cluster_topology import ClusterTopology
 from ratelimitd.cluster.redis.codec import Script
-from ratelimitd.cluster.redis.opening import open_shards
+from ratelimitd.cluster.redis.opening import open_topology
 from ratelimitd.cluster.redis.pubsub import Bus
-from ratelimitd.cluster.redis.sentinel import SentinelShards
+from ratelimitd.cluster.redis.sentinel import SentinelTopology
 from ratelimitd.cluster.redis.topology import OneServer
 from ratelimitd.errors import StartupError, StoreMisconfiguredError
 from ratelimitd.settings.urls import parse_redis_url
@@ -16,42 +16,42 @@ from tests.unit.cluster.redis.asking import ask, asked, soon
 
 
 async def test_a_url_leads_to_links_that_are_named_at_the_server(valkey):
-    shards = open_shards(
+    topology = open_topology(
         parse_redis_url(f"{valkey.url}/3"), timeout_ms=5_000, client_name="ratelimitd:node-1"
     )
-    await shards.start()
-    told = await ask(shards.of_tag(0), b"CLIENT", b"INFO")
-    await shards.close()
+    await topology.start()
+    told = await ask(topology.of_tag(0), b"CLIENT", b"INFO")
+    await topology.close()
     assert b" name=ratelimitd:node-1 " in told
     assert b" db=3 " in told
 
 
 async def test_a_socket_is_a_server_too(valkey):
-    shards = open_shards(parse_redis_url(f"unix://{valkey.unix_path}"), timeout_ms=5_000)
-    await shards.start()
-    assert await ask(shards.of_tag(0), b"PING") == b"PONG"
-    await shards.close()
+    topology = open_topology(parse_redis_url(f"unix://{valkey.unix_path}"), timeout_ms=5_000)
+    await topology.start()
+    assert await ask(topology.of_tag(0), b"PING") == b"PONG"
+    await topology.close()
 
 
 async def test_a_certificate_that_is_not_there_is_told_at_once():
     url = parse_redis_url("rediss://valkey.example?ssl_ca_certs=/absent/ca.pem")
     with pytest.raises(StartupError, match="ssl_ca_certs"):
-        open_shards(url, timeout_ms=5)
+        open_topology(url, timeout_ms=5)
 
 
 @pytest.mark.parametrize(
     ("url", "kind", "wants_primary"),
     [
         ("redis://h", OneServer, True),
-        ("redis+sentinel://h/limits", SentinelShards, True),
-        ("redis+cluster://h", ClusterShards, False),
+        ("redis+sentinel://h/limits", SentinelTopology, True),
+        ("redis+cluster://h", ClusterTopology, False),
     ],
 )
 async def test_each_topology_has_its_kind_of_shards(url, kind, wants_primary):
-    shards = open_shards(parse_redis_url(url), timeout_ms=5, max_requests=7, random=lambda: 0.5)
-    assert type(shards) is kind
-    assert shards.is_cluster == (kind is ClusterShards)
-    options = shards.options
+    topology = open_topology(parse_redis_url(url), timeout_ms=5, max_requests=7, random=lambda: 0.5)
+    assert type(topology) is kind
+    assert topology.is_cluster == (kind is ClusterTopology)
+    options = topology.options
     assert options.handshake.wants_primary == wants_primary
     assert (options.timeout_s, options.max_requests, options.random()) == (0.005, 7, 0.5)
 
@@ -77,22 +77,22 @@ async def test_a_user_with_few_permissions_is_enough_for_a_node(valkey):
     valkey.ask("ACL", "SETUSER", "node", "on", ">p%40ss", *PERMISSIONS)
     url = parse_redis_url(f"redis://node:p%2540ss@{valkey.address}")
     lines, heard = [], []
-    shards = open_shards(url, timeout_ms=5_000, report=lines.append)
-    await shards.start()
-    ours, theirs = (Bus(shards) for _ in range(2))
+    topology = open_topology(url, timeout_ms=5_000, report=lines.append)
+    await topology.start()
+    ours, theirs = (Bus(topology) for _ in range(2))
     await ours.start(print, lambda: None)
     await theirs.start(heard.append, lambda: None)
     await soon(lambda: theirs.connected)
     script = Script(b"redis.call('TIME') return redis.call('SET', KEYS[1], ARGV[1])")
-    assert await asked(shards.of_tag(0).run, script, (b"rl1:{00}:k",), (7,)) == b"OK"
-    assert await ask(shards.of_tag(0), b"MGET", b"rl1:{00}:k") == [b"7"]
+    assert await asked(topology.of_tag(0).run, script, (b"rl1:{00}:k",), (7,)) == b"OK"
+    assert await ask(topology.of_tag(0), b"MGET", b"rl1:{00}:k") == [b"7"]
     ours.publish(0, b"heard")
     await soon(lambda: heard == [b"heard"])
     with pytest.raises(StoreMisconfiguredError):
-        await ask(shards.of_tag(0), b"GET", b"of-somebody-else")
+        await ask(topology.of_tag(0), b"GET", b"of-somebody-else")
     for bus in (ours, theirs):
         await bus.close()
-    await shards.close()
+    await topology.close()
     valkey.ask("ACL", "DELUSER", "node")
     assert lines == [f"shared state at {valkey.address}: the shared state answered NOPERM"]
 
@@ -103,7 +103,7 @@ async def test_a_url_with_tls_is_checked_by_the_authority_that_it_names(valkey, 
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     with ChaosProxy(valkey.port, tls=context) as proxy:
         text = f"rediss://localhost:{proxy.port}?ssl_ca_certs={tmp_path}/ca.pem"
-        shards = open_shards(parse_redis_url(text), timeout_ms=5_000)
-        await shards.start()
-        assert await ask(shards.of_tag(0), b"PING") == b"PONG"
-        await shards.close()
+        topology = open_topology(parse_redis_url(text), timeout_ms=5_000)
+        await topology.start()
+        assert await ask(topology.of_tag(0), b"PING") == b"PONG"
+        await topology.close()

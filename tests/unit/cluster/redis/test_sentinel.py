@@ -4,10 +4,10 @@ from contextlib import suppress
 import pytest
 import redis
 
-from ratelimitd.cluster.redis.opening import open_shards
-from ratelimitd.cluster.redis.sentinel import Sentinels, SentinelShards
+from ratelimitd.cluster.redis.opening import open_topology
+from ratelimitd.cluster.redis.sentinel import Sentinels, SentinelTopology
 from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
-from ratelimitd.settings.urls import Login, RedisUrl, Server, Topology, parse_redis_url
+from ratelimitd.settings.urls import Login, RedisUrl, Server, TopologyKind, parse_redis_url
 from tests.servers import ValkeySentinel, free_port
 from tests.unit.cluster.redis.asking import PATIENT, ask, peer, serving, soon
 
@@ -24,7 +24,7 @@ async def test_the_primary_is_asked_for_and_the_sentinel_that_answers_is_asked_f
 ):
     dead = Server("127.0.0.1", free_port())
     live = Server("127.0.0.1", sentinel.sentinels[0].port)
-    url = RedisUrl(Topology.SENTINEL, (dead, live), service=sentinel.service)
+    url = RedisUrl(TopologyKind.SENTINEL, (dead, live), service=sentinel.service)
     sentinels = Sentinels(url, PATIENT)
     assert sentinels.preferred == dead
     assert await sentinels.primary() == Server("127.0.0.1", sentinel.primary.port)
@@ -51,24 +51,24 @@ def fail_over(sentinel):
 
 
 @pytest.fixture
-async def shards(sentinel):
-    shards = open_shards(parse_redis_url(sentinel.url), timeout_ms=5_000)
-    await shards.start()
-    yield shards
-    await shards.close()
+async def topology(sentinel):
+    topology = open_topology(parse_redis_url(sentinel.url), timeout_ms=5_000)
+    await topology.start()
+    yield topology
+    await topology.close()
 
 
-async def test_a_failover_is_followed(sentinel, shards):
-    link = shards.of_tag(0)
+async def test_a_failover_is_followed(sentinel, topology):
+    link = topology.of_tag(0)
     old = sentinel.primary
     assert link.name == old.address
     assert await ask(link, b"SET", b"k", 1) == b"OK"
-    await soon(lambda: shards._switches.connected)
+    await soon(lambda: topology._switches.connected)
     await soon(lambda: fail_over(sentinel))
     new = await asyncio.to_thread(sentinel.wait_for_failover, old)
     await soon(lambda: link.connected and link.name == new.address)
     assert await ask(link, b"SET", b"k", 2) == b"OK"
-    assert await shards.server_of_tag(0) == Server("127.0.0.1", new.port)
+    assert await topology.server_of_tag(0) == Server("127.0.0.1", new.port)
 
 
 def reply(*words):
@@ -96,17 +96,17 @@ async def test_the_link_leaves_a_primary_that_still_answers_when_the_sentinels_n
         await reader.read()
 
     async with serving(serve) as sentinel_port:
-        url = RedisUrl(Topology.SENTINEL, (Server("127.0.0.1", sentinel_port),), service="ours")
-        shards = SentinelShards(url, PATIENT)
-        await shards.start()
-        (link,) = shards.all()
+        url = RedisUrl(TopologyKind.SENTINEL, (Server("127.0.0.1", sentinel_port),), service="ours")
+        topology = SentinelTopology(url, PATIENT)
+        await topology.start()
+        (link,) = topology.all()
         await soon(lambda: link.name == f"127.0.0.1:{other.decode()}")
-        await shards.close()
+        await topology.close()
 
 
 async def test_sentinels_have_a_login_of_their_own():
     url = RedisUrl(
-        Topology.SENTINEL,
+        TopologyKind.SENTINEL,
         (Server("h", 1),),
         Login("u", "p"),
         service="s",

@@ -14,16 +14,16 @@ KEY = b"rl1:{00}:status:n1/a"
 
 
 @pytest.fixture
-async def shards(valkey):
-    shards = standalone(parse_redis_url(valkey.url), PATIENT)
-    await shards.start()
-    yield shards
-    await shards.close()
+async def topology(valkey):
+    topology = standalone(parse_redis_url(valkey.url), PATIENT)
+    await topology.start()
+    yield topology
+    await topology.close()
 
 
 @pytest.fixture
-async def statuses(shards):
-    return RedisStore(shards)
+async def statuses(topology):
+    return RedisStore(topology)
 
 
 async def test_what_was_put_is_read_in_the_order_of_the_question(statuses):
@@ -55,8 +55,8 @@ async def test_what_somebody_else_put_there_is_replaced(statuses, valkey):
     assert await asked(statuses.read_statuses, ["n1/a"]) == [b"one"]
 
 
-async def test_while_the_store_is_away_there_is_an_error(statuses, shards):
-    await shards.close()
+async def test_while_the_store_is_away_there_is_an_error(statuses, topology):
+    await topology.close()
     statuses.put_status("n1/a", b"one", 60_000)
     assert isinstance(await asked(statuses.read_statuses, ["n1/a"]), StoreUnavailableError)
 

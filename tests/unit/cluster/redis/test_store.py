@@ -24,20 +24,20 @@ NOW_US = 1_700_006_400_000_000
 
 
 @pytest.fixture
-async def shards(valkey):
-    shards = standalone(parse_redis_url(valkey.url), PATIENT)
-    await shards.start()
-    yield shards
-    await shards.close()
+async def topology(valkey):
+    topology = standalone(parse_redis_url(valkey.url), PATIENT)
+    await topology.start()
+    yield topology
+    await topology.close()
 
 
 @pytest.fixture
-async def store(shards):
-    return RedisStore(shards)
+async def store(topology):
+    return RedisStore(topology)
 
 
 class Liar:
-    """Shards of which the one server answers everything with ``reply``."""
+    """Topology of which the one server answers everything with ``reply``."""
 
     is_cluster = False
     name = "liar:1"
@@ -80,7 +80,7 @@ async def beat(store, name, ttl_us=5_000_000, fingerprint="ours"):
 
 
 async def test_the_one_server_is_named_and_batches_are_of_several_tags(store, valkey):
-    assert {store.shard_of(tag) for tag in range(TAGS)} == {valkey.address}
+    assert {store.server_of(tag) for tag in range(TAGS)} == {valkey.address}
     assert store.tags_per_batch == TAGS_PER_BATCH
     assert store.is_connected(7)
 
@@ -115,9 +115,9 @@ async def test_buckets_of_one_turn_are_read_together_each_with_its_own_answer(st
     assert valkey.info("commandstats")["cmdstat_mget"]["calls"] == 2
 
 
-async def test_in_a_cluster_each_bucket_is_read_by_itself(shards, valkey, monkeypatch):
-    monkeypatch.setattr(shards, "is_cluster", True, raising=False)
-    store = RedisStore(shards)
+async def test_in_a_cluster_each_bucket_is_read_by_itself(topology, valkey, monkeypatch):
+    monkeypatch.setattr(topology, "is_cluster", True, raising=False)
+    store = RedisStore(topology)
     assert store.tags_per_batch == 1
     names = [bytes([number]) * 16 for number in range(3)]
     states = await asyncio.gather(*(asked(store.read, name, RULE) for name in names))
@@ -331,12 +331,12 @@ async def ask_everything(store):
 
 
 async def test_a_server_that_is_away_is_an_error_for_all_who_ask():
-    shards = standalone(parse_redis_url(f"redis://127.0.0.1:{free_port()}"), PATIENT)
-    await shards.start()
-    store = RedisStore(shards)
+    topology = standalone(parse_redis_url(f"redis://127.0.0.1:{free_port()}"), PATIENT)
+    await topology.start()
+    store = RedisStore(topology)
     assert not store.is_connected(7)
     answers = await ask_everything(store)
-    await shards.close()
+    await topology.close()
     assert all(isinstance(answer, StoreUnavailableError) for answer in answers)
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.redis.opening import open_shards
+from ratelimitd.cluster.redis.opening import open_topology
 from ratelimitd.cluster.redis.store import SYNC_SPAN, TracedStore
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.ledger.protocol import Batch
@@ -15,15 +15,15 @@ from tests.unit.services.test_traced_methods import Recorded
 
 async def settled(url, tracer):
     """What settling an empty batch came to."""
-    shards = open_shards(parse_redis_url(url), timeout_ms=5_000)
-    await shards.start()
+    topology = open_topology(parse_redis_url(url), timeout_ms=5_000)
+    await topology.start()
     try:
-        store = TracedStore(shards, tracer=tracer)
+        store = TracedStore(topology, tracer=tracer)
         reply = asyncio.get_running_loop().create_future()
         store.settle(7, Batch("n1", 1, 0, {}), reply.set_result)
         return await reply
     finally:
-        await shards.close()
+        await topology.close()
 
 
 @pytest.mark.parametrize("samples", [True, False])

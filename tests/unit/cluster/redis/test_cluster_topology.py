@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from ratelimitd.cluster.redis.cluster_topology import SLOT_OF_TAG, SLOTS, ClusterShards, _reply
+from ratelimitd.cluster.redis.cluster_topology import SLOT_OF_TAG, SLOTS, ClusterTopology, _reply
 from ratelimitd.cluster.redis.codec import Script
 from ratelimitd.cluster.redis.connection import Handshake
-from ratelimitd.cluster.redis.opening import open_shards
+from ratelimitd.cluster.redis.opening import open_topology
 from ratelimitd.cluster.redis.topology import TAGS
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.settings.urls import Server, parse_redis_url
@@ -27,33 +27,33 @@ def said():
 
 
 @pytest.fixture
-async def shards(cluster, said):
-    shards = open_shards(
+async def topology(cluster, said):
+    topology = open_topology(
         parse_redis_url(cluster.url),
         timeout_ms=5_000,
         report=said.append,
         on_change=lambda: said.append("changed"),
     )
-    await shards.start()
-    yield shards
-    await shards.close()
+    await topology.start()
+    yield topology
+    await topology.close()
 
 
 def key(tag, name=b"k"):
     return b"rl1:{%02x}:%s" % (tag, name)
 
 
-async def test_every_tag_has_the_link_to_the_primary_of_its_slot(cluster, shards, said):
+async def test_every_tag_has_the_link_to_the_primary_of_its_slot(cluster, topology, said):
     assert said == ["changed"]
-    assert len(shards.all()) == 3
-    assert all(link.connected for link in shards.all())
-    replies = [asked(shards.of_tag(tag).send, (b"SET", key(tag), tag)) for tag in range(TAGS)]
+    assert len(topology.all()) == 3
+    assert all(link.connected for link in topology.all())
+    replies = [asked(topology.of_tag(tag).send, (b"SET", key(tag), tag)) for tag in range(TAGS)]
     assert set(await asyncio.gather(*replies)) == {b"OK"}
-    assert {link.name for link in shards.all()} == {node.address for node in cluster.nodes}
-    assert str(await shards.server_of_tag(0)) == shards.of_tag(0).name
+    assert {link.name for link in topology.all()} == {node.address for node in cluster.nodes}
+    assert str(await topology.server_of_tag(0)) == topology.of_tag(0).name
 
 
-async def test_a_slot_that_moved_is_found_and_the_command_runs_once(cluster, shards, said):
+async def test_a_slot_that_moved_is_found_and_the_command_runs_once(cluster, topology, said):
     tag = 7
     slot = SLOT_OF_TAG[tag]
     source = next(
@@ -61,19 +61,19 @@ async def test_a_slot_that_moved_is_found_and_the_command_runs_once(cluster, sha
     )
     target = cluster.nodes[(cluster.nodes.index(source) + 1) % 3]
     name = key(tag, b"moved")
-    assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 1
+    assert await asked(topology.of_tag(tag).run, INCREMENT, (name,), (1,)) == 1
     cluster.move_slot(slot, source, target)
     try:
-        assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 2
-        await soon(lambda: shards.of_tag(tag).name == target.address)
+        assert await asked(topology.of_tag(tag).run, INCREMENT, (name,), (1,)) == 2
+        await soon(lambda: topology.of_tag(tag).name == target.address)
         assert said == ["changed", "changed"]
-        assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 3
+        assert await asked(topology.of_tag(tag).run, INCREMENT, (name,), (1,)) == 3
     finally:
         cluster.move_slot(slot, target, source)
-    assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 4
+    assert await asked(topology.of_tag(tag).run, INCREMENT, (name,), (1,)) == 4
 
 
-async def test_a_slot_that_is_being_moved_answers_from_where_the_key_is(cluster, shards, said):
+async def test_a_slot_that_is_being_moved_answers_from_where_the_key_is(cluster, topology, said):
     tag = 9
     slot = SLOT_OF_TAG[tag]
     source = next(
@@ -85,19 +85,19 @@ async def test_a_slot_that_is_being_moved_answers_from_where_the_key_is(cluster,
     source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
     try:
         name = key(tag, b"asked")
-        assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 1
-        assert await asked(shards.of_tag(tag).run, INCREMENT, (name,), (1,)) == 2
+        assert await asked(topology.of_tag(tag).run, INCREMENT, (name,), (1,)) == 1
+        assert await asked(topology.of_tag(tag).run, INCREMENT, (name,), (1,)) == 2
         assert said == ["changed"], "the slot has not moved yet, and neither has the map"
     finally:
         for node in (source, target):
             node.ask("CLUSTER", "SETSLOT", slot, "STABLE")
 
 
-async def test_a_server_that_is_named_for_the_first_time_gets_a_link(cluster, shards):
-    link = shards.of_tag(0)
-    shards._links.pop(Server(*_address(link.name)))
+async def test_a_server_that_is_named_for_the_first_time_gets_a_link(cluster, topology):
+    link = topology.of_tag(0)
+    topology._links.pop(Server(*_address(link.name)))
     reply = asyncio.get_running_loop().create_future()
-    other = next(each for each in shards.all() if each is not link)
+    other = next(each for each in topology.all() if each is not link)
     other.send((b"GET", key(0, b"absent")), reply.set_result)
     assert await reply is None
     await link.close()
@@ -108,23 +108,23 @@ def _address(name):
     return host, int(port)
 
 
-async def test_a_shard_that_is_down_fails_its_own_tags_only_and_comes_back(cluster, shards, said):
-    tags = {shards.of_tag(tag).name: tag for tag in range(TAGS)}
+async def test_a_shard_that_is_down_fails_its_own_tags_only_and_comes_back(cluster, topology, said):
+    tags = {topology.of_tag(tag).name: tag for tag in range(TAGS)}
     dead, *living = cluster.nodes
-    link = shards.of_tag(tags[dead.address])
+    link = topology.of_tag(tags[dead.address])
     dead.kill()
     try:
         await soon(lambda: not link.connected)
         for node in living:
-            assert await ask(shards.of_tag(tags[node.address]), b"PING") == b"PONG"
-        reply = await asked(shards.of_tag(tags[dead.address]).send, (b"PING",))
+            assert await ask(topology.of_tag(tags[node.address]), b"PING") == b"PONG"
+        reply = await asked(topology.of_tag(tags[dead.address]).send, (b"PING",))
         assert isinstance(reply, StoreUnavailableError)
     finally:
         dead.start()
-    await soon(lambda: shards.of_tag(tags[dead.address]).connected)
+    await soon(lambda: topology.of_tag(tags[dead.address]).connected)
     reply = b""
     while reply != b"OK":  # it serves once the others have greeted it
-        reply = await asked(shards.of_tag(tags[dead.address]).send, (b"SET", key(0), 1))
+        reply = await asked(topology.of_tag(tags[dead.address]).send, (b"SET", key(0), 1))
         await asyncio.sleep(0.01)
 
 
@@ -132,16 +132,16 @@ async def test_without_any_server_the_start_returns_and_everything_fails_until_o
     tmp_path,
 ):
     port, lines = free_port(), []
-    shards = open_shards(
+    topology = open_topology(
         parse_redis_url(f"redis+cluster://127.0.0.1:{port}"), timeout_ms=5, report=lines.append
     )
-    await shards.start()
-    assert (shards.all(), shards.connected) == ((), False)
-    assert isinstance(await asked(shards.of_tag(3).send, (b"PING",)), StoreUnavailableError)
+    await topology.start()
+    assert (topology.all(), topology.connected) == ((), False)
+    assert isinstance(await asked(topology.of_tag(3).send, (b"PING",)), StoreUnavailableError)
     with pytest.raises(StoreUnavailableError):
-        await shards.server_of_tag(3)
+        await topology.server_of_tag(3)
     assert lines == ["the map of the Cluster cannot be read: no connection: Connection refused"]
-    await shards.close()
+    await topology.close()
 
 
 def slots(port, last):
@@ -167,17 +167,17 @@ async def test_a_map_with_holes_holds_where_it_can_and_is_read_again_soon(monkey
         options = PATIENT._replace(
             handshake=Handshake(wants_primary=False), report=lines.append, random=lambda: 0.0
         )
-        shards = ClusterShards(url, options, lambda: changes.append(len(asked_for)))
-        await shards.start()
+        topology = ClusterTopology(url, options, lambda: changes.append(len(asked_for)))
+        await topology.start()
         assert lines == ["the map of the Cluster cannot be read: the server knows of no Cluster"]
         await soon(lambda: changes)
         low, high = (tag_between(0, SLOTS // 2), tag_between(SLOTS // 2, SLOTS))
-        assert isinstance(await asked(shards.of_tag(high).send, (b"GET",)), StoreUnavailableError)
-        assert not shards.connected
+        assert isinstance(await asked(topology.of_tag(high).send, (b"GET",)), StoreUnavailableError)
+        assert not topology.connected
         await soon(lambda: len(changes) == 2)
-        assert shards.of_tag(low) is shards.of_tag(high)
-        assert shards.connected
-        await shards.close()
+        assert topology.of_tag(low) is topology.of_tag(high)
+        assert topology.connected
+        await topology.close()
     assert changes[0] == 2
     assert lines[1] == "the map of the Cluster can be read again"
 
@@ -196,29 +196,29 @@ async def test_a_server_that_left_the_cluster_may_finish_what_is_in_flight(clust
     options = PATIENT._replace(
         handshake=Handshake(wants_primary=False), sleep=sleep, report=lines.append
     )
-    shards = ClusterShards(parse_redis_url(cluster.url), options)
-    await shards.start()
-    first, *others = shards.all()
-    shards._take((await shards.server_of_tag(tag_of(shards, first)),) * TAGS)
-    assert shards.all() == (first,)
+    topology = ClusterTopology(parse_redis_url(cluster.url), options)
+    await topology.start()
+    first, *others = topology.all()
+    topology._take((await topology.server_of_tag(tag_of(topology, first)),) * TAGS)
+    assert topology.all() == (first,)
     assert all([await ask(link, b"PING") == b"PONG" for link in others])
     paused.set()
     await soon(lambda: not any(link.connected for link in others))
     assert lines == []
-    await shards.close()
+    await topology.close()
 
 
 async def test_a_server_that_was_away_and_left_the_cluster_is_reported_as_such(cluster):
     lines = []
     options = PATIENT._replace(handshake=Handshake(wants_primary=False), report=lines.append)
-    shards = ClusterShards(parse_redis_url(cluster.url), options)
-    await shards.start()
-    away, *_ = shards.all()
+    topology = ClusterTopology(parse_redis_url(cluster.url), options)
+    await topology.start()
+    away, *_ = topology.all()
     await away.close()
-    other = Server(*_address(shards.all()[1].name))
-    shards._take((other,) * TAGS)
+    other = Server(*_address(topology.all()[1].name))
+    topology._take((other,) * TAGS)
     assert lines == [f"shared state at {away.name}: has no part of the keys any more"]
-    await shards.close()
+    await topology.close()
 
 
 async def test_a_cluster_that_stays_away_is_reported_once(monkeypatch):
@@ -229,19 +229,19 @@ async def test_a_cluster_that_stays_away_is_reported_once(monkeypatch):
         pauses.append(seconds)
 
     url = parse_redis_url(f"redis+cluster://127.0.0.1:{free_port()}")
-    shards = ClusterShards(url, PATIENT._replace(sleep=sleep, report=lines.append))
-    await shards.start()
+    topology = ClusterTopology(url, PATIENT._replace(sleep=sleep, report=lines.append))
+    await topology.start()
     await soon(lambda: len(pauses) >= 3)
-    await shards.close()
+    await topology.close()
     assert len(lines) == 1
 
 
-def tag_of(shards, link):
-    return next(tag for tag in range(TAGS) if shards.of_tag(tag) is link)
+def tag_of(topology, link):
+    return next(tag for tag in range(TAGS) if topology.of_tag(tag) is link)
 
 
 async def test_shards_that_were_never_started_can_be_closed(cluster):
-    await ClusterShards(parse_redis_url(cluster.url), PATIENT).close()
+    await ClusterTopology(parse_redis_url(cluster.url), PATIENT).close()
 
 
 async def test_a_server_that_cannot_tell_its_map_now_is_passed_over():
