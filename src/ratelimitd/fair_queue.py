@@ -56,6 +56,28 @@ class FairQueue:
         self._monotonic_s = monotonic_s
         self._steps: Rotation[Callable[[], None]] = Rotation()
         self._scheduled = False
+        self._used_s = 0.0
+        """Of this iteration's budget."""
+        self._began_s = 0.0
+        self._reset_due = False
+
+    def begin(self) -> bool:
+        """Return whether a step may run at once: no other waits, and budget is left. Call :meth:`end` after it."""
+        if self._steps or self._used_s >= BUDGET_S:
+            return False
+        self._began_s = self._monotonic_s()
+        return True
+
+    def end(self) -> None:
+        """Charge a step that ran at once to the budget of this iteration."""
+        self._used_s += self._monotonic_s() - self._began_s
+        if not self._reset_due:
+            self._reset_due = True
+            asyncio.get_running_loop().call_soon(self._reset)
+
+    def _reset(self) -> None:
+        self._reset_due = False
+        self._used_s = 0.0
 
     def submit(self, peer: str, step: Callable[[], None]) -> None:
         """Run ``step``, which must not raise, in a later iteration."""
@@ -84,11 +106,12 @@ class FairQueue:
 
     def _run_due(self) -> None:
         self._scheduled = False
-        began_s = self._monotonic_s()
+        began_s = self._began_s = self._monotonic_s()
         while self._steps:
             self._steps.take()()
             if self._monotonic_s() - began_s >= BUDGET_S:
                 break
+        self.end()
         if self._steps:
             self._schedule()
 

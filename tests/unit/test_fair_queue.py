@@ -63,6 +63,21 @@ async def test_a_step_may_submit_more_and_waits_behind_those_that_are_there():
     assert await work.iterations(2) == [["a1"], ["b1"], ["a2"]]
 
 
+async def test_a_step_runs_at_once_while_no_other_waits_and_the_budget_lasts():
+    work = Work()
+    for _ in range(2):
+        assert work.queue.begin()
+        work.now_s += BUDGET_S / 2
+        work.queue.end()
+    assert not work.queue.begin()
+    await work.iterations(1)
+    assert work.queue.begin()
+    work.queue.end()
+    work.submit("a:1", "a1")
+    assert not work.queue.begin()
+    assert await work.iterations(2) == [[], ["a1"], []]
+
+
 async def test_results_and_errors_reach_the_task_that_waits():
     queue = FairQueue(lambda: 0.0)
     assert await queue.run("a:1", lambda: 7) == 7

@@ -147,12 +147,15 @@ class ConnectionCalls:
     def _whole(self, request: CompleteRequest, plan: Route) -> None:
         """Handle a request that arrived in one piece."""
         stream_id, head, body = request
-        message = only_message(body)
-        if message is None or plan.unary is None or len(body) > LARGE_BYTES:
+        message, is_large = only_message(body), len(body) > LARGE_BYTES
+        queue = self._shared.queue
+        if message is None or plan.unary is None or (is_large and not queue.begin()):
             self._arriving.take(request)
             return
         call = self._reader.call(plan, head, self._budget.came_s)
         self._starter.unary(stream_id, plan, call, message)
+        if is_large:
+            queue.end()
 
     def block(self) -> None:
         """Let streams wait while the peer does not read."""

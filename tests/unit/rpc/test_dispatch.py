@@ -110,8 +110,9 @@ async def test_a_stopping_server_ends_streams_and_leaves_calls(caller):
     await caller.shared.all_ended()
 
 
-async def test_large_calls_are_answered_in_a_later_iteration(caller):
+async def test_large_calls_wait_their_turn_behind_others(caller):
     compressed = b"\x01" + framed(gzip.compress(b"hello"))[1:]
+    caller.shared.queue.submit("other:1", lambda: None)
     caller.feed(
         caller.call(1, message=bytes(9_000)),
         caller.call(3, body=compressed, grpc_encoding="gzip"),
