@@ -126,7 +126,11 @@ class SqliteDatabase:
 
     async def _connect(self) -> aiosqlite.Connection:
         connection = aiosqlite.connect(
-            self._uri, uri=True, timeout=self._busy_timeout_s, check_same_thread=False
+            self._uri,
+            uri=True,
+            timeout=self._busy_timeout_s,
+            check_same_thread=False,
+            factory=_Connection,
         )
         self._threads = {thread for thread in self._threads if thread.is_alive()}
         self._threads.add(connection._thread)  # noqa: SLF001 - the driver has no public way to join it
@@ -202,6 +206,15 @@ def _code_of(error: object) -> int:
     # The low byte is the primary code (sqlite.org/rescode.html).
     code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     return code & 0xFF
+
+
+class _Connection(sqlite3.Connection):
+    def close(self) -> None:
+        # SQLite keeps a closed connection, and its locks, as long as a statement has rows that were not read: a caller
+        # that was cancelled between execution and fetch leaves one.
+        with suppress(sqlite3.Error):
+            self.rollback()
+        super().close()
 
 
 def _begin(connection: sa.Connection) -> None:
