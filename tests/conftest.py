@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         directory = item.path.relative_to(TESTS).parts[0]
         if directory in DEEP and item.get_closest_marker("slice") is None:
             item.add_marker("deep")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what 8,500 tests are made of out of every collection of garbage: a third of a run's time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_no_remark_on_speed(record: logging.LogRecord) -> bool:

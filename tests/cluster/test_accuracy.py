@@ -99,7 +99,7 @@ SLICE = frozenset(
         Cell(3, FIXED, 10, 4.0),
     }
 )
-"""One cell for each algorithm."""
+"""One cell for each algorithm, of nodes with the default settings."""
 
 
 def on(*cells, settings="eventual"):
@@ -111,7 +111,7 @@ def on(*cells, settings="eventual"):
                 cell,
                 (cell.nodes, settings),
                 id=str(cell),
-                marks=pytest.mark.slice if cell in SLICE else (),
+                marks=pytest.mark.slice if cell in SLICE and settings == "eventual" else (),
             )
             for cell in cells
         ],

@@ -226,8 +226,8 @@ async def test_a_small_message_that_unpacks_to_more_than_4_mib_is_resource_exhau
 )
 async def test_long_metadata_is_always_taken_and_longer_metadata_never(unharmed, length, code):
     data = check(peek=True).SerializeToString()
-    # Many times: between two bounds of grpc that differ, chance decides.
-    for _ in range(40):
+    # Many times: between two bounds of grpc that differ, chance decides. A refusal takes grpc 0.3 s.
+    for _ in range(40 if code is grpc.StatusCode.OK else 4):
         found, _answer = await unharmed.outcome(CHECK, data, metadata=(("x-long", "v" * length),))
         assert found is code
 
