@@ -308,12 +308,14 @@ async def test_an_upgrade_names_the_file_it_failed_on(tmp_path):
 
 
 async def test_a_connection_that_is_given_up_between_execution_and_fetch_holds_no_lock(path):
+    unread = []
+
+    async def give_up(connection):
+        unread.append(await connection.stream(sa.text("SELECT name FROM things")))
+        await connection.invalidate()
+        await connection.execute(sa.text("SELECT 1"))
+
     await using(path, sql("INSERT INTO things VALUES ('a'), ('b') RETURNING name"), write=True)
-    database, unread = SqliteDatabase(path, busy_timeout_s=0), []
     with pytest.raises(StoreUnavailableError, match="PendingRollback"):
-        async with database.writing() as connection:
-            unread.append(await connection.stream(sa.text("SELECT name FROM things")))
-            await connection.invalidate()
-            await connection.execute(sa.text("SELECT 1"))
+        await using(path, give_up, write=True)
     await using(path, insert("c"), write=True, busy_timeout_s=0)
-    await database.close()
