@@ -80,7 +80,7 @@ def value_of(shared: SharedState, rule: Rule) -> bytes:
             number for pair in zip(cells, cells[runs + 1 :], strict=False) for number in pair
         ]
         return head + pack(f"<{2 * runs + 1}Q", cells[runs], *entries)
-    amount, latest_us = state
+    amount, latest_us, *before = state
     if rule.algorithm is Algorithm.TOKEN_BUCKET:
         return head + pack("<3Q", *divmod(amount, rule.window_us), latest_us)
-    return head + pack("<2Q", amount, latest_us)
+    return head + pack("<3Q", amount, *(before or [0]), latest_us)

@@ -101,7 +101,7 @@ class Check(NamedTuple):
     peek: bool = False
 
 
-Outcome: TypeAlias = tuple[bool, int, int, int, Reason, tuple[int, int] | bytes | None]
+Outcome: TypeAlias = tuple[bool, int, int, int, Reason, tuple[int, ...] | bytes | None]
 """What an algorithm says about one check: (allowed, remaining, reset_time, retry_after, reason, state).
 
 ``remaining`` is in whole tokens; ``reset_time`` in Unix seconds, rounded up; ``retry_after`` in seconds from the

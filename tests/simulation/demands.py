@@ -198,7 +198,27 @@ def _most_in(spends: Sequence[Spend], length_us: int) -> int:
     return most
 
 
+def the_excess_does_not_grow(played: Played) -> str:
+    """However late things are, all that was allowed in a long run is what one node would have, and a limit at most."""
+    told = played.scenario
+    if not told.is_late:
+        return ""
+    allowed = sum(one.cost for one in played.admissions)
+    most = _allowed_by_one_node(played) + told.limit + 2 * told.nodes * told.cost + played.forgiven
+    return "" if allowed <= most else f"{allowed} allowed, {most} is the bound"
+
+
 # Never too little
+
+
+def _allowed_by_one_node(played: Played) -> int:
+    told, state, ideal = played.scenario, None, 0
+    decide = DECIDE[told.algorithm]
+    for at_us, cost in played.offered:
+        outcome = decide(state, told.rule, at_us, cost)
+        state = outcome[5]
+        ideal += cost if outcome[0] else 0
+    return ideal
 
 
 def no_less_than_one_node_alone(played: Played) -> str:
@@ -206,12 +226,7 @@ def no_less_than_one_node_alone(played: Played) -> str:
     told = played.scenario
     if not told.is_calm or played.end_us - START_US < 5 * told.window_seconds * SECOND:
         return ""
-    state, ideal = None, 0
-    decide = DECIDE[told.algorithm]
-    for at_us, cost in played.offered:
-        outcome = decide(state, told.rule, at_us, cost)
-        state = outcome[5]
-        ideal += cost if outcome[0] else 0
+    ideal = _allowed_by_one_node(played)
     allowed = sum(one.cost for one in played.admissions)
     # What waits for the store at the ends of the run; and a burst in which the last one has not quite left its window.
     edges = 2 * told.nodes * told.cost + 0.05 * told.limit
@@ -277,6 +292,7 @@ DEMANDS: dict[str, Callable[[Played], str]] = {
     "never more than the bound": never_more_than_the_bound,
     "no node allows more than one may": no_node_allows_more_than_one_may,
     "what was spent beside each other is paid back": what_was_spent_beside_each_other_is_paid_back,
+    "the excess does not grow": the_excess_does_not_grow,
     "no less than one node alone": no_less_than_one_node_alone,
     "nobody is locked out": nobody_is_locked_out,
     "an edit locks nobody out": an_edit_locks_nobody_out,

@@ -6,7 +6,7 @@ A node that has given up decides by what it knows, as with ON_BREAKER_OPEN=local
 from typing import Any
 
 from ratelimitd_wire.breaker import Breaker, State
-from tests.simulation.world import ANSWER_US, SECOND, World
+from tests.simulation.world import SECOND, World
 
 RECOVERY_US = SECOND
 """Shorter than a node's: windows and outages are a few seconds."""
@@ -57,12 +57,12 @@ class GivingUp:
         self._breaker.failed()
         if not self._breaker.allows():
             self.times += 1
-            self._world.after(RECOVERY_US, self._probe)
+            self._world.after(RECOVERY_US, self._node.run, self._probe)
 
     def _probe(self) -> None:
         if self._breaker.begin_probe():
             self._world.read(self._node, PROBED, lambda _shared: self._probe_answered())
-            self._world.after(ANSWER_US, self._probe_is_over)
+            self._world.after(self._world.answer_us, self._node.run, self._probe_is_over)
 
     def _probe_answered(self) -> None:
         if self._breaker.state is State.HALF_OPEN:
@@ -71,4 +71,4 @@ class GivingUp:
     def _probe_is_over(self) -> None:
         if self._breaker.state is State.HALF_OPEN:
             self._breaker.failed()
-            self._world.after(RECOVERY_US, self._probe)
+            self._world.after(RECOVERY_US, self._node.run, self._probe)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratelimitd.ledger.shared_state import Ask, Met, StoreCheck
-from tests.simulation.world import ANSWER_US, SECOND, Meeting
+from tests.simulation.world import SECOND, Meeting
 
 BURIED_US = 5 * SECOND
 """After the end of a life nothing of it is on its way any more."""
@@ -39,7 +39,7 @@ class FirstChecks:
         meeting = Meeting(StoreCheck(key, node.rule, node.now_us, waiting.cost, peek=False))
         self._waiting[key] = meeting, [waiting]
         self.bring(meeting)
-        self.world.after(ANSWER_US, self._is_answered, meeting)
+        self.world.after(self.world.answer_us, node.run, self._is_answered, meeting)
 
     def bring(self, meeting: Meeting) -> None:
         """Send a first check; once, for it has no number."""

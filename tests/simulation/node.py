@@ -10,7 +10,7 @@ from ratelimitd.ledger.shared_state import Met, SharedState
 from ratelimitd.model import Rule
 from tests.simulation.giving_up import GivingUp
 from tests.simulation.meetings import BURIED_US, FirstChecks, Waiting
-from tests.simulation.world import ANSWER_US, MS, SECOND, Admission, World
+from tests.simulation.world import MS, SECOND, Admission, World
 
 SYNC_US = 100 * MS
 RESEND_US = 60 * MS
@@ -52,6 +52,8 @@ class Node:
     """Nothing that it sends arrives."""
     is_deaf: bool = False
     """Nothing arrives here."""
+    stalled_until_us: int = 0
+    """It runs no code before: whatever is due is late."""
     asks: int = 0
     false_positives: int = 0
     gaps: int = 0
@@ -73,7 +75,7 @@ class Node:
         world = self.world
         self.giving_up = GivingUp(world, self)
         self.meetings = self.make_meetings(self)
-        world.after(int(world.chance() * SYNC_US), self._sync, self.incarnation)
+        self._after(int(world.chance() * SYNC_US), self._sync, self.incarnation)
         self._beat(self.incarnation)
 
     @property
@@ -84,10 +86,23 @@ class Node:
     def is_cut_off(self) -> bool:
         return self.decides_alone and self.giving_up.is_cut_off
 
+    def _after(self, delay_us: int, act: Callable[..., None], *arguments: object) -> None:
+        self.world.after(delay_us, self.run, act, *arguments)
+
+    def run(self, act: Callable[..., None], *arguments: object) -> None:
+        """Act, once the node is not stalled."""
+        if self.world.now_us < self.stalled_until_us:
+            self.world.at(self.stalled_until_us, self.run, act, *arguments)
+        else:
+            act(*arguments)
+
     # Checks
 
     def check(self, key: bytes, cost: int) -> None:
         if not self.alive:
+            return
+        if self.world.now_us < self.stalled_until_us:
+            self._after(0, self.check, key, cost)
             return
         view, waiting = self.views.get(key), Waiting(key, cost)
         if view is None:
@@ -186,7 +201,7 @@ class Node:
         waiting.ask = view.ask(now_us, waiting.cost)
         self.dirty[key] = view
         self.asking.setdefault(key, []).append(waiting)
-        self.world.after(ANSWER_US, self._too_late, waiting, self.incarnation)
+        self._after(self.world.answer_us, self._too_late, waiting, self.incarnation)
         self.flush()
 
     def _too_late(self, waiting: Waiting, incarnation: int) -> None:
@@ -240,7 +255,7 @@ class Node:
         if self.incarnation == incarnation:
             self.flush()
             self._reread()
-            self.world.after(SYNC_US, self._sync, incarnation)
+            self._after(SYNC_US, self._sync, incarnation)
 
     def flush(self) -> None:
         if not self.dirty:
@@ -251,7 +266,7 @@ class Node:
         if wait_us:
             if not self.flush_due:
                 self.flush_due = True
-                self.world.after(wait_us, self._flush_now, self.incarnation)
+                self._after(wait_us, self._flush_now, self.incarnation)
             return
         taken = list(self.dirty.items())[:MAX_UPDATES]
         updates = []
@@ -262,7 +277,7 @@ class Node:
         batch = self.sender.freeze(updates, self.now_us)
         self._transmit(batch, self.incarnation)
         if any(self.asked.values()):
-            self.world.after(ANSWER_US, self._is_answered, batch, self.incarnation)
+            self._after(self.world.answer_us, self._is_answered, batch, self.incarnation)
 
     def _is_answered(self, batch: Batch, incarnation: int) -> None:
         """Tell whether a round trip of checks has gone well."""
@@ -283,7 +298,7 @@ class Node:
                 self._acknowledged(reply)
 
         self.world.send(self, batch, back)
-        self.world.after(RESEND_US, self._resend, batch, incarnation)
+        self._after(RESEND_US, self._resend, batch, incarnation)
 
     def _resend(self, batch: Batch, incarnation: int) -> None:
         if self.incarnation == incarnation and self.sender.outstanding is batch:
@@ -381,7 +396,7 @@ class Node:
     def _beat(self, incarnation: int) -> None:
         if self.incarnation == incarnation:
             self.world.beat(self, self._beaten)
-            self.world.after(BEAT_US, self._beat, incarnation)
+            self._after(BEAT_US, self._beat, incarnation)
 
     def _beaten(self, count: int) -> None:
         members = max(1, count + self.wrong_members)
@@ -408,7 +423,7 @@ class Node:
         batch = self.sender.outstanding
         if batch is not None:
             # When all is quiet: whether it has arrived, and whom it has granted what.
-            self.world.after(BURIED_US, self._bury, batch)
+            self._after(BURIED_US, self._bury, batch)
         self.meetings.end()
         self.alive = False
         self.incarnation += 1

@@ -62,8 +62,10 @@ def play(
 ) -> Played:
     """Run a scenario, then let everything settle."""
     network = Network(loss=told.loss, duplicates=told.duplicates, news_loss=told.news_loss)
+    if told.rtt_us:
+        network.least_us, network.most_us = told.rtt_us * 2 // 5, told.rtt_us * 3 // 5
     made = world(told.seed, network, ledger())
-    made.most_events = MOST_EVENTS
+    made.most_events = 10 * MOST_EVENTS if told.is_late else MOST_EVENTS
     source = made.random
 
     def make_view(rule: Rule, base: SharedState | None) -> LocalView:
@@ -100,8 +102,9 @@ def _offer(told: Scenario, world: World, end_us: int) -> list[tuple[int, int]]:
     others = OTHERS if told.buckets == FEW else [b"%d" % number for number in range(told.buckets)]
     beside = 0.1 if told.buckets == FEW else 5.0
     many = 2 * told.cost - 1
+    most_checks = 20 * MOST_CHECKS if told.is_late else 2 * MOST_CHECKS
     in_burst = max(1, int(per_us * told.window_seconds * SECOND / 10))
-    while len(offered) < 2 * MOST_CHECKS:
+    while len(offered) < most_checks:
         if told.bursts:  # what comes in a tenth of a window, at once and to all nodes
             at_us += told.window_seconds * SECOND / 10
         else:
@@ -133,6 +136,7 @@ def _let_things_happen(told: Scenario, world: World) -> None:
             at(began, setattr, thing, name, value)
             at(began + length, setattr, thing, name, not value)
 
+    _stall(told, world)
     for outage in told.outages:
         during(outage, world, "store_up", False)
     during(told.mute, nodes[0], "is_mute", True)
@@ -151,6 +155,12 @@ def _let_things_happen(told: Scenario, world: World) -> None:
         rule = replace(told.rule, limit=limit, revision=revision)
         for node in nodes[1 if told.first_is_not_told else 0 :]:
             at(seconds + world.chance() * LATEST_EDIT_S, node.edited, rule)
+
+
+def _stall(told: Scenario, world: World) -> None:
+    for number, (began, length) in enumerate(told.stalls):
+        node, from_us = world.nodes[number % len(world.nodes)], START_US + int(began * SECOND)
+        world.at(from_us, setattr, node, "stalled_until_us", from_us + int(length * SECOND))
 
 
 def rest(world: World) -> None:

@@ -13,6 +13,7 @@ FEW, MANY = 3, 250
 """Buckets; many are more than one batch may have, and five times as many checks are for them."""
 MOST_CHECKS = 800
 LONGEST_S = 15.0
+LATE_S = 60.0
 CHECKS_PER_S = 400
 """A load of more tokens asks for several at once."""
 
@@ -57,6 +58,10 @@ class Scenario:
     max_views: int = 1_000
     decides_alone: bool = False
     """Nodes give the store up after some failures, and decide by what they know."""
+    rtt_us: int = 0
+    """Of the way to the store and back; 0 for 1 to 5 ms."""
+    stalls: tuple[Span, ...] = ()
+    """One node after the other runs no code."""
 
     @property
     def rule(self) -> Rule:
@@ -76,10 +81,16 @@ class Scenario:
         return self.decides_alone and self.max_views < self.buckets and not self.is_calm
 
     @property
+    def is_late(self) -> bool:
+        """Whether all that may be is that things take long."""
+        return bool(self.rtt_us or self.stalls)
+
+    @property
     def is_calm(self) -> bool:
         """Without any fault."""
         return not (
-            self.loss
+            self.is_late
+            or self.loss
             or self.duplicates
             or self.outages
             or self.mute
@@ -122,6 +133,30 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
     tells = made.nodes > 1 and 2 * made.cost <= made.edited_limit
     made = replace(made, first_is_not_told=made.first_is_not_told and tells)
     return replace(made, decides_alone=chance() < 0.5)
+
+
+def late_scenario(seed: int) -> Scenario:
+    """A long run in which nothing fails: the store is far away, or nodes stall again and again."""
+    source = random.Random(seed)
+    pick, chance = source.choice, source.random
+    limit, load, stall_s = pick([10, 100, 100, 1_000]), pick([0.9, 1.5, 4, 4]), pick([0, 0.2, 1, 2])
+    stalls, at_s = [], 1.0
+    while stall_s and at_s < LATE_S:
+        stalls.append((at_s, stall_s * (0.5 + chance())))
+        at_s += 2 * stall_s
+    return Scenario(
+        seed=seed,
+        algorithm=pick(list(Algorithm)),
+        limit=limit,
+        window_seconds=1,
+        nodes=pick([2, 3, 5, 8]),
+        load=load,
+        seconds=LATE_S,
+        cost=max(1, limit // 100),
+        bursts=chance() < 0.2,
+        rtt_us=pick([5, 60, 200]) * MS,
+        stalls=tuple(stalls),
+    )
 
 
 def _cost(limit: int, window: int, load: float, source: random.Random) -> int:

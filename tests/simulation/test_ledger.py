@@ -14,17 +14,17 @@ from tests.ledger_model import Ledger
 from tests.simulation.demands import violations
 from tests.simulation.node import Node
 from tests.simulation.play import play
-from tests.simulation.scenario import scenario
+from tests.simulation.scenario import late_scenario, scenario
 from tests.simulation.twins import TWINS
 
-SEEDS, CALM_SEEDS, CHUNK = 2_000, 400, 50
+SEEDS, CALM_SEEDS, LATE_SEEDS, CHUNK = 2_000, 400, 100, 50
 LONG_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "100000"))
 TWIN_SEEDS = 200
 
 
-def chunks(seeds):
+def chunks(seeds, chunk=CHUNK):
     """First seeds of the chunks; the first chunk is a slice."""
-    first, *others = range(0, seeds, CHUNK)
+    first, *others = range(0, seeds, chunk)
     return [pytest.param(first, marks=pytest.mark.slice), *others]
 
 
@@ -32,6 +32,14 @@ def found(seeds, *, calm=False, **parts):
     """What does not hold, by seed."""
     for seed in seeds:
         problems = violations(play(scenario(seed, calm=calm), **parts))
+        if problems:
+            yield seed, problems
+
+
+def late(seeds, **parts):
+    """The same of long runs in which things are late."""
+    for seed in seeds:
+        problems = violations(play(late_scenario(seed), **parts))
         if problems:
             yield seed, problems
 
@@ -50,12 +58,17 @@ def test_where_nothing_goes_wrong_it_is_held_more_closely(first):
     assert dict(found(range(first, first + CHUNK), calm=True)) == {}
 
 
+@pytest.mark.parametrize("first", chunks(LATE_SEEDS, 5))
+def test_however_late_things_are_the_excess_does_not_grow(first):
+    assert dict(late(range(first, first + 5))) == {}
+
+
 @pytest.mark.parametrize("name", TWINS)
 def test_a_wrong_ledger_is_caught(name):
     twin, seeds = TWINS[name], range(TWIN_SEEDS)
     faulty = found(seeds, **twin)
     calm = found(range(TWIN_SEEDS // 4), calm=True, **twin)
-    assert next(chain(faulty, calm), None) is not None
+    assert next(chain(faulty, calm, late(range(TWIN_SEEDS // 4), **twin)), None) is not None
 
 
 def test_a_run_that_does_not_come_to_an_end_is_ended_and_told():

@@ -9,6 +9,7 @@ from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.local_view import LocalView
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import Settled, SharedState, standing
+from ratelimitd.model import Algorithm
 from tests import ledger_model
 from tests.ledger_model import Ledger, first_check, settle
 from tests.simulation.meetings import FirstChecks
@@ -214,6 +215,21 @@ class ResetWithoutGeneration(World):
         return SharedState(0, rule.revision, rule.limit)
 
 
+class CarriesNothing(OtherSettlement):
+    """Takes each fixed window for itself: what it was overdrawn by is not owed in the next."""
+
+    def settle(self, stored, update):
+        rule = update.rule
+        if rule.algorithm is Algorithm.FIXED_WINDOW and stored is not None and stored.state:
+            count, latest_us, *_ = stored.state
+            times = [at_us for at_us, _ in (*update.runs, *update.asks)]
+            if times and max(times) // rule.window_us > latest_us // rule.window_us:
+                stored = stored._replace(state=(min(count, stored.limit), latest_us))
+            else:
+                stored = stored._replace(state=(count, latest_us))
+        return settle(stored, update)
+
+
 # Of the node
 
 
@@ -291,6 +307,7 @@ TWINS = MappingProxyType(
         "edit without revision": {"ledger": EditWithoutRevision},
         "every edit forgives": {"ledger": EveryEditForgives},
         "older rules fit": {"ledger": OlderRulesFit},
+        "carries nothing": {"ledger": CarriesNothing},
         "reset without generation": {"world": ResetWithoutGeneration},
         "never resends": {"node": NeverResends},
         "meets again": {"node": MeetsAgain},

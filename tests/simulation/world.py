@@ -22,7 +22,7 @@ START_US = 1_700_000_000 * SECOND
 MEMBER_TTL_US = 5 * SECOND
 RETRY_US = 100 * MS
 ANSWER_US = 20 * MS
-"""How long a check waits for the store before the view decides, or nobody where there is no view."""
+"""How long a check waits at least for the store before the view decides, or nobody where there is no view."""
 
 
 @dataclass
@@ -99,6 +99,7 @@ class World:
         self.network = network
         self.ledger = ledger
         self.now_us = START_US
+        self.answer_us = max(ANSWER_US, 4 * network.most_us)
         self.store_up = True
         self.store_calls = 0
         self.bytes_sent = 0
@@ -167,7 +168,7 @@ class World:
             self.applied.add(name)
             self._book(batch, reply)
         if not node.is_deaf:
-            self.deliver(back, reply)
+            self.deliver(node.run, back, reply)
 
     def _book(self, batch: Batch, reply: Reply) -> None:
         books = self.books
@@ -200,7 +201,7 @@ class World:
             charge = Charge(check.now_us, check.cost, shared.generation, is_grant=True)
             books.charges[check.name].append(charge)
         if not node.is_deaf:
-            self.deliver(back, (outcome, shared), is_repeated=False)
+            self.deliver(node.run, back, (outcome, shared), is_repeated=False)
 
     def read(self, node: Any, key: bytes, back: Callable[..., None]) -> None:
         if not node.is_mute:
@@ -210,7 +211,7 @@ class World:
         if self.store_up:
             self.store_calls += 1
             if not node.is_deaf:
-                self.deliver(back, self.ledger.buckets.get(key))
+                self.deliver(node.run, back, self.ledger.buckets.get(key))
 
     def start(self, name: str) -> None:
         """A sender is known to be alive."""
@@ -228,7 +229,7 @@ class World:
         self._beats[name] = self.now_us
         alive = sum(self.now_us - at_us < MEMBER_TTL_US for at_us in self._beats.values())
         if not node.is_deaf:
-            self.deliver(back, alive)
+            self.deliver(node.run, back, alive)
 
     def publish(self, sender: Any, number: int, key: bytes, shared: SharedState) -> None:
         """Bring news to the other nodes."""
@@ -240,7 +241,7 @@ class World:
 
     def _bring_news(self, node: Any, *news: Any) -> None:
         if not node.is_deaf:
-            self.deliver(node.told, *news, loss=self.network.news_loss)
+            self.deliver(node.run, node.told, *news, loss=self.network.news_loss)
 
     def reset(self, key: bytes, rule: Rule) -> None:
         """An administrator resets a bucket by way of a node that nobody asks, until it is done."""
@@ -284,7 +285,21 @@ def level(
     if rule.algorithm == "token_bucket":
         return latest_us, missing
     if rule.algorithm == "fixed_window":
-        begin_us = latest_us - latest_us % rule.window_us
-    else:
-        begin_us = latest_us - rule.window_us + 1
+        return latest_us, _count(spends, rule)
+    begin_us = latest_us - rule.window_us + 1
     return latest_us, sum(tokens for at_us, tokens in spends if at_us >= begin_us)
+
+
+def _count(spends: Sequence[tuple[int, int]], rule: Rule) -> int:
+    """What the last window of some spends holds with what earlier ones were overdrawn by."""
+    of_windows: defaultdict[int, int] = defaultdict(int)
+    last = 0
+    for at_us, tokens in spends:
+        last = max(last, at_us // rule.window_us)
+        # What comes later than with the next window counts as of the one before the last.
+        of_windows[max(at_us // rule.window_us, last - 1)] += tokens
+    count, before = 0, min(of_windows)
+    for window, tokens in sorted(of_windows.items()):
+        count = max(0, count - (window - before) * rule.limit) + tokens
+        before = window
+    return count

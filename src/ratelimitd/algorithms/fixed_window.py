@@ -21,7 +21,8 @@ from ratelimitd.model import (
     Rule,
 )
 
-State = tuple[int, int]
+State = tuple[int, ...]
+"""(count, latest_us); of the ledger also the count of the window before."""
 
 
 def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
@@ -36,7 +37,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
         count, at_us = 0, now_us
         start_us = at_us - at_us % window_us
     else:
-        count, latest_us = state
+        count, latest_us = state[0], state[1]  # states of the ledger are longer
         at_us = max(latest_us, now_us)
         start_us = at_us - at_us % window_us
         if latest_us < start_us:

@@ -36,7 +36,7 @@ from ratelimitd.buckets.keys import STORED_KEY_BYTES
 from ratelimitd.model import US_PER_S, Rule
 
 Value = int | bytes
-State = tuple[int, int] | bytes
+State = tuple[int, ...] | bytes
 
 MAX_TICK: Final = (1 << 28) - 1
 """Ticks are seconds since the start: eight years."""

@@ -42,7 +42,8 @@ def pack(shared: SharedState) -> Packed:
         return head
     if isinstance(state, bytes):
         return head, state
-    spent, latest_us = state
+    # What a fixed window has beyond these matters to late spends only, and a packed bucket has none.
+    spent, latest_us = state[0], state[1]
     return spent << _SPENT_SHIFT | head | latest_us << _LATEST_SHIFT | 1
 
 

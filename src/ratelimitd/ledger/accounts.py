@@ -17,7 +17,7 @@ from ratelimitd.model import Algorithm, Outcome, Rule
 Run: TypeAlias = tuple[int, int]
 """(time in µs, tokens that were allowed then)."""
 
-BucketState: TypeAlias = tuple[int, int] | bytes | None
+BucketState: TypeAlias = tuple[int, ...] | bytes | None
 """An algorithm's state of a bucket; ``None`` is a full one."""
 
 
@@ -97,7 +97,7 @@ class TokenBucketAccount:
         return _refilled_tokens(rule, from_us, until_us)
 
 
-def _standing(state: tuple[int, int] | None) -> tuple[int, int]:
+def _standing(state: tuple[int, ...] | None) -> tuple[int, int]:
     """Of a state that is (how much, latest_us)."""
     return (-1, 0) if state is None else (state[1], state[0])
 
@@ -114,34 +114,54 @@ def _refilled(state: tuple[int, int], rule: Rule, now_us: int) -> tuple[int, int
 
 
 class FixedWindowAccount:
-    """Of :mod:`ratelimitd.algorithms.fixed_window`: (count, latest_us)."""
+    """Of :mod:`ratelimitd.algorithms.fixed_window`: (count, latest_us), and the count of the window before unless 0.
 
-    judge = staticmethod(fixed_window.decide)
+    What a window was overdrawn by counts in the next one, so that the excess does not grow from window to window.
+    """
 
     @staticmethod
-    def judge_of(_state: Any, _rule: Rule) -> Decide:
-        """Return the algorithm itself."""
-        return fixed_window.decide
+    def judge(state: Any, rule: Rule, now_us: int, cost: int) -> Outcome:
+        """Decide one check as the algorithm does, after what earlier windows were overdrawn by."""
+        opened = _opened(state, rule, now_us)
+        outcome = fixed_window.decide(opened, rule, now_us, cost)
+        if not outcome[0]:
+            return (*outcome[:5], state)
+        count, latest_us = outcome[5]  # type: ignore[misc]  # of a fixed window it is such a pair
+        return (*outcome[:5], _closed(count, latest_us, opened[2]))
+
+    @staticmethod
+    def judge_of(state: Any, rule: Rule) -> Decide:
+        """Return the algorithm itself, unless the window is overdrawn."""
+        if state is None or state[0] <= rule.limit:
+            return fixed_window.decide
+        return FixedWindowAccount.judge
 
     @staticmethod
     def used(state: Any, rule: Rule, now_us: int) -> int:
         """Return the tokens of the window of ``now_us``, or of a later one with spends."""
-        return state[0] if state is not None and now_us < _end_us(state[1], rule) else 0
+        return 0 if state is None else _opened(state, rule, now_us)[0]
 
     @staticmethod
     def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
-        """Apply each run in its window; runs of past windows have no effect."""
+        """Apply each run in its window; of earlier ones, what overdraws the window before the latest."""
+        limit, window_us = rule.limit, rule.window_us
         for at_us, tokens in runs:
-            if state is None or at_us >= _end_us(state[1], rule):
-                state = (tokens, at_us)
-            elif _end_us(at_us, rule) == _end_us(state[1], rule):
-                state = (state[0] + tokens, max(state[1], at_us))
+            count, latest_us, before = _opened(state, rule, at_us)
+            if at_us // window_us == latest_us // window_us:
+                state = _closed(count + tokens, max(latest_us, at_us), before)
+            else:
+                excess = min(tokens, max(0, before + tokens - limit))
+                state = _closed(count + excess, latest_us, before + tokens)
         return state
 
     @staticmethod
     def capped(state: Any, rule: Rule) -> Any:
-        """Cap the count at the limit."""
-        return None if state is None else (min(state[0], rule.limit), state[1])
+        """Cap the counts at the limit."""
+        return state and (
+            min(state[0], rule.limit),
+            state[1],
+            *(min(n, rule.limit) for n in state[2:]),
+        )
 
     @staticmethod
     def standing(state: Any) -> tuple[int, int]:
@@ -151,11 +171,23 @@ class FixedWindowAccount:
     @staticmethod
     def freed(rule: Rule, from_us: int, until_us: int) -> int:
         """Return all tokens if the window changes."""
-        return rule.limit if until_us >= _end_us(from_us, rule) else 0
+        return rule.limit if until_us // rule.window_us > from_us // rule.window_us else 0
 
 
-def _end_us(at_us: int, rule: Rule) -> int:
-    return at_us - at_us % rule.window_us + rule.window_us
+def _opened(state: tuple[int, ...] | None, rule: Rule, at_us: int) -> tuple[int, int, int]:
+    """Return (count, latest_us, count of the window before) in the window of ``at_us``, or in the state's if later."""
+    if state is None:
+        return 0, at_us, 0
+    count, latest_us = state[0], state[1]
+    windows = at_us // rule.window_us - latest_us // rule.window_us
+    if windows <= 0:
+        return count, latest_us, state[2] if len(state) > 2 else 0  # noqa: PLR2004
+    before = max(0, count - (windows - 1) * rule.limit)
+    return max(0, before - rule.limit), at_us, before
+
+
+def _closed(count: int, latest_us: int, before: int) -> tuple[int, ...]:
+    return (count, latest_us, before) if before else (count, latest_us)
 
 
 class SlidingWindowAccount:

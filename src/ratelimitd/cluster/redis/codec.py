@@ -40,7 +40,7 @@ from ratelimitd.model import (
 #
 #     head:            format (1 byte) · algorithm (1) · generation (4) · revision (8) · limit (4)
 #     token bucket:    whole tokens spent (8) · units beyond them (8) · latest_us (8)
-#     fixed window:    count (8) · latest_us (8)
+#     fixed window:    count (8) · count of the window before (8) · latest_us (8)
 #     sliding window:  sum before the first entry (8) · {time in µs (8) · sum up to here (8)} …
 
 FORMAT: Final = 1
@@ -59,7 +59,7 @@ _LARGEST: Final = MAX_TIME_US  # of every number there: they are doubles in the 
 
 _HEAD: Final = Struct("<BBIQI")
 _TOKEN_BUCKET: Final = Struct(f"<{_HEAD.size}xQQQ")
-_FIXED_WINDOW: Final = Struct(f"<{_HEAD.size}xQQ")
+_FIXED_WINDOW: Final = Struct(f"<{_HEAD.size}xQQQ")
 _LOG_HEAD_BYTES: Final = _HEAD.size + 8
 _ENTRY_BYTES: Final = 16
 
@@ -102,8 +102,10 @@ def _token_bucket(value: bytes, rule: Rule) -> BucketState:
 def _fixed_window(value: bytes, _rule: Rule) -> BucketState:
     if len(value) != _FIXED_WINDOW.size:
         return None
-    count, latest_us = _FIXED_WINDOW.unpack(value)
-    return (count, latest_us) if count <= _LARGEST and latest_us <= _LARGEST else None
+    count, before, latest_us = _FIXED_WINDOW.unpack(value)
+    if max(count, before, latest_us) > _LARGEST:
+        return None
+    return (count, latest_us, before) if before else (count, latest_us)
 
 
 def _sliding_window(value: bytes, _rule: Rule) -> BucketState:

@@ -47,8 +47,10 @@ def test_a_token_bucket_may_be_as_large_as_limits_are():
     assert bucket_of(value, rule).state == (spent, MAX_TIME_US)
 
 
-def test_a_fixed_window_has_a_count():
-    value = head(FIXED_WINDOW) + cells(5, 9)
+def test_a_fixed_window_has_its_count_and_that_of_the_window_before():
+    value = head(FIXED_WINDOW) + cells(5, 7, 9)
+    assert state_of(value, FIXED_WINDOW) == SharedState(2, 3, 4, (5, 9, 7))
+    value = head(FIXED_WINDOW) + cells(5, 0, 9)
     assert state_of(value, FIXED_WINDOW) == SharedState(2, 3, 4, (5, 9))
 
 
@@ -85,9 +87,10 @@ WRONG = {
     "too many tokens": (TOKEN_BUCKET, head(TOKEN_BUCKET) + cells(BEYOND, 7, 9)),
     "units that are a token": (TOKEN_BUCKET, head(TOKEN_BUCKET) + cells(5, WINDOW_US, 9)),
     "a late token bucket": (TOKEN_BUCKET, head(TOKEN_BUCKET) + cells(5, 7, BEYOND)),
-    "half a window": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(5)),
-    "too high a count": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(BEYOND, 9)),
-    "a late window": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(5, BEYOND)),
+    "half a window": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(5, 9)),
+    "too high a count": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(BEYOND, 0, 9)),
+    "too high a count before": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(5, BEYOND, 9)),
+    "a late window": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(5, 0, BEYOND)),
     "a log without entries": (LOG, head(LOG) + cells(1)),
     "a log with half an entry": (LOG, head(LOG) + cells(1, 7)),
     "a log that is too long": (LOG, head(LOG) + cells(0, *range(1, 2 * MAX_RUNS + 3))),

@@ -23,7 +23,7 @@ ONE, OTHER = key_of(1), key_of(2)
 RULE = rule_of(Algorithm.TOKEN_BUCKET, 10, 60, revision=3)
 WINDOW = rule_of(Algorithm.FIXED_WINDOW, 11, 61, revision=4)
 FULL = pack("<BBIQI", 1, 1, 0, 3, 10)
-COUNTED = pack("<BBIQIQQ", 1, 2, 0, 4, 11, 5, 6)
+COUNTED = pack("<BBIQIQQQ", 1, 2, 0, 4, 11, 5, 0, 6)
 
 
 def batch_of(**updates):

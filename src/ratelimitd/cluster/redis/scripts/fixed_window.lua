@@ -1,68 +1,82 @@
 -- Fixed window: the twin of algorithms/fixed_window.py and of its account in ledger/accounts.py.
 --
---     head · x, the count (8) · at_us (8)                    y is always 0
+--     head · x, the count (8) · y, the count of the window before (8) · at_us (8)
 
 local FIXED_WINDOW = 2
 
 local function make_fixed_window()
-  local STATE = '<BBI4I8I4I8I8'
-  local STATE_BYTES = HEAD_BYTES + 16
+  local STATE = '<BBI4I8I4I8I8I8'
+  local STATE_BYTES = HEAD_BYTES + 24
 
   local function read(value)
     if #value ~= STATE_BYTES then
       return nil
     end
-    local format, kind, generation, revision, limit, count, at_us = unpack(STATE, value)
-    if count > LARGEST or at_us > LARGEST then
+    local format, kind, generation, revision, limit, count, before, at_us = unpack(STATE, value)
+    if count > LARGEST or before > LARGEST or at_us > LARGEST then
       return nil
     end
-    return format, kind, generation, revision, limit, count, 0, at_us
+    return format, kind, generation, revision, limit, count, before, at_us
   end
 
-  local function write(generation, revision, limit, count, _, at_us)
-    return pack(STATE, FORMAT, FIXED_WINDOW, generation, revision, limit, count, at_us)
+  local function write(generation, revision, limit, count, before, at_us)
+    return pack(STATE, FORMAT, FIXED_WINDOW, generation, revision, limit, count, before, at_us)
   end
 
-  local function capped(count, y, at_us, limit)
-    if at_us and count > limit then
-      return limit, y, at_us
+  local function capped(count, before, at_us, limit)
+    if not at_us then
+      return count, before, at_us
     end
-    return count, y, at_us
+    return count < limit and count or limit, before < limit and before or limit, at_us
   end
 
-  local function used(count, _, at_us, _, window_us, now_us)
-    if at_us and now_us - now_us % window_us <= at_us - at_us % window_us then
-      return count
+  -- The state in the window of a time, or in its own if that is later: what a window was overdrawn by counts in the
+  -- next. The product may pass 2^53, but is then larger than any count.
+  local function in_window_of(now_us, count, before, at_us, limit, window_us)
+    if not at_us then
+      return 0, 0, now_us
     end
-    return 0
+    local windows = (now_us - now_us % window_us - (at_us - at_us % window_us)) / window_us
+    if windows <= 0 then
+      return count, before, at_us
+    end
+    before = count - (windows - 1) * limit
+    return before > limit and before - limit or 0, before > 0 and before or 0, now_us
   end
 
-  local function charged(count, y, at_us, _, window_us, text, place, runs)
+  local function used(count, before, at_us, limit, window_us, now_us)
+    return (in_window_of(now_us, count, before, at_us, limit, window_us))
+  end
+
+  local function charged(count, before, at_us, limit, window_us, text, place, runs)
     for run = place, place + (runs - 1) * 16, 16 do
       local run_us, tokens = unpack('<I8I8', text, run)
-      local start_us = run_us - run_us % window_us
-      local stored_start_us = at_us and at_us - at_us % window_us or -1
-      if start_us > stored_start_us then
-        count, at_us = saturated(tokens), run_us
-      elseif start_us == stored_start_us then
+      count, before, at_us = in_window_of(run_us, count, before, at_us, limit, window_us)
+      if run_us >= at_us - at_us % window_us then
         count = saturated(count + tokens)
         if run_us > at_us then
           at_us = run_us
         end
+      else
+        -- Late: of what earlier windows were overdrawn by, this one has not heard.
+        before = saturated(before + tokens)
+        if before > limit then
+          count = saturated(count + (before - limit < tokens and before - limit or tokens))
+        end
       end
     end
-    return count, y or 0, at_us
+    return count, before, at_us
   end
 
   local function judged(x, y, at_us, limit, window_us, now_us, cost)
-    local count, time_us = 0, now_us
-    if at_us and at_us > now_us then
-      time_us = at_us
+    local count, before, time_us = in_window_of(now_us, x, y, at_us, limit, window_us)
+    if count > limit then
+      count = limit
+    end
+    if now_us > time_us then
+      time_us = now_us
     end
     local start_us = time_us - time_us % window_us
-    if at_us and at_us >= start_us then
-      count = x < limit and x or limit
-    end
     local window_s = window_us / US_PER_S
     local reset_time = start_us / US_PER_S + window_s -- the end in µs could pass 2^53
     local wanted = count + cost
@@ -71,7 +85,7 @@ local function make_fixed_window()
       if wanted == limit then
         retry_after = delay(ceil((start_us - now_us) / US_PER_S) + window_s)
       end
-      return true, wanted, 0, time_us, limit - wanted, reset_time, retry_after, WITHIN_LIMIT
+      return true, wanted, before, time_us, limit - wanted, reset_time, retry_after, WITHIN_LIMIT
     end
     if cost > limit then
       return false, x, y, at_us, limit - count, reset_time, window_s, COST_EXCEEDS_LIMIT
