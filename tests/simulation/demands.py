@@ -52,15 +52,24 @@ def the_store_holds_what_it_was_told(played: Played) -> str:
     account, rule = ACCOUNTS[told.algorithm], told.rule
     if told.edit_s:
         rule = replace(rule, limit=min(told.limit, told.edited_limit))
+    if world.is_flushed:
+        return ""  # a batch whose number it has lost may be applied once more
+    # A higher limit trims nothing; but what windows owe from before depends on when it came to be.
+    is_raised = told.edited_limit >= 4 * told.limit
+    trims = told.edit_s and not (is_raised and told.algorithm is not Algorithm.FIXED_WINDOW)
     for key, charges in world.books.charges.items():
-        shared = world.ledger.buckets[key]
+        shared = world.ledger.buckets.get(key)
+        if shared is None:
+            return f"{key!r} is not there, and was charged"
         at_us = account.standing(shared.state)[0]
-        # Under a new limit some was not charged at all, and that may have been the latest.
-        expected = level(charges, rule, at_us) if told.edit_s else level(charges, rule)
-        if expected is None or (shared.generation and not charges[-1].generation):
+        # Under a lower limit some was not charged at all, and that may have been the latest.
+        expected = level(charges, rule, at_us) if trims else level(charges, rule)
+        if expected is None:
             continue
         held = _held(told, shared.state)
-        if held > expected[1] if told.edit_s else (at_us, held) != expected:
+        if shared.generation > max(one.generation for one in charges):
+            expected = -1, 0  # nothing was charged since the reset
+        if held > expected[1] if trims else (at_us, held) != expected:
             return f"{key!r} holds {held} of {at_us}, and {expected} was charged"
     return ""
 
@@ -81,7 +90,8 @@ def slack(played: Played, limit: int) -> float:
     """What the nodes may allow together beyond a limit, in any interval."""
     told, books = played.scenario, played.world.books
     rate = limit / (told.window_seconds * SECOND)
-    late_us = min(books.longest_batch_us, SECOND) + 2 * told.skew_us + 10 * MS
+    apart_us = 2 * (told.skew_us + told.caller_times_us)
+    late_us = min(books.longest_batch_us, SECOND) + apart_us + 10 * MS
     # Each node holds its share of the members that it believes in.
     shares = books.most_held * (limit / 2 + limit / 100) + told.nodes
     over = shares + told.nodes * rate * late_us + played.forgiven + books.lost
@@ -90,7 +100,8 @@ def slack(played: Played, limit: int) -> float:
             told.limit / 2 + told.limit / 100
         )  # the share that it holds until it hears of a state
     if told.is_calm:
-        over -= 0.41 * limit  # a tenth of the limit is left: what was measured where nothing fails
+        # A tenth of the limit and the largest check are left: what was measured where nothing fails.
+        over -= 0.41 * limit - 2 * told.cost + 2
     return over
 
 
@@ -106,7 +117,8 @@ def never_more_than_the_bound(played: Played) -> str:
             return f"{excess:.1f} over {limit}, {most:.1f} is the bound"
     limit = max(told.limit, told.edited_limit if told.edit_s else 0)
     together = [(one.at_us, one.cost) for one in played.admissions if not one.alone]
-    most = slack(played, limit) + 1.5 * limit * (bool(told.edit_s) + bool(told.reset_s))
+    freed = bool(told.edit_s) + bool(told.reset_s) + bool(told.flush_s)
+    most = slack(played, limit) + 1.5 * limit * freed
     excess = excess_of(told, together, limit)
     return "" if excess <= most else f"{excess:.1f} over all, {most:.1f} is the bound"
 
@@ -115,9 +127,9 @@ def _stretches(played: Played) -> Iterable[tuple[int, list[Spend]]]:
     """The limits that held, each with what was allowed while everybody knew of it and of the same generation."""
     told = played.scenario
     heard_s = 1.5 if told.loss or told.news_loss or told.outages else 0.1
-    breaks = []
-    if told.reset_s:
-        breaks.append((told.reset_s, told.reset_s + heard_s + _outage_after(told, told.reset_s)))
+    breaks = [
+        (freed_s, freed_s + heard_s + _outage_after(told, freed_s)) for freed_s in _freed_at(told)
+    ]
     if told.edit_s:
         breaks.append((told.edit_s, told.edit_s + LATEST_EDIT_S + 0.1))
     begin_s = 0.0
@@ -134,6 +146,12 @@ def _stretches(played: Played) -> Iterable[tuple[int, list[Spend]]]:
         begin_s = max(begin_s, next_s)
 
 
+def _freed_at(told: Scenario) -> list[float]:
+    """When the bucket becomes full: at resets, and when the store has lost it."""
+    times = [told.reset_s] if told.reset_s else []
+    return [*times, told.flush_s] if told.flush_s else times
+
+
 def _outage_after(told: Scenario, at_s: float) -> float:
     """How long nothing can be heard of what happened then."""
     ends = [began + length for began, length in told.outages if began <= at_s + 0.1]
@@ -143,13 +161,13 @@ def _outage_after(told: Scenario, at_s: float) -> float:
 def no_node_allows_more_than_one_may(played: Played) -> str:
     """Whatever became of the store: what one node allows by itself is within the limit, if it knows the bucket."""
     told = played.scenario
-    if told.edit_s or told.reset_s or told.may_begin_afresh:
+    if told.edit_s or _freed_at(told) or told.may_begin_afresh:
         return ""
     spends: dict[str, list[Spend]] = {}
     for one in played.checked:
         spends.setdefault(one.node, []).append((one.at_us, one.cost))
     # What the store grants it beside, when the node had not heard yet that others have spent less.
-    late_us = played.world.books.longest_batch_us + 20 * MS
+    late_us = played.world.books.longest_batch_us + 2 * told.caller_times_us + 20 * MS
     most = told.nodes * (2 * told.cost - 1) + told.rate_per_us * late_us
     worst = max((excess_of(told, some, told.limit) for some in spends.values()), default=0.0)
     return "" if worst <= most else f"{worst:.1f} over the limit by itself, {most:.1f} is the bound"
@@ -158,7 +176,7 @@ def no_node_allows_more_than_one_may(played: Played) -> str:
 def what_was_spent_beside_each_other_is_paid_back(played: Played) -> str:
     """Outage after outage, a token bucket is overdrawn by what nodes spend in one of them, or is to be forgiven."""
     told = played.scenario
-    others = (told.edit_s, told.reset_s, told.crash_s, told.may_begin_afresh)
+    others = (told.edit_s, _freed_at(told), told.crash_s, told.may_begin_afresh)
     if told.algorithm is not Algorithm.TOKEN_BUCKET or any(others):
         return ""
     spends = [(one.at_us, one.cost) for one in played.checked]
@@ -174,7 +192,8 @@ def excess_of(told: Scenario, spends: Sequence[Spend], limit: int) -> float:
         return _worst_level(spends, limit / length_us) - limit
     # A fixed window may be used up at its end and again at the beginning of the next.
     windows = 2 if told.algorithm is Algorithm.FIXED_WINDOW else 1
-    return _most_in(spends, length_us - 2 * told.skew_us - 10 * MS) - windows * limit
+    apart_us = 2 * (told.skew_us + told.caller_times_us)
+    return _most_in(spends, length_us - apart_us - 10 * MS) - windows * limit
 
 
 def _worst_level(spends: Sequence[Spend], rate: float) -> float:
@@ -263,6 +282,8 @@ def _locked_out(played: Played, from_s: float) -> str:
     most_us = (
         int((told.nodes + 2 * told.cost / told.limit) * told.window_seconds * SECOND) + SECOND // 2
     )
+    if told.caller_times_us:  # what callers dated ahead fills the next window
+        most_us += told.window_seconds * SECOND
     longest_s = longest_us / SECOND
     return "" if longest_us <= most_us else f"nothing was allowed for {longest_s:.1f} s"
 
@@ -273,10 +294,15 @@ def a_reset_frees(played: Played) -> str:
     others = (told.outages, told.edit_s, told.crash_s, told.mute, told.deaf)
     if not told.reset_s or any(others) or told.loss > 0.1:
         return ""
+    return next(filter(None, (_frees(played, reset_s) for reset_s in _freed_at(told))), "")
+
+
+def _frees(played: Played, reset_s: float) -> str:
+    told = played.scenario
     known_us = 0
     if told.news_loss or told.loss:  # then it is read again, and that may be lost, too
         known_us = 2 * SECOND if told.loss else SECOND
-    from_us = START_US + int(told.reset_s * SECOND)
+    from_us = START_US + int(reset_s * SECOND)
     until_us = from_us + known_us + SECOND // 2
     offered = sum(cost for at_us, cost in played.offered if from_us + known_us <= at_us < until_us)
     allowed = sum(one.cost for one in played.admissions if from_us <= one.at_us < until_us)

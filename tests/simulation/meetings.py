@@ -16,6 +16,8 @@ class Waiting:
 
     key: bytes
     cost: int
+    at_us: int
+    """For when it is to be decided."""
     ask: Ask | None = None
     answered: bool = False
     charged: bool = False
@@ -36,7 +38,7 @@ class FirstChecks:
             self._waiting[key][1].append(waiting)
             return
         node = self.node
-        meeting = Meeting(StoreCheck(key, node.rule, node.now_us, waiting.cost, peek=False))
+        meeting = Meeting(StoreCheck(key, node.rule, waiting.at_us, waiting.cost, peek=False))
         self._waiting[key] = meeting, [waiting]
         self.bring(meeting)
         self.world.after(self.world.answer_us, node.run, self._is_answered, meeting)

@@ -31,6 +31,8 @@ class Node:
     members: int = 1
     wrong_members: int = 0
     max_views: int = 1_000
+    caller_times_us: int = 0
+    """How far the time that a caller sends may be from the clock."""
     decides_alone: bool = False
     """Whether it gives the store up; else it asks each time."""
     make_view: Callable[[Rule, SharedState | None], LocalView] = LocalView
@@ -104,13 +106,18 @@ class Node:
         if self.world.now_us < self.stalled_until_us:
             self._after(0, self.check, key, cost)
             return
-        view, waiting = self.views.get(key), Waiting(key, cost)
+        view, waiting = self.views.get(key), Waiting(key, cost, self._time_of_caller())
         if view is None:
             view = self._known(key)
         if view is not None:
             self._decide(view, waiting)
         else:
             self.meetings.wait(waiting)
+
+    def _time_of_caller(self) -> int:
+        if not self.caller_times_us:
+            return self.now_us
+        return self.now_us + self.world.random.randint(-self.caller_times_us, self.caller_times_us)
 
     def met(self, waiting: list[Waiting], met: Met) -> None:
         """The store has decided the first of some checks, and says what the bucket is now."""
@@ -181,7 +188,7 @@ class Node:
         self.false_positives += view.false_positives
 
     def _decide(self, view: LocalView, waiting: Waiting) -> None:
-        key, now_us, rule = waiting.key, self.now_us, self.rule
+        key, now_us, rule = waiting.key, waiting.at_us, self.rule
         if self.is_full:
             self.views[key] = self.views.pop(key)
         if view.rule is not rule and rule.revision >= view.rule.revision:
@@ -214,7 +221,7 @@ class Node:
         self._decide_alone(view, waiting)
 
     def _decide_alone(self, view: LocalView, waiting: Waiting) -> None:
-        outcome = view.check_alone(self.now_us, waiting.cost)
+        outcome = view.check_alone(waiting.at_us, waiting.cost)
         waiting.charged = outcome[0]
         if outcome[0]:
             self.dirty[waiting.key] = view

@@ -82,6 +82,7 @@ def play(
             wrong_members=told.wrong_members,
             max_views=told.max_views,
             decides_alone=told.decides_alone,
+            caller_times_us=told.caller_times_us,
             make_view=make_view,
         )
     made.members_changed()
@@ -120,7 +121,8 @@ def _offer(told: Scenario, world: World, end_us: int) -> list[tuple[int, int]]:
             node.check(KEY, cost)
         for _ in range(int(beside + chance())):
             node = nodes[int(chance() * len(nodes))]
-            node.check(others[int(chance() * len(others))], 1)
+            cost = 1 + int(chance() * many) if told.buckets == FEW else 1
+            node.check(others[int(chance() * len(others))], cost)
     return offered
 
 
@@ -141,11 +143,11 @@ def _let_things_happen(told: Scenario, world: World) -> None:
         during(outage, world, "store_up", False)
     during(told.mute, nodes[0], "is_mute", True)
     during(told.deaf, nodes[0], "is_deaf", True)
-    if told.crash_s:
-        at(told.crash_s, nodes[0].crash)
-        at(told.crash_s + 0.5, nodes[0].restart)
-    if told.reset_s:
-        at(told.reset_s, lambda: world.reset(KEY, nodes[-1].rule))
+    _crash(told, world)
+    if told.flush_s:
+        at(told.flush_s, world.flush)
+    for reset_s in filter(None, (told.reset_s, told.flush_s)):
+        at(reset_s, lambda: world.reset(KEY, nodes[-1].rule))
     edits = sorted((seconds, False) for seconds in told.other_edits)
     if told.edit_s:
         edits = sorted([*edits, (told.edit_s, True)])
@@ -155,6 +157,13 @@ def _let_things_happen(told: Scenario, world: World) -> None:
         rule = replace(told.rule, limit=limit, revision=revision)
         for node in nodes[1 if told.first_is_not_told else 0 :]:
             at(seconds + world.chance() * LATEST_EDIT_S, node.edited, rule)
+
+
+def _crash(told: Scenario, world: World) -> None:
+    if told.crash_s:
+        from_us = START_US + int(told.crash_s * SECOND)
+        world.at(from_us, world.nodes[0].crash)
+        world.at(from_us + SECOND // 2, world.nodes[0].restart)
 
 
 def _stall(told: Scenario, world: World) -> None:

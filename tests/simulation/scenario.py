@@ -47,6 +47,8 @@ class Scenario:
     """It does not hear."""
     crash_s: float | None = None
     reset_s: float | None = None
+    flush_s: float | None = None
+    """The store loses all, and at once the bucket is reset once more."""
     edit_s: float | None = None
     edited_limit: int = 0
     first_is_not_told: bool = False
@@ -60,6 +62,8 @@ class Scenario:
     """Nodes give the store up after some failures, and decide by what they know."""
     rtt_us: int = 0
     """Of the way to the store and back; 0 for 1 to 5 ms."""
+    caller_times_us: int = 0
+    """How far the callers' times may be from the node's, either way."""
     stalls: tuple[Span, ...] = ()
     """One node after the other runs no code."""
 
@@ -97,8 +101,10 @@ class Scenario:
             or self.deaf
             or self.crash_s
             or self.reset_s
+            or self.flush_s
             or self.edit_s
             or self.skew_us
+            or self.caller_times_us
             or self.wrong_members
         )
 
@@ -161,7 +167,7 @@ def late_scenario(seed: int) -> Scenario:
 
 def _cost(limit: int, window: int, load: float, source: random.Random) -> int:
     needed = limit / window * load / CHECKS_PER_S
-    return max(1, min(limit // 20, round(needed)), source.choice([1, 1, 1, limit // 50]))
+    return max(1, min(limit // 20, round(needed)), source.choice([1, 1, limit // 50, limit // 8]))
 
 
 def _seconds(made: Scenario) -> float:
@@ -183,6 +189,7 @@ def _with_faults(made: Scenario, source: random.Random) -> Scenario:
     return replace(
         made,
         skew_us=pick([0, 0, 10 * MS, 50 * MS]),
+        caller_times_us=pick([0, 0, 0, 20 * MS, 200 * MS]),
         loss=pick([0.0, 0.0, 0.02, 0.2]),
         duplicates=pick([0.0, 0.1]),
         news_loss=pick([0.0, 0.0, 0.3, 1.0]),
@@ -228,9 +235,17 @@ def _much_lower_limit(made: Scenario, source: random.Random) -> Plot:
     """A limit becomes so much lower that what is unsent would fill it many times, or what is charged already."""
     if made.seed % 20 == 16:
         return _lower_limit_of_a_full_log(made, source)
-    made = replace(made, limit=20_000, window_seconds=1, load=0.8, cost=40, seconds=5.0)
-    made = replace(made, nodes=source.choice([1, 2]), bursts=False)
-    return made, {"edit_s": 1.5, "edited_limit": 200}
+    made = replace(made, limit=20_000, window_seconds=1, load=0.8, cost=50, seconds=5.0)
+    made = replace(made, nodes=source.choice([1, 1, 2]), bursts=False)
+    return made, {"edit_s": 1.5, "edited_limit": 200, "caller_times_us": 0}
+
+
+def _higher_limit(made: Scenario, source: random.Random) -> Plot:
+    """A limit becomes higher, which trims nothing, and what was spent before has not come free at the end."""
+    algorithm = source.choice([Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW])
+    made = replace(made, algorithm=algorithm, limit=100, window_seconds=5, load=2, cost=2)
+    made = replace(made, nodes=source.choice([1, 3]), bursts=False, seconds=4.0)
+    return made, {"edit_s": 3.0, "edited_limit": 400}
 
 
 def _lower_limit_of_a_full_log(made: Scenario, source: random.Random) -> Plot:
@@ -244,13 +259,21 @@ def _lower_limit_of_a_full_log(made: Scenario, source: random.Random) -> Plot:
 
 def _reset_under_attack(made: Scenario, source: random.Random) -> Plot:
     """Everybody is denied until he hears of a reset."""
-    made = replace(made, limit=100, window_seconds=5, load=20, cost=1, seconds=5.0, bursts=False)
+    made = replace(made, limit=50, window_seconds=5, load=20, cost=1, seconds=7.0, bursts=False)
     quiet = {"outages": (), "crash_s": None, "mute": None, "deaf": None, "edit_s": None}
-    return made, {"reset_s": 2.0, "loss": source.choice([0.0, 0.02]), **quiet}
+    flush_s = source.choice([None, 3.0])
+    return made, {
+        "reset_s": 2.0,
+        "flush_s": flush_s,
+        "loss": source.choice([0.0, 0.02]),
+        **quiet,
+    }
 
 
 def _busy_rule_book(made: Scenario, source: random.Random) -> Plot:
     """Other rules are edited all the time, and nodes decide alone for what is lost on the way."""
+    if made.seed % 20 == 8:
+        return _higher_limit(made, source)
     other_edits = tuple(made.seconds * source.random() for _ in range(20))
     return made, {"other_edits": other_edits, "loss": 0.2, "edit_s": None}
 

@@ -8,7 +8,7 @@ from unittest import mock
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.local_view import LocalView
 from ratelimitd.ledger.protocol import Batch, Reply
-from ratelimitd.ledger.shared_state import Settled, SharedState, standing
+from ratelimitd.ledger.shared_state import Settled, SharedState, generation_at, standing
 from ratelimitd.model import Algorithm
 from tests import ledger_model
 from tests.ledger_model import Ledger, first_check, settle
@@ -197,6 +197,33 @@ class EveryEditForgives(OtherSettlement):
         return settle(stored, update)
 
 
+class EveryNewLimitForgives(OtherSettlement):
+    """Makes a bucket full whose limit was edited, though nothing is beyond the new one."""
+
+    def settle(self, stored, update) -> Settled:
+        rule = update.rule
+        if stored is not None and rule.revision > stored.revision and rule.limit > stored.limit:
+            stored = stored._replace(state=None)
+        return settle(stored, update)
+
+
+class GrantsCostOne(OtherSettlement):
+    """Charges a token for each check that it grants, whatever that costs."""
+
+    def settle(self, stored, update) -> Settled:
+        asks = [ask._replace(cost=1) for ask in update.asks]
+        return settle(stored, update._replace(asks=asks))
+
+
+class AsksOfOneTime(OtherSettlement):
+    """Decides all checks of a batch as of the last one."""
+
+    def settle(self, stored, update) -> Settled:
+        last_us = max((ask.at_us for ask in update.asks), default=0)
+        asks = [ask._replace(at_us=last_us) for ask in update.asks]
+        return settle(stored, update._replace(asks=asks))
+
+
 class OlderRulesFit(OtherSettlement):
     """Cuts to what fits whatever comes from an older rule book, whether this rule was edited or not."""
 
@@ -211,8 +238,26 @@ class ResetWithoutGeneration(World):
     """Makes a bucket full, and it is the same one as before."""
 
     @staticmethod
-    def made_full(shared, rule):
+    def made_full(_shared, rule, _now_us):
         return SharedState(0, rule.revision, rule.limit)
+
+
+class ResetToTheNextGeneration(World):
+    """Counts resets, also where the store has lost how many there were."""
+
+    @staticmethod
+    def made_full(shared, rule, _now_us):
+        return ledger_model.reset(shared, rule)
+
+
+class ResetLeavesOneSpent(World):
+    """Makes a bucket full but for a token."""
+
+    @staticmethod
+    def made_full(shared, rule, now_us):
+        full = ledger_model.reset(shared, rule, generation_at(now_us))
+        charged = ACCOUNTS[rule.algorithm].charged(None, rule, [(now_us, 1)])
+        return full._replace(state=charged)
 
 
 class CarriesNothing(OtherSettlement):
@@ -238,6 +283,16 @@ class NeverResends(Node):
 
     def _resend(self, batch, incarnation):
         pass
+
+
+class SendsAnew(Node):
+    """Sends what is not answered once more, as if it had not arrived."""
+
+    def _resend(self, batch, incarnation):
+        if self.incarnation == incarnation and self.sender.outstanding is batch:
+            self.sender.acknowledged(Reply(batch.number, {}))
+            again = self.sender.freeze(batch.updates.items(), self.now_us)
+            self._transmit(again, incarnation)
 
 
 class RepeatedMeetings(FirstChecks):
@@ -306,10 +361,16 @@ TWINS = MappingProxyType(
         "charges on arrival": {"ledger": ChargesOnArrival},
         "edit without revision": {"ledger": EditWithoutRevision},
         "every edit forgives": {"ledger": EveryEditForgives},
+        "every new limit forgives": {"ledger": EveryNewLimitForgives},
+        "grants cost one": {"ledger": GrantsCostOne},
+        "asks of one time": {"ledger": AsksOfOneTime},
         "older rules fit": {"ledger": OlderRulesFit},
         "carries nothing": {"ledger": CarriesNothing},
         "reset without generation": {"world": ResetWithoutGeneration},
+        "reset to the next generation": {"world": ResetToTheNextGeneration},
+        "reset leaves one spent": {"world": ResetLeavesOneSpent},
         "never resends": {"node": NeverResends},
+        "sends anew": {"node": SendsAnew},
         "meets again": {"node": MeetsAgain},
         "charges what it let through": {"node": ChargesWhatItLetThrough},
         "forgets what it evicts": {"node": ForgetsWhatItEvicts},

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ratelimitd.ledger.protocol import Batch, Reply
-from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
+from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck, generation_at
 from ratelimitd.model import MAX_TIME_US, Rule
 from tests.ledger_model import Ledger, reset
 
 MS = 1_000
 SECOND = 1_000_000
-START_US = 1_700_000_000 * SECOND
+START_US = 1_800_000_000 * SECOND
 MEMBER_TTL_US = 5 * SECOND
 RETRY_US = 100 * MS
 ANSWER_US = 20 * MS
@@ -56,6 +56,8 @@ class Charge(NamedTuple):
     at_us: int
     tokens: int
     generation: int
+    limit: int
+    """By which the store went then."""
     is_grant: bool = False
     """Decided in the store, and never before what that has seen."""
 
@@ -105,9 +107,12 @@ class World:
         self.bytes_sent = 0
         self.books = Books()
         self.nodes: list[Any] = []
-        self.applied: set[tuple[str, int]] = set()
+        self.applied: dict[tuple[str, int], int] = {}
+        """Batches, and what was granted in them."""
         self._beats: dict[str, int] = {}
         self._resets = 0
+        self.is_flushed = False
+        """Whether the store has lost what it held."""
         self.most_events = math.inf
         self.is_endless = False
         """Whether that many things have happened: nothing more does."""
@@ -163,10 +168,12 @@ class World:
         reply = self.ledger.apply(batch)
         if reply is None:
             return
-        name = (batch.sender, batch.number)
+        name, granted = (batch.sender, batch.number), _granted(batch, reply)
         if name not in self.applied:
-            self.applied.add(name)
             self._book(batch, reply)
+        else:  # as before, or by a store that has lost it
+            self.books.arrived += granted - self.applied[name]
+        self.applied[name] = granted
         if not node.is_deaf:
             self.deliver(node.run, back, reply)
 
@@ -178,11 +185,12 @@ class World:
             for at_us, tokens in update.runs:
                 books.arrived += tokens
                 if update.generation in {None, generation}:
-                    charges.append(Charge(at_us, tokens, generation))
+                    charges.append(Charge(at_us, tokens, generation, shared.limit))
             for ask, grant in zip(update.asks, settled.grants, strict=True):
                 if grant:
                     books.arrived += ask.cost
-                    charges.append(Charge(ask.at_us, ask.cost, generation, is_grant=True))
+                    charge = Charge(ask.at_us, ask.cost, generation, shared.limit, is_grant=True)
+                    charges.append(charge)
 
     def meet(self, node: Any, meeting: Meeting, back: Callable[[Met], None]) -> None:
         """Bring a first check to the store. Nothing repeats it on the way: it has no number."""
@@ -198,7 +206,8 @@ class World:
         if outcome[0]:
             meeting.is_charged = True
             books.arrived += check.cost
-            charge = Charge(check.now_us, check.cost, shared.generation, is_grant=True)
+            its, limit = shared.generation, shared.limit
+            charge = Charge(check.now_us, check.cost, its, limit, is_grant=True)
             books.charges[check.name].append(charge)
         if not node.is_deaf:
             self.deliver(node.run, back, (outcome, shared), is_repeated=False)
@@ -248,19 +257,35 @@ class World:
         if not self.store_up:
             self.after(RETRY_US, self.reset, key, rule)
             return
-        shared = self.ledger.buckets[key] = self.made_full(self.ledger.buckets.get(key), rule)
+        before = self.ledger.buckets.get(key)
+        shared = self.ledger.buckets[key] = self.made_full(before, rule, self.now_us)
         self._resets += 1
         for node in self.nodes:
             self._bring_news(node, "admin", self._resets, key, shared)
 
     @staticmethod
-    def made_full(shared: SharedState | None, rule: Rule) -> SharedState:
-        return reset(shared, rule)
+    def made_full(shared: SharedState | None, rule: Rule, now_us: int) -> SharedState:
+        return reset(shared, rule, generation_at(now_us))
+
+    def flush(self) -> None:
+        """The store loses all that it holds."""
+        self.ledger = type(self.ledger)()
+        self.books.charges.clear()
+        self.is_flushed = True
 
     def members_changed(self) -> None:
         """A node believes in another number of members."""
         held = sum(1 / node.members for node in self.nodes if node.alive)
         self.books.most_held = max(self.books.most_held, held)
+
+
+def _granted(batch: Batch, reply: Reply) -> int:
+    return sum(
+        ask.cost
+        for key, settled in reply.settled.items()
+        for ask, grant in zip(batch.updates[key].asks, settled.grants, strict=True)
+        if grant
+    )
 
 
 def level(
@@ -273,11 +298,11 @@ def level(
     """
     generation = max((one.generation for one in charges), default=0)
     spends, latest_us, missing = [], 0, 0
-    for charged_us, tokens, its, is_grant in charges:
+    for charged_us, tokens, its, limit, is_grant in charges:
         at_us = min(charged_us, until_us)
         if its == generation:
             spends.append((max(at_us, latest_us) if is_grant else at_us, tokens))
-            missing -= min(missing, max(0, at_us - latest_us) * rule.limit)
+            missing -= min(missing, max(0, at_us - latest_us) * limit)
             missing += tokens * rule.window_us
             latest_us = max(latest_us, at_us)
     if not spends:
