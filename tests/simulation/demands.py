@@ -100,8 +100,7 @@ def slack(played: Played, limit: int) -> float:
             told.limit / 2 + told.limit / 100
         )  # the share that it holds until it hears of a state
     if told.is_calm:
-        # A tenth of the limit and the largest check are left: what was measured where nothing fails.
-        over -= 0.41 * limit - 2 * told.cost + 2
+        over -= 0.41 * limit  # a tenth of the limit is left: what was measured where nothing fails
     return over
 
 

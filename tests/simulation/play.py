@@ -121,7 +121,7 @@ def _offer(told: Scenario, world: World, end_us: int) -> list[tuple[int, int]]:
             node.check(KEY, cost)
         for _ in range(int(beside + chance())):
             node = nodes[int(chance() * len(nodes))]
-            cost = 1 + int(chance() * many) if told.buckets == FEW else 1
+            cost = 1 + int(chance() * many) if told.buckets == FEW and not told.is_calm else 1
             node.check(others[int(chance() * len(others))], cost)
     return offered
 

@@ -123,7 +123,7 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
         nodes=pick([1, 2, 3, 5, 8]),
         load=load,
         seconds=0,
-        cost=_cost(limit, window, load, source),
+        cost=_cost(limit, window, load, pick([1, 1, 1 if calm else limit // 8, limit // 50])),
         bursts=chance() < 0.2,
         buckets=pick([FEW] * 14 + [MANY]),
         max_views=pick([1_000, 1_000, 1_000, 2]),
@@ -165,9 +165,9 @@ def late_scenario(seed: int) -> Scenario:
     )
 
 
-def _cost(limit: int, window: int, load: float, source: random.Random) -> int:
+def _cost(limit: int, window: int, load: float, least: int) -> int:
     needed = limit / window * load / CHECKS_PER_S
-    return max(1, min(limit // 20, round(needed)), source.choice([1, 1, limit // 50, limit // 8]))
+    return max(1, min(limit // 20, round(needed)), least)
 
 
 def _seconds(made: Scenario) -> float:
