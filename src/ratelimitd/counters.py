@@ -48,6 +48,7 @@ class CheckStats:
         "no_rule_total",
         "refused_by_web",
         "shared_state_errors_total",
+        "token_guesses",
         "unexpected_total",
     )
 
@@ -77,6 +78,8 @@ class CheckStats:
         """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``."""
         self.errors_by_transport: dict[str, int] = dict.fromkeys(transport_causes, 0)
         """Transport errors by cause, from a closed set of causes."""
+        self.token_guesses = {"wrong": 0, "refused": 0}
+        """Wrong tokens that were compared, and calls refused because too many came from their address."""
         self.refused_by_web: dict[str, int] = dict.fromkeys(web_causes, 0)
         """Requests that a page refused by cause, from a closed set of causes."""
 

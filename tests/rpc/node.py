@@ -20,7 +20,7 @@ from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Server
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.sql.store import SqlRuleStore
-from ratelimitd.services.auth import Access, Credentials
+from ratelimitd.services.auth import Credentials
 from ratelimitd.services.config import ConfigService
 from ratelimitd.services.envoy import ALL_FIELDS, EnvoyOptions, EnvoyService
 from ratelimitd.services.envoy import SERVICE as ENVOY
@@ -34,6 +34,7 @@ from ratelimitd.services.reflection import V1, V1ALPHA, ReflectionService
 from ratelimitd.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as pb_grpc
+from tests.access import access_of
 from tests.rule_stores import sqlite_store
 
 ENVOY_IDENTIFIERS = ("remote_address=ip", "user_id=user", "api_key=api_key")
@@ -116,7 +117,7 @@ async def running_node(
     ) as store:
         feed = RuleFeed(store, on_book=limiter.replace_book)
         await feed.start()
-        access = Access(credentials or Credentials(loopback_admin=True))
+        access = access_of(credentials or Credentials(loopback_admin=True), stats)
         edge = ErrorEdge(stats)
         grpc_health = GrpcHealthService(names_of(OUR_SERVICES))
         health = Health(

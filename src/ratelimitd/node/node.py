@@ -52,6 +52,7 @@ from ratelimitd.services.envoy import SERVICE as ENVOY
 from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.grpc_health import GrpcHealthService
+from ratelimitd.services.guesses import TokenGuesses
 from ratelimitd.services.health import HealthService
 from ratelimitd.services.methods import OUR_SERVICES, admission, guarded, names_of, traced
 from ratelimitd.services.rate_limiter import RateLimiterService
@@ -277,6 +278,7 @@ class Node:
                 live=live,
                 may_read=access.may_read,
                 may_administer=access.may_administer,
+                holds_admin_token=access.holds_admin_token,
                 actor=access.actor,
                 admit=admission(access),
                 translate=self._edge.translate,
@@ -359,7 +361,8 @@ class Node:
                 check_sans=frozenset(settings.check_sans),
                 loopback_admin=settings.loopback_admin,
                 admin_token_name=settings.admin_token_name,
-            )
+            ),
+            TokenGuesses(self.stats, self._clock.now_us, settings.trusted_proxies),
         )
 
     def _methods(  # noqa: PLR0917 -- the parts that the services stand on

@@ -326,6 +326,11 @@ class GrpcioCall:
                 return value if isinstance(value, str) else None
         return None
 
+    def values(self, key: str) -> list[str]:
+        """All values of a key."""
+        pairs = self._context.invocation_metadata() or ()
+        return [value for name, value in pairs if name == key and isinstance(value, str)]
+
     def time_remaining_s(self) -> float | None:
         """Seconds until the deadline."""
         return self._context.time_remaining()

@@ -87,6 +87,9 @@ class Call(Protocol):
     def metadata(self, key: str) -> str | None:
         """The first value of a lower-case ASCII metadata key, or ``None``."""
 
+    def values(self, key: str) -> Sequence[str]:
+        """All values of a lower-case ASCII metadata key, in the order in which they came."""
+
     def time_remaining_s(self) -> float | None:
         """Seconds left until the caller's deadline, ``None`` without one, never negative."""
 

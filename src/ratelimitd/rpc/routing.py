@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
@@ -73,6 +74,9 @@ _ENCODING: Final = b"grpc-encoding"
 _CONTENT_TYPE: Final = b"content-type"
 _MEANINGFUL: Final = frozenset((_TIMEOUT, _ENCODING, _CONTENT_TYPE))
 """Fields that select a route beside the path; all others are metadata."""
+
+_BINARY: Final = b"-bin"
+"""End of the names of binary metadata."""
 
 _TRACEPARENT: Final = TRACEPARENT.encode()
 _MEANINGFUL_TRACED: Final = _MEANINGFUL | {_TRACEPARENT}
@@ -198,12 +202,17 @@ class NativeCall:
     def metadata(self, key: str) -> str | None:
         """Return the first value of a key; ``None`` for binary keys, as with grpcio."""
         wanted = key.encode()
-        if wanted.endswith(b"-bin") or wanted.startswith(b":"):
+        if wanted.endswith(_BINARY) or wanted.startswith(b":"):
             return None
         for name, value in self._fields:
             if name == wanted:
                 return _text(value)
         return None
+
+    def values(self, key: str) -> list[str]:
+        """Return all values of a key that is not binary."""
+        wanted = key.encode()
+        return [_text(value) for name, value in self._fields if name == wanted]
 
     def time_remaining_s(self) -> float | None:
         """Seconds until the deadline."""
@@ -233,6 +242,8 @@ class Router:
         plan: Route = kept  # type: ignore[assignment]  # only this module keeps notes with heads; cast() costs 40 ns
         for name, value in head.varying:
             if name not in plan.meaningful or (name == _TRACEPARENT and not _is_sampled(value)):
+                if name.endswith(_BINARY):
+                    return self._made(head.fields)
                 continue
             if name != _TIMEOUT or not plan.any_deadline or not is_positive_timeout(value):
                 return self._made(head.fields)
@@ -266,6 +277,8 @@ class Router:
             plan.refusal = _UNKNOWN_ENCODING
         elif path not in self._routes:
             plan.refusal = _UNKNOWN_METHOD
+        elif not all(_is_base64(value) for name, value in fields if name.endswith(_BINARY)):
+            plan.refusal = _BAD_BINARY
         else:
             try:
                 plan.timeout_s = parse_timeout_s(found[_TIMEOUT]) if _TIMEOUT in found else None
@@ -309,6 +322,19 @@ def _is_grpc(content_type: bytes) -> bool:
     return content_type.startswith(_GRPC) and rest[:1] in _AFTER_GRPC
 
 
+def _is_base64(value: bytes) -> bool:
+    """Return whether a value is base64, padded or not, or several with commas between (grpc/grpc PROTOCOL-HTTP2.md)."""
+    for part in value.split(b","):
+        bare = part.rstrip(b"=")
+        try:
+            octets = b64decode(bare + b"=" * (-len(bare) % 4), validate=True)
+        except ValueError:
+            return False
+        if b64encode(octets).rstrip(b"=") != bare:
+            return False
+    return True
+
+
 def _is_sampled(traceparent: bytes) -> bool:
     return is_sampled(traceparent.decode("latin-1"))
 
@@ -328,6 +354,10 @@ _UNKNOWN_ENCODING: Final = Refusal(
     RpcError(StatusCode.UNIMPLEMENTED, "grpc-encoding names an unknown compression"),
     TransportError.BAD_REQUEST,
     ACCEPTED_ENCODINGS,
+)
+_BAD_BINARY: Final = Refusal(
+    RpcError(StatusCode.INTERNAL, "binary metadata (-bin) must be base64"),
+    TransportError.BAD_REQUEST,
 )
 _BAD_TIMEOUT: Final = Refusal(
     RpcError(StatusCode.INTERNAL, "Error parsing 'grpc-timeout' metadata"),

@@ -17,6 +17,7 @@ from typing import Final
 
 from ratelimitd.rpc.interface import Call, RpcError, StatusCode
 from ratelimitd.services.errors import rich_error
+from ratelimitd.services.guesses import LOGIN_COST, TokenGuesses
 
 
 class Role(enum.StrEnum):
@@ -80,9 +81,10 @@ class Credentials:
 
 
 class Access:
-    """Checks roles for one set of credentials."""
+    """Checks roles for one set of credentials; ``guesses`` slows callers with wrong tokens."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Credentials, guesses: TokenGuesses) -> None:
+        self._guesses = guesses
         self._admin_digest = _digest(credentials.admin_token)
         self._check_digest = _digest(credentials.check_token)
         self._admin_sans = credentials.admin_sans
@@ -146,14 +148,39 @@ class Access:
         ways += [f"a client certificate with a name of {' or '.join(names)}"] * bool(names)
         return f"this call needs the {role} role: {', or '.join(ways) or 'no credential that holds it is set'}"
 
-    def _held(self, call: Call) -> set[Role]:
-        """Return the roles of the call's credentials; both tokens are always compared, in constant time."""
-        given = _digest(_bearer(call))
+    def holds_admin_token(self, call: Call) -> bool:
+        """Return whether the token that somebody entered into a form is the admin token.
+
+        Raises:
+            RpcError: too many wrong tokens came from the caller's address.
+        """
+        return Role.ADMIN in self._roles_of_token(call, LOGIN_COST)
+
+    def _roles_of_token(self, call: Call, cost: int = 1) -> set[Role]:
+        """Return the roles of the call's token; it is compared with both tokens, in constant time."""
+        token = _bearer(call)
+        if not token or not (self._admin_digest or self._check_digest):
+            return set()
+        self._guesses.admit(call, cost)
+        given = _digest(token)
         held = set()
         if hmac.compare_digest(given, self._admin_digest or _NO_DIGEST):
             held.add(Role.ADMIN)
         if hmac.compare_digest(given, self._check_digest or _NO_DIGEST):
             held.add(Role.CHECK)
+        if held:
+            self._guesses.right(call)
+        else:
+            self._guesses.wrong(call, cost)
+        return held
+
+    def _held(self, call: Call) -> set[Role]:
+        """Return the roles of the call's credentials.
+
+        Raises:
+            RpcError: too many wrong tokens came from the caller's address.
+        """
+        held = self._roles_of_token(call)
         sans = call.peer_sans
         if not self._admin_sans.isdisjoint(sans):
             held.add(Role.ADMIN)

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from ratelimitd.model import IdentifierType
 from ratelimitd.settings.urls import MAX_PORT, parse_database_url, parse_redis_url
+from ratelimitd_wire.addresses import ClientAddresses
 
 T = TypeVar("T")
 
@@ -118,6 +119,17 @@ def names(text: str) -> tuple[str, ...]:
     if not all(name and name.isprintable() for name in found):
         message = "must be names separated by commas"
         raise ValueError(message)
+    return found
+
+
+def proxies(text: str) -> tuple[str, ...]:
+    """Parse addresses and networks of proxies, and ``unix``, separated by commas; empty = none."""
+    found = names(text)
+    try:
+        ClientAddresses(found)
+    except ValueError:
+        message = "must be IP addresses, networks or unix, separated by commas"
+        raise ValueError(message) from None
     return found
 
 

@@ -32,6 +32,7 @@ from ratelimitd.settings.parsing import (
     optional,
     optional_url,
     path,
+    proxies,
     redis_url,
     shown,
     token,
@@ -123,6 +124,8 @@ class Settings:
         "SANs of client certificates with the check role, comma-separated")]
     loopback_admin: Annotated[bool, SettingSpec("off", on_off,
         "on: without ADMIN_TOKEN and ADMIN_SANS, callers from loopback have the admin role; unsafe behind a proxy")]
+    trusted_proxies: Annotated[tuple[str, ...], SettingSpec("", proxies,
+        "proxies whose X-Forwarded-For names the caller of a wrong token, comma-separated; unix for a socket")]
     key_secret: Annotated[bytes, SettingSpec("", key_secret,
         "key of the hash of bucket keys; empty = generated once, in the database", masked)]
     tls_cert: Annotated[Path | None, SettingSpec("", optional(path), "server certificate chain, PEM")]

@@ -255,6 +255,8 @@ class Parts:
     """What the overview shows."""
     may_read: Requirement
     may_administer: Requirement
+    holds_admin_token: Callable[[Call], bool]
+    """Whether the token of a call is the admin token; raises ``RpcError`` after too many wrong ones."""
     actor: Callable[[Call], str]
     """Who the log names for a call."""
     admit: Requirement
@@ -299,7 +301,7 @@ def application(parts: Parts) -> ASGIApp:
     routes: list[BaseRoute] = [
         *overview.routes(),
         static.route(),
-        *LoginPages(frame, sessions, parts.refused, parts.now_s).routes(),
+        *LoginPages(frame, sessions, parts.refused, parts.holds_admin_token).routes(),
         *RulesPages(frame, services, parts.book, trail).routes(),
         *TryPage(frame, services, parts.now_s).routes(),
         *audit_routes(frame, trail),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ratelimitd_client import Check
 from ratelimitd_client.middleware import Identity
-from ratelimitd_client.middleware.identity import MAX_HOPS, ClientAddresses, address_of
+from ratelimitd_wire.addresses import MAX_HOPS, ClientAddresses, address_of
 
 
 def test_a_user_is_the_usual_case():

@@ -15,6 +15,9 @@ class FakeCall:
     def metadata(self, key: str) -> str | None:
         return self.headers.get(key)
 
+    def values(self, key: str) -> list[str]:
+        return [self.headers[key]] if key in self.headers else []
+
     def time_remaining_s(self) -> float | None:
         return None
 

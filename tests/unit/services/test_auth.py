@@ -3,18 +3,18 @@ import pytest
 from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.services.auth import (
     FORWARDING_HEADERS,
-    Access,
     Credentials,
     Role,
     is_loopback,
 )
+from tests.access import access_of
 from tests.unit.services.fake_call import FakeCall, bearer
 
-TOKENS = Access(Credentials(admin_token="admin-secret", check_token="check-secret"))
-SANS = Access(
+TOKENS = access_of(Credentials(admin_token="admin-secret", check_token="check-secret"))
+SANS = access_of(
     Credentials(admin_sans=frozenset({"ops.example"}), check_sans=frozenset({"shop.example"}))
 )
-LOOPBACK = Access(Credentials(check_token="t", loopback_admin=True))
+LOOPBACK = access_of(Credentials(check_token="t", loopback_admin=True))
 ELSEWHERE = "ipv4:10.0.0.1:50000"
 
 
@@ -30,28 +30,28 @@ def verdict(access, role, call):
     return None
 
 
-@pytest.mark.parametrize("access", [Access(Credentials()), LOOPBACK, TOKENS, SANS])
+@pytest.mark.parametrize("access", [access_of(Credentials()), LOOPBACK, TOKENS, SANS])
 def test_open_methods_ask_nothing(access):
     assert access.requirement(Role.OPEN) is None
 
 
 def test_checks_ask_nothing_until_a_check_credential_is_set():
-    assert Access(Credentials(admin_token="t")).requirement(Role.CHECK) is None
-    assert Access(Credentials(check_token="t")).requirement(Role.CHECK) is not None
-    assert Access(Credentials(check_sans=frozenset({"n"}))).requirement(Role.CHECK) is not None
+    assert access_of(Credentials(admin_token="t")).requirement(Role.CHECK) is None
+    assert access_of(Credentials(check_token="t")).requirement(Role.CHECK) is not None
+    assert access_of(Credentials(check_sans=frozenset({"n"}))).requirement(Role.CHECK) is not None
 
 
 @pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
 def test_without_admin_credentials_nobody_reads_and_changes(role):
     for peer in ("ipv4:127.0.0.1:1", "ipv6:[::1]:1", "unix:", ELSEWHERE):
         for call in (FakeCall(peer), bearer("t", peer=peer)):
-            assert verdict(Access(Credentials()), role, call) is StatusCode.UNAUTHENTICATED
+            assert verdict(access_of(Credentials()), role, call) is StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("role", [Role.READ, Role.ADMIN])
 def test_an_admin_credential_takes_the_role_from_loopback(role):
     for credentials in ({"admin_token": "a"}, {"admin_sans": frozenset({"n"})}):
-        access = Access(Credentials(loopback_admin=True, **credentials))
+        access = access_of(Credentials(loopback_admin=True, **credentials))
         assert verdict(access, role, FakeCall()) is StatusCode.UNAUTHENTICATED
 
 
@@ -108,7 +108,7 @@ def test_a_certificate_holds_the_roles_its_names_are_listed_for(sans, on_check, 
     assert verdict(SANS, Role.ADMIN, call) is on_admin
 
 
-BOTH = Access(Credentials(admin_token="t", check_sans=frozenset({"shop.example"})))
+BOTH = access_of(Credentials(admin_token="t", check_sans=frozenset({"shop.example"})))
 TOKEN_NEED = "the bearer token CHECK_TOKEN or ADMIN_TOKEN"
 NAMES_NEED = "a client certificate with a name of CHECK_SANS or ADMIN_SANS"
 
@@ -145,13 +145,13 @@ NAMES_NEED = "a client certificate with a name of CHECK_SANS or ADMIN_SANS"
             "is for loopback only",
         ),
         (
-            Access(Credentials()),
+            access_of(Credentials()),
             Role.READ,
             FakeCall(),
             "the read role: no credential that holds it is set; no valid one was sent",
         ),
         (
-            Access(Credentials(admin_token="t", admin_token_name="in a file")),
+            access_of(Credentials(admin_token="t", admin_token_name="in a file")),
             Role.ADMIN,
             FakeCall(),
             "the admin role: the bearer token in a file; no",

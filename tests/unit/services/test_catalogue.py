@@ -3,10 +3,11 @@ import pytest
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
-from ratelimitd.services.auth import Access, Credentials, Role
+from ratelimitd.services.auth import Credentials, Role
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.services.methods import OUR_SERVICES, ROLES, admission, guarded, names_of
 from ratelimiter.v1 import ratelimiter_pb2
+from tests.access import access_of
 from tests.unit.services.fake_call import FakeCall, bearer
 
 CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
@@ -42,7 +43,7 @@ async def fail_stream(_data, _call):
 
 
 def served(credentials=None, **methods):
-    access = Access(credentials or Credentials(loopback_admin=True))
+    access = access_of(credentials or Credentials(loopback_admin=True))
     return guarded([Methods(**methods)], access, ErrorEdge(CheckStats()))
 
 
@@ -139,7 +140,7 @@ def test_a_shortcut_of_a_method_without_a_role_is_an_error_at_start():
 
 
 def test_a_call_is_admitted_when_its_guard_lets_it_pass():
-    admit = admission(Access(CLOSED))
+    admit = admission(access_of(CLOSED))
     for method in (LIST, LIST.replace("ratelimiter.v1.", "")):
         with pytest.raises(RpcError) as refused:
             admit(bearer("check-secret", method=method))
@@ -149,4 +150,4 @@ def test_a_call_is_admitted_when_its_guard_lets_it_pass():
 
 
 def test_everybody_is_admitted_where_nothing_is_asked():
-    admission(Access(Credentials()))(FakeCall(method=CHECK, peer="ipv4:192.0.2.7:1"))
+    admission(access_of(Credentials()))(FakeCall(method=CHECK, peer="ipv4:192.0.2.7:1"))

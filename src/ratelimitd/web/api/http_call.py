@@ -40,6 +40,10 @@ class HttpCall:
             return self.authorization
         return self.headers.get(key)
 
+    def values(self, key: str) -> list[str]:
+        """All values of a header by its lower-case name."""
+        return self.headers.getlist(key)
+
     def time_remaining_s(self) -> None:
         """Return ``None``: HTTP requests carry no deadline here."""
 
@@ -70,14 +74,6 @@ def peer_of(request: HTTPConnection) -> str:
 async def settled(answer: bytes | Awaitable[bytes]) -> bytes:
     """What a handler answered, at once or later."""
     return answer if isinstance(answer, bytes) else await answer
-
-
-def network_of(request: HTTPConnection) -> str:
-    """The peer's address without its port; of IPv6 the /64, since one host has all of that."""
-    host = peer_of(request).partition(":")[2].rpartition(":")[0].strip("[]")
-    if ":" not in host:
-        return host
-    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
 
 
 MAX_DISCARDED_BYTES: Final = 16 * 1024 * 1024

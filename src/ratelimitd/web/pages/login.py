@@ -1,56 +1,34 @@
-"""Logging in with the admin token or a link, and out again. Tries with a token are bounded for each address."""
+"""Logging in with the admin token or a link, and out again."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from ratelimitd.web.api.http_call import network_of
+from ratelimitd.rpc.interface import Call, RpcError
+from ratelimitd.web.api.http_call import http_call
 from ratelimitd.web.pages.errors import ANSWERS, Cause, Count
 from ratelimitd.web.pages.page_base import SESSION_COOKIE, Fields, Frame, local_path
 from ratelimitd.web.pages.sessions import Sessions
 
-MAX_TRIES: Final = 10
-TRIES_WINDOW_S: Final = 60
-MAX_ADDRESSES: Final = 1_000
-"""Addresses whose tries are remembered; the one that tried least recently is forgotten first."""
-
-
-class Tries:
-    """How often each address tried to log in, in windows that begin with its first try."""
-
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s = now_s
-        self._by_address: OrderedDict[str, tuple[float, int]] = OrderedDict()
-
-    def admit(self, address: str) -> bool:
-        """Count one more try, unless there were too many already."""
-        now_s = self._now_s()
-        started_s, count = self._by_address.pop(address, (now_s, 0))
-        if now_s - started_s >= TRIES_WINDOW_S:
-            started_s, count = now_s, 0
-        admitted = count < MAX_TRIES
-        self._by_address[address] = (started_s, count + admitted)
-        while len(self._by_address) > MAX_ADDRESSES:
-            self._by_address.popitem(last=False)
-        return admitted
-
 
 class LoginPages:
-    """``/login`` and ``/logout``. ``now_s`` never steps back."""
+    """``/login`` and ``/logout``. ``holds_admin_token`` raises ``RpcError`` after too many wrong tokens."""
 
     def __init__(
-        self, frame: Frame, sessions: Sessions, count: Count, now_s: Callable[[], float]
+        self,
+        frame: Frame,
+        sessions: Sessions,
+        count: Count,
+        holds_admin_token: Callable[[Call], bool],
     ) -> None:
         self._frame = frame
         self._sessions = sessions
         self._count = count
-        self._tries = Tries(now_s)
+        self._holds_admin_token = holds_admin_token
 
     def routes(self) -> list[BaseRoute]:
         """Where they are found."""
@@ -74,9 +52,12 @@ class LoginPages:
         visitor = self._frame.visitor(request)
         fields = await self._frame.form_of(request, visitor)
         target = local_path(fields.get("next", "/"))
-        if not self._tries.admit(network_of(request)):
+        token = fields.get("token", "").strip()
+        try:
+            is_right = self._holds_admin_token(http_call(request, "/login", f"Bearer {token}"))
+        except RpcError:
             return self._form(request, target, Cause.TOO_MANY_LOGINS)
-        if not self._sessions.opened_with(fields.get("token", "").strip()):
+        if not is_right:
             return self._form(request, target, Cause.WRONG_TOKEN)
         return self._enter(request, target)
 

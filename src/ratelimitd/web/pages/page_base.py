@@ -219,6 +219,8 @@ class Frame:
                 expired = session is not None
                 cause = Cause.SESSION_EXPIRED if expired else Cause.LOGIN_REQUIRED
                 raise Refused(cause) from None
+            if error.code is StatusCode.RESOURCE_EXHAUSTED:
+                raise Refused(Cause.TOO_MANY_LOGINS) from None
             raise Refused(Cause.NOT_ALLOWED, error.message) from None
         visitor = visitor._replace(admitted=True)
         request.state.visitor = visitor

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from ratelimitd.services.auth import Access, Credentials
+from ratelimitd.services.auth import Credentials
 from ratelimitd.web.pages.errors import Cause, Refused
 from ratelimitd.web.pages.page_base import (
     FORM_COOKIE,
@@ -18,6 +18,7 @@ from ratelimitd.web.pages.page_base import (
 )
 from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.sessions import SESSION_S, Sessions
+from tests.access import access_of
 from tests.page_visitor import PageVisitor, token_in
 
 TOKEN = "a token for the tests"
@@ -33,7 +34,7 @@ class Node:
         self.sessions = Sessions(credentials.get("admin_token", ""), lambda: self.now_s)
         self.frame = Frame(
             node_id="n1",
-            may_read=Access(Credentials(**credentials)).may_read,
+            may_read=access_of(Credentials(**credentials)).may_read,
             sessions=self.sessions,
             count=self.refused.append,
             templates=look()[1],

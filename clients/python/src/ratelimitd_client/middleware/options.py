@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
 from ratelimitd_client.decision import Decision, Reason
-from ratelimitd_client.middleware.identity import ClientAddresses, Identity
+from ratelimitd_client.middleware.identity import Identity
 from ratelimitd_client.middleware.marks import VALID_COST, is_valid_cost
 from ratelimitd_client.middleware.request_info import is_valid_endpoint
+from ratelimitd_wire.addresses import ClientAddresses
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION
 
 R = TypeVar("R", contravariant=True)  # noqa: PLC0105 - the request

@@ -1,0 +1,110 @@
+"""Slows token guesses: a caller whose address showed too many wrong tokens is refused before its token is compared.
+
+One table for every surface of the node. A call without a token is no guess, nor is a right token that lacks the role.
+See ADR 0044.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2
+
+from ratelimitd.algorithms import token_bucket
+from ratelimitd.counters import CheckStats
+from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.rpc.interface import Call, StatusCode
+from ratelimitd.services.errors import rich_error
+from ratelimitd_wire.addresses import ClientAddresses
+
+MAX_GUESSES: Final = 600
+"""Wrong tokens of one address at once, and in each minute after that. A fleet with an old token needs some."""
+
+SPARE: Final = 100
+"""Guesses that only connections without a wrong token get: a caller at an attacked address can still connect."""
+
+LOGIN_COST: Final = 50
+"""What a wrong token in the login form counts: people type ten at once, and one every five seconds."""
+
+MAX_ADDRESSES: Final = 10_000
+MAX_CONNECTIONS: Final = 10_000
+"""Addresses and connections that are remembered; the oldest are forgotten first. About 4 MB when full."""
+
+_RULE: Final = Rule("", "", IdentifierType.IP, MAX_GUESSES, 60, Algorithm.TOKEN_BUCKET)
+
+
+class TokenGuesses:
+    """Counts wrong tokens by address: IPv4, the /64 of IPv6, or all peers of Unix sockets together.
+
+    Args:
+        now_us: the node's clock.
+        trusted_proxies: addresses and networks of proxies whose X-Forwarded-For counts, ``unix`` for Unix sockets.
+    """
+
+    def __init__(
+        self, stats: CheckStats, now_us: Callable[[], int], trusted_proxies: Iterable[str] = ()
+    ) -> None:
+        self._counts = stats.token_guesses
+        self._now_us = now_us
+        proxies = tuple(trusted_proxies)
+        self._has_proxies = bool(proxies)
+        self._addresses = ClientAddresses(proxies)
+        self._spent: OrderedDict[str, Any] = OrderedDict()
+        """Address → state of its token bucket."""
+        self._connections: OrderedDict[str, bool] = OrderedDict()
+        """Peer with its port → whether all its tokens were right. Those of proxies are not in here."""
+
+    def admit(self, call: Call, cost: int = 1) -> None:
+        """Return if the token of ``call`` may be compared.
+
+        Raises:
+            RpcError: RESOURCE_EXHAUSTED, with the delay until the next guess.
+        """
+        was_right = self._connections.get(call.peer)
+        if was_right:
+            return
+        state = self._spent.get(self._address(call))
+        if state is None:
+            return
+        spare = 0 if was_right is None else SPARE
+        outcome = token_bucket.decide(state, _RULE, self._now_us(), cost + spare)
+        if not outcome[0]:
+            self._counts["refused"] += 1
+            retry = error_details_pb2.RetryInfo(retry_delay=Duration(seconds=outcome[3]))
+            message = "too many wrong tokens came from this address"
+            raise rich_error(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WRONG_TOKENS", message, retry)
+
+    def right(self, call: Call) -> None:
+        """Remember a connection by its right token, unless it showed a wrong one."""
+        if call.peer not in self._connections and self._has_port(call):
+            self._remember(call.peer, all_right=True)
+
+    def wrong(self, call: Call, cost: int = 1) -> None:
+        """Charge a wrong token to its address."""
+        self._counts["wrong"] += 1
+        if self._has_port(call):
+            self._remember(call.peer, all_right=False)
+        address = self._address(call)
+        state, now_us = self._spent.pop(address, None), self._now_us()
+        self._spent[address] = token_bucket.decide(state, _RULE, now_us, cost)[5]
+        if len(self._spent) > MAX_ADDRESSES:
+            self._spent.popitem(last=False)
+
+    def _remember(self, peer: str, *, all_right: bool) -> None:
+        self._connections[peer] = all_right
+        if len(self._connections) > MAX_CONNECTIONS:
+            self._connections.popitem(last=False)
+
+    def _has_port(self, call: Call) -> bool:
+        """Return whether the peer names one connection of one caller: it does not behind a proxy or a Unix socket."""
+        forwarded = self._has_proxies and call.values("x-forwarded-for")
+        return not forwarded and call.peer.startswith("ip")
+
+    def _address(self, call: Call) -> str:
+        scheme, _, host = call.peer.partition(":")
+        peer = host if scheme.startswith("ip") else ""
+        forwarded_for = call.values("x-forwarded-for") if self._has_proxies else ()
+        return self._addresses.of(peer, forwarded_for) or scheme

@@ -1,0 +1,159 @@
+"""Wrong tokens: how many an address has, who is refused then, and who is not."""
+
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from ratelimitd.counters import CheckStats
+from ratelimitd.rpc.interface import RpcError, StatusCode
+from ratelimitd.services import guesses
+from ratelimitd.services.auth import Access, Credentials, Role
+from ratelimitd.services.guesses import LOGIN_COST, MAX_GUESSES, SPARE, TokenGuesses
+from tests.unit.services.fake_call import FakeCall, bearer
+
+RIGHT = "the-admin-token"
+TRIES = MAX_GUESSES - SPARE
+"""What a connection has that showed a wrong one."""
+
+
+class Node:
+    def __init__(self, *trusted_proxies, **credentials):
+        self.now_us = 1_700_000_000_000_000
+        self.stats = CheckStats()
+        table = TokenGuesses(self.stats, lambda: self.now_us, trusted_proxies)
+        self.access = Access(Credentials(admin_token=RIGHT, **credentials), table)
+        self.required = self.access.requirement(Role.ADMIN)
+
+    def code(self, call):
+        try:
+            self.required(call)
+        except RpcError as error:
+            return error.code
+        return StatusCode.OK
+
+    def guess(self, times, peer="ipv4:192.0.2.1:1", **options):
+        return {self.code(bearer("guess", peer=peer, **options)) for _ in range(times)}
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+def test_after_so_many_wrong_tokens_no_token_of_the_address_is_compared(node):
+    assert node.guess(TRIES) == {StatusCode.UNAUTHENTICATED}
+    assert node.guess(5) == {StatusCode.RESOURCE_EXHAUSTED}
+    assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.1:1")) is StatusCode.RESOURCE_EXHAUSTED
+    assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.2:1")) is StatusCode.OK
+    assert node.stats.token_guesses == {"wrong": TRIES, "refused": 6}
+
+
+def test_the_refusal_says_when_to_try_again_and_then_one_more_is_compared(node):
+    node.guess(TRIES)
+    with pytest.raises(RpcError) as refused:
+        node.required(bearer("guess", peer="ipv4:192.0.2.1:1"))
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    details = status_pb2.Status.FromString(refused.value.details).details
+    assert details[0].Unpack(info)
+    assert details[1].Unpack(retry)
+    assert info.reason == "TOO_MANY_WRONG_TOKENS"
+    node.now_us += retry.retry_delay.seconds * 1_000_000
+    assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.1:1")) is StatusCode.OK
+
+
+def test_connections_that_showed_no_wrong_token_have_some_to_spare(node):
+    node.guess(TRIES)
+    assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.1:2")) is StatusCode.OK
+    fresh = {
+        code for port in range(3, 3 + SPARE) for code in node.guess(1, f"ipv4:192.0.2.1:{port}")
+    }
+    assert fresh == {StatusCode.UNAUTHENTICATED}
+    assert node.guess(1, "ipv4:192.0.2.1:9999") == {StatusCode.RESOURCE_EXHAUSTED}
+    assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.1:2")) is StatusCode.OK, "known by now"
+
+
+def test_a_connection_that_showed_a_wrong_token_is_not_known_for_a_right_one(node):
+    known = "ipv4:192.0.2.1:1"
+    node.code(bearer(RIGHT, peer=known))
+    node.guess(1, known)
+    node.code(bearer(RIGHT, peer=known))
+    node.guess(TRIES - 1, known)
+    assert node.code(bearer(RIGHT, peer=known)) is StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_no_token_and_a_role_that_is_missing_are_no_guesses():
+    node = Node(check_token="the-check-token")
+    for call in (FakeCall(), bearer(""), bearer("the-check-token"), FakeCall(peer_sans=("a",))):
+        assert {node.code(call) for _ in range(2 * MAX_GUESSES)} <= {
+            StatusCode.UNAUTHENTICATED,
+            StatusCode.PERMISSION_DENIED,
+        }
+    assert node.stats.token_guesses == {"wrong": 0, "refused": 0}
+
+
+def test_a_login_counts_as_many(node):
+    call = bearer("guess")
+    for _ in range(TRIES // LOGIN_COST):
+        assert not node.access.holds_admin_token(call)
+    with pytest.raises(RpcError):
+        node.access.holds_admin_token(bearer(RIGHT))
+    assert node.guess(1, call.peer) == {StatusCode.RESOURCE_EXHAUSTED}, "one table for all surfaces"
+
+
+def forwarded(address):
+    return {"authorization": "Bearer guess", "x-forwarded-for": address}
+
+
+def test_behind_a_trusted_proxy_the_forwarded_address_counts():
+    node = Node("192.0.2.0/24")
+    proxy = "ipv4:192.0.2.1:1"
+    for _ in range(MAX_GUESSES):
+        assert node.code(FakeCall(proxy, headers=forwarded("198.51.100.1"))) is (
+            StatusCode.UNAUTHENTICATED
+        )
+    refused = FakeCall(proxy, headers=forwarded("203.0.113.9, 198.51.100.1"))
+    assert node.code(refused) is StatusCode.RESOURCE_EXHAUSTED
+    other = forwarded("198.51.100.2") | {"authorization": f"Bearer {RIGHT}"}
+    assert node.code(FakeCall(proxy, headers=other)) is StatusCode.OK
+    guessed = FakeCall(proxy, headers=forwarded("198.51.100.1"))
+    assert node.code(guessed) is StatusCode.RESOURCE_EXHAUSTED, "of no connection is it known"
+
+
+def test_a_header_from_elsewhere_counts_for_nothing():
+    node = Node("192.0.2.0/24")
+    codes = [
+        node.code(FakeCall("ipv4:198.51.100.1:1", headers=forwarded(f"203.0.113.{number % 256}")))
+        for number in range(MAX_GUESSES + 1)
+    ]
+    assert codes[-1] is StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("ipv6:[2001:db8::1]:1", "ipv6:[2001:db8::2]:1", True),
+        ("ipv6:[2001:db8::1]:1", "ipv6:[2001:db8:0:1::1]:1", False),
+        ("unix:", "unix:", True),
+        ("unknown:", "unix:", False),
+    ],
+)
+def test_an_address_is_that_of_a_host(node, one, other, same):
+    node.guess(MAX_GUESSES, one)
+    expected = StatusCode.RESOURCE_EXHAUSTED if same else StatusCode.UNAUTHENTICATED
+    node.guess(MAX_GUESSES, one)
+    for port in range(SPARE):
+        node.guess(1, f"{one}{port}")
+    assert node.guess(1, other) == {expected}
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(guesses, "MAX_ADDRESSES", 2)
+    monkeypatch.setattr(guesses, "MAX_CONNECTIONS", 2)
+    node = Node()
+    for number in (1, 2, 3):
+        node.guess(MAX_GUESSES, f"ipv4:192.0.2.{number}:1")
+    table = node.access._guesses  # what it holds is to be seen nowhere else
+    assert len(table._spent) == len(table._connections) == 2
+    assert node.guess(1, "ipv4:192.0.2.1:1") == {StatusCode.UNAUTHENTICATED}, (
+        "the oldest is forgotten"
+    )
+    assert node.guess(1, "ipv4:192.0.2.3:1") == {StatusCode.RESOURCE_EXHAUSTED}
