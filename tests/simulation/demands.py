@@ -185,14 +185,17 @@ def what_was_spent_beside_each_other_is_paid_back(played: Played) -> str:
 
 
 def excess_of(told: Scenario, spends: Sequence[Spend], limit: int) -> float:
-    """What the worst interval has over a limit; an answer may come 10 ms after the time that was charged."""
+    """What the worst interval has over a limit; an answer may come 10 ms after the time that was charged.
+
+    One that the view gave when the store had not, and that the store granted all the same, comes 20 ms later.
+    """
     length_us = told.window_seconds * SECOND
     if told.algorithm is Algorithm.TOKEN_BUCKET:
         return _worst_level(spends, limit / length_us) - limit
     # A fixed window may be used up at its end and again at the beginning of the next.
     windows = 2 if told.algorithm is Algorithm.FIXED_WINDOW else 1
-    apart_us = 2 * (told.skew_us + told.caller_times_us)
-    return _most_in(spends, length_us - apart_us - 10 * MS) - windows * limit
+    apart_us = 2 * (told.skew_us + told.caller_times_us) + (30 if told.loss else 10) * MS
+    return _most_in(spends, length_us - apart_us) - windows * limit
 
 
 def _worst_level(spends: Sequence[Spend], rate: float) -> float:
@@ -281,7 +284,8 @@ def _locked_out(played: Played, from_s: float) -> str:
     most_us = (
         int((told.nodes + 2 * told.cost / told.limit) * told.window_seconds * SECOND) + SECOND // 2
     )
-    if told.caller_times_us:  # what callers dated ahead fills the next window
+    is_fixed = told.algorithm is Algorithm.FIXED_WINDOW
+    if told.caller_times_us or is_fixed:  # what is owed, or callers dated ahead, fills the next
         most_us += told.window_seconds * SECOND
     longest_s = longest_us / SECOND
     return "" if longest_us <= most_us else f"nothing was allowed for {longest_s:.1f} s"
@@ -290,7 +294,7 @@ def _locked_out(played: Played, from_s: float) -> str:
 def a_reset_frees(played: Played) -> str:
     """Half a second after it is known of, half the limit has passed, if so much was asked for."""
     told = played.scenario
-    others = (told.outages, told.edit_s, told.crash_s, told.mute, told.deaf)
+    others = (told.outages, told.edit_s, told.crash_s, told.mute, told.deaf, told.bursts)
     if not told.reset_s or any(others) or told.loss > 0.1:
         return ""
     return next(filter(None, (_frees(played, reset_s) for reset_s in _freed_at(told))), "")
@@ -300,7 +304,7 @@ def _frees(played: Played, reset_s: float) -> str:
     told = played.scenario
     known_us = 0
     if told.news_loss or told.loss:  # then it is read again, and that may be lost, too
-        known_us = 2 * SECOND if told.loss else SECOND
+        known_us = 3 * SECOND if told.loss else SECOND
     from_us = START_US + int(reset_s * SECOND)
     until_us = from_us + known_us + SECOND // 2
     offered = sum(cost for at_us, cost in played.offered if from_us + known_us <= at_us < until_us)

@@ -265,6 +265,7 @@ def _reset_under_attack(made: Scenario, source: random.Random) -> Plot:
     return made, {
         "reset_s": 2.0,
         "flush_s": flush_s,
+        "duplicates": 0.0,
         "loss": source.choice([0.0, 0.02]),
         **quiet,
     }
