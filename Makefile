@@ -51,6 +51,10 @@ test-long: setup ## run the tests that take minutes
 soak: setup ## of test-long the node under load alone, for SOAK_S seconds (600), with its figures
 	@$(BIN)/python -m pytest -q -s -m long tests/system/test_soak.py
 
+.PHONY: mutants
+mutants: setup ## put SAMPLE (800) small faults into the code, one at a time, and see that the tests notice each
+	@$(BIN)/python tools/mutants.py --sample $(or $(SAMPLE),800)
+
 # One target for each check, so that one that fails does not hide the others.
 LINTS := format ruff mypy pyright imports spelling contract generated pins docs
 
