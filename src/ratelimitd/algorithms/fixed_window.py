@@ -42,7 +42,8 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
         start_us = at_us - at_us % window_us
         if latest_us < start_us:
             count = 0
-        elif count > limit:  # the limit was lowered: the window is used up, not overdrawn
+        # equivalent: at the limit, or above it when that was lowered, the window is used up and not overdrawn
+        elif count > limit:
             count = limit
 
     end_us = start_us + window_us

@@ -100,7 +100,7 @@ def entered(state: State | None, rule: Rule, runs: Sequence[tuple[int, int]]) ->
     cells = array("q", state or ())
     length = len(cells) >> 1
     times, sums = cells[:length], cells[length:] or array("q", [0])
-    if len(runs) <= FEW_RUNS:
+    if len(runs) <= FEW_RUNS:  # equivalent: both ways give the same log
         _insert(times, sums, runs)
     else:
         times, sums = _merged(times, sums, runs)
@@ -174,6 +174,7 @@ def _appended(state: State, first: int, at_us: int, cost: int) -> State:
         appended = times + sums[:-_CELL] + _pack_one(total)
     else:
         appended = b"".join((times, _pack_one(at_us), sums, _pack_one(total)))
+    # equivalent: as a log has an odd number of cells, 2 * MAX_RUNS + 2 is the same bound
     if total > MAX_SUM or len(appended) > (2 * MAX_RUNS + 1) * _CELL:
         return _compacted(appended)
     return appended

@@ -93,6 +93,17 @@ def test_a_denied_check_waits_for_its_own_cost():
         assert decide(state, rule(10, 60), now_us + waits_s * SECOND, cost).allowed
 
 
+@pytest.mark.parametrize("gone", range(10))
+def test_a_denied_check_waits_from_what_is_left_however_much_has_left(gone):
+    state = log(*((T + number * SECOND, 1) for number in range(10)), base=7)
+    now_us = T + (60 + gone) * SECOND - 1
+    for cost in range(gone + 1, 11):
+        waited = decide(state, rule(10, 60), now_us, cost)
+        assert not waited.allowed
+        assert waited.retry_after == cost - gone
+        assert decide(state, rule(10, 60), now_us + waited.retry_after * SECOND, cost).allowed
+
+
 def test_the_last_token_is_answered_with_the_time_of_the_next_one():
     state = log((T, 2), (T + 10 * SECOND, 3))
     outcome = decide(state, rule(10, 60), T + 30 * SECOND, 5)
@@ -295,6 +306,11 @@ def test_many_runs_are_entered_as_if_one_by_one(seed):
             one_by_one = sliding_window.entered(one_by_one, a_rule, [run])
         state = sliding_window.entered(state, a_rule, runs)
         assert runs_of(state) == runs_of(one_by_one)
+
+
+def test_as_many_runs_as_a_log_may_have_are_entered_unmerged():
+    runs = [(T + number, 1) for number in range(MAX_RUNS)]
+    assert runs_of(sliding_window.entered(None, rule(1, 60), runs)) == runs
 
 
 def test_very_many_runs_that_are_entered_merge_to_the_later_times():

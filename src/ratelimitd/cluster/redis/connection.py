@@ -172,9 +172,12 @@ MAX_TURNS: Final = 8
 
 _NOTHING: Final = object()
 
-_TOO_LONG: Final = re.compile(rb"\r\n(?:[*%~>|][0-9]{6}|[$=!][0-9]{8})")
-"""A header that announces at least 100,000 elements or 10 MB, more than any reply to our requests. hiredis allocates an
-array when it reads the header: 2,147,483,647 elements took 20 s and 16 GB."""
+_TOO_LONG: Final = re.compile(rb"\r\n(?:[*%~>|][0-9]{6}|[$=!][0-9]{7})")
+"""A header that announces at least 100,000 elements or 1 MB in one, more than any reply to our requests. hiredis
+allocates an array when it reads the header: 2,147,483,647 elements took 20 s and 16 GB."""
+
+MAX_REPLY_BYTES: Final = 32 * 1024 * 1024
+"""Limit of octets without the end of a reply: a batch of 100 logs of 16,384 entries has 26 MB."""
 
 _SEAM_BYTES: Final = 10
 """Octets at the ends of a read that may be part of such a header."""
@@ -207,6 +210,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._reader = Reader(notEnoughData=_NOTHING)
         self._seam = b"\r\n"
+        self._unfinished_bytes = 0
         self._transport: asyncio.Transport
         self._outgoing: list[bytes] = []
         self._waiting: deque[Request] = deque()
@@ -276,9 +280,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Pass each complete reply to the oldest unanswered request."""
         reader, waiting = self._reader, self._waiting
-        seam = self._seam + data[:_SEAM_BYTES]
-        self._seam = (seam if len(data) <= _SEAM_BYTES else data)[-_SEAM_BYTES:]
-        if _TOO_LONG.search(data) or _TOO_LONG.search(seam):
+        if self._announces_too_much(data):
             self._drop_garbage()
             return
         reader.feed(data)
@@ -290,6 +292,7 @@ class Connection(asyncio.Protocol):
                 return
             if reply is _NOTHING:
                 return
+            self._unfinished_bytes = 0
             if not waiting:
                 if self.unasked(reply):
                     continue
@@ -305,6 +308,14 @@ class Connection(asyncio.Protocol):
                     self._on_error(request, str(reply))
                 else:
                     request.tell(reply)
+
+    def _announces_too_much(self, data: bytes) -> bool:
+        """Return whether a header says so, or a reply has become too long; headers may be cut between two reads."""
+        self._unfinished_bytes += len(data)
+        seam = self._seam + data[:_SEAM_BYTES]
+        self._seam = (seam if len(data) <= _SEAM_BYTES else data)[-_SEAM_BYTES:]
+        found = _TOO_LONG.search(data) or _TOO_LONG.search(seam)
+        return found is not None or self._unfinished_bytes > MAX_REPLY_BYTES
 
     def _drop_garbage(self) -> None:
         self.drop(StoreUnavailableError("the shared state does not speak its protocol"))

@@ -4,6 +4,7 @@ import pytest
 
 from ratelimitd.cluster.redis.connection import (
     LATE_S,
+    MAX_REPLY_BYTES,
     MAX_TURNS,
     REQUEST_S,
     SILENCE_S,
@@ -386,7 +387,7 @@ async def test_octets_that_are_no_reply_end_the_connection(octets):
     assert str(told[0]) == "the shared state does not speak its protocol"
 
 
-@pytest.mark.parametrize("header", [b"*2147483647\r\n", b"%100000\r\n", b"$10000000\r\n"])
+@pytest.mark.parametrize("header", [b"*2147483647\r\n", b"%100000\r\n", b"$1000000\r\n"])
 @pytest.mark.parametrize(
     "before", [b"", b"+OK\r\n", b"$3\r\nabc\r\n", b"*2\r\n$70\r\n" + b"x" * 70 + b"\r\n"]
 )
@@ -409,6 +410,69 @@ async def test_a_reply_as_long_as_the_bound_is_read():
     told = await setup.asked()
     setup.connection.data_received(b"*99999\r\n" + b":1\r\n" * 99_999)
     assert told == [[1] * 99_999]
+
+
+async def test_a_reply_that_does_not_end_is_not_kept():
+    setup = Setup()
+    told = await setup.asked()
+    setup.connection.data_received(b"*99999\r\n")
+    element, fed = b"$999999\r\n" + bytes(999_999) + b"\r\n", 0
+    while not setup.transport.aborted:
+        setup.connection.data_received(element)
+        fed += len(element)
+    assert MAX_REPLY_BYTES < fed + len(b"*99999\r\n") <= MAX_REPLY_BYTES + len(element)
+    assert str(told[0]) == "the shared state does not speak its protocol"
+
+
+async def test_many_long_replies_are_no_long_reply():
+    setup = Setup()
+    element = b"$999999\r\n" + bytes(999_999) + b"\r\n"
+    for _ in range(40):
+        told = await setup.asked()
+        setup.connection.data_received(element)
+        assert len(told[0]) == 999_999
+    assert not setup.transport.aborted
+
+
+GARBAGE = [
+    b"\0", b"\xff" * 64, b"\r\n", b"\n", b" ", b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    b"SSH-2.0-OpenSSH_9.6\r\n", b"\x16\x03\x01\x00\xa5\x01", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b'{"a": 1}\r\n', b"?\r\n", b"@1\r\n", b"*\r\n", b"*-2\r\n", b"*+1\r\n", b"* 1\r\n", b"*1x\r\n",
+    b"*18446744073709551616\r\n", b"*9223372036854775807\r\n", b"*1\r\n" * 12 + b":1\r\n", b"*99999\r\n" * 12,
+    b"$\r\n", b"$-2\r\n", b"$abc\r\n", b"$9223372036854775807\r\n", b"$3\r\nabcdef\r\n", b"$0\r\n\r\n\r\n",
+    b":\r\n", b":1x\r\n", b":99999999999999999999\r\n", b":-\r\n", b"+OK\n+OK\n" * 5_000 + b"\0\r\n\0\r\n",
+    b"%1\r\n*0\r\n+x\r\n", b"%-2\r\n", b"~-2\r\n", b",nan,\r\n,\r\n", b"#x\r\n", b"_x\r\n", b"(12a\r\n",
+    b"=3\r\nabc\r\n\0", b">1\r\n+x\r\n\0", b"|1\r\n+a\r\n+b\r\n\0", b"+OK\r\n+OK\r\n+OK\r\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("octets", GARBAGE)
+@pytest.mark.parametrize("cut", [1, 7, 10_000])
+async def test_whatever_comes_in_place_of_a_reply_each_request_is_told_once_and_in_time(
+    octets, cut
+):
+    setup = Setup()
+    told = [await setup.asked() for _ in range(2)]
+    for first in range(0, len(octets), cut):
+        if not setup.transport.aborted:
+            setup.connection.data_received(octets[first : first + cut])
+    while not setup.transport.aborted and setup.now_s < 100 + 2 * SILENCE_S:
+        setup.timer()
+    assert setup.transport.aborted
+    assert [len(one) for one in told] == [1, 1]
+
+
+async def test_a_reply_that_drips_ends_at_the_deadline_of_its_request():
+    setup = Setup()
+    told = await setup.asked()
+    for _ in range(20):
+        setup.connection.data_received(b"+")
+        setup.timer()
+        if setup.transport.aborted:
+            break
+    assert isinstance(told[0], StoreSlowError)
+    assert setup.now_s <= 100 + SILENCE_S + TIMEOUT_S
+    assert setup.transport.aborted
 
 
 async def test_an_answer_to_nothing_ends_the_connection():
