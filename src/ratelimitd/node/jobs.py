@@ -84,6 +84,10 @@ class Upkeep:
             _log.warning("the node's clock is within a second of the wall clock again")
 
 
+GC_THRESHOLDS: Final = (2_000, 10, 1_000)
+"""New container objects per collection of the youngest; collections of one generation per collection of the next. By
+default a full one runs every 70,000 objects: with 1,000 large calls waiting, 8 to 35 ms every 0.7 s."""
+
 # A full garbage collection walks every container object, and nothing runs meanwhile: 40 ms for the modules alone, up
 # to 350 ms with a book of 100,000 rules, less than 0.1 ms once all of them are frozen (CPython 3.11). Buckets do not
 # count: a million of them, bytes in dicts of bytes, add nothing measurable.
@@ -91,6 +95,7 @@ def tidy() -> None:
     """Collect garbage and freeze the rest. Takes tens of milliseconds: not while serving."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def admission(access: Access) -> Callable[[Call], None]:
 def _role_of(path: str) -> Role:
     role = ROLES.get(path)
     if role is None:
-        message = f"{path} has no role: add it to the table in services/catalogue.py"
+        message = f"{path} has no role: add it to the table in services/methods.py"
         raise StartupError(message)
     return role
 

@@ -163,7 +163,7 @@ class RateLimiterService:
         started_s = self._perf_counter_s()
         items = split_batch(data, MAX_BATCH_ITEMS)
         if items is not None and len(items) > SLICE_ITEMS:
-            return self._answer_long(call.peer, data, items, started_s)
+            return self._answer_long(call.peer, data, started_s)
         questions = self._bulk.read(items or ())
         if items is not None and None not in questions:
             parts = self._answer_in_bulk(items, questions, self._limiter.book, 0, len(items))
@@ -186,11 +186,11 @@ class RateLimiterService:
             self._stats.invalid_total += 1
             raise
 
-    async def _answer_long(
-        self, peer: str, data: bytes, items: Sequence[bytes], started_s: float
-    ) -> bytes:
+    async def _answer_long(self, peer: str, data: bytes, started_s: float) -> bytes:
         """Read all items, then answer all: nothing is charged if one is malformed."""
         async with self._long_batches.held(peer):
+            # Split again, in 0.15 ms: a million items of waiting batches made garbage collections of 50 ms.
+            items = cast("list[bytes]", split_batch(data, MAX_BATCH_ITEMS))
             book = self._limiter.book
             questions: list[Question | None] = []
             for start in range(0, len(items), SLICE_ITEMS):

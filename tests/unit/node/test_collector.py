@@ -7,8 +7,10 @@ from ratelimitd.node import jobs
 
 @pytest.fixture(autouse=True)
 def _as_it_was():
+    thresholds = gc.get_threshold()
     yield
     gc.enable()
+    gc.set_threshold(*thresholds)
 
 
 def test_no_collection_takes_place_while_a_book_is_loaded_and_none_walks_it_afterwards():
@@ -45,3 +47,9 @@ def test_tidying_collects_what_is_garbage_before_it_freezes():
     jobs.tidy()
     assert Node.ended
     assert gc.get_freeze_count() > frozen
+
+
+def test_a_node_walks_everything_a_thousandth_as_often_as_what_is_middle_aged():
+    gc.set_threshold(700, 10, 10)
+    jobs.tidy()
+    assert gc.get_threshold() == (2_000, 10, 1_000)

@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -256,6 +257,17 @@ class TestBatchesOfCanonicalChecks:
         assert allowed[0] == 0
         assert max(later - before for before, later in itertools.pairwise(allowed)) == SLICE_ITEMS
         assert stats.allowed_total == sum(stats.latency_counts) == MAX_BATCH_ITEMS
+
+    async def test_long_batches_that_wait_for_their_turn_are_only_bytes(self, service):
+        data = pb.BatchRateLimitRequest(requests=[A_CHECK] * MAX_BATCH_ITEMS).SerializeToString()
+        blocks = sys.getallocatedblocks()
+        answering = [
+            asyncio.ensure_future(service.check_rate_limit_batch(data, CALL))
+            for _ in range(8 + 100)
+        ]
+        await asyncio.sleep(0)
+        assert sys.getallocatedblocks() - blocks < 8 * 3 * MAX_BATCH_ITEMS + 100 * 100
+        assert {len(responses(await each)) for each in answering} == {MAX_BATCH_ITEMS}
 
     async def test_no_turn_of_the_loop_reads_more_than_a_slice(self, service, monkeypatch):
         read, sizes = service._bulk.read, []
