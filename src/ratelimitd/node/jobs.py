@@ -89,6 +89,7 @@ GC_THRESHOLDS: Final = (2_000, 10, 100)
 full one every 2 million objects. By default it is every 70,000: with 1,000 large calls waiting, 8 to 35 ms every 0.7 s.
 Garbage that only a full one frees stays below 30 MB: 1.5 KB for each closed connection, which cost 100 objects."""
 
+
 # A full garbage collection walks every container object, and nothing runs meanwhile: 40 ms for the modules alone, up
 # to 350 ms with a book of 100,000 rules, less than 0.1 ms once all of them are frozen (CPython 3.11). Buckets do not
 # count: a million of them, bytes in dicts of bytes, add nothing measurable.
