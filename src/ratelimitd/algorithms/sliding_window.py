@@ -40,6 +40,7 @@ State = bytes
 MAX_RUNS: Final = 16_384
 """Maximum runs of a log; beyond it neighbours merge into the later timestamp. Bounds a bucket to 256 KiB (I17)."""
 
+# equivalent: it chooses between two ways that give the same log
 FEW_RUNS: Final = 16
 """Up to this many, inserting one by one is faster than a pass over the log."""
 
@@ -87,7 +88,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     if cost > limit:
         return (DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
     # The earliest run with whose leaving the cost fits.
-    leaving = bisect_left(cells, gone + used + cost - limit, runs + first + 1) - runs - 1
+    leaving = bisect_left(cells, gone + used + cost - limit, runs) - runs - 1
     retry_after = -(-(cells[leaving] + window_us - now_us) // US_PER_S)
     return (DENIED, remaining, reset_time, min(retry_after, INT32_MAX), LIMIT_EXCEEDED, state)
 
@@ -106,8 +107,9 @@ def entered(state: State | None, rule: Rule, runs: Sequence[tuple[int, int]]) ->
         times, sums = _merged(times, sums, runs)
     first = bisect_right(times, times[-1] - rule.window_us)
     state = times[first:].tobytes() + sums[first:].tobytes()
-    if sums[-1] > MAX_SUM:
+    if sums[-1] > MAX_SUM:  # equivalent: at MAX_SUM both ways give a log of the same runs
         state = _compacted(state)
+    # equivalent: as a log has an odd number of cells, 2 * MAX_RUNS + 2 is the same bound
     while len(state) > (2 * MAX_RUNS + 1) * _CELL:
         state = _compacted(state)
     return state

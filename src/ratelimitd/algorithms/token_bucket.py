@@ -46,11 +46,12 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     else:
         spent, latest_us = state
         # Comparisons, not min() and max(): a call costs 60 ns, a comparison 15.
-        if spent > capacity:  # noqa: PLR1730 - the limit was lowered: one whole capacity is owed, not more
+        # The limit was lowered: one whole capacity is owed, not more. equivalent: >= assigns the value it has
+        if spent > capacity:  # noqa: PLR1730
             spent = capacity
-        if now_us > latest_us:
+        if now_us > latest_us:  # equivalent: >= adds 0 µs
             spent -= (now_us - latest_us) * limit
-            if spent < 0:  # noqa: PLR1730
+            if spent < 0:  # noqa: PLR1730 - equivalent: <= assigns the value it has
                 spent = 0
             at_us = now_us
         else:

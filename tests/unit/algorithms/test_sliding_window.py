@@ -195,6 +195,13 @@ def test_sums_start_anew_also_when_the_last_run_grows():
     assert spend(rule(100, 60), T, 1, state) == log((T, 4))
 
 
+def test_a_log_of_as_many_runs_as_it_may_have_is_not_merged_when_its_sums_start_anew():
+    runs = [(T + number, 1) for number in range(MAX_RUNS)]
+    state = log(*runs, base=2**62 - MAX_RUNS)
+    after = spend(rule(2 * MAX_RUNS, 60), T + MAX_RUNS - 1, 1, state)
+    assert runs_of(after) == [*runs[:-1], (T + MAX_RUNS - 1, 2)]
+
+
 def test_a_log_answers_the_same_wherever_its_sums_start():
     rng = random.Random(1)
     for _ in range(200):
