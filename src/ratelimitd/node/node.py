@@ -288,6 +288,7 @@ class Node:
                 now_s=self._now_s,
                 refused=self.stats.web_refusal,
                 ratelimit_headers=self._settings.ratelimit_headers,
+                queue=self._queue,
             )
         )
         # Ends the streams of open pages, which would delay the drain.

@@ -25,6 +25,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratelimitd import __version__
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.observe.exposition import Page
 from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.rpc.interface import Call, Methods
@@ -270,6 +271,8 @@ class Parts:
     """Counts one request that was refused."""
     ratelimit_headers: str
     """Revision of the ``RateLimit`` fields."""
+    queue: FairQueue
+    """Reads and writes large JSON in turn with the large calls of gRPC."""
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -290,6 +293,7 @@ def application(parts: Parts) -> ASGIApp:
         admit=parts.admit,
         translate=parts.translate,
         http_check=HttpCheck(parts.now_s, parts.ratelimit_headers),
+        queue=parts.queue,
     )
     overview = OverviewPage(
         frame,

@@ -32,7 +32,7 @@ from ratelimitd.rpc.messages import (
 )
 from ratelimitd.web.api import json_messages
 from ratelimitd.web.api.http_call import BodyTooLargeError, EncodingUnsupportedError, uncompressed
-from ratelimitd.web.api.json_messages import json_of, message_from_json
+from ratelimitd.web.api.json_messages import Turn, json_of, message_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class UnaryProtocol(Protocol):
     def timeout_s(self, headers: Headers) -> float | None:
         """How long the caller waits, ``None``: without end; raises ``RpcError`` when that is malformed."""
 
-    async def message_of(self, body: bytes, headers: Headers, types: Types) -> bytes:
+    async def message_of(self, body: bytes, headers: Headers, types: Types, turn: Turn) -> bytes:
         """The request's message, serialised; raises ``RpcError`` or ``InvalidInputError`` when it is none."""
 
-    async def answer(self, message: bytes, types: Types) -> Response:
+    async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
         """The answer that carries this serialised message."""
 
     def failure(self, error: RpcError) -> Response:
@@ -146,24 +146,24 @@ class ConnectJson(Connect):
 
     max_body_bytes = json_messages.MAX_BODY_BYTES
 
-    async def message_of(self, body: bytes, headers: Headers, types: Types) -> bytes:
+    async def message_of(self, body: bytes, headers: Headers, types: Types, turn: Turn) -> bytes:
         """Read strictly: see :mod:`ratelimitd.web.api.json_messages`."""
         text = self._uncompressed(body, headers)
-        return (await message_from_json(text, types.request)).SerializeToString()
+        return (await message_from_json(text, types.request, turn)).SerializeToString()
 
-    async def answer(self, message: bytes, types: Types) -> Response:
+    async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
         """Every field is there, under the contract's name."""
-        return Response(await json_of(types.answer.FromString(message)), media_type=JSON)
+        return Response(await json_of(types.answer.FromString(message), turn), media_type=JSON)
 
 
 class ConnectProto(Connect):
     """Bodies are serialised messages; what they hold is for the services to judge."""
 
-    async def message_of(self, body: bytes, headers: Headers, _types: Types) -> bytes:
+    async def message_of(self, body: bytes, headers: Headers, _types: Types, _turn: Turn) -> bytes:
         """The body."""
         return self._uncompressed(body, headers)
 
-    async def answer(self, message: bytes, _types: Types) -> Response:
+    async def answer(self, message: bytes, _types: Types, _turn: Turn) -> Response:
         """The message."""
         return Response(message, media_type=PROTO)
 
@@ -204,7 +204,7 @@ class GrpcWeb:
             message = "grpc-timeout must be up to 8 digits and a unit"
             raise RpcError(StatusCode.INVALID_ARGUMENT, message) from None
 
-    async def message_of(self, body: bytes, headers: Headers, _types: Types) -> bytes:
+    async def message_of(self, body: bytes, headers: Headers, _types: Types, _turn: Turn) -> bytes:
         """The only message of the body."""
         reader = MessageReader(MAX_MESSAGE_BYTES)
         # Two at most: a body of zeros would be 800,000 messages, and hold everybody up for as many µs.
@@ -216,7 +216,7 @@ class GrpcWeb:
         encoding = headers.get("grpc-encoding", "identity") if part.compressed else "identity"
         return uncompressed(part.content, encoding, MAX_MESSAGE_BYTES)
 
-    async def answer(self, message: bytes, _types: Types) -> Response:
+    async def answer(self, message: bytes, _types: Types, _turn: Turn) -> Response:
         """The message, and that all is well."""
         return Response(framed(message) + _trailers(_OK), media_type=GRPC_WEB_PROTO)
 

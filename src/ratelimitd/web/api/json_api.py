@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -19,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.rpc.interface import Call, Methods, RpcError, UnaryHandler
 from ratelimitd.web.api.connect import (
     GRPC_WEB,
@@ -32,6 +34,7 @@ from ratelimitd.web.api.connect import (
     UnaryProtocol,
 )
 from ratelimitd.web.api.http_call import body_of, http_call
+from ratelimitd.web.api.json_messages import Turn
 from ratelimitd.web.pages.invoke import Deadline, handled
 from ratelimitd_wire.ratelimit_headers import ratelimit_headers
 from ratelimiter.v1 import ratelimiter_pb2
@@ -46,9 +49,9 @@ class HttpCheck(ConnectJson):
         self._now_s = now_s
         self._revision = revision
 
-    async def answer(self, message: bytes, types: Types) -> Response:
+    async def answer(self, message: bytes, types: Types, turn: Turn) -> Response:
         """200 or 429, by the decision in the body; also what was let through unchecked is 200."""
-        response = await super().answer(message, types)
+        response = await super().answer(message, types, turn)
         decision = ratelimiter_pb2.RateLimitResponse.FromString(message)
         response.headers.update(limit_fields(decision, self._now_s(), self._revision))
         if not decision.allowed:
@@ -126,10 +129,12 @@ class JsonApi:
         admit: Admission,
         translate: Translation,
         http_check: HttpCheck,
+        queue: FairQueue,
     ) -> None:
         self._methods = {method.path: method for method in _methods_of(methods)}
         self._admit = admit
         self._translate = translate
+        self._queue = queue
         self._check_protocols = {JSON: http_check}
 
     def routes(self) -> list[BaseRoute]:
@@ -168,11 +173,12 @@ class JsonApi:
         self._admit(call)
         deadline = Deadline(protocol.timeout_s(request.headers))
         body = await body_of(request, protocol.max_body_bytes)
-        message = await protocol.message_of(body, request.headers, method.types)
+        turn = partial(self._queue.run, call.peer)
+        message = await protocol.message_of(body, request.headers, method.types, turn)
         answer = await handled(
             method.handler, message, call, receive=request.receive, deadline=deadline
         )
-        return await protocol.answer(answer, method.types)
+        return await protocol.answer(answer, method.types, turn)
 
 
 def _methods_of(methods: Methods) -> Iterator[_Method]:

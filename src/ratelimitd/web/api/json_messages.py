@@ -1,26 +1,27 @@
 """Requests as JSON: the text of a body to a message of the contract, or an error that names every field in the way.
 
 Stricter than the library's reader, which takes a list for a message, the same field under both its names and a mask in
-camel case only, and whose errors quote what was sent. Never holds the event loop for long, whatever the text; never
-knows what a field means. See ADR 0030.
+camel case only, and whose errors quote what was sent. Never holds the event loop for long, whatever the text: large
+messages are read and written in steps of the queue that all large calls share. Never knows what a field means. See ADR
+0030.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
+from ratelimitd.rpc.interface import LARGE_BYTES
 
 MAX_BODY_BYTES: Final = 1024 * 1024
 """1,000 checks with the longest names are 0.7 MB."""
@@ -48,6 +49,7 @@ BODY: Final = "body"
 """What an error calls the text itself."""
 
 MessageT = TypeVar("MessageT", bound=Message)
+T = TypeVar("T")
 
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 """RFC 8259, section 6: proto3 JSON takes numbers also as strings, where callers cannot hold 64 bits."""
@@ -61,19 +63,28 @@ class _WrongValueError(Exception):
     """A value is not one of its field; the text says what would be."""
 
 
-async def message_from_json(body: bytes, message_class: type[MessageT]) -> MessageT:
-    """The message that a body says. Other calls have their turn between two pieces of a long one.
+class Turn(Protocol):
+    """How a large call takes its next step."""
+
+    def __call__(self, step: Callable[[], T], /) -> Awaitable[T]:
+        """Return the result of ``step``, run when it is this caller's turn, or raise its error."""
+
+
+async def message_from_json(body: bytes, message_class: type[MessageT], turn: Turn) -> MessageT:
+    """The message that a body says. One of at most ``LARGE_BYTES`` and ``SLICE_ITEMS`` items is read at once.
 
     Raises:
         InvalidInputError: it is no JSON, or not of this message; the text quotes names of fields only.
     """
-    value = _value_of(body)
+    is_large = len(body) > LARGE_BYTES
+    parse = partial(_value_of, body)
+    value = await turn(parse) if is_large else parse()
     message = message_class()
     reading = _Reading()
-    for _ in reading.fill(message, value, ""):
-        if len(reading.violations) >= MAX_VIOLATIONS:
-            break
-        await asyncio.sleep(0)
+    read = partial(any, reading.fill(message, value, ""))
+    more = await turn(read) if is_large else read()
+    while more and len(reading.violations) < MAX_VIOLATIONS:
+        more = await turn(read)
     if reading.violations:
         raise InvalidInputError(*reading.violations[:MAX_VIOLATIONS])
     return message
@@ -122,12 +133,12 @@ def _refuse(description: str) -> NoReturn:
 
 
 class _Reading:
-    """One body on its way into a message. Its methods are generators: they pause where other tasks may run."""
+    """One body on its way into a message. Its methods are generators: they yield ``True`` where other tasks may run."""
 
     def __init__(self) -> None:
         self.violations: list[FieldViolation] = []
 
-    def fill(self, message: Message, value: object, path: str) -> Iterator[None]:
+    def fill(self, message: Message, value: object, path: str) -> Iterator[bool]:
         """Set the fields of ``message``; ``path`` is its place with a dot behind it, empty for the whole."""
         if not isinstance(value, dict):
             self._complain(path.rstrip(".") or BODY, "must be a JSON object")
@@ -146,7 +157,7 @@ class _Reading:
 
     def _set(
         self, message: Message, field: FieldDescriptor, content: object, place: str
-    ) -> Iterator[None]:
+    ) -> Iterator[bool]:
         if field.is_repeated:
             yield from self._extend(getattr(message, field.name), field, content, place)
         elif field.message_type is None:
@@ -163,13 +174,13 @@ class _Reading:
 
     def _extend(
         self, items: Any, field: FieldDescriptor, content: object, place: str
-    ) -> Iterator[None]:
+    ) -> Iterator[bool]:
         if not isinstance(content, list):
             self._complain(place, "must be a JSON array")
             return
         for index, item in enumerate(content):
             if index and not index % SLICE_ITEMS:
-                yield
+                yield True
             here = f"{place}[{index}]"
             if field.message_type is not None:
                 yield from self.fill(items.add(), item, f"{here}.")
@@ -271,23 +282,28 @@ class _Member(NamedTuple):
     value: Callable[[Any], object]
 
 
-async def json_of(message: Message) -> bytes:
-    """The body that says ``message``. Other calls have their turn between two pieces of a long one."""
+async def json_of(message: Message, turn: Turn) -> bytes:
+    """The body that says ``message``. A list of at most ``SLICE_ITEMS`` items is written at once."""
     members = []
     for member in _present(message):
         value = getattr(message, member.name)
-        text = await _list_text(value, member.item) if member.item else _dumped(member.value(value))
+        text = (
+            await _list_text(value, member.item, turn)
+            if member.item
+            else _dumped(member.value(value))
+        )
         members.append(f'"{member.name}":{text}')
     return f"{{{','.join(members)}}}\n".encode()
 
 
-async def _list_text(items: Any, write: Callable[[Any], object]) -> str:
-    texts: list[str] = []
-    for start in range(0, len(items), SLICE_ITEMS):
-        if start:
-            await asyncio.sleep(0)
-        texts += [_dumped(write(item)) for item in items[start : start + SLICE_ITEMS]]
-    return f"[{','.join(texts)}]"
+async def _list_text(items: Any, write: Callable[[Any], object], turn: Turn) -> str:
+    def texts(start: int) -> str:
+        return ",".join(_dumped(write(item)) for item in items[start : start + SLICE_ITEMS])
+
+    if len(items) <= SLICE_ITEMS:
+        return f"[{texts(0)}]"
+    pieces = [await turn(partial(texts, start)) for start in range(0, len(items), SLICE_ITEMS)]
+    return f"[{','.join(pieces)}]"
 
 
 def _object(message: Message) -> dict[str, object]:

@@ -12,6 +12,7 @@ from ratelimitd.services.errors import rich_error, rpc_error
 from ratelimitd.web.api.connect import HTTP_STATUS, ConnectJson, ConnectProto, Types
 from ratelimitd.web.api.http_call import BodyTooLargeError, EncodingUnsupportedError
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.unit.web.api.turns import at_once
 
 TYPES = Types(pb.RateLimitRequest, pb.RateLimitResponse)
 
@@ -97,25 +98,27 @@ PLAIN, GZIP = Headers({}), Headers({"content-encoding": "gzip"})
 
 async def test_bodies_may_be_compressed():
     for protocol, body in ((ConnectJson(), b'{"peek":true}'), (ConnectProto(), b"\x30\x01")):
-        message = await protocol.message_of(gzip.compress(body), GZIP, TYPES)
+        message = await protocol.message_of(gzip.compress(body), GZIP, TYPES, at_once)
         assert pb.RateLimitRequest.FromString(message).peek
 
 
 async def test_what_inflates_to_too_much_is_refused_before_it_does():
     bomb = gzip.compress(bytes(ConnectJson.max_body_bytes + 1))
     with pytest.raises(BodyTooLargeError):
-        await ConnectJson().message_of(bomb, GZIP, TYPES)
+        await ConnectJson().message_of(bomb, GZIP, TYPES, at_once)
 
 
 async def test_json_goes_in_and_out():
-    message = await ConnectJson().message_of(b'{"identifier":"u","peek":true}', PLAIN, TYPES)
+    message = await ConnectJson().message_of(
+        b'{"identifier":"u","peek":true}', PLAIN, TYPES, at_once
+    )
     assert pb.RateLimitRequest.FromString(message) == pb.RateLimitRequest(identifier="u", peek=True)
-    response = await ConnectJson().answer(b"", TYPES)
+    response = await ConnectJson().answer(b"", TYPES, at_once)
     assert response.media_type == "application/json"
     assert json.loads(response.body)["allowed"] is False
 
 
 async def test_messages_go_in_and_out_as_they_are():
-    assert await ConnectProto().message_of(b"\xff", PLAIN, TYPES) == b"\xff"
-    response = await ConnectProto().answer(b"\x08\x01", TYPES)
+    assert await ConnectProto().message_of(b"\xff", PLAIN, TYPES, at_once) == b"\xff"
+    response = await ConnectProto().answer(b"\x08\x01", TYPES, at_once)
     assert (response.media_type, response.body) == ("application/proto", b"\x08\x01")

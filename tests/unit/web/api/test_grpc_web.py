@@ -7,14 +7,15 @@ from ratelimitd.rpc.interface import RpcError, StatusCode
 from ratelimitd.rpc.messages import MessageReader, framed
 from ratelimitd.web.api.connect import GrpcWeb, Types
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.unit.web.api.turns import at_once
 
 TYPES = Types(pb.RateLimitRequest, pb.RateLimitResponse)
 PLAIN = Headers({})
 
 
 async def test_the_message_is_taken_out_of_its_frame():
-    assert await GrpcWeb().message_of(b"\x00\x00\x00\x00\x02ab", PLAIN, TYPES) == b"ab"
-    assert await GrpcWeb().message_of(b"\x00\x00\x00\x00\x00", PLAIN, TYPES) == b""
+    assert await GrpcWeb().message_of(b"\x00\x00\x00\x00\x02ab", PLAIN, TYPES, at_once) == b"ab"
+    assert await GrpcWeb().message_of(b"\x00\x00\x00\x00\x00", PLAIN, TYPES, at_once) == b""
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ async def test_the_message_is_taken_out_of_its_frame():
 )
 async def test_a_body_that_is_not_one_plain_message_is_refused(body):
     with pytest.raises(RpcError, match="must be one message") as refused:
-        await GrpcWeb().message_of(body, PLAIN, TYPES)
+        await GrpcWeb().message_of(body, PLAIN, TYPES, at_once)
     assert refused.value.code is StatusCode.INVALID_ARGUMENT
 
 
@@ -44,20 +45,20 @@ async def test_of_a_body_of_many_messages_no_more_are_read_than_say_so(monkeypat
 
     monkeypatch.setattr(MessageReader, "feed", counted)
     with pytest.raises(RpcError, match="must be one message"):
-        await GrpcWeb().message_of(bytes(4 << 20), PLAIN, TYPES)
+        await GrpcWeb().message_of(bytes(4 << 20), PLAIN, TYPES, at_once)
     assert len(read) == 2
 
 
 async def test_a_message_may_be_compressed():
     body = framed(gzip.compress(b"ab"))
     headers = Headers({"grpc-encoding": "gzip"})
-    assert await GrpcWeb().message_of(b"\x01" + body[1:], headers, TYPES) == b"ab"
+    assert await GrpcWeb().message_of(b"\x01" + body[1:], headers, TYPES, at_once) == b"ab"
     # The flag of the message says so, not the header.
-    assert await GrpcWeb().message_of(framed(b"ab"), headers, TYPES) == b"ab"
+    assert await GrpcWeb().message_of(framed(b"ab"), headers, TYPES, at_once) == b"ab"
 
 
 async def test_an_answer_is_a_message_and_trailers():
-    response = await GrpcWeb().answer(b"ab", TYPES)
+    response = await GrpcWeb().answer(b"ab", TYPES, at_once)
     assert (response.status_code, response.media_type) == (200, "application/grpc-web+proto")
     assert response.body == b"\x00\x00\x00\x00\x02ab\x80\x00\x00\x00\x10grpc-status: 0\r\n"
 

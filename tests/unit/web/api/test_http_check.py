@@ -6,6 +6,7 @@ from ratelimitd.web.api.connect import Types
 from ratelimitd.web.api.json_api import HttpCheck, limit_fields
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.unit.web.api.turns import at_once
 
 NOW_S = 1_700_006_400.25
 RULE_ID = "0e8f3b6c-7b5e-4a39-9d5f-0a1c7f0f2b11"
@@ -24,7 +25,7 @@ def denial(**fields):
 async def answer(message):
     types = Types(pb.RateLimitRequest, pb.RateLimitResponse)
     return await HttpCheck(lambda: NOW_S, NEWEST_REVISION).answer(
-        message.SerializeToString(), types
+        message.SerializeToString(), types, at_once
     )
 
 

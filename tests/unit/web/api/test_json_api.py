@@ -1,5 +1,6 @@
 import asyncio
 import json
+import time
 from http import HTTPStatus
 
 import httpx
@@ -7,6 +8,7 @@ import pytest
 from starlette.applications import Starlette
 
 from ratelimitd.counters import CheckStats
+from ratelimitd.fair_queue import FairQueue
 from ratelimitd.rpc.interface import Methods, RpcError, StatusCode
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.web.api.connect import GRPC_WEB_PROTO, JSON, PROTO
@@ -39,6 +41,7 @@ class Node:
             admit=self.admit,
             translate=self.edge.translate,
             http_check=HttpCheck(lambda: 0.0, NEWEST_REVISION),
+            queue=FairQueue(time.monotonic),
         )
         self.app = Starlette(routes=api.routes())
 

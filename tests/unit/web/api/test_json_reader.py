@@ -1,4 +1,3 @@
-import asyncio
 import json
 from contextlib import suppress
 
@@ -20,6 +19,7 @@ from ratelimitd.web.api.json_messages import (
     message_from_json,
 )
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.unit.web.api.turns import Turns, at_once
 
 REQUESTS: list[type[Message]] = [
     pb.RateLimitRequest,
@@ -62,7 +62,7 @@ def messages(message_class):
 
 def read(text, message_class=pb.RateLimitRequest):
     body = text if isinstance(text, bytes) else json.dumps(text).encode()
-    reading = message_from_json(body, message_class)
+    reading = message_from_json(body, message_class, at_once)
     # It waits for nothing but its next turn, which is given here, for a loop of its own would take most of the time.
     while True:
         try:
@@ -260,21 +260,18 @@ def test_a_mask_is_bounded():
     }
 
 
-async def test_others_have_their_turn_while_a_long_list_is_read():
-    turns = 0
-
-    async def count():
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    other = asyncio.create_task(count())
+async def test_a_long_list_is_read_in_turns_and_a_short_one_at_once():
+    turns = Turns()
     body = json.dumps({"requests": [{"identifier": "u"}] * (5 * SLICE_ITEMS)}).encode()
-    message = await message_from_json(body, pb.BatchRateLimitRequest)
-    other.cancel()
+    message = await message_from_json(body, pb.BatchRateLimitRequest, turns)
     assert len(message.requests) == 5 * SLICE_ITEMS
-    assert turns >= 3
+    assert turns.taken == 6, "the text, and five slices"
+    short = json.dumps({"requests": [{}] * SLICE_ITEMS}).encode()
+    await message_from_json(short, pb.BatchRateLimitRequest, turns)
+    assert turns.taken == 6
+    dense = json.dumps({"requests": [{}] * 3 * SLICE_ITEMS}).encode()
+    await message_from_json(dense, pb.BatchRateLimitRequest, turns)
+    assert turns.taken == 8, "what is few bytes and many items"
 
 
 def test_what_no_error_could_name_is_not_read():

@@ -7,6 +7,7 @@ from google.protobuf import empty_pb2, json_format
 
 from ratelimitd.web.api.json_messages import SLICE_ITEMS, json_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.unit.web.api.turns import Turns, at_once
 
 RESPONSE = pb.RateLimitResponse(
     allowed=True, remaining_tokens=4, reset_time=2**60, reason=pb.WITHIN_LIMIT, rule_id='é\n"'
@@ -18,7 +19,7 @@ METRIC = pb.Metric(
 
 
 def written(message):
-    return asyncio.run(json_of(message))
+    return asyncio.run(json_of(message, at_once))
 
 
 def as_the_library(message):
@@ -56,18 +57,11 @@ def test_fields_come_in_the_order_of_the_contract_in_one_line():
     )
 
 
-async def test_others_have_their_turn_while_a_long_list_is_written():
-    turns = 0
-
-    async def count():
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    other = asyncio.create_task(count())
+async def test_a_long_list_is_written_in_turns_and_a_short_one_at_once():
+    turns = Turns()
     message = pb.BatchRateLimitResponse(responses=[RESPONSE] * (5 * SLICE_ITEMS))
-    text = await json_of(message)
-    other.cancel()
+    text = await json_of(message, turns)
     assert json.loads(text) == as_the_library(message)
-    assert turns >= 3
+    assert turns.taken == 5
+    await json_of(pb.BatchRateLimitResponse(responses=[RESPONSE] * SLICE_ITEMS), turns)
+    assert turns.taken == 5
