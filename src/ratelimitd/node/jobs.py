@@ -84,7 +84,7 @@ class Upkeep:
             _log.warning("the node's clock is within a second of the wall clock again")
 
 
-GC_THRESHOLDS: Final = (2_000, 10, 100)
+GC_THRESHOLDS: Final = (1_000, 10, 200)
 """New container objects per collection of the youngest; collections of one generation per collection of the next: a
 full one every 2 million objects. By default it is every 70,000: with 1,000 large calls waiting, 8 to 35 ms every 0.7 s.
 Garbage that only a full one frees stays below 30 MB: 1.5 KB for each closed connection, which cost 100 objects."""

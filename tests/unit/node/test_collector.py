@@ -52,4 +52,4 @@ def test_tidying_collects_what_is_garbage_before_it_freezes():
 def test_a_full_collection_is_rare_in_a_node():
     gc.set_threshold(700, 10, 10)
     jobs.tidy()
-    assert gc.get_threshold() == (2_000, 10, 100)
+    assert gc.get_threshold() == (1_000, 10, 200)

@@ -17,6 +17,7 @@ from ratelimitd.services.rate_limiter import (
     COUNT_ABOVE_BYTES,
     MAX_ASKS,
     MAX_BATCH_ITEMS,
+    SHORT_ITEMS,
     SLICE_ITEMS,
     RateLimiterService,
 )
@@ -154,7 +155,7 @@ def test_a_batch_that_is_no_message_is_refused_and_counted(service, stats):
 
 
 def test_a_batch_of_one_slice_is_answered_at_once(service):
-    assert len(batch(service, *[A_CHECK] * SLICE_ITEMS)) == SLICE_ITEMS
+    assert len(batch(service, *[A_CHECK] * SHORT_ITEMS)) == SHORT_ITEMS
 
 
 async def test_no_iteration_answers_more_than_a_slice(service, limiter):
@@ -198,12 +199,12 @@ async def test_a_thousand_items_are_answered_and_one_more_is_refused(service, li
 
 
 async def test_a_long_batch_that_is_spelled_otherwise_is_answered_in_slices_too(service, limiter):
-    data = pb.BatchRateLimitRequest(requests=[A_CHECK] * (SLICE_ITEMS + 1)).SerializeToString()
+    data = pb.BatchRateLimitRequest(requests=[A_CHECK] * (SHORT_ITEMS + 1)).SerializeToString()
     answering = service.check_rate_limit_batch(
         data + b"\x78\x01", CALL
     )  # a field that we do not know
     assert limiter.asked == []
-    assert len(responses(await answering)) == SLICE_ITEMS + 1
+    assert len(responses(await answering)) == SHORT_ITEMS + 1
 
 
 def test_a_long_batch_is_refused_without_being_parsed(service, monkeypatch):
@@ -288,14 +289,14 @@ class TestBatchesOfCanonicalChecks:
     async def test_rules_that_change_hold_for_the_rest_of_a_batch(self, service, limiter, stats):
         answering = asyncio.ensure_future(answer_to(service, [A_CHECK] * 4 * SLICE_ITEMS))
         await until(lambda: stats.allowed_total == SLICE_ITEMS)
-        limiter.replace_book(RuleBook.of([replace(self.RULE, limit=150)], 2))
+        limiter.replace_book(RuleBook.of([replace(self.RULE, limit=75)], 2))
         await until(lambda: stats.allowed_total > SLICE_ITEMS)
         limiter.replace_book(RuleBook.of([], 3))
         answers = responses(await answering)
-        limits = [2_000] * SLICE_ITEMS + [150] * SLICE_ITEMS + [0] * 2 * SLICE_ITEMS
+        limits = [2_000] * SLICE_ITEMS + [75] * SLICE_ITEMS + [0] * 2 * SLICE_ITEMS
         assert [answer.limit for answer in answers] == limits
-        assert sum(answer.reason == pb.LIMIT_EXCEEDED for answer in answers) == 50
-        assert {answer.reason for answer in answers[200:]} == {pb.NO_RULE}
+        assert sum(answer.reason == pb.LIMIT_EXCEEDED for answer in answers) == 25
+        assert {answer.reason for answer in answers[2 * SLICE_ITEMS :]} == {pb.NO_RULE}
 
     def test_a_check_that_fails_is_answered_fail_open_in_its_place(self, service, stats):
         broken = pb.RateLimitRequest(identifier="broken", identifier_type="user", endpoint="/a")
@@ -373,13 +374,13 @@ class TestChecksThatWait:
         assert (stats.invalid_total, sum(stats.latency_counts)) == (2, len(items))
 
     async def test_those_of_a_long_batch_wait_slice_by_slice(self, service, limiter, stats):
-        items = [waits(), A_CHECK] * SLICE_ITEMS
+        items = [waits(), A_CHECK] * 2 * SLICE_ITEMS
         limiter.may_answer.set()
         answers = responses(await answer_to(service, items))
         left = [answer.remaining_tokens for answer in answers]
-        assert left[::2] == [*range(100, 100 + SLICE_ITEMS // 2)] * 2
-        assert left[1::2] == [*range(1, SLICE_ITEMS + 1)]
-        assert len(limiter.waited) == 2
+        assert left[::2] == [*range(100, 100 + SLICE_ITEMS // 2)] * 4
+        assert left[1::2] == [*range(1, 2 * SLICE_ITEMS + 1)]
+        assert len(limiter.waited) == 4
         assert sum(stats.latency_counts) == len(items)
 
     async def test_few_slices_wait_at_a_time_and_one_caller_does_not_hold_up_another(
