@@ -354,8 +354,9 @@ def main() -> int:
             copies.put(Copy(Path(directory, str(number))))
 
         # Tests that fail anyway would notice every mutant.
-        quick = {PARTS[mutant.part].tests for mutant in sample}
-        if not all(map(Copy(Path(directory, "whole")).passes, quick)):
+        parts = [PARTS[mutant.part] for mutant in sample]
+        tests = {tests for part in parts for tests in (part.tests, part.more) if tests}
+        if not all(map(Copy(Path(directory, "whole")).passes, tests)):
             print("the tests fail without a mutant")
             return 1
 

@@ -85,6 +85,8 @@ def test_whole_seconds_that_agree_give_way_to_the_finer_clock_of_the_node(second
 def test_milliseconds_that_agree_give_way_to_the_finer_clock_of_the_node():
     assert bounded(NOW_US // 1000, NOW_US, MINUTE_US) == NOW_US
     assert bounded(NOW_US // 1000 - 1, NOW_US, MINUTE_US) == (NOW_US // 1000 - 1) * 1000
+    at_us = NOW_US // 1000 * 1000
+    assert bounded(at_us // 1000 - 1, at_us, MINUTE_US) == at_us, "just one unit apart"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ class TokenBucketAccount:
         if state is None or state[0] <= capacity:
             return token_bucket.decide(state, rule, now_us, cost)
         refilled = _refilled(state, rule, now_us)
-        if refilled[0] > capacity:
+        if (
+            refilled[0] > capacity
+        ):  # equivalent: at capacity the algorithm denies with the same numbers
             return token_bucket.denied(state, rule, now_us, cost, refilled)
         outcome = token_bucket.decide(refilled, rule, now_us, cost)
         return outcome if outcome[0] else (*outcome[:5], state)

@@ -63,6 +63,9 @@ def test_the_lock_says_where_its_node_answers_while_that_runs(tmp_path):
     assert StateDir.address_in(tmp_path) == "127.0.0.1:9090"
     state_dir.close()
     assert StateDir.address_in(tmp_path) == ""
+    assert (tmp_path / LOCK_NAME).read_bytes() == b"", (
+        "the next node may hold the lock before it has an address"
+    )
 
 
 def test_an_address_that_a_killed_node_left_does_not_count(tmp_path):

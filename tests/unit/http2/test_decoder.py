@@ -361,6 +361,13 @@ def test_a_bomb_is_not_read_to_its_end():
     assert refused(decoder, block, errors.LIST_TOO_LARGE) is HeaderBombError
 
 
+def test_a_list_that_is_no_bomb_yet_is_read_on():
+    just_none = AUTHORITY_X * BOMB_FACTOR
+    with pytest.raises(HeaderListTooLargeError):
+        Decoder(4096, 43).decode(just_none)
+    assert refused(Decoder(4096, 43), just_none + POST, errors.LIST_TOO_LARGE) is HeaderBombError
+
+
 def test_a_bomb_of_references_stops_early_and_makes_no_copies():
     decoder = Decoder()
     decoder.decode(b"\x40\x01k\x7f\xd0\x1e" + b"x" * 4047)

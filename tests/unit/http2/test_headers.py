@@ -279,6 +279,12 @@ def test_an_equal_field_does_not_vary_though_it_is_another_object():
     assert head.varying == ()
 
 
+def test_a_head_of_another_method_has_no_model():
+    blocks = Blocks()
+    blocks.read(*PSEUDO, *REST)
+    assert blocks.read((b":method", b"GET"), *PSEUDO[1:], *REST).model is None
+
+
 def test_the_field_that_varied_last_is_judged_each_time():
     blocks = Blocks()
     model = blocks.read(*PSEUDO, *REST, (b"grpc-timeout", b"1S"))

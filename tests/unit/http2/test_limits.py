@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from ratelimitd.http2.errors import Cause, ConnectionFailureError
@@ -10,6 +13,25 @@ CAUSES = list(ALLOWANCES)
 def spend(meter, cause, times, work=0):
     for _ in range(times):
         meter.charge(cause, work)
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "operations.md"
+
+
+def documented():
+    """Cause → what the document says is free: at once, per answer, per second."""
+    found = {}
+    for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
+        free = re.search(r"free: ([\d,]+), (\d+)(?: \((\w+): (\d+)\))?, (\d+)", line)
+        for cause in re.findall(r"`(\w+)`", line.split("|")[1]) if free else ():
+            burst, per_work, word, other, per_second = free.groups()
+            per_work = other if word and word in cause else per_work
+            found[cause] = int(burst.replace(",", "")), int(per_work), int(per_second)
+    return found
+
+
+def test_what_is_free_is_what_the_document_says():
+    assert documented() == {str(cause): tuple(free) for cause, free in ALLOWANCES.items()}
 
 
 @pytest.mark.parametrize("cause", CAUSES)

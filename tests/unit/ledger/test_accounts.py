@@ -157,6 +157,14 @@ def test_the_quickest_judge_judges_alike(of):
     assert account(of).judge_of(None, of) is DECIDE[of.algorithm]
 
 
+def test_a_capacity_above_the_time_in_us_is_overdrawn_as_any_other():
+    vast = rule(Algorithm.TOKEN_BUCKET, limit=2**31 - 1, window_seconds=60)
+    state = account(vast).charged(None, vast, [(NOW, vast.limit), (NOW, 10)])
+    judge = account(vast).judge_of(state, vast)
+    assert judge(state, vast, NOW, 1) == account(vast).judge(state, vast, NOW, 1)
+    assert judge(state, vast, NOW, 1)[2] == DECIDE[vast.algorithm](None, vast, NOW, 1)[2] + 60
+
+
 def test_what_comes_free_between_two_times():
     assert [account(BUCKET).freed(BUCKET, NOW, NOW + us) for us in (-S, 0, 1, S)] == [0, 0, 1, 1]
     assert [account(LOG).freed(LOG, NOW, NOW + us) for us in (-S, 0, 1, S)] == [0, 0, 1, 1]

@@ -5,7 +5,6 @@ from google.rpc import error_details_pb2, status_pb2
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import RpcError, StatusCode
-from ratelimitd.services import guesses
 from ratelimitd.services.auth import Access, Credentials, Role
 from ratelimitd.services.guesses import LOGIN_COST, MAX_GUESSES, SPARE, TokenGuesses
 from tests.unit.services.fake_call import FakeCall, bearer
@@ -145,15 +144,12 @@ def test_an_address_is_that_of_a_host(node, one, other, same):
     assert node.guess(1, other) == {expected}
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(guesses, "MAX_ADDRESSES", 2)
-    monkeypatch.setattr(guesses, "MAX_CONNECTIONS", 2)
-    node = Node()
-    for number in (1, 2, 3):
-        node.guess(MAX_GUESSES, f"ipv4:192.0.2.{number}:1")
+def test_what_is_remembered_is_bounded(node):
+    node.guess(MAX_GUESSES)
+    for number in range(9_999):
+        node.guess(1, f"ipv4:198.18.{number // 256}.{number % 256}:1")
+    assert node.guess(1) == {StatusCode.RESOURCE_EXHAUSTED}
+    node.guess(1, "ipv4:192.0.2.2:1")
+    assert node.guess(1) == {StatusCode.UNAUTHENTICATED}, "the oldest is forgotten"
     table = node.access._guesses  # what it holds is to be seen nowhere else
-    assert len(table._spent) == len(table._connections) == 2
-    assert node.guess(1, "ipv4:192.0.2.1:1") == {StatusCode.UNAUTHENTICATED}, (
-        "the oldest is forgotten"
-    )
-    assert node.guess(1, "ipv4:192.0.2.3:1") == {StatusCode.RESOURCE_EXHAUSTED}
+    assert len(table._spent) == len(table._connections) == 10_000
