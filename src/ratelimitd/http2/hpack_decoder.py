@@ -100,7 +100,9 @@ _MOST_INDEX: Final = 0x7F + 0x7E
 """Of those that `Decoder.follow` reads: up to two octets, and one more stays so."""
 
 _ONE_MORE_ENTRY: Final = bytes(
-    octet + (octet < 0x7F or 0x80 + FIRST_DYNAMIC_INDEX <= octet < 0xFE) for octet in range(256)
+    # equivalent: 0x7F, as a second octet, is of an index above `_MOST_INDEX`, which is never followed
+    octet + (octet < 0x7F or 0x80 + FIRST_DYNAMIC_INDEX <= octet < 0xFE)
+    for octet in range(256)
 ).replace(b"\xfe\xff", b"\x80\xff")
 """What an index becomes when an entry is inserted before it; a table for ``bytes.translate``. An octet above 0x80 is an
 index, 0xFF with the octet behind it. 0xFE needs a second one: it becomes 0x80, which is no index."""

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ratelimitd.http2.errors import Cause, ConnectionFailureError
-from ratelimitd.http2.limits import ALLOWANCES, AbuseMeter
+from ratelimitd.http2.limits import ALLOWANCES, AbuseMeter, Limits
 from ratelimitd_wire.codes import ErrorCode
 
 CAUSES = list(ALLOWANCES)
@@ -28,6 +28,14 @@ def documented():
             per_work = other if word and word in cause else per_work
             found[cause] = int(burst.replace(",", "")), int(per_work), int(per_second)
     return found
+
+
+def test_answers_that_wait_are_bounded_where_the_document_says():
+    limits = Limits()
+    assert (limits.max_buffered_bytes, limits.max_unread_bytes) == (4 << 20, 32 << 20)
+    assert "over 4 MiB new calls of its connection are refused, at 32 MiB it ends" in (
+        DOCUMENT.read_text(encoding="utf-8")
+    )
 
 
 def test_what_is_free_is_what_the_document_says():

@@ -437,6 +437,15 @@ def test_a_finished_request_gives_credit_to_the_connection_alone():
     assert client.collect() == [Frame(WINDOW_UPDATE, 0, 0, (10).to_bytes(4, "big"))]
 
 
+def test_as_much_credit_is_told_as_came_with_requests_between_other_frames():
+    client = peer(connection_window_bytes=20)
+    client.forget()
+    for stream_id in range(1, 41, 2):
+        client.feed(ping(b"8 octets") + client.post(stream_id, b"x"))
+    told = [sent.payload for sent in client.sent if sent.type == WINDOW_UPDATE]
+    assert sum(int.from_bytes(payload, "big") for payload in told) == 20
+
+
 def test_data_that_nobody_sees_is_credited_at_once():
     client = peer(stream_window_bytes=10, connection_window_bytes=20)
     client.feed(client.get(1))

@@ -157,6 +157,11 @@ def test_the_quickest_judge_judges_alike(of):
     assert account(of).judge_of(None, of) is DECIDE[of.algorithm]
 
 
+def test_what_is_not_overdrawn_is_judged_by_the_algorithm_itself():
+    for spent in (0, 10 * TOKEN):
+        assert account(BUCKET).judge_of((spent, NOW), BUCKET) is DECIDE[BUCKET.algorithm]
+
+
 def test_a_capacity_above_the_time_in_us_is_overdrawn_as_any_other():
     vast = rule(Algorithm.TOKEN_BUCKET, limit=2**31 - 1, window_seconds=60)
     state = account(vast).charged(None, vast, [(NOW, vast.limit), (NOW, 10)])
