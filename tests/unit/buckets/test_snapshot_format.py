@@ -191,6 +191,12 @@ def test_what_is_no_log_is_told_from_one(value):
     assert not is_log(value)
 
 
+@pytest.mark.parametrize("window_seconds", [1, 2**31 - 1])
+def test_a_log_may_have_every_window_that_a_rule_may_have(window_seconds):
+    assert is_log(cells(T, T + 1, 0, 2, 5, window_seconds << 28))
+    assert is_log(cells(0, MAX_TIME_US, 0, 2, 2**62, window_seconds << 28))
+
+
 @given(
     ends=st.tuples(times, times, st.integers(0, 2**62), st.integers(0, 2**62), windows),
     inside=st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 2), max_size=5),
