@@ -90,6 +90,16 @@ def test_an_error_of_one_step_is_gone_after_a_hundred_times_its_size():
     assert clock.remeasure() == 0
 
 
+def test_an_error_of_one_microsecond_is_gone_after_a_hundred():
+    machine = Machine()
+    clock = machine.clock()
+    machine.wall_us += 1
+    assert clock.remeasure() == 1
+    for passed_us in (0, SLEW_DIVISOR - 1, SLEW_DIVISOR):
+        machine.monotonic_us = 5_000_000 + passed_us
+        assert clock.now_us() == START_US + passed_us + passed_us // SLEW_DIVISOR
+
+
 steps = st.tuples(
     st.one_of(
         st.just(0), st.integers(-(10**13), 10**13), st.integers(-200, 200)

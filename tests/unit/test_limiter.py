@@ -663,7 +663,7 @@ class FakeSharedBuckets:
 class Sharing:
     """A limiter on buckets that nodes share."""
 
-    def __init__(self, *rules, timestamps="bounded", breaker_denies=False, book=True):
+    def __init__(self, *rules, timestamps="bounded", book=True, **options):
         self.clock, self.stats, self.shared = ManualClock(), CheckStats(), FakeSharedBuckets()
         self.errors, self.denied, self.keys = [], [], BucketKeys(b"k" * 32)
         self.limiter = Limiter(
@@ -672,9 +672,9 @@ class Sharing:
             stats=self.stats,
             timestamps=timestamps,
             keys=self.keys,
-            breaker_denies=breaker_denies,
             on_error=self.errors.append,
             on_denied=self.denied.append,
+            **options,
         )
         if book:
             self.put(*rules or (ORDERS,), revision=7)

@@ -186,10 +186,10 @@ class SnapshotLog:
 
     def _pace_from(self, started_us: int) -> Pace:
         async def pace(step: int, steps: int) -> None:
+            # equivalent: the remainder is 0 for the same steps if the divisor is negative
             if step % -(-steps // (PASS_S * WAKES_PER_S)):
-                await asyncio.sleep(
-                    0
-                )  # yields: a base has 14 steps per wake-up, of up to 0.2 ms each
+                # Yields: a base has 14 steps per wake-up, of up to 0.2 ms each.
+                await asyncio.sleep(0)
                 return
             due_us = started_us + PASS_S * US_PER_S * step // steps
             await asyncio.sleep(max(0, due_us - self._clock.monotonic_us()) / US_PER_S)

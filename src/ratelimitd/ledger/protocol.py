@@ -108,7 +108,7 @@ class Spends:
             self._earlier_tokens -= there
             self._end_with(at_us)
         if not self.tokens:
-            self._until_us = 0
+            self._until_us = 0  # equivalent: 1, as no spend is as early as that
         return taken
 
     def remove_oldest(self, tokens: int) -> int:
@@ -128,7 +128,7 @@ class Spends:
             gone = len(self._earlier)
         del self._earlier[:gone]
         if not self.tokens:
-            self._until_us = 0
+            self._until_us = 0  # equivalent: 1, as no spend is as early as that
         return taken
 
     def _begin_run(self, at_us: int) -> None:

@@ -34,6 +34,7 @@ MAX_RESET_TIMES: Final = 1_024
 MAX_ANSWER_BYTES: Final = 127
 """Longest answer: its length fits in one byte inside another message."""
 
+# equivalent: a larger number leaves more answers to the general way, and they are the same
 _MOST_NUMBERS_BYTES: Final = 2 + 6 + 11 + 6 + 2
 """Longest start of an answer, fields 1 to 5."""
 

@@ -270,6 +270,11 @@ def test_resets_are_read_as_they_were_written(stored):
     assert list(decode_resets(chunk)) == stored
 
 
+@pytest.mark.parametrize("length", range(1, 16))
+def test_a_part_of_a_key_is_none(length):
+    assert list(decode_resets(Chunk(RESETS, ADA + BOB[:length]))) == [ADA]
+
+
 def test_chunks_are_read_in_the_order_in_which_they_were_appended():
     data = encode_resets([ADA]) + encode_values([(ADA, STATE)]) + encode_resets([BOB])
     assert [chunk.kind for chunk in read(data)] == [RESETS, STATES, RESETS]

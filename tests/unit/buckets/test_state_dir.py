@@ -2,6 +2,7 @@ import errno
 import fcntl
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -24,8 +25,10 @@ def test_a_directory_that_is_there_is_used_with_what_it_holds(tmp_path):
 
 def test_a_directory_in_use_is_refused_until_it_is_free(tmp_path):
     first = StateDir.lock(tmp_path)
+    descriptors = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(StartupError, match="in use by another node"):
         StateDir.lock(tmp_path)
+    assert len([*Path("/proc/self/fd").iterdir()]) == descriptors
     first.close()
     StateDir.lock(tmp_path).close()
 

@@ -141,6 +141,13 @@ class TestAnswers:
         [octets] = bench.checks.answer_calls([check()])
         assert len(octets) <= MAX_ANSWER_BYTES
 
+    @pytest.mark.parametrize("id_bytes", range(80, 104))
+    def test_no_longer_than_it_promises_whatever_the_id(self, bench, id_bytes):
+        longest = {"id": "i" * id_bytes, "limit": 2**31 - 1, "window_seconds": 2**31 - 1}
+        bench.put(replace(ORDERS, **longest))
+        for octets in bench.checks.answer_calls([check()]):
+            assert octets is None or len(octets) <= MAX_ANSWER_BYTES
+
     def test_a_rule_whose_id_is_none_of_ours_is_for_the_general_way(self, bench):
         bench.put(replace(ORDERS, id="i" * 200))
         assert bench.answers(check(), check()) == [None, None]

@@ -39,6 +39,7 @@ def url(request, tmp_path):
 
 async def test_rules_are_counted_and_nothing_is_changed(url):
     await upgrade(url)
+    assert await inspect(url) == Contents(rules=0, revision=0)
     async with store_at(url) as store:
         for endpoint in ("/a", "/b"):
             rule = await store.create(RuleDraft(endpoint, "user", 1, 60, "token_bucket"), "test")
