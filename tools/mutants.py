@@ -194,8 +194,9 @@ class Finder(ast.NodeVisitor):
             self._replace(node.lineno, self._span(node), str(node.value + 1))
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Exchange ``min`` and ``max``; ``strict=True`` of zip() is an assert."""
-        node.keywords = [keyword for keyword in node.keywords if keyword.arg != "strict"]
+        """Exchange ``min`` and ``max``; ``strict`` of zip() is an assert, ``slots`` of dataclass() saves memory."""
+        kept = [keyword for keyword in node.keywords if keyword.arg not in {"strict", "slots"}]
+        node.keywords = kept
         if isinstance(node.func, ast.Name) and node.func.id in {"min", "max"}:
             self._replace(
                 node.lineno, self._span(node.func), "max" if node.func.id == "min" else "min"

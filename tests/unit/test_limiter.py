@@ -136,6 +136,7 @@ class TestDeciding:
         node = Node(replace(ORDERS, enabled=False))
         assert node.check(cost=2**31 - 1) == NO_RULE
         assert len(node.table) == 0
+        assert (node.stats.allowed_total, node.stats.no_rule_total) == (1, 1)
 
     def test_a_peek_is_the_same_answer_and_spends_nothing(self, node):
         for cost in (3, 11, 8):

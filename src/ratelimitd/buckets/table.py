@@ -39,6 +39,7 @@ from ratelimitd.model import US_PER_S, Outcome, Rule
 
 SHARD_ENTRIES: Final = 600
 
+# equivalent: which shard holds a bucket is not to be seen
 RESTORED_SHARDS: Final = 2_048
 """Shards of the restored buckets; at a million about 490 each, so that no step over one takes long."""
 

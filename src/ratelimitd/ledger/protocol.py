@@ -14,7 +14,7 @@ from ratelimitd.ledger.shared_state import (
 )
 from ratelimitd.model import Algorithm, Rule
 
-_EVER_US: Final = 2**62
+_EVER_US: Final = 2**62  # equivalent: any number above every time
 
 _GRAINS_US: Final[Mapping[Algorithm, int]] = MappingProxyType(
     {Algorithm.TOKEN_BUCKET: _EVER_US, Algorithm.FIXED_WINDOW: 0, Algorithm.SLIDING_WINDOW: 1}

@@ -57,7 +57,7 @@ class TokenGuesses:
         self._connections: OrderedDict[str, bool] = OrderedDict()
         """Peer with its port → whether all its tokens were right. Those of proxies are not in here."""
 
-    def admit(self, call: Call, cost: int = 1) -> None:
+    def admit(self, call: Call, cost: int) -> None:
         """Return if the token of ``call`` may be compared.
 
         Raises:
@@ -82,7 +82,7 @@ class TokenGuesses:
         if call.peer not in self._connections and self._has_port(call):
             self._remember(call.peer, all_right=True)
 
-    def wrong(self, call: Call, cost: int = 1) -> None:
+    def wrong(self, call: Call, cost: int) -> None:
         """Charge a wrong token to its address."""
         self._counts["wrong"] += 1
         if self._has_port(call):
