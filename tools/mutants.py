@@ -62,7 +62,7 @@ PARTS: Final = {
         ("tests/unit/test_limiter.py", "tests/unit/test_timestamps.py", "tests/unit/test_clock.py"),
         ("tests/property/test_limiter_model.py", "tests/unit/cluster", "tests/unit/services"),
     ),
-    "scripts": Part((f"{REDIS}/scripts",), SCRIPTS, ("tests/unit/cluster", "tests/cluster")),
+    "scripts": Part((f"{REDIS}/scripts",), SCRIPTS, ("tests/unit/cluster",)),
     "buckets": Part((f"{SERVER}/buckets",), ("tests/unit/buckets",), ("tests/property/test_restart_model.py",)),
     "breaker": Part(
         (f"{WIRE}/breaker.py",), ("tests/unit/wire", "tests/unit/cluster"), ("tests/client",)
@@ -70,7 +70,7 @@ PARTS: Final = {
     "store": Part(
         (f"{REDIS}/codec.py", f"{REDIS}/link.py", f"{REDIS}/connection.py"),
         ("tests/unit/cluster/redis",),
-        ("tests/conformance/test_store_scripts.py", "tests/cluster"),
+        SCRIPTS,
     ),
     "services": Part(
         (f"{SERVER}/services/wire.py", f"{SERVER}/services/bulk_checks.py", f"{SERVER}/services/guesses.py"),

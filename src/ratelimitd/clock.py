@@ -16,6 +16,7 @@ from ratelimitd.model import MAX_TIME_US, US_PER_S
 SLEW_DIVISOR: Final = 100
 """The clock is corrected by at most 1/100 of the time that passes: 10 ms per second."""
 
+# equivalent: a µs more is reported as well
 SKEW_ALARM_US: Final = 1_000_000
 """An error beyond one second is reported: somebody set the machine's clock."""
 

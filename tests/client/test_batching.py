@@ -107,7 +107,7 @@ async def under_way(batcher, asked):
     """As many batches as may be, none of which is answered before the test says so."""
     asked.answers_at_once = False
     for number in range(MAX_IN_FLIGHT):
-        batcher.add(request(f"/{number}"), 1.0)
+        batcher.add(request(f"/{number}"), 100.0)
         await asked.sent.get()
 
 
@@ -118,9 +118,9 @@ async def test_checks_wait_for_an_answer_while_two_batches_are_under_way(
     await under_way(batcher, asked)
     waiting = []
     for name in ("/a", "/b"):
-        waiting.append(batcher.add(request(name), 1.0))
+        waiting.append(batcher.add(request(name), 100.0))
         await asyncio.sleep(0)
-    later = batcher.add(request("/c"), 2.0)
+    later = batcher.add(request("/c"), 200.0)
     assert len(asked.batches) == MAX_IN_FLIGHT
     asked.answer()
     await asked.sent.get()
@@ -128,6 +128,19 @@ async def test_checks_wait_for_an_answer_while_two_batches_are_under_way(
     asked.answer_all()
     assert [(await future).error for future in (*waiting, later)] == ["/a", "/b", "/c"]
     assert [batch for batch, _ in asked.batches[MAX_IN_FLIGHT:]] == [["/a", "/b"], ["/c"]]
+
+
+async def test_two_answers_at_once_send_what_waits_once(asked, batcher):
+    problems = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+    await under_way(batcher, asked)
+    waiting = batcher.add(request("/a"), 100.0)
+    asked.answer()
+    asked.answer()
+    await asked.sent.get()
+    asked.answer_all()
+    assert (await waiting).error == "/a"
+    assert problems == []
 
 
 async def test_those_who_have_an_answer_may_ask_again_before_those_leave_who_waited_for_it(
@@ -138,7 +151,7 @@ async def test_those_who_have_an_answer_may_ask_again_before_those_leave_who_wai
 
     async def ask(*names):
         for name in names:
-            await batcher.add(request(name), 1.0)
+            await batcher.add(request(name), 100.0)
 
     callers = []
     for names in (("/a", "/b"), ("/c",), ("/d",)):

@@ -246,11 +246,13 @@ garbage = pytest.mark.parametrize(
         b"\1\2" + b"\xff" * 32,
         b"\1\3" + b"\xff" * 40,
         b"\1\3" + bytes(16) + pack("<5Q", 0, 9, 1, 7, 2),
+        b"\1\3" + bytes(16) + pack("<3Q", 2, 9, 2),
         b"\2" + value_of(SharedState(0, 1, 10), rule_of(Algorithm.TOKEN_BUCKET))[1:],
         value_of(SharedState(0, 1, 0), rule_of(Algorithm.TOKEN_BUCKET)),
         value_of(SharedState(INT32_MAX + 1, 1, 10), rule_of(Algorithm.TOKEN_BUCKET)),
         value_of(SharedState(0, 1, 10, (1, MAX_TIME_US + 1)), rule_of(Algorithm.TOKEN_BUCKET)),
         value_of(SharedState(0, 1, 10, (1, MAX_TIME_US + 1)), rule_of(Algorithm.FIXED_WINDOW)),
+        value_of(SharedState(0, 1, 10, (1, T, MAX_TIME_US + 1)), rule_of(Algorithm.FIXED_WINDOW)),
         None,
     ],
 )
@@ -358,6 +360,12 @@ def test_a_count_beyond_all_numbers_stays_where_they_end(store, count):
     store.set(STORED_KEY, value_of(SharedState(0, 1, 10, (count, T)), rule))
     settled = settle(store, batch_of(spend(rule, T, 5))).settled[KEY]
     assert settled.shared.state == (MAX_TIME_US, T)
+
+
+def test_a_count_of_the_window_before_may_be_the_largest_number(store):
+    rule = rule_of(Algorithm.FIXED_WINDOW)
+    store.set(STORED_KEY, value_of(SharedState(0, 1, 10, (1, T, MAX_TIME_US)), rule))
+    assert replaced(run(store, SETTLE, settle_request(TAG, batch_of(spend(rule, T))))) == 0
 
 
 def test_the_sums_of_a_log_begin_anew_before_they_end(store):

@@ -288,8 +288,9 @@ def _next_batch(items: Iterator[tuple[bytes, Value]]) -> list[tuple[bytes, Value
     batch, log_bytes = [], 0
     for stored_key, value in islice(items, STEP_BUCKETS):
         batch.append((stored_key, value))
+        # equivalent: how much is written in a step is not to be seen
         log_bytes += len(value) if isinstance(value, bytes) else 0
-        if log_bytes >= STEP_BYTES:
+        if log_bytes >= STEP_BYTES:  # equivalent: as above
             break
     return batch
 
@@ -392,6 +393,7 @@ class Appender:
         """Sync the directory: a power failure would lose the name of a synced file."""
         if self._name_is_durable:
             return
+        # equivalent: O_RDONLY is 0, and the parent of a file is a directory
         directory_fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(directory_fd)

@@ -258,8 +258,9 @@ class Connection:
         streams, receiver = self._streams, self._receiver
         if not receiver.settings_received or receiver.block_open or streams.final_id is not None:
             return 0
+        # equivalent: at the bound the general path lets the stream begin
         if self._sender.buffered_bytes > self._limits.max_buffered_bytes:
-            return 0
+            return 0  # equivalent: no identifier is below 1, either
         used = len(streams.live) + len(streams.opening)
         return streams.next_id + 2 * (self._limits.max_streams - used)
 

@@ -58,7 +58,7 @@ class ConnectionFailureError(Exception):
     """The connection cannot go on (RFC 9113 §5.4.1). Never leaves this package: it becomes a GOAWAY and an event."""
 
     def __init__(self, code: ErrorCode, cause: Cause, message: str) -> None:
-        super().__init__(message)
+        super().__init__(message)  # equivalent: its text is read from `message`
         self.code = code
         self.cause = cause
         self.message = message

@@ -32,6 +32,7 @@ _MAX_KEPT_BYTES: Final = 32_768
 """Of blocks, and 32 octets for each field (as in RFC 7541 §4.1), since they may be held for as long as the connection.
 64 heads of ten fields in 190 octets fit."""
 
+# equivalent: how many heads are kept is not to be seen
 _FIELD_BYTES: Final = 32
 
 _is_name = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
@@ -130,7 +131,7 @@ class HeadReader:
         if model is not None:
             field = decoder.follow(block)
             if field is not None:
-                self.kept.clear()
+                # Nothing is kept: the block before this one changed the table, too.
                 if _is_sound_value(field[1]):
                     return RequestHead((), model.content_length, model, (field,))
                 return _flawed((*model.fields[:-1], field), Flaw.MALFORMED)

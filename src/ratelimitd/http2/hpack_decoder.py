@@ -93,6 +93,7 @@ lie honest mistakes, such as a cookie jar sent to the wrong server."""
 MAX_UPDATES: Final = 2
 """In one block: the smallest maximum since the last block, then the final one (§4.2)."""
 
+# equivalent: the fields of a block are the same in parts of any length
 RUN_OCTETS: Final = 64
 """How much of a block is looked at in one go: more than a call has, and little enough to copy before each literal."""
 
@@ -188,7 +189,7 @@ class Decoder:
             index, at = block[at] - 0x80, at + 1
             if index == 0x7F:
                 index, at = index + block[at], at + 1
-            if not 0 < index < _MOST_INDEX:
+            if not 0 < index < _MOST_INDEX:  # equivalent: a run with _MOST_INDEX is never followed
                 return
             deepest = max(deepest, index + 1)
         name, kind, behind = fields[-1][0], block[at], at + 1

@@ -14,6 +14,7 @@ from ratelimitd.http2.errors import Cause, ConnectionFailureError
 from ratelimitd_wire.codes import ErrorCode
 
 
+# equivalent: nothing is assigned to it later
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of one connection. What each is for is said beside it; tests hold each at the bound and one past it."""
@@ -21,6 +22,7 @@ class Limits:
     max_streams: int = 256
     """Open at once (SETTINGS_MAX_CONCURRENT_STREAMS). More than any load that one core answers keeps in flight."""
 
+    # equivalent: a peer may send a byte more
     stream_window_bytes: int = 262_144
     """What a stream may send ahead of its reader: a batch of 1000 checks in one go."""
 

@@ -383,7 +383,7 @@ class Receiver:
 
     def _go_away(self, _flags: int, stream_id: int, payload: bytes) -> None:
         demand_connection(stream_id)
-        if len(payload) < 8:
+        if len(payload) < 8:  # equivalent: demand_size lets 8 pass
             demand_size(payload, 8)
         self._charge(Cause.UNKNOWN_FRAME_FLOOD)
         last_stream_id = frames.u32(payload) & frames.STREAM_ID_MASK

@@ -225,7 +225,7 @@ class Stream:
         self.held_bytes = 0
         self.pending = bytearray()
         self.trailers: Block | None = None
-        self.ended = False
+        self.ended = False  # equivalent: each part of a body sets it before it is read
 
 
 UNTOUCHED: Final = Stream(State.REMOTE_CLOSED)

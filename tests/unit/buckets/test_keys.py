@@ -13,7 +13,14 @@ from ratelimitd.buckets.keys import (
 )
 from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType, Rule
 
-RULE = Rule("1", "/orders", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET)
+RULE = Rule(
+    "1",
+    "/orders",
+    IdentifierType.USER,
+    limit=10,
+    window_seconds=60,
+    algorithm=Algorithm.TOKEN_BUCKET,
+)
 KEYS = BucketKeys(b"a secret of 32 bytes, or so....")
 
 awkward = st.one_of(st.text("/a:{}*\0 é", max_size=8), st.text(max_size=20))
@@ -29,7 +36,9 @@ buckets = st.tuples(
 
 def key_of(bucket):
     identifier_type, identifier, endpoint, algorithm, window_seconds = bucket
-    rule = Rule("1", "*", identifier_type, 10, window_seconds, algorithm)
+    rule = Rule(
+        "1", "*", identifier_type, limit=10, window_seconds=window_seconds, algorithm=algorithm
+    )
     return identifier + KEYS.scope(rule, endpoint)
 
 
@@ -100,6 +109,7 @@ def test_a_stored_key_does_not_show_its_identifier():
 def test_an_identifier_is_told_from_others_by_a_digest_that_does_not_show_it():
     digest = KEYS.identifier_digest(b"ada", IdentifierType.USER)
     assert digest == BucketKeys(KEYS.secret).identifier_digest(b"ada", IdentifierType.USER)
+    assert len(digest) == 16
     assert len(digest) == 2 * IDENTIFIER_DIGEST_BYTES
     others = {
         KEYS.identifier_digest(b"bob", IdentifierType.USER),

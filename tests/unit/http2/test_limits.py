@@ -71,6 +71,14 @@ def test_work_makes_room_in_proportion_and_no_more(cause):
         meter.charge(cause, 10)
 
 
+def test_one_that_was_earned_goes_back_to_the_burst_and_no_further():
+    meter = AbuseMeter()
+    spend(meter, Cause.RAPID_RESET, ALLOWANCES[Cause.RAPID_RESET].burst)
+    meter.charge(Cause.RAPID_RESET, 1)
+    with pytest.raises(ConnectionFailureError):
+        meter.charge(Cause.RAPID_RESET, 1)
+
+
 def test_long_rest_makes_room_for_one_burst_not_for_two():
     meter = AbuseMeter()
     cause = Cause.PING_FLOOD

@@ -441,7 +441,7 @@ def test_as_much_credit_is_told_as_came_with_requests_between_other_frames():
     client = peer(connection_window_bytes=20)
     client.forget()
     for stream_id in range(1, 41, 2):
-        client.feed(ping(b"8 octets") + client.post(stream_id, b"x"))
+        client.feed(client.post(stream_id, b"x") + ping(b"8 octets"))
     told = [sent.payload for sent in client.sent if sent.type == WINDOW_UPDATE]
     assert sum(int.from_bytes(payload, "big") for payload in told) == 20
 
@@ -492,6 +492,15 @@ def test_a_window_that_opens_is_told_when_nothing_waits_any_more():
     assert client.feed(window_update(1, 2)) == []
     assert client.feed(window_update(1, 1)) == [WindowOpened(1)]
     assert [sent.payload for sent in client.sent] == [b"ab", b"c"]
+
+
+def test_what_waits_goes_to_the_last_octet_of_the_window():
+    client = peer()
+    client.feed(settings(s4=0), client.get(1))
+    client.connection.send_data(1, bytes(20_000))
+    client.forget()
+    client.feed(window_update(1, 16_385))
+    assert sum(len(sent.payload) for sent in client.sent) == 16_385
 
 
 def test_settings_can_open_windows_too():
@@ -637,6 +646,12 @@ def test_streams_over_the_maximum_are_refused_and_served_when_there_is_room():
     client.forget()
     client.feed(client.head(7))
     assert client.resets == [(1, CANCEL)]
+
+
+def test_streams_that_come_with_the_others_are_over_the_maximum_too():
+    client = peer(max_streams=2)
+    heads = client.head(1) + client.head(3) + client.head(5)
+    assert resets(client, heads) == (5, REFUSED_STREAM, "too_many_streams")
 
 
 def test_requests_are_refused_while_too_much_waits_for_the_windows():

@@ -88,6 +88,14 @@ def test_the_memory_of_skipped_identifiers_is_bounded():
     assert len(streams._gaps) == 64
 
 
+def test_streams_in_order_take_none_of_it():
+    streams = Streams()
+    for stream_id in range(1, 1_001, 2):
+        streams.begin(stream_id)
+    streams.begin(1_005)
+    assert [streams.may_begin(stream_id) for stream_id in (1_001, 1_003)] == [False, False]
+
+
 def test_a_live_stream_has_its_own_state():
     streams = Streams()
     streams.begin(1)

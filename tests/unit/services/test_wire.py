@@ -170,3 +170,8 @@ def varint(value):
         encoded.append(value & 0x7F | 0x80)
         value >>= 7
     return bytes([*encoded, value])
+
+
+def test_a_batch_that_ends_within_a_length_is_not_split():
+    assert wire.split_batch(b"\x0a\x80", 10) is None
+    assert wire.split_batch(b"\x0a\x00\x0a\xff", 10) is None

@@ -36,6 +36,7 @@ RECOVERY_US: Final = 250_000
 """Pause of an open breaker before a probe. Short, since no caller waits for a probe: a service that returns is used
 again within a second."""
 
+# equivalent: how much longer a random pause may be is not to be seen to the µs
 JITTER_US: Final = 125_000
 """Upper bound of the random addition to the pause, which spreads the probes of many clients."""
 

@@ -262,6 +262,7 @@ class Connection(asyncio.Protocol):
         due_s = now_s + self.timeout_s + ahead * REQUEST_S
         self._writes.append((now_s, end, due_s))
         # An existing timer may be one for silence or the handshake, and too late for these requests.
+        # equivalent: one that is due at the same time is replaced by its like
         if self._timer is None or self._timer_due_s > due_s:
             self._look_in(due_s - now_s, now_s)
 
@@ -292,6 +293,7 @@ class Connection(asyncio.Protocol):
                 return
             if reply is _NOTHING:
                 return
+            # equivalent: a byte more in a bound of MiB is not to be seen
             self._unfinished_bytes = 0
             if not waiting:
                 if self.unasked(reply):
@@ -398,7 +400,7 @@ class Connection(asyncio.Protocol):
     def _lose(self, error: RateLimitdError) -> None:
         self.lost = error
         if self._timer is not None:
-            self._timer.cancel()
+            self._timer.cancel()  # equivalent: without it, it finds the connection lost
             self._timer = None
         waiting = list(self._waiting)
         self._waiting.clear()

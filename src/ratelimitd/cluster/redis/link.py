@@ -127,6 +127,7 @@ async def _open(
 
 def keep_alive(peer: socket.socket) -> None:
     """Let the system detect within half a minute that the peer of an idle connection is gone."""
+    # equivalent: any number but 0 says yes
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE:
         if hasattr(socket, name):

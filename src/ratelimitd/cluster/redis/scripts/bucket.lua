@@ -23,6 +23,7 @@ local HEAD_BYTES = 18
 
 local US_PER_S = 1000000
 local INT32_MAX = 2147483647
+-- equivalent: 2^53 + 1 is no double, and is read as 2^53
 local EXACT = 9007199254740992 -- 2^53: below it every integer is a double
 local LARGEST = EXACT - 1
 local LEAST_TTL_S, LEAST_TTL = 3600, '3600'
@@ -64,7 +65,7 @@ end
 
 -- A delay in seconds as answers hold it.
 local function delay(seconds_left)
-  if seconds_left > INT32_MAX then
+  if seconds_left > INT32_MAX then -- equivalent: at the bound both are the bound
     return INT32_MAX
   end
   return seconds_left

@@ -41,6 +41,7 @@ local function make_fixed_window()
       return count, before, at_us
     end
     before = count - (windows - 1) * limit
+    -- equivalent: 0 or more is the same as more than 0, since 0 is what is told otherwise
     return before > limit and before - limit or 0, before > 0 and before or 0, now_us
   end
 
@@ -73,7 +74,7 @@ local function make_fixed_window()
     if count > limit then
       count = limit
     end
-    if now_us > time_us then
+    if now_us > time_us then -- equivalent: >= assigns the value it has
       time_us = now_us
     end
     local start_us = time_us - time_us % window_us

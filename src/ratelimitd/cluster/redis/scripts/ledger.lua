@@ -46,7 +46,7 @@ local function opened(algorithm, value, generation, revision, limit, window_us)
   end
   local corrupt = value and not its_generation
   if not its_generation or generation > its_generation then
-    if generation < 0 then
+    if generation < 0 then -- equivalent: 0 is set to 0
       generation = 0
     end
     return generation, revision, limit, nil, nil, nil, corrupt, false
