@@ -60,7 +60,9 @@ def _check(algorithm: Algorithm) -> Callable[[], None]:
 
 def _rule(algorithm: Algorithm) -> Rule:
     # A limit of 45 a second: the log of a sliding window holds about 45 entries, as in the specification's estimate.
-    return Rule("id", "/api/orders", IdentifierType.USER, 45, 1, algorithm)
+    return Rule(
+        "id", "/api/orders", IdentifierType.USER, limit=45, window_seconds=1, algorithm=algorithm
+    )
 
 
 def _best_ns(call: Callable[[], None]) -> float:

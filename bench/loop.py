@@ -33,7 +33,14 @@ CHECKS_PER_TURN = 50
 FORGOTTEN_S = 15
 """The promise: what a killed node forgets at most."""
 SECRET = bytes(32)
-RULE = Rule("id", "/api/orders", IdentifierType.USER, 1_000, 3_600, Algorithm.TOKEN_BUCKET)
+RULE = Rule(
+    "id",
+    "/api/orders",
+    IdentifierType.USER,
+    limit=1_000,
+    window_seconds=3_600,
+    algorithm=Algorithm.TOKEN_BUCKET,
+)
 
 Figures = dict[str, tuple[float, int, int]]
 

@@ -62,7 +62,14 @@ def _plain_dict() -> dict[str, float]:
 
 
 def _table(algorithm: Algorithm, buckets: int, checks_each: int) -> dict[str, float]:
-    rule = Rule("id", "/api/orders", IdentifierType.USER, 1_000, 60, algorithm)
+    rule = Rule(
+        "id",
+        "/api/orders",
+        IdentifierType.USER,
+        limit=1_000,
+        window_seconds=60,
+        algorithm=algorithm,
+    )
     scope, decide = BucketKeys(bytes(32)).scope(rule, rule.endpoint), DECIDE[algorithm]
     table = BucketTable(BUCKETS, CheckStats())
     gc.collect()

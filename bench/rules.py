@@ -118,7 +118,7 @@ async def _change(store: SqlRuleStore, feed: RuleFeed, number: int) -> float:
 def _fill(path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.executemany(
-        "INSERT INTO rules VALUES (?, ?, 'user', 100, 60, 'token_bucket', 1, 1, '2026-01-01', '2026-01-01')",
+        "INSERT INTO rules VALUES (?, ?, 'user', 100, 60, 'token_bucket', 1, 1, '2026-01-01', '2026-01-01', NULL)",
         ((str(uuid.UUID(int=n)), f"/v1/customers/{n}/orders") for n in range(RULES)),
     )
     connection.execute("UPDATE rule_revision SET revision = 1")

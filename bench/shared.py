@@ -57,9 +57,9 @@ RULE = Rule(
     "0b6e4f6e-5f0e-4c51-9c5e-0d1f4f2a9b11",
     "/api/orders",
     IdentifierType.USER,
-    1_000_000_000,
-    86_400,
-    Algorithm.TOKEN_BUCKET,
+    limit=1_000_000_000,
+    window_seconds=86_400,
+    algorithm=Algorithm.TOKEN_BUCKET,
     revision=1,
 )
 

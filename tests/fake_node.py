@@ -70,6 +70,7 @@ class FakeNode(
             algorithm=fields.pop("algorithm", "token_bucket"),
             enabled=fields.pop("enabled", True),
             etag=uuid.uuid4().hex,
+            limits=fields.pop("limits", ()),
         )
         self.rules[rule.id] = rule
         return rule
@@ -131,7 +132,11 @@ class FakeNode(
         self._saw(request, context)
         rule = self._stored(request.rate_limit.id, request.rate_limit.etag, context)
         for path in request.update_mask.paths:
-            setattr(rule, path, getattr(request.rate_limit, path))
+            if path == "limits":
+                del rule.limits[:]
+                rule.limits.extend(request.rate_limit.limits)
+            else:
+                setattr(rule, path, getattr(request.rate_limit, path))
         rule.etag = uuid.uuid4().hex
         return rule
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Run
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import Met, Settled, SharedState, StoreCheck, Update
-from ratelimitd.model import Rule
+from ratelimitd.model import Limit
 
 
 def settle(stored: SharedState | None, update: Update) -> Settled:
@@ -56,7 +56,7 @@ def first_check(stored: SharedState | None, check: StoreCheck) -> Met:
     return (*outcome[:5], None), shared
 
 
-def fitting(state: BucketState, rule: Rule, runs: Sequence[Run]) -> Sequence[Run]:
+def fitting(state: BucketState, rule: Limit, runs: Sequence[Run]) -> Sequence[Run]:
     """The first of ``runs``, as far as they fit into the bucket."""
     room = rule.limit - ACCOUNTS[rule.algorithm].used(state, rule, runs[-1][0])
     fitting = []
@@ -67,7 +67,7 @@ def fitting(state: BucketState, rule: Rule, runs: Sequence[Run]) -> Sequence[Run
     return fitting
 
 
-def reset(stored: SharedState | None, rule: Rule, least: int = 0) -> SharedState:
+def reset(stored: SharedState | None, rule: Limit, least: int = 0) -> SharedState:
     """A full bucket of the next generation, and of ``least`` at least; see :func:`generation_at`."""
     generation = 0 if stored is None else stored.generation
     return SharedState(max(generation + 1, least), rule.revision, rule.limit)

@@ -35,7 +35,15 @@ def key_of(number: int) -> bytes:
 
 def rule_of(algorithm: Algorithm, limit: int = 10, window_s: int = 60, revision: int = 1) -> Rule:
     """A rule of which only that counts."""
-    return Rule("rule", "/", IdentifierType.USER, limit, window_s, algorithm, revision=revision)
+    return Rule(
+        "rule",
+        "/",
+        IdentifierType.USER,
+        limit=limit,
+        window_seconds=window_s,
+        algorithm=algorithm,
+        revision=revision,
+    )
 
 
 def run(client: Any, script: Script, request: Request) -> Any:

@@ -50,6 +50,7 @@ class CheckStats:
         "shared_state_errors_total",
         "token_guesses",
         "unexpected_total",
+        "would_deny",
     )
 
     def __init__(
@@ -76,6 +77,9 @@ class CheckStats:
         self.latency_sum_s = 0.0
         self.by_rule: dict[str, list[int]] = {}
         """Rule id → [allowed, blocked] while the rule exists; at most ``MAX_RULE_LABELS`` ids and ``OTHER_RULES``."""
+        self.would_deny: dict[str, list[int]] = {}
+        """Rule id and name of a limit that only observes, joined by a comma → [checks it would have denied]; at most
+        ``MAX_RULE_LABELS``, and one for all others."""
         self.errors_by_transport: dict[str, int] = dict.fromkeys(transport_causes, 0)
         """Transport errors by cause, from a closed set of causes."""
         self.token_guesses = {"wrong": 0, "refused": 0}
@@ -109,6 +113,13 @@ class CheckStats:
             counters = self.by_rule.setdefault(key, [0, 0])
         return counters
 
+    def observed_counter(self, rule_id: str, limit: str) -> list[int]:
+        """The cell that counts what a limit would have denied, made at its first use."""
+        key = f"{rule_id},{limit}"
+        if key not in self.would_deny and len(self.would_deny) >= MAX_RULE_LABELS:
+            key = f"{OTHER_RULES},{OTHER_RULES}"
+        return self.would_deny.setdefault(key, [0])
+
     def forget_rules(self, exists: Callable[[str], bool]) -> None:
         """Drop the counters of rules that are gone, so that their labels are free for others.
 
@@ -117,6 +128,8 @@ class CheckStats:
         gone = [key for key in self.by_rule if key != OTHER_RULES and not exists(key)]
         for key in gone:
             del self.by_rule[key]
+        for key in [key for key in self.would_deny if not exists(key.partition(",")[0])]:
+            del self.would_deny[key]
 
     def transport_error(self, cause: str) -> None:
         """Count one transport error of a closed set of causes."""

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 from ratelimitd.algorithms import DECIDE, Decide
+from ratelimitd.algorithms.several import Charge, deciding, passes
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock, TimestampPolicy, bounded, trusted
 from ratelimitd.counters import CheckStats
@@ -28,9 +29,13 @@ from ratelimitd.model import (
     DENIED,
     NO_RULE_REMAINING,
     US_PER_S,
+    WITHIN_LIMIT,
     Check,
     Decision,
+    Enforcement,
     IdentifierType,
+    Limit,
+    LimitStatus,
     Outcome,
     Reason,
     Rule,
@@ -54,7 +59,7 @@ class Buckets(Protocol):
     """The buckets a node decides on: its own, or the shared ones it knows."""
 
     def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
-        self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
+        self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
     ) -> Outcome | None:
         """Judge and charge a check; return ``None`` if the shared state has to decide.
 
@@ -65,7 +70,7 @@ class Buckets(Protocol):
     def peek(  # noqa: PLR0917 - the same signature as apply
         self,
         key: bytes,
-        rule: Rule,
+        rule: Limit,
         decide: Decide,
         now_us: int,
         cost: int,
@@ -77,6 +82,17 @@ class Buckets(Protocol):
 
 class LocalBuckets(Buckets, Protocol):
     """Buckets in this node's memory, which it also resets."""
+
+    def apply_all(self, charges: Sequence[Charge], now_us: int, cost: int) -> Sequence[Outcome]:
+        """Judge a check on several buckets, and charge all of them or, if one denies it, none.
+
+        Outcomes are in the order of ``charges``; see :func:`ratelimitd.algorithms.several.decide_all`.
+        """
+
+    def peek_all(
+        self, charges: Sequence[Charge], now_us: int, cost: int, *, is_counted: bool = True
+    ) -> Sequence[Outcome]:
+        """Judge a check as :meth:`apply_all` would, and charge nothing."""
 
     def remove(self, key: bytes) -> Any | None:
         """Forget a bucket; returns what it held, ``None`` for one that is as good as new."""
@@ -91,7 +107,7 @@ class SharedBuckets(Buckets, Protocol):
     def wait(
         self,
         key: bytes,
-        rule: Rule,
+        rule: Limit,
         now_us: int,
         cost: int,
         *,
@@ -104,8 +120,8 @@ class SharedBuckets(Buckets, Protocol):
         nothing was charged.
         """
 
-    async def reset(self, keys: Sequence[bytes], rules: Sequence[Rule]) -> None:
-        """Let the buckets of ``keys``, each with its rule, start afresh on every node.
+    async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
+        """Let the buckets of ``keys``, each with its limit, start afresh on every node.
 
         Raises:
             StoreUnavailableError: not known to be done.
@@ -128,14 +144,19 @@ class Journal(Protocol):
 class Scope:
     """What all checks of one endpoint and identifier type have in common until the next rule book.
 
-    ``counters`` are the rule's allowed and blocked checks. ``endpoint`` is that of the checks.
+    A scope is of the first limit that is judged; ``more`` are those of the others. ``counters`` are the rule's allowed
+    and blocked checks. ``endpoint`` is that of the checks.
     """
 
     rule: Rule
+    limit: Limit
     key_suffix: bytes
     decide: Decide
     counters: list[int]
     endpoint: str
+    more: tuple[Scope, ...] = ()
+    would_deny: list[int] | None = None
+    """The counter of a limit that only observes."""
 
 
 OnDenied = Callable[[tuple[bytes, Scope]], object]
@@ -150,7 +171,7 @@ class _Asked(NamedTuple):
     outcome: Awaitable[Outcome | RateLimitdError]
 
 
-_NO_RULE: Final = Decision(ALLOWED, NO_RULE_REMAINING, 0, 0, Reason.NO_RULE, None)
+_NO_RULE: Final = Decision(ALLOWED, NO_RULE_REMAINING, 0, 0, Reason.NO_RULE)
 
 
 class Limiter:
@@ -176,7 +197,7 @@ class Limiter:
         on_denied: OnDenied = lambda _: None,
     ) -> None:
         self._buckets: Buckets
-        self._reset_buckets: Callable[[RuleBook, Sequence[Rule], Sequence[bytes]], Awaitable[None]]
+        self._reset_buckets: Callable[[RuleBook, Sequence[Limit], Sequence[bytes]], Awaitable[None]]
         if buckets is not None and shared is None:
             self._buckets, self._reset_buckets = buckets, partial(self._reset_own, buckets)
         elif shared is not None and buckets is None:
@@ -184,6 +205,7 @@ class Limiter:
         else:
             message = "a limiter decides on its own buckets or on shared ones"
             raise ValueError(message)
+        self._own = buckets
         self._shared = shared
         self._breaker_denies = breaker_denies
         self._clock = clock
@@ -293,17 +315,22 @@ class Limiter:
                 message = "no rules are loaded yet"
                 raise StoreUnavailableError(message)
             rules = self._book.candidates(endpoint, identifier_type)
-            keys = [identifier + self._keys.scope(rule, endpoint) for rule in rules]
-            await self._reset_buckets(self._book, rules, keys)
+            limits = [(rule, limit) for rule in rules for limit in rule.limits]
+            keys = [identifier + self._keys.scope(rule, endpoint, limit) for rule, limit in limits]
+            await self._reset_buckets(self._book, [limit for _, limit in limits], keys)
             return rules
 
     async def _reset_shared(
-        self, shared: SharedBuckets, book: RuleBook, rules: Sequence[Rule], keys: Sequence[bytes]
+        self, shared: SharedBuckets, book: RuleBook, limits: Sequence[Limit], keys: Sequence[bytes]
     ) -> None:
-        await shared.reset(keys, [self._as_of_book(book, rule) for rule in rules])
+        await shared.reset(keys, [self._as_of_book(book, limit) for limit in limits])
 
     async def _reset_own(
-        self, buckets: LocalBuckets, _book: RuleBook, _rules: Sequence[Rule], keys: Sequence[bytes]
+        self,
+        buckets: LocalBuckets,
+        _book: RuleBook,
+        _limits: Sequence[Limit],
+        keys: Sequence[bytes],
     ) -> None:
         removed = [(key, buckets.remove(key)) for key in keys]
         if self._journal is None or not keys:
@@ -332,10 +359,11 @@ class Limiter:
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
         """Answer one check of ``scope`` at ``now_us``, and charge it if it is allowed.
 
-        For bulk checks. If this returns ``None`` or raises, nothing was charged, and the caller uses :meth:`check`.
+        For bulk checks, and of a scope without ``more``. If this returns ``None`` or raises, nothing was charged, and
+        the caller uses :meth:`check`.
         """
         outcome = self._buckets.apply(
-            identifier + scope.key_suffix, scope.rule, scope.decide, now_us, cost
+            identifier + scope.key_suffix, scope.limit, scope.decide, now_us, cost
         )
         if outcome is None:
             return None
@@ -353,33 +381,61 @@ class Limiter:
         if scope is None and self._book is None:
             return self._fail_open(Reason.FAIL_OPEN_ERROR)
         if check.timestamp:
-            rule = None if scope is None else scope.rule
-            now_us = self._check_time_us(check.timestamp, now_us, rule)
+            now_us = self._check_time_us(check.timestamp, now_us, scope)
         if scope is None:
             self._stats.allowed_total += 1
             self._stats.no_rule_total += 1
             return _NO_RULE
+        if (scope.more or scope.would_deny is not None) and self._own is not None:
+            return self._decide_several(self._own, check, (scope, *scope.more), now_us)
         if not check.peek:
             outcome = self.charge(check.identifier, scope, now_us, check.cost)
-            return None if outcome is None else Decision(*outcome[:5], scope.rule)
+            return None if outcome is None else Decision(*outcome[:5], scope.rule, scope.limit)
         key = check.identifier + scope.key_suffix
-        outcome = self._buckets.peek(key, scope.rule, scope.decide, now_us, check.cost)
+        outcome = self._buckets.peek(key, scope.limit, scope.decide, now_us, check.cost)
         return None if outcome is None else self._counted(outcome, check.identifier, scope)
+
+    def _decide_several(
+        self, buckets: LocalBuckets, check: Check, scopes: Sequence[Scope], now_us: int
+    ) -> Decision:
+        judge = buckets.peek_all if check.peek else buckets.apply_all
+        outcomes = judge(_charges(check.identifier, scopes), now_us, check.cost)
+        limits = [scope.limit for scope in scopes]
+        first = deciding(limits, outcomes)
+        outcome = outcomes[first]
+        if passes(limits, outcomes):
+            for scope, judged in zip(scopes, outcomes, strict=True):
+                if not judged[0] and scope.would_deny is not None:
+                    scope.would_deny[0] += 1
+            # Where no limit is enforced, one that observes is the answer, and allows.
+            outcome = outcome if outcome[0] else (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
+        if len(scopes) == 1:
+            return self._counted(outcome, check.identifier, scopes[0])
+        statuses = [
+            LimitStatus(*judged[:5], scope.rule, scope.limit)
+            for judged, scope in zip(outcomes, scopes, strict=True)
+        ]
+        statuses.insert(0, statuses.pop(first))
+        return self._counted(outcome, check.identifier, scopes[first], tuple(statuses))
 
     def _foresee(self, check: Check, now_us: int) -> bool | Awaitable[Outcome | RateLimitdError]:
         try:
             scope = self.scope(check.endpoint, check.identifier_type)
             if scope is None:
                 return True
-            key = check.identifier + scope.key_suffix
             # Each bucket is looked up again when it is charged, and counts then.
+            if (scope.more or scope.would_deny is not None) and self._own is not None:
+                charges = _charges(check.identifier, (scope, *scope.more))
+                outcomes = self._own.peek_all(charges, now_us, check.cost, is_counted=False)
+                return passes([limit for _, limit, _ in charges], outcomes)
+            key = check.identifier + scope.key_suffix
             outcome = self._buckets.peek(
-                key, scope.rule, scope.decide, now_us, check.cost, is_counted=False
+                key, scope.limit, scope.decide, now_us, check.cost, is_counted=False
             )
             if outcome is not None or self._shared is None:
                 return outcome is None or outcome[0]
             return self._shared.wait(
-                key, scope.rule, now_us, check.cost, peek=True, is_counted=False
+                key, scope.limit, now_us, check.cost, peek=True, is_counted=False
             )
         except Exception as error:  # noqa: BLE001 - charging meets it again, and reports it
             return self._passes_without_answer(error)
@@ -410,9 +466,9 @@ class Limiter:
                 # The rules have changed since it was found that the shared state has to be asked.
                 return self._decide(check, now_us) or self._fail_open(Reason.FAIL_OPEN_ERROR)
             if check.timestamp:
-                now_us = self._check_time_us(check.timestamp, now_us, scope.rule)
+                now_us = self._check_time_us(check.timestamp, now_us, scope)
             key = check.identifier + scope.key_suffix
-            outcome = self._shared.wait(key, scope.rule, now_us, check.cost, peek=check.peek)
+            outcome = self._shared.wait(key, scope.limit, now_us, check.cost, peek=check.peek)
             return _Asked(check.identifier, scope, outcome)
         except CheckInvalidError as error:
             return error
@@ -424,7 +480,13 @@ class Limiter:
             return self._failed(outcome)
         return self._counted(outcome, asked.identifier, asked.scope)
 
-    def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
+    def _counted(
+        self,
+        outcome: Outcome,
+        identifier: bytes,
+        scope: Scope,
+        limits: tuple[LimitStatus, ...] = (),
+    ) -> Decision:
         if outcome[0]:
             self._stats.allowed_total += 1
             scope.counters[0] += 1
@@ -432,14 +494,15 @@ class Limiter:
             self._stats.blocked_total += 1
             scope.counters[1] += 1
             self._on_denied((identifier, scope))
-        return Decision(*outcome[:5], scope.rule)
+        return Decision(*outcome[:5], scope.rule, scope.limit, limits)
 
-    def _check_time_us(self, timestamp: int, now_us: int, rule: Rule | None) -> int:
+    def _check_time_us(self, timestamp: int, now_us: int, scope: Scope | None) -> int:
         if self._timestamps is TimestampPolicy.CALLER:
             return trusted(timestamp)
-        if self._timestamps is TimestampPolicy.SERVER or rule is None:
+        if self._timestamps is TimestampPolicy.SERVER or scope is None:
             return now_us
-        at_us = bounded(timestamp, now_us, rule.window_us)
+        window_us = min(one.limit.window_us for one in (scope, *scope.more))
+        at_us = bounded(timestamp, now_us, window_us)
         if at_us is None:
             self._stats.clock_rejected_total += 1
             return now_us
@@ -451,21 +514,34 @@ class Limiter:
         rule = book.match(endpoint, identifier_type)
         scope = None
         if rule is not None:
-            rule = self._as_of_book(book, rule)
-            suffix = self._keys.scope(rule, endpoint)
             counters = self._stats.rule_counters(rule.id)
-            scope = Scope(rule, suffix, DECIDE[rule.algorithm], counters, endpoint)
+            scope, *more = (
+                Scope(
+                    rule,
+                    self._as_of_book(book, limit),
+                    self._keys.scope(rule, endpoint, limit),
+                    DECIDE[limit.algorithm],
+                    counters,
+                    endpoint,
+                    would_deny=self._stats.observed_counter(rule.id, limit.name)
+                    if limit.enforcement is Enforcement.OBSERVE
+                    else None,
+                )
+                for limit in (rule.limits if self._shared is None else (rule,))
+            )
+            if more:
+                scope = replace(scope, more=tuple(more))
         if len(self._scopes) >= MAX_SCOPES:
             self._scopes = {}
         self._scopes[endpoint, identifier_type] = scope
         return scope
 
-    def _as_of_book(self, book: RuleBook, rule: Rule) -> Rule:
-        """Return the rule with the revision of the whole book, because only that orders edits of different rules.
+    def _as_of_book(self, book: RuleBook, limit: Limit) -> Limit:
+        """Return the limit with the revision of the whole book, because only that orders edits of different rules.
 
         By its own revision, the global rule would seem older than a rule for one endpoint that has been deleted.
         """
-        return rule if self._shared is None else replace(rule, revision=book.revision)
+        return limit if self._shared is None else replace(limit, revision=book.revision)
 
     def _failed(self, error: Exception) -> Decision:
         if isinstance(error, BreakerOpenError):
@@ -481,7 +557,7 @@ class Limiter:
         self._stats.breaker_denied_total += 1
         retry_after_s = max(1, -(-retry_after_us // US_PER_S))
         reset_time = -(-self._clock.now_us() // US_PER_S) + retry_after_s
-        return Decision(DENIED, 0, reset_time, retry_after_s, Reason.FAIL_OPEN_BREAKER, None)
+        return Decision(DENIED, 0, reset_time, retry_after_s, Reason.FAIL_OPEN_BREAKER)
 
     def _fail_open(self, reason: Reason) -> Decision:
         """Allow without a check, as the specification answers a failure; nothing is charged."""
@@ -490,6 +566,10 @@ class Limiter:
         if reason is Reason.FAIL_OPEN_BREAKER:
             stats.fail_open_breaker_total += 1
             reset_time = -(-self._clock.now_us() // US_PER_S) + FAIL_OPEN_RESET_S
-            return Decision(ALLOWED, FAIL_OPEN_REMAINING, reset_time, 0, reason, None)
+            return Decision(ALLOWED, FAIL_OPEN_REMAINING, reset_time, 0, reason)
         stats.fail_open_error_total += 1
-        return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason, None)
+        return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason)
+
+
+def _charges(identifier: bytes, scopes: Sequence[Scope]) -> list[Charge]:
+    return [(identifier + scope.key_suffix, scope.limit, scope.decide) for scope in scopes]

@@ -7,7 +7,7 @@ between a check in flight and a rule book that is being replaced.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 INT32_MAX: Final = 2**31 - 1
@@ -24,6 +24,9 @@ DENIED: Final = False
 GLOBAL_ENDPOINT: Final = "*"
 """The endpoint of a rule that is the default for every endpoint without a rule of its own."""
 
+DEFAULT_LIMIT: Final = "default"
+"""The name of a rule's first limit, if it was given none."""
+
 NO_RULE_REMAINING: Final = INT32_MAX
 """What ``remaining`` says when no rule applies (ADR 0001)."""
 
@@ -34,6 +37,13 @@ class Algorithm(enum.StrEnum):
     TOKEN_BUCKET = "token_bucket"
     SLIDING_WINDOW = "sliding_window"
     FIXED_WINDOW = "fixed_window"
+
+
+class Enforcement(enum.StrEnum):
+    """What a limit does with a check that it denies: deny it, or only count it."""
+
+    ENFORCE = "enforce"
+    OBSERVE = "observe"
 
 
 class IdentifierType(enum.StrEnum):
@@ -62,27 +72,55 @@ LIMIT_EXCEEDED: Final = Reason.LIMIT_EXCEEDED
 COST_EXCEEDS_LIMIT: Final = Reason.COST_EXCEEDS_LIMIT
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One validated rule.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """One validated limit: so many tokens per window, by one algorithm.
 
-    ``limit`` is in tokens per window, ``window_seconds`` in seconds, both 1 to 2^31−1. ``etag`` changes with every
-    edit; ``revision`` is the book's revision at which the rule was last changed. ``window_us`` is derived.
+    ``limit`` is in tokens per window, ``window_seconds`` in seconds, both 1 to 2^31−1. ``name`` is unique in its rule.
+    A limit that only observes has its own bucket, which is charged as if it enforced, and denies nothing.
+    ``revision`` is the book's revision at which its rule was last changed. ``window_us`` is derived.
     """
 
-    id: str
-    endpoint: str
-    identifier_type: IdentifierType
     limit: int
     window_seconds: int
     algorithm: Algorithm
-    enabled: bool = True
-    etag: str = ""
+    name: str = DEFAULT_LIMIT
+    enforcement: Enforcement = Enforcement.ENFORCE
     revision: int = 0
     window_us: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window_us", self.window_seconds * US_PER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Limit):
+    """One validated rule: what holds for an endpoint and an identifier type.
+
+    A rule is its first limit; ``more`` are the others. ``etag`` changes with every edit.
+    """
+
+    id: str
+    endpoint: str
+    identifier_type: IdentifierType
+    _: KW_ONLY
+    enabled: bool = True
+    etag: str = ""
+    more: tuple[Limit, ...] = ()
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """All limits, in the rule's order."""
+        return (self, *self.more)
+
+    @property
+    def has_list(self) -> bool:
+        """Whether the rule is more than its first limit, without a name and enforced."""
+        return (
+            bool(self.more)
+            or self.name != DEFAULT_LIMIT
+            or self.enforcement is not Enforcement.ENFORCE
+        )
 
 
 class Check(NamedTuple):
@@ -110,12 +148,30 @@ very object that was given. A bare tuple, because that is made and taken apart i
 """
 
 
-class Decision(NamedTuple):
-    """The answer to one check, with the rule that decided (``None`` when none did). Units as in :data:`Outcome`."""
+class LimitStatus(NamedTuple):
+    """What one of several limits says about a check. Units as in :data:`Outcome`."""
 
     allowed: bool
     remaining: int
     reset_time: int
     retry_after: int
     reason: Reason
-    rule: Rule | None
+    rule: Rule
+    limit: Limit
+
+
+class Decision(NamedTuple):
+    """The answer to one check, with the rule and the limit that decided, ``None`` when none did.
+
+    ``limits`` are all that were judged, the deciding one first; empty when that was the only one. Units as in
+    :data:`Outcome`.
+    """
+
+    allowed: bool
+    remaining: int
+    reset_time: int
+    retry_after: int
+    reason: Reason
+    rule: Rule | None = None
+    limit: Limit | None = None
+    limits: tuple[LimitStatus, ...] = ()

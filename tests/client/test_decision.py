@@ -2,7 +2,7 @@
 
 import pytest
 
-from ratelimitd_client import Decision, Reason
+from ratelimitd_client import Decision, LimitStatus, Reason
 from ratelimitd_client.decision import decision_of, let_through, refused
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -86,6 +86,21 @@ def test_a_clock_that_differs_from_the_nodes_cannot_make_the_reset_absurd(ahead_
         reset_time=1_700_000_000 + ahead_s, retry_after_seconds=12, window_seconds=60, limit=1
     )
     assert decision_of(answer, 1_700_000_000.0).reset_after_seconds == told_s
+
+
+def test_several_limits_are_told_with_the_deciding_one_first():
+    status = pb.LimitStatus(
+        rule_id="r", name="day", identifier_type="user", allowed=False, remaining_tokens=1, reset_time=7,
+        retry_after_seconds=8, limit=9, window_seconds=10, enforcement=pb.OBSERVE,
+    )  # fmt: skip
+    limits = [pb.LimitStatus(name="default", allowed=True), status]
+    found = decision_of(pb.RateLimitResponse(limit_name="default", limits=limits), NOW_S)
+    assert found.limit_name == "default"
+    assert [(limit.name, limit.allowed, limit.observed) for limit in found.limits] == [
+        ("default", True, False), ("day", False, True),
+    ]  # fmt: skip
+    assert found.limits[1] == LimitStatus("r", "day", "user", False, 1, 7, 8, 9, 10, True)
+    assert (DENIED.limit_name, DENIED.limits) == ("", ())
 
 
 def test_every_reason_of_the_contract_has_its_name_and_others_are_other():

@@ -77,7 +77,14 @@ class Shared:
         self.nodes.rule(endpoint=endpoint, limit=limit, **kind)
         algorithm = Algorithm(kind["algorithm"])
         window_s = kind["window_seconds"]
-        self.rules[endpoint] = Rule("", endpoint, IdentifierType.USER, limit, window_s, algorithm)
+        self.rules[endpoint] = Rule(
+            "",
+            endpoint,
+            IdentifierType.USER,
+            limit=limit,
+            window_seconds=window_s,
+            algorithm=algorithm,
+        )
         return endpoint
 
     def load(self, endpoint: str, seconds: float, *events: Event, rate_per_s: float = 300.0) -> Log:

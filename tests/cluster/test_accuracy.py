@@ -49,7 +49,14 @@ class Cell:
 
     @property
     def rule(self):
-        return Rule("r", f"/{self}", IdentifierType.USER, self.limit, WINDOW_S, self.algorithm)
+        return Rule(
+            "r",
+            f"/{self}",
+            IdentifierType.USER,
+            limit=self.limit,
+            window_seconds=WINDOW_S,
+            algorithm=self.algorithm,
+        )
 
     @property
     def cost(self):

@@ -15,7 +15,9 @@ BUCKET, SLIDING, FIXED = Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW, Algor
 
 
 def rule_of(algorithm, limit=10, window=1):
-    return Rule("r", "/a", IdentifierType.USER, limit, window, algorithm)
+    return Rule(
+        "r", "/a", IdentifierType.USER, limit=limit, window_seconds=window, algorithm=algorithm
+    )
 
 
 def admitted(*times_s, key="k", cost=1, late_s=0.0):

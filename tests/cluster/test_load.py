@@ -10,7 +10,14 @@ from tests.cluster.nodes import Nodes
 from tests.servers import until
 
 LIMIT, WINDOW_S = 50, 1
-RULE = Rule("r", "/a", IdentifierType.USER, LIMIT, WINDOW_S, Algorithm.TOKEN_BUCKET)
+RULE = Rule(
+    "r",
+    "/a",
+    IdentifierType.USER,
+    limit=LIMIT,
+    window_seconds=WINDOW_S,
+    algorithm=Algorithm.TOKEN_BUCKET,
+)
 
 
 @pytest.fixture(scope="module")

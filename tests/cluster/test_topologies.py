@@ -34,7 +34,12 @@ class Served:
         kind = {"window_seconds": NEVER_ENDING_S, "algorithm": "fixed_window"}
         self.nodes.rule(endpoint=endpoint, limit=limit, **kind)
         return Rule(
-            "", endpoint, IdentifierType.USER, limit, NEVER_ENDING_S, Algorithm.FIXED_WINDOW
+            "",
+            endpoint,
+            IdentifierType.USER,
+            limit=limit,
+            window_seconds=NEVER_ENDING_S,
+            algorithm=Algorithm.FIXED_WINDOW,
         )
 
     def load(self, rule, seconds, *events, keys=("a",)):

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from ratelimitd.errors import (
     RulesFullError,
 )
 from ratelimitd.model import Algorithm, IdentifierType
-from ratelimitd.rules.store import RuleChanges, RuleDraft
+from ratelimitd.rules.store import LimitDraft, RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock
 from tests.rule_stores import sqlite_store, store_at
 
@@ -345,3 +346,25 @@ async def test_changes_can_be_those_of_one_rule_a_page_at_a_time(store):
     assert await revisions(4, 2) == [3, 1]
     assert await revisions(1, 2) == []
     assert await store.audit(UNKNOWN_ID, None, 2) == []
+
+
+FIRST = LimitDraft("", 10, 60, "token_bucket")
+DAY = LimitDraft("day", 1_000, 86_400, "fixed_window")
+
+
+async def test_a_rule_with_several_limits_is_kept_and_its_list_edited(store):
+    rule = await store.create(replace(ORDERS, limits=(FIRST, DAY)), ME)
+    assert [(limit.name, limit.limit) for limit in rule.limits] == [("default", 10), ("day", 1_000)]
+    assert list(await store.page("", "", None, 10)) == [rule]
+    same = await store.update(rule.id, RuleChanges(limits=(FIRST, DAY)), "", ME)
+    assert same == rule
+    changed = await store.update(rule.id, RuleChanges(limit=20), rule.etag, ME)
+    assert [limit.limit for limit in changed.limits] == [20, 1_000]
+    assert changed.more[0].revision == changed.revision == 2
+    (_, (of_feed,), *_) = await store.changes_since(1)
+    assert of_feed == changed
+    shorter = await store.update(rule.id, RuleChanges(limits=()), "", ME)
+    assert (shorter.limit, shorter.more) == (20, ())
+    newest, older, oldest = await store.audit("", None, 10)
+    assert "limits" not in newest.after
+    assert newest.before["limits"] == older.after["limits"] == oldest.after["limits"]

@@ -246,7 +246,7 @@ garbage = pytest.mark.parametrize(
         b"\1\2" + b"\xff" * 32,
         b"\1\3" + b"\xff" * 40,
         b"\1\3" + bytes(16) + pack("<5Q", 0, 9, 1, 7, 2),
-        b"\1\3" + bytes(16) + pack("<3Q", 2, 9, 2),
+        value_of(SharedState(0, 1, 10), rule_of(Algorithm.SLIDING_WINDOW)) + pack("<3Q", 2, 9, 2),
         b"\2" + value_of(SharedState(0, 1, 10), rule_of(Algorithm.TOKEN_BUCKET))[1:],
         value_of(SharedState(0, 1, 0), rule_of(Algorithm.TOKEN_BUCKET)),
         value_of(SharedState(INT32_MAX + 1, 1, 10), rule_of(Algorithm.TOKEN_BUCKET)),

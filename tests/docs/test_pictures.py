@@ -17,7 +17,14 @@ START_US = 1_700_006_400 * US_PER_S  # the start of a window
 
 
 def answers(algorithm):
-    rule = Rule("", "/orders", IdentifierType.USER, LIMIT, WINDOW_S, algorithm)
+    rule = Rule(
+        "",
+        "/orders",
+        IdentifierType.USER,
+        limit=LIMIT,
+        window_seconds=WINDOW_S,
+        algorithm=algorithm,
+    )
     state = None
     for at_s in CHECKS_AT_S:
         outcome = NAMED_DECIDE[algorithm](state, rule, START_US + int(at_s * US_PER_S), 1)

@@ -21,7 +21,14 @@ START_US = 1_700_006_400_000_000
 def agree(algorithm, limit, window_seconds, steps, *, met=None):
     """``steps`` are (time in µs, cost), or a limit to be in force from then on; ``met`` counts what came about."""
     model, met = Model(algorithm, limit, window_seconds), Counter() if met is None else met
-    rule = Rule("id", "/e", IdentifierType.USER, limit, window_seconds, Algorithm(algorithm))
+    rule = Rule(
+        "id",
+        "/e",
+        IdentifierType.USER,
+        limit=limit,
+        window_seconds=window_seconds,
+        algorithm=Algorithm(algorithm),
+    )
     state, last_us = None, 0
     for step in steps:
         if isinstance(step, int):

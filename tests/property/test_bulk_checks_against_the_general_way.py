@@ -100,12 +100,14 @@ class Pair:
         self.rules = {
             rule.id: rule
             for rule in (
-                Rule("a", "/a", USER, 5, 60, own),
-                Rule("a-ip", "/a", IP, 3, 3, other),
-                Rule("long", ENDPOINTS[-1], USER, 20_000, 1, other),
-                Rule("off", "/off", USER, 2, 60, own, enabled=False),
-                Rule("default", "*", USER, 2**31 - 1, 7, everywhere),
-                Rule("default-ip", "*", IP, 300, 2**31 - 1, everywhere),
+                Rule("a", "/a", USER, limit=5, window_seconds=60, algorithm=own),
+                Rule("a-ip", "/a", IP, limit=3, window_seconds=3, algorithm=other),
+                Rule("long", ENDPOINTS[-1], USER, limit=20_000, window_seconds=1, algorithm=other),
+                Rule("off", "/off", USER, limit=2, window_seconds=60, algorithm=own, enabled=False),
+                Rule("default", "*", USER, limit=2**31 - 1, window_seconds=7, algorithm=everywhere),
+                Rule(
+                    "default-ip", "*", IP, limit=300, window_seconds=2**31 - 1, algorithm=everywhere
+                ),
             )
         }
 

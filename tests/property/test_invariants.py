@@ -61,7 +61,11 @@ limits = st.one_of(st.integers(1, 5), st.integers(1, 1_000))
 
 def rules_of(algorithm):
     return st.builds(
-        lambda limit, window: Rule("1", "/e", USER, limit, window, algorithm), limits, windows
+        lambda limit, window: Rule(
+            "1", "/e", USER, limit=limit, window_seconds=window, algorithm=algorithm
+        ),
+        limits,
+        windows,
     )
 
 
@@ -233,7 +237,12 @@ questions = st.tuples(
 def test_two_different_questions_never_share_a_bucket(one, other, algorithm):
     """I11."""
     assume(one != other)
-    node = Node(*(Rule(kind, "*", kind, 5, 60, algorithm) for kind in IdentifierType))
+    node = Node(
+        *(
+            Rule(kind, "*", kind, limit=5, window_seconds=60, algorithm=algorithm)
+            for kind in IdentifierType
+        )
+    )
     assert node.limiter.check(Check(*one, cost=5)).remaining == 0
     assert node.limiter.check(Check(*other, cost=2)).remaining == 3
     assert not node.limiter.check(Check(*one)).allowed

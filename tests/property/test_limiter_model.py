@@ -56,8 +56,8 @@ class LimiterMachine(RuleBasedStateMachine):
         )
         self.models: dict[tuple, Model] = {}
         self.rules = {
-            "/a": Rule("1", "/a", USER, 3, 3, own),
-            "*": Rule("2", "*", USER, 5, 7, everywhere),
+            "/a": Rule("1", "/a", USER, limit=3, window_seconds=3, algorithm=own),
+            "*": Rule("2", "*", USER, limit=5, window_seconds=7, algorithm=everywhere),
         }
         self.swept_at_us = 0
         self.replace_book()

@@ -34,8 +34,22 @@ SECRET = b"k" * 32
 KEYS = BucketKeys(SECRET)
 # No bucket expires, and every spend moves its latest time: so no bucket is ever twice in the same state, but afresh.
 RULES = [
-    Rule("1", "/fixed", USER, INT32_MAX, INT32_MAX, Algorithm.FIXED_WINDOW),
-    Rule("2", "/log", USER, INT32_MAX, INT32_MAX, Algorithm.SLIDING_WINDOW),
+    Rule(
+        "1",
+        "/fixed",
+        USER,
+        limit=INT32_MAX,
+        window_seconds=INT32_MAX,
+        algorithm=Algorithm.FIXED_WINDOW,
+    ),
+    Rule(
+        "2",
+        "/log",
+        USER,
+        limit=INT32_MAX,
+        window_seconds=INT32_MAX,
+        algorithm=Algorithm.SLIDING_WINDOW,
+    ),
 ]
 PLACES = {
     name + KEYS.scope(rule, rule.endpoint): (name, rule.endpoint)

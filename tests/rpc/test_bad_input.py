@@ -27,6 +27,9 @@ METRICS = "/ratelimiter.v1.RateLimiterHealth/GetMetrics"
 RESET = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 OTHER_ID = str(uuid.UUID(int=1))
+FIRST = pb.Limit(limit=1, window_seconds=1, algorithm="fixed_window")
+DAY = pb.Limit(name="day", limit=9, window_seconds=86_400, algorithm="fixed_window")
+SPENT_DAY = pb.Limit(name="day", limit=-1, window_seconds=86_400, algorithm="fixed_window")
 
 
 @pytest.fixture
@@ -288,8 +291,13 @@ async def test_an_overflowing_cost_inside_a_batch_is_a_malformed_item(unharmed):
         ({"endpoint": ""}, "endpoint"),
         ({"endpoint": "e" * 256}, "endpoint"),
         ({"endpoint": "/b\t"}, "endpoint"),
+        ({"limits": [FIRST, *[DAY] * 8]}, "limits"),
+        ({"limits": [FIRST, DAY, DAY]}, "limits[2].name"),
+        ({"limits": [pb.Limit(limit=2, window_seconds=1, algorithm="fixed_window")]}, "limit"),
+        ({"limits": [FIRST, pb.Limit(name="day", limit=1, window_seconds=1)]}, "limits[1].algorithm"),
+        ({"limits": [FIRST, SPENT_DAY]}, "limits[1].limit"),
     ],
-)
+)  # fmt: skip
 async def test_a_malformed_field_of_a_rule_is_refused_and_named(unharmed, fields, named):
     path = [f"rate_limit.{named}"]
     message = pb.CreateRateLimitRequest(rate_limit=rule(**fields))

@@ -18,7 +18,10 @@ async def test_an_answer_carries_the_decision_and_the_rule_behind_it(node):
     rule = await node.rule("/a", limit=2, window_seconds=60)
     now_s = node.clock.now_us() // 1_000_000
     assert now_s % 60 == 0  # so that the window ends a minute from now
-    common = {"limit": 2, "window_seconds": 60, "rule_id": rule.id, "reset_time": now_s + 60}
+    common = {
+        "limit": 2, "window_seconds": 60, "rule_id": rule.id, "reset_time": now_s + 60,
+        "limit_name": "default",
+    }  # fmt: skip
     answers = [await node.checks.CheckRateLimit(check()) for _ in range(3)]
     within = {"allowed": True, "reason": pb.WITHIN_LIMIT}
     assert answers == [

@@ -69,7 +69,14 @@ class Scenario:
 
     @property
     def rule(self) -> Rule:
-        return Rule("r", "/a", IdentifierType.USER, self.limit, self.window_seconds, self.algorithm)
+        return Rule(
+            "r",
+            "/a",
+            IdentifierType.USER,
+            limit=self.limit,
+            window_seconds=self.window_seconds,
+            algorithm=self.algorithm,
+        )
 
     @property
     def rate_per_us(self) -> float:

@@ -108,7 +108,14 @@ def on_wire(command: Iterable[bytes]) -> int:
 def measure(cell: Cell, nodes: int) -> dict[str, float]:
     """What happens in a second, of all nodes together."""
     world = CountingWorld(nodes)
-    rule = Rule("r", "/a", IdentifierType.USER, cell.limit, 1, Algorithm.TOKEN_BUCKET)
+    rule = Rule(
+        "r",
+        "/a",
+        IdentifierType.USER,
+        limit=cell.limit,
+        window_seconds=1,
+        algorithm=Algorithm.TOKEN_BUCKET,
+    )
     for number in range(nodes):
         world.start(f"n{number}/0")
         Node(world, f"n{number}", rule, members=nodes, max_views=10**9)

@@ -23,7 +23,9 @@ from ratelimitd.model import (
     Algorithm,
     Check,
     Decision,
+    Enforcement,
     IdentifierType,
+    Limit,
     Reason,
     Rule,
 )
@@ -33,8 +35,12 @@ from ratelimitd.testing import ManualClock
 USER, IP = IdentifierType.USER, IdentifierType.IP
 NOW_S = 1_700_006_400
 SECOND = 1_000_000
-ORDERS = Rule("orders", "/orders", USER, 10, 60, Algorithm.FIXED_WINDOW)
-EVERYWHERE = Rule("everywhere", "*", USER, 3, 60, Algorithm.FIXED_WINDOW)
+ORDERS = Rule(
+    "orders", "/orders", USER, limit=10, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW
+)
+EVERYWHERE = Rule(
+    "everywhere", "*", USER, limit=3, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW
+)
 NO_RULE = Decision(
     allowed=True,
     remaining=NO_RULE_REMAINING,
@@ -114,6 +120,7 @@ class TestDeciding:
             retry_after=0,
             reason=Reason.WITHIN_LIMIT,
             rule=ORDERS,
+            limit=ORDERS,
         )
         assert node.check(cost=7)[:5] == (False, 6, NOW_S + 60, 60, Reason.LIMIT_EXCEEDED)
         assert node.check(cost=11).reason is Reason.COST_EXCEEDS_LIMIT
@@ -370,7 +377,7 @@ class TestBulk:
         charged = [node.limiter.charge(b"ada", scope, node.limiter.now_us(), n) for n in costs]
         other = Node(ORDERS, EVERYWHERE)
         expected = [other.check(cost=n) for n in costs]
-        assert [(*outcome[:5], scope.rule) for outcome in charged] == expected
+        assert [(*outcome[:5], scope.rule, scope.limit, ()) for outcome in charged] == expected
         assert node.remaining() == other.remaining() == 0
         for name in ("allowed_total", "blocked_total", "by_rule", "bucket_missed_total"):
             assert getattr(node.stats, name) == getattr(other.stats, name)
@@ -721,7 +728,7 @@ class TestSharedBuckets:
         node.shared.at_once = GRANTED
         answer = node.limiter.check(check_of(peek=peek))
         assert answer[:5] == GRANTED[:5]
-        assert answer.rule == replace(ORDERS, revision=7)
+        assert answer.limit == replace(ORDERS, revision=7)
         assert (node.stats.allowed_total, node.stats.by_rule) == (1, {"orders": [1, 0]})
 
     @pytest.mark.parametrize("peek", [False, True])
@@ -819,7 +826,16 @@ class TestSharedBuckets:
         node = Sharing(breaker_denies=True)
         answer = await node.wait(BreakerOpenError(retry_after_us))
         reset_time = NOW_S + retry_after_s
-        assert answer == (False, 0, reset_time, retry_after_s, Reason.FAIL_OPEN_BREAKER, None)
+        assert answer == (
+            False,
+            0,
+            reset_time,
+            retry_after_s,
+            Reason.FAIL_OPEN_BREAKER,
+            None,
+            None,
+            (),
+        )
         stats = node.stats
         assert (stats.blocked_total, stats.breaker_denied_total) == (1, 1)
         assert (stats.allowed_total, stats.bucket_looked_total) == (0, 0)
@@ -828,7 +844,7 @@ class TestSharedBuckets:
         assert node.limiter.check(check_of()) is None
         node.put(replace(ORDERS, limit=3))
         answer = await node.wait(GRANTED)
-        assert answer.rule == replace(ORDERS, limit=3, revision=8)
+        assert answer.limit == replace(ORDERS, limit=3, revision=8)
         node.put()
         assert await node.wait() == NO_RULE
         assert len(node.shared.asked) == 1
@@ -876,6 +892,7 @@ class TestSharedBuckets:
             ([AWAY, GRANTED], True),
             ([BreakerOpenError(1), GRANTED], True),
             ([ValueError("defect"), GRANTED], True),
+            ([REFUSED, ValueError("defect")], False),
         ],
     )
     async def test_the_shared_state_foresees_what_the_node_cannot(self, node, answers, passes):
@@ -896,3 +913,125 @@ class TestSharedBuckets:
         assert not await node.limiter.all_pass([check_of()], node.limiter.now_us())
         node.shared.at_once = BreakerOpenError(1)
         assert not node.limiter.all_pass([check_of()], node.limiter.now_us())
+
+
+class TestSeveralLimits:
+    DAY = Limit(limit=12, window_seconds=86_400, algorithm=Algorithm.FIXED_WINDOW, name="day")
+    SEVERAL = replace(ORDERS, more=(DAY,))
+
+    @pytest.fixture
+    def node(self):
+        return Node(self.SEVERAL)
+
+    def test_all_are_charged_and_the_tightest_answers(self, node):
+        answer = node.check(cost=4)
+        assert (answer.allowed, answer.remaining, answer.limit) == (True, 6, self.SEVERAL)
+        assert [(one.limit.name, one.remaining) for one in answer.limits] == [
+            ("default", 6), ("day", 8),
+        ]  # fmt: skip
+        node.clock.advance(seconds=60)
+        answer = node.check()
+        assert (answer.remaining, answer.limit) == (7, self.DAY)
+        assert [one.limit.name for one in answer.limits] == ["day", "default"]
+        assert {one.rule for one in answer.limits} == {self.SEVERAL}
+
+    def test_a_denial_charges_none(self, node):
+        node.check(cost=9)
+        node.clock.advance(seconds=60)
+        answer = node.check(cost=4)
+        assert (answer.allowed, answer.limit, answer.remaining) == (False, self.DAY, 3)
+        assert [(one.allowed, one.remaining) for one in answer.limits] == [(False, 3), (True, 10)]
+        assert node.check(cost=3).allowed
+
+    def test_a_peek_charges_none(self, node):
+        first = node.check(cost=4, peek=True)
+        assert node.check(cost=4, peek=True) == first
+        assert node.check(cost=4) == first
+
+    def test_a_rule_counts_a_check_once(self, node):
+        node.check(cost=9)
+        node.check(cost=9)
+        assert (node.stats.allowed_total, node.stats.blocked_total) == (1, 1)
+        assert node.stats.by_rule == {"orders": [1, 1]}
+        [(identifier, scope)] = node.denied
+        assert (identifier, scope.rule, scope.limit) == (b"ada", self.SEVERAL, self.DAY)
+        assert node.stats.bucket_known_total == 1
+
+    def test_an_edit_of_a_number_keeps_what_was_spent_and_a_new_name_begins_anew(self, node):
+        node.check(cost=4)
+        node.put(replace(self.SEVERAL, limit=5, more=(replace(self.DAY, name="daily"),)))
+        answer = node.check(cost=1)
+        assert [(one.limit.name, one.remaining) for one in answer.limits] == [
+            ("default", 0), ("daily", 11),
+        ]  # fmt: skip
+
+    async def test_a_reset_is_of_all_of_them(self, node):
+        node.check(cost=10)
+        await node.reset()
+        assert len(node.table) == 0
+        [keys] = node.journal.resets
+        assert len(keys) == 2
+        assert node.check(cost=10).allowed
+
+    def test_a_check_in_bulk_is_one_of_the_first_limit_only_where_there_is_no_other(self, node):
+        assert [one.limit for one in node.limiter.scope("/orders", USER).more] == [self.DAY]
+        node.put(ORDERS)
+        assert node.limiter.scope("/orders", USER).more == ()
+
+    def test_foreseeing_looks_at_all_and_charges_none(self, node):
+        check = Check(b"ada", USER, "/orders", 4)
+        node.check(cost=9)
+        node.clock.advance(seconds=60)
+        missed = node.stats.bucket_missed_total
+        assert not node.limiter.all_pass([check], node.limiter.now_us())
+        assert node.limiter.all_pass([check._replace(cost=3)], node.limiter.now_us())
+        assert node.stats.bucket_missed_total == missed
+        assert node.check(cost=3).allowed
+
+    def test_a_callers_time_is_near_enough_for_the_shortest_window(self):
+        node = Node(replace(self.SEVERAL, more=(replace(self.DAY, window_seconds=10),)))
+        node.check(timestamp=NOW_S * 1_000 - 1_001)
+        assert node.stats.clock_rejected_total == 1
+        node.check(timestamp=NOW_S * 1_000 - 1_000)
+        assert node.stats.clock_rejected_total == 1
+
+    def test_in_a_batch_a_denied_check_leaves_all_to_the_next(self, node):
+        checks = [Check(b"ada", USER, "/orders", cost) for cost in (9, 4, 1)]
+        answers = node.limiter.check_batch(checks)
+        assert [answer.allowed for answer in answers] == [True, False, True]
+        assert [(one.limit.name, one.remaining) for one in answers[2].limits] == [
+            ("default", 0), ("day", 2),
+        ]  # fmt: skip
+
+    def test_one_that_observes_counts_what_it_would_deny_and_denies_nothing(self):
+        observed = replace(self.DAY, limit=3, enforcement=Enforcement.OBSERVE)
+        node = Node(replace(ORDERS, more=(observed,)))
+        answers = [node.check(cost=2) for _ in range(6)]
+        assert [answer.allowed for answer in answers] == [True] * 5 + [False]
+        assert [answer.limits[1].allowed for answer in answers] == [True, *[False] * 5]
+        assert {answer.limit.name for answer in answers} == {"default"}
+        # The last was denied by the limit itself.
+        assert node.stats.would_deny == {"orders,day": [4]}
+        assert node.stats.by_rule == {"orders": [5, 1]}
+        missed = node.stats.bucket_missed_total
+        assert not node.limiter.all_pass([Check(b"ada", USER, "/orders", 2)], 0)
+        assert node.stats.bucket_missed_total == missed
+        assert node.stats.would_deny == {"orders,day": [4]}
+
+    def test_a_rule_that_only_observes_allows_with_what_it_counted(self):
+        node = Node(replace(ORDERS, limit=3, enforcement=Enforcement.OBSERVE))
+        answers = [node.check(cost=2) for _ in range(2)]
+        assert [answer[:5] for answer in answers] == [
+            (True, 1, NOW_S + 60, 0, Reason.WITHIN_LIMIT),
+            (True, 1, NOW_S + 60, 0, Reason.WITHIN_LIMIT),
+        ]
+        assert [answer.limits for answer in answers] == [(), ()]
+        assert node.stats.would_deny == {"orders,default": [1]}
+        assert node.limiter.all_pass([Check(b"ada", USER, "/orders", 9)], node.limiter.now_us())
+
+    def test_promoting_keeps_what_was_counted(self):
+        node = Node(replace(ORDERS, more=(replace(self.DAY, enforcement=Enforcement.OBSERVE),)))
+        node.check(cost=9)
+        node.put(replace(ORDERS, name="day", limit=12, window_seconds=86_400))
+        assert node.check(cost=3).remaining == 0
+        assert not node.check().allowed

@@ -13,7 +13,14 @@ from ratelimitd.model import (
 )
 from ratelimiter.v1 import ratelimiter_pb2
 
-RULE = Rule("1", "/orders", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET)
+RULE = Rule(
+    "1",
+    "/orders",
+    IdentifierType.USER,
+    limit=10,
+    window_seconds=60,
+    algorithm=Algorithm.TOKEN_BUCKET,
+)
 
 
 def rule(**changes):

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ratelimitd.algorithms import fixed_window, sliding_window, token_bucket
-from ratelimitd.model import Algorithm, Outcome, Rule
+from ratelimitd.model import Algorithm, Limit, Outcome
 
-Decide = Callable[[Any, Rule, int, int], Outcome]
+Decide = Callable[[Any, Limit, int, int], Outcome]
 
 DECIDE: Final[Mapping[Algorithm, Decide]] = MappingProxyType(
     {

@@ -17,15 +17,15 @@ from ratelimitd.model import (
     LIMIT_EXCEEDED,
     US_PER_S,
     WITHIN_LIMIT,
+    Limit,
     Outcome,
-    Rule,
 )
 
 State = tuple[int, ...]
 """(count, latest_us); of the ledger also the count of the window before."""
 
 
-def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
+def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     """Decide one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
 
     Returns:

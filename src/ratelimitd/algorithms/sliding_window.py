@@ -31,8 +31,8 @@ from ratelimitd.model import (
     LIMIT_EXCEEDED,
     US_PER_S,
     WITHIN_LIMIT,
+    Limit,
     Outcome,
-    Rule,
 )
 
 State = bytes
@@ -52,7 +52,7 @@ _pack_one: Final = Struct("=q").pack
 _pack_first: Final = Struct("=qqq").pack
 
 
-def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
+def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     """Decide one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
 
     The specification's rule: entries at or before timestamp − window are dropped; if what remains and the cost fit into
@@ -93,7 +93,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
     return (DENIED, remaining, reset_time, min(retry_after, INT32_MAX), LIMIT_EXCEEDED, state)
 
 
-def entered(state: State | None, rule: Rule, runs: Sequence[tuple[int, int]]) -> State:
+def entered(state: State | None, rule: Limit, runs: Sequence[tuple[int, int]]) -> State:
     """Return the log with ``runs`` inserted by time, at least one, regardless of the limit.
 
     Drops runs outside the window of the latest time; merges neighbours beyond ``MAX_RUNS``.
@@ -139,7 +139,7 @@ def _merged(
     return array("q", tokens_at), array("q", accumulate(tokens_at.values(), initial=sums[0]))
 
 
-def used(state: State, rule: Rule, now_us: int) -> int:
+def used(state: State, rule: Limit, now_us: int) -> int:
     """Return the tokens in the window that ends at ``now_us``, and later ones."""
     cells = memoryview(state).cast("q")
     runs = len(cells) >> 1
@@ -154,7 +154,7 @@ def latest(state: State) -> tuple[int, int]:
 
 
 def _accepted(  # noqa: PLR0917 - what both ways of accepting know
-    rule: Rule, now_us: int, at_us: int, used: int, oldest_us: int, state: State
+    rule: Limit, now_us: int, at_us: int, used: int, oldest_us: int, state: State
 ) -> Outcome:
     remaining = rule.limit - used
     retry_after = 0

@@ -20,8 +20,8 @@ from ratelimitd.model import (
     LIMIT_EXCEEDED,
     US_PER_S,
     WITHIN_LIMIT,
+    Limit,
     Outcome,
-    Rule,
 )
 
 State = tuple[int, int]
@@ -29,7 +29,7 @@ State = tuple[int, int]
 _ROUND_UP: Final = US_PER_S - 1
 
 
-def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
+def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     """Decide one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch).
 
     The specification's formulas: tokens = min(capacity, tokens + elapsed × refill rate); retry delay
@@ -80,7 +80,7 @@ def decide(state: State | None, rule: Rule, now_us: int, cost: int) -> Outcome:
 
 
 def denied(  # noqa: PLR0917 - what both callers know
-    state: State | None, rule: Rule, now_us: int, cost: int, refilled: State
+    state: State | None, rule: Limit, now_us: int, cost: int, refilled: State
 ) -> Outcome:
     """Return the outcome of a denied check; ``refilled`` is the bucket at its time, and may be overdrawn."""
     limit = rule.limit

@@ -1,9 +1,9 @@
 """Makes the keys of buckets.
 
-A bucket belongs to (identifier type, identifier, endpoint, algorithm, window): an edit of algorithm or window leads to
-another key and a fresh bucket (ADR 0008, I14). In memory the key is the identifier followed by a keyed digest of the
-other four, its *scope*; on disk it is a keyed digest of that, so that no identifier is written (ADR 0014, 0015). The
-secret key prevents callers from constructing collisions.
+A bucket belongs to (identifier type, identifier, endpoint, algorithm, window, name of the limit): an edit of algorithm
+or window leads to another key and a fresh bucket (ADR 0008, I14). In memory the key is the identifier followed by a
+keyed digest of the others, its *scope*; on disk it is a keyed digest of that, so that no identifier is written (ADR
+0014, 0015). The secret key prevents callers from constructing collisions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Final
 
-from ratelimitd.model import IdentifierType, Rule
+from ratelimitd.model import DEFAULT_LIMIT, IdentifierType, Limit, Rule
 
 SCOPE_BYTES: Final = 9
 """72 bits distinguish the scopes of a node; a 38-character identifier still fits an 80-byte object."""
@@ -71,13 +71,16 @@ class BucketKeys:
         )
         return digest.hexdigest()
 
-    def scope(self, rule: Rule, endpoint: str) -> bytes:
-        """Return the common part of the keys on ``endpoint`` while ``rule`` decides there.
+    def scope(self, rule: Rule, endpoint: str, limit: Limit | None = None) -> bytes:
+        """Return the common part of the keys on ``endpoint`` of a limit of ``rule``, its first unless given.
 
-        The endpoint is the caller's, not the rule's: the global rule has buckets per endpoint. It comes last and the
-        other parts cannot contain the separator, so no two scopes share a text.
+        The endpoint is the caller's, not the rule's: the global rule has buckets per endpoint. No part contains the
+        separator, so no two scopes share a text. A limit that is not named has the keys of before there were names.
         """
-        text = f"{rule.identifier_type}\0{rule.algorithm}\0{rule.window_seconds}\0{endpoint}"
+        limit = limit or rule
+        text = f"{rule.identifier_type}\0{limit.algorithm}\0{limit.window_seconds}\0{endpoint}"
+        if limit.name != DEFAULT_LIMIT:
+            text += f"\0{limit.name}"
         return blake2b(
             text.encode(), digest_size=SCOPE_BYTES, key=self._secret, person=_SCOPE_PERSON
         ).digest()

@@ -33,7 +33,7 @@ from zlib import crc32
 
 from ratelimitd.algorithms.sliding_window import MAX_RUNS, MAX_SUM
 from ratelimitd.buckets.keys import STORED_KEY_BYTES
-from ratelimitd.model import US_PER_S, Rule
+from ratelimitd.model import US_PER_S, Limit
 
 Value = int | bytes
 State = tuple[int, ...] | bytes
@@ -52,7 +52,7 @@ _CELL: Final = 8
 _TAIL: Final = Struct("=q")
 
 
-def pack(state: State, rule: Rule, tick: int) -> Value:
+def pack(state: State, rule: Limit, tick: int) -> Value:
     """Return the value of ``state`` under ``rule``, last used at ``tick``."""
     if isinstance(state, bytes):
         return state + _TAIL.pack(rule.window_seconds << _TICK_BITS | tick)

@@ -15,10 +15,11 @@ Keys are ``bytes`` and values ``int`` or ``bytes``, so the cyclic garbage collec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ratelimitd.algorithms import Decide
+from ratelimitd.algorithms.several import Charge, decide_all, passes
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot_format import (
     LATEST_MASK,
@@ -35,7 +36,7 @@ from ratelimitd.buckets.snapshot_format import (
     with_tick,
 )
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import US_PER_S, Outcome, Rule
+from ratelimitd.model import US_PER_S, Limit, Outcome
 
 SHARD_ENTRIES: Final = 600
 
@@ -101,7 +102,7 @@ class BucketTable:
             restored.drop_any()
 
     def apply(  # noqa: PLR0917 - called once a check: keywords would cost it 50 ns
-        self, key: bytes, rule: Rule, decide: Decide, now_us: int, cost: int
+        self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
     ) -> Outcome:
         """Decide a check on its bucket, and store the new state with the time of use."""
         shard = self._shards[hash(key) % self._shard_count]
@@ -132,7 +133,7 @@ class BucketTable:
     def peek(  # noqa: PLR0917 - the same signature as apply
         self,
         key: bytes,
-        rule: Rule,
+        rule: Limit,
         decide: Decide,
         now_us: int,
         cost: int,
@@ -148,6 +149,38 @@ class BucketTable:
             self._stats.bucket_missed_total += is_counted
             return outcome
         return decide(unpack(value), rule, now_us, cost)
+
+    def apply_all(self, charges: Sequence[Charge], now_us: int, cost: int) -> list[Outcome]:
+        """Decide a check on several buckets, and store their new states if no enforced limit denies it."""
+        outcomes = self.peek_all(charges, now_us, cost)
+        if passes([charge[1] for charge in charges], outcomes):
+            for (key, limit, _), outcome in zip(charges, outcomes, strict=True):
+                if not outcome[0]:
+                    continue  # of a limit that only observes
+                value = pack(outcome[5], limit, self._tick)  # type: ignore[arg-type]  # an allowed check has a state
+                shard = self._shards[hash(key) % self._shard_count]
+                if key in shard:
+                    shard[key] = value
+                else:
+                    if self._restored:
+                        self._restored.take(key)
+                    self._add(key, value)
+        return outcomes
+
+    def peek_all(
+        self, charges: Sequence[Charge], now_us: int, cost: int, *, is_counted: bool = True
+    ) -> list[Outcome]:
+        """Decide as :meth:`apply_all` does, storing nothing. An absent bucket makes one miss of the check."""
+        buckets, known = [], True
+        for key, limit, decide in charges:
+            value = self._shards[hash(key) % self._shard_count].get(key)
+            if value is None and self._restored:
+                value = self._restored.get(key)
+            known &= value is not None
+            buckets.append((None if value is None else unpack(value), limit, decide))
+        outcomes = decide_all(buckets, now_us, cost)
+        self._stats.bucket_missed_total += is_counted and not known
+        return outcomes
 
     def remove(self, key: bytes) -> Value | None:
         """Drop the bucket of ``key``; return its value, for :meth:`put_back`."""

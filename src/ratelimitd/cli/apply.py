@@ -5,10 +5,12 @@ Applying is idempotent and overwrites no concurrent edit: every step carries the
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
@@ -17,8 +19,9 @@ import typer
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.output import Output, as_dict, printable, progress
 from ratelimitd.errors import FieldViolation, RuleInvalidError
+from ratelimitd.model import Enforcement
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, dump_rules, dump_rules_json, parse_rules
-from ratelimitd.rules.store import EDITABLE, RuleDraft
+from ratelimitd.rules.store import EDITABLE, LimitDraft, RuleDraft
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -92,6 +95,16 @@ def draft_of(rule: pb.RateLimit) -> RuleDraft:
         window_seconds=rule.window_seconds,
         algorithm=rule.algorithm,
         enabled=rule.enabled or not rule.HasField("enabled"),
+        limits=tuple(
+            LimitDraft(
+                limit.name,
+                limit.limit,
+                limit.window_seconds,
+                limit.algorithm,
+                pb.Enforcement.Name(limit.enforcement).lower(),
+            )
+            for limit in rule.limits
+        ),
     )
 
 
@@ -263,7 +276,7 @@ def _execute(client: NodeClient, step: Step) -> None:
         case Create(draft):
             client.create_rule(_message(draft))
         case Update(current, draft, fields):
-            changes = {name: getattr(draft, name) for name in fields}
+            changes = {name: _value(draft, name) for name in fields}
             rule = pb.RateLimit(id=current.id, etag=current.etag, **changes)
             client.update_rule(rule, fields)
         case _:
@@ -291,14 +304,29 @@ def _as_json(step: Step) -> dict[str, Any]:
         case Create(draft):
             return {"action": "create", "rate_limit": as_dict(_message(draft))}
         case Update(current, draft, fields):
-            rule = as_dict(current) | {name: getattr(draft, name) for name in fields}
+            changed = as_dict(_message(draft))
+            rule = as_dict(current) | {name: changed[name] for name in fields}
             return {"action": "update", "fields": list(fields), "rate_limit": rule}
         case _:
             return {"action": "delete", "rate_limit": as_dict(step.current)}
 
 
 def _message(draft: RuleDraft) -> pb.RateLimit:
-    return pb.RateLimit(id=draft.id, **{name: getattr(draft, name) for name in EDITABLE})
+    return pb.RateLimit(id=draft.id, **{name: _value(draft, name) for name in EDITABLE})
+
+
+def _value(draft: RuleDraft, name: str) -> Any:
+    """A field as the contract has it."""
+    if name == "limits":
+        return [limit_message(limit) for limit in draft.limits]
+    return getattr(draft, name)
+
+
+def limit_message(limit: LimitDraft) -> pb.Limit:
+    """A limit as the contract has it."""
+    fields = asdict(limit)
+    enforcement = pb.Enforcement.Value(fields.pop("enforcement").upper())
+    return pb.Limit(**fields, enforcement=enforcement)
 
 
 def _name(rule: RuleDraft) -> str:
@@ -307,11 +335,26 @@ def _name(rule: RuleDraft) -> str:
 
 def _values(rule: RuleDraft) -> str:
     state = "" if rule.enabled else ", disabled"
-    return f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}{state}"
+    return f"{limits_text(rule)}{state}"
 
 
-def _text(value: str | int | bool) -> str:
+def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
+    """The limits of a rule in one line; with their names if there are several."""
+    if isinstance(rule, pb.RateLimit):
+        rule = draft_of(rule)
+    if not rule.limits:
+        return f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}"
+    return "; ".join(
+        f"{printable(limit.name)}: {limit.limit} per {limit.window_seconds} s, {limit.algorithm}"
+        + (", observed" if limit.enforcement == Enforcement.OBSERVE else "")
+        for limit in rule.limits
+    )
+
+
+def _text(value: object) -> str:
     """A value as the file spells it."""
+    if isinstance(value, tuple):
+        value = json.dumps([asdict(limit) for limit in value])
     return str(value).lower() if isinstance(value, bool) else printable(str(value))
 
 

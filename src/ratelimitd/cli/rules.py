@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ratelimitd.cli.apply import apply, export
+from ratelimitd.cli.apply import apply, export, limits_text
 from ratelimitd.cli.check import TypeArgument, int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.options import help_of
@@ -217,6 +217,45 @@ def update(
 
 
 @asks_node
+def promote(
+    target: Target,
+    *,
+    rule_id: IdArgument,
+    name: Annotated[str, typer.Argument(help="Limit that only observes.", show_default=False)],
+    replaces: Annotated[
+        str, typer.Option(metavar="LIMIT", help="Limit whose place it takes; else the first.")
+    ] = "",
+) -> None:
+    """Enforce a limit that only observes, in the place of another. It keeps what it counted.
+
+    Example:
+      ratelimitd rules promote 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f candidate
+    """
+    with target.client() as client:
+        rule = next((rule for rule in client.rules() if rule.id == rule_id), None)
+        if rule is None:
+            message = f"there is no rule {rule_id}"
+            raise CliError(message)
+        limits = list(rule.limits)
+        names = [limit.name for limit in limits]
+        observing = {limit.name for limit in limits if limit.enforcement == pb.OBSERVE}
+        replaced = replaces or (names[0] if names else "")
+        if name not in observing:
+            message = f"the rule has no limit {printable(name)} that only observes"
+            raise CliError(message)
+        if replaced not in names:
+            message = f"the rule has no limit {printable(replaced)}"
+            raise CliError(message)
+        candidate = limits[names.index(name)]
+        candidate.enforcement = pb.ENFORCE
+        limits[names.index(replaced)] = candidate
+        kept = {limit.name: limit for limit in limits}
+        change = pb.RateLimit(id=rule.id, etag=rule.etag, limits=kept.values())
+        updated = client.update_rule(change, ["limits"])
+    _show("updated", updated, target)
+
+
+@asks_node
 def delete(target: Target, *, rule_id: IdArgument, etag: EtagOption = "") -> None:
     """Delete a rule.
 
@@ -237,8 +276,7 @@ def _show(done: str, rule: pb.RateLimit, target: Target) -> None:
     else:
         state = "" if rule.enabled else ", disabled"
         target.output.line(
-            f"{done} {rule.id}: {rule.endpoint} {rule.identifier_type},"
-            f" {rule.limit} per {rule.window_seconds} s, {rule.algorithm}{state}"
+            f"{done} {rule.id}: {rule.endpoint} {rule.identifier_type}, {limits_text(rule)}{state}"
         )
 
 
@@ -246,6 +284,7 @@ for name, command in {
     "list": list_rules,
     "create": create,
     "update": update,
+    "promote": promote,
     "delete": delete,
     "apply": apply,
     "export": export,

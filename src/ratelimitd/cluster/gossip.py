@@ -22,7 +22,7 @@ from ratelimitd.cluster.pending import Bucket
 from ratelimitd.errors import RateLimitdError, StoreOverloadedError, StoreUnavailableError
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.shared_state import SharedState, generation_at
-from ratelimitd.model import INT32_MAX, MAX_TIME_US, Rule
+from ratelimitd.model import INT32_MAX, MAX_TIME_US, Limit
 
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.pubsub import Bus
@@ -81,7 +81,7 @@ class Gossip:
                 self._bus.publish(tag, b"S" + b"".join(parts[start : start + MAX_PER_MESSAGE]))
 
 
-def _has_half(shared: SharedState | None, rule: Rule, clock: Clock) -> bool:
+def _has_half(shared: SharedState | None, rule: Limit, clock: Clock) -> bool:
     if shared is None:
         return True
     used = ACCOUNTS[rule.algorithm].used(shared.state, rule, clock.now_us())
@@ -129,7 +129,7 @@ Heard = Callable[[bytes, SharedState], None]
 async def reset_buckets(
     store: RedisStore,
     names: Sequence[bytes],
-    rules: Sequence[Rule],
+    rules: Sequence[Limit],
     heard: Heard,
     *,
     now_us: int,

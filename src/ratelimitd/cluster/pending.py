@@ -18,8 +18,8 @@ from ratelimitd.model import (
     LIMIT_EXCEEDED,
     US_PER_S,
     WITHIN_LIMIT,
+    Limit,
     Outcome,
-    Rule,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PendingCheck:
 
     def __init__(
         self,
-        rule: Rule,
+        rule: Limit,
         now_us: int,
         cost: int,
         *,
@@ -110,7 +110,7 @@ class Bucket:
     __slots__ = ("is_cached", "is_denied", "is_dirty", "is_watched", "key", "name", "tag", "view")
 
     def __init__(  # noqa: PLR0917 - called for every miss
-        self, key: bytes, name: bytes, tag: Partition, rule: Rule, base: SharedState | None
+        self, key: bytes, name: bytes, tag: Partition, rule: Limit, base: SharedState | None
     ) -> None:
         self.key = key
         self.name = name

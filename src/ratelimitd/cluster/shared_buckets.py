@@ -23,7 +23,7 @@ from ratelimitd.cluster.sync import Partition, RefreshQueue
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
-from ratelimitd.model import Outcome, Rule
+from ratelimitd.model import Limit, Outcome
 
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore
@@ -85,7 +85,7 @@ class SharedBuckets:
     # What the limiter calls
 
     def apply(
-        self, key: bytes, rule: Rule, _decide: Decide, now_us: int, cost: int
+        self, key: bytes, rule: Limit, _decide: Decide, now_us: int, cost: int
     ) -> Outcome | None:
         """Judge and charge a check by the node's view; ``None``: the shared state is to decide.
 
@@ -118,7 +118,7 @@ class SharedBuckets:
     def peek(
         self,
         key: bytes,
-        rule: Rule,
+        rule: Limit,
         _decide: Decide,
         now_us: int,
         cost: int,
@@ -138,7 +138,7 @@ class SharedBuckets:
     def wait(
         self,
         key: bytes,
-        rule: Rule,
+        rule: Limit,
         now_us: int,
         cost: int,
         *,
@@ -158,7 +158,7 @@ class SharedBuckets:
         self._ask_first(key, name, check, is_counted=is_counted)
         return check.answer
 
-    async def reset(self, keys: Sequence[bytes], rules: Sequence[Rule]) -> None:
+    async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Let buckets start afresh, on every node.
 
         Raises:
@@ -299,7 +299,7 @@ class SharedBuckets:
 
     # Known buckets
 
-    def _known(self, key: bytes, rule: Rule) -> Bucket | None:
+    def _known(self, key: bytes, rule: Limit) -> Bucket | None:
         """Return a bucket that is known but not in use: packed, or evicted before everything was settled.
 
         Else remember the miss for :meth:`wait`, and return ``None``.
@@ -380,7 +380,7 @@ class SharedBuckets:
         return outcome
 
     @staticmethod
-    def _note_rule(bucket: Bucket, rule: Rule) -> None:
+    def _note_rule(bucket: Bucket, rule: Limit) -> None:
         """Give the view a newer rule; it may also know a newer one, of another node."""
         view = bucket.view
         if rule.revision >= view.rule.revision:

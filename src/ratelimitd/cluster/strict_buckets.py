@@ -15,7 +15,7 @@ from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.errors import RateLimitdError
 from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
-from ratelimitd.model import Outcome, Rule
+from ratelimitd.model import Limit, Outcome
 
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore
@@ -54,7 +54,7 @@ class StrictBuckets:
     def wait(
         self,
         key: bytes,
-        rule: Rule,
+        rule: Limit,
         now_us: int,
         cost: int,
         *,
@@ -74,7 +74,7 @@ class StrictBuckets:
         self._store.decide(check, partial(_decided, answer, server))
         return answer
 
-    async def reset(self, keys: Sequence[bytes], rules: Sequence[Rule]) -> None:
+    async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Let buckets start afresh.
 
         Raises:

@@ -402,5 +402,5 @@ class Sender:
         """Drop all pending octets of a closed connection."""
         self._waiting.clear()
         self._streams.live.clear()
-        self._streams.opening.clear()
+        self._streams.opening.clear()  # equivalent: it only frees memory
         self.buffered_bytes = 0

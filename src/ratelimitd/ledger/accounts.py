@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias
 
 from ratelimitd.algorithms import Decide, fixed_window, sliding_window, token_bucket
-from ratelimitd.model import Algorithm, Outcome, Rule
+from ratelimitd.model import Algorithm, Limit, Outcome
 
 Run: TypeAlias = tuple[int, int]
 """(time in µs, tokens that were allowed then)."""
@@ -24,25 +24,25 @@ BucketState: TypeAlias = tuple[int, ...] | bytes | None
 class Account(Protocol):
     """The ledger's view of an algorithm. A state of ``None`` is a full bucket."""
 
-    def judge(self, state: Any, rule: Rule, now_us: int, cost: int) -> Outcome:
+    def judge(self, state: Any, rule: Limit, now_us: int, cost: int) -> Outcome:
         """Decide one check as the algorithm does, on a bucket that may be overdrawn."""
 
-    def judge_of(self, state: Any, rule: Rule) -> Decide:
+    def judge_of(self, state: Any, rule: Limit) -> Decide:
         """Return the fastest function that decides as :meth:`judge` does for this state and its successors."""
 
-    def used(self, state: Any, rule: Rule, now_us: int) -> int:
+    def used(self, state: Any, rule: Limit, now_us: int) -> int:
         """Return the missing tokens at ``now_us``, rounded up; above the limit if the bucket is overdrawn."""
 
-    def charged(self, state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
+    def charged(self, state: Any, rule: Limit, runs: Sequence[Run]) -> Any:
         """Return the state after ``runs``, in ascending order, also beyond the limit."""
 
-    def capped(self, state: Any, rule: Rule) -> Any:
+    def capped(self, state: Any, rule: Limit) -> Any:
         """Return the state under a new limit: at most one whole capacity is owed."""
 
     def standing(self, state: Any) -> tuple[int, int]:
         """Return (time of the latest spend, spent tokens), which never decreases in the life of a bucket."""
 
-    def freed(self, rule: Rule, from_us: int, until_us: int) -> int:
+    def freed(self, rule: Limit, from_us: int, until_us: int) -> int:
         """Return about how many tokens are freed between two times, at most."""
 
 
@@ -50,33 +50,32 @@ class TokenBucketAccount:
     """Of :mod:`ratelimitd.algorithms.token_bucket`: (spent, latest_us), one token being ``window_us`` units."""
 
     @staticmethod
-    def judge(state: Any, rule: Rule, now_us: int, cost: int) -> Outcome:
+    def judge(state: Any, rule: Limit, now_us: int, cost: int) -> Outcome:
         """Decide one check after the overdraft has refilled: the algorithm itself stores at most one capacity."""
         capacity = rule.limit * rule.window_us
         if state is None or state[0] <= capacity:
             return token_bucket.decide(state, rule, now_us, cost)
         refilled = _refilled(state, rule, now_us)
-        if (
-            refilled[0] > capacity
-        ):  # equivalent: at capacity the algorithm denies with the same numbers
+        # equivalent: at capacity the algorithm denies with the same numbers
+        if refilled[0] > capacity:
             return token_bucket.denied(state, rule, now_us, cost, refilled)
         outcome = token_bucket.decide(refilled, rule, now_us, cost)
         return outcome if outcome[0] else (*outcome[:5], state)
 
     @staticmethod
-    def judge_of(state: Any, rule: Rule) -> Decide:
+    def judge_of(state: Any, rule: Limit) -> Decide:
         """Return the algorithm itself, unless the bucket is overdrawn."""
         if state is None or state[0] <= rule.limit * rule.window_us:
             return token_bucket.decide
         return TokenBucketAccount.judge
 
     @staticmethod
-    def used(state: Any, rule: Rule, now_us: int) -> int:
+    def used(state: Any, rule: Limit, now_us: int) -> int:
         """Return the tokens that have not been refilled."""
         return 0 if state is None else -(-_refilled(state, rule, now_us)[0] // rule.window_us)
 
     @staticmethod
-    def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
+    def charged(state: Any, rule: Limit, runs: Sequence[Run]) -> Any:
         """Apply each run at its time, after the refill until then."""
         for at_us, tokens in runs:
             spent, latest_us = (0, at_us) if state is None else _refilled(state, rule, at_us)
@@ -84,7 +83,7 @@ class TokenBucketAccount:
         return state
 
     @staticmethod
-    def capped(state: Any, rule: Rule) -> Any:
+    def capped(state: Any, rule: Limit) -> Any:
         """Cap the spent tokens at one capacity."""
         return None if state is None else (min(state[0], rule.limit * rule.window_us), state[1])
 
@@ -94,7 +93,7 @@ class TokenBucketAccount:
         return _standing(state)
 
     @staticmethod
-    def freed(rule: Rule, from_us: int, until_us: int) -> int:
+    def freed(rule: Limit, from_us: int, until_us: int) -> int:
         """Return the refill."""
         return _refilled_tokens(rule, from_us, until_us)
 
@@ -104,11 +103,11 @@ def _standing(state: tuple[int, ...] | None) -> tuple[int, int]:
     return (-1, 0) if state is None else (state[1], state[0])
 
 
-def _refilled_tokens(rule: Rule, from_us: int, until_us: int) -> int:
+def _refilled_tokens(rule: Limit, from_us: int, until_us: int) -> int:
     return -(-max(0, until_us - from_us) * rule.limit // rule.window_us)
 
 
-def _refilled(state: tuple[int, int], rule: Rule, now_us: int) -> tuple[int, int]:
+def _refilled(state: tuple[int, int], rule: Limit, now_us: int) -> tuple[int, int]:
     spent, latest_us = state
     if now_us <= latest_us:
         return state
@@ -122,7 +121,7 @@ class FixedWindowAccount:
     """
 
     @staticmethod
-    def judge(state: Any, rule: Rule, now_us: int, cost: int) -> Outcome:
+    def judge(state: Any, rule: Limit, now_us: int, cost: int) -> Outcome:
         """Decide one check as the algorithm does, after what earlier windows were overdrawn by."""
         opened = _opened(state, rule, now_us)
         outcome = fixed_window.decide(opened, rule, now_us, cost)
@@ -132,19 +131,19 @@ class FixedWindowAccount:
         return (*outcome[:5], _closed(count, latest_us, opened[2]))
 
     @staticmethod
-    def judge_of(state: Any, rule: Rule) -> Decide:
+    def judge_of(state: Any, rule: Limit) -> Decide:
         """Return the algorithm itself, unless the window is overdrawn."""
         if state is None or state[0] <= rule.limit:
             return fixed_window.decide
         return FixedWindowAccount.judge
 
     @staticmethod
-    def used(state: Any, rule: Rule, now_us: int) -> int:
+    def used(state: Any, rule: Limit, now_us: int) -> int:
         """Return the tokens of the window of ``now_us``, or of a later one with spends."""
         return 0 if state is None else _opened(state, rule, now_us)[0]
 
     @staticmethod
-    def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
+    def charged(state: Any, rule: Limit, runs: Sequence[Run]) -> Any:
         """Apply each run in its window; of earlier ones, what overdraws the window before the latest."""
         limit, window_us = rule.limit, rule.window_us
         for at_us, tokens in runs:
@@ -157,7 +156,7 @@ class FixedWindowAccount:
         return state
 
     @staticmethod
-    def capped(state: Any, rule: Rule) -> Any:
+    def capped(state: Any, rule: Limit) -> Any:
         """Cap the counts at the limit."""
         return state and (
             min(state[0], rule.limit),
@@ -171,12 +170,12 @@ class FixedWindowAccount:
         return _standing(state)
 
     @staticmethod
-    def freed(rule: Rule, from_us: int, until_us: int) -> int:
+    def freed(rule: Limit, from_us: int, until_us: int) -> int:
         """Return all tokens if the window changes."""
         return rule.limit if until_us // rule.window_us > from_us // rule.window_us else 0
 
 
-def _opened(state: tuple[int, ...] | None, rule: Rule, at_us: int) -> tuple[int, int, int]:
+def _opened(state: tuple[int, ...] | None, rule: Limit, at_us: int) -> tuple[int, int, int]:
     """Return (count, latest_us, count of the window before) in the window of ``at_us``, or in the state's if later."""
     if state is None:
         return 0, at_us, 0
@@ -198,22 +197,22 @@ class SlidingWindowAccount:
     judge = staticmethod(sliding_window.decide)
 
     @staticmethod
-    def judge_of(_state: Any, _rule: Rule) -> Decide:
+    def judge_of(_state: Any, _rule: Limit) -> Decide:
         """Return the algorithm itself."""
         return sliding_window.decide
 
     @staticmethod
-    def used(state: Any, rule: Rule, now_us: int) -> int:
+    def used(state: Any, rule: Limit, now_us: int) -> int:
         """Return the tokens of the window that ends at ``now_us``."""
         return 0 if state is None else sliding_window.used(state, rule, now_us)
 
     @staticmethod
-    def charged(state: Any, rule: Rule, runs: Sequence[Run]) -> Any:
+    def charged(state: Any, rule: Limit, runs: Sequence[Run]) -> Any:
         """Insert each run at its time."""
         return sliding_window.entered(state, rule, runs)
 
     @staticmethod
-    def capped(state: Any, _rule: Rule) -> Any:
+    def capped(state: Any, _rule: Limit) -> Any:
         """Return the state unchanged: the excess over a lower limit leaves with its window."""
         return state
 
@@ -223,7 +222,7 @@ class SlidingWindowAccount:
         return (-1, 0) if state is None else sliding_window.latest(state)
 
     @staticmethod
-    def freed(rule: Rule, from_us: int, until_us: int) -> int:
+    def freed(rule: Limit, from_us: int, until_us: int) -> int:
         """Return the tokens that leave if the entries are spread evenly."""
         return _refilled_tokens(rule, from_us, until_us)
 

@@ -18,7 +18,7 @@ from ratelimitd.algorithms import Decide
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState
 from ratelimitd.ledger.protocol import Spends
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, standing
-from ratelimitd.model import COST_EXCEEDS_LIMIT, Outcome, Rule
+from ratelimitd.model import COST_EXCEEDS_LIMIT, Limit, Outcome
 
 SHARES_OF_REMAINING: Final = 2
 """A node may have 1/(2N) of what is left unsettled: all nodes together half of it."""
@@ -81,7 +81,7 @@ class LocalView:
         "unsent",
     )
 
-    def __init__(self, rule: Rule, base: SharedState | None) -> None:
+    def __init__(self, rule: Limit, base: SharedState | None) -> None:
         self.rule = rule
         self._account = ACCOUNTS[rule.algorithm]
         self.base = base
@@ -244,7 +244,7 @@ class LocalView:
         self.forgiven -= tokens - self.unsent.remove_latest(tokens)
         self._recompute()
 
-    def edit(self, rule: Rule) -> None:
+    def edit(self, rule: Limit) -> None:
         """Apply an edited rule: no more is settled than it allows.
 
         If another rule was edited, only the revision changes; a book older than the state's rule has no effect.
@@ -312,6 +312,7 @@ class LocalView:
         """
         at_us, rule, account = self._denied_at_us, self.rule, self._account
         room = rule.limit - account.used(self._state, rule, at_us)
+        # equivalent: <= frees what comes free in no time
         if room >= self._denied_cost and at_us < self._latest_us:
             room -= account.freed(rule, at_us, self._latest_us)
         self.false_positives += max(0, min(self._denials, room // self._denied_cost))
@@ -330,6 +331,7 @@ class LocalView:
             state = base.state
             if base.limit != rule.limit:
                 state = account.capped(state, rule)
+                # equivalent: at the same revision the limit is the same
                 self.knows_better = rule.revision > base.revision
         if self.in_flight.tokens:
             state = account.charged(state, rule, self.in_flight.runs())

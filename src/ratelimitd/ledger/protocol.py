@@ -12,7 +12,7 @@ from ratelimitd.ledger.shared_state import (
     Settled,
     Update,
 )
-from ratelimitd.model import Algorithm, Rule
+from ratelimitd.model import Algorithm, Limit
 
 _EVER_US: Final = 2**62  # equivalent: any number above every time
 
@@ -51,10 +51,10 @@ class Spends:
         "tokens",
     )
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Limit) -> None:
         self.begin(rule)
 
-    def begin(self, rule: Rule) -> None:
+    def begin(self, rule: Limit) -> None:
         """Forget what there is, and go on under ``rule``."""
         self._grain_us = _GRAINS_US[rule.algorithm] or rule.window_us
         self._earlier = _NONE

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Run
-from ratelimitd.model import US_PER_S, Outcome, Rule
+from ratelimitd.model import US_PER_S, Limit, Outcome
 
 
 class SharedState(NamedTuple):
@@ -44,7 +44,7 @@ class Update(NamedTuple):
         asks: what is to be decided, in order, after that.
     """
 
-    rule: Rule
+    rule: Limit
     generation: int | None
     runs: Sequence[Run] = ()
     asks: Sequence[Ask] = ()
@@ -57,6 +57,7 @@ class Settled(NamedTuple):
     grants: tuple[bool, ...]
 
 
+# equivalent: any second that is over does
 YEAR_2025_S: Final = 1_735_689_600
 
 STORE_TIME: Final = -1
@@ -67,7 +68,7 @@ class StoreCheck(NamedTuple):
     """A check that a bucket itself is to decide: the first one of a node that does not know it, or under ``strict``."""
 
     name: bytes
-    rule: Rule
+    rule: Limit
     now_us: int
     cost: int
     peek: bool
@@ -77,7 +78,7 @@ Met: TypeAlias = tuple[Outcome, SharedState]
 """The outcome of a first check, without a state, and the bucket as the store has it then; a missing one is full."""
 
 
-def standing(shared: SharedState, rule: Rule) -> tuple[int, ...]:
+def standing(shared: SharedState, rule: Limit) -> tuple[int, ...]:
     """By what states of one bucket are ordered: the higher one is the later one in the life of the bucket."""
     return (*shared[:2], *ACCOUNTS[rule.algorithm].standing(shared.state))
 
@@ -91,12 +92,12 @@ def generation_at(now_us: int) -> int:
     return max(0, now_us // US_PER_S - YEAR_2025_S)
 
 
-def overdrawn(shared: SharedState, rule: Rule) -> int:
+def overdrawn(shared: SharedState, rule: Limit) -> int:
     """Tokens by which a bucket was overdrawn at its latest spend: what the nodes have allowed too much between them."""
     return max(0, _used_at_most(shared, rule) - shared.limit)
 
 
-def overdrawn_by_edit(before: SharedState, shared: SharedState, rule: Rule) -> int:
+def overdrawn_by_edit(before: SharedState, shared: SharedState, rule: Limit) -> int:
     """How much of what :func:`overdrawn` says was allowed rightly, ``before`` the limit was lowered."""
     if before.limit <= shared.limit:
         return 0
@@ -108,12 +109,12 @@ def overdrawn_by_edit(before: SharedState, shared: SharedState, rule: Rule) -> i
     return max(0, account.used(left, ruling, latest_us) - shared.limit)
 
 
-def has_plenty(shared: SharedState, rule: Rule) -> bool:
+def has_plenty(shared: SharedState, rule: Limit) -> bool:
     """Whether at least half of the limit was left even at the latest spend, and so at any time since."""
     return 2 * _used_at_most(shared, rule) <= min(shared.limit, rule.limit)
 
 
-def _used_at_most(shared: SharedState, rule: Rule) -> int:
+def _used_at_most(shared: SharedState, rule: Limit) -> int:
     """Tokens that were missing at the latest spend; later there are fewer."""
     account = ACCOUNTS[rule.algorithm]
     latest_us = account.standing(shared.state)[0]

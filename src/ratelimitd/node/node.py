@@ -387,7 +387,9 @@ class Node:
                     settings.ratelimit_headers,
                 ),
             ).methods(),
-            ConfigService(store, self._cluster or feed, access.actor).methods(),
+            ConfigService(
+                store, self._cluster or feed, access.actor, several=self._cluster is None
+            ).methods(),
             HealthService(
                 limiter, report=self._health.report, samples=metrics.samples, actor=access.actor
             ).methods(),

@@ -323,6 +323,9 @@ DEFINITIONS: Final = (
         lambda r: float(r.feed.connected)),
     Definition("rate_limiter_rule_allowed_total", "counter", "Checks allowed, by the rule that decided.",
         _per_rule(0), "rule_id"),
+    Definition("rate_limiter_rule_would_deny_total", "counter",
+        "Checks that a limit which only observes would have denied.",
+        lambda parts: [Point(count, key) for key, [count] in parts.stats.would_deny.items()], "rule_id,limit"),
     Definition("rate_limiter_rule_blocked_total", "counter", "Checks denied, by the rule that decided.",
         _per_rule(1), "rule_id"),
 

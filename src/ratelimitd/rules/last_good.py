@@ -256,7 +256,7 @@ def _object(line: bytes) -> dict[str, object]:
 
 def _rule(line: bytes) -> Rule:
     try:
-        rule = rule_from_row(RuleRow._make(json.loads(line)))
+        rule = rule_from_row(RuleRow(*json.loads(line)))
     except (ValueError, TypeError):
         rule = None
     if not isinstance(rule, Rule):

@@ -20,7 +20,8 @@ from typing import Any, Final, NamedTuple, NoReturn
 import yaml
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.rules.store import MAX_RULES, RuleDraft
+from ratelimitd.model import DEFAULT_LIMIT, Enforcement
+from ratelimitd.rules.store import FIRST_LIMIT, LIMIT_FIELDS, MAX_RULES, LimitDraft, RuleDraft
 from ratelimitd.rules.validation import validated
 
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
@@ -36,8 +37,11 @@ FIELDS: Final[Mapping[str, str]] = {
     "window_seconds": "a whole number",
     "algorithm": "text",
     "enabled": "true or false",
+    "limits": "a list",
 }
 """The fields of a rule in the order of the contract, and the name of their type."""
+
+_LIMIT_TYPES: Final = {name: FIELDS.get(name, "text") for name in LIMIT_FIELDS}
 
 _PLACEHOLDERS: Final[Mapping[str, Any]] = {
     "endpoint": "*",
@@ -48,7 +52,7 @@ _PLACEHOLDERS: Final[Mapping[str, Any]] = {
 }
 """The required fields, each with a substitute for a missing or mistyped value, so that one run reports all errors."""
 
-_TYPES: Final = {"text": str, "a whole number": int, "true or false": bool}
+_TYPES: Final = {"text": str, "a whole number": int, "true or false": bool, "a list": list}
 
 _NOT_PLAIN_IN_YAML: Final = re.compile("[\u007f-\u009f\u2028\u2029\ufeff\ufffe\uffff]")
 
@@ -94,19 +98,40 @@ def parse_rules(data: bytes) -> tuple[RuleDraft, ...]:
 
 def dump_rules(drafts: Iterable[RuleDraft]) -> str:
     """Return the YAML text that :func:`parse_rules` reads back as ``drafts``."""
-    items = [{field: getattr(draft, field) for field in FIELDS} for draft in drafts]
     text: str = yaml.dump(
-        {RULES_KEY: items}, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=2**31 - 1
+        {RULES_KEY: [_item(draft) for draft in drafts]},
+        Dumper=_DUMPER,
+        sort_keys=False,
+        allow_unicode=True,
+        width=2**31 - 1,
     )
     return text
 
 
 def dump_rules_json(drafts: Iterable[RuleDraft]) -> str:
     """Return the same file in JSON, which is also YAML."""
-    items = [{field: getattr(draft, field) for field in FIELDS} for draft in drafts]
+    items = [_item(draft) for draft in drafts]
     text = json.dumps({RULES_KEY: items}, indent=2, ensure_ascii=False)
     # JSON may hold these unescaped; YAML refuses them or reads them as line ends.
     return _NOT_PLAIN_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _item(draft: RuleDraft) -> dict[str, Any]:
+    """Return a rule as a file has it: with a limit of its own, or with a list."""
+    absent = FIRST_LIMIT if draft.limits else ("limits",)
+    item = {field: getattr(draft, field) for field in FIELDS if field not in absent}
+    if draft.limits:
+        item["limits"] = [_limit_item(limit) for limit in draft.limits]
+    return item
+
+
+def _limit_item(limit: LimitDraft) -> dict[str, Any]:
+    fields = dataclasses.asdict(limit)
+    if limit.enforcement == Enforcement.ENFORCE:
+        del fields["enforcement"]
+    else:
+        fields["enforcement"] = str(limit.enforcement)
+    return fields
 
 
 def _items(document: Node) -> list[Node]:
@@ -128,45 +153,89 @@ def _items(document: Node) -> list[Node]:
 
 def _draft(index: int, item: Node, violations: list[FieldViolation]) -> RuleDraft | None:
     """Return the draft of an item, ``None`` if it has errors, which are added to ``violations``."""
+    place = f"{RULES_KEY}[{index}]"
+    found: list[FieldViolation] = []
     if not isinstance(item.value, dict):
-        violations.append(_violation(index, "", "must be a mapping of a rule's fields", item.line))
+        violations.append(_violation(place, "", "must be a mapping of a rule's fields", item.line))
         return None
-    fields = item.value
-    typed = {name: node.value for name, node in fields.items() if _well_typed(name, node)}
-    draft = RuleDraft(**{**_PLACEHOLDERS, **typed})
-    found = [*_field_violations(index, item), *_value_violations(index, draft, fields)]
+    required = dict(_PLACEHOLDERS)
+    given = item.value.get("limits")
+    if given is not None and given.value:
+        for name in FIRST_LIMIT:
+            del required[name]
+    typed = _typed(place, item, FIELDS, required=required, violations=found)
+    limits = tuple(
+        _limit(f"{place}.limits[{number}]", number, limit, found)
+        for number, limit in enumerate(typed.pop("limits", ()))
+    )
+    first = {name: getattr(limits[0], name) for name in FIRST_LIMIT} if limits else {}
+    draft = RuleDraft(**{**_PLACEHOLDERS, **first, **typed}, limits=limits)
+    found += _value_violations(place, draft, item)
     violations += found
-    return None if found else dataclasses.replace(draft, id=draft.id.lower())
+    return None if found else _normal(dataclasses.replace(draft, id=draft.id.lower()))
 
 
-def _field_violations(index: int, item: Node) -> Iterator[FieldViolation]:
-    """Yield unknown, missing and mistyped fields."""
+def _limit(place: str, number: int, item: Node, violations: list[FieldViolation]) -> LimitDraft:
+    """Return an item of a list of limits, with substitutes for what is missing or mistyped."""
+    substitutes = {name: _PLACEHOLDERS[name] for name in FIRST_LIMIT}
+    if not isinstance(item.value, dict):
+        text = "must be a mapping of a limit's fields"
+        violations.append(_violation(place, "", text, item.line))
+        return LimitDraft(name=f"limit-{number}", **substitutes)
+    typed = _typed(place, item, _LIMIT_TYPES, required=substitutes, violations=violations)
+    name = typed.pop("name", f"limit-{number}" if "name" in item.value else "")
+    return LimitDraft(name, **{**substitutes, **typed})
+
+
+def _normal(draft: RuleDraft) -> RuleDraft:
+    """Return the draft as a node has it: the first limit named, and no list for one limit without a name."""
+    if not draft.limits:
+        return draft
+    first, *more = draft.limits
+    is_plain = first.name in {"", DEFAULT_LIMIT} and first.enforcement == Enforcement.ENFORCE
+    if not more and is_plain:
+        return dataclasses.replace(draft, limits=())
+    first = dataclasses.replace(first, name=first.name or DEFAULT_LIMIT)
+    return dataclasses.replace(draft, limits=(first, *more))
+
+
+def _typed(
+    place: str,
+    item: Node,
+    types: Mapping[str, str],
+    *,
+    required: Iterable[str],
+    violations: list[FieldViolation],
+) -> dict[str, Any]:
+    """Return the well-typed fields of a mapping; what is unknown, missing or mistyped is a violation."""
     fields: Any = item.value
+    typed = {}
     for name, node in fields.items():
-        if name not in FIELDS:
-            yield _violation(index, name, _unknown(name), node.line)
-        elif not _well_typed(name, node):
-            text = isinstance(node.value, bool | int) and FIELDS[name] == "text"
+        if name not in types:
+            violations.append(_violation(place, name, _unknown(name, types), node.line))
+        elif type(node.value) is _TYPES[types[name]]:
+            typed[name] = node.value
+        else:
+            text = isinstance(node.value, bool | int) and types[name] == "text"
             hint = ": put it in quotes" if text else ""
-            yield _violation(index, name, f"must be {FIELDS[name]}{hint}", node.line)
-    for name in _PLACEHOLDERS:
-        if name not in fields:
-            yield _violation(index, name, "is missing", item.line)
+            violations.append(_violation(place, name, f"must be {types[name]}{hint}", node.line))
+    violations += [
+        _violation(place, name, "is missing", item.line) for name in required if name not in fields
+    ]
+    return typed
 
 
-def _well_typed(name: str, node: Node) -> bool:
-    return name in FIELDS and type(node.value) is _TYPES[FIELDS[name]]
-
-
-def _value_violations(
-    index: int, draft: RuleDraft, fields: Mapping[str, Node]
-) -> list[FieldViolation]:
+def _value_violations(place: str, draft: RuleDraft, item: Node) -> list[FieldViolation]:
     """Return what the node's own validation finds, by place in the file."""
+    fields: Any = item.value
     try:
         validated(draft, rule_id=draft.id, revision=0)
     except RuleInvalidError as error:
         names = [(path.removeprefix("rate_limit."), text) for path, text in error.violations]
-        return [_violation(index, name, text, fields[name].line) for name, text in names]
+        return [
+            _violation(place, name, text, fields.get(name.partition("[")[0], item).line)
+            for name, text in names
+        ]
     return []
 
 
@@ -188,15 +257,15 @@ def _duplicates(drafts: Iterable[RuleDraft | None]) -> Iterator[FieldViolation]:
                 )
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, known: Iterable[str]) -> str:
     if name == "etag":
         return "the node sets the etag, which changes with every edit: leave it out"
-    close = difflib.get_close_matches(name, FIELDS, n=1)
+    close = difflib.get_close_matches(name, known, n=1)
     return "unknown field" + (f" (did you mean {close[0]}?)" if close else "")
 
 
-def _violation(index: int, name: str, description: str, line: int) -> FieldViolation:
-    path = f"{RULES_KEY}[{index}]" + (f".{name}" if name else "")
+def _violation(place: str, name: str, description: str, line: int) -> FieldViolation:
+    path = place + (f".{name}" if name else "")
     return FieldViolation(path, f"{description} (line {line})")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, NamedTuple, Protocol
 
-from ratelimitd.model import Rule
+from ratelimitd.model import Enforcement, Rule
 
 MAX_RULES: Final = 100_000
 """Maximum number of rules in a store. A book of this size loads in about 3 s and takes 80 MB."""
@@ -21,8 +21,27 @@ SECRET_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
+class LimitDraft:
+    """A requested limit, not yet validated, in the fields and units of the contract's ``Limit``."""
+
+    name: Any
+    limit: Any
+    window_seconds: Any
+    algorithm: Any
+    enforcement: Any = Enforcement.ENFORCE
+
+
+LIMIT_FIELDS: Final = tuple(field.name for field in dataclasses.fields(LimitDraft))
+"""The fields of a limit, in the order of the contract."""
+
+
+@dataclass(frozen=True, slots=True)
 class RuleDraft:
-    """A requested rule, not yet validated, in the fields and units of ``RateLimit``; an empty ``id`` = generated."""
+    """A requested rule, not yet validated, in the fields and units of ``RateLimit``; an empty ``id`` = generated.
+
+    ``limits`` is the whole list of a rule with several limits or a named one, else empty. Its first says what
+    ``limit``, ``window_seconds`` and ``algorithm`` say.
+    """
 
     endpoint: str
     identifier_type: str
@@ -31,6 +50,7 @@ class RuleDraft:
     algorithm: str
     enabled: bool = True
     id: str = ""
+    limits: tuple[LimitDraft, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +63,30 @@ class RuleChanges:
     window_seconds: int | None = None
     algorithm: str | None = None
     enabled: bool | None = None
+    limits: tuple[LimitDraft, ...] | None = None
 
     def apply(self, draft: RuleDraft) -> RuleDraft:
-        """Return ``draft`` with the given fields replaced."""
+        """Return ``draft`` with the given fields replaced.
+
+        A list of limits brings the fields of the first; without one, the fields of the first change it in the list.
+        """
         named = {
             field.name: value
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) is not None
         }
+        of_first = {name: named[name] for name in FIRST_LIMIT if name in named}
+        if self.limits:
+            first = {name: getattr(self.limits[0], name) for name in FIRST_LIMIT}
+            return dataclasses.replace(draft, **{**first, **named})
+        if self.limits is None and draft.limits:
+            first_limit, *others = draft.limits
+            named["limits"] = (dataclasses.replace(first_limit, **of_first), *others)
         return dataclasses.replace(draft, **named)
+
+
+FIRST_LIMIT: Final = ("limit", "window_seconds", "algorithm")
+"""The fields of a rule that are also those of its first limit."""
 
 
 EDITABLE: Final = tuple(field.name for field in dataclasses.fields(RuleChanges))

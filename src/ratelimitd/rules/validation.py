@@ -6,26 +6,55 @@ others. For the same reason values are untyped: SQLite stores any type in any co
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType, Rule
-from ratelimitd.rules.store import EDITABLE, RuleDraft, SkippedRow
+from ratelimitd.model import (
+    DEFAULT_LIMIT,
+    INT32_MAX,
+    Algorithm,
+    Enforcement,
+    IdentifierType,
+    Limit,
+    Rule,
+)
+from ratelimitd.rules.store import (
+    EDITABLE,
+    FIRST_LIMIT,
+    LIMIT_FIELDS,
+    LimitDraft,
+    RuleDraft,
+    SkippedRow,
+)
 
 MAX_ENDPOINT_CHARS: Final = 255
 MAX_IDENTIFIER_TYPE_CHARS: Final = 50
+
+MAX_LIMITS: Final = 8
+"""Limits of one rule: each is another bucket to look up in a check."""
 CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Not allowed in the endpoint of a rule or of a check."""
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
+_LIMIT_NAME = re.compile(r"[a-z0-9_-]{1,32}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # A look-up takes a sixth of Enum's by-value call, and a load makes 200,000 of them.
 _IDENTIFIER_TYPES: Final = {member.value: member for member in IdentifierType}
 _ALGORITHMS: Final = {member.value: member for member in Algorithm}
+
+
+_ENFORCEMENTS: Final = {member.value: member for member in Enforcement}
+
+_NO_LIMIT: Final = LimitDraft(None, None, None, None)
+"""Stands for a stored list that is none."""
+
+_ONLY: Final = LimitDraft("", None, None, None)
+"""Has the name and the enforcement of a rule's only limit."""
 
 
 class RuleRow(NamedTuple):
@@ -39,15 +68,31 @@ class RuleRow(NamedTuple):
     algorithm: Any
     enabled: Any
     revision: Any
+    limits: Any = None
+    """JSON: an array of the limits as objects, of the first only the name; ``None`` for one limit without a name."""
 
     @classmethod
     def of(cls, rule: Rule) -> RuleRow:
         """Return the row of a rule."""
-        return cls._make(getattr(rule, name) for name in cls._fields)
+        return cls(
+            rule.id, rule.endpoint, rule.identifier_type, rule.limit, rule.window_seconds,
+            rule.algorithm, rule.enabled, rule.revision, _stored_limits(rule.limits),
+        )  # fmt: skip
 
     def draft(self) -> RuleDraft:
         """Return the row as a draft, without its id, which no edit changes."""
-        return RuleDraft(**{name: getattr(self, name) for name in EDITABLE})
+        fields = {name: getattr(self, name) for name in EDITABLE if name != "limits"}
+        return RuleDraft(**fields, limits=self._limits())
+
+    def _limits(self) -> tuple[LimitDraft, ...]:
+        if self.limits is None:
+            return ()
+        try:
+            first, *more = json.loads(self.limits)
+            numbers = {name: getattr(self, name) for name in FIRST_LIMIT}
+            return tuple(LimitDraft(**limit) for limit in ({**first, **numbers}, *more))
+        except (ValueError, TypeError, RecursionError):
+            return (_NO_LIMIT,)
 
 
 def validated(draft: RuleDraft, *, rule_id: str, revision: int) -> Rule:
@@ -66,9 +111,9 @@ def validated(draft: RuleDraft, *, rule_id: str, revision: int) -> Rule:
         raise RuleInvalidError(*violations)
     row = RuleRow(
         rule_id, draft.endpoint, draft.identifier_type, draft.limit, draft.window_seconds,
-        draft.algorithm, draft.enabled, revision,
+        draft.algorithm, draft.enabled, revision, _stored_limits(draft.limits),
     )  # fmt: skip
-    return _rule(row)
+    return _rule(draft, row)
 
 
 def canonical_id(rule_id: str, field: str) -> str:
@@ -88,10 +133,11 @@ def rule_from_row(row: RuleRow) -> Rule | SkippedRow:
         return SkippedRow("", "id: the id must be a UUID")
     if not isinstance(row.revision, int):
         return SkippedRow(row.id, "revision: the revision must be a whole number")
-    reasons = [f"{field}: {description}" for field, description in _violations(row)]
+    draft = row.draft()
+    reasons = [f"{field}: {description}" for field, description in _violations(draft)]
     if reasons:
         return SkippedRow(row.id, "; ".join(reasons))
-    return _rule(row)
+    return _rule(draft, row)
 
 
 def etag_of(row: RuleRow) -> str:
@@ -99,38 +145,107 @@ def etag_of(row: RuleRow) -> str:
 
     It covers content and revision: a database restored from a backup counts the same revisions again.
     """
-    text = "\x00".join(map(str, row))
+    # A rule without a list of limits keeps the etag of before there were lists.
+    text = "\x00".join(map(str, row if row.limits is not None else row[:-1]))
+    # equivalent: how long an etag is says nothing
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=9).hexdigest()
 
 
-def _rule(row: RuleRow) -> Rule:
+def _rule(draft: RuleDraft, row: RuleRow) -> Rule:
+    """Return the rule of a valid draft and its row."""
+    first = draft.limits[0] if draft.limits else _ONLY
     return Rule(
-        id=row.id,
-        endpoint=row.endpoint,
-        identifier_type=_IDENTIFIER_TYPES[row.identifier_type],
+        row.id,
+        row.endpoint,
+        _IDENTIFIER_TYPES[row.identifier_type],
         limit=row.limit,
         window_seconds=row.window_seconds,
         algorithm=_ALGORITHMS[row.algorithm],
+        name=first.name or DEFAULT_LIMIT,
+        enforcement=_ENFORCEMENTS[first.enforcement],
+        revision=row.revision,
         enabled=row.enabled,
         etag=etag_of(row),
-        revision=row.revision,
+        more=tuple(_limit(limit, row.revision) for limit in draft.limits[1:]),
     )
 
 
-def _violations(fields: RuleDraft | RuleRow) -> Iterator[tuple[str, str]]:
-    """Yield each violated field of a draft or row with a description, in the contract's order."""
+def _limit(draft: LimitDraft, revision: int) -> Limit:
+    return Limit(
+        limit=draft.limit,
+        window_seconds=draft.window_seconds,
+        algorithm=_ALGORITHMS[draft.algorithm],
+        name=draft.name,
+        enforcement=_ENFORCEMENTS[draft.enforcement],
+        revision=revision,
+    )
+
+
+def _stored_limits(limits: Sequence[Limit | LimitDraft]) -> str | None:
+    stored = []
+    for number, limit in enumerate(limits):
+        fields = {field: getattr(limit, field) for field in LIMIT_FIELDS}
+        for field in FIRST_LIMIT if number == 0 else ():
+            del fields[field]
+        fields["name"] = limit.name or DEFAULT_LIMIT
+        if limit.enforcement == Enforcement.ENFORCE:
+            del fields["enforcement"]
+        stored.append(fields)
+    if stored in ([], [{"name": DEFAULT_LIMIT}]):
+        return None
+    return json.dumps(stored, separators=(",", ":"))
+
+
+def _violations(fields: RuleDraft) -> Iterator[tuple[str, str]]:
+    """Yield each violated field of a draft with a description, in the contract's order."""
     if problem := _endpoint_problem(fields.endpoint):
         yield "endpoint", problem
     if problem := _identifier_type_problem(fields.identifier_type):
         yield "identifier_type", problem
-    if problem := _number_problem("limit", fields.limit):
-        yield "limit", problem
-    if problem := _number_problem("window", fields.window_seconds):
-        yield "window_seconds", problem
-    if not isinstance(fields.algorithm, str) or fields.algorithm not in _ALGORITHMS:
-        yield "algorithm", f"unsupported algorithm: use one of {', '.join(_ALGORITHMS)}"
-    if not isinstance(fields.enabled, bool):
+    yield from _number_violations(fields)
+    enabled: object = fields.enabled
+    if not isinstance(enabled, bool):
         yield "enabled", "enabled must be true or false"
+    if fields.limits:
+        yield from _limit_violations(fields)
+
+
+def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the list of limits, by its place, such as ``limits[1].name``."""
+    if len(rule.limits) > MAX_LIMITS:
+        yield "limits", f"a rule has at most {MAX_LIMITS} limits"
+        return
+    first = rule.limits[0]
+    if first == _NO_LIMIT:
+        yield "limits", "must be a list of limits"
+        return
+    for name in FIRST_LIMIT:
+        if getattr(rule, name) != getattr(first, name):
+            yield name, f"the {name} must be unset or that of limits[0]"
+    names: set[Any] = set()
+    for index, limit in enumerate(rule.limits):
+        at = f"limits[{index}]."
+        name = limit.name if index or limit.name else DEFAULT_LIMIT
+        if not isinstance(name, str) or _LIMIT_NAME.fullmatch(name) is None:
+            yield f"{at}name", "the name must be 1 to 32 characters of a-z, 0-9, _ and -"
+        elif name in names:
+            yield f"{at}name", "the name must be unique in the rule"
+        else:
+            names.add(name)
+        if not isinstance(limit.enforcement, str) or limit.enforcement not in _ENFORCEMENTS:
+            yield f"{at}enforcement", f"use one of {', '.join(_ENFORCEMENTS)}"
+        # The first limit's numbers are the rule's, and have been looked at.
+        if index:
+            yield from ((f"{at}{field}", text) for field, text in _number_violations(limit))
+
+
+def _number_violations(limit: RuleDraft | LimitDraft) -> Iterator[tuple[str, str]]:
+    if problem := _number_problem("limit", limit.limit):
+        yield "limit", problem
+    if problem := _number_problem("window", limit.window_seconds):
+        yield "window_seconds", problem
+    if not isinstance(limit.algorithm, str) or limit.algorithm not in _ALGORITHMS:
+        yield "algorithm", f"unsupported algorithm: use one of {', '.join(_ALGORITHMS)}"
 
 
 def _endpoint_problem(endpoint: Any) -> str:

@@ -54,6 +54,7 @@ _REASON: Final = b"\x28"
 _LIMIT: Final = b"\x30"
 _WINDOW_SECONDS: Final = b"\x38"
 _RULE_ID: Final = b"\x42"
+_LIMIT_NAME: Final = b"\x5a"
 
 
 class BulkChecker(Protocol):
@@ -77,8 +78,8 @@ _Known: TypeAlias = tuple[Scope, int, bool, bytes, bytes]
 """(scope, cost, whether identifiers are addresses, end of the answer after the reason, the same with the reason of an
 allowed check) for requests with one ending.
 
-A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is cached for endings without a rule,
-which the general path answers.
+A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is cached for endings without a rule
+or with several limits, which the general path answers.
 """
 
 Question: TypeAlias = tuple[bytes, _Known]
@@ -185,6 +186,7 @@ class BulkChecks:
         except InvalidInputError:
             return None
         ending, size = _ending(wire), len(wire.identifier)
+        # equivalent: a length of ONE_BYTE is encoded in two bytes, so the message differs
         if size >= ONE_BYTE or message != bytes((_IDENTIFIER, size)) + wire.identifier + ending:
             return None
         if len(ending) > MAX_KNOWN_BYTES:
@@ -192,7 +194,7 @@ class BulkChecks:
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         scope = self._limiter.scope(check.endpoint, check.identifier_type)
-        known = self._known[ending] = None if scope is None else _known(check, scope)
+        known = self._known[ending] = _known(check, scope)
         return known
 
     def _reset(self, reset_time: int) -> bytes:
@@ -204,7 +206,9 @@ class BulkChecks:
         return octets
 
 
-def _known(check: Check, scope: Scope) -> _Known | None:
+def _known(check: Check, scope: Scope | None) -> _Known | None:
+    if scope is None or scope.more or scope.would_deny is not None:
+        return None  # without a rule, with several limits, or with one that only observes
     rule_part = _rule_part(scope.rule)
     if _MOST_NUMBERS_BYTES + len(rule_part) > MAX_ANSWER_BYTES:
         return None  # too long: the id was not made by a node
@@ -226,9 +230,10 @@ def _field(tag: bytes, octets: bytes) -> bytes:
 
 
 def _rule_part(rule: Rule) -> bytes:
-    """Return the end of an answer: limit, window and rule id."""
+    """Return the end of an answer: limit, window, rule id and name of the limit."""
     limit, window = varint(rule.limit), varint(rule.window_seconds)
-    return _LIMIT + limit + _WINDOW_SECONDS + window + _field(_RULE_ID, rule.id.encode())
+    named = _field(_RULE_ID, rule.id.encode()) + _field(_LIMIT_NAME, rule.name.encode())
+    return _LIMIT + limit + _WINDOW_SECONDS + window + named
 
 
 # Zeros are not encoded (proto3).

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import base64
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.rules.store import RuleStore
+from ratelimitd.rules.store import LimitDraft, RuleStore
 from ratelimitd.services.convert import deleted_id_of, draft_of, rate_limit_of, text_of, update_of
 from ratelimitd.services.wire import (
     WireList,
@@ -100,12 +100,18 @@ class Feed(Protocol):
 
 
 class ConfigService:
-    """Handlers of the rules. ``actor`` says who the audit trail names for a call."""
+    """Handlers of the rules.
 
-    def __init__(self, store: RuleStore, feed: Feed, actor: Callable[[Call], str]) -> None:
+    ``actor`` says who the audit trail names for a call. ``several``: this node judges several limits of a rule.
+    """
+
+    def __init__(
+        self, store: RuleStore, feed: Feed, actor: Callable[[Call], str], *, several: bool = True
+    ) -> None:
         self._store = store
         self._feed = feed
         self._actor = actor
+        self._several = several
         self._page_key = b""
 
     def methods(self) -> Methods:
@@ -122,6 +128,7 @@ class ConfigService:
     async def create_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Add a rule; its id may be a UUID of the caller's choice."""
         draft = draft_of(parse_create(data).rate_limit)
+        self._require_judged(draft.limits)
         rule = await self._store.create(draft, self._actor(call))
         await self._feed.notify()
         return rate_limit_of(rule).SerializeToString()
@@ -129,6 +136,7 @@ class ConfigService:
     async def update_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Change a rule: the fields its mask names, or all of them."""
         update = update_of(parse_update(data))
+        self._require_judged(update.changes.limits or ())
         rule = await self._store.update(
             update.rule_id, update.changes, update.etag, self._actor(call)
         )
@@ -160,6 +168,16 @@ class ConfigService:
             position = Position(last.endpoint, last.identifier_type)
             answer.next_page_token = page_token(position, query, key)
         return answer.SerializeToString()
+
+    def _require_judged(self, limits: Sequence[LimitDraft]) -> None:
+        """Refuse limits that this node would not judge.
+
+        Raises:
+            RuleInvalidError: there are several, and nodes that share state judge one.
+        """
+        if len(limits) > 1 and not self._several:
+            text = "nodes that share state (REDIS_URL) judge one limit of a rule"
+            raise RuleInvalidError(FieldViolation("rate_limit.limits", text))
 
     async def _key(self) -> bytes:
         """The key of page tokens, read once: a node also starts while the store is away."""

@@ -7,10 +7,10 @@ Never does I/O, never decides anything. See ADR 0010.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from ratelimitd.errors import CheckInvalidError, FieldViolation, RuleInvalidError
 from ratelimitd.model import (
@@ -18,18 +18,34 @@ from ratelimitd.model import (
     INT32_MAX,
     Check,
     Decision,
+    Enforcement,
     IdentifierType,
+    Limit,
+    LimitStatus,
     Reason,
     Rule,
 )
-from ratelimitd.rules.store import EDITABLE, RuleChanges, RuleDraft
+from ratelimitd.rules.store import (
+    EDITABLE,
+    FIRST_LIMIT,
+    LimitDraft,
+    RuleChanges,
+    RuleDraft,
+)
 from ratelimitd.rules.validation import (
     CONTROL_CHARACTER,
     MAX_ENDPOINT_CHARS,
     canonical_id,
     validated,
 )
-from ratelimitd.services.wire import WireCheck, WireDelete, WireReset, WireRule, WireUpdate
+from ratelimitd.services.wire import (
+    WireCheck,
+    WireDelete,
+    WireLimit,
+    WireReset,
+    WireRule,
+    WireUpdate,
+)
 from ratelimiter.v1 import ratelimiter_pb2
 
 MAX_IDENTIFIER_BYTES: Final = 256
@@ -44,6 +60,9 @@ REMEMBERED_ADDRESSES: Final = 16_384
 
 _IDENTIFIER_TYPES: Final = {member.value.encode(): member for member in IdentifierType}
 _TYPE_NAMES: Final = ", ".join(IdentifierType)
+_ENFORCEMENTS: Final[Mapping[int, Enforcement]] = {
+    ratelimiter_pb2.Enforcement.Value(member.name): member for member in Enforcement
+}
 T = TypeVar("T")
 
 
@@ -92,7 +111,7 @@ def target_of(message: WireReset) -> Target:
 
 def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
     """Return the contract's answer to one check."""
-    allowed, remaining, reset_time, retry_after, reason, rule = decision
+    allowed, remaining, reset_time, retry_after, reason, rule, limit, limits = decision
     return ratelimiter_pb2.RateLimitResponse(
         allowed=allowed,
         remaining_tokens=remaining,
@@ -100,9 +119,28 @@ def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
         retry_after_seconds=retry_after,
         # Reason's numbers are the contract's; the stub knows only its own enum.
         reason=reason,  # type: ignore[arg-type]
-        limit=rule.limit if rule else 0,
-        window_seconds=rule.window_seconds if rule else 0,
+        limit=limit.limit if limit else 0,
+        window_seconds=limit.window_seconds if limit else 0,
         rule_id=rule.id if rule else "",
+        limits=map(_status_of, limits),
+        limit_name=limit.name if limit else "",
+    )
+
+
+def _status_of(status: LimitStatus) -> ratelimiter_pb2.LimitStatus:
+    allowed, remaining, reset_time, retry_after, reason, rule, limit = status
+    return ratelimiter_pb2.LimitStatus(
+        rule_id=rule.id,
+        name=limit.name,
+        identifier_type=rule.identifier_type,
+        allowed=allowed,
+        remaining_tokens=remaining,
+        reset_time=reset_time,
+        retry_after_seconds=retry_after,
+        limit=limit.limit,
+        window_seconds=limit.window_seconds,
+        reason=reason,  # type: ignore[arg-type]
+        enforcement=enforcement_of(limit.enforcement),
     )
 
 
@@ -234,19 +272,58 @@ def rate_limit_of(rule: Rule) -> ratelimiter_pb2.RateLimit:
         algorithm=rule.algorithm,
         enabled=rule.enabled,
         etag=rule.etag,
+        limits=map(_limit_of, rule.limits) if rule.has_list else (),
     )
 
 
+def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
+    return ratelimiter_pb2.Limit(
+        name=limit.name,
+        limit=limit.limit,
+        window_seconds=limit.window_seconds,
+        algorithm=limit.algorithm,
+        enforcement=enforcement_of(limit.enforcement),
+    )
+
+
+def enforcement_of(enforcement: Enforcement) -> ratelimiter_pb2.Enforcement.ValueType:
+    """Return the contract's number of an enforcement."""
+    return ratelimiter_pb2.Enforcement.Value(enforcement.name)
+
+
 def draft_of(message: WireRule) -> RuleDraft:
-    """Return the rule of a create, not yet validated; ``enabled`` unset means true."""
-    return RuleDraft(
-        endpoint=text_of(message.endpoint),
-        identifier_type=text_of(message.identifier_type),
-        limit=message.limit,
-        window_seconds=message.window_seconds,
-        algorithm=text_of(message.algorithm),
-        enabled=message.enabled if message.HasField("enabled") else True,
-        id=text_of(message.id),
+    """Return the rule of a create, not yet validated.
+
+    ``enabled`` unset means true; a field of the first limit unset means that of the list.
+    """
+    fields = _fields_of(message)
+    if message.limits:
+        first = fields["limits"][0]
+        fields |= {name: fields[name] or getattr(first, name) for name in FIRST_LIMIT}
+    enabled = message.enabled if message.HasField("enabled") else True
+    return RuleDraft(**{**fields, "enabled": enabled}, id=text_of(message.id))
+
+
+def _fields_of(message: WireRule) -> dict[str, Any]:
+    """Return the editable fields as they were sent."""
+    return {
+        "endpoint": text_of(message.endpoint),
+        "identifier_type": text_of(message.identifier_type),
+        "limit": message.limit,
+        "window_seconds": message.window_seconds,
+        "algorithm": text_of(message.algorithm),
+        "enabled": message.enabled,
+        "limits": tuple(map(_limit_draft, message.limits)),
+    }
+
+
+def _limit_draft(limit: WireLimit) -> LimitDraft:
+    return LimitDraft(
+        text_of(limit.name),
+        limit.limit,
+        limit.window_seconds,
+        text_of(limit.algorithm),
+        _ENFORCEMENTS.get(limit.enforcement, limit.enforcement),
     )
 
 
@@ -284,9 +361,12 @@ def text_of(raw: bytes) -> str:
 
 def _changes_of(rule: WireRule, paths: list[str]) -> RuleChanges:
     # Unset, enabled means true to a create, its zero to a mask, and to an update without one: leave it as it is.
-    draft = replace(draft_of(rule), enabled=rule.enabled)
+    if paths:
+        fields = _fields_of(rule)
+        return RuleChanges(**{name: fields[name] for name in paths})
+    draft = draft_of(rule)
     whole = [name for name in EDITABLE if name != "enabled" or rule.HasField("enabled")]
-    return RuleChanges(**{name: getattr(draft, name) for name in paths or whole})
+    return RuleChanges(**{name: getattr(draft, name) for name in whole})
 
 
 def _rule_violations(rule: WireRule) -> list[FieldViolation]:

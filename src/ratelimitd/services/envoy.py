@@ -150,10 +150,10 @@ def answer_of(
 
 def _write_status(status: Any, decision: Decision, now_us: int) -> None:
     status.code = Response.OK if decision.allowed else Response.OVER_LIMIT
-    rule = decision.rule
-    if rule is not None:
-        status.current_limit.requests_per_unit = rule.limit
-        status.current_limit.unit = _UNITS.get(rule.window_seconds, Response.RateLimit.UNKNOWN)
+    rule, limit = decision.rule, decision.limit
+    if rule is not None and limit is not None:
+        status.current_limit.requests_per_unit = limit.limit
+        status.current_limit.unit = _UNITS.get(limit.window_seconds, Response.RateLimit.UNKNOWN)
         status.current_limit.name = rule.id.encode()
         status.limit_remaining = decision.remaining
         status.duration_until_reset.seconds = _reset_s(decision, now_us)
@@ -178,14 +178,14 @@ def _fields(decision: Decision, now_us: int, fields: str, revision: str) -> dict
         return found
     if not decision.allowed:
         found["Retry-After"] = str(decision.retry_after)
-    rule = decision.rule
-    if rule is None:
+    rule, limit = decision.rule, decision.limit
+    if rule is None or limit is None:
         return found
     reset_s = _reset_s(decision, now_us)
     found |= ratelimit_headers(
         rule.id,
-        limit=rule.limit,
-        window_s=rule.window_seconds,
+        limit=limit.limit,
+        window_s=limit.window_seconds,
         remaining=decision.remaining,
         allowed=decision.allowed,
         reset_s=reset_s,
@@ -193,7 +193,7 @@ def _fields(decision: Decision, now_us: int, fields: str, revision: str) -> dict
         revision=revision,
     )
     if fields == ALL_FIELDS:
-        found["X-RateLimit-Limit"] = str(rule.limit)
+        found["X-RateLimit-Limit"] = str(limit.limit)
         found["X-RateLimit-Remaining"] = str(decision.remaining)
         found["X-RateLimit-Reset"] = str(reset_s)
     return found

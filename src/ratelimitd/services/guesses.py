@@ -33,7 +33,14 @@ MAX_ADDRESSES: Final = 10_000
 MAX_CONNECTIONS: Final = 10_000
 """Addresses and connections that are remembered; the oldest are forgotten first. About 4 MB when full."""
 
-_RULE: Final = Rule("", "", IdentifierType.IP, MAX_GUESSES, 60, Algorithm.TOKEN_BUCKET)
+_RULE: Final = Rule(
+    "",
+    "",
+    IdentifierType.IP,
+    limit=MAX_GUESSES,
+    window_seconds=60,
+    algorithm=Algorithm.TOKEN_BUCKET,
+)
 
 
 class TokenGuesses:

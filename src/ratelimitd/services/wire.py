@@ -100,6 +100,16 @@ class WireBatch(Protocol):
     requests: Sequence[WireCheck]
 
 
+class WireLimit(Protocol):
+    """``Limit``."""
+
+    name: bytes
+    limit: int
+    window_seconds: int
+    algorithm: bytes
+    enforcement: int
+
+
 class WireRule(Protocol):
     """``RateLimit``. Whether ``enabled`` was sent, ``HasField`` knows."""
 
@@ -111,6 +121,7 @@ class WireRule(Protocol):
     algorithm: bytes
     enabled: bool
     etag: bytes
+    limits: Sequence[WireLimit]
 
     def HasField(self, field_name: str) -> bool:  # noqa: N802 -- protobuf's name
         """Whether an optional field was sent."""

@@ -23,7 +23,14 @@ SECOND = 1_000_000
 
 
 def rule(limit, window_seconds):
-    return Rule("1", "/e", IdentifierType.USER, limit, window_seconds, Algorithm.SLIDING_WINDOW)
+    return Rule(
+        "1",
+        "/e",
+        IdentifierType.USER,
+        limit=limit,
+        window_seconds=window_seconds,
+        algorithm=Algorithm.SLIDING_WINDOW,
+    )
 
 
 def spend(a_rule, at_us, cost, state=None):

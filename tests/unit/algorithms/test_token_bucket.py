@@ -19,7 +19,14 @@ SECOND = 1_000_000
 
 
 def rule(limit, window_seconds):
-    return Rule("1", "/e", IdentifierType.USER, limit, window_seconds, Algorithm.TOKEN_BUCKET)
+    return Rule(
+        "1",
+        "/e",
+        IdentifierType.USER,
+        limit=limit,
+        window_seconds=window_seconds,
+        algorithm=Algorithm.TOKEN_BUCKET,
+    )
 
 
 def spend(a_rule, at_us, cost, state=None):

@@ -15,8 +15,12 @@ T = 1_700_006_400_000_000
 SECOND = 1_000_000
 SECRET = b"k" * 32
 KEYS, HEADER = BucketKeys(SECRET), snapshot_format.header(SECRET)
-RULE = Rule("1", "/e", IdentifierType.USER, 10, 60, Algorithm.FIXED_WINDOW)
-LOG_RULE = Rule("2", "/e", IdentifierType.USER, 10, 60, Algorithm.SLIDING_WINDOW)
+RULE = Rule(
+    "1", "/e", IdentifierType.USER, limit=10, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW
+)
+LOG_RULE = Rule(
+    "2", "/e", IdentifierType.USER, limit=10, window_seconds=60, algorithm=Algorithm.SLIDING_WINDOW
+)
 
 
 def bucket(count, at_us=T):

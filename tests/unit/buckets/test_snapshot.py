@@ -28,8 +28,17 @@ from ratelimitd.testing import ManualClock
 
 SECRET = b"k" * 32
 KEYS, HEADER = BucketKeys(SECRET), snapshot_format.header(SECRET)
-RULE = Rule("1", "/e", IdentifierType.USER, 1000, 60, Algorithm.FIXED_WINDOW)
-LOG_RULE = Rule("2", "/e", IdentifierType.USER, 1000, 60, Algorithm.SLIDING_WINDOW)
+RULE = Rule(
+    "1", "/e", IdentifierType.USER, limit=1000, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW
+)
+LOG_RULE = Rule(
+    "2",
+    "/e",
+    IdentifierType.USER,
+    limit=1000,
+    window_seconds=60,
+    algorithm=Algorithm.SLIDING_WINDOW,
+)
 
 REAL_PWRITE, REAL_SLEEP = os.pwrite, asyncio.sleep
 

@@ -36,7 +36,9 @@ from tests.outcomes import NAMED_DECIDE
 
 T = 1_700_006_400_000_000
 SECOND = 1_000_000
-RULE = Rule("1", "/e", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET)
+RULE = Rule(
+    "1", "/e", IdentifierType.USER, limit=10, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET
+)
 
 MAX_SPENT = INT32_MAX * INT32_MAX * SECOND
 windows = st.one_of(st.just(INT32_MAX), st.integers(1, INT32_MAX))
@@ -258,7 +260,14 @@ def test_no_values_take_no_bytes():
 
 
 def test_the_largest_state_there_can_be_fits():
-    rule = Rule("1", "/e", IdentifierType.USER, INT32_MAX, INT32_MAX, Algorithm.TOKEN_BUCKET)
+    rule = Rule(
+        "1",
+        "/e",
+        IdentifierType.USER,
+        limit=INT32_MAX,
+        window_seconds=INT32_MAX,
+        algorithm=Algorithm.TOKEN_BUCKET,
+    )
     value = pack((INT32_MAX * rule.window_us, MAX_TIME_US), rule, (1 << 28) - 1)
     assert decoded(encode_values([(ADA, value)])) == [(ADA, value)]
 

@@ -21,7 +21,9 @@ from tests.outcomes import Outcome
 
 T = 1_700_006_400_000_000
 SECOND = 1_000_000
-RULE = Rule("1", "/e", IdentifierType.USER, 10, 60, Algorithm.FIXED_WINDOW)
+RULE = Rule(
+    "1", "/e", IdentifierType.USER, limit=10, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW
+)
 KEYS = BucketKeys(b"k" * 32)
 
 
@@ -408,3 +410,64 @@ class TestLooking:
             use(table, key(number))
         found = [name for index in range(table.shard_count) for name in table.keys(index)]
         assert sorted(found) == sorted(map(key, range(500)))
+
+
+class TestSeveral:
+    HOUR = replace(RULE, limit=100, window_seconds=3_600, algorithm=Algorithm.SLIDING_WINDOW)
+
+    def charge(self, table, *, cost=1, now_us=T):
+        charges = [
+            (b"minute", RULE, DECIDE[RULE.algorithm]),
+            (b"hour", self.HOUR, DECIDE[self.HOUR.algorithm]),
+        ]
+        return [found[:2] for found in table.apply_all(charges, now_us, cost)]
+
+    def test_all_buckets_are_charged_or_none(self):
+        table = table_of(10)
+        assert self.charge(table, cost=4) == [(True, 6), (True, 96)]
+        assert self.charge(table, cost=5) == [(True, 1), (True, 91)]
+        held = {name: table.value(name) for name in keys_of(table)}
+        assert self.charge(table, cost=2) == [(False, 1), (True, 91)]
+        assert {name: table.value(name) for name in keys_of(table)} == held
+        assert len(table) == 2
+
+    def test_a_denied_check_makes_no_bucket(self):
+        table = table_of(10)
+        assert self.charge(table, cost=11) == [(False, 10), (True, 100)]
+        assert len(table) == 0
+
+    def test_use_keeps_a_bucket_from_being_evicted_first(self):
+        table = table_of(10)
+        table.tick = 5
+        self.charge(table)
+        assert table.keys(0, since_tick=5) == [b"minute", b"hour"]
+        table.tick = 6
+        self.charge(table)
+        assert table.keys(0, since_tick=6) == [b"minute", b"hour"]
+
+    def test_restored_buckets_go_on_and_move_to_the_table_when_they_are_charged(self):
+        table, restored = table_of(10), RestoredBuckets(KEYS)
+        restored.put(KEYS.stored(b"minute"), pack((4, T), RULE, 0))
+        table.adopt(restored)
+        assert self.charge(table, cost=7) == [(False, 6), (True, 100)]
+        assert (len(restored), len(table)) == (1, 1)
+        assert self.charge(table, cost=2) == [(True, 4), (True, 98)]
+        assert (len(restored), len(table)) == (0, 2)
+
+    def test_a_check_with_an_unknown_bucket_is_one_miss(self):
+        stats = CheckStats()
+        table = BucketTable(10, stats)
+        self.charge(table)
+        assert stats.bucket_missed_total == 1
+        self.charge(table)
+        assert stats.bucket_missed_total == 1
+        table.remove(b"hour")
+        self.charge(table)
+        assert stats.bucket_missed_total == 2
+        table.peek_all([(b"new", RULE, DECIDE[RULE.algorithm])], T, 1, is_counted=False)
+        assert stats.bucket_missed_total == 2
+
+    def test_a_full_table_evicts(self):
+        table = table_of(1)
+        self.charge(table)
+        assert (len(table), table.evicted_total) == (1, 1)

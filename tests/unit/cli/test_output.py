@@ -31,6 +31,8 @@ def test_json_has_the_names_of_the_contract_and_every_field_in_its_order():
         ("window_seconds", 0),
         ("rule_id", ""),
         ("error", ""),
+        ("limits", []),
+        ("limit_name", ""),
     ]
 
 

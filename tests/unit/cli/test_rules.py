@@ -159,3 +159,52 @@ def test_a_number_that_cannot_travel_is_a_wrong_command_line(ask, node, number):
         assert ended.status == 2
         assert "must be at most 2147483647 either way" in ended.err
     assert node.seen == []
+
+
+LIMITS = [
+    pb.Limit(name="default", limit=10, window_seconds=60, algorithm="token_bucket"),
+    pb.Limit(name="day", limit=9, window_seconds=90, algorithm="fixed_window"),
+    pb.Limit(
+        name="candidate",
+        limit=5,
+        window_seconds=60,
+        algorithm="fixed_window",
+        enforcement=pb.OBSERVE,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [([], ["candidate", "day"]), (["--replaces", "day"], ["default", "candidate"]),
+     (["--replaces", "candidate"], ["default", "day", "candidate"])],
+)  # fmt: skip
+def test_a_limit_that_observes_takes_the_place_of_another(ask, node, options, names):
+    node.add_rule("/a", id=ID, limits=LIMITS)
+    assert ask("rules", "promote", ID, "candidate", *options).status == 0
+    request = node.seen[-1].request
+    assert list(request.update_mask.paths) == ["limits"]
+    assert request.rate_limit.etag
+    sent = {limit.name: limit.enforcement for limit in request.rate_limit.limits}
+    assert list(sent) == names
+    assert set(sent.values()) == {pb.ENFORCE}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [(["day"], "no limit day that only observes"), (["none"], "no limit none that only observes"),
+     (["candidate", "--replaces", "none"], "the rule has no limit none")],
+)  # fmt: skip
+def test_what_cannot_be_promoted_is_said(ask, node, arguments, why):
+    node.add_rule("/a", id=ID, limits=LIMITS)
+    ended = ask("rules", "promote", ID, *arguments)
+    assert (ended.status, why in ended.err) == (1, True)
+    ended = ask("rules", "promote", ID.replace("6", "7"), "candidate")
+    assert (ended.status, "there is no rule" in ended.err) == (1, True)
+
+
+def test_the_list_tells_several_limits_one_a_line(ask, node):
+    node.add_rule("/a", id=ID, limits=LIMITS)
+    out = ask("rules", "update", ID, "--limit", "7").out
+    assert "default: 10 per 60 s, token_bucket; " in out
+    assert "day: 9 per 90 s, fixed_window; candidate: 5 per 60 s, fixed_window, observed" in out

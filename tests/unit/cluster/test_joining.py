@@ -23,7 +23,15 @@ from tests.unit.cluster.redis.asking import soon
 WINDOW_S = 2**31 - 1
 """From 1970 to 2038: no test meets the edge of such a window, as it may that of an hour."""
 
-RULE = Rule("1", "/a", IdentifierType.USER, 1_000, WINDOW_S, Algorithm.FIXED_WINDOW, revision=1)
+RULE = Rule(
+    "1",
+    "/a",
+    IdentifierType.USER,
+    limit=1_000,
+    window_seconds=WINDOW_S,
+    algorithm=Algorithm.FIXED_WINDOW,
+    revision=1,
+)
 KEY = b"a key of a bucket"
 SECRET = "s" * 32
 

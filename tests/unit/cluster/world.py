@@ -27,7 +27,15 @@ ROUND_TRIP_US = MS
 STEP_US = 6_250
 TIMEOUT_US = 20 * MS
 
-RULE = Rule("1", "/a", IdentifierType.USER, 1_000, 3_600, Algorithm.FIXED_WINDOW, revision=1)
+RULE = Rule(
+    "1",
+    "/a",
+    IdentifierType.USER,
+    limit=1_000,
+    window_seconds=3_600,
+    algorithm=Algorithm.FIXED_WINDOW,
+    revision=1,
+)
 
 
 def limited(limit, **changes):

@@ -20,7 +20,14 @@ S = 1_000_000
 
 
 def rule(algorithm, limit=10, window_seconds=10):
-    return Rule("r", "/a", IdentifierType.USER, limit, window_seconds, algorithm)
+    return Rule(
+        "r",
+        "/a",
+        IdentifierType.USER,
+        limit=limit,
+        window_seconds=window_seconds,
+        algorithm=algorithm,
+    )
 
 
 BUCKET = rule(Algorithm.TOKEN_BUCKET)

@@ -8,7 +8,9 @@ from ratelimitd.model import Algorithm, IdentifierType, Rule
 from tests.ledger_model import Ledger
 
 NOW = 1_700_000_000_000_000
-RULE = Rule("r", "/a", IdentifierType.USER, 10, 10, Algorithm.FIXED_WINDOW)
+RULE = Rule(
+    "r", "/a", IdentifierType.USER, limit=10, window_seconds=10, algorithm=Algorithm.FIXED_WINDOW
+)
 
 
 def updates(tokens=1):

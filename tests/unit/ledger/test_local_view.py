@@ -11,7 +11,15 @@ from tests.ledger_model import settle
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
-RULE = Rule("r", "/a", IdentifierType.USER, 100, 10, Algorithm.FIXED_WINDOW, revision=1)
+RULE = Rule(
+    "r",
+    "/a",
+    IdentifierType.USER,
+    limit=100,
+    window_seconds=10,
+    algorithm=Algorithm.FIXED_WINDOW,
+    revision=1,
+)
 FIVE = (NOW, 5)
 
 

@@ -22,7 +22,15 @@ from ratelimitd.model import Algorithm, IdentifierType, Rule
 from tests.ledger_model import first_check, reset, settle
 
 NOW = 1_700_000_000_000_000
-RULE = Rule("r", "/a", IdentifierType.USER, 10, 10, Algorithm.FIXED_WINDOW, revision=3)
+RULE = Rule(
+    "r",
+    "/a",
+    IdentifierType.USER,
+    limit=10,
+    window_seconds=10,
+    algorithm=Algorithm.FIXED_WINDOW,
+    revision=3,
+)
 LOWER = replace(RULE, limit=4, revision=4)
 
 

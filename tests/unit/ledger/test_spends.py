@@ -14,7 +14,7 @@ S = 1_000_000
 
 
 def rule(algorithm):
-    return Rule("r", "/a", IdentifierType.USER, 10, 10, algorithm)
+    return Rule("r", "/a", IdentifierType.USER, limit=10, window_seconds=10, algorithm=algorithm)
 
 
 def spends(algorithm, *runs):
@@ -70,6 +70,24 @@ def test_one_run_is_enough_while_nothing_was_refilled():
     assert spends(Algorithm.TOKEN_BUCKET, (NOW, 1), (NOW, 2)).runs() == ((NOW, 3),)
 
 
+def test_a_token_that_was_just_refilled_is_charged_at_the_time_it_was_spent():
+    both = ((NOW, 1), (NOW + S, 1))
+    assert spends(Algorithm.TOKEN_BUCKET, *both).runs() == both
+
+
+def test_of_a_token_bucket_the_latest_that_is_taken_back_leaves_the_earlier_where_it_was():
+    several = spends(Algorithm.TOKEN_BUCKET, (NOW, 4), (NOW + 10 * S, 5))
+    assert several.runs() == ((NOW + 6 * S, 4), (NOW + 10 * S, 5))
+    several.remove_latest(2)
+    assert several.runs() == ((NOW + 6 * S, 4), (NOW + 10 * S, 3))
+
+
+def test_of_a_token_bucket_the_oldest_that_is_taken_back_is_not_refilled():
+    several = spends(Algorithm.TOKEN_BUCKET, (NOW, 4), (NOW + 10 * S, 5))
+    several.remove_oldest(2)
+    assert several.runs() == ((NOW + 8 * S, 2), (NOW + 10 * S, 5))
+
+
 SEVERAL = ((NOW, 2), (NOW + S, 3))
 
 
@@ -105,6 +123,17 @@ def test_after_something_was_taken_back_it_goes_on_as_before(remove, tokens):
     assert several.runs() == (*before, (NOW + 2 * S, 7))
     several.add(NOW + 2 * S, 1)
     assert several.runs() == (*before, (NOW + 2 * S, 8))
+
+
+def test_what_comes_after_something_was_taken_back_joins_the_run_it_would_have_joined():
+    window = spends(Algorithm.FIXED_WINDOW, (NOW + S, 4))
+    window.remove_latest(2)
+    window.add(NOW + 2 * S, 1)
+    assert window.runs() == ((NOW + 2 * S, 3),)
+    window.remove_latest(3)
+    window.add(NOW + 3 * S, 2)
+    assert window.runs() == ((NOW + 3 * S, 2),)
+    assert len(window) == 1
 
 
 def test_too_many_runs_become_half_as_many_at_the_later_times():

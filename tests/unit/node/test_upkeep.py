@@ -9,7 +9,9 @@ from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
 from ratelimitd.testing import ManualClock
 
-RULE = Rule("r", "/a", IdentifierType.USER, 10, 1, Algorithm.FIXED_WINDOW)
+RULE = Rule(
+    "r", "/a", IdentifierType.USER, limit=10, window_seconds=1, algorithm=Algorithm.FIXED_WINDOW
+)
 
 
 class WrongClock(ManualClock):

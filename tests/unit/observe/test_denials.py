@@ -21,7 +21,7 @@ class Node:
 
     def deny(self, name=b"ada.lovelace", endpoint="/a", identifier_type="user", times=1):
         kind = IdentifierType(identifier_type)
-        rule = Rule("1", "*", kind, 1, 60, Algorithm.TOKEN_BUCKET)
+        rule = Rule("1", "*", kind, limit=1, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET)
         for _ in range(times):
             self.stats.blocked_total += 1
             self.denials.note((name, SimpleNamespace(endpoint=endpoint, rule=rule)))

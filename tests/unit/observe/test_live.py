@@ -82,7 +82,14 @@ class Scene:
             await self.live.step()
 
     def deny(self, name, endpoint="/a"):
-        rule = Rule("1", "*", IdentifierType.USER, 1, 60, Algorithm.TOKEN_BUCKET)
+        rule = Rule(
+            "1",
+            "*",
+            IdentifierType.USER,
+            limit=1,
+            window_seconds=60,
+            algorithm=Algorithm.TOKEN_BUCKET,
+        )
         self.stats.blocked_total += 1
         self.denials.note((name, SimpleNamespace(endpoint=endpoint, rule=rule)))
         self.denials.fold()

@@ -16,7 +16,9 @@ from ratelimitd.observe.metrics import (
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
 
-RULE = Rule("1", "/e", IdentifierType.USER, 10, 60, Algorithm.FIXED_WINDOW)
+RULE = Rule(
+    "1", "/e", IdentifierType.USER, limit=10, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW
+)
 
 SPECIFIED = {
     "rate_limiter_requests_allowed_total": "counter",
@@ -242,6 +244,19 @@ def test_rules_are_told_apart_by_id_up_to_a_bound(metrics, stats):
     assert value(metrics, "rate_limiter_rule_blocked_total", rule_id="other") == 10
 
 
+def test_what_limits_would_deny_is_told_by_rule_and_limit_up_to_a_bound(metrics, stats):
+    for number in range(MAX_RULE_LABELS + 5):
+        stats.observed_counter("rule", f"limit-{number}")[0] += 1
+    name = "rate_limiter_rule_would_deny_total"
+    assert len(list(metrics.samples([name]))) == MAX_RULE_LABELS + 1
+    assert value(metrics, name, rule_id="rule", limit="limit-0") == 1
+    assert value(metrics, name, rule_id="other", limit="other") == 5
+    stats.observed_counter("rule", "limit-0")[0] += 1
+    assert value(metrics, name, rule_id="rule", limit="limit-0") == 2
+    stats.forget_rules(lambda rule_id: rule_id != "rule")
+    assert stats.would_deny == {"other,other": [5]}
+
+
 def test_transport_errors_are_reported_by_cause(metrics, stats):
     stats.transport_error("oversize")
     assert value(metrics, "rate_limiter_transport_errors_total", cause="oversize") == 1
@@ -254,6 +269,7 @@ def test_refused_requests_for_pages_are_reported_by_cause(metrics, stats):
 
 async def test_without_names_every_metric_is_reported(metrics, stats):
     stats.rule_counters("r")
+    stats.observed_counter("r", "day")
     stats.web_refusal("cross_site")
     stats.transport_error("oversize")
     names = {sample.name for sample in metrics.samples()}

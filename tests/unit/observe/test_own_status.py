@@ -69,7 +69,9 @@ async def test_a_node_by_itself_tells_of_its_checks_and_of_no_cluster():
 
 async def test_who_was_denied_is_told_masked():
     parts = Parts()
-    rule = Rule("1", "*", IdentifierType.USER, 1, 60, Algorithm.TOKEN_BUCKET)
+    rule = Rule(
+        "1", "*", IdentifierType.USER, limit=1, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET
+    )
     parts.denials.note((b"ada.lovelace", SimpleNamespace(endpoint="/a", rule=rule)))
     parts.denials.fold()
     status = await parts.step()

@@ -17,7 +17,9 @@ from ratelimitd.rules.store import RuleDraft
 from ratelimitd.testing import ManualClock
 from tests.rule_stores import sqlite_store
 
-RULE = Rule("1", "/e", IdentifierType.USER, 10, 60, Algorithm.FIXED_WINDOW)
+RULE = Rule(
+    "1", "/e", IdentifierType.USER, limit=10, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW
+)
 
 
 class Transport:

@@ -9,7 +9,13 @@ USER, IP = IdentifierType.USER, IdentifierType.IP
 
 def rule(rule_id, endpoint="/orders", identifier_type=USER, *, enabled=True, limit=10):
     return Rule(
-        rule_id, endpoint, identifier_type, limit, 60, Algorithm.TOKEN_BUCKET, enabled=enabled
+        rule_id,
+        endpoint,
+        identifier_type,
+        limit=limit,
+        window_seconds=60,
+        algorithm=Algorithm.TOKEN_BUCKET,
+        enabled=enabled,
     )
 
 

@@ -131,7 +131,7 @@ def insert_many(behind, count, algorithm="fixed_window"):
     for n in range(count):
         row = (str(uuid.UUID(int=n)), f"/{n}", algorithm)
         behind(
-            "INSERT INTO rules VALUES (?, ?, 'user', 1, 1, ?, 1, 1, '2026-01-01', '2026-01-01')",
+            "INSERT INTO rules VALUES (?, ?, 'user', 1, 1, ?, 1, 1, '2026-01-01', '2026-01-01', NULL)",
             *row,
         )
 
@@ -340,6 +340,17 @@ async def test_a_bad_row_that_is_deleted_is_not_met_again(start, store, behind):
     await node.feed.notify()
     assert (node.feed.skipped_total, len(node.feed.book)) == (1, 0)
     assert node.feed.left_out == 0
+
+
+async def test_a_replaced_database_brings_its_own_bad_rows(start, store, behind):
+    await store.create(ORDERS, "me")
+    behind("UPDATE rules SET algorithm = ''")
+    node = await start()
+    assert node.feed.left_out == 1
+    behind("DELETE FROM rules")
+    behind("UPDATE rule_revision SET revision = 0")
+    await node.feed.notify()
+    assert (len(node.feed.book), node.feed.left_out) == (0, 0)
 
 
 async def test_of_very_many_bad_rows_only_some_are_named(start, behind):

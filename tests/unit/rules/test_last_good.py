@@ -1,6 +1,7 @@
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from hashlib import blake2b
 
 import pytest
 import pytest_asyncio
@@ -19,7 +20,7 @@ from ratelimitd.rules.last_good import (
     LastGoodBook,
     require_same_key,
 )
-from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.store import LimitDraft, RuleDraft
 from ratelimitd.rules.validation import validated
 from tests.rule_stores import sqlite_store, store_at
 
@@ -332,3 +333,22 @@ async def test_of_nodes_that_race_with_different_keys_one_goes_on(postgresql_url
             return_exceptions=True,
         )
     assert sorted(map(type, results), key=str) == [type(None), *[StartupError] * 3]
+
+
+async def test_a_rule_with_several_limits_comes_back_and_so_does_a_file_of_before_there_were_any(
+    tmp_path,
+):
+    limits = (LimitDraft("", 1, 60, "sliding_window"), LimitDraft("day", 9, 90, "fixed_window"))
+    draft = RuleDraft("/orders", "ip", 1, 60, "sliding_window", limits=limits)
+    rule = validated(draft, rule_id="0b1f2c3d-0000-4000-8000-000000000001", revision=1)
+    path = await stored(tmp_path, RuleBook.of([rule], 7))
+    found = await LastGoodBook(tmp_path).load()
+    assert list(found.rules()) == [rule]
+
+    await stored(tmp_path, book_of("/orders"))
+    header, line, _ = path.read_bytes().splitlines(keepends=True)
+    older = json.dumps(json.loads(line)[:8]).encode() + b"\n"
+    checksum = json.dumps({"blake2b": blake2b(header + older).hexdigest()}).encode()
+    path.write_bytes(header + older + checksum + b"\n")
+    found = await LastGoodBook(tmp_path).load()
+    assert list(found.rules()) == list(book_of("/orders").rules())

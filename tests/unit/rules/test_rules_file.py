@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from ratelimitd.rules.rules_file import (
     read_yaml,
     read_yaml_file,
 )
-from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.store import LimitDraft, RuleDraft
 
 ID = "6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f"
 
@@ -157,9 +158,29 @@ drafts = st.builds(
 )
 
 
+@st.composite
+def with_lists(draw):
+    """A rule, every other one with a list of limits, as a node has it."""
+    draft = draw(drafts)
+    names = draw(
+        st.lists(st.from_regex(r"[a-z0-9_-]{1,32}", fullmatch=True), unique=True, max_size=3)
+    )
+    if not names or names == ["default"]:
+        return draft
+    first = LimitDraft(names[0], draft.limit, draft.window_seconds, draft.algorithm)
+    how = st.sampled_from(["enforce", "observe"])
+    more = [
+        LimitDraft(name, draw(st.integers(1, 9)), 60, "fixed_window", draw(how))
+        for name in names[1:]
+    ]
+    return replace(draft, limits=(first, *more))
+
+
 @given(
     st.lists(
-        drafts, max_size=5, unique_by=(lambda d: d.id, lambda d: (d.endpoint, d.identifier_type))
+        with_lists(),
+        max_size=5,
+        unique_by=(lambda d: d.id, lambda d: (d.endpoint, d.identifier_type)),
     )
 )
 def test_what_is_written_is_read_back(book):
@@ -288,3 +309,53 @@ def test_a_file_is_read_with_or_without_a_byte_order_mark():
 def test_a_file_that_is_too_long_or_no_text_is_refused(data, why):
     with pytest.raises(YamlError, match=why):
         read_yaml_file(data, 4)
+
+
+LIMITS = """\
+rules:
+  - endpoint: /api
+    identifier_type: user
+    limits:
+      - {limit: 10, window_seconds: 1, algorithm: token_bucket}
+      - {name: day, limit: 10000, window_seconds: 86400, algorithm: fixed_window}
+"""
+
+
+class TestSeveralLimits:
+    def test_a_list_brings_the_fields_of_the_first_limit(self):
+        (rule,) = parse_rules(LIMITS.encode())
+        first = LimitDraft("default", 10, 1, "token_bucket")
+        day = LimitDraft("day", 10_000, 86_400, "fixed_window")
+        assert rule == RuleDraft("/api", "user", 10, 1, "token_bucket", limits=(first, day))
+
+    def test_a_list_of_one_limit_without_a_name_is_no_list(self):
+        one = LIMITS.replace("      - {name: day", "      # {name: day")
+        assert parse_rules(one.encode()) == (RuleDraft("/api", "user", 10, 1, "token_bucket"),)
+        (named,) = parse_rules(one.replace("{limit", "{name: burst, limit").encode())
+        assert [limit.name for limit in named.limits] == ["burst"]
+
+    @pytest.mark.parametrize(
+        ("old", "new", "problems"),
+        [
+            ("{name: day, limit: 10000,", "7 #", ["limits[1]: must be a mapping of a limit's fields (line 6)"]),
+            ("name: day", "names: day", [
+                "limits[1].names: unknown field (did you mean name?) (line 6)",
+                "limits[1].name: the name must be 1 to 32 characters of a-z, 0-9, _ and - (line 5)",
+            ]),
+            ("name: day", "name: 7", ["limits[1].name: must be text: put it in quotes (line 6)"]),
+            ("limit: 10000, ", "", ["limits[1].limit: is missing (line 6)"]),
+            ("limit: 10,", "limit: -10,", ["limit: the limit must be positive (line 2)"]),
+            ("    limits:\n", "    limit: 9\n    limits:\n", [
+                "limit: the limit must be unset or that of limits[0] (line 4)",
+            ]),
+            ("    limits:\n", "    limits: []\n    x:\n", ["x: unknown field (line 6)", "limit: is missing (line 2)"]),
+        ],
+    )  # fmt: skip
+    def test_what_is_wrong_is_named_by_its_place(self, old, new, problems):
+        assert old in LIMITS
+        with pytest.raises(RuleInvalidError) as caught:
+            parse_rules(LIMITS.replace(old, new).encode())
+        found = [
+            f"{path.removeprefix('rules[0].')}: {text}" for path, text in caught.value.violations
+        ]
+        assert found[: len(problems)] == problems

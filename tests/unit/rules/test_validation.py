@@ -1,11 +1,12 @@
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 
 from ratelimitd.errors import RuleInvalidError
-from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.rules.store import RuleChanges, RuleDraft, SkippedRow
+from ratelimitd.model import Algorithm, Enforcement, IdentifierType, Rule
+from ratelimitd.rules.store import LimitDraft, RuleChanges, RuleDraft, SkippedRow
 from ratelimitd.rules.validation import (
     RuleRow,
     canonical_id,
@@ -28,7 +29,15 @@ def violations(draft):
 def test_a_valid_draft_becomes_the_rule_it_asks_for():
     rule = validated(DRAFT, rule_id=ID, revision=3)
     assert rule == Rule(
-        ID, "/orders", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET, True, rule.etag, 3
+        ID,
+        "/orders",
+        IdentifierType.USER,
+        limit=10,
+        window_seconds=60,
+        algorithm=Algorithm.TOKEN_BUCKET,
+        enabled=True,
+        etag=rule.etag,
+        revision=3,
     )
     assert rule.identifier_type is IdentifierType.USER
     assert rule.algorithm is Algorithm.TOKEN_BUCKET
@@ -184,3 +193,102 @@ def test_no_changes_leave_the_draft_as_it_is():
 def test_a_fields_zero_is_a_change():
     changed = RuleChanges("", "", 0, 0, "", enabled=False).apply(WHOLE_DRAFT)
     assert changed == RuleDraft("", "", 0, 0, "", enabled=False, id="x")
+
+
+FIRST = LimitDraft("", 10, 60, "token_bucket")
+DAY = LimitDraft("day", 1_000, 86_400, "fixed_window")
+SEVERAL = dataclasses.replace(DRAFT, limits=(FIRST, DAY))
+
+
+class TestSeveralLimits:
+    def test_a_list_becomes_the_limits_of_the_rule(self):
+        rule = validated(SEVERAL, rule_id=ID, revision=3)
+        assert [dataclasses.astuple(limit)[:6] for limit in rule.more] == [
+            (1_000, 86_400, Algorithm.FIXED_WINDOW, "day", Enforcement.ENFORCE, 3)
+        ]
+        assert (rule.name, rule.limit, rule.has_list) == ("default", 10, True)
+        assert rule.more[0].algorithm is Algorithm.FIXED_WINDOW
+
+    def test_a_rule_with_a_list_is_stored_and_read_back(self):
+        rule = validated(SEVERAL, rule_id=ID, revision=3)
+        row = RuleRow.of(rule)
+        assert rule_from_row(row) == rule
+        assert json.loads(row.limits)[0] == {"name": "default"}
+        named = validated(
+            dataclasses.replace(DRAFT, limits=(dataclasses.replace(FIRST, name="burst"),)),
+            rule_id=ID,
+            revision=3,
+        )
+        assert (named.name, named.more) == ("burst", ())
+        assert rule_from_row(RuleRow.of(named)) == named
+        assert len({named.etag, rule.etag, validated(DRAFT, rule_id=ID, revision=3).etag}) == 3
+
+    @pytest.mark.parametrize("place", [0, 1])
+    def test_a_limit_that_only_observes_is_stored_and_read_back(self, place):
+        limits = [FIRST, DAY][: place + 1]
+        limits[place] = dataclasses.replace(limits[place], enforcement="observe")
+        draft = dataclasses.replace(DRAFT, limits=tuple(limits))
+        rule = validated(draft, rule_id=ID, revision=3)
+        assert rule.has_list
+        assert rule.limits[place].enforcement is Enforcement.OBSERVE
+        assert rule_from_row(RuleRow.of(rule)) == rule
+
+    def test_one_limit_without_a_name_is_stored_as_it_was_before_there_were_lists(self):
+        rule = validated(dataclasses.replace(DRAFT, limits=(FIRST,)), rule_id=ID, revision=3)
+        assert RuleRow.of(rule) == ROW
+        assert rule == rule_from_row(ROW)
+        assert not rule.has_list
+
+    @pytest.mark.parametrize(
+        ("limits", "fields"),
+        [
+            ([FIRST, *[DAY] * 8], ["limits"]),
+            ([dataclasses.replace(FIRST, limit=11)], ["limit"]),
+            ([dataclasses.replace(FIRST, window_seconds=1)], ["window_seconds"]),
+            ([dataclasses.replace(FIRST, algorithm="fixed_window")], ["algorithm"]),
+            ([FIRST, DAY, DAY], ["limits[2].name"]),
+            ([FIRST, dataclasses.replace(DAY, name="default")], ["limits[1].name"]),
+            ([dataclasses.replace(FIRST, enforcement=7), DAY], ["limits[0].enforcement"]),
+            ([FIRST, dataclasses.replace(DAY, enforcement="deny")], ["limits[1].enforcement"]),
+            ([FIRST, dataclasses.replace(DAY, name="")], ["limits[1].name"]),
+            ([dataclasses.replace(FIRST, name="Burst")], ["limits[0].name"]),
+            ([FIRST, dataclasses.replace(DAY, name="d" * 33)], ["limits[1].name"]),
+            ([FIRST, dataclasses.replace(DAY, name="day\n")], ["limits[1].name"]),
+            (
+                [FIRST, LimitDraft("day", 0, 2**31, "leaky")],
+                ["limits[1].limit", "limits[1].window_seconds", "limits[1].algorithm"],
+            ),
+        ],
+    )
+    def test_what_is_wrong_in_a_list_is_named_by_its_place(self, limits, fields):
+        draft = dataclasses.replace(DRAFT, limits=tuple(limits))
+        assert list(violations(draft)) == [f"rate_limit.{field}" for field in fields]
+
+    def test_eight_limits_with_the_longest_names_are_taken(self):
+        more = [dataclasses.replace(DAY, name=f"{number}" * 32) for number in range(7)]
+        draft = dataclasses.replace(DRAFT, limits=(FIRST, *more))
+        assert len(validated(draft, rule_id=ID, revision=1).limits) == 8
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "[]", "7", "[7]", '[{"name":"a"},{}]', '[{"name":"a","color":1}]', "[" * 100_000, b"\xff", 8],
+    )  # fmt: skip
+    def test_a_stored_list_that_is_none_is_a_bad_row(self, text):
+        skipped = rule_from_row(ROW._replace(limits=text))
+        assert skipped == SkippedRow(ID, "limits: must be a list of limits")
+
+    def test_changes_of_the_first_limit_change_it_in_the_list(self):
+        changed = RuleChanges(limit=5).apply(SEVERAL)
+        assert changed.limits == (dataclasses.replace(FIRST, limit=5), DAY)
+        assert changed.limit == 5
+
+    def test_a_new_list_brings_the_fields_of_its_first_limit(self):
+        changed = RuleChanges(limits=(DAY,)).apply(DRAFT)
+        assert (changed.limit, changed.window_seconds, changed.algorithm) == (
+            1_000, 86_400, "fixed_window",
+        )  # fmt: skip
+        assert RuleChanges(limits=(DAY,), limit=3).apply(DRAFT).limit == 3
+
+    def test_an_empty_list_leaves_the_first_limit(self):
+        changed = RuleChanges(limits=()).apply(SEVERAL)
+        assert changed == DRAFT

@@ -26,9 +26,11 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 USER, IP = IdentifierType.USER, IdentifierType.IP
 NOW_S = 1_700_006_400
 ID = "0b6e4f6e-5f0e-4c51-9c5e-0d1f4f2a9b11"
-ORDERS = Rule(ID, "/orders", USER, 3, 60, Algorithm.FIXED_WINDOW)
-EVERYWHERE = Rule("everywhere", "*", USER, 2**31 - 1, 60, Algorithm.FIXED_WINDOW)
-ADDRESSES = Rule("addresses", "*", IP, 3, 60, Algorithm.FIXED_WINDOW)
+ORDERS = Rule(ID, "/orders", USER, limit=3, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
+EVERYWHERE = Rule(
+    "everywhere", "*", USER, limit=2**31 - 1, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW
+)
+ADDRESSES = Rule("addresses", "*", IP, limit=3, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
 
 
 class CountingLimiter(Limiter):
@@ -105,6 +107,7 @@ class TestAnswers:
                 limit=3,
                 window_seconds=60,
                 rule_id=ID,
+                limit_name="default",
             )
             for allowed, remaining, retry_after, reason in (
                 (True, 2, 0, pb.WITHIN_LIMIT),

@@ -16,7 +16,9 @@ from ratelimitd.services.wire import parse_check, parse_reset
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 VALID = {"identifier": "u", "identifier_type": "user", "endpoint": "/a"}
-RULE = Rule("id-1", "/a", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET)
+RULE = Rule(
+    "id-1", "/a", IdentifierType.USER, limit=10, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET
+)
 
 
 def read(**fields):
@@ -142,10 +144,10 @@ def test_any_field_values_give_a_check_or_name_what_is_wrong(identifier, kind, e
 
 
 def test_a_decision_is_written_with_the_rule_that_made_it():
-    decision = Decision(True, 3, 1_700_000_000, 0, Reason.WITHIN_LIMIT, RULE)
+    decision = Decision(True, 3, 1_700_000_000, 0, Reason.WITHIN_LIMIT, RULE, RULE)
     assert answer_of(decision) == pb.RateLimitResponse(
         allowed=True, remaining_tokens=3, reset_time=1_700_000_000, reason=pb.WITHIN_LIMIT,
-        limit=10, window_seconds=60, rule_id="id-1",
+        limit=10, window_seconds=60, rule_id="id-1", limit_name="default",
     )  # fmt: skip
 
 

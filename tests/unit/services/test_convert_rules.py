@@ -5,7 +5,8 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import Algorithm, IdentifierType, Rule
-from ratelimitd.rules.store import EDITABLE, RuleChanges, RuleDraft
+from ratelimitd.rules.store import EDITABLE, LimitDraft, RuleChanges, RuleDraft
+from ratelimitd.rules.validation import validated
 from ratelimitd.services.convert import deleted_id_of, draft_of, rate_limit_of, text_of, update_of
 from ratelimitd.services.wire import parse_create, parse_delete, parse_update
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -35,7 +36,16 @@ def refused(*paths, **fields):
 
 
 def test_a_stored_rule_is_written_whole():
-    rule = Rule(RULE_ID, "/a", IdentifierType.IP, 1, 2, Algorithm.SLIDING_WINDOW, False, "e")
+    rule = Rule(
+        RULE_ID,
+        "/a",
+        IdentifierType.IP,
+        limit=1,
+        window_seconds=2,
+        algorithm=Algorithm.SLIDING_WINDOW,
+        enabled=False,
+        etag="e",
+    )
     assert rate_limit_of(rule) == pb.RateLimit(
         id=RULE_ID, endpoint="/a", identifier_type="ip", limit=1, window_seconds=2,
         algorithm="sliding_window", enabled=False, etag="e",
@@ -50,8 +60,10 @@ def test_a_draft_is_enabled_unless_it_says_otherwise(sent, enabled):
 
 
 def test_an_update_without_a_mask_names_every_field_but_enabled_only_if_sent():
-    assert update(**FIELDS, etag="e") == (RULE_ID, RuleChanges(**FIELDS), "e")
-    assert update(**FIELDS, enabled=False).changes == RuleChanges(**FIELDS, enabled=False)
+    assert update(**FIELDS, etag="e") == (RULE_ID, RuleChanges(**FIELDS, limits=()), "e")
+    assert update(**FIELDS, enabled=False).changes == RuleChanges(
+        **FIELDS, enabled=False, limits=()
+    )
 
 
 def test_everything_in_the_contract_of_a_rule_but_its_id_and_etag_can_be_changed():
@@ -61,7 +73,7 @@ def test_everything_in_the_contract_of_a_rule_but_its_id_and_etag_can_be_changed
 
 @pytest.mark.parametrize("path", EDITABLE)
 def test_an_update_with_a_mask_names_that_field_with_its_zero_if_not_sent(path):
-    zero = {"limit": 0, "window_seconds": 0, "enabled": False}.get(path, "")
+    zero = {"limit": 0, "window_seconds": 0, "enabled": False, "limits": ()}.get(path, "")
     assert update(path).changes == RuleChanges(**{path: zero})
 
 
@@ -97,3 +109,58 @@ def test_bytes_that_are_no_utf8_become_text_that_no_rule_admits():
     assert text_of(b"\xff") == "\udcff"
     data = b"\x0a\x03" + bytes([2 << 3 | 2, 1, 0xFF])
     assert draft_of(parse_create(data).rate_limit).endpoint == "\udcff"
+
+
+SECOND = pb.Limit(limit=10, window_seconds=1, algorithm="token_bucket")
+DAY = pb.Limit(name="day", limit=1_000, window_seconds=86_400, algorithm="fixed_window")
+LIMITS = (
+    LimitDraft("", 10, 1, "token_bucket"),
+    LimitDraft("day", 1_000, 86_400, "fixed_window"),
+)
+
+
+class TestSeveralLimits:
+    def test_a_list_brings_the_fields_of_the_first_limit(self):
+        sent = draft(endpoint="/a", identifier_type="user", limits=[SECOND, DAY])
+        assert sent == RuleDraft("/a", "user", 10, 1, "token_bucket", limits=LIMITS)
+
+    def test_fields_that_are_sent_beside_a_list_stay_as_they_are_sent(self):
+        sent = draft(endpoint="/a", identifier_type="user", limit=9, limits=[SECOND, DAY])
+        assert (sent.limit, sent.window_seconds) == (9, 1)
+        assert refused(endpoint="/a", identifier_type="user", limit=9, limits=[SECOND, DAY]) == [
+            "rate_limit.limit"
+        ]
+
+    def test_a_rule_with_a_list_is_written_with_it_and_one_without_is_not(self):
+        rule = validated(
+            draft(endpoint="/a", identifier_type="user", limits=[SECOND, DAY]),
+            rule_id=RULE_ID,
+            revision=1,
+        )
+        written = rate_limit_of(rule)
+        named = pb.Limit(name="default", limit=10, window_seconds=1, algorithm="token_bucket")
+        assert list(written.limits) == [named, DAY]
+        assert (written.limit, written.window_seconds) == (10, 1)
+        only = validated(draft(**FIELDS, limits=[]), rule_id=RULE_ID, revision=1)
+        assert not rate_limit_of(only).limits
+        first_named = validated(
+            draft(endpoint="/a", identifier_type="user", limits=[DAY]), rule_id=RULE_ID, revision=1
+        )
+        assert list(rate_limit_of(first_named).limits) == [DAY]
+
+    def test_a_mask_that_names_the_list_replaces_it_and_one_that_does_not_leaves_it(self):
+        assert update("limits", limits=[SECOND, DAY]).changes == RuleChanges(limits=LIMITS)
+        assert update("limit", limit=7, limits=[SECOND, DAY]).changes == RuleChanges(limit=7)
+        assert update("limit", limits=[SECOND, DAY]).changes == RuleChanges(limit=0)
+
+    def test_a_limit_that_only_observes_is_read_and_written(self):
+        day = pb.Limit(enforcement=pb.OBSERVE)
+        day.MergeFrom(DAY)
+        sent = draft(endpoint="/a", identifier_type="user", limits=[SECOND, day])
+        assert [limit.enforcement for limit in sent.limits] == ["enforce", "observe"]
+        rule = validated(sent, rule_id=RULE_ID, revision=1)
+        assert list(rate_limit_of(rule).limits)[1] == day
+        day.enforcement = 7
+        assert refused(endpoint="/a", identifier_type="user", limits=[SECOND, day]) == [
+            "rate_limit.limits[1].enforcement"
+        ]

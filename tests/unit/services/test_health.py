@@ -25,7 +25,14 @@ REPORT = HealthReport(
 )
 
 
-RULE = Rule("rule-1", "/a", IdentifierType.USER, 10, 60, Algorithm.TOKEN_BUCKET)
+RULE = Rule(
+    "rule-1",
+    "/a",
+    IdentifierType.USER,
+    limit=10,
+    window_seconds=60,
+    algorithm=Algorithm.TOKEN_BUCKET,
+)
 A_RESET = pb.ResetRequest(
     identifier="alice", identifier_type="user", endpoint="/a"
 ).SerializeToString()

@@ -217,7 +217,14 @@ def test_a_long_batch_is_refused_without_being_parsed(service, monkeypatch):
 class TestBatchesOfCanonicalChecks:
     """A real limiter with rules: its batches are answered from their octets."""
 
-    RULE = Rule("1", "/a", IdentifierType.USER, 2_000, 60, Algorithm.FIXED_WINDOW)
+    RULE = Rule(
+        "1",
+        "/a",
+        IdentifierType.USER,
+        limit=2_000,
+        window_seconds=60,
+        algorithm=Algorithm.FIXED_WINDOW,
+    )
 
     class Faulty(Limiter):
         """Fails whenever it is to charge ``broken``."""

@@ -16,8 +16,8 @@ from tests.envoy_messages import Response, request_of
 from tests.unit.services.fake_call import FakeCall
 
 USER = IdentifierType.USER
-A = Rule("a", "edge/path=a", USER, 3, 60, Algorithm.FIXED_WINDOW)
-B = Rule("b", "edge/path=b", USER, 1, 60, Algorithm.FIXED_WINDOW)
+A = Rule("a", "edge/path=a", USER, limit=3, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
+B = Rule("b", "edge/path=b", USER, limit=1, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
 OPTIONS = EnvoyOptions.of(["user_id=user", "a=b=ip"], ALL_FIELDS)
 ADA_A = [("user_id", "ada"), ("path", "a")]
 ADA_B = [("user_id", "ada"), ("path", "b")]

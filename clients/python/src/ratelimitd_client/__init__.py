@@ -4,7 +4,7 @@ from ratelimitd_client.async_client import AsyncRateLimiter, AsyncRateLimiterCli
 from ratelimitd_client.async_node_client import AsyncNodeClient
 from ratelimitd_client.check import Check
 from ratelimitd_client.client import RateLimiter, RateLimiterClient
-from ratelimitd_client.decision import Decision, Reason
+from ratelimitd_client.decision import Decision, LimitStatus, Reason
 from ratelimitd_client.node_client import NodeClient
 from ratelimitd_client.transport.grpc_channel import open_async_channel, open_channel
 from ratelimitd_client.transport.tls import Tls
@@ -15,6 +15,7 @@ __all__ = [
     "AsyncRateLimiterClient",
     "Check",
     "Decision",
+    "LimitStatus",
     "NodeClient",
     "RateLimiter",
     "RateLimiterClient",

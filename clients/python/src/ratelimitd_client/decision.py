@@ -47,6 +47,22 @@ POLICY_CACHE_SIZE: Final = 64
 """Cached names of policies; an application has one or a few."""
 
 
+class LimitStatus(NamedTuple):
+    """What one of several limits says about a check. The fields are those of the contract."""
+
+    rule_id: str
+    name: str
+    identifier_type: str
+    allowed: bool
+    remaining_tokens: int
+    reset_time: int
+    retry_after_seconds: int
+    limit: int
+    window_seconds: int
+    observed: bool
+    """It only observes, and denies nothing."""
+
+
 class Decision(NamedTuple):
     """The answer to one check; ``allowed`` decides. The fields are those of the contract."""
 
@@ -63,6 +79,10 @@ class Decision(NamedTuple):
     """The cause of ``INVALID_REQUEST``, or the result of the call for ``NO_ANSWER``: the name of a gRPC status."""
     decided_at_s: float = 0.0
     """When the answer came, by the caller's clock, in Unix seconds."""
+    limit_name: str = ""
+    """The name of the limit that decided."""
+    limits: tuple[LimitStatus, ...] = ()
+    """All limits that were judged, the deciding one first; empty if that was the only one."""
 
     @property
     def fail_open(self) -> bool:
@@ -143,7 +163,24 @@ def decision_of(answer: pb.RateLimitResponse, now_s: float) -> Decision:
             answer.rule_id,
             answer.error,
             now_s,
+            answer.limit_name,
+            tuple(map(_status_of, answer.limits)) if answer.limits else (),
         ),
+    )
+
+
+def _status_of(status: pb.LimitStatus) -> LimitStatus:
+    return LimitStatus(
+        rule_id=status.rule_id,
+        name=status.name,
+        identifier_type=status.identifier_type,
+        allowed=status.allowed,
+        remaining_tokens=status.remaining_tokens,
+        reset_time=status.reset_time,
+        retry_after_seconds=status.retry_after_seconds,
+        limit=status.limit,
+        window_seconds=status.window_seconds,
+        observed=status.enforcement == pb.OBSERVE,
     )
 
 

@@ -125,7 +125,14 @@ class Case(NamedTuple):
 
     def rule(self, endpoint: str) -> Rule:
         """The rule of the case, for ``endpoint``."""
-        return Rule("", endpoint, IDENTIFIER_TYPE, self.limit, self.window_seconds, self.algorithm)
+        return Rule(
+            "",
+            endpoint,
+            IDENTIFIER_TYPE,
+            limit=self.limit,
+            window_seconds=self.window_seconds,
+            algorithm=self.algorithm,
+        )
 
 
 def cases() -> list[Case]:

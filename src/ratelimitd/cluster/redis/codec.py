@@ -29,9 +29,9 @@ from ratelimitd.model import (
     MAX_TIME_US,
     WITHIN_LIMIT,
     Algorithm,
+    Limit,
     Outcome,
     Reason,
-    Rule,
 )
 
 # A bucket as it lies in the store: bytes to the ledger's state. Only scripts write such bytes. Pure.
@@ -64,7 +64,7 @@ _LOG_HEAD_BYTES: Final = _HEAD.size + 8
 _ENTRY_BYTES: Final = 16
 
 
-def state_of(value: Any, rule: Rule) -> SharedState | None:
+def state_of(value: Any, rule: Limit) -> SharedState | None:
     """Decode the state of a bucket of ``rule``; ``None`` if the store has none.
 
     Raises:
@@ -73,7 +73,7 @@ def state_of(value: Any, rule: Rule) -> SharedState | None:
     return None if value is None else bucket_of(value, rule)
 
 
-def bucket_of(value: Any, rule: Rule) -> SharedState:
+def bucket_of(value: Any, rule: Limit) -> SharedState:
     """Decode a state that must exist."""
     if isinstance(value, bytes) and len(value) >= _HEAD.size:
         form, number, generation, revision, limit = _HEAD.unpack_from(value)
@@ -90,7 +90,7 @@ def bucket_of(value: Any, rule: Rule) -> SharedState:
     raise StoreCorruptError(message)
 
 
-def _token_bucket(value: bytes, rule: Rule) -> BucketState:
+def _token_bucket(value: bytes, rule: Limit) -> BucketState:
     if len(value) != _TOKEN_BUCKET.size:
         return None
     tokens, units, latest_us = _TOKEN_BUCKET.unpack(value)
@@ -99,7 +99,7 @@ def _token_bucket(value: bytes, rule: Rule) -> BucketState:
     return tokens * rule.window_us + units, latest_us
 
 
-def _fixed_window(value: bytes, _rule: Rule) -> BucketState:
+def _fixed_window(value: bytes, _rule: Limit) -> BucketState:
     if len(value) != _FIXED_WINDOW.size:
         return None
     count, before, latest_us = _FIXED_WINDOW.unpack(value)
@@ -108,7 +108,7 @@ def _fixed_window(value: bytes, _rule: Rule) -> BucketState:
     return (count, latest_us, before) if before else (count, latest_us)
 
 
-def _sliding_window(value: bytes, _rule: Rule) -> BucketState:
+def _sliding_window(value: bytes, _rule: Limit) -> BucketState:
     """Decode a log in the form of :mod:`ratelimitd.algorithms.sliding_window`: all times, then all sums.
 
     Only the ends are looked at: enough that no check of the log can fail.
@@ -265,6 +265,7 @@ def settle_reply(batch: Batch, reply: Any) -> Reply | None:
 def replaced(reply: Any) -> int:
     """Return how many malformed values the store replaced, from the reply to a batch."""
     match reply:
+        # equivalent: none is 0 in either way
         case [bytes(), int() as count, *values] if 0 <= count <= len(values):
             return count
     return 0
@@ -330,7 +331,7 @@ def first_checked(
     raise StoreCorruptError(_NO_ANSWERS)
 
 
-def _met(rule: Rule, reply: Any) -> Met | StoreCorruptError:
+def _met(rule: Limit, reply: Any) -> Met | StoreCorruptError:
     try:
         outcome = _outcome(*_ANSWER.unpack_from(reply))
         if outcome is not None:
@@ -353,7 +354,7 @@ def _outcome(head: int, remaining: int, retry_after: int, reset_time: int) -> Ou
 # Resets
 
 
-def reset_request(keys: Sequence[bytes], rules: Sequence[Rule], least: int = 0) -> Request:
+def reset_request(keys: Sequence[bytes], rules: Sequence[Limit], least: int = 0) -> Request:
     """Return keys and arguments of ``RESET`` for buckets of one hash tag, with their rules and the least generation."""
     argument = b"".join(
         [
@@ -364,7 +365,7 @@ def reset_request(keys: Sequence[bytes], rules: Sequence[Rule], least: int = 0) 
     return [bucket_key(key) for key in keys], [argument, b"%d" % least]
 
 
-def reset_reply(rules: Sequence[Rule], reply: Any) -> list[SharedState]:
+def reset_reply(rules: Sequence[Limit], reply: Any) -> list[SharedState]:
     """Decode the states of the buckets after a reset."""
     if isinstance(reply, list) and len(reply) == len(rules):
         return [bucket_of(value, rule) for rule, value in zip(rules, reply, strict=True)]

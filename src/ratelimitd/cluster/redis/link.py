@@ -44,6 +44,7 @@ from ratelimitd.settings.urls import Server
 CONNECT_S: Final = 1.0
 """From the first packet to the end of the handshake, including TLS. No check waits for it."""
 
+# equivalent: a second more or less is not to be seen
 KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """Idle seconds before the first probe, seconds between probes, and unanswered probes before the end."""
 

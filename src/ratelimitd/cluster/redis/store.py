@@ -35,7 +35,7 @@ from ratelimitd.cluster.redis.topology import Topology
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
-from ratelimitd.model import MAX_TIME_US, Outcome, Rule
+from ratelimitd.model import MAX_TIME_US, Limit, Outcome
 from ratelimitd.tracing import Tracer
 
 CHECKS_PER_CALL: Final = 100
@@ -203,7 +203,7 @@ class _Reading(NamedTuple):
     """One requested read."""
 
     name: bytes
-    rule: Rule
+    rule: Limit
     done: Callable[[SharedState | RateLimitdError | None], None]
 
 
@@ -253,7 +253,7 @@ class RedisStore:
         return self._topology.of_tag(tag).connected
 
     def read(
-        self, name: bytes, rule: Rule, done: Callable[[SharedState | RateLimitdError | None], None]
+        self, name: bytes, rule: Limit, done: Callable[[SharedState | RateLimitdError | None], None]
     ) -> None:
         """Read a bucket; ``None``: it is full. The reads of one iteration are one command for each server."""
         if self._topology.is_cluster:
@@ -333,7 +333,7 @@ class RedisStore:
     def reset(
         self,
         name: bytes,
-        rule: Rule,
+        rule: Limit,
         least: int,
         done: Callable[[SharedState | RateLimitdError], None],
     ) -> None:

@@ -108,6 +108,7 @@ rules = sa.Table(
     sa.Column("revision", sa.BigInteger, nullable=False),
     sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
     sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False),
+    sa.Column("limits", sa.Text),
     sa.UniqueConstraint("endpoint", "identifier_type", name="rules_pair_unique"),
     sa.CheckConstraint("length(endpoint) BETWEEN 1 AND 255", name="rules_endpoint_length"),
     sa.CheckConstraint(

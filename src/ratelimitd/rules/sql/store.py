@@ -83,7 +83,8 @@ class SqlRuleStore:
     async def create(self, draft: RuleDraft, actor: str) -> Rule:
         """Add a rule."""
         rule_id = draft.id.lower() or str(self._new_id())
-        validated(draft, rule_id=rule_id, revision=0)  # fail before waiting for the lock
+        # Fail before waiting for the lock. equivalent: the rule is not kept, so any revision does
+        validated(draft, rule_id=rule_id, revision=0)
         async with self._database.writing() as connection:
             revision = await _next_revision(connection)
             await _refuse_taken_id(connection, rule_id)
@@ -104,6 +105,7 @@ class SqlRuleStore:
         async with self._database.writing() as connection:
             revision = await _next_revision(connection)
             # Rows inserted past the service did not move the revision.
+            # equivalent: of two rows the first would be taken
             some_id = await connection.scalar(sa.select(rules.c.id).limit(1))
             if revision > 1 or some_id is not None:
                 return 0
@@ -433,5 +435,10 @@ def _storable(text: str) -> str:
 
 
 def _json(row: RuleRow | None) -> str | None:
+    if row is None:
+        return None
+    fields = row._asdict()
+    if row.limits is None:
+        del fields["limits"]
     # A row written past the service may hold values that JSON cannot express, such as bytes.
-    return None if row is None else json.dumps(row._asdict(), default=repr)
+    return json.dumps(fields, default=repr)

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
@@ -205,6 +205,8 @@ class _Reading:
     def _value(self, field: FieldDescriptor, content: object, place: str) -> Any:
         """What to put into a field that is no message; ``None``: nothing."""
         try:
+            if field.enum_type is not None:
+                return _choice(content, field.enum_type)
             return _READERS[field.type](content)
         except _WrongValueError as error:
             self._complain(place, str(error))
@@ -255,6 +257,17 @@ def _integer(content: object, bits: int) -> int:
         message = f"must be an integer of {bits} bits"
         raise _WrongValueError(message)
     return content
+
+
+def _choice(content: object, enum: EnumDescriptor) -> int:
+    """A number, or the name of one."""
+    if not isinstance(content, str):
+        return _integer(content, bits=32)
+    value = enum.values_by_name.get(content)
+    if value is None:
+        message = f"must be one of {', '.join(enum.values_by_name)}"
+        raise _WrongValueError(message)
+    return value.number
 
 
 _READERS: Final[Mapping[int, Callable[[object], Any]]] = MappingProxyType(

@@ -72,7 +72,7 @@ class AuditTrail:
         if not page.changes or page.changes[0].entry.after is None:
             return None
         after = page.changes[0].entry.after
-        found = rule_from_row(RuleRow._make(after.get(name) for name in RuleRow._fields))
+        found = rule_from_row(RuleRow(*map(after.get, RuleRow._fields)))
         return found if isinstance(found, Rule) else None
 
 

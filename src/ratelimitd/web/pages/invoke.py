@@ -15,19 +15,16 @@ from google.rpc import error_details_pb2, status_pb2
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from ratelimitd.model import Rule
+from ratelimitd.errors import FieldViolation
 from ratelimitd.rpc.interface import Call, Methods, RpcError, StatusCode, UnaryHandler
 from ratelimitd.web.api.http_call import settled
 from ratelimitd.web.pages.page_base import Frame
-from ratelimitd.web.pages.rule_changes import RuleForm
+from ratelimitd.web.pages.rule_changes import RuleForm, form_errors
 from ratelimiter.v1 import ratelimiter_pb2
 
 CONFIG: Final = "/ratelimiter.v1.RateLimiterConfig"
 CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 RESET_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
-
-RULE_PATH: Final = "rate_limit."
-"""Prefix of the paths of a rule's fields."""
 
 HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
     {
@@ -120,7 +117,8 @@ class ServiceCalls:
 
 def _rate_limit(form: RuleForm) -> ratelimiter_pb2.RateLimit:
     """Return the message of a form that passed :meth:`RuleForm.checked`."""
-    rule: Rule = form.checked()
+    rule = form.checked()
+    limits = rule.limits if rule.has_list else ()
     return ratelimiter_pb2.RateLimit(
         endpoint=rule.endpoint,
         identifier_type=rule.identifier_type,
@@ -128,17 +126,28 @@ def _rate_limit(form: RuleForm) -> ratelimiter_pb2.RateLimit:
         window_seconds=rule.window_seconds,
         algorithm=rule.algorithm,
         enabled=rule.enabled,
+        limits=[
+            ratelimiter_pb2.Limit(
+                name=limit.name,
+                limit=limit.limit,
+                window_seconds=limit.window_seconds,
+                algorithm=limit.algorithm,
+                enforcement=ratelimiter_pb2.Enforcement.Value(limit.enforcement.name),
+            )
+            for limit in limits
+        ],
     )
 
 
 def _rejected(error: RpcError) -> Rejected:
-    fields = {}
+    violations: list[FieldViolation] = []
     for detail in status_pb2.Status.FromString(error.details).details:
         request = error_details_pb2.BadRequest()
         if detail.Unpack(request):
-            for violation in request.field_violations:
-                fields[violation.field.removeprefix(RULE_PATH)] = violation.description
-    return Rejected(error.code, error.message, fields)
+            violations += (
+                FieldViolation(one.field, one.description) for one in request.field_violations
+            )
+    return Rejected(error.code, error.message, form_errors(violations))
 
 
 class Deadline:

@@ -6,18 +6,28 @@ The words are those of docs/algorithms.md, "When a rule changes". See ADR 0008.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from heapq import nlargest, nsmallest
 from itertools import islice
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import urlencode
 
-from ratelimitd.errors import RuleInvalidError
-from ratelimitd.model import GLOBAL_ENDPOINT, Algorithm, IdentifierType, Rule
+from ratelimitd.errors import FieldViolation, RuleInvalidError
+from ratelimitd.model import (
+    DEFAULT_LIMIT,
+    GLOBAL_ENDPOINT,
+    Algorithm,
+    Enforcement,
+    IdentifierType,
+    Limit,
+    Rule,
+)
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.store import RuleDraft
-from ratelimitd.rules.validation import validated
+from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, RuleDraft
+from ratelimitd.rules.validation import RuleRow, validated
 from ratelimitd.web.pages.rendering import duration, number
 
 LABELS: Final[Mapping[str, str]] = {
@@ -26,6 +36,7 @@ LABELS: Final[Mapping[str, str]] = {
     "limit": "Limit",
     "window_seconds": "Window",
     "algorithm": "Algorithm",
+    "limits": "More limits",
     "enabled": "Enabled",
 }
 """The fields of a rule, in the order in which they are shown."""
@@ -53,15 +64,17 @@ def fields_differences(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> list[Difference]:
     """As :func:`differences`, for fields of which nothing is certain."""
-    return [
+    found = [
         Difference(label, _shown(name, before), _shown(name, after))
         for name, label in LABELS.items()
     ]
+    more = LABELS["limits"]
+    return [one for one in found if one.label != more or one.before or one.after]
 
 
 def fields_of(rule: Rule | None) -> dict[str, Any] | None:
     """The fields that are shown of a rule."""
-    return None if rule is None else {name: getattr(rule, name) for name in LABELS}
+    return None if rule is None else RuleRow.of(rule)._asdict()
 
 
 def consequences(before: Rule | None, after: Rule | None, book: RuleBook) -> list[str]:
@@ -89,8 +102,13 @@ def consequences(before: Rule | None, after: Rule | None, book: RuleBook) -> lis
 
 def summary(rule: Rule) -> str:
     """The rule in a few words."""
-    name = rule.algorithm.replace("_", " ")
-    return f"{number(rule.limit)} in {duration(rule.window_seconds)}, {name}"
+    return "; ".join(map(_limit_summary, rule.limits))
+
+
+def _limit_summary(limit: Limit | LimitDraft) -> str:
+    name = limit.algorithm.replace("_", " ")
+    observed = ", observed" if limit.enforcement == Enforcement.OBSERVE else ""
+    return f"{number(limit.limit)} in {duration(limit.window_seconds)}, {name}{observed}"
 
 
 _COMES_BACK: Final = (
@@ -107,14 +125,33 @@ _AFRESH: Final = (
 
 
 def _edited(was: Rule, will: Rule) -> list[str]:
+    if not was.has_list and not will.has_list:
+        return [_limit_edited(was, will)]
+    before = {limit.name: limit for limit in was.limits}
+    after = {limit.name: limit for limit in will.limits}
+    told = [f"There is no limit {name} from now on." for name in before if name not in after]
+    for name, limit in after.items():
+        if name not in before:
+            told.append(f"{name}: {_limit_summary(limit)} from now on, and all buckets are full.")
+            continue
+        if any(getattr(limit, field) != getattr(before[name], field) for field in FIRST_LIMIT):
+            told.append(f"{name}: {_limit_edited(before[name], limit)}")
+        if limit.enforcement != before[name].enforcement:
+            observes = limit.enforcement is Enforcement.OBSERVE
+            what = "only observes from now on" if observes else "denies from now on"
+            told.append(f"{name} {what}, and keeps what it counted.")
+    return told
+
+
+def _limit_edited(was: Limit, will: Limit) -> str:
     if (was.algorithm, was.window_seconds) != (will.algorithm, will.window_seconds):
-        return [_AFRESH]
+        return _AFRESH
     if will.limit > was.limit:
         more = number(will.limit - was.limit)
-        return [f"What was spent stays spent, and everybody has {more} more at once."]
+        return f"What was spent stays spent, and everybody has {more} more at once."
     window = duration(will.window_seconds)
     waits = f"callers that spent more may wait, at most one window of {window}"
-    return [f"What was spent stays spent, but counts as the new limit at most: {waits}."]
+    return f"What was spent stays spent, but counts as the new limit at most: {waits}."
 
 
 def _begins(will: Rule, before: Rule | None, book: RuleBook) -> str:
@@ -156,10 +193,25 @@ def _shown(name: str, fields: Mapping[str, Any] | None) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if name == "limits":
+        return _list_shown(str(value))
     if name == "window_seconds" and isinstance(value, int):
         spelt, seconds = duration(value), f"{number(value)} s"
         return spelt if spelt == seconds else f"{spelt} ({seconds})"
     return number(value) if isinstance(value, int) else str(value)
+
+
+def _list_shown(stored: str) -> str:
+    """A stored list of limits; as it is stored if that is none."""
+    try:
+        first, *more = json.loads(stored)
+        shown = [f"{limit['name']}: {_limit_summary(LimitDraft(**limit))}" for limit in more]
+        observed = ", observed" if "enforcement" in first else ""
+        if first["name"] != DEFAULT_LIMIT or observed:
+            shown.insert(0, f"{first['name']}: the first{observed}")
+        return "; ".join(shown)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return stored
 
 
 PAGE_RULES: Final = 50
@@ -282,6 +334,10 @@ class RuleForm(NamedTuple):
     window_seconds: str = DEFAULT_WINDOW_S
     algorithm: str = Algorithm.TOKEN_BUCKET
     enabled: bool = True
+    name: str = ""
+    more: str = ""
+    """Further limits, one a line: name, limit, window in seconds, algorithm, and ``observe`` if it only does that."""
+    observe: bool = False
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, str]) -> Self:
@@ -293,6 +349,9 @@ class RuleForm(NamedTuple):
             window_seconds=fields.get("window_seconds", "").strip(),
             algorithm=fields.get("algorithm", ""),
             enabled="enabled" in fields,
+            name=fields.get("name", "").strip(),
+            more=fields.get("more", "").replace("\r", "").strip(),
+            observe="observe" in fields,
         )
 
     @classmethod
@@ -305,6 +364,13 @@ class RuleForm(NamedTuple):
             window_seconds=str(rule.window_seconds),
             algorithm=rule.algorithm,
             enabled=rule.enabled,
+            name=rule.name if rule.has_list else "",
+            more="\n".join(
+                f"{limit.name} {limit.limit} {limit.window_seconds} {limit.algorithm}"
+                + (f" {limit.enforcement}" if limit.enforcement is Enforcement.OBSERVE else "")
+                for limit in rule.more
+            ),
+            observe=rule.enforcement is Enforcement.OBSERVE,
         )
 
     def checked(self) -> Rule:
@@ -321,6 +387,12 @@ class RuleForm(NamedTuple):
             algorithm=self.algorithm,
             enabled=self.enabled,
         )
+        more = tuple(map(_line, self.more.splitlines()))
+        if more or self.name or self.observe:
+            numbers = {name: getattr(draft, name) for name in FIRST_LIMIT}
+            enforcement = Enforcement.OBSERVE if self.observe else Enforcement.ENFORCE
+            first = LimitDraft(self.name, **numbers, enforcement=enforcement)
+            draft = replace(draft, limits=(first, *more))
         return validated(draft, rule_id="", revision=0)
 
     def errors(self) -> dict[str, str]:
@@ -328,11 +400,39 @@ class RuleForm(NamedTuple):
         try:
             self.checked()
         except RuleInvalidError as error:
-            return {
-                violation.field.rpartition(".")[2]: violation.description
-                for violation in error.violations
-            }
+            return form_errors(error.violations)
         return {}
+
+
+def form_errors(violations: Iterable[FieldViolation]) -> dict[str, str]:
+    """What is wrong with which field of the form, of the violations of a rule."""
+    errors: dict[str, str] = {}
+    for path, description in violations:
+        field = path.removeprefix("rate_limit.")
+        place = _IN_LIST.match(field)
+        if place is None:
+            errors[field.replace("limits", "more")] = description
+        elif place[1] == "0":
+            errors["name"] = description
+        else:
+            errors.setdefault("more", f"line {place[1]}: {description}")
+    return errors
+
+
+_IN_LIST: Final = re.compile(r"limits\[([0-9]+)\]\.")
+
+
+def _line(text: str) -> LimitDraft:
+    """A further limit as it was typed; what is missing is left for the validation to refuse."""
+    name, limit, window, *more = *text.split(), "", "", ""
+    algorithm, enforcement = more[0] if more else "", Enforcement.ENFORCE.value
+    if len(text.split()) > LINE_WORDS:
+        enforcement = " ".join(text.split()[LINE_WORDS:])
+    return LimitDraft(name, whole_number(limit), whole_number(window), algorithm, enforcement)
+
+
+LINE_WORDS: Final = 4
+"""Words of a line of further limits, without the one that says that it only observes."""
 
 
 def whole_number(text: str) -> Any:

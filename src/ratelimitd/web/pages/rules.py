@@ -299,6 +299,7 @@ class RulesPages:
             status_code=409,
             form=form,
             stored=stored,
+            stored_form=RuleForm.of_rule(stored),
             latest=latest.changes[0] if latest.changes else None,
             differences=None if errors else differences(stored, form.checked()),
         )

@@ -98,6 +98,8 @@ WRONG = {
     "a late log": (LOG, head(LOG) + cells(0, 7, 1, BEYOND, 2)),
     "a log of nothing": (LOG, head(LOG) + cells(3, 7, 3)),
     "too high a sum": (LOG, head(LOG) + cells(0, 7, BEYOND)),
+    "too high a sum at the end": (LOG, head(LOG) + cells(0, 7, 1, 9, BEYOND)),
+    "a log whose sums end below their start": (LOG, head(LOG) + cells(3, 7, 4, 9, 2)),
     "a sum of 64 bits": (LOG, head(LOG) + cells(2**63, 7, 1)),
 }
 

@@ -16,7 +16,15 @@ from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.settings.urls import parse_redis_url
 from tests.unit.cluster.redis.asking import PATIENT, asked
 
-RULE = Rule("1", "/a", IdentifierType.USER, 10, 3_600, Algorithm.FIXED_WINDOW, revision=3)
+RULE = Rule(
+    "1",
+    "/a",
+    IdentifierType.USER,
+    limit=10,
+    window_seconds=3_600,
+    algorithm=Algorithm.FIXED_WINDOW,
+    revision=3,
+)
 NAME = b"a" * 16
 
 

@@ -18,7 +18,15 @@ from tests.outcomes import runs_of
 from tests.servers import free_port
 from tests.unit.cluster.redis.asking import PATIENT, asked
 
-RULE = Rule("1", "/a", IdentifierType.USER, 10, 3_600, Algorithm.FIXED_WINDOW, revision=3)
+RULE = Rule(
+    "1",
+    "/a",
+    IdentifierType.USER,
+    limit=10,
+    window_seconds=3_600,
+    algorithm=Algorithm.FIXED_WINDOW,
+    revision=3,
+)
 NAME = b"a" * 16
 NOW_US = 1_700_006_400_000_000
 

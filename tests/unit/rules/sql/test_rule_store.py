@@ -64,7 +64,7 @@ def behind(tmp_path):
 def many(behind, count):
     for n in range(count):
         behind(
-            "INSERT INTO rules VALUES (?, ?, 'user', 1, 1, 'fixed_window', 1, 1, '2026-01-01', '2026-01-01')",
+            "INSERT INTO rules VALUES (?, ?, 'user', 1, 1, 'fixed_window', 1, 1, '2026-01-01', '2026-01-01', NULL)",
             str(uuid.UUID(int=n)), f"/{n:04}",
         )  # fmt: skip
 
@@ -186,6 +186,11 @@ async def test_rules_that_are_deleted_are_among_the_changes_since_an_earlier_rev
         assert await store.revision() == 4
         removed = [set((await store.changes_since(n)).removed_ids) for n in (2, 3, 4)]
         assert removed == [{one.id, two.id}, {two.id}, set()]
+
+
+async def test_nothing_changed_since_the_revision_of_the_last_change(store):
+    await store.create(ORDERS, "me")
+    assert await store.changes_since(1) == (1, [], [], [], False)
 
 
 async def test_a_lost_revision_row_counts_as_zero(store, behind):

@@ -5,11 +5,20 @@ from ratelimitd.services.envoy import ALL_FIELDS, NO_FIELDS, STANDARD_FIELDS, an
 from tests.envoy_messages import Response
 
 NOW_S = 1_000
-MINUTE = Rule("minute", "/a", IdentifierType.USER, 10, 60, Algorithm.FIXED_WINDOW)
-HALF = Rule("half", "/b", IdentifierType.USER, 10, 30, Algorithm.FIXED_WINDOW)
-PASSED = Decision(True, 4, NOW_S + 20, 0, Reason.WITHIN_LIMIT, MINUTE)
-DENIED = Decision(False, 0, NOW_S + 20, 20, Reason.LIMIT_EXCEEDED, MINUTE)
-LONGER = Decision(False, 2, NOW_S + 25, 25, Reason.LIMIT_EXCEEDED, HALF)
+MINUTE = Rule(
+    "minute",
+    "/a",
+    IdentifierType.USER,
+    limit=10,
+    window_seconds=60,
+    algorithm=Algorithm.FIXED_WINDOW,
+)
+HALF = Rule(
+    "half", "/b", IdentifierType.USER, limit=10, window_seconds=30, algorithm=Algorithm.FIXED_WINDOW
+)
+PASSED = Decision(True, 4, NOW_S + 20, 0, Reason.WITHIN_LIMIT, MINUTE, MINUTE)
+DENIED = Decision(False, 0, NOW_S + 20, 20, Reason.LIMIT_EXCEEDED, MINUTE, MINUTE)
+LONGER = Decision(False, 2, NOW_S + 25, 25, Reason.LIMIT_EXCEEDED, HALF, HALF)
 NO_RULE = Decision(True, 2**31 - 1, 0, 0, Reason.NO_RULE, None)
 GIVEN_UP = Decision(False, 0, NOW_S + 5, 5, Reason.FAIL_OPEN_BREAKER, None)
 

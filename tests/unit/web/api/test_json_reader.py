@@ -48,7 +48,11 @@ def messages(message_class):
 
     def contents(field):
         if field.message_type is None:
-            item = BY_TYPE[field.type]
+            item = (
+                st.sampled_from(list(field.enum_type.values_by_number))
+                if field.enum_type
+                else BY_TYPE[field.type]
+            )
         elif field.message_type.full_name == "google.protobuf.FieldMask":
             names = st.sampled_from(["limit", "window_seconds", "identifier_type"])
             item = st.builds(lambda paths: {"paths": paths}, st.lists(names, max_size=4))
@@ -277,3 +281,19 @@ async def test_a_long_list_is_read_in_turns_and_a_short_one_at_once():
 def test_what_no_error_could_name_is_not_read():
     wrong = complaints({"requests": [{"x": 1}] * 10 * SLICE_ITEMS}, pb.BatchRateLimitRequest)
     assert len(wrong) == MAX_VIOLATIONS
+
+
+def test_an_enum_is_a_name_of_it_or_a_number():
+    def limit(enforcement):
+        return {"rate_limit": {"limits": [{"enforcement": enforcement}]}}
+
+    for content in ("OBSERVE", 1):
+        message = read(limit(content), pb.CreateRateLimitRequest)
+        assert message.rate_limit.limits[0].enforcement == pb.OBSERVE
+    for content, why in (
+        ("observe", "must be one of ENFORCE, OBSERVE"),
+        (True, "must be an integer"),
+        (1.5, "must be an integer"),
+    ):
+        found = complaints(limit(content), pb.CreateRateLimitRequest)
+        assert found == {"rate_limit.limits[0].enforcement": why}

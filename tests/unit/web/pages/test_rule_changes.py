@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm, Enforcement, IdentifierType, Limit, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.rule_changes import (
+    RuleForm,
     consequences,
     differences,
     fields_differences,
@@ -12,8 +13,17 @@ from ratelimitd.web.pages.rule_changes import (
     summary,
 )
 
-ORDERS = Rule("1", "/orders", IdentifierType.USER, 1_000, 60, Algorithm.TOKEN_BUCKET)
-EVERYWHERE = Rule("2", "*", IdentifierType.USER, 5, 3_600, Algorithm.FIXED_WINDOW)
+ORDERS = Rule(
+    "1",
+    "/orders",
+    IdentifierType.USER,
+    limit=1_000,
+    window_seconds=60,
+    algorithm=Algorithm.TOKEN_BUCKET,
+)
+EVERYWHERE = Rule(
+    "2", "*", IdentifierType.USER, limit=5, window_seconds=3_600, algorithm=Algorithm.FIXED_WINDOW
+)
 ALONE = RuleBook.of([ORDERS], 1)
 BOTH = RuleBook.of([ORDERS, EVERYWHERE], 2)
 
@@ -112,3 +122,78 @@ def test_what_nobody_notices_is_said_to_be_so():
 
 def test_a_rule_in_a_few_words():
     assert summary(ORDERS) == "1\u202f000 in 1 min, token bucket"
+
+
+DAY = Limit(
+    limit=10_000, window_seconds=86_400, algorithm=Algorithm.FIXED_WINDOW, name="day", revision=3
+)
+SEVERAL = replace(ORDERS, more=(DAY,))
+
+
+class TestSeveralLimits:
+    def test_further_limits_are_one_field_that_is_shown_where_there_are_some(self):
+        [(label, before, after)] = [row for row in differences(ORDERS, SEVERAL) if row.changed]
+        assert (label, before) == ("More limits", "")
+        assert after == "day: 10\u202f000 in 1 d, fixed window"
+        [named] = [row for row in differences(ORDERS, replace(ORDERS, name="s")) if row.changed]
+        assert named.after == "s: the first"
+        assert "More limits" not in [row.label for row in differences(ORDERS, ORDERS)]
+
+    @pytest.mark.parametrize("stored", ["x", "[]", "7", '[{"name":"a"},{"name":"b"}]', "[7]"])
+    def test_a_stored_list_that_is_none_is_shown_as_it_is(self, stored):
+        [row] = [row for row in fields_differences({"limits": stored}, {}) if row.before]
+        assert row.before == stored
+
+    def test_each_limit_says_what_becomes_of_it(self):
+        assert said(ORDERS, SEVERAL) == (
+            "day: 10\u202f000 in 1 d, fixed window from now on, and all buckets are full."
+        )
+        assert said(SEVERAL, ORDERS) == "There is no limit day from now on."
+        assert (
+            said(SEVERAL, replace(SEVERAL, more=(replace(DAY, limit=10_001, revision=4),)))
+            == "day: What was spent stays spent, and everybody has 1 more at once."
+        )
+        assert said(SEVERAL, replace(SEVERAL, window_seconds=7)).startswith("default: All buckets")
+        assert said(SEVERAL, SEVERAL) == "Nothing changes."
+
+    def test_a_limit_that_only_observes_is_told_kept_and_promoted(self):
+        observed = replace(SEVERAL, more=(replace(DAY, enforcement=Enforcement.OBSERVE),))
+        assert said(observed, SEVERAL) == "day denies from now on, and keeps what it counted."
+        assert (
+            said(SEVERAL, observed) == "day only observes from now on, and keeps what it counted."
+        )
+        form = RuleForm.of_rule(observed)
+        assert form.more == "day 10000 86400 fixed_window observe"
+        assert form.checked().more[0].enforcement is Enforcement.OBSERVE
+        first = replace(ORDERS, enforcement=Enforcement.OBSERVE)
+        assert RuleForm.of_rule(first).observe
+        assert RuleForm.of_rule(first).checked().enforcement is Enforcement.OBSERVE
+        [row] = [row for row in differences(None, first) if row.label == "More limits"]
+        assert row.after == "default: the first, observed"
+
+    def test_a_form_keeps_what_a_rule_says(self):
+        form = RuleForm.of_rule(SEVERAL)
+        assert form.more == "day 10000 86400 fixed_window"
+        rule = form.checked()
+        assert [replace(limit, revision=3) for limit in rule.more] == [DAY]
+        assert RuleForm.of_rule(ORDERS)[-3:] == ("", "", False)
+
+    @pytest.mark.parametrize(
+        ("changed", "field", "text"),
+        [
+            ({"more": "day 1 1"}, "more", "line 1: unsupported algorithm"),
+            ({"more": "day 1 1 fixed_window now"}, "more", "line 1: use one of enforce, observe"),
+            ({"more": "day many 1 fixed_window"}, "more", "line 1: the limit must be a whole"),
+            (
+                {"more": "a 1 1 fixed_window\na 1 1 fixed_window"},
+                "more",
+                "line 2: the name must be",
+            ),
+            ({"more": "a 1 1 fixed_window\n" * 8}, "more", "a rule has at most 8 limits"),
+            ({"name": "Burst"}, "name", "the name must be"),
+        ],
+    )
+    def test_what_is_wrong_in_a_form_is_told_at_its_field(self, changed, field, text):
+        errors = RuleForm.of_rule(ORDERS)._replace(**changed).errors()
+        assert list(errors) == [field]
+        assert errors[field].startswith(text)

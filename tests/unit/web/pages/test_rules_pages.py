@@ -75,6 +75,27 @@ async def test_a_rule_is_shown_before_it_is_created_and_then_holds(visitor, node
     assert f'<a href="/rules/{rule.id}"><code>/orders</code></a>' in table
 
 
+async def test_a_rule_with_several_limits_is_made_shown_and_edited(visitor, node):
+    more = "day 10000 86400 fixed_window"
+    preview = await visitor.post("/rules/new", {**RULE, "more": more, "step": "preview"})
+    assert "day: 10\u202f000 in 1 d, fixed window" in preview.text
+    answer = await visitor.post("/rules/new", {**hidden_in(preview.text), "step": "store"})
+    address = answer.headers["location"].partition("?")[0]
+    [rule] = book_of(node).rules()
+    assert [(limit.name, limit.limit) for limit in rule.limits] == [
+        ("default", 10),
+        ("day", 10_000),
+    ]
+    form = await visitor.get(address)
+    assert f">{more}</textarea>" in form.text
+    assert '<span class="quiet">day</span>' in (await visitor.get("/rules")).text
+    edit = {**RULE, "etag": hidden_in(form.text)["etag"], "more": "", "step": "store"}
+    assert (await visitor.post(address, edit)).status_code == 303
+    assert [rule.more for rule in book_of(node).rules()] == [()]
+    audit = (await visitor.get("/audit")).text
+    assert "day: 10\u202f000 in 1 d, fixed window" in audit
+
+
 async def test_each_wrong_field_is_told_at_the_field_with_the_input_kept_and_nothing_stored(
     visitor, node
 ):

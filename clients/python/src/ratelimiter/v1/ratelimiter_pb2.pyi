@@ -60,6 +60,29 @@ INVALID_REQUEST: Reason.ValueType  # 7
 """this item of a batch is malformed: not allowed, nothing charged"""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
+class _Enforcement:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EnforcementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Enforcement.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ENFORCE: _Enforcement.ValueType  # 0
+    """buf:lint:ignore ENUM_ZERO_VALUE_SUFFIX
+    what a limit does unless it is told otherwise
+    """
+    OBSERVE: _Enforcement.ValueType  # 1
+    """judged, charged and counted as if it enforced, and denies nothing"""
+
+class Enforcement(_Enforcement, metaclass=_EnforcementEnumTypeWrapper): ...
+
+ENFORCE: Enforcement.ValueType  # 0
+"""buf:lint:ignore ENUM_ZERO_VALUE_SUFFIX
+what a limit does unless it is told otherwise
+"""
+OBSERVE: Enforcement.ValueType  # 1
+"""judged, charged and counted as if it enforced, and denies nothing"""
+Global___Enforcement: _TypeAlias = Enforcement  # noqa: Y015
+
 class _HealthStatus:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -130,6 +153,8 @@ class RateLimitResponse(_message.Message):
     WINDOW_SECONDS_FIELD_NUMBER: _builtins.int
     RULE_ID_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    LIMIT_NAME_FIELD_NUMBER: _builtins.int
     allowed: _builtins.bool
     remaining_tokens: _builtins.int
     """whole tokens left after this check, never negative"""
@@ -144,6 +169,12 @@ class RateLimitResponse(_message.Message):
     rule_id: _builtins.str
     error: _builtins.str
     """only with INVALID_REQUEST, inside a batch"""
+    limit_name: _builtins.str
+    """of the deciding limit; empty when none decided"""
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___LimitStatus]:
+        """every limit that was judged, the deciding one first; empty when only one was"""
+
     def __init__(
         self,
         *,
@@ -156,14 +187,69 @@ class RateLimitResponse(_message.Message):
         window_seconds: _builtins.int = ...,
         rule_id: _builtins.str = ...,
         error: _builtins.str = ...,
+        limits: _abc.Iterable[Global___LimitStatus] | None = ...,
+        limit_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "error", b"error", "limit", b"limit", "reason", b"reason", "remaining_tokens", b"remaining_tokens", "reset_time", b"reset_time", "retry_after_seconds", b"retry_after_seconds", "rule_id", b"rule_id", "window_seconds", b"window_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "error", b"error", "limit", b"limit", "limit_name", b"limit_name", "limits", b"limits", "reason", b"reason", "remaining_tokens", b"remaining_tokens", "reset_time", b"reset_time", "retry_after_seconds", b"retry_after_seconds", "rule_id", b"rule_id", "window_seconds", b"window_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RateLimitResponse: _TypeAlias = RateLimitResponse  # noqa: Y015
+
+@_typing.final
+class LimitStatus(_message.Message):
+    """What one of several limits says about a check. When the check is denied, nothing was charged, and remaining_tokens and
+    reset_time of a limit that allows are those of before the check.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULE_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    IDENTIFIER_TYPE_FIELD_NUMBER: _builtins.int
+    ALLOWED_FIELD_NUMBER: _builtins.int
+    REMAINING_TOKENS_FIELD_NUMBER: _builtins.int
+    RESET_TIME_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    WINDOW_SECONDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ENFORCEMENT_FIELD_NUMBER: _builtins.int
+    rule_id: _builtins.str
+    name: _builtins.str
+    identifier_type: _builtins.str
+    allowed: _builtins.bool
+    remaining_tokens: _builtins.int
+    reset_time: _builtins.int
+    retry_after_seconds: _builtins.int
+    limit: _builtins.int
+    window_seconds: _builtins.int
+    reason: Global___Reason.ValueType
+    enforcement: Global___Enforcement.ValueType
+    def __init__(
+        self,
+        *,
+        rule_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        identifier_type: _builtins.str = ...,
+        allowed: _builtins.bool = ...,
+        remaining_tokens: _builtins.int = ...,
+        reset_time: _builtins.int = ...,
+        retry_after_seconds: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        window_seconds: _builtins.int = ...,
+        reason: Global___Reason.ValueType = ...,
+        enforcement: Global___Enforcement.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "enforcement", b"enforcement", "identifier_type", b"identifier_type", "limit", b"limit", "name", b"name", "reason", b"reason", "remaining_tokens", b"remaining_tokens", "reset_time", b"reset_time", "retry_after_seconds", b"retry_after_seconds", "rule_id", b"rule_id", "window_seconds", b"window_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LimitStatus: _TypeAlias = LimitStatus  # noqa: Y015
 
 @_typing.final
 class BatchRateLimitRequest(_message.Message):
@@ -217,6 +303,7 @@ class RateLimit(_message.Message):
     ALGORITHM_FIELD_NUMBER: _builtins.int
     ENABLED_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     endpoint: _builtins.str
     identifier_type: _builtins.str
@@ -227,6 +314,10 @@ class RateLimit(_message.Message):
     """unset on Create means true, on Update unchanged"""
     etag: _builtins.str
     """set by the service; when sent back on Update or Delete it must match, else ABORTED"""
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Limit]:
+        """1 to 8, the whole list; fields 4 to 6 are then unset or the first; empty: one limit without a name"""
+
     def __init__(
         self,
         *,
@@ -238,16 +329,49 @@ class RateLimit(_message.Message):
         algorithm: _builtins.str = ...,
         enabled: _builtins.bool | None = ...,
         etag: _builtins.str = ...,
+        limits: _abc.Iterable[Global___Limit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "enabled", b"enabled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "algorithm", b"algorithm", "enabled", b"enabled", "endpoint", b"endpoint", "etag", b"etag", "id", b"id", "identifier_type", b"identifier_type", "limit", b"limit", "window_seconds", b"window_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "algorithm", b"algorithm", "enabled", b"enabled", "endpoint", b"endpoint", "etag", b"etag", "id", b"id", "identifier_type", b"identifier_type", "limit", b"limit", "limits", b"limits", "window_seconds", b"window_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
 
 Global___RateLimit: _TypeAlias = RateLimit  # noqa: Y015
+
+@_typing.final
+class Limit(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    WINDOW_SECONDS_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    ENFORCEMENT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """unique in the rule, [a-z0-9_-]{1,32}; unset: "default", for the first only"""
+    limit: _builtins.int
+    window_seconds: _builtins.int
+    algorithm: _builtins.str
+    enforcement: Global___Enforcement.ValueType
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        limit: _builtins.int = ...,
+        window_seconds: _builtins.int = ...,
+        algorithm: _builtins.str = ...,
+        enforcement: Global___Enforcement.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "enforcement", b"enforcement", "limit", b"limit", "name", b"name", "window_seconds", b"window_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Limit: _TypeAlias = Limit  # noqa: Y015
 
 @_typing.final
 class CreateRateLimitRequest(_message.Message):

@@ -1,0 +1,76 @@
+"""Several limits on one check: every enforced one passes and all are charged, or none is charged.
+
+One that only observes is charged with the others where it would pass itself.
+
+Pure, as the algorithms are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ratelimitd.algorithms import Decide
+from ratelimitd.model import ALLOWED, INT32_MAX, WITHIN_LIMIT, Enforcement, Limit, Outcome
+
+Bucket = tuple[Any, Limit, Decide]
+"""The state of a bucket, its limit, and the ``decide`` of the limit's algorithm."""
+
+Charge = tuple[bytes, Limit, Decide]
+"""The key of a bucket that a check is charged to, its limit, and the ``decide`` of the limit's algorithm."""
+
+ENFORCE: Final = Enforcement.ENFORCE
+
+_MORE_THAN_ANY_LIMIT: Final = INT32_MAX + 1
+
+
+def decide_all(buckets: Sequence[Bucket], now_us: int, cost: int) -> list[Outcome]:
+    """Decide one check of ``cost`` tokens at ``now_us`` (µs since the Unix epoch) on all its buckets.
+
+    Returns:
+        The outcomes in the order of the buckets. If an enforced one is a denial, no bucket is charged: every state is
+        the given object, and an outcome that allows says what its bucket has without this check.
+    """
+    outcomes = [decide(state, limit, now_us, cost) for state, limit, decide in buckets]
+    if passes([bucket[1] for bucket in buckets], outcomes):
+        return outcomes
+    return [
+        _uncharged(bucket, now_us) if outcome[0] else outcome
+        for bucket, outcome in zip(buckets, outcomes, strict=True)
+    ]
+
+
+def passes(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> bool:
+    """Whether a check with these outcomes is allowed."""
+    for limit, outcome in zip(limits, outcomes, strict=True):
+        if not outcome[0] and limit.enforcement is ENFORCE:
+            return False
+    return True
+
+
+def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
+    """Return which outcome is the check's answer: one of an enforced limit, if there is one.
+
+    Denied: the denial with the longest retry delay. Allowed: the one that leaves the smallest part of its limit. Of
+    equal ones it is the first.
+    """
+    places = [place for place, limit in enumerate(limits) if limit.enforcement is ENFORCE]
+    found, *others = places or range(len(limits))
+    for place in others:
+        allowed, remaining, _, retry_after, *_ = outcomes[place]
+        if allowed != outcomes[found][0]:
+            is_before = not allowed
+        elif allowed:
+            is_before = remaining * limits[found].limit < outcomes[found][1] * limits[place].limit
+        else:
+            is_before = retry_after > outcomes[found][3]
+        if is_before:
+            found = place
+    return found
+
+
+def _uncharged(bucket: Bucket, now_us: int) -> Outcome:
+    state, limit, decide = bucket
+    # A cost above the limit is denied on every bucket, and a denial tells what is there.
+    _, remaining, reset_time, _, _, _ = decide(state, limit, now_us, _MORE_THAN_ANY_LIMIT)
+    return (ALLOWED, remaining, reset_time, 0, WITHIN_LIMIT, state)

@@ -1,0 +1,88 @@
+from dataclasses import replace
+
+import pytest
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.algorithms.several import decide_all, deciding, passes
+from ratelimitd.model import Algorithm, Enforcement, Limit, Reason
+
+NOW_US = 1_700_006_400_000_000
+NOW_S = NOW_US // 10**6
+MINUTE = Limit(limit=3, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
+HOUR = replace(MINUTE, limit=10, window_seconds=3_600)
+
+
+def decided(*given, cost=1):
+    buckets = [(state, limit, DECIDE[limit.algorithm]) for state, limit in given]
+    return decide_all(buckets, NOW_US, cost)
+
+
+def test_a_check_that_every_limit_allows_is_charged_to_all():
+    outcomes = decided((None, MINUTE), ((4, NOW_US), HOUR), cost=2)
+    assert passes([MINUTE, HOUR], outcomes)
+    assert [(outcome[1], outcome[5]) for outcome in outcomes] == [
+        (1, (2, NOW_US)),
+        (4, (6, NOW_US)),
+    ]
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_where_one_denies_the_others_tell_what_is_there_and_keep_it(algorithm):
+    spare = replace(HOUR, algorithm=algorithm)
+    [(_, _, _, _, _, state)] = decided((None, spare), cost=4)
+    allows, denies = decided((state, spare), ((2, NOW_US), MINUTE), cost=2)
+    assert not passes([spare, MINUTE], [allows, denies])
+    assert allows[:2] == (True, 6)
+    assert allows[3:5] == (0, Reason.WITHIN_LIMIT)
+    assert allows[5] is state
+    assert denies[:2] == (False, 1)
+    assert denies[4] is Reason.LIMIT_EXCEEDED
+
+
+def test_an_unused_bucket_stays_unused():
+    allows, _ = decided((None, HOUR), ((3, NOW_US), MINUTE))
+    assert allows == (True, 10, NOW_S + 3_600, 0, Reason.WITHIN_LIMIT, None)
+
+
+def outcome(*, allowed, remaining=0, retry_after=0):
+    return (allowed, remaining, NOW_S, retry_after, Reason.WITHIN_LIMIT, None)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "first"),
+    [
+        ([outcome(allowed=True, remaining=1), outcome(allowed=True, remaining=3)], 1),
+        ([outcome(allowed=True, remaining=1), outcome(allowed=True, remaining=4)], 0),
+        ([outcome(allowed=True, remaining=0), outcome(allowed=True, remaining=0)], 0),
+        ([outcome(allowed=True, remaining=0), outcome(allowed=False, retry_after=1)], 1),
+        ([outcome(allowed=False, retry_after=1), outcome(allowed=True, remaining=0)], 0),
+        ([outcome(allowed=False, retry_after=9), outcome(allowed=False, retry_after=10)], 1),
+        ([outcome(allowed=False, retry_after=9), outcome(allowed=False, retry_after=9)], 0),
+    ],
+)
+def test_the_longest_wait_decides_or_the_smallest_part_that_is_left(outcomes, first):
+    assert deciding([MINUTE, HOUR], outcomes) == first
+    assert passes([MINUTE, HOUR], outcomes) == all(found[0] for found in outcomes)
+
+
+class TestObserving:
+    OBSERVED = replace(MINUTE, enforcement=Enforcement.OBSERVE)
+
+    def test_a_denial_of_its_own_denies_nothing_and_charges_the_others(self):
+        observed, hour = decided(((3, NOW_US), self.OBSERVED), (None, HOUR))
+        assert (observed[:2], observed[5]) == ((False, 0), (3, NOW_US))
+        assert (hour[:2], hour[5]) == ((True, 9), (1, NOW_US))
+        assert passes([self.OBSERVED, HOUR], [observed, hour])
+        assert deciding([self.OBSERVED, HOUR], [observed, hour]) == 1
+
+    def test_it_is_charged_nothing_where_an_enforced_limit_denies(self):
+        observed, hour = decided(((1, NOW_US), self.OBSERVED), ((10, NOW_US), HOUR))
+        assert (observed[:2], observed[5]) == ((True, 2), (1, NOW_US))
+        assert not hour[0]
+        assert not passes([self.OBSERVED, HOUR], [observed, hour])
+
+    def test_it_decides_where_no_limit_is_enforced(self):
+        more = replace(HOUR, enforcement=Enforcement.OBSERVE)
+        outcomes = decided(((2, NOW_US), more), ((3, NOW_US), self.OBSERVED))
+        assert passes([more, self.OBSERVED], outcomes)
+        assert deciding([more, self.OBSERVED], outcomes) == 1
