@@ -162,9 +162,7 @@ drafts = st.builds(
 def with_lists(draw):
     """A rule, every other one with a list of limits, as a node has it."""
     draft = draw(drafts)
-    names = draw(
-        st.lists(st.from_regex(r"[a-z0-9_-]{1,32}", fullmatch=True), unique=True, max_size=3)
-    )
+    names = draw(st.lists(st.sampled_from(["default", "day", "9", "b_c", "d-1"]), unique=True))
     if not names or names == ["default"]:
         return draft
     first = LimitDraft(names[0], draft.limit, draft.window_seconds, draft.algorithm)
