@@ -119,7 +119,7 @@ def test_the_keyboard_reaches_everything_in_order_and_one_sees_where_it_is(walk)
     for way, page in walk():
         stops = tab_stops(page)
         reachable = page.locator(
-            "a[href], summary, button:visible, input:visible, select:visible, [tabindex='0']"
+            "a[href], summary, button:visible, input:visible, select:visible, textarea:visible, [tabindex='0']"
         ).count()
         assert len(stops) == reachable, way
         assert stops[0][0] == "Skip to the content", way

@@ -54,4 +54,4 @@ def test_one_rule_of_10000_is_found_by_a_part_of_its_name(address, visit):
     page.keyboard.press("Enter")
     expect(page.get_by_role("main")).to_contain_text("1–1 of 1 rule")
     page.get_by_role("link", name="/v1/service-09999/orders", exact=True).click()
-    expect(page.get_by_label("Limit")).to_have_value("10000")
+    expect(page.get_by_label("Limit", exact=True)).to_have_value("10000")

@@ -55,7 +55,7 @@ def test_an_edit_of_a_rule_that_changed_meanwhile_shows_both_versions(node, oper
     assert limits(node) == {"/orders": 7}
 
     press(mine, "Go on with yours")
-    expect(mine.get_by_label("Limit")).to_have_value("9")
+    expect(mine.get_by_label("Limit", exact=True)).to_have_value("9")
     press(mine, "Show what changes")
     press(mine, "Store the change")
     expect(mine.get_by_role("status")).to_contain_text("stored")

@@ -56,7 +56,7 @@ def check(identifier, **fields):
 def decision(remaining, **fields):
     """An answer, without the id of the rule, which no test can foresee."""
     told = {"allowed": True, "reason": pb.WITHIN_LIMIT, **fields}
-    rule = {"limit": LIMIT, "window_seconds": NEVER_ENDING_S}
+    rule = {"limit": LIMIT, "window_seconds": NEVER_ENDING_S, "limit_name": "default"}
     return pb.RateLimitResponse(
         remaining_tokens=remaining, reset_time=NEVER_ENDING_S, **rule, **told
     )
