@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from ratelimitd.algorithms import DECIDE, Decide
 from ratelimitd.algorithms.several import Charge, deciding, passes
-from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.keys import BucketKeys, joined
 from ratelimitd.clock import Clock, TimestampPolicy, bounded, trusted
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
@@ -33,12 +33,12 @@ from ratelimitd.model import (
     Check,
     Decision,
     Enforcement,
-    IdentifierType,
     Limit,
     LimitStatus,
     Outcome,
     Reason,
     Rule,
+    types_within,
 )
 from ratelimitd.rules.book import RuleBook
 
@@ -140,12 +140,15 @@ class Journal(Protocol):
         """
 
 
+_FIRST: Final = (0,)
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What all checks of one endpoint and identifier type have in common until the next rule book.
+    """What all checks of one endpoint and the same identifier types have in common until the next rule book.
 
     A scope is of the first limit that is judged; ``more`` are those of the others. ``counters`` are the rule's allowed
-    and blocked checks. ``endpoint`` is that of the checks.
+    and blocked checks. ``endpoint`` is that of the bucket.
     """
 
     rule: Rule
@@ -154,9 +157,20 @@ class Scope:
     decide: Decide
     counters: list[int]
     endpoint: str
+    whose: tuple[int, ...] = _FIRST
+    """Which of the check's identities the bucket is for, by their number; none is everybody."""
     more: tuple[Scope, ...] = ()
     would_deny: list[int] | None = None
     """The counter of a limit that only observes."""
+    is_plain: bool = True
+    """Whether this is the only limit, enforced, and for the check's first identity."""
+
+    def identifier(self, check: Check) -> bytes:
+        """Return the identifier that the bucket of a check is for."""
+        if self.whose == _FIRST:
+            return check.identifier
+        identifiers = (check.identifier, *(identifier for _, identifier in check.also))
+        return joined([identifiers[number] for number in self.whose])
 
 
 OnDenied = Callable[[tuple[bytes, Scope]], object]
@@ -217,7 +231,7 @@ class Limiter:
         self._on_denied = on_denied
         self._one_reset = asyncio.Lock()
         self._book: RuleBook | None = None
-        self._scopes: dict[tuple[str, IdentifierType], Scope | None] = {}
+        self._scopes: dict[tuple[str, ...], Scope | None] = {}
 
     @property
     def book(self) -> RuleBook | None:
@@ -290,10 +304,11 @@ class Limiter:
         passes = False not in foreseen
         return self._all_pass_there(asked) if asked and passes else passes
 
-    async def reset(
-        self, identifier: bytes, identifier_type: IdentifierType, endpoint: str
-    ) -> Sequence[Rule]:
+    async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
         """Let the buckets of one identifier on one endpoint start afresh; one that does not exist is as good as reset.
+
+        ``identifier_type`` is a rule's; ``identifier`` that of a bucket, such as :func:`joined` ones. Rules over all
+        endpoints have their buckets on ``**``.
 
         Returns the rules whose buckets these are. A disabled rule is among them, so that enabling it does not bring old
         spends back.
@@ -307,7 +322,7 @@ class Limiter:
         return await asyncio.shield(self._reset(identifier, identifier_type, endpoint))
 
     async def _reset(
-        self, identifier: bytes, identifier_type: IdentifierType, endpoint: str
+        self, identifier: bytes, identifier_type: str, endpoint: str
     ) -> Sequence[Rule]:
         # One at a time: else a reset that fails could put a bucket back over a later one that was answered.
         async with self._one_reset:
@@ -347,19 +362,30 @@ class Limiter:
         """The node's time, in µs since the Unix epoch."""
         return self._clock.now_us()
 
-    def scope(self, endpoint: str, identifier_type: IdentifierType) -> Scope | None:
-        """What all checks of an endpoint have in common until :attr:`book` changes; ``None`` without rule or book."""
+    def scope(
+        self, endpoint: str, identifier_type: str, also: tuple[str, ...] = ()
+    ) -> Scope | None:
+        """What all checks of an endpoint and these types have in common until :attr:`book` changes.
+
+        ``None`` without rule or book.
+        """
         try:
-            return self._scopes[endpoint, identifier_type]
+            return self._scopes[
+                (endpoint, identifier_type, *also) if also else (endpoint, identifier_type)
+            ]
         except KeyError:
             if self._book is None:
                 return None
-            return self._remember_scope(self._book, endpoint, identifier_type)
+            return self._remember_scope(self._book, endpoint, (identifier_type, *also))
+
+    def _scope_of(self, check: Check) -> Scope | None:
+        also = tuple([kind for kind, _ in check.also]) if check.also else ()
+        return self.scope(check.endpoint, check.identifier_type, also)
 
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
         """Answer one check of ``scope`` at ``now_us``, and charge it if it is allowed.
 
-        For bulk checks, and of a scope without ``more``. If this returns ``None`` or raises, nothing was charged, and
+        For bulk checks, and of a plain scope. If this returns ``None`` or raises, nothing was charged, and
         the caller uses :meth:`check`.
         """
         outcome = self._buckets.apply(
@@ -377,7 +403,7 @@ class Limiter:
         return outcome
 
     def _decide(self, check: Check, now_us: int) -> Decision | None:
-        scope = self.scope(check.endpoint, check.identifier_type)
+        scope = self._scope_of(check)
         if scope is None and self._book is None:
             return self._fail_open(Reason.FAIL_OPEN_ERROR)
         if check.timestamp:
@@ -386,7 +412,7 @@ class Limiter:
             self._stats.allowed_total += 1
             self._stats.no_rule_total += 1
             return _NO_RULE
-        if (scope.more or scope.would_deny is not None) and self._own is not None:
+        if not scope.is_plain and self._own is not None:
             return self._decide_several(self._own, check, (scope, *scope.more), now_us)
         if not check.peek:
             outcome = self.charge(check.identifier, scope, now_us, check.cost)
@@ -399,33 +425,34 @@ class Limiter:
         self, buckets: LocalBuckets, check: Check, scopes: Sequence[Scope], now_us: int
     ) -> Decision:
         judge = buckets.peek_all if check.peek else buckets.apply_all
-        outcomes = judge(_charges(check.identifier, scopes), now_us, check.cost)
+        outcomes = judge(_charges(check, scopes), now_us, check.cost)
         limits = [scope.limit for scope in scopes]
         first = deciding(limits, outcomes)
         outcome = outcomes[first]
         if passes(limits, outcomes):
-            for scope, judged in zip(scopes, outcomes, strict=True):
-                if not judged[0] and scope.would_deny is not None:
-                    scope.would_deny[0] += 1
+            for one, judged in zip(scopes, outcomes, strict=True):
+                if not judged[0] and one.would_deny is not None:
+                    one.would_deny[0] += 1
             # Where no limit is enforced, one that observes is the answer, and allows.
             outcome = outcome if outcome[0] else (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
+        scope = scopes[first]
         if len(scopes) == 1:
-            return self._counted(outcome, check.identifier, scopes[0])
+            return self._counted(outcome, scope.identifier(check), scope)
         statuses = [
-            LimitStatus(*judged[:5], scope.rule, scope.limit)
-            for judged, scope in zip(outcomes, scopes, strict=True)
+            LimitStatus(*judged[:5], one.rule, one.limit)
+            for judged, one in zip(outcomes, scopes, strict=True)
         ]
         statuses.insert(0, statuses.pop(first))
-        return self._counted(outcome, check.identifier, scopes[first], tuple(statuses))
+        return self._counted(outcome, scope.identifier(check), scope, tuple(statuses))
 
     def _foresee(self, check: Check, now_us: int) -> bool | Awaitable[Outcome | RateLimitdError]:
         try:
-            scope = self.scope(check.endpoint, check.identifier_type)
+            scope = self._scope_of(check)
             if scope is None:
                 return True
             # Each bucket is looked up again when it is charged, and counts then.
-            if (scope.more or scope.would_deny is not None) and self._own is not None:
-                charges = _charges(check.identifier, (scope, *scope.more))
+            if not scope.is_plain and self._own is not None:
+                charges = _charges(check, (scope, *scope.more))
                 outcomes = self._own.peek_all(charges, now_us, check.cost, is_counted=False)
                 return passes([limit for _, limit, _ in charges], outcomes)
             key = check.identifier + scope.key_suffix
@@ -461,7 +488,7 @@ class Limiter:
         """Ask the shared state about a check, or answer it without asking."""
         try:
             now_us = self._clock.now_us()
-            scope = self.scope(check.endpoint, check.identifier_type)
+            scope = self._scope_of(check)
             if scope is None or self._shared is None:
                 # The rules have changed since it was found that the shared state has to be asked.
                 return self._decide(check, now_us) or self._fail_open(Reason.FAIL_OPEN_ERROR)
@@ -509,32 +536,42 @@ class Limiter:
         return at_us
 
     def _remember_scope(
-        self, book: RuleBook, endpoint: str, identifier_type: IdentifierType
+        self, book: RuleBook, endpoint: str, types: tuple[str, ...]
     ) -> Scope | None:
-        rule = book.match(endpoint, identifier_type)
         scope = None
-        if rule is not None:
-            counters = self._stats.rule_counters(rule.id)
-            scope, *more = (
-                Scope(
-                    rule,
-                    self._as_of_book(book, limit),
-                    self._keys.scope(rule, endpoint, limit),
-                    DECIDE[limit.algorithm],
-                    counters,
-                    endpoint,
-                    would_deny=self._stats.observed_counter(rule.id, limit.name)
-                    if limit.enforcement is Enforcement.OBSERVE
-                    else None,
-                )
-                for limit in (rule.limits if self._shared is None else (rule,))
-            )
-            if more:
-                scope = replace(scope, more=tuple(more))
+        if self._shared is None:
+            scopes = [
+                self._new_scope(book, rule, limit, place, types)
+                for rule, place in book.judging(endpoint, types)
+                for limit in rule.limits
+            ]
+            if scopes:
+                scope, *more = scopes
+                is_plain = not more and scope.would_deny is None and scope.whose == _FIRST
+                scope = replace(scope, more=tuple(more), is_plain=is_plain)
+        else:
+            rule = book.match(endpoint, types[0])
+            if rule is not None:
+                scope = self._new_scope(book, rule, rule, endpoint, types)
         if len(self._scopes) >= MAX_SCOPES:
             self._scopes = {}
-        self._scopes[endpoint, identifier_type] = scope
+        self._scopes[endpoint, *types] = scope
         return scope
+
+    def _new_scope(  # noqa: PLR0917 -- what a scope is of
+        self, book: RuleBook, rule: Rule, limit: Limit, endpoint: str, types: tuple[str, ...]
+    ) -> Scope:
+        is_observed = limit.enforcement is Enforcement.OBSERVE
+        return Scope(
+            rule,
+            self._as_of_book(book, limit),
+            self._keys.scope(rule, endpoint, limit),
+            DECIDE[limit.algorithm],
+            self._stats.rule_counters(rule.id),
+            endpoint,
+            tuple(types.index(part) for part in types_within(rule.identifier_type)),
+            would_deny=self._stats.observed_counter(rule.id, limit.name) if is_observed else None,
+        )
 
     def _as_of_book(self, book: RuleBook, limit: Limit) -> Limit:
         """Return the limit with the revision of the whole book, because only that orders edits of different rules.
@@ -571,5 +608,7 @@ class Limiter:
         return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason)
 
 
-def _charges(identifier: bytes, scopes: Sequence[Scope]) -> list[Charge]:
-    return [(identifier + scope.key_suffix, scope.limit, scope.decide) for scope in scopes]
+def _charges(check: Check, scopes: Sequence[Scope]) -> list[Charge]:
+    return [
+        (scope.identifier(check) + scope.key_suffix, scope.limit, scope.decide) for scope in scopes
+    ]

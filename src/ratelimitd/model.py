@@ -7,6 +7,7 @@ between a check in flight and a rule book that is being replaced.
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
@@ -23,6 +24,12 @@ DENIED: Final = False
 
 GLOBAL_ENDPOINT: Final = "*"
 """The endpoint of a rule that is the default for every endpoint without a rule of its own."""
+
+EVERY_ENDPOINT: Final = "**"
+"""The endpoint of a rule with one bucket over all endpoints, which is judged beside their own rules."""
+
+EVERYBODY: Final = "all"
+"""The identifier type of a rule with one bucket for all callers."""
 
 DEFAULT_LIMIT: Final = "default"
 """The name of a rule's first limit, if it was given none."""
@@ -47,11 +54,20 @@ class Enforcement(enum.StrEnum):
 
 
 class IdentifierType(enum.StrEnum):
-    """The identifier types of the contract, by the name they have on the wire."""
+    """The identifier types of the contract, by the name they have on the wire. A node may declare more."""
 
     USER = "user"
     IP = "ip"
     API_KEY = "api_key"
+
+
+TYPE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+"""An identifier type that a node may declare."""
+
+
+def types_within(identifier_type: str) -> tuple[str, ...]:
+    """Return the types of the identities that a bucket of a type is for: several of a product, none of ``all``."""
+    return () if identifier_type == EVERYBODY else tuple(identifier_type.split("+"))
 
 
 class Reason(enum.IntEnum):
@@ -97,12 +113,13 @@ class Limit:
 class Rule(Limit):
     """One validated rule: what holds for an endpoint and an identifier type.
 
-    A rule is its first limit; ``more`` are the others. ``etag`` changes with every edit.
+    ``identifier_type`` is one that requests name, a product such as ``ip+user``, in byte order, or ``all``. A rule is
+    its first limit; ``more`` are the others. ``etag`` changes with every edit.
     """
 
     id: str
     endpoint: str
-    identifier_type: IdentifierType
+    identifier_type: str
     _: KW_ONLY
     enabled: bool = True
     etag: str = ""
@@ -123,20 +140,25 @@ class Rule(Limit):
         )
 
 
+Identity: TypeAlias = tuple[str, bytes]
+"""An identifier type that requests name, and an identifier."""
+
+
 class Check(NamedTuple):
     """One validated question.
 
     ``identifier`` is the canonical UTF-8 text (1 to 256 bytes; an ``ip`` in the form of :mod:`ipaddress`); ``cost`` is
     at least 1 token; ``timestamp`` is the caller's, as sent (0 = none; its unit follows from its magnitude, ADR 0005);
-    ``peek`` asks without spending.
+    ``peek`` asks without spending. ``also`` are further identities that the request counts for, each type once.
     """
 
     identifier: bytes
-    identifier_type: IdentifierType
+    identifier_type: str
     endpoint: str
     cost: int = 1
     timestamp: int = 0
     peek: bool = False
+    also: tuple[Identity, ...] = ()
 
 
 Outcome: TypeAlias = tuple[bool, int, int, int, Reason, tuple[int, ...] | bytes | None]

@@ -81,7 +81,7 @@ async def test_wrong_arguments_raise_before_anything_is_sent():
     with fake_node() as node:
         async with AsyncRateLimiterClient(node.address) as client:
             with pytest.raises(ValueError, match="identifier_type"):
-                await client.check("alice", "nobody", "/x")
+                await client.check("alice", "Nobody", "/x")
             with pytest.raises(ValueError, match="up to 1000 checks, not 1001"):
                 await client.check_many([Check("alice", "user", "/x")] * 1_001)
             with pytest.raises(ValueError, match="timeout_s"):

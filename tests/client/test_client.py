@@ -58,7 +58,7 @@ def test_rules_and_resets_go_over_the_same_channel_as_messages(client):
 def test_wrong_arguments_raise_before_anything_is_sent():
     with fake_node() as node, RateLimiterClient(node.address) as client:
         with pytest.raises(ValueError, match="identifier_type"):
-            client.check("alice", "nobody", "/x")
+            client.check("alice", "Nobody", "/x")
         with pytest.raises(ValueError, match="up to 1000 checks, not 1001"):
             client.check_many([Check("alice", "user", "/x")] * 1_001)
         with pytest.raises(ValueError, match="timeout_s"):

@@ -80,11 +80,11 @@ def test_an_outage_lets_everything_through_and_is_marked(limiter):
 
 def test_wrong_arguments_raise_as_with_a_real_client(limiter):
     with pytest.raises(ValueError, match="identifier_type"):
-        limiter.check("alice", "nobody", "/x")
+        limiter.check("alice", "Nobody", "/x")
     with pytest.raises(ValueError, match="at least 1"):
         limiter.limit("/x", "user", limit=0)
     with pytest.raises(ValueError, match="identifier_type"):
-        limiter.limit("*", "tenant", limit=1)
+        limiter.limit("*", "Tenant", limit=1)
     with pytest.raises(ValueError, match="endpoint"):
         limiter.limit("", "user", limit=1)
 

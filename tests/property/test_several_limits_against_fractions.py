@@ -6,6 +6,7 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from fractions import Fraction
+from itertools import combinations
 
 import pytest
 
@@ -22,39 +23,61 @@ from .fraction_model import Model
 START_US = 1_700_006_400_000_000
 CHECKS_PER_POLICY = 50
 USER = IdentifierType.USER
+KINDS = ("user", "tenant", "tenant+user", "ip+tenant", "ip+tenant+user", "all")
 
 
-class Policy:
-    """The limits of one rule on one identifier, by name."""
+class Policies:
+    """Rules by (endpoint, identifier type), and what their buckets hold."""
 
-    def __init__(self, limits):
-        self.models = {
-            limit.name: Model(limit.algorithm.value, limit.limit, limit.window_seconds)
-            for limit in limits
-        }
+    def __init__(self, rules):
+        self.rules = {(rule.endpoint, rule.identifier_type): rule for rule in rules}
+        self.models = {}
 
-    def check(self, now_us, cost, *, peek):
-        """Return (name, its answer) of all limits, the deciding one first."""
-        answers = {name: model.answer(now_us, cost) for name, model in self.models.items()}
-        denied = {name: answer for name, (answer, _) in answers.items() if not answer[0]}
+    def judging(self, check):
+        """Return (rule, limit, bucket) of all that judge a check, in the order of the answers."""
+        identities = [(check.identifier_type, check.identifier), *check.also]
+        made = [
+            ("+".join(sorted(kind for kind, _ in some)), tuple(sorted(some)))
+            for count in range(1, len(identities) + 1)
+            for some in combinations(identities, count)
+        ]
+        for kind, who in [*made, ("all", ())]:
+            own = self.rules.get((check.endpoint, kind)) or self.rules.get(("*", kind))
+            for rule, place in ((own, check.endpoint), (self.rules.get(("**", kind)), "**")):
+                for limit in rule.limits if rule else ():
+                    yield rule, limit, (kind, who, place, rule.id, limit.name)
+
+    def check(self, check, now_us):
+        """Return ((rule id, name), its answer) of all limits, the deciding one first."""
+        models = {}
+        for _, limit, bucket in self.judging(check):
+            new = Model(limit.algorithm.value, limit.limit, limit.window_seconds)
+            models[bucket] = self.models.setdefault(bucket, new)
+            models[bucket].limit = limit.limit
+        answers = {bucket: model.answer(now_us, check.cost) for bucket, model in models.items()}
+        denied = {bucket: answer for bucket, (answer, _) in answers.items() if not answer[0]}
         if denied:
-            first = max(denied, key=lambda name: denied[name][3])  # of equal ones the first
+            first = max(denied, key=lambda bucket: denied[bucket][3])  # of equal ones the first
             found = {
-                name: denied.get(name) or self.untouched(name, at)
-                for name, (_, at) in answers.items()
+                bucket: denied.get(bucket) or untouched(models[bucket], at)
+                for bucket, (_, at) in answers.items()
             }
+        elif models:
+            kept = deepcopy(models)
+            found = {bucket: model.check(now_us, check.cost) for bucket, model in models.items()}
+            if check.peek:
+                self.models |= kept
+            first = min(found, key=lambda bucket: Fraction(found[bucket][1], models[bucket].limit))
         else:
-            kept = deepcopy(self.models)
-            found = {name: model.check(now_us, cost) for name, model in self.models.items()}
-            if peek:
-                self.models = kept
-            first = min(found, key=lambda name: Fraction(found[name][1], self.models[name].limit))
-        return [(first, found.pop(first)), *found.items()]
+            return []
+        return [
+            (bucket[3:], answer) for bucket, answer in ((first, found.pop(first)), *found.items())
+        ]
 
-    def untouched(self, name, at):
-        model = self.models[name]
-        full_at, _ = getattr(model, "_" + model.algorithm)(at)
-        return (True, max(0, math.floor(model.left(at))), math.ceil(full_at()), 0, "WITHIN_LIMIT")
+
+def untouched(model, at):
+    full_at, _ = getattr(model, "_" + model.algorithm)(at)
+    return (True, max(0, math.floor(model.left(at))), math.ceil(full_at()), 0, "WITHIN_LIMIT")
 
 
 def held(table):
@@ -63,7 +86,16 @@ def held(table):
     }
 
 
-def random_rule(rng):
+def random_rules(rng):
+    """Return one rule with several limits, or several rules for what the identities of a check make."""
+    places = [(endpoint, kind) for endpoint in ("/e", "*", "**") for kind in KINDS]
+    if rng.random() < 0.4:
+        return [random_rule(rng, 0, ("/e", USER), rng.randint(2, 8))]
+    chosen = rng.sample(places, rng.randint(1, 6))
+    return [random_rule(rng, *one, rng.randint(1, 2)) for one in enumerate(chosen)]
+
+
+def random_rule(rng, number, place, count):
     names = rng.sample(["default", "s", "minute", "hour", "day", "a", "b_c", "d-1"], 8)
     limits = [
         Limit(
@@ -72,29 +104,34 @@ def random_rule(rng):
             algorithm=rng.choice(list(Algorithm)),
             name=name,
         )
-        for name in names[: rng.randint(2, 8)]
+        for name in names[:count]
     ]
-    return as_rule(limits)
+    return as_rule(f"rule {number}", place, limits)
 
 
-def as_rule(limits):
+def as_rule(rule_id, place, limits):
     first, *more = limits
     return Rule(
-        "rule", "/e", USER, limit=first.limit, window_seconds=first.window_seconds,
+        rule_id, *place, limit=first.limit, window_seconds=first.window_seconds,
         algorithm=first.algorithm, name=first.name, more=tuple(more),
     )  # fmt: skip
 
 
-def edited(rng, rule, policies):
+def edited(rng, policies):
     """Change the number of one limit: what was spent stays spent."""
-    place = rng.randrange(len(rule.limits))
-    number = rng.randint(1, 2 * rule.limits[place].limit) if rng.random() < 0.9 else 1
-    number = min(number, INT32_MAX)
+    place, rule = rng.choice(list(policies.rules.items()))
     limits = list(rule.limits)
-    limits[place] = replace(limits[place], limit=number)
-    for policy in policies.values():
-        policy.models[limits[place].name].limit = number
-    return as_rule(limits)
+    at = rng.randrange(len(limits))
+    number = rng.randint(1, 2 * limits[at].limit) if rng.random() < 0.9 else 1
+    limits[at] = replace(limits[at], limit=min(number, INT32_MAX))
+    policies.rules[place] = as_rule(rule.id, place, limits)
+
+
+def random_check(rng, cost):
+    also = rng.sample([("tenant", rng.choice([b"t", b"u"])), ("ip", b"::1")], rng.randint(0, 2))
+    return Check(
+        rng.choice([b"ada", b"bob"]), USER, "/e", cost, peek=rng.random() < 0.1, also=tuple(also)
+    )
 
 
 def check_policy(rng, met):
@@ -107,39 +144,48 @@ def check_policy(rng, met):
         timestamps="server",
         keys=BucketKeys(b"k" * 32),
     )
-    rule = random_rule(rng)
-    limiter.replace_book(RuleBook.of([rule], 1))
-    policies = {name: Policy(rule.limits) for name in (b"ada", b"bob")}
+    policies = Policies(random_rules(rng))
+    limiter.replace_book(RuleBook.of(policies.rules.values(), 1))
     now_us = START_US + rng.randint(0, 10**9)
     for number in range(CHECKS_PER_POLICY):
         if rng.random() < 0.04:
-            rule = edited(rng, rule, policies)
-            limiter.replace_book(RuleBook.of([rule], number + 2))
+            edited(rng, policies)
+            limiter.replace_book(RuleBook.of(policies.rules.values(), number + 2))
             met["edited"] += 1
-        scarce = min(rule.limits, key=lambda limit: limit.limit)
+        limits = [limit for rule in policies.rules.values() for limit in rule.limits]
+        scarce = min(limits, key=lambda limit: limit.limit)
         now_us += rng.randint(0, max(1, scarce.window_us // rng.choice([1, 3, scarce.limit])))
         if rng.random() < 0.1:
             now_us -= rng.randint(0, 10**6)
         cost = rng.choice([1, 1, rng.randint(1, scarce.limit), min(scarce.limit + 1, INT32_MAX)])
-        name, peek = rng.choice(list(policies)), rng.random() < 0.1
+        check = random_check(rng, cost)
+        judging = [(rule.id, limit) for rule, limit, _ in policies.judging(check)]
         before = held(table)
-        decision = limiter.check(Check(name, USER, "/e", cost, peek=peek), now_us)
-        expected = policies[name].check(now_us, cost, peek=peek)
-        got = [(status.limit.name, (*status[:4], status.reason.name)) for status in decision.limits]
-        # The others follow in the rule's order, as in the model.
-        assert got == expected, (rule, now_us, cost)
-        assert decision[:5] == decision.limits[0][:5]
-        assert decision.limit is decision.limits[0].limit
-        if peek or not decision.allowed:
-            assert held(table) == before
+        decision = limiter.check(check, now_us)
+        expected = policies.check(check, now_us)
         met[decision.reason.name] += 1
+        if len(expected) < 2:
+            assert not decision.limits
+            alone = (*decision[:4], decision.reason.name)
+            assert [alone] == [answer for _, answer in expected] or decision.rule is None
+            continue
+        got = [
+            ((one.rule.id, one.limit.name), (*one[:4], one.reason.name)) for one in decision.limits
+        ]
+        # The others follow in the order of the rules, as in the model.
+        assert got == expected, (policies.rules, check, now_us)
+        assert decision[:5] == decision.limits[0][:5]
+        assert (decision.rule, decision.limit) == decision.limits[0][5:]
+        if check.peek or not decision.allowed:
+            assert held(table) == before
         met["others allow a denied check"] += not decision.allowed and any(
             status.allowed for status in decision.limits
         )
         met["only the last denies"] += [status.allowed for status in decision.limits].count(
             False
-        ) == 1 and not decision.allowed and decision.limit is rule.limits[-1]  # fmt: skip
-        met["peeked"] += peek
+        ) == 1 and not decision.allowed and (decision.rule.id, decision.limit) == judging[-1]  # fmt: skip
+        met["of several rules"] += len({rule_id for rule_id, _ in judging}) > 1
+        met["peeked"] += check.peek
 
 
 def check_many(checks):
@@ -149,7 +195,7 @@ def check_many(checks):
     # The rare cases must be among them, or the agreement says little.
     assert set(met) == {
         "WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT", "edited", "peeked",
-        "others allow a denied check", "only the last denies",
+        "others allow a denied check", "only the last denies", "of several rules", "NO_RULE",
     }  # fmt: skip
     assert min(met.values()) >= checks // 100, met
 

@@ -119,7 +119,9 @@ def _list(chance: Chance, memory: Memory) -> Asked:
 
 
 def _reset(chance: Chance, _memory: Memory) -> Asked:
-    message = pb.ResetRequest(**chance.target())
+    message = pb.ResetRequest()
+    for name, text in chance.target().items():
+        setattr(message, name, text)
     if chance.happens(0.3):
         setattr(
             message, chance.choice(("identifier", "identifier_type", "endpoint")), chance.text()

@@ -1,6 +1,6 @@
 """Makes the keys of buckets.
 
-A bucket belongs to (identifier type, identifier, endpoint, algorithm, window, name of the limit): an edit of algorithm
+A bucket belongs to (identifier type, identifiers, endpoint, algorithm, window, name of the limit): an edit of algorithm
 or window leads to another key and a fresh bucket (ADR 0008, I14). In memory the key is the identifier followed by a
 keyed digest of the others, its *scope*; on disk it is a keyed digest of that, so that no identifier is written (ADR
 0014, 0015). The secret key prevents callers from constructing collisions.
@@ -8,10 +8,11 @@ keyed digest of the others, its *scope*; on disk it is a keyed digest of that, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
 
-from ratelimitd.model import DEFAULT_LIMIT, IdentifierType, Limit, Rule
+from ratelimitd.model import DEFAULT_LIMIT, Limit, Rule
 
 SCOPE_BYTES: Final = 9
 """72 bits distinguish the scopes of a node; a 38-character identifier still fits an 80-byte object."""
@@ -25,11 +26,32 @@ FINGERPRINT_BYTES: Final = 8
 IDENTIFIER_DIGEST_BYTES: Final = 8
 """Enough to distinguish the few identifiers shown to people."""
 
+_LENGTH_BYTES: Final = 2
+
 _FINGERPRINT_PERSON: Final = b"rl-nodes"
 _ADMIN_TOKEN_PERSON: Final = b"rl-admin"
 _IDENTIFIER_PERSON: Final = b"rl-ident"
 _SCOPE_PERSON: Final = b"rl-scope"
 _STORED_PERSON: Final = b"rl-stored"
+
+
+def joined(identifiers: Sequence[bytes]) -> bytes:
+    """Return one identifier for a combination: no two combinations of as many have the same."""
+    if len(identifiers) == 1:
+        return identifiers[0]
+    return b"".join(len(one).to_bytes(_LENGTH_BYTES, "big") + one for one in identifiers)
+
+
+def taken_apart(identifier: bytes, count: int) -> Sequence[bytes]:
+    """Return the ``count`` identifiers that were joined."""
+    if count == 1:
+        return (identifier,)
+    identifiers = []
+    while identifier:
+        end = _LENGTH_BYTES + int.from_bytes(identifier[:_LENGTH_BYTES], "big")
+        identifiers.append(identifier[_LENGTH_BYTES:end])
+        identifier = identifier[end:]
+    return identifiers
 
 
 class BucketKeys:
@@ -74,7 +96,8 @@ class BucketKeys:
     def scope(self, rule: Rule, endpoint: str, limit: Limit | None = None) -> bytes:
         """Return the common part of the keys on ``endpoint`` of a limit of ``rule``, its first unless given.
 
-        The endpoint is the caller's, not the rule's: the global rule has buckets per endpoint. No part contains the
+        The endpoint is the caller's, not the rule's: the global rule has buckets per endpoint; ``**`` for the rule over
+        all endpoints. No part contains the
         separator, so no two scopes share a text. A limit that is not named has the keys of before there were names.
         """
         limit = limit or rule
@@ -91,7 +114,7 @@ class BucketKeys:
             key, digest_size=STORED_KEY_BYTES, key=self._secret, person=_STORED_PERSON
         ).digest()
 
-    def identifier_digest(self, identifier: bytes, identifier_type: IdentifierType) -> str:
+    def identifier_digest(self, identifier: bytes, identifier_type: str) -> str:
         """Return a digest that is equal on all nodes and reveals nothing without the secret."""
         text = f"{identifier_type}\0".encode() + identifier
         return blake2b(

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, asks_node
+from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, UsageError, asks_node
 from ratelimitd.cli.output import Output, as_dict, enum_name
 from ratelimitd.model import INT32_MAX, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -38,8 +38,17 @@ _ITEM: Final = re.compile(r"requests\[\d+\]\.")
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 TypeArgument = Annotated[
-    IdentifierType,
-    typer.Argument(metavar="TYPE", help="What the identifier is.", show_default=False),
+    str,
+    typer.Argument(
+        metavar="TYPE",
+        help="What the identifier is: user, ip, api_key or one of the node's IDENTIFIER_TYPES.",
+        autocompletion=lambda: [*IdentifierType],
+        show_default=False,
+    ),
+]
+AlsoOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TYPE=IDENTIFIER", help="Further identity; may be repeated."),
 ]
 IdentifierArgument = Annotated[
     str,
@@ -79,6 +88,7 @@ def check(
         int, typer.Option(min=1, max=MAX_COUNT, metavar="N", help="Ask so many times in a row.")
     ] = 1,
     peek: Annotated[bool, typer.Option("--peek", help="Answer as if, but spend nothing.")] = False,
+    also: AlsoOption = None,
 ) -> None:
     """Ask a node whether a request may proceed, and spend a token if so.
 
@@ -87,6 +97,7 @@ def check(
     Example:
       ratelimitd check user alice /orders
       ratelimitd check ip 192.0.2.7 /login --count 10 --json
+      ratelimitd check user alice /orders --also tenant=acme
     """
     request = pb.RateLimitRequest(
         identifier=identifier,
@@ -94,6 +105,9 @@ def check(
         endpoint=endpoint,
         tokens_requested=cost,
         peek=peek,
+        also=(
+            pb.Identity(identifier_type=kind, identifier=one) for kind, one in further(also).items()
+        ),
     )
     with target.client() as client:
         if count == 1:
@@ -102,6 +116,20 @@ def check(
             denied = _ask_often(client, request, count, target.output)
     if denied:
         raise typer.Exit(EXIT_NO)
+
+
+def further(also: Sequence[str] | None) -> dict[str, str]:
+    """Return the identifiers of ``TYPE=IDENTIFIER`` options by type.
+
+    Raises:
+        UsageError: one has no type, or two have the same.
+    """
+    pairs = [one.partition("=") for one in also or ()]
+    named = {kind: identifier for kind, separator, identifier in pairs if separator}
+    if len(named) < len(pairs):
+        message = "--also must be TYPE=IDENTIFIER, each TYPE once"
+        raise UsageError(message)
+    return named
 
 
 def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]]:
@@ -149,6 +177,7 @@ def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) 
         request.endpoint,
         cost=request.tokens_requested,
         peek=request.peek,
+        also={one.identifier_type: one.identifier for one in request.also},
     )
     if output.as_json:
         output.message(answer)

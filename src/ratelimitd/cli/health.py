@@ -7,7 +7,13 @@ from typing import Annotated, Final
 
 import typer
 
-from ratelimitd.cli.check import EndpointArgument, IdentifierArgument, TypeArgument
+from ratelimitd.cli.check import (
+    AlsoOption,
+    EndpointArgument,
+    IdentifierArgument,
+    TypeArgument,
+    further,
+)
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
 from ratelimitd.cli.output import Output, enum_name
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -85,14 +91,18 @@ def reset(
     identifier_type: TypeArgument,
     identifier: IdentifierArgument,
     endpoint: EndpointArgument,
+    also: AlsoOption = None,
 ) -> None:
-    """Forget what one identifier has spent on one endpoint.
+    """Forget what one identifier, or one combination of several, has spent on one endpoint.
+
+    ENDPOINT '**' is the bucket over all endpoints; TYPE all, with the IDENTIFIER '', that of everybody.
 
     Example:
       ratelimitd reset user alice /orders
+      ratelimitd reset user alice /orders --also ip=192.0.2.7
     """
     with target.client() as client:
-        client.reset(identifier, identifier_type, endpoint)
+        client.reset(identifier, identifier_type, endpoint, also=further(also))
     if target.output.as_json:
         target.output.json({})
     else:

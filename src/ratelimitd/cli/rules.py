@@ -17,7 +17,7 @@ from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_nod
 from ratelimitd.cli.options import help_of
 from ratelimitd.cli.output import Output, as_dict, printable
 from ratelimitd.errors import RuleInvalidError
-from ratelimitd.model import Algorithm, IdentifierType
+from ratelimitd.model import Algorithm
 from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
 from ratelimitd.rules.rules_file import dump_rules
 from ratelimitd.settings.parsing import identifier_keys
@@ -55,9 +55,7 @@ def import_envoy(
         message = f"--identifiers {error}"
         raise UsageError(message) from None
     try:
-        imported = import_config(
-            _content(file), {key: IdentifierType(kind) for key, _, kind in pairs}
-        )
+        imported = import_config(_content(file), {key: kind for key, _, kind in pairs})
     except RuleInvalidError as error:
         message = f"{file}: {error.violations[0].description}"
         raise CliError(message) from None
@@ -106,8 +104,8 @@ def list_rules(
         str, typer.Option(metavar="ENDPOINT", help="Only the rules for exactly this endpoint.")
     ] = "",
     identifier_type: Annotated[
-        IdentifierType | None, typer.Option(help="Only the rules for this type.")
-    ] = None,
+        str, typer.Option(metavar="TYPE", help="Only the rules for this type.")
+    ] = "",
 ) -> None:
     """Show the rules, ordered by endpoint and identifier type.
 
@@ -116,7 +114,7 @@ def list_rules(
       ratelimitd rules list --endpoint '*' --json
     """
     with target.client() as client:
-        rules = list(client.rules(endpoint=endpoint, identifier_type=identifier_type or ""))
+        rules = list(client.rules(endpoint=endpoint, identifier_type=identifier_type))
     if target.output.as_json:
         target.output.json_list(as_dict(rule) for rule in rules)
         return
@@ -182,7 +180,7 @@ def update(
         str | None, typer.Option(metavar="ENDPOINT", help="Move the rule to this endpoint.")
     ] = None,
     identifier_type: Annotated[
-        IdentifierType | None, typer.Option(help="Move the rule to this type.")
+        str | None, typer.Option(metavar="TYPE", help="Move the rule to this type.")
     ] = None,
     limit: Annotated[int | None, LimitOption] = None,
     window_seconds: Annotated[int | None, WindowOption] = None,

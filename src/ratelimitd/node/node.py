@@ -48,6 +48,7 @@ from ratelimitd.rules.store import RuleStore
 from ratelimitd.services import grpc_health, reflection
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.services.config import ConfigService
+from ratelimitd.services.convert import MAX_IDENTITIES, Identities
 from ratelimitd.services.envoy import SERVICE as ENVOY
 from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
 from ratelimitd.services.errors import ErrorEdge
@@ -183,7 +184,9 @@ class Node:
             self._admin_token = own_admin_token(state_dir.path)
         for warning in settings.warnings:
             _warn(warning)
-        store = SqlRuleStore(open_database(settings.database_url), clock=self._clock)
+        store = SqlRuleStore(
+            open_database(settings.database_url), clock=self._clock, types=settings.known_types
+        )
         self._open.push_async_callback(store.close)
         bucket_key = None if settings.key_secret else BucketKey(state_dir.path)
         feed = feed_of(
@@ -375,8 +378,12 @@ class Node:
         access: Access,
     ) -> Methods:
         settings = self._settings
+        most = MAX_IDENTITIES if self._cluster is None else 1
+        identities = Identities.of(settings.identifier_types, most)
         offers = [
-            RateLimiterService(limiter, self.stats, time.perf_counter, self._queue).methods(),
+            RateLimiterService(
+                limiter, self.stats, time.perf_counter, self._queue, identities=identities
+            ).methods(),
             EnvoyService(
                 limiter,
                 self.stats,
@@ -385,13 +392,22 @@ class Node:
                     settings.envoy_identifiers,
                     settings.envoy_fields,
                     settings.ratelimit_headers,
+                    identities,
                 ),
             ).methods(),
             ConfigService(
-                store, self._cluster or feed, access.actor, several=self._cluster is None
+                store,
+                self._cluster or feed,
+                access.actor,
+                several=self._cluster is None,
+                types=settings.known_types,
             ).methods(),
             HealthService(
-                limiter, report=self._health.report, samples=metrics.samples, actor=access.actor
+                limiter,
+                report=self._health.report,
+                samples=metrics.samples,
+                actor=access.actor,
+                identities=identities,
             ).methods(),
             self._grpc_health.methods(),
         ]

@@ -12,8 +12,8 @@ from heapq import nlargest
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import IdentifierType, Rule
-from ratelimitd.observe.logs import masked
+from ratelimitd.model import IdentifierType, Rule, types_within
+from ratelimitd.observe.logs import masked, shown
 
 # The most frequent items in bounded memory: the sketch of Misra and Gries ("Finding repeated elements", 1982) in the
 # form that makes an addition cheap (Anderson et al., "A high-performance algorithm for identifying frequent items in
@@ -113,14 +113,12 @@ class DeniedIdentifier(NamedTuple):
 class Denials:
     """The denials of one node; ``digest`` makes the keyed hash of an identifier and its type."""
 
-    def __init__(
-        self, stats: CheckStats, *, digest: Callable[[bytes, IdentifierType], str]
-    ) -> None:
+    def __init__(self, stats: CheckStats, *, digest: Callable[[bytes, str], str]) -> None:
         self._stats = stats
         self._digest = digest
         self._pending: deque[tuple[bytes, Denied]] = deque(maxlen=MAX_PENDING)
         self._endpoints: FrequentItems[str] = FrequentItems(SIZE)
-        self._identifiers: FrequentItems[tuple[bytes, IdentifierType]] = FrequentItems(SIZE)
+        self._identifiers: FrequentItems[tuple[bytes, str]] = FrequentItems(SIZE)
         self._denied_total = self._total()
         self.note = self._pending.append
         """Takes (identifier, scope) of a denied check. A bound method of the list itself: 30 ns."""
@@ -156,11 +154,11 @@ class Denials:
         return [
             DeniedIdentifier(
                 digest=self._digest(identifier, identifier_type),
-                identifier_type=identifier_type.value,
+                identifier_type=identifier_type,
                 masked=masked(identifier, identifier_type),
                 per_minute=count * PER_MINUTE,
-                name=identifier.decode(errors="replace")
-                if named and identifier_type is not IdentifierType.API_KEY
+                name=shown(identifier, identifier_type)
+                if named and IdentifierType.API_KEY not in types_within(identifier_type)
                 else "",
             )
             for (identifier, identifier_type), count in self._identifiers.top(TOP)

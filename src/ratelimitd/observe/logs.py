@@ -13,13 +13,15 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import starmap
 from typing import Final, NamedTuple, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor
 
-from ratelimitd.model import IdentifierType
+from ratelimitd.buckets.keys import taken_apart
+from ratelimitd.model import EVERYBODY, IdentifierType, types_within
 
 REPEAT_PAUSE_S: Final = 1.0
 LONGEST_REPEAT_PAUSE_S: Final = 60.0
@@ -196,10 +198,25 @@ SHOWN_CHARACTERS: Final = 4
 HIDDEN: Final = "…"
 
 
-def masked(identifier: bytes, identifier_type: IdentifierType) -> str:
+def masked(identifier: bytes, identifier_type: str) -> str:
     """Mask an identifier: half of an IPv4 address, two groups of an IPv6 address, else its first characters."""
-    text = identifier.decode(errors="replace")
-    if identifier_type is IdentifierType.IP:
+    return "+".join(starmap(_masked, _parts(identifier, identifier_type))) or EVERYBODY
+
+
+def shown(identifier: bytes, identifier_type: str) -> str:
+    """Return an identifier for people; those of a combination are joined by ``+``."""
+    return "+".join(text for text, _ in _parts(identifier, identifier_type)) or EVERYBODY
+
+
+def _parts(identifier: bytes, identifier_type: str) -> Iterator[tuple[str, str]]:
+    types = types_within(identifier_type)
+    identifiers = taken_apart(identifier, len(types))
+    for one, kind in zip(identifiers, types, strict=True):
+        yield one.decode(errors="replace"), kind
+
+
+def _masked(text: str, identifier_type: str) -> str:
+    if identifier_type == IdentifierType.IP:
         separator = ":" if ":" in text else "."
         return separator.join((*text.split(separator)[:2], HIDDEN))
     return text[: min(SHOWN_CHARACTERS, len(text) // 4)] + HIDDEN

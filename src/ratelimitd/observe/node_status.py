@@ -14,7 +14,6 @@ from typing import Any, Final, cast
 
 from ratelimitd.counters import LATENCY_BOUNDS_S
 from ratelimitd.errors import StoreCorruptError
-from ratelimitd.model import IdentifierType
 from ratelimitd.observe.denials import TOP, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.health import BreakerStateName
 from ratelimitd.observe.history import Sample
@@ -139,7 +138,7 @@ def _endpoint(value: Any) -> DeniedEndpoint:
 def _identifier(value: Any) -> DeniedIdentifier:
     digest, identifier_type, masked, per_minute = _list(value, 4, exactly=True)
     return DeniedIdentifier(
-        _text(digest), IdentifierType(identifier_type).value, _text(masked), _number(per_minute)
+        _text(digest), _text(identifier_type), _text(masked), _number(per_minute)
     )
 
 

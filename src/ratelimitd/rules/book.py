@@ -10,11 +10,12 @@ entries (20 µs) instead of two of 100,000 (several ms, during which no check wo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, Self
 
-from ratelimitd.model import GLOBAL_ENDPOINT, IdentifierType, Rule
+from ratelimitd.model import EVERY_ENDPOINT, EVERYBODY, GLOBAL_ENDPOINT, Rule, types_within
 
 SHARDS: Final = 256
 """Dicts per index; a power of two. At 100,000 rules each holds about 400, and the tuple of them is copied in 0.5 µs."""
@@ -24,7 +25,7 @@ RULES_PER_STEP: Final = 256
 
 _MASK: Final = SHARDS - 1
 
-_Pair = tuple[str, IdentifierType]
+_Pair = tuple[str, str]
 _Shards = tuple[dict[_Pair, Rule], ...]
 _IdShards = tuple[dict[str, Rule], ...]
 
@@ -35,12 +36,14 @@ class RuleBook:
     Shards depend on the process's own ``hash`` and never leave the process. Endpoints are compared byte for byte.
     """
 
-    __slots__ = ("_by_id", "_by_pair", "_size", "revision")
+    __slots__ = ("_by_id", "_by_pair", "_types", "revision")
 
-    def __init__(self, by_pair: _Shards, by_id: _IdShards, size: int, revision: int) -> None:
+    def __init__(
+        self, by_pair: _Shards, by_id: _IdShards, types: Counter[str], revision: int
+    ) -> None:
         self._by_pair = by_pair
         self._by_id = by_id
-        self._size = size
+        self._types = types
         self.revision: Final = revision
 
     @classmethod
@@ -49,7 +52,7 @@ class RuleBook:
         # All shards share one empty dict: an editor copies a shard before it writes.
         no_pairs: dict[_Pair, Rule] = {}
         no_ids: dict[str, Rule] = {}
-        return cls((no_pairs,) * SHARDS, (no_ids,) * SHARDS, 0, revision)
+        return cls((no_pairs,) * SHARDS, (no_ids,) * SHARDS, Counter(), revision)
 
     @classmethod
     def of(cls, rules: Iterable[Rule], revision: int) -> RuleBook:
@@ -59,18 +62,39 @@ class RuleBook:
             editor.put(rule)
         return editor.finish(revision)
 
-    def match(self, endpoint: str, identifier_type: IdentifierType) -> Rule | None:
+    def match(self, endpoint: str, identifier_type: str) -> Rule | None:
         """Return the deciding rule: the endpoint's own if enabled, else the enabled ``*`` rule, else ``None``."""
+        return self._enabled(endpoint, identifier_type) or self._enabled(
+            GLOBAL_ENDPOINT, identifier_type
+        )
+
+    def judging(self, endpoint: str, types: Sequence[str]) -> Iterator[tuple[Rule, str]]:
+        """Yield every rule that judges a check whose identities are of ``types``, and the endpoint of its bucket.
+
+        For every type, product or ``all`` that the identities make: the rule that :meth:`match` returns, and the
+        enabled ``**`` rule. First those of one type, in the order of ``types``, then products, then ``all``.
+        """
+        made = [one for one in self._types if set(types_within(one)).issubset(types)]
+        for one in sorted(made, key=lambda one: _place(one, types)):
+            rule = self.match(endpoint, one)
+            if rule is not None:
+                yield rule, endpoint
+            rule = self._enabled(EVERY_ENDPOINT, one)
+            if rule is not None:
+                yield rule, EVERY_ENDPOINT
+
+    def _enabled(self, endpoint: str, identifier_type: str) -> Rule | None:
         rule = self._by_pair[hash(endpoint) & _MASK].get((endpoint, identifier_type))
-        if rule is not None and rule.enabled:
-            return rule
-        rule = self._by_pair[_GLOBAL_SHARD].get((GLOBAL_ENDPOINT, identifier_type))
         return rule if rule is not None and rule.enabled else None
 
-    def candidates(self, endpoint: str, identifier_type: IdentifierType) -> tuple[Rule, ...]:
-        """Return the endpoint's own rule and the ``*`` rule, in order of precedence, enabled or not."""
+    def candidates(self, endpoint: str, identifier_type: str) -> tuple[Rule, ...]:
+        """Return the endpoint's own rule and the ``*`` rule, in order of precedence, enabled or not.
+
+        ``**`` has one rule alone: what is judged beside the others.
+        """
         found = []
-        for name in dict.fromkeys((endpoint, GLOBAL_ENDPOINT)):
+        names = (endpoint,) if endpoint == EVERY_ENDPOINT else (endpoint, GLOBAL_ENDPOINT)
+        for name in dict.fromkeys(names):
             rule = self._by_pair[hash(name) & _MASK].get((name, identifier_type))
             if rule is not None:
                 found.append(rule)
@@ -86,27 +110,29 @@ class RuleBook:
             yield from shard.values()
 
     def __len__(self) -> int:
-        return self._size
+        return self._types.total()
 
     def parts(self) -> list[object]:
         """Return the dicts of the book, so that the owner can free them in steps."""
         return [*self._by_pair, *self._by_id]
 
 
-_GLOBAL_SHARD: Final = hash(GLOBAL_ENDPOINT) & _MASK
+def _place(identifier_type: str, types: Sequence[str]) -> tuple[bool, int, list[int]]:
+    parts = types_within(identifier_type)
+    return identifier_type == EVERYBODY, len(parts), sorted(map(types.index, parts))
 
 
 class BookEditor:
     """Builds the successor of a book in steps; the book itself does not change. Not usable after :meth:`finish`."""
 
-    __slots__ = ("_by_id", "_by_pair", "_own_ids", "_own_pairs", "_size")
+    __slots__ = ("_by_id", "_by_pair", "_own_ids", "_own_pairs", "_types")
 
     def __init__(self, book: RuleBook) -> None:
         self._by_pair = list(book._by_pair)  # noqa: SLF001 -- the other half of the same structure
         self._by_id = list(book._by_id)  # noqa: SLF001
         self._own_pairs: set[int] = set()
         self._own_ids: set[int] = set()
-        self._size = len(book)
+        self._types = book._types.copy()  # noqa: SLF001
 
     def apply(self, changed: Sequence[Rule], removed_ids: Iterable[str] = ()) -> Iterator[None]:
         """Apply changes in steps, yielding after every ``RULES_PER_STEP``: removals first, then ``changed`` in order.
@@ -114,7 +140,7 @@ class BookEditor:
         Unknown ``removed_ids`` are ignored.
         """
         # Two rules may swap their endpoints: remove from every old place before adding to a new one.
-        gone = chain(removed_ids, (rule.id for rule in changed)) if self._size else ()
+        gone = chain(removed_ids, (rule.id for rule in changed)) if self._types else ()
         for number, rule_id in enumerate(gone, 1):
             self.remove(rule_id)
             if not number % RULES_PER_STEP:
@@ -134,7 +160,7 @@ class BookEditor:
             self.remove(holder.id)
         shard[pair] = rule
         self._ids(rule.id)[rule.id] = rule
-        self._size += 1
+        self._types[rule.identifier_type] += 1
 
     def remove(self, rule_id: str) -> None:
         """Remove the rule with this id; ignore an unknown id."""
@@ -142,11 +168,13 @@ class BookEditor:
             return
         rule = self._ids(rule_id).pop(rule_id)
         del self._pairs(rule.endpoint)[(rule.endpoint, rule.identifier_type)]
-        self._size -= 1
+        self._types[rule.identifier_type] -= 1
+        if not self._types[rule.identifier_type]:
+            del self._types[rule.identifier_type]
 
     def finish(self, revision: int) -> RuleBook:
         """Return the new book."""
-        return RuleBook(tuple(self._by_pair), tuple(self._by_id), self._size, revision)
+        return RuleBook(tuple(self._by_pair), tuple(self._by_id), self._types, revision)
 
     def _pairs(self, endpoint: str) -> dict[_Pair, Rule]:
         index = hash(endpoint) & _MASK

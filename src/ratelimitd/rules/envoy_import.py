@@ -45,7 +45,7 @@ class Imported(NamedTuple):
 
     rules: Sequence[RuleDraft]
     notes: Sequence[Note]
-    new_identifiers: Mapping[str, IdentifierType]
+    new_identifiers: Mapping[str, str]
 
 
 class _Entry(NamedTuple):
@@ -64,7 +64,7 @@ class _Limit(NamedTuple):
     shadow: bool
 
 
-def import_config(data: bytes, identifiers: Mapping[str, IdentifierType]) -> Imported:
+def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
     """Return the rules of a file for a node with these ``identifiers``, key → type.
 
     Raises:
@@ -144,7 +144,7 @@ def _new_keys(limits: Sequence[_Limit], identifiers: Mapping[str, object]) -> It
             yield open_keys[0]
 
 
-def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, IdentifierType]) -> RuleDraft:
+def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, str]) -> RuleDraft:
     """Return the rule of a limit.
 
     Raises:
@@ -152,10 +152,12 @@ def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, IdentifierType])
     """
     requests, window_seconds = _numbers(limit.fields)
     entries = limit.entries
-    named = next((index for index, entry in enumerate(entries) if entry.key in identifiers), None)
-    rest = [entry for index, entry in enumerate(entries) if index != named]
-    if named is not None and entries[named].value is not None:
-        key = entries[named].key
+    named: dict[str, _Entry] = {}
+    for entry in entries:
+        if entry.key in identifiers:
+            named.setdefault(identifiers[entry.key], entry)
+    rest = [entry for entry in entries if not any(entry is one for one in named.values())]
+    for key in (entry.key for entry in named.values() if entry.value is not None):
         _leave_out(
             f"it is for one {identifiers[key]} only, and a rule is for all of them; without {key} in ENVOY_IDENTIFIERS"
             " it could be a rule"
@@ -165,10 +167,9 @@ def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, IdentifierType])
             _leave_out(f"it is for each value of {entry.key}, and a rule is for one")
         if entry.value.endswith("*"):
             _leave_out(f"it is for all values of {entry.key} with a prefix, and a rule is for one")
-    kind = UNNAMED_TYPE if named is None else identifiers[entries[named].key]
     draft = RuleDraft(
         endpoint="/".join([domain, *(f"{entry.key}={entry.value}" for entry in rest)]),
-        identifier_type=kind.value,
+        identifier_type="+".join(sorted(named)) or UNNAMED_TYPE.value,
         limit=requests,
         window_seconds=window_seconds,
         algorithm=Algorithm.FIXED_WINDOW.value,

@@ -21,7 +21,14 @@ import yaml
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import DEFAULT_LIMIT, Enforcement
-from ratelimitd.rules.store import FIRST_LIMIT, LIMIT_FIELDS, MAX_RULES, LimitDraft, RuleDraft
+from ratelimitd.rules.store import (
+    FIRST_LIMIT,
+    LIMIT_FIELDS,
+    MAX_RULES,
+    LimitDraft,
+    RuleDraft,
+    in_order,
+)
 from ratelimitd.rules.validation import validated
 
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
@@ -170,6 +177,7 @@ def _draft(index: int, item: Node, violations: list[FieldViolation]) -> RuleDraf
     )
     first = {name: getattr(limits[0], name) for name in FIRST_LIMIT} if limits else {}
     draft = RuleDraft(**{**_PLACEHOLDERS, **first, **typed}, limits=limits)
+    draft = dataclasses.replace(draft, identifier_type=in_order(draft.identifier_type))
     found += _value_violations(place, draft, item)
     violations += found
     return None if found else _normal(dataclasses.replace(draft, id=draft.id.lower()))

@@ -35,6 +35,11 @@ LIMIT_FIELDS: Final = tuple(field.name for field in dataclasses.fields(LimitDraf
 """The fields of a limit, in the order of the contract."""
 
 
+def in_order(identifier_type: str) -> str:
+    """Return a product of identifier types as it is stored: its parts in the order of their bytes."""
+    return "+".join(sorted(identifier_type.split("+")))
+
+
 @dataclass(frozen=True, slots=True)
 class RuleDraft:
     """A requested rule, not yet validated, in the fields and units of ``RateLimit``; an empty ``id`` = generated.

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import (
     DEFAULT_LIMIT,
+    EVERYBODY,
     INT32_MAX,
+    TYPE_NAME,
     Algorithm,
     Enforcement,
     IdentifierType,
     Limit,
     Rule,
+    types_within,
 )
 from ratelimitd.rules.store import (
     EDITABLE,
@@ -32,7 +37,10 @@ from ratelimitd.rules.store import (
 )
 
 MAX_ENDPOINT_CHARS: Final = 255
-MAX_IDENTIFIER_TYPE_CHARS: Final = 50
+MAX_IDENTIFIER_TYPE_CHARS: Final = 255
+
+REMEMBERED_TYPES: Final = 1_024
+"""Identifier types whose form is remembered: a load asks for it 100,000 times."""
 
 MAX_LIMITS: Final = 8
 """Limits of one rule: each is another bucket to look up in a check."""
@@ -44,7 +52,6 @@ _LIMIT_NAME = re.compile(r"[a-z0-9_-]{1,32}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # A look-up takes a sixth of Enum's by-value call, and a load makes 200,000 of them.
-_IDENTIFIER_TYPES: Final = {member.value: member for member in IdentifierType}
 _ALGORITHMS: Final = {member.value: member for member in Algorithm}
 
 
@@ -95,15 +102,17 @@ class RuleRow(NamedTuple):
             return (_NO_LIMIT,)
 
 
-def validated(draft: RuleDraft, *, rule_id: str, revision: int) -> Rule:
-    """Return the rule of a draft, with this id and revision.
+def validated(
+    draft: RuleDraft, *, rule_id: str, revision: int, types: Collection[str] | None = None
+) -> Rule:
+    """Return the rule of a draft, with this id and revision; ``types`` are those it may have, or be made of.
 
     Raises:
         RuleInvalidError: names every violated field by its path in the contract.
     """
     violations = [
         FieldViolation(f"rate_limit.{field}", description)
-        for field, description in _violations(draft)
+        for field, description in _violations(draft, types)
     ]
     if draft.id and _UUID.fullmatch(draft.id) is None:
         violations.insert(0, FieldViolation("rate_limit.id", "the id must be a UUID"))
@@ -157,7 +166,7 @@ def _rule(draft: RuleDraft, row: RuleRow) -> Rule:
     return Rule(
         row.id,
         row.endpoint,
-        _IDENTIFIER_TYPES[row.identifier_type],
+        sys.intern(row.identifier_type),
         limit=row.limit,
         window_seconds=row.window_seconds,
         algorithm=_ALGORITHMS[row.algorithm],
@@ -196,11 +205,13 @@ def _stored_limits(limits: Sequence[Limit | LimitDraft]) -> str | None:
     return json.dumps(stored, separators=(",", ":"))
 
 
-def _violations(fields: RuleDraft) -> Iterator[tuple[str, str]]:
+def _violations(
+    fields: RuleDraft, types: Collection[str] | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield each violated field of a draft with a description, in the contract's order."""
     if problem := _endpoint_problem(fields.endpoint):
         yield "endpoint", problem
-    if problem := _identifier_type_problem(fields.identifier_type):
+    if problem := type_problem(fields.identifier_type, types):
         yield "identifier_type", problem
     yield from _number_violations(fields)
     enabled: object = fields.enabled
@@ -260,13 +271,29 @@ def _endpoint_problem(endpoint: Any) -> str:
     return ""
 
 
-def _identifier_type_problem(identifier_type: Any) -> str:
-    if isinstance(identifier_type, str):
-        if identifier_type in _IDENTIFIER_TYPES:
+def type_problem(identifier_type: Any, types: Collection[str] | None = None) -> str:
+    """Return what is wrong with the identifier type of a rule; ``types`` are those it may have, or be made of."""
+    if isinstance(identifier_type, str) and _has_form_of_type(identifier_type):
+        parts = types_within(identifier_type)
+        if types is None or all(part in types for part in parts):
             return ""
-        if len(identifier_type) > MAX_IDENTIFIER_TYPE_CHARS:
-            return f"the identifier type must be at most {MAX_IDENTIFIER_TYPE_CHARS} characters"
-    return f"the identifier type must be one of {', '.join(_IDENTIFIER_TYPES)}"
+    elif isinstance(identifier_type, str) and len(identifier_type) > MAX_IDENTIFIER_TYPE_CHARS:
+        return f"the identifier type must be at most {MAX_IDENTIFIER_TYPE_CHARS} characters"
+    named = ", ".join(types or IdentifierType)
+    return (
+        f"the identifier type must be one of {named}, several of them joined by +, or {EVERYBODY}"
+    )
+
+
+@lru_cache(REMEMBERED_TYPES)
+def _has_form_of_type(identifier_type: str) -> bool:
+    parts = types_within(identifier_type)
+    return (
+        len(identifier_type) <= MAX_IDENTIFIER_TYPE_CHARS
+        and [*parts] == sorted(set(parts))
+        and EVERYBODY not in parts
+        and all(TYPE_NAME.fullmatch(part) for part in parts)
+    )
 
 
 def _number_problem(name: str, value: Any) -> str:

@@ -17,7 +17,12 @@ from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter import Scope
 from ratelimitd.model import Check, IdentifierType, Outcome, Reason, Rule
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.services.convert import check_of, is_canonical_address
+from ratelimitd.services.convert import (
+    CONTRACT_IDENTITIES,
+    Identities,
+    check_of,
+    is_canonical_address,
+)
 from ratelimitd.services.wire import KEPT, ONE_BYTE, WireCheck, parse_check, varint
 
 MAX_KNOWN: Final = 4_096
@@ -67,7 +72,7 @@ class BulkChecker(Protocol):
     def now_us(self) -> int:
         """Return the node's time, in µs since the Unix epoch."""
 
-    def scope(self, endpoint: str, identifier_type: IdentifierType) -> Scope | None:
+    def scope(self, endpoint: str, identifier_type: str) -> Scope | None:
         """Return what the checks of an endpoint share until the next book; ``None`` without rule or book."""
 
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
@@ -90,8 +95,13 @@ class BulkChecks:
     """Answers messages of ``CheckRateLimit``. ``perf_counter_s`` is in seconds."""
 
     def __init__(
-        self, limiter: BulkChecker, stats: CheckStats, perf_counter_s: Callable[[], float]
+        self,
+        limiter: BulkChecker,
+        stats: CheckStats,
+        perf_counter_s: Callable[[], float],
+        identities: Identities = CONTRACT_IDENTITIES,
     ) -> None:
+        self._identities = identities
         self._limiter = limiter
         self._stats = stats
         self._perf_counter_s = perf_counter_s
@@ -182,7 +192,7 @@ class BulkChecks:
             wire = parse_check(message)
             if wire.timestamp or wire.peek:
                 return None
-            check = check_of(wire)
+            check = check_of(wire, self._identities)
         except InvalidInputError:
             return None
         ending, size = _ending(wire), len(wire.identifier)
@@ -207,13 +217,13 @@ class BulkChecks:
 
 
 def _known(check: Check, scope: Scope | None) -> _Known | None:
-    if scope is None or scope.more or scope.would_deny is not None:
-        return None  # without a rule, with several limits, or with one that only observes
+    if scope is None or not scope.is_plain:
+        return None  # without a rule, or with more to judge than one limit of the caller
     rule_part = _rule_part(scope.rule)
     if _MOST_NUMBERS_BYTES + len(rule_part) > MAX_ANSWER_BYTES:
         return None  # too long: the id was not made by a node
     within_part = _REASON + varint(Reason.WITHIN_LIMIT) + rule_part
-    is_address = check.identifier_type is IdentifierType.IP
+    is_address = check.identifier_type == IdentifierType.IP
     return scope, check.cost, is_address, rule_part, within_part
 
 

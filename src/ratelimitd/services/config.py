@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import base64
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.model import IdentifierType
+from ratelimitd.model import EVERY_ENDPOINT, EVERYBODY, Enforcement, IdentifierType, types_within
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.rules.store import LimitDraft, RuleStore
+from ratelimitd.rules.store import RuleChanges, RuleDraft, RuleStore, in_order
+from ratelimitd.rules.validation import type_problem
 from ratelimitd.services.convert import deleted_id_of, draft_of, rate_limit_of, text_of, update_of
 from ratelimitd.services.wire import (
     WireList,
@@ -102,16 +103,24 @@ class Feed(Protocol):
 class ConfigService:
     """Handlers of the rules.
 
-    ``actor`` says who the audit trail names for a call. ``several``: this node judges several limits of a rule.
+    ``actor`` says who the audit trail names for a call. ``several``: this node judges several limits and identities of
+    a check. ``types`` are the identifier types that rules may have, or be made of.
     """
 
     def __init__(
-        self, store: RuleStore, feed: Feed, actor: Callable[[Call], str], *, several: bool = True
+        self,
+        store: RuleStore,
+        feed: Feed,
+        actor: Callable[[Call], str],
+        *,
+        several: bool = True,
+        types: Collection[str] = tuple(IdentifierType),
     ) -> None:
         self._store = store
         self._feed = feed
         self._actor = actor
         self._several = several
+        self._types = types
         self._page_key = b""
 
     def methods(self) -> Methods:
@@ -128,15 +137,15 @@ class ConfigService:
     async def create_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Add a rule; its id may be a UUID of the caller's choice."""
         draft = draft_of(parse_create(data).rate_limit)
-        self._require_judged(draft.limits)
+        self._require_judged(draft)
         rule = await self._store.create(draft, self._actor(call))
         await self._feed.notify()
         return rate_limit_of(rule).SerializeToString()
 
     async def update_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Change a rule: the fields its mask names, or all of them."""
-        update = update_of(parse_update(data))
-        self._require_judged(update.changes.limits or ())
+        update = update_of(parse_update(data), self._types)
+        self._require_judged(update.changes)
         rule = await self._store.update(
             update.rule_id, update.changes, update.etag, self._actor(call)
         )
@@ -154,7 +163,7 @@ class ConfigService:
     async def list_rate_limits(self, data: bytes, _call: Call) -> bytes:
         """One page of the rules, by the bytes of endpoint, then identifier type."""
         message = parse_list(data)
-        query, size = _query_of(message)
+        query, size = _query_of(message, self._types)
         token = text_of(message.page_token)
         key = await self._key()
         after = position_of(token, query, key) if token else None
@@ -169,15 +178,28 @@ class ConfigService:
             answer.next_page_token = page_token(position, query, key)
         return answer.SerializeToString()
 
-    def _require_judged(self, limits: Sequence[LimitDraft]) -> None:
-        """Refuse limits that this node would not judge.
+    def _require_judged(self, rule: RuleDraft | RuleChanges) -> None:
+        """Refuse what this node would not judge.
 
         Raises:
-            RuleInvalidError: there are several, and nodes that share state judge one.
+            RuleInvalidError: there is more than one enforced limit of one identity, and nodes that share state judge
+                one.
         """
-        if len(limits) > 1 and not self._several:
-            text = "nodes that share state (REDIS_URL) judge one limit of a rule"
-            raise RuleInvalidError(FieldViolation("rate_limit.limits", text))
+        if self._several:
+            return
+        limits, kind = rule.limits or (), rule.identifier_type or ""
+        is_wrong = {
+            "endpoint": rule.endpoint == EVERY_ENDPOINT,
+            "identifier_type": kind == EVERYBODY or len(types_within(kind)) > 1,
+            "limits": len(limits) > 1
+            or any(limit.enforcement == Enforcement.OBSERVE for limit in limits),
+        }
+        text = "nodes that share state (REDIS_URL) judge one enforced limit of one identity"
+        violations = [
+            FieldViolation(f"rate_limit.{field}", text) for field in is_wrong if is_wrong[field]
+        ]
+        if violations:
+            raise RuleInvalidError(*violations)
 
     async def _key(self) -> bytes:
         """The key of page tokens, read once: a node also starts while the store is away."""
@@ -186,16 +208,14 @@ class ConfigService:
         return self._page_key
 
 
-def _query_of(message: WireList) -> tuple[ListQuery, int]:
+def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int]:
     """The filters and the page size, 0 meaning the default and more than the most meaning the most."""
     violations = []
-    query = ListQuery(text_of(message.endpoint), text_of(message.identifier_type))
+    query = ListQuery(text_of(message.endpoint), in_order(text_of(message.identifier_type)))
     if not _is_utf8(message.endpoint):
         violations.append(FieldViolation("endpoint", "must be valid UTF-8"))
-    if query.identifier_type and query.identifier_type not in set(IdentifierType):
-        violations.append(
-            FieldViolation("identifier_type", f"must be one of {', '.join(IdentifierType)}")
-        )
+    if query.identifier_type and (problem := type_problem(query.identifier_type, types)):
+        violations.append(FieldViolation("identifier_type", problem))
     if message.page_size < 0:
         violations.append(FieldViolation("page_size", "must not be negative"))
     if violations:

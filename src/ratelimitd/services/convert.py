@@ -7,19 +7,23 @@ Never does I/O, never decides anything. See ADR 0010.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
+from ratelimitd.buckets.keys import joined
 from ratelimitd.errors import CheckInvalidError, FieldViolation, RuleInvalidError
 from ratelimitd.model import (
+    EVERY_ENDPOINT,
+    EVERYBODY,
     GLOBAL_ENDPOINT,
     INT32_MAX,
     Check,
     Decision,
     Enforcement,
     IdentifierType,
+    Identity,
     Limit,
     LimitStatus,
     Reason,
@@ -31,6 +35,7 @@ from ratelimitd.rules.store import (
     LimitDraft,
     RuleChanges,
     RuleDraft,
+    in_order,
 )
 from ratelimitd.rules.validation import (
     CONTROL_CHARACTER,
@@ -41,6 +46,7 @@ from ratelimitd.rules.validation import (
 from ratelimitd.services.wire import (
     WireCheck,
     WireDelete,
+    WireIdentity,
     WireLimit,
     WireReset,
     WireRule,
@@ -58,30 +64,46 @@ REMEMBERED_ENDPOINTS: Final = 4_096
 REMEMBERED_ADDRESSES: Final = 16_384
 """Cached addresses: ``ipaddress`` takes 1 to 5 µs, the cache 0.1 µs. About 4 MB in all."""
 
-_IDENTIFIER_TYPES: Final = {member.value.encode(): member for member in IdentifierType}
-_TYPE_NAMES: Final = ", ".join(IdentifierType)
+MAX_IDENTITIES: Final = 8
+"""Identities of one check: each may be one more bucket to look up, and so may their combinations."""
+
 _ENFORCEMENTS: Final[Mapping[int, Enforcement]] = {
     ratelimiter_pb2.Enforcement.Value(member.name): member for member in Enforcement
 }
 T = TypeVar("T")
 
 
+class Identities(NamedTuple):
+    """What callers may name: identifier types by their octets, and so many identities in one check."""
+
+    types: Mapping[bytes, str]
+    most: int = MAX_IDENTITIES
+
+    @classmethod
+    def of(cls, declared: Iterable[str], most: int = MAX_IDENTITIES) -> Self:
+        """Return the types of the contract with those that a node declares beside them."""
+        return cls({name.encode(): name for name in (*IdentifierType, *declared)}, most)
+
+
+CONTRACT_IDENTITIES: Final = Identities.of(())
+
+
 class Target(NamedTuple):
-    """The bucket of a reset; fields as in :class:`ratelimitd.model.Check`."""
+    """The bucket of a reset; fields as :meth:`ratelimitd.limiter.Limiter.reset` takes them."""
 
     identifier: bytes
-    identifier_type: IdentifierType
+    identifier_type: str
     endpoint: str
 
 
-def check_of(message: WireCheck) -> Check:
+def check_of(message: WireCheck, identities: Identities = CONTRACT_IDENTITIES) -> Check:
     """Return the check of a message.
 
     Raises:
         CheckInvalidError: names every violated field.
     """
     try:
-        identifier_type = _identifier_type(message.identifier_type)
+        identifier_type = _identifier_type(message.identifier_type, identities)
         return Check(
             _identifier(message.identifier, identifier_type),
             identifier_type,
@@ -89,24 +111,44 @@ def check_of(message: WireCheck) -> Check:
             _cost(message.tokens_requested),
             message.timestamp,
             message.peek,
+            _further(message, identities) if message.also else (),
         )
-    except ValueError:
-        tokens_violations = _violations("tokens_requested", _cost, message.tokens_requested)
-        raise CheckInvalidError(*_target_violations(message), *tokens_violations) from None
+    except (ValueError, CheckInvalidError):
+        raise CheckInvalidError(
+            *_identity_violations(message, identities),
+            *_violations("endpoint", _endpoint, message.endpoint),
+            *_violations("tokens_requested", _cost, message.tokens_requested),
+            *_further_violations(message, identities),
+        ) from None
 
 
-def target_of(message: WireReset) -> Target:
+def target_of(message: WireReset, identities: Identities = CONTRACT_IDENTITIES) -> Target:
     """Return the bucket of a reset.
 
     Raises:
         CheckInvalidError: names every violated field.
     """
-    try:
-        identifier_type = _identifier_type(message.identifier_type)
-        identifier = _identifier(message.identifier, identifier_type)
-        return Target(identifier, identifier_type, _endpoint(message.endpoint))
-    except ValueError:
-        raise CheckInvalidError(*_target_violations(message)) from None
+    is_everybody = message.identifier_type == EVERYBODY.encode()
+    if is_everybody:
+        given = {"identifier": message.identifier, "also": message.also}
+        text = f"must be empty: {EVERYBODY} is everybody"
+        violations = [FieldViolation(name, text) for name in given if given[name]]
+    else:
+        violations = [
+            *_identity_violations(message, identities),
+            *_further_violations(message, identities),
+        ]
+    violations += _violations("endpoint", _bucket_endpoint, message.endpoint)
+    if violations:
+        raise CheckInvalidError(*violations)
+    endpoint = _bucket_endpoint(message.endpoint)
+    if is_everybody:
+        return Target(b"", EVERYBODY, endpoint)
+    kind = identities.types[message.identifier_type]
+    first = kind, _identifier(message.identifier, kind)
+    named = dict([first, *_further(message, identities)])
+    types = sorted(named)
+    return Target(joined([named[one] for one in types]), "+".join(types), endpoint)
 
 
 def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
@@ -152,20 +194,49 @@ def invalid_answer_of(error: CheckInvalidError, path: str) -> ratelimiter_pb2.Ra
     return ratelimiter_pb2.RateLimitResponse(reason=reason, error=text)  # type: ignore[arg-type]
 
 
-def _identifier_type(raw: bytes) -> IdentifierType:
-    found = _IDENTIFIER_TYPES.get(raw)
+def _identifier_type(raw: bytes, identities: Identities) -> str:
+    found = identities.types.get(raw)
     if found is None:
-        message = f"must be one of {_TYPE_NAMES}"
+        message = f"must be one of {', '.join(identities.types.values())}"
         raise ValueError(message)
     return found
 
 
-def _identifier(raw: bytes, identifier_type: IdentifierType | None) -> bytes:
+def _further(message: WireCheck | WireReset, identities: Identities) -> tuple[Identity, ...]:
+    """Return the further identities of a message.
+
+    Raises:
+        CheckInvalidError: names every violated field of them.
+    """
+    if len(message.also) >= identities.most:
+        most = identities.most - 1
+        text = f"must be at most {most} identities" if most else "is for nodes without shared state"
+        raise CheckInvalidError(FieldViolation("also", text))
+    further: list[Identity] = []
+    violations: list[FieldViolation] = []
+    seen = {message.identifier_type}
+    for index, one in enumerate(message.also):
+        wrong = [*_identity_violations(one, identities, f"also[{index}].")]
+        if not wrong and one.identifier_type in seen:
+            text = "must differ from those of the other identities"
+            wrong = [FieldViolation(f"also[{index}].identifier_type", text)]
+        seen.add(one.identifier_type)
+        if wrong:
+            violations += wrong
+        else:
+            kind = identities.types[one.identifier_type]
+            further.append((kind, _identifier(one.identifier, kind)))
+    if violations:
+        raise CheckInvalidError(*violations)
+    return tuple(further)
+
+
+def _identifier(raw: bytes, identifier_type: str | None) -> bytes:
     """Return the canonical identifier: as sent, but addresses as :mod:`ipaddress` writes them."""
     if not 0 < len(raw) <= MAX_IDENTIFIER_BYTES:
         message = f"must be 1 to {MAX_IDENTIFIER_BYTES} bytes"
         raise ValueError(message)
-    if identifier_type is IdentifierType.IP:
+    if identifier_type == IdentifierType.IP:
         return _canonical_address(raw)
     if not raw.isascii():
         _text(raw)
@@ -204,13 +275,17 @@ def _endpoint(raw: bytes) -> str:
     if not 0 < len(endpoint) <= MAX_ENDPOINT_CHARS:
         message = f"must be 1 to {MAX_ENDPOINT_CHARS} characters"
         raise ValueError(message)
-    if endpoint == GLOBAL_ENDPOINT:
-        message = "must be an endpoint; * is only for rules"
+    if endpoint in {GLOBAL_ENDPOINT, EVERY_ENDPOINT}:
+        message = f"must be an endpoint; {endpoint} is only for rules"
         raise ValueError(message)
     if CONTROL_CHARACTER.search(endpoint):
         message = "must not contain control characters"
         raise ValueError(message)
     return endpoint
+
+
+def _bucket_endpoint(raw: bytes) -> str:
+    return EVERY_ENDPOINT if raw == EVERY_ENDPOINT.encode() else _endpoint(raw)
 
 
 def _cost(tokens_requested: int) -> int:
@@ -228,14 +303,29 @@ def _text(raw: bytes) -> str:
         raise ValueError(message) from None
 
 
-def _target_violations(message: WireCheck | WireReset) -> Iterator[FieldViolation]:
+def _identity_violations(
+    message: WireIdentity, identities: Identities, path: str = ""
+) -> Iterator[FieldViolation]:
     # With no valid type the identifier is judged as opaque bytes: its other rules hold for every type.
-    known_type = _IDENTIFIER_TYPES.get(message.identifier_type)
+    known_type = identities.types.get(message.identifier_type)
     yield from _violations(
-        "identifier", lambda raw: _identifier(raw, known_type), message.identifier
+        f"{path}identifier", lambda raw: _identifier(raw, known_type), message.identifier
     )
-    yield from _violations("identifier_type", _identifier_type, message.identifier_type)
-    yield from _violations("endpoint", _endpoint, message.endpoint)
+    yield from _violations(
+        f"{path}identifier_type",
+        lambda raw: _identifier_type(raw, identities),
+        message.identifier_type,
+    )
+
+
+def _further_violations(
+    message: WireCheck | WireReset, identities: Identities
+) -> Sequence[FieldViolation]:
+    try:
+        _further(message, identities)
+    except CheckInvalidError as error:
+        return error.violations
+    return ()
 
 
 def _violations(field: str, read: Callable[[T], object], value: T) -> Iterator[FieldViolation]:
@@ -308,7 +398,7 @@ def _fields_of(message: WireRule) -> dict[str, Any]:
     """Return the editable fields as they were sent."""
     return {
         "endpoint": text_of(message.endpoint),
-        "identifier_type": text_of(message.identifier_type),
+        "identifier_type": in_order(text_of(message.identifier_type)),
         "limit": message.limit,
         "window_seconds": message.window_seconds,
         "algorithm": text_of(message.algorithm),
@@ -327,15 +417,17 @@ def _limit_draft(limit: WireLimit) -> LimitDraft:
     )
 
 
-def update_of(message: WireUpdate) -> Update:
+def update_of(message: WireUpdate, types: Collection[str] | None = None) -> Update:
     """Return the change of an update: the fields of its mask, or without a mask the whole rule.
+
+    ``types`` are the identifier types that rules may have, or be made of.
 
     Raises:
         RuleInvalidError: names everything that is wrong and can be seen without the stored rule.
     """
     rule = message.rate_limit
     paths = list(dict.fromkeys(map(text_of, message.update_mask.paths)))
-    violations = _mask_violations(paths) if paths else _rule_violations(rule)
+    violations = _mask_violations(paths) if paths else _rule_violations(rule, types)
     try:
         rule_id = canonical_id(text_of(rule.id), "rate_limit.id")
     except RuleInvalidError as error:
@@ -369,10 +461,10 @@ def _changes_of(rule: WireRule, paths: list[str]) -> RuleChanges:
     return RuleChanges(**{name: getattr(draft, name) for name in whole})
 
 
-def _rule_violations(rule: WireRule) -> list[FieldViolation]:
+def _rule_violations(rule: WireRule, types: Collection[str] | None) -> list[FieldViolation]:
     """Return the violations of the fields of a rule, without its id."""
     try:
-        validated(replace(draft_of(rule), id=""), rule_id="", revision=0)
+        validated(replace(draft_of(rule), id=""), rule_id="", revision=0, types=types)
     except RuleInvalidError as error:
         return list(error.violations)
     return []

@@ -13,10 +13,10 @@ from google.protobuf.message import DecodeError, Message
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
-from ratelimitd.model import INT32_MAX, US_PER_S, Check, Decision, IdentifierType
+from ratelimitd.model import INT32_MAX, US_PER_S, Check, Decision, IdentifierType, Identity
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.services.convert import check_of
-from ratelimitd.services.wire import WHOLE_MESSAGE
+from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, check_of
+from ratelimitd.services.wire import WHOLE_MESSAGE, WireIdentity
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, ratelimit_headers
 
 PACKAGE: Final = "envoy.service.ratelimit.v3"
@@ -204,9 +204,10 @@ def _reset_s(decision: Decision, now_us: int) -> int:
     return max(0, -(-(decision.reset_time * US_PER_S - now_us) // US_PER_S))
 
 
-# Each descriptor of a request is one check. Its identifier is the first entry whose key is in the node's table of
-# identifiers; the endpoint is the domain and the other entries in order, ``domain/key=value/…``. Without such an entry
-# the last value is the identifier, as an API key, and every entry is part of the endpoint.
+# Each descriptor of a request is one check. Its identities are the entries whose keys are in the node's table of
+# identifiers, the first of each type; the endpoint is the domain and the other entries in order,
+# ``domain/key=value/…``. Without such an entry the last value is the identifier, as an API key, and every entry is part
+# of the endpoint.
 MAX_DESCRIPTORS: Final = 32
 """Limit of descriptors per request, decided in 0.5 to 0.7 ms. Envoy rarely sends more than three."""
 
@@ -216,8 +217,14 @@ MAX_ENTRIES: Final = 16
 UNNAMED_TYPE: Final = IdentifierType.API_KEY
 """Identifier of a descriptor without an identifying entry."""
 
-Identifiers = Mapping[bytes, IdentifierType]
+Identifiers = Mapping[bytes, str]
 """Key of an entry → the type of identifier that its value is."""
+
+
+@dataclass(slots=True)
+class _AsIdentity:
+    identifier: bytes
+    identifier_type: bytes
 
 
 @dataclass(slots=True)
@@ -230,9 +237,12 @@ class _AsCheck:
     tokens_requested: int
     timestamp: int
     peek: bool
+    also: Sequence[WireIdentity]
 
 
-def checks_of(request: WireRequest, identifiers: Identifiers) -> list[Check]:
+def checks_of(
+    request: WireRequest, identifiers: Identifiers, identities: Identities = CONTRACT_IDENTITIES
+) -> list[Check]:
     """Return the checks of a request, one per descriptor.
 
     Raises:
@@ -245,40 +255,58 @@ def checks_of(request: WireRequest, identifiers: Identifiers) -> list[Check]:
         message = f"must be 1 to {MAX_DESCRIPTORS} descriptors"
         raise CheckInvalidError(FieldViolation("descriptors", message))
     return [
-        _check(request, descriptor, identifiers, f"descriptors[{index}]")
+        _check(request, descriptor, (identifiers, identities), f"descriptors[{index}]")
         for index, descriptor in enumerate(request.descriptors)
     ]
 
 
 def _check(
-    request: WireRequest, descriptor: WireDescriptor, identifiers: Identifiers, path: str
+    request: WireRequest,
+    descriptor: WireDescriptor,
+    known: tuple[Identifiers, Identities],
+    path: str,
 ) -> Check:
     violations = [*_violations(descriptor, path)]
     if violations:
         raise CheckInvalidError(*violations)
-    entries = descriptor.entries
-    named = next((i for i, entry in enumerate(entries) if entry.key in identifiers), None)
-    who = len(entries) - 1 if named is None else named
-    rest = [entry for index, entry in enumerate(entries) if index != named]
+    entries, (identifiers, identities) = descriptor.entries, known
+    named: dict[str, int] = {}
+    for index, entry in enumerate(entries):
+        if entry.key in identifiers and len(named) < identities.most:
+            named.setdefault(identifiers[entry.key], index)
+    rest = [entry for index, entry in enumerate(entries) if index not in named.values()]
+    places = [*named.values()] or [len(entries) - 1]
+    first, *also = [
+        _AsIdentity(
+            entries[index].value, identifiers.get(entries[index].key, UNNAMED_TYPE).encode()
+        )
+        for index in places
+    ]
     own_hits = descriptor.HasField("hits_addend")
     hits = descriptor.hits_addend.value if own_hits else request.hits_addend
     check = _AsCheck(
-        identifier=entries[who].value,
-        identifier_type=identifiers.get(entries[who].key, UNNAMED_TYPE).encode(),
+        identifier=first.identifier,
+        identifier_type=first.identifier_type,
         endpoint=_endpoint(request.domain, rest),
         tokens_requested=hits,
         timestamp=0,
         peek=own_hits and not hits,
+        also=also,
     )
     try:
-        return check_of(check)
+        return check_of(check, identities)
     except CheckInvalidError as error:
-        places = {
-            "identifier": f"{path}.entries[{who}].value",
+        of_also = {
+            f"also[{number}].identifier": f"{path}.entries[{index}].value"
+            for number, index in enumerate(places[1:])
+        }
+        fields = {
+            **of_also,
+            "identifier": f"{path}.entries[{places[0]}].value",
             "endpoint": f"{path}.entries" if rest else "domain",
             "tokens_requested": f"{path}.hits_addend" if own_hits else "hits_addend",
         }
-        placed = (FieldViolation(places[field], text) for field, text in error.violations)
+        placed = (FieldViolation(fields[field], text) for field, text in error.violations)
         raise CheckInvalidError(*placed) from None
 
 
@@ -300,7 +328,7 @@ def _endpoint(domain: bytes, entries: Sequence[WireEntry]) -> bytes:
 
 METHOD: Final = f"/{SERVICE}/ShouldRateLimit"
 
-_Bucket = tuple[bytes, IdentifierType, str]
+_Bucket = tuple[bytes, str, str, tuple[Identity, ...]]
 _Checks = dict[_Bucket, Check]
 _Verdict = Decision | CheckInvalidError
 
@@ -328,18 +356,23 @@ class EnvoyOptions:
     """Options: which entries identify callers, and which header fields Envoy adds."""
 
     identifiers: Identifiers
+    identities: Identities
     fields: str
     ratelimit_headers: str
     """Revision of the ``RateLimit`` fields."""
 
     @classmethod
     def of(
-        cls, identifiers: Iterable[str], fields: str, ratelimit_headers: str = NEWEST_REVISION
+        cls,
+        identifiers: Iterable[str],
+        fields: str,
+        ratelimit_headers: str = NEWEST_REVISION,
+        identities: Identities = CONTRACT_IDENTITIES,
     ) -> Self:
         """Return the options for valid settings: ``identifiers`` are ``KEY=TYPE``."""
         pairs = (pair.rpartition("=") for pair in identifiers)
-        types = {key.encode(): IdentifierType(kind) for key, _, kind in pairs}
-        return cls(types, fields, ratelimit_headers)
+        types = {key.encode(): kind for key, _, kind in pairs}
+        return cls(types, identities, fields, ratelimit_headers)
 
 
 class EnvoyService:
@@ -369,7 +402,8 @@ class EnvoyService:
         """
         started_s = self._perf_counter_s()
         try:
-            asked = checks_of(parse_request(data), self._options.identifiers)
+            options = self._options
+            asked = checks_of(parse_request(data), options.identifiers, options.identities)
         except InvalidInputError:
             self._stats.invalid_total += 1
             raise
@@ -433,7 +467,7 @@ class EnvoyService:
 
 
 def _bucket(check: Check) -> _Bucket:
-    return check.identifier, check.identifier_type, check.endpoint
+    return check.identifier, check.identifier_type, check.endpoint, check.also
 
 
 def _one_for_each_bucket(asked: Sequence[Check]) -> _Checks:

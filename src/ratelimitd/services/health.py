@@ -13,11 +13,11 @@ from itertools import islice
 from typing import Final, Protocol
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import IdentifierType, Rule
+from ratelimitd.model import Rule
 from ratelimitd.observe.health import HealthReport
 from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
-from ratelimitd.services.convert import Target, target_of
+from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, Target, target_of
 from ratelimitd.services.errors import rich_error
 from ratelimitd.services.wire import parse_empty, parse_metrics, parse_reset
 from ratelimiter.v1 import ratelimiter_pb2
@@ -42,9 +42,7 @@ _log = logging.getLogger(__name__)
 class Resetter(Protocol):
     """What this service needs of a :class:`ratelimitd.limiter.Limiter`."""
 
-    async def reset(
-        self, identifier: bytes, identifier_type: IdentifierType, endpoint: str
-    ) -> Sequence[Rule]:
+    async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
         """Let the identifier start afresh under these rules; raises ``StoreUnavailableError`` when it did not."""
 
 
@@ -64,7 +62,9 @@ class HealthService:
         report: Callable[[], HealthReport],
         samples: Callable[[Sequence[str]], Iterable[MetricSample]],
         actor: Callable[[Call], str],
+        identities: Identities = CONTRACT_IDENTITIES,
     ) -> None:
+        self._identities = identities
         self._limiter = limiter
         self._report = report
         self._samples = samples
@@ -107,7 +107,7 @@ class HealthService:
         Raises:
             RpcError: RESOURCE_EXHAUSTED while ``MAX_RESETS`` are in progress.
         """
-        target = target_of(parse_reset(data))
+        target = target_of(parse_reset(data), self._identities)
         if len(self._resets) >= MAX_RESETS:
             message = f"{MAX_RESETS} resets are in progress: try again"
             raise rich_error(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_RESETS", message)

@@ -24,7 +24,13 @@ from ratelimitd.services.bulk_checks import (
     BulkChecks,
     Question,
 )
-from ratelimitd.services.convert import answer_of, check_of, invalid_answer_of
+from ratelimitd.services.convert import (
+    CONTRACT_IDENTITIES,
+    Identities,
+    answer_of,
+    check_of,
+    invalid_answer_of,
+)
 from ratelimitd.services.wire import (
     ITEM_TAG,
     WireBatch,
@@ -109,14 +115,17 @@ class RateLimiterService:
         stats: CheckStats,
         perf_counter_s: Callable[[], float],
         queue: FairQueue,
+        *,
+        identities: Identities = CONTRACT_IDENTITIES,
     ) -> None:
+        self._identities = identities
         self._limiter = limiter
         self._stats = stats
         self._perf_counter_s = perf_counter_s
         self._queue = queue
         self._long_batches = FairSlots(MAX_LONG_BATCHES)
         self._asks = FairSlots(MAX_ASKS)
-        self._bulk = BulkChecks(limiter, stats, perf_counter_s)
+        self._bulk = BulkChecks(limiter, stats, perf_counter_s, identities)
 
     def methods(self) -> Methods:
         """Return the handlers by path."""
@@ -136,7 +145,7 @@ class RateLimiterService:
         """
         started_s = self._perf_counter_s()
         try:
-            check = check_of(parse_check(data))
+            check = check_of(parse_check(data), self._identities)
             decision = self._limiter.check(check)
         except InvalidInputError:
             self._stats.invalid_total += 1
@@ -287,7 +296,7 @@ class RateLimiterService:
 
     def _answer_each(self, requests: Sequence[WireCheck], start: int) -> Parts:
         """Answer ``requests``; the first is item ``start`` of its batch."""
-        checks = [*map(_check_or_error, requests)]
+        checks = [_check_or_error(request, self._identities) for request in requests]
         decided = iter(
             self._limiter.check_batch([check for check in checks if isinstance(check, Check)])
         )
@@ -333,8 +342,8 @@ def _refuse_above_bound(items: int) -> None:
         raise InvalidInputError(violation)
 
 
-def _check_or_error(message: WireCheck) -> Check | CheckInvalidError:
+def _check_or_error(message: WireCheck, identities: Identities) -> Check | CheckInvalidError:
     try:
-        return check_of(message)
+        return check_of(message, identities)
     except CheckInvalidError as error:
         return error

@@ -83,15 +83,21 @@ _Field = descriptor_pb2.FieldDescriptorProto
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
-class WireCheck(Protocol):
-    """``RateLimitRequest``; the same in a batch."""
+class WireIdentity(Protocol):
+    """``Identity``."""
 
     identifier: bytes
     identifier_type: bytes
+
+
+class WireCheck(WireIdentity, Protocol):
+    """``RateLimitRequest``; the same in a batch."""
+
     endpoint: bytes
     tokens_requested: int
     timestamp: int
     peek: bool
+    also: Sequence[WireIdentity]
 
 
 class WireBatch(Protocol):
@@ -168,12 +174,11 @@ class WireMetrics(Protocol):
     names: Sequence[bytes]
 
 
-class WireReset(Protocol):
+class WireReset(WireIdentity, Protocol):
     """``ResetRequest``."""
 
-    identifier: bytes
-    identifier_type: bytes
     endpoint: bytes
+    also: Sequence[WireIdentity]
 
 
 def parse_check(data: bytes) -> WireCheck:

@@ -11,13 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from ratelimitd.model import IdentifierType
+from ratelimitd.model import EVERYBODY, TYPE_NAME, IdentifierType
 from ratelimitd.settings.urls import MAX_PORT, parse_database_url, parse_redis_url
 from ratelimitd_wire.addresses import ClientAddresses
 
 T = TypeVar("T")
-
-_TYPES: Final = frozenset(IdentifierType)
 
 MASK: Final = "********"
 
@@ -138,12 +136,25 @@ def identifier_keys(text: str) -> tuple[str, ...]:
     found = names(text)
     pairs = [pair.rpartition("=") for pair in found]
     keys = [key for key, _, _ in pairs]
-    if not all(keys) or len(set(keys)) < len(keys) or not {kind for *_, kind in pairs} <= _TYPES:
-        message = (
-            f"must be KEY=TYPE separated by commas, each KEY once, TYPE {', '.join(IdentifierType)}"
-        )
+    if not all(keys) or len(set(keys)) < len(keys) or not all(_is_type(kind) for *_, kind in pairs):
+        message = "must be KEY=TYPE separated by commas, each KEY once, TYPE an identifier type"
         raise ValueError(message)
     return found
+
+
+def identifier_types(text: str) -> tuple[str, ...]:
+    """Parse identifier types that are declared beside those of the contract, separated by commas; empty = none."""
+    found = names(text)
+    if not all(map(_is_type, found)) or len({*found, *IdentifierType}) < len(found) + len(
+        IdentifierType
+    ):
+        message = f"must be names of a-z, 0-9 and _, each once, none of {', '.join(IdentifierType)}, {EVERYBODY}"
+        raise ValueError(message)
+    return found
+
+
+def _is_type(name: str) -> bool:
+    return name != EVERYBODY and TYPE_NAME.fullmatch(name) is not None
 
 
 def token(text: str) -> str:

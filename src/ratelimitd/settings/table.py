@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, Self
 
 from ratelimitd.errors import SettingsError
+from ratelimitd.model import IdentifierType
 from ratelimitd.settings import sources as lookup
 from ratelimitd.settings.parsing import (
     Address,
@@ -22,6 +23,7 @@ from ratelimitd.settings.parsing import (
     database_url,
     fraction,
     identifier_keys,
+    identifier_types,
     key_secret,
     masked,
     masked_url,
@@ -159,6 +161,8 @@ class Settings:
     otel_sample_ratio: Annotated[float, SettingSpec("1", fraction,
         "fraction of the traces begun here that are recorded, 0 to 1")]
     reflection: Annotated[bool, SettingSpec("on", on_off, "gRPC server reflection")]
+    identifier_types: Annotated[tuple[str, ...], SettingSpec("", identifier_types,
+        "identifier types of requests beside user, ip and api_key, such as tenant,model; comma-separated")]
     envoy_identifiers: Annotated[tuple[str, ...], SettingSpec(
         "remote_address=ip,ip=ip,user=user,user_id=user,x-user-id=user,api_key=api_key,authorization=api_key",
         identifier_keys, "Envoy descriptor keys that hold the identifier, with its type: KEY=TYPE, comma-separated")]
@@ -223,6 +227,11 @@ class Settings:
     def node_name(self) -> str:
         """``node_id``, or ``host:pid`` of this process."""
         return self.node_id or f"{socket.gethostname()}:{os.getpid()}"
+
+    @property
+    def known_types(self) -> tuple[str, ...]:
+        """The identifier types that requests may name."""
+        return (*IdentifierType, *self.identifier_types)
 
     @property
     def has_own_admin_token(self) -> bool:
@@ -305,6 +314,11 @@ class _Combination(NamedTuple):
 
 
 _COMBINATIONS: Final = (
+    _Combination(
+        ("ENVOY_IDENTIFIERS", "IDENTIFIER_TYPES"),
+        lambda s: not {pair.rpartition("=")[2] for pair in s.envoy_identifiers} <= {*s.known_types},
+        "ENVOY_IDENTIFIERS: each TYPE must be user, ip, api_key or one of IDENTIFIER_TYPES",
+    ),
     _Combination(
         ("WORKERS", "REDIS_URL"),
         lambda s: s.workers > 1 and not s.redis_url,

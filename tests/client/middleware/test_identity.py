@@ -35,7 +35,12 @@ def test_an_address_has_one_form(text):
     [
         (42, "user", TypeError, "identifier must be text, not int"),
         (None, "user", TypeError, "identifier must be text, not NoneType"),
-        ("secret", "customer", ValueError, "identifier_type must be one of user, ip, api_key"),
+        (
+            "secret",
+            "Customer",
+            ValueError,
+            "identifier_type must be user, ip, api_key or a type that the nodes declare",
+        ),
     ],
 )
 def test_what_is_no_identity_is_refused_without_its_value(identifier, kind, error, problem):

@@ -126,7 +126,7 @@ def test_an_attribute_of_that_name_which_is_no_mark_is_none():
         ("endpoint", "*"),
         ("endpoint", b"/orders"),
         ("endpoint", "x" * 256),
-        ("identifier_type", "x"),
+        ("identifier_type", "X"),
         ("identifier_type", ["ip"]),
         ("exempt", "no"),
         ("exempt", 1),

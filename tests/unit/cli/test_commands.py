@@ -61,13 +61,6 @@ def test_a_wrong_command_line_is_status_2_with_a_way_to_help(run, arguments):
     assert "Usage: ratelimitd" in ended.out + ended.err
 
 
-def test_an_identifier_type_that_does_not_exist_is_named_with_those_that_do(run):
-    ended = run("check", "USER", "alice", "/x")
-    assert ended.status == 2
-    assert "user" in ended.err
-    assert "api_key" in ended.err
-
-
 def test_a_known_error_is_one_line_on_stderr_with_its_status(run, ends_with):
     ends_with(CliError("the node said\nno", 3))
     assert run() == (3, "", "Error: the node said no\n")

@@ -81,7 +81,6 @@ def test_what_is_no_valid_rule_the_node_says(ask, node):
     [
         ("create", "/x", "user", "--limit", "5"),
         ("create", "/x", "user", "--limit", str(2**31), "--window-seconds", "1"),
-        ("create", "/x", "group", *NUMBERS),
         ("create", "/x", "user", *NUMBERS, "--algorithm", "leaky_bucket"),
         ("update", ID),
         ("update", ID, "--etag", "x"),

@@ -107,7 +107,7 @@ def test_text_that_no_screen_shows_or_that_turns_a_line_round_is_replaced():
         {"endpoints": [["/a", 1.0]] * (TOP + 1)},
         {"endpoints": [["/a"]]},
         {"endpoints": "ab"},
-        {"identifiers": [["00", "admin", "a…", 1.0]]},
+        {"identifiers": [["00", "u" * 10_000, "a…", 1.0]]},
         {"identifiers": [["00", [], "a…", 1.0]]},
         {"identifiers": [["00", "user", "a…", 1.0, "ada"]]},
     ],

@@ -17,12 +17,15 @@ from ratelimitd.rules.validation import (
 
 ID = "0b1f2c3d-0000-4000-8000-00000000000a"
 DRAFT = RuleDraft("/orders", "user", 10, 60, "token_bucket")
+MUST_BE_TYPE = (
+    "the identifier type must be one of user, ip, api_key, several of them joined by +, or all"
+)
 ROW = RuleRow(ID, "/orders", "user", 10, 60, "token_bucket", True, 3)
 
 
 def violations(draft):
     with pytest.raises(RuleInvalidError) as caught:
-        validated(draft, rule_id=ID, revision=1)
+        validated(draft, rule_id=ID, revision=1, types=tuple(IdentifierType))
     return {violation.field: violation.description for violation in caught.value.violations}
 
 
@@ -39,7 +42,6 @@ def test_a_valid_draft_becomes_the_rule_it_asks_for():
         etag=rule.etag,
         revision=3,
     )
-    assert rule.identifier_type is IdentifierType.USER
     assert rule.algorithm is Algorithm.TOKEN_BUCKET
 
 
@@ -74,9 +76,11 @@ def test_every_violated_field_is_named_at_once_in_the_contracts_order():
         ("endpoint", "/a\x00", "the endpoint must not contain control characters"),
         ("endpoint", "/a\x9f", "the endpoint must not contain control characters"),
         ("endpoint", "/a\ud800", "the endpoint must be valid Unicode"),
-        ("identifier_type", "", "the identifier type must be one of user, ip, api_key"),
-        ("identifier_type", "User", "the identifier type must be one of user, ip, api_key"),
-        ("identifier_type", "u" * 51, "the identifier type must be at most 50 characters"),
+        *(
+            ("identifier_type", wrong, MUST_BE_TYPE)
+            for wrong in ("", "User", "u" * 33, "ip+ip", "user+ip", "all+ip", "ip+", "ip+group")
+        ),
+        ("identifier_type", "u" * 256, "the identifier type must be at most 255 characters"),
     ],
 )
 def test_a_violation_says_what_is_wrong(field, value, description):
@@ -146,7 +150,7 @@ def test_a_good_row_becomes_the_same_rule_as_its_draft():
         (
             "identifier_type",
             None,
-            "identifier_type: the identifier type must be one of user, ip, api_key",
+            f"identifier_type: {MUST_BE_TYPE}",
         ),
         ("enabled", None, "enabled: enabled must be true or false"),
         ("revision", None, "revision: the revision must be a whole number"),

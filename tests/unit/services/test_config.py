@@ -145,6 +145,6 @@ async def test_a_node_that_would_judge_only_one_limit_takes_no_rule_with_several
         service.create_rate_limit(create, CALL),
         service.update_rate_limit(update, CALL),
     ):
-        with pytest.raises(RuleInvalidError, match="one limit of a rule"):
+        with pytest.raises(RuleInvalidError, match=r"rate_limit\.limits: nodes that share state"):
             await refused
     assert await store.revision() == 0

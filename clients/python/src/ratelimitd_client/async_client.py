@@ -6,11 +6,11 @@ The connections are in :mod:`ratelimitd_client.sessions`, where the asyncio and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol, Self
 
 from ratelimitd_client.async_node_client import AsyncNodeClient
-from ratelimitd_client.check import Check, request_of, requests_of
+from ratelimitd_client.check import NOBODY, Check, request_of, requests_of
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.sessions import AsyncSessions, valid_timeout_s
 
@@ -43,6 +43,7 @@ class AsyncRateLimiter(Protocol):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
+        also: Mapping[str, str] = NOBODY,
         timeout_s: float | None = None,
     ) -> Decision:
         """As :meth:`AsyncRateLimiterClient.check`."""
@@ -95,6 +96,7 @@ class AsyncRateLimiterClient(AsyncSessions):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
+        also: Mapping[str, str] = NOBODY,
         timeout_s: float | None = None,
     ) -> Decision:
         """Return whether a request may proceed, and spend ``cost`` tokens if so. The arguments are those of ``Check``.
@@ -104,7 +106,13 @@ class AsyncRateLimiterClient(AsyncSessions):
             RuntimeError: the client is closed.
         """
         request = request_of(
-            identifier, identifier_type, endpoint, cost=cost, timestamp=timestamp, peek=peek
+            identifier,
+            identifier_type,
+            endpoint,
+            cost=cost,
+            timestamp=timestamp,
+            peek=peek,
+            also=also,
         )
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         session = self._opened()

@@ -7,13 +7,14 @@ no node does.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
 import grpc.aio
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.field_mask_pb2 import FieldMask
 
+from ratelimitd_client.check import NOBODY, identities_of
 from ratelimitd_client.transport.grpc_channel import AsyncNodeChannel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -36,10 +37,12 @@ class AsyncNodeClient(AsyncNodeChannel):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
+        also: Mapping[str, str] = NOBODY,
         timeout_s: float | None = None,
     ) -> pb.RateLimitResponse:
         """Return whether a request may proceed, and spend ``cost`` tokens if so (none with ``peek``).
 
+        ``also`` are further identifiers that the request counts for, by their type.
         ``timestamp`` is the caller's Unix time in s, ms, µs or ns; with 0 the node's time counts.
         """
         request = pb.RateLimitRequest(
@@ -49,6 +52,7 @@ class AsyncNodeClient(AsyncNodeChannel):
             tokens_requested=cost,
             timestamp=timestamp,
             peek=peek,
+            also=identities_of(also),
         )
         return await self._call(self._checks.CheckRateLimit, request, timeout_s)
 
@@ -126,11 +130,18 @@ class AsyncNodeClient(AsyncNodeChannel):
         identifier_type: str,
         endpoint: str,
         *,
+        also: Mapping[str, str] = NOBODY,
         timeout_s: float | None = None,
     ) -> None:
-        """Delete the counters of one identifier on one endpoint."""
+        """Delete the counters of one identifier, or with ``also`` of one combination, on one endpoint.
+
+        ``**`` is the bucket over all endpoints; the type ``all``, with an empty identifier, that of everybody.
+        """
         request = pb.ResetRequest(
-            identifier=identifier, identifier_type=identifier_type, endpoint=endpoint
+            identifier=identifier,
+            identifier_type=identifier_type,
+            endpoint=endpoint,
+            also=identities_of(also),
         )
         await self._call(self._node.ResetRateLimit, request, timeout_s)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import ipaddress
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -18,7 +19,10 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 MAX_BATCH: Final = 1_000
 """Most checks a node takes in one batch."""
 
-IDENTIFIER_TYPES: Final = ("user", "ip", "api_key")
+NOBODY: Final[Mapping[str, str]] = MappingProxyType({})
+"""No further identities."""
+
+MAX_ALSO: Final = 7
 MAX_IDENTIFIER_BYTES: Final = 256
 MAX_ENDPOINT_CHARS: Final = 255
 MAX_COST: Final = 2**31 - 1
@@ -38,6 +42,7 @@ _HEADS: Final = tuple(
 """Tag and length of field 1 by its length: the identifier in a check, a check in a batch. Checks are shorter."""
 
 _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_TYPE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 
 
@@ -47,11 +52,12 @@ class Check:
 
     Args:
         identifier: a user id, an address or an API key; 1 to 256 bytes of UTF-8.
-        identifier_type: ``"user"``, ``"ip"`` or ``"api_key"``.
+        identifier_type: ``"user"``, ``"ip"``, ``"api_key"`` or a type that the nodes declare.
         endpoint: the route template (``/orders/{id}``), not the path: each path would get its own bucket.
         cost: tokens to spend, at least 1.
         timestamp: the caller's Unix time in s, ms, µs or ns; with 0 the node's time counts.
         peek: return the same decision without spending tokens.
+        also: further identifiers that the request counts for, by their type; at most 7.
 
     Raises:
         ValueError, TypeError: an argument is not valid. The message does not contain its value.
@@ -63,6 +69,7 @@ class Check:
     cost: int = 1
     timestamp: int = 0
     peek: bool = False
+    also: Mapping[str, str] = field(default_factory=lambda: NOBODY, hash=False)
 
     def __post_init__(self) -> None:
         self.message()
@@ -76,6 +83,7 @@ class Check:
             cost=self.cost,
             timestamp=self.timestamp,
             peek=self.peek,
+            also=self.also,
         )
 
 
@@ -87,6 +95,7 @@ def request_of(
     cost: int = 1,
     timestamp: int = 0,
     peek: bool = False,
+    also: Mapping[str, str] = NOBODY,
 ) -> bytes:
     """Return an encoded check, without creating a :class:`Check`, whose arguments these are.
 
@@ -100,7 +109,28 @@ def request_of(
     ):  # possibly because an argument has no hash; this call raises the error that names it
         rest = _rest_of(identifier_type, endpoint, cost, timestamp, peek)
     data = _identifier_bytes(identifier, identifier_type)
+    if also:
+        rest += _also_of(identifier_type, also)
     return _HEADS[len(data)] + data + rest
+
+
+def identities_of(also: Mapping[str, str]) -> list[pb.Identity]:
+    """Return further identities as the contract's messages."""
+    return [
+        pb.Identity(identifier_type=kind, identifier=identifier)
+        for kind, identifier in also.items()
+    ]
+
+
+def _also_of(identifier_type: str, also: Mapping[str, str]) -> bytes:
+    """Validate and encode further identities."""
+    if len(also) > MAX_ALSO or identifier_type in also:
+        message = f"also must be up to {MAX_ALSO} identifiers of other types"
+        raise ValueError(message)
+    for kind, identifier in also.items():
+        require_type(kind)
+        _identifier_bytes(identifier, kind)
+    return pb.RateLimitRequest(also=identities_of(also)).SerializeToString()
 
 
 def requests_of(checks: Iterable[Check]) -> list[bytes]:
@@ -130,9 +160,7 @@ def _rest_of(  # noqa: PLR0917 - the cache key
     peek: bool,  # noqa: FBT001 - the cache key
 ) -> bytes:
     """Validate and encode all fields except the identifier."""
-    if identifier_type not in IDENTIFIER_TYPES:
-        message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
-        raise ValueError(message)
+    require_type(identifier_type)
     _require_endpoint(endpoint)
     _require_number("cost", cost, 1, MAX_COST)
     _require_number("timestamp", timestamp, 0, MAX_TIMESTAMP)
@@ -147,6 +175,14 @@ def _rest_of(  # noqa: PLR0917 - the cache key
 
 # Typed, since 1.0 equals 1 and is not a valid cost.
 _cached_rest_of: Final = functools.lru_cache(CACHE_SIZE, typed=True)(_rest_of)
+
+
+def require_type(identifier_type: object) -> None:
+    """Raise ValueError for what no request can name as an identifier type."""
+    is_name = isinstance(identifier_type, str) and _TYPE.fullmatch(identifier_type)
+    if not is_name or identifier_type == "all":
+        message = "identifier_type must be user, ip, api_key or a type that the nodes declare"
+        raise ValueError(message)
 
 
 def _identifier_bytes(identifier: object, identifier_type: str) -> bytes:
@@ -177,8 +213,8 @@ def _require_endpoint(endpoint: object) -> None:
     problem = None
     if not 0 < len(endpoint) <= MAX_ENDPOINT_CHARS:
         problem = f"be 1 to {MAX_ENDPOINT_CHARS} characters"
-    elif endpoint == "*" or _CONTROL_CHARACTER.search(endpoint):
-        problem = "not be * nor contain control characters"
+    elif endpoint in {"*", "**"} or _CONTROL_CHARACTER.search(endpoint):
+        problem = "not be * or ** nor contain control characters"
     elif _SURROGATE.search(endpoint):
         problem = "be valid in UTF-8"
     if problem is not None:

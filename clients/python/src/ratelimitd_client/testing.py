@@ -6,10 +6,10 @@ test the edges of a window.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple, Self
 
-from ratelimitd_client.check import MAX_COST, Check, requests_of
+from ratelimitd_client.check import MAX_COST, NOBODY, Check, requests_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, Reason, let_through
 from ratelimitd_client.sessions import valid_timeout_s
@@ -91,28 +91,38 @@ class _Counts:
         now_s = self.clock.now_s()
         if not self.available:
             return let_through(Reason.NO_ANSWER, "UNAVAILABLE", now_s)
-        kind = check.identifier_type
-        found = self._limits.get((check.endpoint, kind)) or self._limits.get(("*", kind))
-        if found is None:
+        judged: dict[tuple[str, str, str, int], Decision] = {}
+        for kind, identifier in {check.identifier_type: check.identifier, **check.also}.items():
+            found = self._limits.get((check.endpoint, kind)) or self._limits.get(("*", kind))
+            if found is not None:
+                window = int(now_s) // found.window_seconds
+                bucket = (kind, identifier, check.endpoint, window)
+                judged[bucket] = self._judge(check.cost, found, bucket, now_s)
+        if not judged:
             return Decision(True, MAX_COST, 0, 0, Reason.NO_RULE, decided_at_s=now_s)  # noqa: FBT003 - allowed
-        return self._count(check, found, now_s)
+        denials = [one for one in judged.values() if not one.allowed]
+        if denials:
+            return max(denials, key=lambda one: one.retry_after_seconds)
+        if not check.peek:
+            for bucket in judged:
+                self._spent[bucket] = self._spent.get(bucket, 0) + check.cost
+        return min(judged.values(), key=lambda one: one.remaining_tokens / one.limit)
 
-    def _count(self, check: Check, rule: _Limit, now_s: float) -> Decision:
+    def _judge(
+        self, cost: int, rule: _Limit, bucket: tuple[str, str, str, int], now_s: float
+    ) -> Decision:
         limit, window_seconds = rule
-        window = int(now_s) // window_seconds
-        bucket = (check.identifier_type, check.identifier, check.endpoint, window)
         left = limit - self._spent.get(bucket, 0)
-        allowed = check.cost <= left
+        allowed = cost <= left
         if allowed:
-            left -= check.cost
-            if not check.peek:
-                self._spent[bucket] = limit - left
+            left -= cost
+        window = bucket[-1]
         reset_time = (window + 1) * window_seconds
         wait_s = max(1, -int(-(reset_time - now_s) // 1))
         reason, retry_after_s = Reason.WITHIN_LIMIT, 0 if left else wait_s
         if not allowed:
             reason, retry_after_s = Reason.LIMIT_EXCEEDED, wait_s
-        if check.cost > limit:
+        if cost > limit:
             reason, retry_after_s = Reason.COST_EXCEEDS_LIMIT, window_seconds
         return Decision(
             allowed,
@@ -153,10 +163,11 @@ class FakeRateLimiter(_Counts):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
+        also: Mapping[str, str] = NOBODY,
         timeout_s: float | None = None,
     ) -> Decision:
         """As the real client, with the same errors."""
-        check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek)
+        check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek, also)
         return self._decide_all([check], timeout_s)[0]
 
     def check_many(
@@ -192,10 +203,11 @@ class AsyncFakeRateLimiter(_Counts):
         cost: int = 1,
         timestamp: int = 0,
         peek: bool = False,
+        also: Mapping[str, str] = NOBODY,
         timeout_s: float | None = None,
     ) -> Decision:
         """As the real client, with the same errors."""
-        check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek)
+        check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek, also)
         return self._decide_all([check], timeout_s)[0]
 
     async def check_many(

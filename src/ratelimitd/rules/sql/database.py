@@ -93,7 +93,7 @@ metadata = sa.MetaData()
 
 # Ordered by bytes, as SQLite does; PostgreSQL needs the collation.
 _ENDPOINT: Final = sa.String(255).with_variant(sa.String(255, collation="C"), "postgresql")
-_TYPE: Final = sa.String(50).with_variant(sa.String(50, collation="C"), "postgresql")
+_TYPE: Final = sa.String(255).with_variant(sa.String(255, collation="C"), "postgresql")
 
 rules = sa.Table(
     "rules",
@@ -111,9 +111,6 @@ rules = sa.Table(
     sa.Column("limits", sa.Text),
     sa.UniqueConstraint("endpoint", "identifier_type", name="rules_pair_unique"),
     sa.CheckConstraint("length(endpoint) BETWEEN 1 AND 255", name="rules_endpoint_length"),
-    sa.CheckConstraint(
-        "identifier_type IN ('user', 'ip', 'api_key')", name="rules_identifier_type"
-    ),
     sa.CheckConstraint('"limit" BETWEEN 1 AND 2147483647', name="rules_limit"),
     sa.CheckConstraint("window_seconds BETWEEN 1 AND 2147483647", name="rules_window_seconds"),
     sa.CheckConstraint(

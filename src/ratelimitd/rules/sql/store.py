@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets as random_source
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
@@ -26,7 +26,7 @@ from ratelimitd.errors import (
     RuleNotFoundError,
     RulesFullError,
 )
-from ratelimitd.model import Rule
+from ratelimitd.model import IdentifierType, Rule, types_within
 from ratelimitd.rules.sql.database import (
     RuleDatabase,
     open_database,
@@ -61,7 +61,8 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class SqlRuleStore:
     """A :class:`~ratelimitd.rules.store.RuleStore` in a database whose schema is current (``migrations.upgrade``).
 
-    :meth:`close` closes ``database``. Several processes may use one. Tests set ``max_rules``, ``new_id`` and
+    :meth:`close` closes ``database``. Several processes may use one. ``types`` are the identifier types that new rules
+    may have, or be made of. Tests set ``max_rules``, ``new_id`` and
     ``random_bytes``.
     """
 
@@ -73,18 +74,20 @@ class SqlRuleStore:
         max_rules: int = MAX_RULES,
         new_id: Callable[[], uuid.UUID] = uuid.uuid4,
         random_bytes: Callable[[int], bytes] = random_source.token_bytes,
+        types: Collection[str] = tuple(IdentifierType),
     ) -> None:
         self._database = database
         self._clock = clock
         self._max_rules = max_rules
         self._new_id = new_id
         self._random_bytes = random_bytes
+        self._types = types
 
     async def create(self, draft: RuleDraft, actor: str) -> Rule:
         """Add a rule."""
         rule_id = draft.id.lower() or str(self._new_id())
         # Fail before waiting for the lock. equivalent: the rule is not kept, so any revision does
-        validated(draft, rule_id=rule_id, revision=0)
+        validated(draft, rule_id=rule_id, revision=0, types=self._types)
         async with self._database.writing() as connection:
             revision = await _next_revision(connection)
             await _refuse_taken_id(connection, rule_id)
@@ -122,7 +125,9 @@ class SqlRuleStore:
             revision = await _next_revision(connection)
             before = await _stored_row(connection, rule_id, etag)
             draft = changes.apply(before.draft())
-            unchanged = validated(draft, rule_id=rule_id, revision=before.revision)
+            # A type that is no longer declared may stay.
+            types = {*self._types, *types_within(before.identifier_type)}
+            unchanged = validated(draft, rule_id=rule_id, revision=before.revision, types=types)
             if RuleRow.of(unchanged) == before:
                 return unchanged
             if (draft.endpoint, draft.identifier_type) != (before.endpoint, before.identifier_type):
@@ -240,7 +245,9 @@ class SqlRuleStore:
         rows, audit_rows = [], []
         for number, draft in enumerate(drafts, revision):
             rule_id = draft.id.lower() or str(self._new_id())
-            after = RuleRow.of(validated(draft, rule_id=rule_id, revision=number))
+            after = RuleRow.of(
+                validated(draft, rule_id=rule_id, revision=number, types=self._types)
+            )
             rows.append(self._new_row(after))
             change = _Change(number, "create", rule_id, actor)
             audit_rows.append(self._audit_row(change, before=None, after=after))

@@ -18,6 +18,7 @@ from urllib.parse import urlencode
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import (
     DEFAULT_LIMIT,
+    EVERY_ENDPOINT,
     GLOBAL_ENDPOINT,
     Algorithm,
     Enforcement,
@@ -26,7 +27,7 @@ from ratelimitd.model import (
     Rule,
 )
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, RuleDraft
+from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, RuleDraft, in_order
 from ratelimitd.rules.validation import RuleRow, validated
 from ratelimitd.web.pages.rendering import duration, number
 
@@ -171,6 +172,8 @@ def _whose(rule: Rule) -> str:
         return (
             f"Checks of {rule.identifier_type} on every endpoint without an enabled rule of its own"
         )
+    if rule.endpoint == EVERY_ENDPOINT:
+        return f"Checks of {rule.identifier_type} on all endpoints together"
     return f"Checks of {rule.identifier_type} on {rule.endpoint}"
 
 
@@ -381,7 +384,7 @@ class RuleForm(NamedTuple):
         """
         draft = RuleDraft(
             endpoint=self.endpoint,
-            identifier_type=self.identifier_type,
+            identifier_type=in_order(self.identifier_type),
             limit=whole_number(self.limit),
             window_seconds=whole_number(self.window_seconds),
             algorithm=self.algorithm,

@@ -15,7 +15,7 @@ from ratelimitd.errors import SettingsError, StartupError, StoreUnavailableError
 from ratelimitd.rules.sql.database import metadata
 from ratelimitd.rules.sql.migrations import VERSION_TABLE, require_current, upgrade
 
-NEWEST = "0003"
+NEWEST = "0004"
 NEWER = rf"newer ratelimitd \(schema 0999, .* up to {NEWEST}\)"
 AUDIT = "INSERT INTO rule_audit VALUES (1, '2026-01-01', 'ada', 'create', 'r', NULL, NULL)"
 
@@ -107,7 +107,6 @@ async def test_a_current_database_is_left_as_it_is(path):
     "row",
     [
         "'1', '', 'user', 1, 1, 'fixed_window'",
-        "'1', '/', 'nobody', 1, 1, 'fixed_window'",
         "'1', '/', 'user', 0, 1, 'fixed_window'",
         "'1', '/', 'user', 2147483648, 1, 'fixed_window'",
         "'1', '/', 'user', 1, 0, 'fixed_window'",

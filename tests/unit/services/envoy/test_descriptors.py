@@ -27,7 +27,11 @@ def checks(*arguments, **options):
         ),
         (
             [("user_id", "ada"), ("remote_address", "192.0.2.1")],
-            Check(b"ada", USER, "edge/remote_address=192.0.2.1"),
+            Check(b"ada", USER, "edge", also=((IP, b"192.0.2.1"),)),
+        ),
+        (
+            [("remote_address", "192.0.2.1"), ("user_id", "ada"), ("remote_address", "192.0.2.9")],
+            Check(b"192.0.2.1", IP, "edge/remote_address=192.0.2.9", also=((USER, b"ada"),)),
         ),
         ([("generic_key", "slow")], Check(b"slow", API_KEY, "edge/generic_key=slow")),
         ([PATH, ("plan", "free")], Check(b"free", API_KEY, "edge/path=/login/plan=free")),

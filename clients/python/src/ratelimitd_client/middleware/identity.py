@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
 
-from ratelimitd_client.check import IDENTIFIER_TYPES, MAX_IDENTIFIER_BYTES
+from ratelimitd_client.check import MAX_IDENTIFIER_BYTES, require_type
 from ratelimitd_wire.addresses import address_of
-
-IdentifierType = Literal["user", "ip", "api_key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +25,10 @@ class Identity:
     """
 
     identifier: str
-    identifier_type: IdentifierType = "user"
+    identifier_type: str = "user"
 
     def __post_init__(self) -> None:
-        if self.identifier_type not in IDENTIFIER_TYPES:
-            message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
-            raise ValueError(message)
+        require_type(self.identifier_type)
         identifier: object = self.identifier
         if not isinstance(identifier, str):
             message = f"identifier must be text, not {type(identifier).__name__}"

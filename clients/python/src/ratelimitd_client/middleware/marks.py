@@ -11,8 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Never, TypeVar
 
-from ratelimitd_client.check import IDENTIFIER_TYPES, MAX_COST
-from ratelimitd_client.middleware.identity import IdentifierType
+from ratelimitd_client.check import MAX_COST, require_type
 from ratelimitd_client.middleware.request_info import is_valid_endpoint
 
 V = TypeVar("V", bound=Callable[..., Any])
@@ -32,7 +31,7 @@ class Mark(NamedTuple):
     cost: int | Callable[[Any], int] | None = None
     endpoint: str | None = None
     exempt: bool = False
-    identifier_type: IdentifierType | None = None
+    identifier_type: str | None = None
 
     def over(self, other: Mark) -> Mark:
         """Return this mark with what it leaves open taken from another, except ``exempt``."""
@@ -61,7 +60,7 @@ def limited(
     cost: int | Callable[[Any], int] | None = None,
     endpoint: str | None = None,
     exempt: bool = False,
-    identifier_type: IdentifierType | None = None,
+    identifier_type: str | None = None,
 ) -> Callable[[V], V]:
     """Mark a view with how its requests are counted. Place it below the decorator that makes the view a route.
 
@@ -87,9 +86,8 @@ def limited(
     if endpoint is not None and not is_valid_endpoint(endpoint):
         message = "endpoint must be a valid endpoint"
         raise ValueError(message)
-    if identifier_type is not None and identifier_type not in IDENTIFIER_TYPES:
-        message = f"identifier_type must be one of {', '.join(IDENTIFIER_TYPES)}"
-        raise ValueError(message)
+    if identifier_type is not None:
+        require_type(identifier_type)
     given: object = exempt
     # A truthy value such as "no" would leave the view without a limit.
     if given is not True and given is not False:

@@ -19,7 +19,7 @@ from ratelimitd_client.check import MAX_COST
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.log_throttle import LogThrottle
-from ratelimitd_client.middleware.identity import IdentifierType, Identity
+from ratelimitd_client.middleware.identity import Identity
 from ratelimitd_client.middleware.marks import mark_of
 from ratelimitd_client.middleware.options import Options, R
 from ratelimitd_client.middleware.request_info import RequestInfo, is_valid_endpoint, with_method
@@ -44,7 +44,7 @@ class Charge(NamedTuple):
 
     endpoint: str
     cost: int
-    identifier_type: IdentifierType | None
+    identifier_type: str | None
 
 
 class Answer(NamedTuple):
@@ -166,9 +166,7 @@ class Policy(Generic[R]):
         cost = _cost(options.cost if mark.cost is None else mark.cost, request)
         return Charge(endpoint, cost, mark.identifier_type) if cost else None
 
-    def identity(
-        self, given: object, info: RequestInfo, preferred: IdentifierType | None
-    ) -> Identity | None:
+    def identity(self, given: object, info: RequestInfo, preferred: str | None) -> Identity | None:
         """Return who a request is counted for: the first identity of the preferred type, else the first.
 
         Args:
@@ -289,7 +287,7 @@ def require_kind(
         raise TypeError(message)
 
 
-def _is_sufficient(given: object, preferred: IdentifierType | None) -> bool:
+def _is_sufficient(given: object, preferred: str | None) -> bool:
     """Return whether what ``identify`` returned alone determines the identity."""
     if not isinstance(given, Identity) or given.is_empty:
         return False

@@ -101,6 +101,32 @@ DEGRADED: HealthStatus.ValueType  # 2
 Global___HealthStatus: _TypeAlias = HealthStatus  # noqa: Y015
 
 @_typing.final
+class Identity(_message.Message):
+    """Who is limited."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTIFIER_TYPE_FIELD_NUMBER: _builtins.int
+    IDENTIFIER_FIELD_NUMBER: _builtins.int
+    identifier_type: _builtins.str
+    """"user", "ip", "api_key" or one that the node's setting IDENTIFIER_TYPES declares"""
+    identifier: _builtins.str
+    """1 to 256 bytes"""
+    def __init__(
+        self,
+        *,
+        identifier_type: _builtins.str = ...,
+        identifier: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identifier", b"identifier", "identifier_type", b"identifier_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Identity: _TypeAlias = Identity  # noqa: Y015
+
+@_typing.final
 class RateLimitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -110,18 +136,23 @@ class RateLimitRequest(_message.Message):
     TOKENS_REQUESTED_FIELD_NUMBER: _builtins.int
     TIMESTAMP_FIELD_NUMBER: _builtins.int
     PEEK_FIELD_NUMBER: _builtins.int
+    ALSO_FIELD_NUMBER: _builtins.int
     identifier: _builtins.str
     """user id, IP address or API key; 1 to 256 bytes"""
     identifier_type: _builtins.str
-    """"user", "ip" or "api_key" """
+    """"user", "ip", "api_key" or one that the node's setting IDENTIFIER_TYPES declares"""
     endpoint: _builtins.str
-    """1 to 255 characters; "*" is refused here"""
+    """1 to 255 characters; "*" and "**" are refused here"""
     tokens_requested: _builtins.int
     """unset or 0 means 1; negative is INVALID_ARGUMENT"""
     timestamp: _builtins.int
     """Unix time of the caller; seconds, or ms / us / ns told by magnitude; 0 = the node's time"""
     peek: _builtins.bool
     """answer as if, spend nothing"""
+    @_builtins.property
+    def also(self) -> _containers.RepeatedCompositeFieldContainer[Global___Identity]:
+        """further identities that this request counts for: at most 7, each type once"""
+
     def __init__(
         self,
         *,
@@ -131,10 +162,11 @@ class RateLimitRequest(_message.Message):
         tokens_requested: _builtins.int = ...,
         timestamp: _builtins.int = ...,
         peek: _builtins.bool = ...,
+        also: _abc.Iterable[Global___Identity] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "identifier", b"identifier", "identifier_type", b"identifier_type", "peek", b"peek", "timestamp", b"timestamp", "tokens_requested", b"tokens_requested"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "endpoint", b"endpoint", "identifier", b"identifier", "identifier_type", b"identifier_type", "peek", b"peek", "timestamp", b"timestamp", "tokens_requested", b"tokens_requested"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -673,24 +705,35 @@ Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
 
 @_typing.final
 class ResetRequest(_message.Message):
+    """Names one bucket: of an identity, of a combination of identities, or of everybody."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     IDENTIFIER_FIELD_NUMBER: _builtins.int
     IDENTIFIER_TYPE_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    ALSO_FIELD_NUMBER: _builtins.int
     identifier: _builtins.str
+    """empty for "all" """
     identifier_type: _builtins.str
+    """of the request, or "all" """
     endpoint: _builtins.str
+    """of the request; "**" for the bucket over all endpoints"""
+    @_builtins.property
+    def also(self) -> _containers.RepeatedCompositeFieldContainer[Global___Identity]:
+        """the further identities of a combination"""
+
     def __init__(
         self,
         *,
         identifier: _builtins.str = ...,
         identifier_type: _builtins.str = ...,
         endpoint: _builtins.str = ...,
+        also: _abc.Iterable[Global___Identity] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "identifier", b"identifier", "identifier_type", b"identifier_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "endpoint", b"endpoint", "identifier", b"identifier", "identifier_type", b"identifier_type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
