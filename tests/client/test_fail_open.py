@@ -46,6 +46,14 @@ def test_decisions_are_in_the_order_of_the_answers(fail_open):
     assert [d.allowed for d in fail_open.answered(data, 2)] == [True, False]
 
 
+def test_an_answer_may_have_the_most_octets(fail_open):
+    head = pb.RateLimitResponse(allowed=True, error="e").ByteSize() + 1  # a length of two octets
+    answer = pb.RateLimitResponse(allowed=True, error="e" * (MAX_ANSWER_BYTES - head + 1))
+    assert answer.ByteSize() == MAX_ANSWER_BYTES
+    (decision,) = fail_open.answered(answer.SerializeToString(), 1)
+    assert decision.error.startswith("eee")
+
+
 @pytest.mark.parametrize(
     ("answer", "count"),
     [

@@ -72,7 +72,9 @@ def writes(store):
 
 
 @algorithms
-@pytest.mark.parametrize(("window_s", "ttl_s"), [(1, 3600), (1800, 3600), (1801, 3602)])
+@pytest.mark.parametrize(
+    ("window_s", "ttl_s"), [(1, 3600), (1800, 3600), (1801, 3602), (7200, 14_400)]
+)
 def test_a_bucket_is_kept_until_it_has_long_been_full_again(store, algorithm, window_s, ttl_s):
     rule = rule_of(algorithm, 10, window_s)
     settle(store, batch_of(spend(rule)))

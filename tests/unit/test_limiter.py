@@ -16,7 +16,7 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
-from ratelimitd.limiter import ASKED_PER_TURN, FAIL_OPEN_RESET_S, MAX_SCOPES, Limiter
+from ratelimitd.limiter import ASKED_PER_TURN, MAX_SCOPES, Limiter
 from ratelimitd.model import (
     MAX_TIME_US,
     NO_RULE_REMAINING,
@@ -295,7 +295,7 @@ class TestFailingOpen:
         assert node.limiter._fail_open(Reason.FAIL_OPEN_BREAKER) == Decision(
             allowed=True,
             remaining=1,
-            reset_time=NOW_S + 1 + FAIL_OPEN_RESET_S,
+            reset_time=NOW_S + 1 + 60,
             retry_after=0,
             reason=Reason.FAIL_OPEN_BREAKER,
             rule=None,
@@ -812,7 +812,7 @@ class TestSharedBuckets:
     ):
         node.shared.at_once = BreakerOpenError(5 * SECOND)
         at_once = node.limiter.check(check_of())
-        assert at_once[:5] == (True, 1, NOW_S + FAIL_OPEN_RESET_S, 0, Reason.FAIL_OPEN_BREAKER)
+        assert at_once[:5] == (True, 1, NOW_S + 60, 0, Reason.FAIL_OPEN_BREAKER)
         assert await node.wait(node.shared.at_once) == at_once
         assert (node.stats.allowed_total, node.stats.fail_open_breaker_total) == (2, 2)
         assert node.errors == []

@@ -146,7 +146,7 @@ class HeadReader:
             return _flawed((), Flaw.TOO_LARGE)
         head = self._like_model(fields) or self._judge(fields)
         if stands and head.flaw is None and len(block) <= _MAX_KEPT_BLOCK_BYTES:
-            self._keep(block, head)
+            self._keep(block, head)  # equivalent: what is not kept is read again
         if not stands and head.model is not None and self._only_last_varies(head):
             decoder.expect_another(block, fields)
         return head

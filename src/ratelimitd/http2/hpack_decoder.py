@@ -213,7 +213,7 @@ class Decoder:
             return None
         string = block[len(lead) :]
         size = len(string) - 1
-        if not 0 <= size <= _MAX_SHORT_BYTES:
+        if not 0 <= size <= _MAX_SHORT_BYTES:  # equivalent: what is not read here, decode reads
             return None
         value = string[1:]
         if string[0] == 0x80 | size:

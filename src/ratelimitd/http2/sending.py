@@ -268,6 +268,7 @@ class Sender:
                 "the initial window makes that of a stream too large",
             )
         self.frame(frames.SETTINGS_ACK)
+        # equivalent: no size is negative, so any number below 0 does
         self._unary_bytes = -1 if self._table_update_is_due else self._longest_unary()
         self._waiting = {
             stream_id: stream

@@ -62,7 +62,8 @@ class Spends:
         self._until_us = 0  # until then a spend belongs to the last run
         self._window_us = rule.window_us
         self._rate = rule.limit if rule.algorithm is Algorithm.TOKEN_BUCKET else 0
-        self._missing = 0  # from a bucket that was full at first; a token is window_us units, a µs refills rate of them
+        # From a bucket that was full at first; a token is window_us units, a µs refills rate of them.
+        self._missing = 0  # equivalent: the first spend sets it
         self.tokens = 0
         self.latest_us = 0
 

@@ -3,6 +3,7 @@ import errno
 import itertools
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -492,6 +493,26 @@ class TestBase:
         await node.reset(b"ada")
         monkeypatch.undo()
         assert node_of().spent(b"ada", b"bob", b"eve") == [0, 6, 7]
+
+
+class TestWriter:
+    async def test_one_thread_writes_so_appends_stay_in_order(self, node_of, monkeypatch):
+        node, threads, released = node_of(), [], threading.Event()
+        append = snapshot.Appender.append
+
+        def appended(log, data, *, durable=False):
+            threads.append(threading.current_thread().name)
+            released.wait(10)
+            return append(log, data, durable=durable)
+
+        monkeypatch.setattr(snapshot.Appender, "append", appended)
+        resets = [asyncio.ensure_future(node.reset(name)) for name in (b"a", b"b")]
+        for _ in range(10):
+            await asyncio.sleep(0)  # both are asked for before the first is done
+        released.set()
+        await asyncio.gather(*resets)
+        assert len(threads) == 2
+        assert len(set(threads)) == 1
 
 
 class TestDrain:

@@ -201,6 +201,13 @@ def test_a_head_with_a_flaw_is_not_kept():
     assert not blocks.reader.kept
 
 
+def test_a_block_that_resizes_the_table_and_adds_to_it_is_not_kept():
+    reader = HeadReader(16_384)
+    resized, added = b"\x3f\xe1\x1f", b"\x40\x01x\x01v"  # to 4,096 octets, RFC 7541 §6.3 and §6.2.1
+    assert reader.read(resized + b"\x83\x86\x84" + added).flaw is None
+    assert not reader.kept
+
+
 def test_a_long_block_is_not_kept():
     reader = HeadReader(16_384)
     plain = b"\x83\x86\x84"

@@ -16,7 +16,9 @@ from ratelimitd.http2.events import (
     TrailersReceived,
     WindowOpened,
 )
+from ratelimitd.http2.headers import static_block
 from ratelimitd.http2.limits import ALLOWANCES, Limits
+from ratelimitd.http2.sending import UnaryAnswer
 from tests.http2_peer import (
     ACK,
     CANCEL,
@@ -59,6 +61,7 @@ from tests.http2_peer import (
 )
 
 RESPONSE = ((b":status", b"200"),)
+ANSWER = UnaryAnswer(static_block(RESPONSE), static_block([(b"grpc-status", b"0")]))
 
 
 def peer(**limits):
@@ -730,6 +733,25 @@ def test_a_flood_ends_the_connection_at_its_bound_and_the_answers_stay_in_propor
     assert client.connection.ended is None
     assert ends(client, flood(burst)) == (ENHANCE_YOUR_CALM, cause.value)
     assert len(client.sent) <= burst + 2
+
+
+def test_data_that_carries_something_makes_up_for_as_much_that_carries_nothing():
+    client = peer()
+    open_stream(client)
+    burst = ALLOWANCES[Cause.EMPTY_DATA_FLOOD].burst
+    client.feed(*[data(1, b"x")] * 50, *[data(1)] * (burst + 50))
+    assert client.connection.ended is None
+    assert ends(client, data(1)) == (ENHANCE_YOUR_CALM, "empty_data_flood")
+
+
+def test_answered_checks_make_up_for_two_pings_each():
+    client = peer()
+    client.feed(*(client.post(number) for number in range(1, 100, 2)))
+    for number in range(1, 100, 2):
+        client.connection.send_unary(number, ANSWER, b"")
+    client.feed(*(FLOODS[Cause.PING_FLOOD](number) for number in range(1_000 + 2 * 50)))
+    assert client.connection.ended is None
+    assert ends(client, FLOODS[Cause.PING_FLOOD](0)) == (ENHANCE_YOUR_CALM, "ping_flood")
 
 
 def test_a_flood_of_requests_over_the_maximum_ends_the_connection():

@@ -181,6 +181,14 @@ def test_what_was_allowed_before_the_first_word_belongs_to_whatever_bucket_there
     assert LocalView(RULE, None).freeze().generation is None
 
 
+def test_an_edit_that_leaves_the_limit_forgives_nothing_of_several_windows():
+    own = view()
+    for window in range(3):
+        assert own.check_alone(NOW + window * 10 * S, 90)[0]
+    own.hear(shared(rule=replace(RULE, revision=2)))
+    assert (own.unsent.tokens, own.forgiven) == (270, 0)
+
+
 def test_what_a_reset_has_dropped_on_its_way_is_forgiven():
     own = view()
     own.check_alone(NOW, 5)

@@ -57,6 +57,7 @@ local function make_sliding_window()
       -- Every two neighbours become one, at the later time; an odd last one stays as it is.
       entries = string.gsub(entries, PAIR, '%1')
     end
+    -- equivalent: entries mean the same before and after, so the sum may be one less or more
     if base > 0 and sum_of(entries, #entries / 16) > MAX_SUM then
       local rebased = {}
       for entry = 1, #entries / 16 do
