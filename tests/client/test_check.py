@@ -13,10 +13,11 @@ CHECKS = st.builds(
     Check,
     TEXT,
     st.sampled_from(["user", "api_key"]),
-    TEXT.filter(lambda endpoint: endpoint != "*"),
+    TEXT.filter(lambda endpoint: endpoint not in {"*", "**"}),
     st.integers(1, 2**31 - 1),
     st.integers(0, 2**63 - 1),
     st.booleans(),
+    st.dictionaries(st.sampled_from(["tenant", "org_1", "model"]), TEXT, max_size=3),
 )
 
 
@@ -28,6 +29,10 @@ def contract(check):
         tokens_requested=check.cost,
         timestamp=check.timestamp,
         peek=check.peek,
+        also=[
+            pb.Identity(identifier_type=kind, identifier=identifier)
+            for kind, identifier in check.also.items()
+        ],
     )
 
 

@@ -94,6 +94,15 @@ def test_many_checks_are_decided_in_their_order(limiter):
     assert [decision.allowed for decision in decisions] == [True, True, False]
 
 
+def test_a_check_counts_for_all_its_identities_or_for_none(limiter):
+    limiter.limit("*", "tenant", limit=3)
+    assert limiter.check("alice", "user", "/x", also={"tenant": "acme"}).remaining_tokens == 1
+    assert limiter.check("bob", "user", "/x", cost=2, also={"tenant": "acme"}).limit == 2
+    denied = limiter.check("carol", "user", "/x", also={"tenant": "acme"})
+    assert (denied.allowed, denied.limit) == (False, 3)
+    assert limiter.check("carol", "user", "/x", cost=2).allowed
+
+
 async def test_the_fake_for_asyncio_does_the_same():
     async with AsyncFakeRateLimiter() as limiter:
         limiter.limit("/x", "user", limit=1)

@@ -368,3 +368,18 @@ async def test_a_rule_with_several_limits_is_kept_and_its_list_edited(store):
     newest, older, oldest = await store.audit("", None, 10)
     assert "limits" not in newest.after
     assert newest.before["limits"] == older.after["limits"] == oldest.after["limits"]
+
+
+async def test_a_rule_is_for_types_that_are_declared(open_store):
+    async with open_store() as store:
+        for wrong in ("tenant", "tenant+user"):
+            with pytest.raises(RuleInvalidError, match="identifier_type"):
+                await store.create(replace(ORDERS, identifier_type=wrong), ME)
+    async with open_store(types=("user", "tenant")) as store:
+        rule = await store.create(replace(ORDERS, identifier_type="tenant+user"), ME)
+        await store.create(replace(ORDERS, identifier_type="all", endpoint="**"), ME)
+    async with open_store() as store:
+        assert (await store.update(rule.id, RuleChanges(limit=5), "", ME)).limit == 5
+        with pytest.raises(RuleInvalidError, match="identifier_type"):
+            await store.update(rule.id, RuleChanges(identifier_type="org"), "", ME)
+        assert len(await store.page("", "", None, 10)) == 2

@@ -130,6 +130,7 @@ async def test_a_field_of_the_wrong_wire_type_is_unknown_so_the_field_is_missing
         ({"identifier_type": "tenant"}, "identifier_type"),
         ({"identifier_type": "u" * 51}, "identifier_type"),
         ({"endpoint": ""}, "endpoint"),
+        ({"identifier_type": "ip+user"}, "identifier_type"),
         ({"endpoint": "*"}, "endpoint"),
         ({"endpoint": "e" * 256}, "endpoint"),
         ({"endpoint": "/a\n"}, "endpoint"),
@@ -148,9 +149,60 @@ async def test_a_malformed_field_of_a_check_or_reset_is_refused_and_named(unharm
     assert await refusal(unharmed, RESET, check(**fields)) == (INVALID, [named])
 
 
+def also(*identities):
+    return [pb.Identity(identifier_type=kind, identifier=named) for kind, named in identities]
+
+
+@pytest.mark.parametrize(
+    ("further", "named"),
+    [
+        (also(("ip", "::1"), ("ip", "::2")), ["also[1].identifier_type"]),
+        (also(("user", "v")), ["also[0].identifier_type"]),
+        (also(("tenant", "t")), ["also[0].identifier_type"]),
+        (also(("api_key+ip", "t")), ["also[0].identifier_type"]),
+        (also(("all", "t")), ["also[0].identifier_type"]),
+        (also(("ip", "no address"), ("", "")), ["also[0].identifier", "also[1].identifier", "also[1].identifier_type"]),
+        (also(("api_key", "i" * 257)), ["also[0].identifier"]),
+        (also(*[("ip", "::1")] * 8), ["also"]),
+    ],
+)  # fmt: skip
+async def test_a_malformed_further_identity_is_refused_and_named(unharmed, further, named):
+    assert await refusal(unharmed, CHECK, check(also=further)) == (INVALID, named)
+    reset = pb.ResetRequest(identifier="u", identifier_type="user", endpoint="/a", also=further)
+    assert await refusal(unharmed, RESET, reset) == (INVALID, named)
+    batch = pb.BatchRateLimitRequest(requests=[check(also=further)])
+    (answer,) = (await unharmed.checks.CheckRateLimitBatch(batch)).responses
+    assert answer.reason == pb.INVALID_REQUEST
+    assert answer.error.startswith(f"requests[0].{named[0]}: ")
+
+
+async def test_an_identifier_that_is_no_utf8_is_named_by_its_identity(unharmed):
+    data = check().SerializeToString() + field(7, field(1, b"api_key") + field(2, b"\xff"))
+    assert await refusal(unharmed, CHECK, data) == (INVALID, ["also[0].identifier"])
+
+
+async def test_the_endpoint_of_the_rule_over_all_is_none_of_a_check(unharmed):
+    assert await refusal(unharmed, CHECK, check(endpoint="**")) == (INVALID, ["endpoint"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"identifier": "u"}, ["identifier"]),
+        ({"also": also(("ip", "::1"))}, ["also"]),
+        ({"endpoint": "*"}, ["endpoint"]),
+    ],
+)
+async def test_a_reset_of_everybody_names_nobody(unharmed, fields, named):
+    reset = pb.ResetRequest(**{"identifier_type": "all", "endpoint": "/a", **fields})
+    assert await refusal(unharmed, RESET, reset) == (INVALID, named)
+
+
 async def test_every_malformed_field_of_a_check_is_named_at_once(unharmed):
-    message = pb.RateLimitRequest(endpoint="*", tokens_requested=-1)
-    expected = ["identifier", "identifier_type", "endpoint", "tokens_requested"]
+    message = pb.RateLimitRequest(endpoint="*", tokens_requested=-1, also=also(("ip", "")))
+    expected = [
+        "identifier", "identifier_type", "endpoint", "tokens_requested", "also[0].identifier",
+    ]  # fmt: skip
     assert await refusal(unharmed, CHECK, message) == (INVALID, expected)
 
 
@@ -288,6 +340,11 @@ async def test_an_overflowing_cost_inside_a_batch_is_a_malformed_item(unharmed):
         ({"identifier_type": ""}, "identifier_type"),
         ({"identifier_type": "IP"}, "identifier_type"),
         ({"identifier_type": "u" * 51}, "identifier_type"),
+        ({"identifier_type": "tenant"}, "identifier_type"),
+        ({"identifier_type": "tenant+user"}, "identifier_type"),
+        ({"identifier_type": "user+user"}, "identifier_type"),
+        ({"identifier_type": "all+user"}, "identifier_type"),
+        ({"identifier_type": "user+"}, "identifier_type"),
         ({"endpoint": ""}, "endpoint"),
         ({"endpoint": "e" * 256}, "endpoint"),
         ({"endpoint": "/b\t"}, "endpoint"),

@@ -364,3 +364,34 @@ async def asked(client, line):
     return await client.request(
         "POST" if given.d else "GET", path, content=given.d, headers=headers
     )
+
+
+async def test_a_check_may_count_for_several_identities_on_a_node_that_declares_their_types():
+    rules = [
+        {**RULE, "id": "", "identifier_type": "user+tenant", "limit": 9},
+        {**RULE, "id": "", "identifier_type": "tenant", "limit": 3},
+        {**RULE, "id": "", "identifier_type": "all", "endpoint": "**", "limit": 5},
+    ]
+    asked = {**A_CHECK, "also": [{"identifierType": "tenant", "identifier": "acme"}]}
+    async with (
+        running_node(clock=ManualClock(), identifier_types="tenant") as node,
+        httpx.AsyncClient(base_url=f"http://{node.http_address}") as client,
+    ):
+        made = [(await client.post(CREATE, json={"rate_limit": rule})).json() for rule in rules]
+        assert [rule["identifier_type"] for rule in made] == ["tenant+user", "tenant", "all"]
+        answers = [(await client.post(CHECK, json=asked)).json() for _ in range(4)]
+        assert [answer["allowed"] for answer in answers] == [True, True, True, False]
+        assert [one["identifier_type"] for one in answers[-1]["limits"]] == [
+            "tenant", "tenant+user", "all",
+        ]  # fmt: skip
+        for also in (
+            [{"identifier_type": "org", "identifier": "x"}],
+            [{"identifier_type": "tenant", "identifier": "x"}] * 2,
+            [{"identifier_type": "tenant", "identifier": "x", "plan": "y"}],
+            ["tenant"],
+            {},
+        ):
+            answer = await client.post(CHECK, json={**asked, "also": also})
+            assert answer.status_code == 400
+            (violation,) = answer.json()["details"][1]["debug"]["field_violations"]
+            assert violation["field"].startswith("also")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd import limiter as limiter_module
-from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.keys import BucketKeys, joined
 from ratelimitd.buckets.snapshot_format import unpack
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import MAX_RULE_LABELS, OTHER_RULES, CheckStats
@@ -1035,3 +1035,88 @@ class TestSeveralLimits:
         node.put(replace(ORDERS, name="day", limit=12, window_seconds=86_400))
         assert node.check(cost=3).remaining == 0
         assert not node.check().allowed
+
+
+class TestSeveralIdentities:
+    """A check counts for the identities it names, and for everybody."""
+
+    TENANT = replace(ORDERS, id="tenant", identifier_type="tenant", limit=15)
+    BOTH = replace(ORDERS, id="both", identifier_type="tenant+user", limit=2)
+    EVERYBODY = replace(ORDERS, id="everybody", identifier_type="all", limit=18)
+    OVERALL = replace(ORDERS, id="overall", endpoint="**", limit=12)
+    ACME, OTHER = (("tenant", b"acme"),), (("tenant", b"other"),)
+
+    def judged(self, answer):
+        return [one.rule.id for one in answer.limits]
+
+    def test_every_rule_that_the_identities_make_judges_it(self):
+        node = Node(ORDERS, self.TENANT, self.BOTH, self.EVERYBODY, self.OVERALL)
+        answer = node.check(also=(*self.ACME, ("ip", b"::1")))
+        assert self.judged(answer) == ["both", "orders", "overall", "tenant", "everybody"]
+        assert self.judged(node.check()) == ["orders", "overall", "everybody"]
+
+    def test_what_one_denies_is_charged_to_none(self):
+        node = Node(ORDERS, self.TENANT, self.EVERYBODY)
+        assert node.check(b"ada", cost=9, also=self.ACME).allowed
+        denied = node.check(b"bob", cost=7, also=self.ACME)
+        assert (denied.allowed, denied.rule, denied.remaining) == (False, self.TENANT, 6)
+        assert node.check(b"bob", cost=9, also=self.OTHER).allowed
+        assert node.check(b"bob", also=self.OTHER).rule is self.EVERYBODY
+
+    def test_a_combination_has_a_bucket_of_its_own(self):
+        node = Node(self.BOTH)
+        for user, tenant in ((b"ada", b"acme"), (b"ada", b"other"), (b"bob", b"acme")):
+            asked = [node.check(user, also=(("tenant", tenant),)).allowed for _ in range(3)]
+            assert asked == [True, True, False]
+        assert node.check(b"ada").reason is Reason.NO_RULE
+        turned = Check(b"acme", "tenant", "/orders", also=((USER, b"ada"),))
+        assert not node.limiter.check(turned).allowed
+
+    def test_the_rule_over_all_endpoints_has_one_bucket(self):
+        node = Node(self.OVERALL)
+        assert [node.check(endpoint=f"/{number}").remaining for number in range(3)] == [11, 10, 9]
+
+    def test_everybody_shares_one_bucket_on_each_endpoint(self):
+        node = Node(replace(self.EVERYBODY, endpoint="*"))
+        assert [node.check(name).remaining for name in (b"ada", b"bob")] == [17, 16]
+        assert node.check(endpoint="/else").remaining == 17
+
+    def test_a_disabled_rule_judges_nothing(self):
+        node = Node(
+            ORDERS, replace(self.EVERYBODY, enabled=False), replace(self.OVERALL, enabled=False)
+        )
+        assert node.check().limits == ()
+
+    async def test_a_reset_is_of_one_bucket(self):
+        node = Node(ORDERS, self.BOTH, self.EVERYBODY, self.OVERALL)
+        node.check(also=self.ACME)
+        for kind, identifier, endpoint, rule in (
+            ("tenant+user", joined([b"acme", b"ada"]), "/orders", self.BOTH),
+            ("all", b"", "/orders", self.EVERYBODY),
+            (USER, b"ada", "**", self.OVERALL),
+        ):
+            assert await node.limiter.reset(identifier, kind, endpoint) == (rule,)
+        answer = node.check(cost=2, also=self.ACME)
+        assert {one.rule.id: one.remaining for one in answer.limits} == {
+            "both": 0, "orders": 7, "everybody": 16, "overall": 10,
+        }  # fmt: skip
+
+    def test_who_is_denied_is_told_by_the_identifier_of_the_bucket(self):
+        node = Node(
+            replace(ORDERS, limit=3), replace(self.BOTH, limit=1), replace(self.EVERYBODY, limit=4)
+        )
+        for _ in range(2):
+            node.check(also=self.ACME)
+        node.check(cost=3)
+        node.check(b"bob", cost=3)
+        node.check(b"eve")
+        assert [(identifier, scope.rule.id) for identifier, scope in node.denied] == [
+            (joined([b"acme", b"ada"]), "both"), (b"ada", "orders"), (b"", "everybody"),
+        ]  # fmt: skip
+
+    def test_a_check_of_many_identities_can_be_foreseen(self):
+        node = Node(ORDERS, self.TENANT)
+        node.check(b"ada", cost=9, also=self.ACME)
+        check = Check(b"bob", USER, "/orders", 7, also=self.ACME)
+        assert node.limiter.all_pass([check], node.clock.now_us()) is False
+        assert node.limiter.all_pass([check._replace(cost=6)], node.clock.now_us()) is True

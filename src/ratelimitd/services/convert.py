@@ -134,11 +134,10 @@ def target_of(message: WireReset, identities: Identities = CONTRACT_IDENTITIES) 
         text = f"must be empty: {EVERYBODY} is everybody"
         violations = [FieldViolation(name, text) for name in given if given[name]]
     else:
-        violations = [
-            *_identity_violations(message, identities),
-            *_further_violations(message, identities),
-        ]
+        violations = [*_identity_violations(message, identities)]
     violations += _violations("endpoint", _bucket_endpoint, message.endpoint)
+    if not is_everybody:
+        violations += _further_violations(message, identities)
     if violations:
         raise CheckInvalidError(*violations)
     endpoint = _bucket_endpoint(message.endpoint)

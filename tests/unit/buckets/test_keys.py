@@ -10,6 +10,8 @@ from ratelimitd.buckets.keys import (
     SCOPE_BYTES,
     STORED_KEY_BYTES,
     BucketKeys,
+    joined,
+    taken_apart,
 )
 from ratelimitd.model import INT32_MAX, Algorithm, IdentifierType, Rule
 
@@ -147,3 +149,12 @@ def test_nodes_with_one_admin_token_have_one_digest_of_it():
     assert digest != keys.admin_token_digest("another")
     assert digest != BucketKeys(b"x" * 16).admin_token_digest("token")
     assert keys.admin_token_digest("") == ""
+
+
+@given(st.lists(st.binary(min_size=1, max_size=256), min_size=1, max_size=8))
+def test_identifiers_that_were_joined_are_taken_apart(given):
+    assert list(taken_apart(joined(given), len(given))) == given
+
+
+def test_nobody_is_joined_to_nothing():
+    assert (joined([]), taken_apart(b"", 0)) == (b"", [])

@@ -32,6 +32,24 @@ def test_the_request_is_what_was_typed(ask, node):
     )
 
 
+def test_further_identities_are_sent(ask, node):
+    for count in ("1", "2"):
+        ask(*ALICE, "--also", "tenant=acme", "--also", "ip=::1", "--count", count)
+    for seen in node.seen:
+        requests = getattr(seen.request, "requests", [seen.request])
+        assert {(one.identifier_type, one.identifier) for one in requests[0].also} == {
+            ("tenant", "acme"), ("ip", "::1"),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("also", [["tenant"], ["ip=::1", "--also", "ip=::2"]])
+def test_a_further_identity_without_a_type_of_its_own_is_status_2(ask, node, also):
+    ended = ask(*ALICE, "--also", *also)
+    assert ended.status == 2
+    assert "--also must be TYPE=IDENTIFIER, each TYPE once" in ended.err
+    assert not node.seen
+
+
 def test_json_is_the_message(ask):
     answer = json.loads(ask(*ALICE, "--json").out)
     assert answer["allowed"] is True

@@ -143,3 +143,13 @@ def test_a_reset_names_the_bucket(ask, node, options, out):
     assert node.seen[0].request == pb.ResetRequest(
         identifier="192.0.2.7", identifier_type="ip", endpoint="/login"
     )
+
+
+def test_a_reset_of_a_combination_names_all_of_it(ask, node):
+    assert ask("reset", "user", "ada", "**", "--also", "ip=::1").status == 0
+    assert node.seen[0].request == pb.ResetRequest(
+        identifier="ada",
+        identifier_type="user",
+        endpoint="**",
+        also=[pb.Identity(identifier_type="ip", identifier="::1")],
+    )

@@ -2,8 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ratelimitd.buckets.keys import joined
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm, Rule
 from ratelimitd.observe.denials import (
     HALF_LIFE_S,
     MAX_PENDING,
@@ -20,8 +21,9 @@ class Node:
         self.denials = Denials(self.stats, digest=lambda name, kind: f"{kind}:{len(name)}")
 
     def deny(self, name=b"ada.lovelace", endpoint="/a", identifier_type="user", times=1):
-        kind = IdentifierType(identifier_type)
-        rule = Rule("1", "*", kind, limit=1, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET)
+        rule = Rule(
+            "1", "*", identifier_type, limit=1, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET
+        )
         for _ in range(times):
             self.stats.blocked_total += 1
             self.denials.note((name, SimpleNamespace(endpoint=endpoint, rule=rule)))
@@ -105,3 +107,12 @@ def test_one_name_of_two_types_is_two_identifiers(node):
     node.deny(b"10.0.0.1", identifier_type="user")
     node.denials.fold()
     assert {one.identifier_type for one in node.denials.top_identifiers()} == {"ip", "user"}
+
+
+def test_a_combination_is_told_by_its_names_unless_one_is_an_api_key(node):
+    node.deny(joined([b"192.0.2.7", b"ada"]), identifier_type="ip+user")
+    node.deny(joined([b"sk_live_0123456789", b"ada"]), identifier_type="api_key+user")
+    node.deny(b"", identifier_type="all")
+    node.denials.fold()
+    told = {one.identifier_type: one.name for one in node.denials.top_identifiers(named=True)}
+    assert told == {"ip+user": "192.0.2.7+ada", "api_key+user": "", "all": "all"}

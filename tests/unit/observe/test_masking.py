@@ -1,5 +1,6 @@
 import pytest
 
+from ratelimitd.buckets.keys import joined
 from ratelimitd.model import IdentifierType
 from ratelimitd.observe.logs import masked
 
@@ -24,3 +25,11 @@ def test_only_the_beginning_is_shown(identifier, identifier_type, expected):
 
 def test_what_is_no_text_is_masked_all_the_same():
     assert masked(b"\xff" * 8, IdentifierType.USER) == "\ufffd\ufffd…"
+
+
+def test_each_identifier_of_a_combination_is_masked():
+    assert masked(joined([b"203.0.113.77", b"ada.lovelace"]), "ip+user") == "203.0.…+ada…"
+
+
+def test_everybody_has_no_identifier():
+    assert masked(b"", "all") == "all"

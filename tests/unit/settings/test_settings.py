@@ -112,6 +112,7 @@ def test_everything_that_is_wrong_is_named_at_once():
             {"CONSISTENCY": "strict", "ON_BREAKER_OPEN": "local", "REDIS_URL": "redis://host"},
             "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because",
         ),
+        ({"ENVOY_IDENTIFIERS": "org=tenant"}, "ENVOY_IDENTIFIERS: each TYPE must be user,"),
         ({"TLS_KEY": "k"}, "TLS_CERT and TLS_KEY are set together"),
         ({"TLS_CLIENT_CA": "ca"}, "TLS_CLIENT_CA needs TLS_CERT"),
         ({"ADMIN_SANS": "ops"}, "need TLS_CLIENT_CA"),
@@ -255,3 +256,10 @@ def test_loopback_as_a_credential_is_warned_of(flags, warning):
     lines = Settings.load({}, flags).warnings
     assert len(lines) == (warning is not None)
     assert all(warning in line for line in lines)
+
+
+def test_identifier_types_are_declared_beside_those_of_the_contract():
+    settings = Settings.load(
+        {"RATELIMITD_IDENTIFIER_TYPES": "tenant,model"}, {"ENVOY_IDENTIFIERS": "org=tenant"}
+    )
+    assert settings.known_types == ("user", "ip", "api_key", "tenant", "model")
