@@ -292,6 +292,7 @@ class Node:
                 refused=self.stats.web_refusal,
                 ratelimit_headers=self._settings.ratelimit_headers,
                 queue=self._queue,
+                types=self._settings.known_types,
             )
         )
         # Ends the streams of open pages, which would delay the drain.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
@@ -27,8 +27,10 @@ ACTOR: Final = "RULES_FILE"
 """Who the audit trail names."""
 
 
-async def seed_new_book(store: RuleStore, path: Path) -> int:
+async def seed_new_book(store: RuleStore, path: Path, types: Collection[str] | None = None) -> int:
     """Write the rules of ``path`` if the store never had one, whole; returns how many were written.
+
+    ``types`` are the identifier types that rules may have, or be made of.
 
     Raises:
         StartupError: the file cannot be read, or a rule in it is wrong; the line names file, rule and field.
@@ -37,7 +39,7 @@ async def seed_new_book(store: RuleStore, path: Path) -> int:
     if await store.revision():
         return 0  # the file need not even be there; what decides is asked again in the transaction
     try:
-        drafts = parse_rules(await asyncio.to_thread(_read, path))
+        drafts = parse_rules(await asyncio.to_thread(_read, path), types)
     except OSError as error:
         message = f"RULES_FILE {path} cannot be read: {error.strerror}"
         raise StartupError(message) from error
@@ -70,6 +72,7 @@ class StoreOpening:
         *,
         may_create: Callable[[], bool],
         rules_file: Path | None,
+        types: Collection[str] | None = None,
         bucket_key: BucketKey | None,
         shared_key: bytes | None = None,
     ) -> None:
@@ -77,6 +80,7 @@ class StoreOpening:
         self._database_url = database_url
         self._may_create = may_create
         self._rules_file = rules_file
+        self._types = types
         self._bucket_key = bucket_key
         self._shared_key = shared_key
         self._was_tried = False
@@ -109,7 +113,7 @@ class StoreOpening:
             # Other nodes may be of an older release, and their operator decides when that is no longer so.
             await migrations.require_current(self._database_url)
         if self._rules_file is not None:
-            written = await seed_new_book(self._store, self._rules_file)
+            written = await seed_new_book(self._store, self._rules_file, self._types)
             if written:
                 _log.info("seeded the new rule book with %d rules", written)
         if self._bucket_key is not None:
@@ -134,6 +138,7 @@ def feed_of(
         # A database that is missing while the last good book is in force is lost, and an empty one would allow all.
         may_create=lambda: feed.book is None,
         rules_file=settings.rules_file,
+        types=settings.known_types,
         bucket_key=bucket_key,
         shared_key=settings.key_secret if settings.redis_url else None,
     )

@@ -11,7 +11,7 @@ entries (20 µs) instead of two of 100,000 (several ms, during which no check wo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, Self
 
@@ -111,6 +111,11 @@ class RuleBook:
 
     def __len__(self) -> int:
         return self._types.total()
+
+    @property
+    def types(self) -> Collection[str]:
+        """The identifier types of the rules."""
+        return self._types.keys()
 
     def parts(self) -> list[object]:
         """Return the dicts of the book, so that the owner can free them in steps."""

@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, NoReturn
 
 import yaml
@@ -84,8 +84,10 @@ _CONSTANTS: Final[dict[str, bool | None]] = {
 Scalar = str | int | bool | None
 
 
-def parse_rules(data: bytes) -> tuple[RuleDraft, ...]:
+def parse_rules(data: bytes, types: Collection[str] | None = None) -> tuple[RuleDraft, ...]:
     """Return the rules of a file in its order; a given id is in lower case.
+
+    ``types`` are the identifier types that rules may have, or be made of.
 
     Raises:
         RuleInvalidError: names every violated field by its place, such as ``rules[3].limit``; ``rules`` stands for the
@@ -96,7 +98,7 @@ def parse_rules(data: bytes) -> tuple[RuleDraft, ...]:
     except YamlError as error:
         _refuse(str(error))
     violations: list[FieldViolation] = []
-    drafts = [_draft(index, item, violations) for index, item in enumerate(_items(document))]
+    drafts = [_draft(index, item, violations, types) for index, item in enumerate(_items(document))]
     violations += _duplicates(drafts)
     if violations:
         raise RuleInvalidError(*violations)
@@ -158,7 +160,9 @@ def _items(document: Node) -> list[Node]:
     return items
 
 
-def _draft(index: int, item: Node, violations: list[FieldViolation]) -> RuleDraft | None:
+def _draft(
+    index: int, item: Node, violations: list[FieldViolation], types: Collection[str] | None
+) -> RuleDraft | None:
     """Return the draft of an item, ``None`` if it has errors, which are added to ``violations``."""
     place = f"{RULES_KEY}[{index}]"
     found: list[FieldViolation] = []
@@ -178,7 +182,7 @@ def _draft(index: int, item: Node, violations: list[FieldViolation]) -> RuleDraf
     first = {name: getattr(limits[0], name) for name in FIRST_LIMIT} if limits else {}
     draft = RuleDraft(**{**_PLACEHOLDERS, **first, **typed}, limits=limits)
     draft = dataclasses.replace(draft, identifier_type=in_order(draft.identifier_type))
-    found += _value_violations(place, draft, item)
+    found += _value_violations(place, draft, item, types)
     violations += found
     return None if found else _normal(dataclasses.replace(draft, id=draft.id.lower()))
 
@@ -233,11 +237,13 @@ def _typed(
     return typed
 
 
-def _value_violations(place: str, draft: RuleDraft, item: Node) -> list[FieldViolation]:
+def _value_violations(
+    place: str, draft: RuleDraft, item: Node, types: Collection[str] | None
+) -> list[FieldViolation]:
     """Return what the node's own validation finds, by place in the file."""
     fields: Any = item.value
     try:
-        validated(draft, rule_id=draft.id, revision=0)
+        validated(draft, rule_id=draft.id, revision=0, types=types)
     except RuleInvalidError as error:
         names = [(path.removeprefix("rate_limit."), text) for path, text in error.violations]
         return [

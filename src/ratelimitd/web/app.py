@@ -10,7 +10,15 @@ import asyncio
 import inspect
 import ipaddress
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol, TypeVar
@@ -273,6 +281,8 @@ class Parts:
     """Revision of the ``RateLimit`` fields."""
     queue: FairQueue
     """Reads and writes large JSON in turn with the large calls of gRPC."""
+    types: Sequence[str]
+    """Identifier types that requests may name."""
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -306,8 +316,8 @@ def application(parts: Parts) -> ASGIApp:
         *overview.routes(),
         static.route(),
         *LoginPages(frame, sessions, parts.refused, parts.holds_admin_token).routes(),
-        *RulesPages(frame, services, parts.book, trail).routes(),
-        *TryPage(frame, services, parts.now_s).routes(),
+        *RulesPages(frame, services, parts.book, trail, types=parts.types).routes(),
+        *TryPage(frame, services, parts.now_s, parts.types).routes(),
         *audit_routes(frame, trail),
         *api.routes(),
     ]

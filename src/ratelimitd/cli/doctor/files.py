@@ -156,7 +156,7 @@ def check_rules_file(settings: Settings) -> Iterator[Finding]:
         return
     try:
         with path.open("rb") as file:
-            found = len(parse_rules(file.read(MAX_FILE_BYTES + 1)))
+            found = len(parse_rules(file.read(MAX_FILE_BYTES + 1), settings.known_types))
     except OSError as error:
         yield problem(
             "RULES_FILE", f"cannot read {path}: {error.strerror}", "give the path of a file"

@@ -36,6 +36,7 @@ from ratelimitd.errors import (
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
+from ratelimitd.model import types_within
 from ratelimitd.observe.node_status import decode
 from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
@@ -389,6 +390,13 @@ async def check_database(settings: Settings) -> AsyncIterator[Finding]:
             else "ratelimitd rules apply -f rules.yaml; until then every check is allowed"
         )
         yield Finding(DATABASE_AREA, level, f"{url.place}: {rules}, can be written", remedy)
+        named = {part for kind in contents.types for part in types_within(kind)}
+        if undeclared := named.difference(settings.known_types):
+            kinds = ", ".join(sorted(undeclared))
+            what = f"rules for {kinds} decide nothing: no request can name an identifier type that is not declared"
+            yield warning(
+                DATABASE_AREA, what, f"add {kinds} to IDENTIFIER_TYPES, or delete the rules"
+            )
 
 
 def _missing_file(url: urls.SqliteFile) -> Finding | None:

@@ -284,10 +284,11 @@ class SqlRuleStore:
 
 
 class Contents(NamedTuple):
-    """The number of rules, and the revision of the last change."""
+    """The number of rules, the revision of the last change, and the identifier types that occur."""
 
     rules: int
     revision: int
+    types: Sequence[str]
 
 
 async def inspect(database_url: str) -> Contents:
@@ -302,7 +303,8 @@ async def inspect(database_url: str) -> Contents:
     try:
         async with database.reading() as connection:
             count = await connection.scalar(sa.select(sa.func.count()).select_from(rules))
-            contents = Contents(count or 0, await _current_revision(connection))
+            types = await connection.scalars(sa.select(rules.c.identifier_type).distinct())
+            contents = Contents(count or 0, await _current_revision(connection), types.all())
         async with database.writing() as connection:
             for statement in _writes_of_no_row():
                 await connection.execute(statement)

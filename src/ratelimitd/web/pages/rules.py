@@ -6,14 +6,14 @@ Never stores anything itself: :mod:`ratelimitd.web.pages.invoke` does, through t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import EVERYBODY, Algorithm, IdentifierType, Rule, types_within
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.audit import AuditTrail
@@ -30,7 +30,6 @@ from ratelimitd.web.pages.rule_changes import (
 )
 
 CHOICES: Final[Mapping[str, Any]] = {
-    "types": tuple(IdentifierType),
     "algorithms": tuple(Algorithm),
     "states": STATES,
 }
@@ -50,7 +49,10 @@ GONE: Final = (
 
 
 class RulesPages:
-    """The endpoints. ``book`` is the book of this moment, ``None`` while there is none."""
+    """The endpoints.
+
+    ``book`` is the book of this moment, ``None`` while there is none; ``types`` are those that requests may name.
+    """
 
     def __init__(
         self,
@@ -58,7 +60,10 @@ class RulesPages:
         services: ServiceCalls,
         book: Callable[[], RuleBook | None],
         trail: AuditTrail,
+        *,
+        types: Sequence[str] = tuple(IdentifierType),
     ) -> None:
+        self._types = types
         self._frame = frame
         self._services = services
         self._book = book
@@ -98,6 +103,7 @@ class RulesPages:
             revision=book.revision,
             loaded=self._book() is not None,
             done=DONE.get(request.query_params.get("done", ""), ""),
+            types=sorted({*self._types, *book.types}),
             **CHOICES,
         )
 
@@ -227,6 +233,12 @@ class RulesPages:
             rule=rule,
             address=f"/rules/{rule.id}" if rule else "/rules/new",
             **given,
+            types=(*self._types, EVERYBODY),
+            undeclared=[
+                kind for kind in types_within(rule.identifier_type) if kind not in self._types
+            ]
+            if rule
+            else [],
             **CHOICES,
         )
 

@@ -5,7 +5,7 @@ Identifiers are in forms only, never in an address: addresses stay behind in his
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
@@ -59,9 +59,16 @@ class CheckForm(NamedTuple):
 
 
 class TryPage:
-    """The endpoints. ``now_s`` is Unix time, for how long it is until a moment."""
+    """The endpoints. ``now_s`` is Unix time, for how long it is until a moment; ``types`` are those of checks."""
 
-    def __init__(self, frame: Frame, services: ServiceCalls, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        frame: Frame,
+        services: ServiceCalls,
+        now_s: Callable[[], float],
+        types: Sequence[str] = tuple(IdentifierType),
+    ) -> None:
+        self._types = types
         self._frame = frame
         self._services = services
         self._now_s = now_s
@@ -130,7 +137,7 @@ class TryPage:
             "try.html",
             status_code=status_code,
             form=form,
-            types=tuple(IdentifierType),
+            types=self._types,
             **given,
         )
 

@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+from dataclasses import replace
 from types import SimpleNamespace
 
 from ratelimitd.cli.doctor import stores
@@ -109,3 +110,17 @@ async def test_a_server_that_is_not_there_is_a_problem(unused_tcp_port):
     finding = await look(f"postgresql://u@127.0.0.1:{unused_tcp_port}/d")
     assert (finding.level, "cannot be reached" in finding.what) == ("problem", True)
     assert "operations" in finding.remedy
+
+
+async def test_rules_for_types_that_are_not_declared_are_told(tmp_path):
+    url = f"sqlite:///{tmp_path}/rules.db"
+    await upgrade(url)
+    async with store_at(url, types=("user", "tenant", "org")) as store:
+        for kind in ("user", "all", "org+tenant", "tenant"):
+            await store.create(replace(DRAFT, identifier_type=kind), "test")
+    settings = Settings.load({}, {"DATABASE_URL": url})
+    _, finding = [finding async for finding in check_database(settings)]
+    assert (finding.level, finding.remedy) == (
+        "warning",
+        "add org, tenant to IDENTIFIER_TYPES, or delete the rules",
+    )

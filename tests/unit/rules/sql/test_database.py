@@ -39,13 +39,13 @@ def url(request, tmp_path):
 
 async def test_rules_are_counted_and_nothing_is_changed(url):
     await upgrade(url)
-    assert await inspect(url) == Contents(rules=0, revision=0)
+    assert await inspect(url) == Contents(rules=0, revision=0, types=[])
     async with store_at(url) as store:
         for endpoint in ("/a", "/b"):
             rule = await store.create(RuleDraft(endpoint, "user", 1, 60, "token_bucket"), "test")
         await store.delete(rule.id, "", "test")
         secret = await store.secret("kept")
-        assert await inspect(url) == Contents(rules=1, revision=3)
+        assert await inspect(url) == Contents(rules=1, revision=3, types=["user"])
         assert await store.revision() == 3
         assert await store.secret("kept") == secret
         assert len((await store.changes_since(None)).changed) == 1

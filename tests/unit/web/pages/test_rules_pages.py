@@ -359,3 +359,25 @@ async def test_a_store_that_goes_away_while_a_rule_is_edited_is_told_with_the_in
     answer = await visitor.post(f"{address}/delete", hidden_in(page))
     assert answer.status_code == 503
     assert "the rule database is away" in answer.text
+
+
+async def test_a_rule_for_a_combination_is_made_and_one_that_no_request_can_name_is_told(tmp_path):
+    kept = {"database_url": f"sqlite:///{tmp_path}/rules.db"}
+    async with (
+        running_node(**kept, identifier_types="tenant") as node,
+        PageVisitor(node.http_address) as visitor,
+    ):
+        for kind in ("user+tenant", "all"):
+            await created(visitor, identifier_type=kind, endpoint="**")
+        assert {rule.identifier_type for rule in book_of(node).rules()} == {"tenant+user", "all"}
+        found = await visitor.get("/rules?type=tenant%2Buser")
+        assert "1–1 of 1 rule" in found.text
+        preview = await visitor.post(
+            "/rules/new", {**RULE, "endpoint": "**", "identifier_type": "ip", "step": "preview"}
+        )
+        assert "Checks of ip on all endpoints together" in preview.text
+    async with running_node(**kept) as node, PageVisitor(node.http_address) as visitor:
+        for rule in book_of(node).rules():
+            page = (await visitor.get(f"/rules/{rule.id}")).text
+            warned = "no request can name tenant, which is not among the IDENTIFIER_TYPES" in page
+            assert warned == (rule.identifier_type == "tenant+user")
