@@ -199,3 +199,11 @@ def test_what_is_no_configuration_is_refused(data, text):
 
 def test_a_domain_without_descriptors_has_no_rules():
     assert rules_of(import_config(b"domain: d", {})) == []
+
+
+def test_a_limit_for_each_pair_of_identities_is_one_for_their_combination():
+    found = imported(
+        entry("user", None, entry("remote_address", None, entry("path", "/a", **limit())))
+    )
+    (rule,) = found.rules
+    assert (rule.identifier_type, rule.endpoint) == ("ip+user", "d/path=/a")
