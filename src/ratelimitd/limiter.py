@@ -7,7 +7,7 @@ clock. A decision takes no await, no lock and no task; only checks that need the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
@@ -27,6 +27,7 @@ from ratelimitd.errors import (
 from ratelimitd.model import (
     ALLOWED,
     DENIED,
+    EVERYBODY,
     NO_RULE_REMAINING,
     US_PER_S,
     WITHIN_LIMIT,
@@ -147,8 +148,9 @@ _FIRST: Final = (0,)
 class Scope:
     """What all checks of one endpoint and the same identifier types have in common until the next rule book.
 
-    A scope is of the first limit that is judged; ``more`` are those of the others. ``counters`` are the rule's allowed
-    and blocked checks. ``endpoint`` is that of the bucket.
+    A scope is of one limit; ``several`` are those of all that are judged, in their order, unless that is one, enforced
+    and for the check's first identity. ``limits`` are theirs. ``counters`` are the rule's allowed and blocked checks.
+    ``endpoint`` is that of the bucket.
     """
 
     rule: Rule
@@ -159,17 +161,15 @@ class Scope:
     endpoint: str
     whose: tuple[int, ...] = _FIRST
     """Which of the check's identities the bucket is for, by their number; none is everybody."""
-    more: tuple[Scope, ...] = ()
     would_deny: list[int] | None = None
     """The counter of a limit that only observes."""
-    is_plain: bool = True
-    """Whether this is the only limit, enforced, and for the check's first identity."""
+    several: tuple[Scope, ...] = ()
+    limits: tuple[Limit, ...] = ()
 
-    def identifier(self, check: Check) -> bytes:
-        """Return the identifier that the bucket of a check is for."""
+    def identifier(self, identifiers: Sequence[bytes]) -> bytes:
+        """Return the identifier of the bucket, of a check with these."""
         if self.whose == _FIRST:
-            return check.identifier
-        identifiers = (check.identifier, *(identifier for _, identifier in check.also))
+            return identifiers[0]
         return joined([identifiers[number] for number in self.whose])
 
 
@@ -264,11 +264,16 @@ class Limiter:
     ) -> list[Decision | CheckInvalidError | None]:
         """Answer ``checks`` as :meth:`check` would in their order; answer i is to check i.
 
-        Checks of one identifier are decided together, as the specification asks. A check whose timestamp is refused
+        Checks of one identifier are decided together, as the specification asks, unless different identifiers may share
+        a bucket. A check whose timestamp is refused
         has its error for an answer; its neighbours do not notice.
         """
         answers: list[Decision | CheckInvalidError | None] = [None] * len(checks)
-        for index in sorted(range(len(checks)), key=lambda index: checks[index].identifier):
+        order: Iterable[int] = range(len(checks))
+        shares = self._book is not None and EVERYBODY in self._book.types
+        if not (shares or any(check.also for check in checks)):
+            order = sorted(order, key=lambda index: checks[index].identifier)
+        for index in order:
             try:
                 answers[index] = self.check(checks[index], now_us)
             except CheckInvalidError as error:
@@ -379,7 +384,7 @@ class Limiter:
             return self._remember_scope(self._book, endpoint, (identifier_type, *also))
 
     def _scope_of(self, check: Check) -> Scope | None:
-        also = tuple([kind for kind, _ in check.also]) if check.also else ()
+        also = tuple([kind for kind, _ in check.also])
         return self.scope(check.endpoint, check.identifier_type, also)
 
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
@@ -403,7 +408,11 @@ class Limiter:
         return outcome
 
     def _decide(self, check: Check, now_us: int) -> Decision | None:
-        scope = self._scope_of(check)
+        scope = (
+            self._scope_of(check)
+            if check.also
+            else self.scope(check.endpoint, check.identifier_type)
+        )
         if scope is None and self._book is None:
             return self._fail_open(Reason.FAIL_OPEN_ERROR)
         if check.timestamp:
@@ -412,8 +421,8 @@ class Limiter:
             self._stats.allowed_total += 1
             self._stats.no_rule_total += 1
             return _NO_RULE
-        if not scope.is_plain and self._own is not None:
-            return self._decide_several(self._own, check, (scope, *scope.more), now_us)
+        if scope.several:
+            return self._decide_several(check, scope, now_us)
         if not check.peek:
             outcome = self.charge(check.identifier, scope, now_us, check.cost)
             return None if outcome is None else Decision(*outcome[:5], scope.rule, scope.limit)
@@ -421,29 +430,50 @@ class Limiter:
         outcome = self._buckets.peek(key, scope.limit, scope.decide, now_us, check.cost)
         return None if outcome is None else self._counted(outcome, check.identifier, scope)
 
-    def _decide_several(
-        self, buckets: LocalBuckets, check: Check, scopes: Sequence[Scope], now_us: int
-    ) -> Decision:
-        judge = buckets.peek_all if check.peek else buckets.apply_all
-        outcomes = judge(_charges(check, scopes), now_us, check.cost)
-        limits = [scope.limit for scope in scopes]
-        first = deciding(limits, outcomes)
-        outcome = outcomes[first]
-        if passes(limits, outcomes):
+    def judge(
+        self,
+        identifiers: Sequence[bytes],
+        scope: Scope,
+        now_us: int,
+        cost: int,
+        *,
+        peek: bool = False,
+    ) -> tuple[int, Outcome, Sequence[Outcome]]:
+        """Answer one check of a scope with several; as :meth:`charge`, for checks that have these identifiers.
+
+        Returns:
+            Which of ``scope.several`` decides, the check's outcome, and those of all in their order.
+        """
+        scopes, buckets = scope.several, self._own
+        if buckets is None:
+            message = "several limits are judged on a node's own buckets"
+            raise ValueError(message)
+        judge_all = buckets.peek_all if peek else buckets.apply_all
+        outcomes = judge_all(_charges(identifiers, scopes), now_us, cost)
+        first = deciding(scope.limits, outcomes)
+        outcome, scope = outcomes[first], scopes[first]
+        if outcome[0] or scope.would_deny is not None:
             for one, judged in zip(scopes, outcomes, strict=True):
                 if not judged[0] and one.would_deny is not None:
                     one.would_deny[0] += 1
             # Where no limit is enforced, one that observes is the answer, and allows.
-            outcome = outcome if outcome[0] else (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
-        scope = scopes[first]
-        if len(scopes) == 1:
-            return self._counted(outcome, scope.identifier(check), scope)
+            if not outcome[0]:
+                outcome = (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
+        self._count(outcome, identifiers, scope)
+        return first, outcome, outcomes
+
+    def _decide_several(self, check: Check, scope: Scope, now_us: int) -> Decision:
+        judged = self.judge(_identifiers(check), scope, now_us, check.cost, peek=check.peek)
+        first, outcome, outcomes = judged
+        scopes = scope.several
+        decided = scopes[first]
         statuses = [
             LimitStatus(*judged[:5], one.rule, one.limit)
             for judged, one in zip(outcomes, scopes, strict=True)
         ]
         statuses.insert(0, statuses.pop(first))
-        return self._counted(outcome, scope.identifier(check), scope, tuple(statuses))
+        limits = tuple(statuses) if len(statuses) > 1 else ()
+        return Decision(*outcome[:5], decided.rule, decided.limit, limits)
 
     def _foresee(self, check: Check, now_us: int) -> bool | Awaitable[Outcome | RateLimitdError]:
         try:
@@ -451,10 +481,10 @@ class Limiter:
             if scope is None:
                 return True
             # Each bucket is looked up again when it is charged, and counts then.
-            if not scope.is_plain and self._own is not None:
-                charges = _charges(check, (scope, *scope.more))
+            if scope.several and self._own is not None:
+                charges = _charges(_identifiers(check), scope.several)
                 outcomes = self._own.peek_all(charges, now_us, check.cost, is_counted=False)
-                return passes([limit for _, limit, _ in charges], outcomes)
+                return passes(scope.limits, outcomes)
             key = check.identifier + scope.key_suffix
             outcome = self._buckets.peek(
                 key, scope.limit, scope.decide, now_us, check.cost, is_counted=False
@@ -507,28 +537,25 @@ class Limiter:
             return self._failed(outcome)
         return self._counted(outcome, asked.identifier, asked.scope)
 
-    def _counted(
-        self,
-        outcome: Outcome,
-        identifier: bytes,
-        scope: Scope,
-        limits: tuple[LimitStatus, ...] = (),
-    ) -> Decision:
+    def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
+        self._count(outcome, (identifier,), scope)
+        return Decision(*outcome[:5], scope.rule, scope.limit)
+
+    def _count(self, outcome: Outcome, identifiers: Sequence[bytes], scope: Scope) -> None:
         if outcome[0]:
             self._stats.allowed_total += 1
             scope.counters[0] += 1
         else:
             self._stats.blocked_total += 1
             scope.counters[1] += 1
-            self._on_denied((identifier, scope))
-        return Decision(*outcome[:5], scope.rule, scope.limit, limits)
+            self._on_denied((scope.identifier(identifiers), scope))
 
     def _check_time_us(self, timestamp: int, now_us: int, scope: Scope | None) -> int:
         if self._timestamps is TimestampPolicy.CALLER:
             return trusted(timestamp)
         if self._timestamps is TimestampPolicy.SERVER or scope is None:
             return now_us
-        window_us = min(one.limit.window_us for one in (scope, *scope.more))
+        window_us = min(one.window_us for one in scope.limits or (scope.limit,))
         at_us = bounded(timestamp, now_us, window_us)
         if at_us is None:
             self._stats.clock_rejected_total += 1
@@ -540,15 +567,16 @@ class Limiter:
     ) -> Scope | None:
         scope = None
         if self._shared is None:
-            scopes = [
+            scopes = tuple(
                 self._new_scope(book, rule, limit, place, types)
                 for rule, place in book.judging(endpoint, types)
                 for limit in rule.limits
-            ]
+            )
             if scopes:
-                scope, *more = scopes
-                is_plain = not more and scope.would_deny is None and scope.whose == _FIRST
-                scope = replace(scope, more=tuple(more), is_plain=is_plain)
+                scope = scopes[0]
+                if len(scopes) > 1 or scope.would_deny is not None or scope.whose != _FIRST:
+                    limits = tuple(one.limit for one in scopes)
+                    scope = replace(scope, several=scopes, limits=limits)
         else:
             rule = book.match(endpoint, types[0])
             if rule is not None:
@@ -608,7 +636,17 @@ class Limiter:
         return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason)
 
 
-def _charges(check: Check, scopes: Sequence[Scope]) -> list[Charge]:
+def _identifiers(check: Check) -> Sequence[bytes]:
+    return (check.identifier, *[identifier for _, identifier in check.also])
+
+
+def _charges(identifiers: Sequence[bytes], scopes: Sequence[Scope]) -> list[Charge]:
+    first = identifiers[0]
     return [
-        (scope.identifier(check) + scope.key_suffix, scope.limit, scope.decide) for scope in scopes
+        (
+            (first if one.whose == _FIRST else one.identifier(identifiers)) + one.key_suffix,
+            one.limit,
+            one.decide,
+        )
+        for one in scopes
     ]

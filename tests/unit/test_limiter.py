@@ -973,10 +973,10 @@ class TestSeveralLimits:
         assert len(keys) == 2
         assert node.check(cost=10).allowed
 
-    def test_a_check_in_bulk_is_one_of_the_first_limit_only_where_there_is_no_other(self, node):
-        assert [one.limit for one in node.limiter.scope("/orders", USER).more] == [self.DAY]
+    def test_a_check_in_bulk_is_judged_by_several_only_where_there_are(self, node):
+        assert node.limiter.scope("/orders", USER).limits == (self.SEVERAL, self.DAY)
         node.put(ORDERS)
-        assert node.limiter.scope("/orders", USER).more == ()
+        assert node.limiter.scope("/orders", USER).several == ()
 
     def test_foreseeing_looks_at_all_and_charges_none(self, node):
         check = Check(b"ada", USER, "/orders", 4)
@@ -1113,6 +1113,12 @@ class TestSeveralIdentities:
         assert [(identifier, scope.rule.id) for identifier, scope in node.denied] == [
             (joined([b"acme", b"ada"]), "both"), (b"ada", "orders"), (b"", "everybody"),
         ]  # fmt: skip
+
+    def test_a_batch_is_answered_in_its_order_where_identifiers_share_a_bucket(self):
+        eve, ada = (Check(name, USER, "/orders", 10, also=self.ACME) for name in (b"eve", b"ada"))
+        for node in (Node(self.TENANT), Node(replace(self.EVERYBODY, limit=10))):
+            answers = node.limiter.check_batch([eve, ada])
+            assert [answer.allowed for answer in answers] == [True, False]
 
     def test_a_check_of_many_identities_can_be_foreseen(self):
         node = Node(ORDERS, self.TENANT)

@@ -31,8 +31,13 @@ def decide_all(buckets: Sequence[Bucket], now_us: int, cost: int) -> list[Outcom
         The outcomes in the order of the buckets. If an enforced one is a denial, no bucket is charged: every state is
         the given object, and an outcome that allows says what its bucket has without this check.
     """
-    outcomes = [decide(state, limit, now_us, cost) for state, limit, decide in buckets]
-    if passes([bucket[1] for bucket in buckets], outcomes):
+    outcomes, is_denied = [], False
+    for state, limit, decide in buckets:
+        outcome = decide(state, limit, now_us, cost)
+        if not outcome[0] and limit.enforcement is ENFORCE:
+            is_denied = True
+        outcomes.append(outcome)
+    if not is_denied:
         return outcomes
     return [
         _uncharged(bucket, now_us) if outcome[0] else outcome
@@ -54,18 +59,19 @@ def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
     Denied: the denial with the longest retry delay. Allowed: the one that leaves the smallest part of its limit. Of
     equal ones it is the first.
     """
-    places = [place for place, limit in enumerate(limits) if limit.enforcement is ENFORCE]
-    found, *others = places or range(len(limits))
-    for place in others:
-        allowed, remaining, _, retry_after, *_ = outcomes[place]
-        if allowed != outcomes[found][0]:
-            is_before = not allowed
-        elif allowed:
-            is_before = remaining * limits[found].limit < outcomes[found][1] * limits[place].limit
+    found, best = 0, outcomes[0]
+    for place in range(1, len(limits)):
+        outcome = outcomes[place]
+        if limits[place].enforcement is not limits[found].enforcement:
+            is_before = limits[place].enforcement is ENFORCE
+        elif outcome[0] != best[0]:
+            is_before = not outcome[0]
+        elif outcome[0]:
+            is_before = outcome[1] * limits[found].limit < best[1] * limits[place].limit
         else:
-            is_before = retry_after > outcomes[found][3]
+            is_before = outcome[3] > best[3]
         if is_before:
-            found = place
+            found, best = place, outcome
     return found
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.algorithms.several import Charge, decide_all, passes
+from ratelimitd.algorithms.several import ENFORCE, Charge, decide_all
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot_format import (
     LATEST_MASK,
@@ -153,18 +153,21 @@ class BucketTable:
     def apply_all(self, charges: Sequence[Charge], now_us: int, cost: int) -> list[Outcome]:
         """Decide a check on several buckets, and store their new states if no enforced limit denies it."""
         outcomes = self.peek_all(charges, now_us, cost)
-        if passes([charge[1] for charge in charges], outcomes):
-            for (key, limit, _), outcome in zip(charges, outcomes, strict=True):
-                if not outcome[0]:
-                    continue  # of a limit that only observes
-                value = pack(outcome[5], limit, self._tick)  # type: ignore[arg-type]  # an allowed check has a state
-                shard = self._shards[hash(key) % self._shard_count]
-                if key in shard:
-                    shard[key] = value
-                else:
-                    if self._restored:
-                        self._restored.take(key)
-                    self._add(key, value)
+        for (_, limit, _), outcome in zip(charges, outcomes, strict=True):
+            if not outcome[0] and limit.enforcement is ENFORCE:
+                return outcomes
+        tick = self._tick
+        for (key, limit, _), outcome in zip(charges, outcomes, strict=True):
+            if not outcome[0]:
+                continue  # of a limit that only observes
+            value = pack(outcome[5], limit, tick)  # type: ignore[arg-type]  # an allowed check has a state
+            shard = self._shards[hash(key) % self._shard_count]
+            if key in shard:
+                shard[key] = value
+            else:
+                if self._restored:
+                    self._restored.take(key)
+                self._add(key, value)
         return outcomes
 
     def peek_all(

@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeAlias
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter import Scope
-from ratelimitd.model import Check, IdentifierType, Outcome, Reason, Rule
+from ratelimitd.model import Check, IdentifierType, Outcome, Reason
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.convert import (
     CONTRACT_IDENTITIES,
@@ -36,8 +36,11 @@ MAX_LEARNED: Final = 100
 
 MAX_RESET_TIMES: Final = 1_024
 
-MAX_ANSWER_BYTES: Final = 127
-"""Longest answer: its length fits in one byte inside another message."""
+MAX_ANSWER_BYTES: Final = 1_023
+"""Longest answer, of some eight limits."""
+
+_MOST_STATUS_BYTES: Final = 3 + 2 + 6 + 11 + 6 + 2
+"""Tag and length of an entry in ``limits``, and its longest outcome."""
 
 # equivalent: a larger number leaves more answers to the general way, and they are the same
 _MOST_NUMBERS_BYTES: Final = 2 + 6 + 11 + 6 + 2
@@ -59,7 +62,21 @@ _REASON: Final = b"\x28"
 _LIMIT: Final = b"\x30"
 _WINDOW_SECONDS: Final = b"\x38"
 _RULE_ID: Final = b"\x42"
+_LIMITS: Final = b"\x52"
 _LIMIT_NAME: Final = b"\x5a"
+
+# Tags of LimitStatus.
+_STATUS_RULE_ID: Final = b"\x0a"
+_STATUS_NAME: Final = b"\x12"
+_STATUS_TYPE: Final = b"\x1a"
+_STATUS_ALLOWED: Final = b"\x20\x01"
+_STATUS_REMAINING: Final = b"\x28"
+_STATUS_RESET_TIME: Final = b"\x30"
+_STATUS_RETRY_AFTER: Final = b"\x38"
+_STATUS_LIMIT: Final = b"\x40"
+_STATUS_WINDOW_SECONDS: Final = b"\x48"
+_STATUS_REASON: Final = b"\x50"
+_STATUS_OBSERVE: Final = b"\x58\x01"
 
 
 class BulkChecker(Protocol):
@@ -78,14 +95,26 @@ class BulkChecker(Protocol):
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
         """Decide one check, and charge it if it is allowed. If this returns ``None`` or raises, nothing was charged."""
 
+    def judge(
+        self, identifiers: Sequence[bytes], scope: Scope, now_us: int, cost: int
+    ) -> tuple[int, Outcome, Sequence[Outcome]]:
+        """Decide one check of a scope with several, and charge it if it is allowed; if this raises, nothing was.
 
-_Known: TypeAlias = tuple[Scope, int, bool, bytes, bytes]
+        Returns which of ``scope.several`` decides, the outcome, and those of all.
+        """
+
+
+_Known: TypeAlias = tuple[Scope, int, bool, bytes, bytes, "Sequence[_Parts]"]
 """(scope, cost, whether identifiers are addresses, end of the answer after the reason, the same with the reason of an
-allowed check) for requests with one ending.
+allowed check, parts of the answer if the scope has several) for requests with one ending.
 
-A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is cached for endings without a rule
-or with several limits, which the general path answers.
+A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is cached for endings without a rule,
+which the general path answers.
 """
+
+_Parts: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes]
+"""What all answers of a scope have in common: limit, window and rule id; limit name; and of the entry in ``limits`` its
+begin, limit and window, and enforcement."""
 
 Question: TypeAlias = tuple[bytes, _Known]
 """An identifier and the cached rest of its request."""
@@ -164,8 +193,12 @@ class BulkChecks:
             if question is None:
                 tell(None)
                 continue
-            identifier, (scope, cost, _, rule_part, within_part) = question
+            identifier, (scope, cost, _, rule_part, within_part, parts) = question
             try:
+                if parts:
+                    judged = self._limiter.judge((identifier,), scope, now_us, cost)
+                    tell(self._answer_several(*judged, parts))
+                    continue
                 outcome = charge(identifier, scope, now_us, cost)
             except Exception:  # noqa: BLE001 -- the general path meets the same error and handles it
                 tell(None)
@@ -185,6 +218,38 @@ class BulkChecks:
                 start = _start(allowed, remaining)
                 tell(start + reset + _end(retry_after, reason) + rule_part)
         return answers
+
+    def _answer_several(
+        self, first: int, outcome: Outcome, outcomes: Sequence[Outcome], parts: Sequence[_Parts]
+    ) -> bytes:
+        allowed, remaining, reset_time, retry_after, reason, _ = outcome
+        reset = self._reset_times.get(reset_time) or self._reset(reset_time)
+        numbers, name, _, _, _ = parts[first]
+        octets = [_start(allowed, remaining), reset, _end(retry_after, reason), numbers]
+        if len(parts) > 1:
+            octets.append(self._status(outcomes[first], parts[first]))
+            for place, one in enumerate(parts):
+                if place != first:
+                    octets.append(self._status(outcomes[place], one))
+        octets.append(name)
+        return b"".join(octets)
+
+    def _status(self, outcome: Outcome, parts: _Parts) -> bytes:
+        """Encode the entry of ``limits`` for one outcome."""
+        allowed, remaining, reset_time, retry_after, reason, _ = outcome
+        _, _, head, numbers, end = parts
+        octets = head
+        if allowed:
+            octets += _STATUS_ALLOWED
+        if remaining:
+            octets += _STATUS_REMAINING + varint(remaining)
+        if reset_time:
+            reset = self._reset_times.get(reset_time) or self._reset(reset_time)
+            octets += _STATUS_RESET_TIME + reset[1:]
+        if retry_after:
+            octets += _STATUS_RETRY_AFTER + varint(retry_after)
+        octets += numbers + _STATUS_REASON + KEPT[reason] + end
+        return _LIMITS + varint(len(octets)) + octets
 
     def _learn(self, message: bytes) -> _Known | None:
         """Cache the ending of a request if it is canonical."""
@@ -217,14 +282,20 @@ class BulkChecks:
 
 
 def _known(check: Check, scope: Scope | None) -> _Known | None:
-    if scope is None or not scope.is_plain:
-        return None  # without a rule, or with more to judge than one limit of the caller
-    rule_part = _rule_part(scope.rule)
+    if scope is None:
+        return None
+    is_address = check.identifier_type == IdentifierType.IP
+    if scope.several:
+        parts = tuple(map(_parts, scope.several))
+        longest = sum(_MOST_STATUS_BYTES + sum(map(len, one)) for one in parts)
+        if _MOST_NUMBERS_BYTES + longest > MAX_ANSWER_BYTES:
+            return None
+        return scope, check.cost, is_address, b"", b"", parts
+    rule_part = b"".join(_rule_part(scope))
     if _MOST_NUMBERS_BYTES + len(rule_part) > MAX_ANSWER_BYTES:
         return None  # too long: the id was not made by a node
     within_part = _REASON + varint(Reason.WITHIN_LIMIT) + rule_part
-    is_address = check.identifier_type == IdentifierType.IP
-    return scope, check.cost, is_address, rule_part, within_part
+    return scope, check.cost, is_address, rule_part, within_part, ()
 
 
 def _ending(wire: WireCheck) -> bytes:
@@ -239,11 +310,28 @@ def _field(tag: bytes, octets: bytes) -> bytes:
     return tag + varint(len(octets)) + octets
 
 
-def _rule_part(rule: Rule) -> bytes:
-    """Return the end of an answer: limit, window, rule id and name of the limit."""
-    limit, window = varint(rule.limit), varint(rule.window_seconds)
-    named = _field(_RULE_ID, rule.id.encode()) + _field(_LIMIT_NAME, rule.name.encode())
-    return _LIMIT + limit + _WINDOW_SECONDS + window + named
+def _rule_part(scope: Scope) -> tuple[bytes, bytes]:
+    """Return limit, window and rule id of an answer, and the name of the limit, which ends it."""
+    limit, window = varint(scope.limit.limit), varint(scope.limit.window_seconds)
+    numbers = _LIMIT + limit + _WINDOW_SECONDS + window
+    return (
+        numbers + _field(_RULE_ID, scope.rule.id.encode()),
+        _field(_LIMIT_NAME, scope.limit.name.encode()),
+    )
+
+
+def _parts(scope: Scope) -> _Parts:
+    rule, limit = scope.rule, scope.limit
+    head = _field(_STATUS_RULE_ID, rule.id.encode()) + _field(_STATUS_NAME, limit.name.encode())
+    numbers = (
+        _STATUS_LIMIT + varint(limit.limit) + _STATUS_WINDOW_SECONDS + varint(limit.window_seconds)
+    )
+    return (
+        *_rule_part(scope),
+        head + _field(_STATUS_TYPE, rule.identifier_type.encode()),
+        numbers,
+        b"" if scope.would_deny is None else _STATUS_OBSERVE,
+    )
 
 
 # Zeros are not encoded (proto3).

@@ -152,7 +152,7 @@ class TestAnswers:
             assert octets is None or len(octets) <= MAX_ANSWER_BYTES
 
     def test_a_rule_whose_id_is_none_of_ours_is_for_the_general_way(self, bench):
-        bench.put(replace(ORDERS, id="i" * 200))
+        bench.put(replace(ORDERS, id="i" * 1_000))
         assert bench.answers(check(), check()) == [None, None]
 
     def test_no_messages_have_no_answers_and_take_no_time(self, bench):
