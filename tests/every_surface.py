@@ -31,6 +31,7 @@ REQUESTS: Final[Mapping[str, Message]] = {
     "GetHealthStatus": pb.MetricsRequest(),  # as empty as Empty
     "GetMetrics": pb.MetricsRequest(),
     "ResetRateLimit": pb.ResetRequest(**BUCKET),
+    "ExplainRateLimit": pb.RateLimitRequest(**BUCKET),
 }
 """What each method of the contract is asked: what would have an effect, if it were let through."""
 

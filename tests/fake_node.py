@@ -56,6 +56,7 @@ class FakeNode(
         """Called when the rules have been listed: somebody else's chance to change them."""
         self.health_answer = pb.HealthResponse(status=pb.HEALTHY, node_id="node-1")
         self.metrics_answer = pb.MetricsResponse()
+        self.explanation = pb.Explanation()
         self.readiness = health.HealthServicer()
         """The standard health service, which says SERVING until it is told otherwise."""
 
@@ -171,6 +172,10 @@ class FakeNode(
     def GetMetrics(self, request, context):  # noqa: N802
         self._saw(request, context)
         return self.metrics_answer
+
+    def ExplainRateLimit(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        return self.explanation
 
     def ResetRateLimit(self, request, context):  # noqa: N802
         self._saw(request, context)

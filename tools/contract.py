@@ -25,7 +25,8 @@ Comments = Mapping[tuple[int, ...], str]
 
 MEANINGS: Final = {
     "RateLimiterConfig": "The rules. A change is in force on the node that took it when its answer arrives.",
-    "RateLimiterHealth": "How the node is that took the call, and the reset of one identifier.",
+    "RateLimiterHealth": "How the node is that took the call, why a check is answered as it is, and the reset of one"
+    " identifier.",
     "CheckRateLimit": "Decides whether a request may proceed, and spends its cost if so. A denial is an answer.",
     "CheckRateLimitBatch": "Decides up to 1000 requests as if they were sent one by one in this order; a malformed one"
     " is told so in its own answer.",
@@ -33,6 +34,7 @@ MEANINGS: Final = {
     "UpdateRateLimit": "Changes the fields of a rule that the mask names, or without a mask the whole rule.",
     "DeleteRateLimit": "Takes a rule out.",
     "ListRateLimits": "Lists the rules, page by page.",
+    "ExplainRateLimit": "Tells what a check would be answered, and why: each rule that was looked at.",
     "GetHealthStatus": "Tells how the node was over the last 60 s.",
     "GetMetrics": "Tells what the node has counted since it started.",
     "ResetRateLimit": "Lets one identifier start afresh on one endpoint. What is not limited is reset already.",

@@ -59,6 +59,7 @@ EXAMPLES: Mapping[str, Json] = {
     "CheckRateLimitBatch": {"requests": [WHO, {**WHO, "tokens_requested": 5, "peek": True}]},
     "GetHealthStatus": {},
     "GetMetrics": {"names": ["rate_limiter_requests_allowed_total"]},
+    "ExplainRateLimit": WHO,
     "ResetRateLimit": WHO,
     "DeleteRateLimit": {"id": RULE["id"]},
 }
@@ -81,6 +82,7 @@ ERRORS_OF: Mapping[str, tuple[int, ...]] = {
     "UpdateRateLimit": (404, 409, 503),
     "DeleteRateLimit": (404, 409, 503),
     "ListRateLimits": (503,),
+    "ExplainRateLimit": (503,),
     "ResetRateLimit": (429, 503),
 }
 

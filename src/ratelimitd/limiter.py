@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from ratelimitd.algorithms import DECIDE, Decide
 from ratelimitd.algorithms.several import Charge, deciding, passes
@@ -27,6 +27,7 @@ from ratelimitd.errors import (
 from ratelimitd.model import (
     ALLOWED,
     DENIED,
+    EVERY_ENDPOINT,
     EVERYBODY,
     NO_RULE_REMAINING,
     US_PER_S,
@@ -36,6 +37,7 @@ from ratelimitd.model import (
     Enforcement,
     Limit,
     LimitStatus,
+    LookedAt,
     Outcome,
     Reason,
     Rule,
@@ -363,6 +365,62 @@ class Limiter:
                     buckets.put_back(key, value)
             raise
 
+    async def explain(self, check: Check) -> tuple[Decision, Sequence[LookedAt]]:
+        """Return the answer that a check would get as a peek, and every rule that was looked at for it.
+
+        Counts nothing.
+
+        Raises:
+            CheckInvalidError: as :meth:`check`.
+            StoreUnavailableError: no rules are loaded yet, or the shared state did not answer.
+            StoreOverloadedError, BreakerOpenError: the shared state was not asked.
+        """
+        if self._book is None:
+            message = "no rules are loaded yet"
+            raise StoreUnavailableError(message)
+        types = (check.identifier_type, *(kind for kind, _ in check.also))
+        scope, now_us = self._scope_of(check), self._clock.now_us()
+        if check.timestamp:
+            now_us = self._check_time_us(check.timestamp, now_us, scope)
+        looked_at = [
+            (rule, match)
+            for rule, match in self._book.looked_at(check.endpoint, types)
+            # Nodes that share state judge by one rule.
+            if self._own is not None
+            or (rule.identifier_type == types[0] and rule.endpoint != EVERY_ENDPOINT)
+        ]
+        if scope is None:
+            return _NO_RULE, [LookedAt(*one) for one in looked_at]
+        decision, statuses = await self._foreseen(check, scope, now_us)
+        of_rule = {
+            rule.id: tuple(one for one in statuses if one.rule is rule) for rule, _ in looked_at
+        }
+        return decision, [LookedAt(rule, match, of_rule[rule.id]) for rule, match in looked_at]
+
+    async def _foreseen(
+        self, check: Check, scope: Scope, now_us: int
+    ) -> tuple[Decision, Sequence[LimitStatus]]:
+        scopes = scope.several or (scope,)
+        charges = _charges(_identifiers(check), scopes)
+        if self._own is not None:
+            outcomes = self._own.peek_all(charges, now_us, check.cost, is_counted=False)
+            first = deciding([one.limit for one in scopes], outcomes)
+            judged, decides = outcomes[first], scopes[first]
+            passes = judged[0] or decides.would_deny is not None
+            decision = _decision(scopes, first, _passed(judged) if passes else judged, outcomes)
+            return decision, _statuses(scopes, outcomes)
+        key, limit, decide = charges[0]
+        outcome = self._buckets.peek(key, limit, decide, now_us, check.cost, is_counted=False)
+        if outcome is None and self._shared is not None:
+            found = await self._shared.wait(
+                key, limit, now_us, check.cost, peek=True, is_counted=False
+            )
+            if isinstance(found, RateLimitdError):
+                raise found
+            outcome = found
+        outcome = cast("Outcome", outcome)
+        return Decision(*outcome[:5], scope.rule, scope.limit), _statuses(scopes, [outcome])
+
     def now_us(self) -> int:
         """The node's time, in µs since the Unix epoch."""
         return self._clock.now_us()
@@ -444,10 +502,9 @@ class Limiter:
         Returns:
             Which of ``scope.several`` decides, the check's outcome, and those of all in their order.
         """
-        scopes, buckets = scope.several, self._own
-        if buckets is None:
-            message = "several limits are judged on a node's own buckets"
-            raise ValueError(message)
+        scopes = scope.several
+        # Only on its own buckets a limiter has scopes with several.
+        buckets: LocalBuckets = self._own  # type: ignore[assignment]
         judge_all = buckets.peek_all if peek else buckets.apply_all
         outcomes = judge_all(_charges(identifiers, scopes), now_us, cost)
         first = deciding(scope.limits, outcomes)
@@ -456,24 +513,13 @@ class Limiter:
             for one, judged in zip(scopes, outcomes, strict=True):
                 if not judged[0] and one.would_deny is not None:
                     one.would_deny[0] += 1
-            # Where no limit is enforced, one that observes is the answer, and allows.
-            if not outcome[0]:
-                outcome = (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
+            outcome = _passed(outcome)
         self._count(outcome, identifiers, scope)
         return first, outcome, outcomes
 
     def _decide_several(self, check: Check, scope: Scope, now_us: int) -> Decision:
         judged = self.judge(_identifiers(check), scope, now_us, check.cost, peek=check.peek)
-        first, outcome, outcomes = judged
-        scopes = scope.several
-        decided = scopes[first]
-        statuses = [
-            LimitStatus(*judged[:5], one.rule, one.limit)
-            for judged, one in zip(outcomes, scopes, strict=True)
-        ]
-        statuses.insert(0, statuses.pop(first))
-        limits = tuple(statuses) if len(statuses) > 1 else ()
-        return Decision(*outcome[:5], decided.rule, decided.limit, limits)
+        return _decision(scope.several, *judged)
 
     def _foresee(self, check: Check, now_us: int) -> bool | Awaitable[Outcome | RateLimitdError]:
         try:
@@ -634,6 +680,27 @@ class Limiter:
             return Decision(ALLOWED, FAIL_OPEN_REMAINING, reset_time, 0, reason)
         stats.fail_open_error_total += 1
         return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason)
+
+
+def _passed(outcome: Outcome) -> Outcome:
+    """Return the outcome of a check that passes: where no limit is enforced, one that observes is the answer."""
+    return outcome if outcome[0] else (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
+
+
+def _decision(
+    scopes: Sequence[Scope], first: int, outcome: Outcome, outcomes: Sequence[Outcome]
+) -> Decision:
+    statuses = _statuses(scopes, outcomes)
+    statuses.insert(0, statuses.pop(first))
+    limits = tuple(statuses) if len(statuses) > 1 else ()
+    return Decision(*outcome[:5], scopes[first].rule, scopes[first].limit, limits)
+
+
+def _statuses(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[LimitStatus]:
+    return [
+        LimitStatus(*judged[:5], one.rule, one.limit)
+        for judged, one in zip(outcomes, scopes, strict=True)
+    ]
 
 
 def _identifiers(check: Check) -> Sequence[bytes]:

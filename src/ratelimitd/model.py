@@ -82,6 +82,15 @@ class Reason(enum.IntEnum):
     INVALID_REQUEST = 7
 
 
+class Match(enum.IntEnum):
+    """Whether a rule judges a check, or why it does not; the numbers are those of the contract's ``Match``."""
+
+    JUDGES = 1
+    DISABLED = 2
+    OVERRIDDEN = 3
+    NOT_NAMED = 4
+
+
 # Finding a member in its class costs 100 ns; a check needs one of these.
 WITHIN_LIMIT: Final = Reason.WITHIN_LIMIT
 LIMIT_EXCEEDED: Final = Reason.LIMIT_EXCEEDED
@@ -180,6 +189,14 @@ class LimitStatus(NamedTuple):
     reason: Reason
     rule: Rule
     limit: Limit
+
+
+class LookedAt(NamedTuple):
+    """A rule that was looked at for a check, and what its limits say if it judges."""
+
+    rule: Rule
+    match: Match
+    limits: tuple[LimitStatus, ...] = ()
 
 
 class Decision(NamedTuple):

@@ -134,12 +134,21 @@ def random_check(rng, cost):
     )
 
 
+def at_once(coroutine):
+    """Run what never waits on a node's own buckets."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError
+
+
 def check_policy(rng, met):
-    stats = CheckStats()
+    stats, clock = CheckStats(), ManualClock()
     table = BucketTable(1_000, stats)
     limiter = Limiter(
         buckets=table,
-        clock=ManualClock(),
+        clock=clock,
         stats=stats,
         timestamps="server",
         keys=BucketKeys(b"k" * 32),
@@ -161,7 +170,15 @@ def check_policy(rng, met):
         check = random_check(rng, cost)
         judging = [(rule.id, limit) for rule, limit, _ in policies.judging(check)]
         before = held(table)
+        clock.step(now_us - clock.now_us())
+        explained, looked_at = at_once(limiter.explain(check))
+        assert held(table) == before
         decision = limiter.check(check, now_us)
+        assert explained == decision
+        by_rule = [one for rule in looked_at for one in rule.limits]
+        if decision.limits:
+            assert {*by_rule} == {*decision.limits}
+        assert len(by_rule) == len(judging)
         expected = policies.check(check, now_us)
         met[decision.reason.name] += 1
         if len(expected) < 2:

@@ -24,6 +24,7 @@ UPDATE = "/ratelimiter.v1.RateLimiterConfig/UpdateRateLimit"
 DELETE = "/ratelimiter.v1.RateLimiterConfig/DeleteRateLimit"
 LIST = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
 METRICS = "/ratelimiter.v1.RateLimiterHealth/GetMetrics"
+EXPLAIN = "/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit"
 RESET = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 OTHER_ID = str(uuid.UUID(int=1))
@@ -100,7 +101,9 @@ async def refusal(node, path, message):
     ],
     ids=["garbage", "truncated text", "tag only", "no varint", "broken group", "field 0", "varint"],
 )
-@pytest.mark.parametrize("path", [CHECK, BATCH, CREATE, UPDATE, DELETE, LIST, METRICS, RESET])
+@pytest.mark.parametrize(
+    "path", [CHECK, BATCH, CREATE, UPDATE, DELETE, LIST, METRICS, RESET, EXPLAIN]
+)
 async def test_bytes_that_are_no_message_are_refused_with_a_fixed_text(unharmed, path, data):
     assert await refusal(unharmed, path, data) == (INVALID, ["request"])
 
@@ -167,7 +170,8 @@ def also(*identities):
     ],
 )  # fmt: skip
 async def test_a_malformed_further_identity_is_refused_and_named(unharmed, further, named):
-    assert await refusal(unharmed, CHECK, check(also=further)) == (INVALID, named)
+    for path in (CHECK, EXPLAIN):
+        assert await refusal(unharmed, path, check(also=further)) == (INVALID, named)
     reset = pb.ResetRequest(identifier="u", identifier_type="user", endpoint="/a", also=further)
     assert await refusal(unharmed, RESET, reset) == (INVALID, named)
     batch = pb.BatchRateLimitRequest(requests=[check(also=further)])

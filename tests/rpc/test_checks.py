@@ -117,3 +117,15 @@ async def reset_all(node):
             await node.health.ResetRateLimit(
                 pb.ResetRequest(identifier=identifier, identifier_type="user", endpoint=endpoint)
             )
+
+
+async def test_an_explanation_is_the_answer_and_the_rules_behind_it(node):
+    await node.rule("/a", limit=2)
+    await node.rule("*", limit=1)
+    request = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a", peek=True)
+    found = await node.health.ExplainRateLimit(request)
+    assert found.answer == await node.checks.CheckRateLimit(request)
+    assert [(rule.endpoint, rule.match) for rule in found.rules] == [
+        ("/a", pb.JUDGES), ("*", pb.OVERRIDDEN),
+    ]  # fmt: skip
+    assert node.stats.allowed_total == 1

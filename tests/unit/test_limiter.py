@@ -26,6 +26,7 @@ from ratelimitd.model import (
     Enforcement,
     IdentifierType,
     Limit,
+    Match,
     Reason,
     Rule,
 )
@@ -1126,3 +1127,72 @@ class TestSeveralIdentities:
         check = Check(b"bob", USER, "/orders", 7, also=self.ACME)
         assert node.limiter.all_pass([check], node.clock.now_us()) is False
         assert node.limiter.all_pass([check._replace(cost=6)], node.clock.now_us()) is True
+
+
+class TestExplaining:
+    """What a check would be answered, and every rule that was looked at."""
+
+    TENANT = replace(ORDERS, id="tenant", identifier_type="tenant", limit=15)
+
+    async def test_each_rule_says_whether_it_judges(self):
+        overall = replace(ORDERS, id="overall", endpoint="**", enabled=False)
+        elsewhere = replace(ORDERS, id="elsewhere", endpoint="/else")
+        node = Node(ORDERS, EVERYWHERE, self.TENANT, overall, elsewhere)
+        decision, looked_at = await node.limiter.explain(Check(b"ada", USER, "/orders", 4))
+        assert decision == node.check(cost=4, peek=True)
+        assert [(one.rule.id, one.match, len(one.limits)) for one in looked_at] == [
+            ("orders", Match.JUDGES, 1),
+            ("everywhere", Match.OVERRIDDEN, 0),
+            ("overall", Match.DISABLED, 0),
+            ("tenant", Match.NOT_NAMED, 0),
+        ]
+        assert looked_at[0].limits[0][:5] == decision[:5]
+
+    async def test_several_limits_say_each_what_they_would(self):
+        node = Node(ORDERS, self.TENANT)
+        node.check(cost=9, also=(("tenant", b"t"),))
+        before = node.stats.allowed_total, node.stats.blocked_total, node.stats.bucket_missed_total
+        check = Check(b"ada", USER, "/orders", 4, also=(("tenant", b"t"),))
+        decision, looked_at = await node.limiter.explain(check)
+        assert (decision.allowed, decision.rule) == (False, ORDERS)
+        assert [[one.allowed for one in rule.limits] for rule in looked_at] == [[False], [True]]
+        after = node.stats.allowed_total, node.stats.blocked_total, node.stats.bucket_missed_total
+        assert (after, node.denied) == (before, [])
+
+    async def test_a_limit_that_only_observes_lets_the_check_pass(self):
+        node = Node(replace(ORDERS, enforcement=Enforcement.OBSERVE))
+        node.check(cost=10)
+        decision, (one,) = await node.limiter.explain(Check(b"ada", USER, "/orders"))
+        assert (decision.allowed, one.limits[0].allowed) == (True, False)
+
+    async def test_without_a_rule_it_says_so(self, node):
+        node.put(self.TENANT)
+        decision, (one,) = await node.limiter.explain(Check(b"ada", USER, "/orders"))
+        assert (decision, one.match) == (NO_RULE, Match.NOT_NAMED)
+
+    async def test_without_a_book_there_is_nothing_to_tell(self):
+        with pytest.raises(StoreUnavailableError, match="no rules are loaded"):
+            await Sharing(book=False).limiter.explain(check_of())
+
+    async def test_a_callers_time_is_used(self, node):
+        node.check(cost=10)
+        later = node.clock.now_us() + 1_000_000
+        decision, _ = await node.limiter.explain(Check(b"ada", USER, "/orders", timestamp=later))
+        assert decision.retry_after == 59
+
+    async def test_shared_buckets_are_asked_and_judge_by_one_rule(self):
+        node = Sharing(ORDERS, self.TENANT, replace(ORDERS, id="overall", endpoint="**"))
+        check = check_of(cost=3)
+        node.shared.answers.append(GRANTED)
+        decision, (one,) = await node.limiter.explain(check)
+        assert (decision[:5], one.rule) == (GRANTED[:5], ORDERS)
+        node.shared.at_once = REFUSED
+        assert (await node.limiter.explain(check))[0][:5] == REFUSED[:5]
+        assert (node.stats.allowed_total, node.stats.blocked_total) == (0, 0)
+        assert [peek for *_, peek in node.shared.asked] == [True]
+
+    async def test_shared_buckets_that_do_not_answer_are_an_error(self):
+        node = Sharing(ORDERS)
+        node.shared.answers.append(AWAY)
+        with pytest.raises(StoreUnavailableError):
+            await node.limiter.explain(check_of())

@@ -99,16 +99,8 @@ def check(
       ratelimitd check ip 192.0.2.7 /login --count 10 --json
       ratelimitd check user alice /orders --also tenant=acme
     """
-    request = pb.RateLimitRequest(
-        identifier=identifier,
-        identifier_type=identifier_type,
-        endpoint=endpoint,
-        tokens_requested=cost,
-        peek=peek,
-        also=(
-            pb.Identity(identifier_type=kind, identifier=one) for kind, one in further(also).items()
-        ),
-    )
+    request = _request(identifier_type, identifier, endpoint, cost, also)
+    request.peek = peek
     with target.client() as client:
         if count == 1:
             denied = _ask_once(client, request, target.output)
@@ -130,6 +122,67 @@ def further(also: Sequence[str] | None) -> dict[str, str]:
         message = "--also must be TYPE=IDENTIFIER, each TYPE once"
         raise UsageError(message)
     return named
+
+
+@asks_node
+def explain(
+    target: Target,
+    *,
+    identifier_type: TypeArgument,
+    identifier: IdentifierArgument,
+    endpoint: EndpointArgument,
+    cost: Annotated[int, typer.Option(callback=int32, metavar="N", help="Tokens to ask for.")] = 1,
+    also: AlsoOption = None,
+) -> None:
+    """Tell what a check would be answered, and why: each rule that was looked at. Spends nothing.
+
+    Exit status: 0 when the check would be allowed, 3 when not.
+
+    Example:
+      ratelimitd explain user alice /orders
+    """
+    request = _request(identifier_type, identifier, endpoint, cost, also)
+    with target.client() as client:
+        found = client.explain(request)
+    if target.output.as_json:
+        target.output.message(found)
+    else:
+        target.output.line(_verdict(found.answer, target.output))
+        target.output.pairs(describe(found.answer, time.time()))
+        rows = [row for rule in found.rules for row in _explained(rule)]
+        if rows:
+            target.output.table(("ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"), rows)
+    if not found.answer.allowed:
+        raise typer.Exit(EXIT_NO)
+
+
+def _explained(rule: pb.RuleExplanation) -> Iterator[tuple[str, ...]]:
+    place = rule.endpoint, rule.identifier_type
+    if rule.match != pb.JUDGES:
+        says = enum_name(pb.Match, rule.match).lower().replace("_", " ")
+        yield (*place, "–", says, rule.remedy)
+    for limit in rule.limits:
+        says = "allows" if limit.allowed else "denies"
+        if limit.enforcement == pb.OBSERVE:
+            says = "allows" if limit.allowed else "would deny"
+        numbers = f"{limit.name}: {limit.limit} per {duration(limit.window_seconds)}"
+        remedy = "" if limit.allowed else rule.remedy
+        yield (*place, numbers, f"{says}, {limit.remaining_tokens} left", remedy)
+
+
+def _request(  # noqa: PLR0917 -- the arguments of a check
+    identifier_type: str, identifier: str, endpoint: str, cost: int, also: Sequence[str] | None
+) -> pb.RateLimitRequest:
+    further_identities = (
+        pb.Identity(identifier_type=kind, identifier=one) for kind, one in further(also).items()
+    )
+    return pb.RateLimitRequest(
+        identifier=identifier,
+        identifier_type=identifier_type,
+        endpoint=endpoint,
+        tokens_requested=cost,
+        also=further_identities,
+    )
 
 
 def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]]:

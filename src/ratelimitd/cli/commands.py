@@ -18,7 +18,7 @@ from ratelimitd import __version__
 from ratelimitd.cli import dev, options, rules
 from ratelimitd.cli import serve as db
 from ratelimitd.cli.bench import bench
-from ratelimitd.cli.check import check
+from ratelimitd.cli.check import check, explain
 from ratelimitd.cli.client_options import EXIT_ERROR, EXIT_INTERRUPTED, CliError
 from ratelimitd.cli.conformance import conformance
 from ratelimitd.cli.doctor import Given, doctor
@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 
 app.command(help=help_of(serve))(takes_settings(serve))
-for command in (check, reset, health, metrics, top, bench, conformance):
+for command in (check, explain, reset, health, metrics, top, bench, conformance):
     app.command(help=help_of(command))(command)
 app.command(help=help_of(doctor))(takes_settings(doctor, load=Given))
 app.add_typer(rules.app, name="rules")

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, Self
 
-from ratelimitd.model import EVERY_ENDPOINT, EVERYBODY, GLOBAL_ENDPOINT, Rule, types_within
+from ratelimitd.model import EVERY_ENDPOINT, EVERYBODY, GLOBAL_ENDPOINT, Match, Rule, types_within
 
 SHARDS: Final = 256
 """Dicts per index; a power of two. At 100,000 rules each holds about 400, and the tuple of them is copied in 0.5 µs."""
@@ -82,6 +82,25 @@ class RuleBook:
             rule = self._enabled(EVERY_ENDPOINT, one)
             if rule is not None:
                 yield rule, EVERY_ENDPOINT
+
+    def looked_at(self, endpoint: str, types: Sequence[str]) -> Iterator[tuple[Rule, Match]]:
+        """Yield every rule of this endpoint, ``*`` and ``**``, and whether it judges a check, as :meth:`judging`."""
+        named = [one for one in self._types if set(types_within(one)).issubset(types)]
+        named.sort(key=lambda one: _place(one, types))
+        for one in (*named, *sorted(self._types.keys() - named)):
+            own = self._enabled(endpoint, one)
+            for place in (endpoint, GLOBAL_ENDPOINT, EVERY_ENDPOINT):
+                rule = self._by_pair[hash(place) & _MASK].get((place, one))
+                if rule is None:
+                    continue
+                match = Match.JUDGES
+                if one not in named:
+                    match = Match.NOT_NAMED
+                elif not rule.enabled:
+                    match = Match.DISABLED
+                elif place == GLOBAL_ENDPOINT and own is not None:
+                    match = Match.OVERRIDDEN
+                yield rule, match
 
     def _enabled(self, endpoint: str, identifier_type: str) -> Rule | None:
         rule = self._by_pair[hash(endpoint) & _MASK].get((endpoint, identifier_type))

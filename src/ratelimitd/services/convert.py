@@ -26,8 +26,11 @@ from ratelimitd.model import (
     Identity,
     Limit,
     LimitStatus,
+    LookedAt,
+    Match,
     Reason,
     Rule,
+    types_within,
 )
 from ratelimitd.rules.store import (
     EDITABLE,
@@ -86,6 +89,10 @@ class Identities(NamedTuple):
 
 
 CONTRACT_IDENTITIES: Final = Identities.of(())
+
+
+MAX_EXPLAINED: Final = 100
+"""Rules of one explanation: of many declared types, some have rules that the check does not name."""
 
 
 class Target(NamedTuple):
@@ -166,6 +173,48 @@ def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
         limits=map(_status_of, limits),
         limit_name=limit.name if limit else "",
     )
+
+
+def explanation_of(
+    check: Check, decision: Decision, looked_at: Iterable[LookedAt]
+) -> ratelimiter_pb2.Explanation:
+    """Return the contract's explanation of a check."""
+    # Those that judge come first; the sort keeps their order.
+    ordered = sorted(looked_at, key=lambda one: one.match is not Match.JUDGES)
+    return ratelimiter_pb2.Explanation(
+        answer=answer_of(decision),
+        rules=[
+            ratelimiter_pb2.RuleExplanation(
+                rule_id=rule.id,
+                endpoint=rule.endpoint,
+                identifier_type=rule.identifier_type,
+                match=match,  # type: ignore[arg-type]  # as with reason
+                limits=map(_status_of, limits),
+                remedy=_remedy(check, rule, match, limits),
+            )
+            for rule, match, limits in ordered[:MAX_EXPLAINED]
+        ],
+    )
+
+
+def _remedy(check: Check, rule: Rule, match: Match, limits: Iterable[LimitStatus]) -> str:
+    if match is Match.DISABLED:
+        return "enable the rule"
+    if match is Match.OVERRIDDEN:
+        return f"disable the rule of the endpoint for {rule.identifier_type}"
+    if match is Match.NOT_NAMED:
+        named = {check.identifier_type, *(kind for kind, _ in check.also)}
+        missing = [kind for kind in types_within(rule.identifier_type) if kind not in named]
+        return f"name the {' and the '.join(missing)} of the request"
+    denial = max(
+        (one for one in limits if not one.allowed), key=lambda one: one.retry_after, default=None
+    )
+    if denial is None:
+        return ""
+    if denial.reason is Reason.COST_EXCEEDS_LIMIT:
+        return f"ask for at most {denial.limit.limit} tokens, or raise the limit {denial.limit.name} to {check.cost}"
+    wait = f"wait {denial.retry_after} s"
+    return f"{wait}, or ask for at most {denial.remaining} tokens" if denial.remaining else wait
 
 
 def _status_of(status: LimitStatus) -> ratelimiter_pb2.LimitStatus:

@@ -1,4 +1,4 @@
-"""The RateLimiterHealth service: how the node is, what it has counted, and the reset of one identifier.
+"""The RateLimiterHealth service: how the node is, what it has counted, why a check is answered as it is, and resets.
 
 Never measures: the numbers are those of ``observe/``, so that GetMetrics and ``/metrics`` cannot disagree. Never logs
 whose buckets were reset, only by whom and of which rules.
@@ -13,13 +13,20 @@ from itertools import islice
 from typing import Final, Protocol
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import Rule
+from ratelimitd.model import Check, Decision, LookedAt, Rule
 from ratelimitd.observe.health import HealthReport
 from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
-from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, Target, target_of
+from ratelimitd.services.convert import (
+    CONTRACT_IDENTITIES,
+    Identities,
+    Target,
+    check_of,
+    explanation_of,
+    target_of,
+)
 from ratelimitd.services.errors import rich_error
-from ratelimitd.services.wire import parse_empty, parse_metrics, parse_reset
+from ratelimitd.services.wire import parse_check, parse_empty, parse_metrics, parse_reset
 from ratelimiter.v1 import ratelimiter_pb2
 
 SERVICE: Final = "ratelimiter.v1.RateLimiterHealth"
@@ -44,6 +51,9 @@ class Resetter(Protocol):
 
     async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
         """Let the identifier start afresh under these rules; raises ``StoreUnavailableError`` when it did not."""
+
+    async def explain(self, check: Check) -> tuple[Decision, Sequence[LookedAt]]:
+        """Return what a check would be answered, and the rules that were looked at."""
 
 
 class HealthService:
@@ -78,6 +88,7 @@ class HealthService:
                 f"/{SERVICE}/GetHealthStatus": self.get_health_status,
                 f"/{SERVICE}/GetMetrics": self.get_metrics,
                 f"/{SERVICE}/ResetRateLimit": self.reset_rate_limit,
+                f"/{SERVICE}/ExplainRateLimit": self.explain_rate_limit,
             }
         )
 
@@ -117,6 +128,12 @@ class HealthService:
         reset.add_done_callback(self._resets.discard)
         await asyncio.shield(reset)
         return _EMPTY
+
+    async def explain_rate_limit(self, data: bytes, _call: Call) -> bytes:
+        """Tell what a check would be answered, and why; nothing is charged."""
+        check = check_of(parse_check(data), self._identities)
+        decision, looked_at = await self._limiter.explain(check)
+        return explanation_of(check, decision, looked_at).SerializeToString()
 
     async def _reset(self, target: Target, actor: str) -> None:
         rules = await self._limiter.reset(*target)

@@ -45,6 +45,7 @@ ROLES: Final[Mapping[str, Role]] = MappingProxyType(
         f"/{health.SERVICE}/GetHealthStatus": Role.READ,
         f"/{health.SERVICE}/GetMetrics": Role.READ,
         f"/{health.SERVICE}/ResetRateLimit": Role.ADMIN,
+        f"/{health.SERVICE}/ExplainRateLimit": Role.READ,
         f"/{grpc_health.SERVICE}/Check": Role.OPEN,
         f"/{grpc_health.SERVICE}/List": Role.OPEN,
         f"/{grpc_health.SERVICE}/Watch": Role.OPEN,
@@ -163,6 +164,7 @@ _OTHERS: Final = frozenset(
         f"{config.SERVICE}/DeleteRateLimit",
         f"{config.SERVICE}/ListRateLimits",
         f"{health.SERVICE}/ResetRateLimit",
+        f"{health.SERVICE}/ExplainRateLimit",
     }
 )
 

@@ -177,3 +177,53 @@ def test_a_reset_is_told_as_a_duration_and_as_an_instant(reset_time_s, text):
 )
 def test_a_duration_is_told_in_its_two_largest_units(seconds, text):
     assert duration(seconds) == text
+
+
+EXPLANATION = pb.Explanation(
+    answer=pb.RateLimitResponse(
+        reason=pb.LIMIT_EXCEEDED, retry_after_seconds=9, limit=5, window_seconds=60
+    ),
+    rules=[
+        pb.RuleExplanation(
+            endpoint="/orders",
+            identifier_type="user",
+            match=pb.JUDGES,
+            limits=[
+                pb.LimitStatus(name="default", limit=5, window_seconds=60),
+                pb.LimitStatus(
+                    name="day", limit=9, window_seconds=86_400, allowed=True, remaining_tokens=4
+                ),
+                pb.LimitStatus(name="new", limit=1, window_seconds=1, enforcement=pb.OBSERVE),
+            ],
+            remedy="wait 9 s",
+        ),
+        pb.RuleExplanation(
+            endpoint="*",
+            identifier_type="tenant",
+            match=pb.NOT_NAMED,
+            remedy="name the tenant of the request",
+        ),
+    ],
+)
+
+
+def test_an_explanation_tells_every_rule_and_what_would_change_it(ask, node):
+    node.explanation = EXPLANATION
+    ended = ask("explain", "user", "alice", "/orders", "--cost", "2", "--also", "ip=::1")
+    assert ended.status == 3
+    assert ended.out.splitlines()[0] == "denied"
+    table = [line.split() for line in ended.out.splitlines()[-5:]]
+    assert table[0] == ["ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"]
+    assert "denies, 0 left wait 9 s" in " ".join(table[1])
+    assert "day: 9 per 1 d allows, 4 left" in " ".join(table[2])
+    assert "would deny, 0 left" in " ".join(table[3])
+    assert "tenant – not named name the tenant of the request" in " ".join(table[4])
+    (seen,) = node.seen
+    assert (seen.request.tokens_requested, seen.request.also[0].identifier) == (2, "::1")
+
+
+def test_an_explanation_of_a_check_without_a_rule_is_its_answer(ask, node):
+    node.explanation = pb.Explanation(answer=pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE))
+    ended = ask("explain", "user", "alice", "/orders")
+    assert (ended.status, "no rule applies" in ended.out) == (0, True)
+    assert json.loads(ask("explain", "user", "alice", "/orders", "--json").out)["answer"]["allowed"]

@@ -1,13 +1,26 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ratelimitd.errors import CheckInvalidError, FieldViolation
-from ratelimitd.model import Algorithm, Check, Decision, IdentifierType, Reason, Rule
+from ratelimitd.model import (
+    Algorithm,
+    Check,
+    Decision,
+    IdentifierType,
+    LimitStatus,
+    LookedAt,
+    Match,
+    Reason,
+    Rule,
+)
 from ratelimitd.services.convert import (
     Target,
     answer_of,
     check_of,
+    explanation_of,
     invalid_answer_of,
     is_canonical_address,
     target_of,
@@ -187,3 +200,36 @@ def test_an_address_has_one_canonical_spelling(raw, canonical):
 def test_what_is_no_address_is_not_canonical_either():
     with pytest.raises(ValueError, match="must be an IPv4 or IPv6 address"):
         is_canonical_address(b"192.0.2.007")
+
+
+DENIED = LimitStatus(False, 0, 60, 9, Reason.LIMIT_EXCEEDED, RULE, RULE)
+
+
+@pytest.mark.parametrize(
+    ("match", "status", "remedy"),
+    [
+        (Match.JUDGES, DENIED._replace(allowed=True), ""),
+        (Match.JUDGES, DENIED, "wait 9 s"),
+        (Match.JUDGES, DENIED._replace(remaining=3), "wait 9 s, or ask for at most 3 tokens"),
+        (
+            Match.JUDGES,
+            DENIED._replace(reason=Reason.COST_EXCEEDS_LIMIT),
+            "ask for at most 10 tokens, or raise the limit default to 12",
+        ),
+        (Match.DISABLED, None, "enable the rule"),
+        (Match.OVERRIDDEN, None, "disable the rule of the endpoint for ip+user"),
+        (Match.NOT_NAMED, None, "name the ip of the request"),
+    ],
+)
+def test_an_explanation_says_what_would_have_to_change(match, status, remedy):
+    rule = replace(RULE, identifier_type="ip+user")
+    looked_at = LookedAt(rule, match, (status,) if status else ())
+    check = Check(b"u", IdentifierType.USER, "/a", 12)
+    decision = Decision(*DENIED[:5], RULE, RULE)
+    others = [LookedAt(RULE, Match.DISABLED)] * 200
+    found = explanation_of(
+        check, decision, [*others, looked_at] if status else [looked_at, *others]
+    )
+    assert (found.rules[0].match, found.rules[0].remedy) == (match, remedy)
+    assert [one.reason for one in found.rules[0].limits] == ([status.reason] if status else [])
+    assert (len(found.rules), found.answer.retry_after_seconds) == (100, 9)

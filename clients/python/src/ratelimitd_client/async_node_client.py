@@ -124,6 +124,12 @@ class AsyncNodeClient(AsyncNodeChannel):
         """Return the metrics called ``names``, or all metrics without names."""
         return await self._call(self._node.GetMetrics, pb.MetricsRequest(names=names), timeout_s)
 
+    async def explain(
+        self, request: pb.RateLimitRequest, *, timeout_s: float | None = None
+    ) -> pb.Explanation:
+        """Return what a check would be answered, and why; nothing is charged."""
+        return await self._call(self._node.ExplainRateLimit, request, timeout_s)
+
     async def reset(
         self,
         identifier: str,

@@ -119,6 +119,12 @@ class NodeClient(NodeChannel):
         """Return the metrics called ``names``, or all metrics without names."""
         return self._call(self._node.GetMetrics, pb.MetricsRequest(names=names), timeout_s)
 
+    def explain(
+        self, request: pb.RateLimitRequest, *, timeout_s: float | None = None
+    ) -> pb.Explanation:
+        """Return what a check would be answered, and why; nothing is charged."""
+        return self._call(self._node.ExplainRateLimit, request, timeout_s)
+
     def reset(
         self,
         identifier: str,

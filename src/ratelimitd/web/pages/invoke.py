@@ -24,6 +24,7 @@ from ratelimiter.v1 import ratelimiter_pb2
 
 CONFIG: Final = "/ratelimiter.v1.RateLimiterConfig"
 CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+EXPLAIN_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit"
 RESET_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
 
 HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(
@@ -102,6 +103,14 @@ class ServiceCalls:
         )
         answer = await self._ask(request, CHECK_METHOD, message)
         return ratelimiter_pb2.RateLimitResponse.FromString(answer)
+
+    async def explain(
+        self, request: Request, question: Question, cost: int
+    ) -> ratelimiter_pb2.Explanation:
+        """Ask what a check would be answered, and why; spends nothing."""
+        message = ratelimiter_pb2.RateLimitRequest(**question._asdict(), tokens_requested=cost)
+        answer = await self._ask(request, EXPLAIN_METHOD, message)
+        return ratelimiter_pb2.Explanation.FromString(answer)
 
     async def reset(self, request: Request, question: Question) -> None:
         """Reset an identifier."""

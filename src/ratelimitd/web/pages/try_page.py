@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ratelimitd.model import INT32_MAX, IdentifierType, Reason
+from ratelimitd.model import INT32_MAX, IdentifierType, Match, Reason
 from ratelimitd.web.pages.invoke import Question, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_changes import whole_number
@@ -28,6 +28,19 @@ WORDS: Final[Mapping[int, str]] = {
     Reason.FAIL_OPEN_BREAKER: "Allowed without a check: the shared state is away, and its circuit breaker open.",
     Reason.FAIL_OPEN_ERROR: "Allowed without a check: something failed. The log says what.",
 }
+
+MATCH_WORDS: Final[Mapping[int, str]] = {
+    Match.DISABLED: "disabled",
+    Match.OVERRIDDEN: "the endpoint has a rule of its own",
+    Match.NOT_NAMED: "the check names nobody of this type",
+}
+SAID: Final[Mapping[tuple[bool, bool], str]] = {
+    (False, True): "allows",
+    (False, False): "denies",
+    (True, True): "only observes: allows",
+    (True, False): "only observes: would deny",
+}
+"""What a limit says, by whether it only observes, and whether it allows."""
 
 COST_PROBLEM: Final = f"must be a whole number from 0 to {INT32_MAX}; 0 means 1"
 
@@ -101,23 +114,31 @@ class TryPage:
                 # A peek, so that errors in the form show before the check is confirmed.
                 await self._services.check(request, form.question, 1, peek=True)
                 return self._frame.page(request, "reset.html", form=form)
-            return await self._check(request, form)
+            return await self._check(request, form, explains=action == "explain")
         except Rejected as error:
             status = error.status
             return self._page(
                 request,
                 form,
                 status_code=status,
-                about="check" if action == "check" else "reset",
+                about="check" if action in {"check", "explain"} else "reset",
                 errors=error.fields,
                 problem="" if error.fields else error.message,
             )
 
-    async def _check(self, request: Request, form: CheckForm) -> Response:
+    async def _check(self, request: Request, form: CheckForm, *, explains: bool) -> Response:
         cost = whole_number(form.cost)
         if not isinstance(cost, int) or not 0 <= cost <= INT32_MAX:
             errors = {"tokens_requested": COST_PROBLEM}
             return self._page(request, form, status_code=422, about="check", errors=errors)
+        if explains:
+            found = await self._services.explain(request, form.question, cost)
+            return self._page(
+                request,
+                form._replace(peek=True),
+                answer=_Answer(found.answer, int(self._now_s())),
+                rules=[_ExplainedRule(rule) for rule in found.rules],
+            )
         answer = await self._services.check(request, form.question, cost, peek=form.peek)
         return self._page(request, form, answer=_Answer(answer, int(self._now_s())))
 
@@ -126,6 +147,7 @@ class TryPage:
     ) -> Response:
         given = {
             "answer": None,
+            "rules": None,
             "was_reset": False,
             "about": "",
             "errors": {},
@@ -140,6 +162,18 @@ class TryPage:
             types=self._types,
             **given,
         )
+
+
+class _ExplainedRule:
+    """A rule that was looked at, as the template shows it."""
+
+    def __init__(self, message: ratelimiter_pb2.RuleExplanation) -> None:
+        self.message = message
+        self.words = MATCH_WORDS.get(message.match, "")
+        self.limits = [
+            (limit, SAID[limit.enforcement == ratelimiter_pb2.OBSERVE, limit.allowed])
+            for limit in message.limits
+        ]
 
 
 class _Answer:

@@ -151,3 +151,15 @@ async def test_a_node_whose_checks_need_a_token_says_so():
         status, text = await check(visitor)
     assert status == 401
     assert "this call needs the check role" in text
+
+
+async def test_an_explanation_spends_nothing_and_says_why(visitor):
+    await check(visitor, cost="3")
+    status, text = await check(visitor, cost="2", action="explain")
+    assert status == 200
+    assert "denied user alice on /orders" in text
+    assert "/orders user default: 3 in 1 min denies, 0 left wait 60 s" in text
+    _, text = await check(visitor, endpoint="/other", action="explain")
+    assert "No rule is for this endpoint, for * or for **." in text
+    status, text = await check(visitor, identifier="", action="explain")
+    assert (status, "must be 1 to 256 bytes" in text) == (422, True)

@@ -100,6 +100,31 @@ HEALTHY: HealthStatus.ValueType  # 1
 DEGRADED: HealthStatus.ValueType  # 2
 Global___HealthStatus: _TypeAlias = HealthStatus  # noqa: Y015
 
+class _Match:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MatchEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Match.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MATCH_UNSPECIFIED: _Match.ValueType  # 0
+    JUDGES: _Match.ValueType  # 1
+    DISABLED: _Match.ValueType  # 2
+    OVERRIDDEN: _Match.ValueType  # 3
+    """a rule for "*" where the endpoint has an enabled rule of its own"""
+    NOT_NAMED: _Match.ValueType  # 4
+    """the check names no identity of this type"""
+
+class Match(_Match, metaclass=_MatchEnumTypeWrapper): ...
+
+MATCH_UNSPECIFIED: Match.ValueType  # 0
+JUDGES: Match.ValueType  # 1
+DISABLED: Match.ValueType  # 2
+OVERRIDDEN: Match.ValueType  # 3
+"""a rule for "*" where the endpoint has an enabled rule of its own"""
+NOT_NAMED: Match.ValueType  # 4
+"""the check names no identity of this type"""
+Global___Match: _TypeAlias = Match  # noqa: Y015
+
 @_typing.final
 class Identity(_message.Message):
     """Who is limited."""
@@ -702,6 +727,74 @@ class Histogram(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
+
+@_typing.final
+class Explanation(_message.Message):
+    """What a check would be answered, and why. Nothing is charged, and nothing is counted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answer(self) -> Global___RateLimitResponse:
+        """as with peek"""
+
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuleExplanation]:
+        """that were looked at: those that judge in the order of the answer, then others; at most 100"""
+
+    def __init__(
+        self,
+        *,
+        answer: Global___RateLimitResponse | None = ...,
+        rules: _abc.Iterable[Global___RuleExplanation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "rules", b"rules"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class RuleExplanation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULE_ID_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    IDENTIFIER_TYPE_FIELD_NUMBER: _builtins.int
+    MATCH_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    rule_id: _builtins.str
+    endpoint: _builtins.str
+    identifier_type: _builtins.str
+    match: Global___Match.ValueType
+    remedy: _builtins.str
+    """what would have to change for the check to pass it, or for the rule to judge"""
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___LimitStatus]:
+        """what each limit says, if the rule judges"""
+
+    def __init__(
+        self,
+        *,
+        rule_id: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        identifier_type: _builtins.str = ...,
+        match: Global___Match.ValueType = ...,
+        limits: _abc.Iterable[Global___LimitStatus] | None = ...,
+        remedy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "identifier_type", b"identifier_type", "limits", b"limits", "match", b"match", "remedy", b"remedy", "rule_id", b"rule_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RuleExplanation: _TypeAlias = RuleExplanation  # noqa: Y015
 
 @_typing.final
 class ResetRequest(_message.Message):

@@ -372,6 +372,11 @@ class RateLimiterHealthStub:
                 request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ResetRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                 _registered_method=True)
+        self.ExplainRateLimit = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.RateLimitRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.Explanation.FromString,
+                _registered_method=True)
 
 
 class RateLimiterHealthServicer:
@@ -395,6 +400,12 @@ class RateLimiterHealthServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainRateLimit(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RateLimiterHealthServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -412,6 +423,11 @@ def add_RateLimiterHealthServicer_to_server(servicer, server):
                     servicer.ResetRateLimit,
                     request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ResetRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            ),
+            'ExplainRateLimit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRateLimit,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.RateLimitRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.Explanation.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -495,6 +511,33 @@ class RateLimiterHealth:
             '/ratelimiter.v1.RateLimiterHealth/ResetRateLimit',
             ratelimiter_dot_v1_dot_ratelimiter__pb2.ResetRequest.SerializeToString,
             google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRateLimit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.RateLimitRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.Explanation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -130,6 +130,7 @@ class RateLimiterHealthStub:
     GetHealthStatus: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _ratelimiter_pb2.HealthResponse]
     GetMetrics: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.MetricsRequest, _ratelimiter_pb2.MetricsResponse]
     ResetRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ResetRequest, _empty_pb2.Empty]
+    ExplainRateLimit: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.RateLimitRequest, _ratelimiter_pb2.Explanation]
 
 @_typing.type_check_only
 class RateLimiterHealthAsyncStub(RateLimiterHealthStub):
@@ -137,6 +138,7 @@ class RateLimiterHealthAsyncStub(RateLimiterHealthStub):
     GetHealthStatus: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _ratelimiter_pb2.HealthResponse]  # type: ignore[assignment]
     GetMetrics: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.MetricsRequest, _ratelimiter_pb2.MetricsResponse]  # type: ignore[assignment]
     ResetRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ResetRequest, _empty_pb2.Empty]  # type: ignore[assignment]
+    ExplainRateLimit: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.RateLimitRequest, _ratelimiter_pb2.Explanation]  # type: ignore[assignment]
 
 class RateLimiterHealthServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -159,5 +161,12 @@ class RateLimiterHealthServicer(metaclass=_abc_1.ABCMeta):
         request: _ratelimiter_pb2.ResetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_empty_pb2.Empty, _abc.Awaitable[_empty_pb2.Empty]]: ...
+
+    @_abc_1.abstractmethod
+    def ExplainRateLimit(
+        self,
+        request: _ratelimiter_pb2.RateLimitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.Explanation, _abc.Awaitable[_ratelimiter_pb2.Explanation]]: ...
 
 def add_RateLimiterHealthServicer_to_server(servicer: RateLimiterHealthServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
