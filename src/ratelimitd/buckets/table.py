@@ -152,6 +152,29 @@ class BucketTable:
 
     def apply_all(self, charges: Sequence[Charge], now_us: int, cost: int) -> list[Outcome]:
         """Decide a check on several buckets, and store their new states if no enforced limit denies it."""
+        shards, shard_count = self._shards, self._shard_count
+        outcomes, charged = [], []
+        # The frequent case first, in half the time: each bucket is here, an integer, and allows the check.
+        for key, limit, decide in charges:
+            shard = shards[hash(key) % shard_count]
+            value = shard.get(key)
+            if type(value) is not int:
+                break
+            outcome = decide((value >> SPENT_SHIFT, value & LATEST_MASK), limit, now_us, cost)
+            if not outcome[0]:
+                break
+            outcomes.append(outcome)
+            charged.append((shard, key, limit, outcome[5]))
+        else:
+            tick = self._tick << TICK_SHIFT
+            for shard, key, limit, state in charged:
+                spent, latest_us = state  # type: ignore[misc]  # an integer's state is a pair
+                window_s = limit.window_seconds
+                shard[key] = spent << SPENT_SHIFT | window_s << WINDOW_SHIFT | tick | latest_us
+            return outcomes
+        return self._apply_any(charges, now_us, cost)
+
+    def _apply_any(self, charges: Sequence[Charge], now_us: int, cost: int) -> list[Outcome]:
         outcomes = self.peek_all(charges, now_us, cost)
         for (_, limit, _), outcome in zip(charges, outcomes, strict=True):
             if not outcome[0] and limit.enforcement is ENFORCE:

@@ -112,9 +112,11 @@ A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` i
 which the general path answers.
 """
 
-_Parts: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes]
+_Parts: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, int]
 """What all answers of a scope have in common: limit, window and rule id; limit name; and of the entry in ``limits`` its
-begin, limit and window, and enforcement."""
+begin, limit and window, and enforcement. Of the entry of an allowed check also all before the remaining tokens, all
+after the reset time, and the length of both.
+"""
 
 Question: TypeAlias = tuple[bytes, _Known]
 """An identifier and the cached rest of its request."""
@@ -224,32 +226,36 @@ class BulkChecks:
     ) -> bytes:
         allowed, remaining, reset_time, retry_after, reason, _ = outcome
         reset = self._reset_times.get(reset_time) or self._reset(reset_time)
-        numbers, name, _, _, _ = parts[first]
+        numbers, name, *_ = parts[first]
         octets = [_start(allowed, remaining), reset, _end(retry_after, reason), numbers]
         if len(parts) > 1:
-            octets.append(self._status(outcomes[first], parts[first]))
+            self._add_status(octets, outcomes[first], parts[first])
             for place, one in enumerate(parts):
                 if place != first:
-                    octets.append(self._status(outcomes[place], one))
+                    self._add_status(octets, outcomes[place], one)
         octets.append(name)
         return b"".join(octets)
 
-    def _status(self, outcome: Outcome, parts: _Parts) -> bytes:
-        """Encode the entry of ``limits`` for one outcome."""
+    def _add_status(self, octets: list[bytes], outcome: Outcome, parts: _Parts) -> None:
+        """Append the entry of ``limits`` for one outcome."""
         allowed, remaining, reset_time, retry_after, reason, _ = outcome
-        _, _, head, numbers, end = parts
-        octets = head
-        if allowed:
-            octets += _STATUS_ALLOWED
+        _, _, head, numbers, enforcement, start, within, fixed = parts
+        reset = (self._reset_times.get(reset_time) or self._reset(reset_time))[1:]
+        if allowed and 0 < remaining < _KEPT_VARINTS and reset:
+            # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
+            left = KEPT[remaining]
+            size = KEPT[fixed + len(left) + len(reset)]
+            octets += (_LIMITS, size, start, left, _STATUS_RESET_TIME, reset, within)
+            return
+        status = head + _STATUS_ALLOWED if allowed else head
         if remaining:
-            octets += _STATUS_REMAINING + varint(remaining)
-        if reset_time:
-            reset = self._reset_times.get(reset_time) or self._reset(reset_time)
-            octets += _STATUS_RESET_TIME + reset[1:]
+            status += _STATUS_REMAINING + varint(remaining)
+        if reset:
+            status += _STATUS_RESET_TIME + reset
         if retry_after:
-            octets += _STATUS_RETRY_AFTER + varint(retry_after)
-        octets += numbers + _STATUS_REASON + KEPT[reason] + end
-        return _LIMITS + varint(len(octets)) + octets
+            status += _STATUS_RETRY_AFTER + varint(retry_after)
+        status += numbers + _STATUS_REASON + KEPT[reason] + enforcement
+        octets += (_LIMITS, varint(len(status)), status)
 
     def _learn(self, message: bytes) -> _Known | None:
         """Cache the ending of a request if it is canonical."""
@@ -287,7 +293,7 @@ def _known(check: Check, scope: Scope | None) -> _Known | None:
     is_address = check.identifier_type == IdentifierType.IP
     if scope.several:
         parts = tuple(map(_parts, scope.several))
-        longest = sum(_MOST_STATUS_BYTES + sum(map(len, one)) for one in parts)
+        longest = sum(_MOST_STATUS_BYTES + sum(map(len, one[:5])) for one in parts)
         if _MOST_NUMBERS_BYTES + longest > MAX_ANSWER_BYTES:
             return None
         return scope, check.cost, is_address, b"", b"", parts
@@ -326,12 +332,12 @@ def _parts(scope: Scope) -> _Parts:
     numbers = (
         _STATUS_LIMIT + varint(limit.limit) + _STATUS_WINDOW_SECONDS + varint(limit.window_seconds)
     )
-    return (
-        *_rule_part(scope),
-        head + _field(_STATUS_TYPE, rule.identifier_type.encode()),
-        numbers,
-        b"" if scope.would_deny is None else _STATUS_OBSERVE,
-    )
+    head += _field(_STATUS_TYPE, rule.identifier_type.encode())
+    enforcement = b"" if scope.would_deny is None else _STATUS_OBSERVE
+    within = numbers + _STATUS_REASON + KEPT[Reason.WITHIN_LIMIT] + enforcement
+    start = head + _STATUS_ALLOWED + _STATUS_REMAINING
+    fixed = len(start) + len(_STATUS_RESET_TIME) + len(within)
+    return (*_rule_part(scope), head, numbers, enforcement, start, within, fixed)
 
 
 # Zeros are not encoded (proto3).
