@@ -18,16 +18,16 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
     rule, account = update.rule, ACCOUNTS[update.rule.algorithm]
     generation = update.generation
     if stored is None or (generation is not None and generation > stored.generation):
-        stored = SharedState(generation or 0, rule.revision, rule.limit)
+        stored = SharedState(generation or 0, rule.revision, rule.limit, burst=rule.burst)
     runs = update.runs if generation in {None, stored.generation} else ()
     state = stored.state
     if rule.revision > stored.revision:
-        # Most edits are of other rules; only a new limit forgives anything.
-        state = state if rule.limit == stored.limit else account.capped(state, rule)
-        stored = stored._replace(revision=rule.revision, limit=rule.limit)
-    ruling = rule if rule.limit == stored.limit else replace(rule, limit=stored.limit)
+        # Most edits are of other rules; only a new limit or burst forgives anything.
+        state = state if _is_of(stored, rule) else account.capped(state, rule)
+        stored = stored._replace(revision=rule.revision, limit=rule.limit, burst=rule.burst)
+    ruling = ruling_of(stored, rule)
     if runs:
-        if rule.revision < stored.revision and rule.limit != stored.limit:
+        if rule.revision < stored.revision and not _is_of(stored, rule):
             # Who spent under an older rule could not know the new one: that takes what there is, and owes nothing.
             runs = fitting(state, ruling, runs)
         state = account.charged(state, ruling, runs) if runs else state
@@ -39,6 +39,17 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
     return Settled(stored._replace(state=state), tuple(grants))
 
 
+def ruling_of(shared: SharedState, rule: Limit) -> Limit:
+    """Return the rule as the bucket knows it."""
+    if _is_of(shared, rule):
+        return rule
+    return replace(rule, limit=shared.limit, burst=shared.burst)
+
+
+def _is_of(shared: SharedState, rule: Limit) -> bool:
+    return (shared.limit, shared.burst) == (rule.limit, rule.burst)
+
+
 def first_check(stored: SharedState | None, check: StoreCheck) -> Met:
     """Decide a first check.
 
@@ -47,18 +58,18 @@ def first_check(stored: SharedState | None, check: StoreCheck) -> Met:
     """
     rule = check.rule
     shared = settle(stored, Update(rule, None)).shared
-    ruling = rule if rule.limit == shared.limit else replace(rule, limit=shared.limit)
+    ruling = ruling_of(shared, rule)
     outcome = ACCOUNTS[rule.algorithm].judge(shared.state, ruling, check.now_us, check.cost)
     if outcome[0] and not check.peek:
         shared = shared._replace(state=outcome[5])
-    elif stored is not None and (check.peek or shared.limit == stored.limit):
+    elif stored is not None and (check.peek or _is_of(stored, ruling)):
         shared = stored
     return (*outcome[:5], None), shared
 
 
 def fitting(state: BucketState, rule: Limit, runs: Sequence[Run]) -> Sequence[Run]:
     """The first of ``runs``, as far as they fit into the bucket."""
-    room = rule.limit - ACCOUNTS[rule.algorithm].used(state, rule, runs[-1][0])
+    room = rule.capacity - ACCOUNTS[rule.algorithm].used(state, rule, runs[-1][0])
     fitting = []
     for at_us, tokens in runs:
         if room > 0:
@@ -70,7 +81,9 @@ def fitting(state: BucketState, rule: Limit, runs: Sequence[Run]) -> Sequence[Ru
 def reset(stored: SharedState | None, rule: Limit, least: int = 0) -> SharedState:
     """A full bucket of the next generation, and of ``least`` at least; see :func:`generation_at`."""
     generation = 0 if stored is None else stored.generation
-    return SharedState(max(generation + 1, least), rule.revision, rule.limit)
+    return SharedState(
+        max(generation + 1, least), rule.revision, rule.limit, burst=rule.burst
+    )
 
 
 class Ledger:

@@ -33,7 +33,9 @@ def key_of(number: int) -> bytes:
     return bytes([TAG, number]) + bytes(14)
 
 
-def rule_of(algorithm: Algorithm, limit: int = 10, window_s: int = 60, revision: int = 1) -> Rule:
+def rule_of(
+    algorithm: Algorithm, limit: int = 10, window_s: int = 60, revision: int = 1, *, burst: int = 0
+) -> Rule:
     """A rule of which only that counts."""
     return Rule(
         "rule",
@@ -43,6 +45,7 @@ def rule_of(algorithm: Algorithm, limit: int = 10, window_s: int = 60, revision:
         window_seconds=window_s,
         algorithm=algorithm,
         revision=revision,
+        burst=burst,
     )
 
 
@@ -65,7 +68,7 @@ def settle(client: Any, batch: Batch) -> Reply | None:
 def plain(shared: SharedState | None) -> SharedState | tuple[Any, ...] | None:
     """A state whose log is told by its entries, wherever its sums begin."""
     if shared is not None and isinstance(shared.state, bytes):
-        return (*shared[:3], runs_of(shared.state))
+        return (*shared[:3], runs_of(shared.state), shared.burst)
     return shared
 
 
@@ -77,7 +80,9 @@ def log_of(runs: Sequence[tuple[int, int]]) -> bytes:
 
 def value_of(shared: SharedState, rule: Rule) -> bytes:
     """The bytes by which a bucket of ``rule`` lies in the store."""
-    generation, revision, limit, state = shared
+    if shared.burst:
+        return value_of(shared._replace(burst=0), rule) + pack("<I", shared.burst)
+    generation, revision, limit, state, _ = shared
     head = pack("<BBIQI", FORMAT, NUMBERS[rule.algorithm], generation, revision, limit)
     if state is None:
         return head

@@ -103,7 +103,11 @@ class Limit:
 
     ``limit`` is in tokens per window, ``window_seconds`` in seconds, both 1 to 2^31−1. ``name`` is unique in its rule.
     A limit that only observes has its own bucket, which is charged as if it enforced, and denies nothing.
-    ``revision`` is the book's revision at which its rule was last changed. ``window_us`` is derived.
+    ``revision`` is the book's revision at which its rule was last changed. ``burst`` is the capacity of a token bucket
+    in tokens, 0 = ``limit``.
+
+    Derived are ``window_us``, ``capacity``, the most tokens at once, and ``full_after_s``, the seconds after which a
+    bucket that is not used equals a fresh one.
     """
 
     limit: int
@@ -112,10 +116,18 @@ class Limit:
     name: str = DEFAULT_LIMIT
     enforcement: Enforcement = Enforcement.ENFORCE
     revision: int = 0
+    burst: int = 0
     window_us: int = field(init=False, repr=False, compare=False)
+    capacity: int = field(init=False, repr=False, compare=False)
+    full_after_s: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        full_after_s = self.window_seconds
+        if self.burst:
+            full_after_s = -(-self.burst * full_after_s // self.limit)
         object.__setattr__(self, "window_us", self.window_seconds * US_PER_S)
+        object.__setattr__(self, "capacity", self.burst or self.limit)
+        object.__setattr__(self, "full_after_s", full_after_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +153,10 @@ class Rule(Limit):
 
     @property
     def has_list(self) -> bool:
-        """Whether the rule is more than its first limit, without a name and enforced."""
+        """Whether the rule is more than its first limit, without a name or a burst, and enforced."""
         return (
             bool(self.more)
+            or self.burst > 0
             or self.name != DEFAULT_LIMIT
             or self.enforcement is not Enforcement.ENFORCE
         )

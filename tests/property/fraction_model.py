@@ -14,14 +14,20 @@ INT32_MAX = 2**31 - 1  # the contract's retry_after_seconds is an int32
 class Model:
     """One bucket. Times in µs; every answer is (allowed, remaining, reset_time, retry_after, reason).
 
-    ``limit`` may be changed between checks: what was spent stays spent (ADR 0008).
+    ``limit`` and ``burst`` may be changed between checks: what was spent stays spent (ADR 0008).
     """
 
-    def __init__(self, algorithm, limit, window_seconds):
+    def __init__(self, algorithm, limit, window_seconds, burst=0):
         self.algorithm, self.limit, self.window_seconds = algorithm, limit, window_seconds
+        self.burst = burst
         self.window = Fraction(window_seconds)
         self.latest = None
         self.spent, self.log = Fraction(0), []
+
+    @property
+    def most(self):
+        """Tokens of a bucket that is full."""
+        return self.burst if self.burst else self.limit
 
     def check(self, now_us, cost):
         answer, at = self.answer(now_us, cost)
@@ -41,7 +47,7 @@ class Model:
         full_at, wait_for = getattr(self, "_" + self.algorithm)(at)
         left = self.left(at)
         remaining, reset_time = max(0, math.floor(left)), math.ceil(full_at())
-        if cost > self.limit:
+        if cost > self.most:
             return (False, remaining, reset_time, self.window_seconds, "COST_EXCEEDS_LIMIT"), at
         if left < cost:
             retry = min(max(1, math.ceil(wait_for(cost) - own)), INT32_MAX)
@@ -50,7 +56,7 @@ class Model:
 
     def take(self, at, cost):
         if self.algorithm == "token_bucket":
-            self.spent = self.limit - self.left(at) + cost
+            self.spent = self.most - self.left(at) + cost
         else:
             self.log.append((at, cost))
         self.latest = at
@@ -59,8 +65,8 @@ class Model:
         """Tokens left; fewer than none when the limit was lowered below what a window holds."""
         if self.algorithm == "token_bucket":
             elapsed = 0 if self.latest is None else at - self.latest
-            owed = min(self.spent, Fraction(self.limit))
-            return self.limit - max(Fraction(0), owed - elapsed * self.limit / self.window)
+            owed = min(self.spent, Fraction(self.most))
+            return self.most - max(Fraction(0), owed - elapsed * self.limit / self.window)
         if self.algorithm == "sliding_window":
             spent = sum(cost for time, cost in self.log if time > at - self.window)
         else:
@@ -70,7 +76,7 @@ class Model:
     def _token_bucket(self, at):
         rate = self.limit / self.window
         return (
-            lambda: at + (self.limit - self.left(at)) / rate,
+            lambda: at + (self.most - self.left(at)) / rate,
             lambda cost: at + (cost - self.left(at)) / rate,
         )
 

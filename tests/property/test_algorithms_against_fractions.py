@@ -18,9 +18,13 @@ pytestmark = pytest.mark.slice
 START_US = 1_700_006_400_000_000
 
 
-def agree(algorithm, limit, window_seconds, steps, *, met=None):
-    """``steps`` are (time in µs, cost), or a limit to be in force from then on; ``met`` counts what came about."""
-    model, met = Model(algorithm, limit, window_seconds), Counter() if met is None else met
+def agree(algorithm, limit, window_seconds, steps, *, burst=0, met=None):
+    """``steps`` are (time in µs, cost), or a limit to be in force from then on; ``met`` counts what came about.
+
+    ``burst`` is the first one; each edit of the limit takes the burst away, or gives it back.
+    """
+    met = Counter() if met is None else met
+    model = Model(algorithm, limit, window_seconds, burst)
     rule = Rule(
         "id",
         "/e",
@@ -28,23 +32,26 @@ def agree(algorithm, limit, window_seconds, steps, *, met=None):
         limit=limit,
         window_seconds=window_seconds,
         algorithm=Algorithm(algorithm),
+        burst=burst,
     )
     state, last_us = None, 0
     for step in steps:
         if isinstance(step, int):
-            rule, model.limit = replace(rule, limit=step), step
+            model.limit, model.burst = step, 0 if model.burst else burst
+            rule = replace(rule, limit=step, burst=model.burst)
             met["limit edited"] += 1
             continue
         now_us, cost = step
         outcome = NAMED_DECIDE[rule.algorithm](state, rule, now_us, cost)
         got = (*outcome[:4], outcome.reason.name)
         assert got == model.check(now_us, cost), (rule, now_us, cost)
-        assert 0 <= outcome.remaining <= rule.limit  # I6
+        assert 0 <= outcome.remaining <= rule.capacity  # I6
         if not outcome.allowed:
             assert outcome.state is state  # I6: a denial returns the state it was given
         state = outcome.state
         met[outcome.reason.name] += 1
         met["stepped back"] += now_us < last_us
+        met["above the limit"] += outcome.allowed and cost > rule.limit
         last_us = now_us
 
 
@@ -81,6 +88,13 @@ def test_every_history_gets_the_exact_answers(algorithm, history):
     agree(algorithm, *history)
 
 
+@given(histories(), numbers)
+@example((1, 1, [(0, INT32_MAX), (MAX_TIME_US, INT32_MAX)]), INT32_MAX)
+@example((INT32_MAX, INT32_MAX, [(0, 1), (1, 1), (MAX_TIME_US, 1)]), 1)
+def test_every_history_of_a_burst_gets_the_exact_answers(history, burst):
+    agree("token_bucket", *history, burst=burst)
+
+
 def random_history(rng, length):
     limit = rng.choice([1, 2, 3, 7, 10, 100, 1000, rng.randint(1, 10**6), rng.randint(1, INT32_MAX)])  # fmt: skip
     window_seconds = rng.choice([1, 2, 7, 60, 3600, rng.randint(1, 10**5), rng.randint(1, INT32_MAX)])  # fmt: skip
@@ -112,7 +126,12 @@ def check_many(algorithm, checks):
     rng, met = random.Random(f"{algorithm} 1"), Counter[str]()
     for number in range(checks // 40):
         history = random_history(rng, 40)
-        agree(algorithm, *(with_edits(rng, history) if number % 4 == 0 else history), met=met)
+        burst = 0
+        if algorithm == "token_bucket" and number % 3 == 0:
+            burst = rng.choice([1, 2 * history[0], rng.randint(1, INT32_MAX)])
+        history = with_edits(rng, history) if number % 4 == 0 else history
+        agree(algorithm, *history, burst=min(burst, INT32_MAX), met=met)
+    assert bool(met.pop("above the limit")) is (algorithm == "token_bucket")
     # The rare cases must be among them, or the agreement says little.
     assert min(met.values()) >= checks // 100
     assert {"WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT"} <= met.keys()

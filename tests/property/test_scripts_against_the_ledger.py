@@ -72,8 +72,8 @@ class Model:
         key, rule, now_us, cost, peek = check
         stored = self.buckets.get(key)
         shared = ledger_model.settle(stored, Update(rule, None)).shared
-        is_edited = stored is not None and shared.limit != stored.limit
-        ruling = rule_of(rule.algorithm, shared.limit, rule.window_seconds, 0)
+        is_edited = stored is not None and shared[2::2] != stored[2::2]
+        ruling = ledger_model.ruling_of(shared, rule)
         *outcome, state = ACCOUNTS[rule.algorithm].judge(shared.state, ruling, now_us, cost)
         if (outcome[0] or is_edited) and not peek:
             self.buckets[key] = shared._replace(state=state)
@@ -108,20 +108,30 @@ sizes = st.one_of(
 
 @st.composite
 def rule_books(draw):
-    """For each key the rule at each revision: only its limit is edited, for all else has a key of its own."""
+    """For each key the rule at each revision: only limit and burst are edited, for all else has a key of its own."""
     book = []
     for _ in KEYS:
         algorithm, window_s = draw(st.sampled_from(Algorithm)), draw(sizes)
         limits = draw(st.lists(sizes, min_size=REVISIONS, max_size=REVISIONS))
+        bursts = [0] * REVISIONS
+        if algorithm is Algorithm.TOKEN_BUCKET and draw(st.booleans()):
+            bursts = [draw(st.one_of(st.just(0), sizes)) for _ in bursts]
         if draw(st.booleans()):
             limits[1] = limits[0]
+        if draw(st.booleans()):
+            bursts[1] = bursts[0]
         book.append(
             [
-                rule_of(algorithm, limit, window_s, revision)
-                for revision, limit in enumerate(limits, start=1)
+                rule_of(algorithm, limit, window_s, number + 1, burst=refillable(burst, limit, window_s))
+                for number, (limit, burst) in enumerate(zip(limits, bursts, strict=True))
             ]
         )
     return book
+
+
+def refillable(burst, limit, window_s):
+    """The burst, or the largest that a rule may have."""
+    return min(burst, INT32_MAX * limit // window_s)
 
 
 @st.composite
@@ -143,8 +153,8 @@ def times(draw, rule, around_us):
 def costs(rule):
     return st.one_of(
         st.integers(1, 3),
-        st.integers(1, rule.limit),
-        st.integers(max(1, rule.limit - 2), min(INT32_MAX, rule.limit + 2)),
+        st.integers(1, rule.capacity),
+        st.integers(max(1, rule.capacity - 2), min(INT32_MAX, rule.capacity + 2)),
         st.integers(1, INT32_MAX),
     )
 
@@ -255,16 +265,20 @@ def any_size(chance, most):
 def bucket_of_any_size(chance):
     """A rule, a state of it that is neither full nor necessarily in bounds, and a time when part of it is left."""
     algorithm = chance.choice((Algorithm.TOKEN_BUCKET, Algorithm.FIXED_WINDOW))
-    rule = rule_of(algorithm, any_size(chance, INT32_MAX), any_size(chance, INT32_MAX))
+    limit, window_s = any_size(chance, INT32_MAX), any_size(chance, INT32_MAX)
+    burst = 0
+    if algorithm is Algorithm.TOKEN_BUCKET and chance.random() < 0.5:
+        burst = refillable(any_size(chance, INT32_MAX), limit, window_s)
+    rule = rule_of(algorithm, limit, window_s, burst=burst)
     latest_us = any_size(chance, MAX_TIME_US)
-    most = rule.limit * chance.choice((1, 1, 1, 3))
+    most = rule.capacity * chance.choice((1, 1, 1, 3))
     if algorithm is Algorithm.TOKEN_BUCKET:
         spent = chance.randint(0, most * rule.window_us)
         refilled_us = spent // rule.limit
     else:
         spent, refilled_us = chance.randint(0, most), rule.window_us
     now_us = latest_us + chance.choice((0, 1, -1, -latest_us, chance.randint(0, refilled_us + 2)))
-    shared = SharedState(0, rule.revision, rule.limit, (spent, latest_us))
+    shared = SharedState(0, rule.revision, rule.limit, (spent, latest_us), burst)
     return rule, shared, max(0, min(MAX_TIME_US, now_us))
 
 
@@ -307,7 +321,7 @@ def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
     )
     model = Model({key: shared for key, (_, shared, _) in cases.items()})
     for key, (rule, _, now_us) in cases.items():
-        for cost in (rule.limit, any_size(chance, rule.limit)):
+        for cost in (rule.capacity, any_size(chance, rule.capacity)):
             check = StoreCheck(key, rule, now_us, cost, peek=True)
             assert decide(store, check) == [model.decide(check)]
     batch = Batch(
@@ -318,8 +332,8 @@ def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
             key: Update(
                 rule,
                 None,
-                ((now_us, any_size(chance, rule.limit)),),
-                (Ask(now_us, any_size(chance, rule.limit)),),
+                ((now_us, any_size(chance, rule.capacity)),),
+                (Ask(now_us, any_size(chance, rule.capacity)),),
             )
             for key, (rule, _, now_us) in cases.items()
         },
@@ -328,8 +342,11 @@ def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("algorithm", Algorithm)
-def test_small_numbers_meet_every_boundary(store, algorithm, seed):
+@pytest.mark.parametrize(
+    ("algorithm", "bursts"),
+    [*((algorithm, (0, 0, 0, 0)) for algorithm in Algorithm), (Algorithm.TOKEN_BUCKET, (7, 2, 3, 3))],
+)
+def test_small_numbers_meet_every_boundary(store, algorithm, bursts, seed):
     store.flushall()
     chance = Random(seed)
     model = Model()
@@ -338,8 +355,8 @@ def test_small_numbers_meet_every_boundary(store, algorithm, seed):
     # The last one contradicts its revision: what is stored holds. Of spends under an older revision only those of
     # another limit are cut to what fits.
     rules = [
-        rule_of(algorithm, limit, 1, revision)
-        for limit, revision in ((5, 1), (3, 2), (3, 3), (4, 3))
+        rule_of(algorithm, limit, 1, revision, burst=burst)
+        for (limit, revision), burst in zip(((5, 1), (3, 2), (3, 3), (4, 3)), bursts, strict=True)
     ]
 
     def time_us():

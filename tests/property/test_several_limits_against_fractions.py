@@ -53,7 +53,7 @@ class Policies:
         for _, limit, bucket in self.judging(check):
             new = Model(limit.algorithm.value, limit.limit, limit.window_seconds)
             models[bucket] = self.models.setdefault(bucket, new)
-            models[bucket].limit = limit.limit
+            models[bucket].limit, models[bucket].burst = limit.limit, limit.burst
         answers = {bucket: model.answer(now_us, check.cost) for bucket, model in models.items()}
         denied = {bucket: answer for bucket, (answer, _) in answers.items() if not answer[0]}
         if denied:
@@ -67,7 +67,7 @@ class Policies:
             found = {bucket: model.check(now_us, check.cost) for bucket, model in models.items()}
             if check.peek:
                 self.models |= kept
-            first = min(found, key=lambda bucket: Fraction(found[bucket][1], models[bucket].limit))
+            first = min(found, key=lambda bucket: Fraction(found[bucket][1], models[bucket].most))
         else:
             return []
         return [
@@ -106,14 +106,22 @@ def random_rule(rng, number, place, count):
         )
         for name in names[:count]
     ]
+    limits = [with_burst(rng, limit) if rng.random() < 0.3 else limit for limit in limits]
     return as_rule(f"rule {number}", place, limits)
+
+
+def with_burst(rng, limit):
+    if limit.algorithm is not Algorithm.TOKEN_BUCKET:
+        return limit
+    most = min(INT32_MAX, INT32_MAX * limit.limit // limit.window_seconds)
+    return replace(limit, burst=rng.choice([0, 1, rng.randint(1, most), min(most, 2 * limit.limit)]))
 
 
 def as_rule(rule_id, place, limits):
     first, *more = limits
     return Rule(
         rule_id, *place, limit=first.limit, window_seconds=first.window_seconds,
-        algorithm=first.algorithm, name=first.name, more=tuple(more),
+        algorithm=first.algorithm, name=first.name, burst=first.burst, more=tuple(more),
     )  # fmt: skip
 
 
@@ -123,7 +131,9 @@ def edited(rng, policies):
     limits = list(rule.limits)
     at = rng.randrange(len(limits))
     number = rng.randint(1, 2 * limits[at].limit) if rng.random() < 0.9 else 1
-    limits[at] = replace(limits[at], limit=min(number, INT32_MAX))
+    limits[at] = replace(limits[at], limit=min(number, INT32_MAX), burst=0)
+    if rng.random() < 0.3:
+        limits[at] = with_burst(rng, limits[at])
     policies.rules[place] = as_rule(rule.id, place, limits)
 
 
@@ -166,7 +176,8 @@ def check_policy(rng, met):
         now_us += rng.randint(0, max(1, scarce.window_us // rng.choice([1, 3, scarce.limit])))
         if rng.random() < 0.1:
             now_us -= rng.randint(0, 10**6)
-        cost = rng.choice([1, 1, rng.randint(1, scarce.limit), min(scarce.limit + 1, INT32_MAX)])
+        most = scarce.capacity
+        cost = rng.choice([1, 1, rng.randint(1, most), min(most + 1, INT32_MAX)])
         check = random_check(rng, cost)
         judging = [(rule.id, limit) for rule, limit, _ in policies.judging(check)]
         before = held(table)
@@ -203,6 +214,7 @@ def check_policy(rng, met):
         ) == 1 and not decision.allowed and (decision.rule.id, decision.limit) == judging[-1]  # fmt: skip
         met["of several rules"] += len({rule_id for rule_id, _ in judging}) > 1
         met["peeked"] += check.peek
+        met["with a burst"] += any(limit.burst for _, limit in judging)
 
 
 def check_many(checks):
@@ -212,7 +224,7 @@ def check_many(checks):
     # The rare cases must be among them, or the agreement says little.
     assert set(met) == {
         "WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT", "edited", "peeked",
-        "others allow a denied check", "only the last denies", "of several rules", "NO_RULE",
+        "others allow a denied check", "only the last denies", "of several rules", "NO_RULE", "with a burst",
     }  # fmt: skip
     assert min(met.values()) >= checks // 100, met
 

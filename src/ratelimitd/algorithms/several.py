@@ -56,7 +56,7 @@ def passes(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> bool:
 def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
     """Return which outcome is the check's answer: one of an enforced limit, if there is one.
 
-    Denied: the denial with the longest retry delay. Allowed: the one that leaves the smallest part of its limit. Of
+    Denied: the denial with the longest retry delay. Allowed: the one that leaves the smallest part of its capacity. Of
     equal ones it is the first.
     """
     found, best = 0, outcomes[0]
@@ -67,7 +67,7 @@ def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
         elif outcome[0] != best[0]:
             is_before = not outcome[0]
         elif outcome[0]:
-            is_before = outcome[1] * limits[found].limit < best[1] * limits[place].limit
+            is_before = outcome[1] * limits[found].capacity < best[1] * limits[place].capacity
         else:
             is_before = outcome[3] > best[3]
         if is_before:

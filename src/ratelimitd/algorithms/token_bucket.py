@@ -1,10 +1,12 @@
 """Token bucket: starts full, refills ``limit`` tokens per window, a check takes its cost or nothing.
 
+A full bucket holds the limit's ``capacity``: its burst, or as many tokens as a window refills. See ADR 0047.
+
 Pure; never raises on a state of its own. See ADR 0002 and 0006.
 
 The state is ``(spent, latest_us)``, exact in integers. One token is ``window_us`` units and one µs refills ``limit``
-units, so that no refill is rounded: capacity = limit × window_us, at most 2^82. *Spent* is kept instead of tokens
-because it does not depend on the limit: a change of the limit keeps it.
+units, so that no refill is rounded: a full bucket is capacity × window_us, at most 2^82. *Spent* is kept instead of
+tokens because it does not depend on the limit or the burst: a change of them keeps it.
 ``latest_us`` is the time of the last accepted check; the effective time of a check is never before it (I8).
 """
 
@@ -40,13 +42,13 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     """
     limit = rule.limit
     token = rule.window_us
-    capacity = limit * token
+    capacity = rule.capacity * token
     if state is None:
         spent, at_us = 0, now_us
     else:
         spent, latest_us = state
         # Comparisons, not min() and max(): a call costs 60 ns, a comparison 15.
-        # The limit was lowered: one whole capacity is owed, not more. equivalent: >= assigns the value it has
+        # The capacity was lowered: one whole capacity is owed, not more. equivalent: >= assigns the value it has
         if spent > capacity:  # noqa: PLR1730
             spent = capacity
         if now_us > latest_us:  # equivalent: >= adds 0 µs
@@ -85,11 +87,11 @@ def denied(  # noqa: PLR0917 - what both callers know
     """Return the outcome of a denied check; ``refilled`` is the bucket at its time, and may be overdrawn."""
     limit = rule.limit
     token = rule.window_us
-    capacity = limit * token
+    capacity = rule.capacity * token
     spent, at_us = refilled
     remaining = (capacity - spent) // token if spent < capacity else 0
     reset_time = (at_us - -spent // limit + _ROUND_UP) // US_PER_S
-    if cost > limit:
+    if cost > rule.capacity:
         return (DENIED, remaining, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
     # More is wanted than there is, so it is due later than now, and this is at least 1.
     due = at_us * limit + spent + cost * token - capacity

@@ -1,10 +1,10 @@
 """The two encodings of a bucket: in memory, and in the bucket files. Pure. See ADR 0014 and ADR 0015.
 
-In memory a bucket is one object that the cyclic garbage collector skips. Beside the state it holds the rule's window,
-for expiry, and the tick of the last use, for LRU order:
+In memory a bucket is one object that the cyclic garbage collector skips. Beside the state it holds the seconds in which
+it is full, for expiry, and the tick of the last use, for LRU order:
 
-    integer:  spent · window_seconds (31 bits) · tick (28 bits) · latest_us (53 bits)
-    bytes:    the log of ``algorithms/sliding_window.py`` · window_seconds and tick (8 bytes)
+    integer:  spent · full_after_s (31 bits) · tick (28 bits) · latest_us (53 bits)
+    bytes:    the log of ``algorithms/sliding_window.py`` · full_after_s and tick (8 bytes)
 
 An integer of up to 180 bits takes 48 bytes, so spent may take 68 bits (a limit of 2 million a day) before a bucket
 grows by 16 bytes.
@@ -43,10 +43,10 @@ MAX_TICK: Final = (1 << 28) - 1
 
 TICK_SHIFT: Final = 53
 _TICK_BITS: Final = 28
-WINDOW_SHIFT: Final = TICK_SHIFT + _TICK_BITS
-SPENT_SHIFT: Final = WINDOW_SHIFT + 31
+FULL_AFTER_SHIFT: Final = TICK_SHIFT + _TICK_BITS
+SPENT_SHIFT: Final = FULL_AFTER_SHIFT + 31
 LATEST_MASK: Final = (1 << TICK_SHIFT) - 1
-_WINDOW_MASK: Final = (1 << 31) - 1
+_FULL_AFTER_MASK: Final = (1 << 31) - 1
 
 _CELL: Final = 8
 _TAIL: Final = Struct("=q")
@@ -55,10 +55,13 @@ _TAIL: Final = Struct("=q")
 def pack(state: State, rule: Limit, tick: int) -> Value:
     """Return the value of ``state`` under ``rule``, last used at ``tick``."""
     if isinstance(state, bytes):
-        return state + _TAIL.pack(rule.window_seconds << _TICK_BITS | tick)
+        return state + _TAIL.pack(rule.full_after_s << _TICK_BITS | tick)
     spent, latest_us = state
     return (
-        spent << SPENT_SHIFT | rule.window_seconds << WINDOW_SHIFT | tick << TICK_SHIFT | latest_us
+        spent << SPENT_SHIFT
+        | rule.full_after_s << FULL_AFTER_SHIFT
+        | tick << TICK_SHIFT
+        | latest_us
     )
 
 
@@ -84,23 +87,23 @@ def latest_us(value: Value) -> int:
     return value & LATEST_MASK
 
 
-def window_seconds(value: Value) -> int:
-    """Return the window of the bucket's rule, in seconds."""
+def full_after_s(value: Value) -> int:
+    """Return the seconds after its last accepted check in which the bucket is full."""
     if isinstance(value, bytes):
         return int(_TAIL.unpack_from(value, len(value) - _CELL)[0]) >> _TICK_BITS
-    return value >> WINDOW_SHIFT & _WINDOW_MASK
+    return value >> FULL_AFTER_SHIFT & _FULL_AFTER_MASK
 
 
 def is_over(value: Value, now_us: int) -> bool:
     """Return whether the bucket equals a fresh one at ``now_us``.
 
-    One window after the last accepted check a token bucket is full, a log empty and a fixed window over, whatever the
-    limit, so one test serves all three.
+    One window after the last accepted check a log is empty and a fixed window over, whatever the limit, and so is a
+    token bucket full without a burst. With one it takes as long as its limit then refills the burst.
     """
     if isinstance(value, bytes):
-        return latest_us(value) + window_seconds(value) * US_PER_S <= now_us
+        return latest_us(value) + full_after_s(value) * US_PER_S <= now_us
     # The same, inlined: a sweep calls this for thousands of buckets per event-loop iteration.
-    return (value & LATEST_MASK) + (value >> WINDOW_SHIFT & _WINDOW_MASK) * US_PER_S <= now_us
+    return (value & LATEST_MASK) + (value >> FULL_AFTER_SHIFT & _FULL_AFTER_MASK) * US_PER_S <= now_us
 
 
 def with_tick(value: Value, tick: int) -> Value:
@@ -108,7 +111,7 @@ def with_tick(value: Value, tick: int) -> Value:
     if tick_of(value) == tick:
         return value
     if isinstance(value, bytes):
-        return value[:-_CELL] + _TAIL.pack(window_seconds(value) << _TICK_BITS | tick)
+        return value[:-_CELL] + _TAIL.pack(full_after_s(value) << _TICK_BITS | tick)
     return value & ~(MAX_TICK << TICK_SHIFT) | tick << TICK_SHIFT
 
 
@@ -136,7 +139,7 @@ def is_log(value: bytes) -> bool:
     return (
         0 <= cells[0] <= cells[runs - 1] <= LATEST_MASK
         and 0 <= cells[runs] < cells[-2] <= MAX_SUM
-        and 0 < cells[-1] >> _TICK_BITS <= _WINDOW_MASK
+        and 0 < cells[-1] >> _TICK_BITS <= _FULL_AFTER_MASK
     )
 
 

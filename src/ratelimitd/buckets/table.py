@@ -22,17 +22,17 @@ from ratelimitd.algorithms import Decide
 from ratelimitd.algorithms.several import ENFORCE, Charge, decide_all
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot_format import (
+    FULL_AFTER_SHIFT,
     LATEST_MASK,
     MAX_TICK,
     SPENT_SHIFT,
     TICK_SHIFT,
-    WINDOW_SHIFT,
     Value,
+    full_after_s,
     is_over,
     pack,
     tick_of,
     unpack,
-    window_seconds,
     with_tick,
 )
 from ratelimitd.counters import CheckStats
@@ -51,7 +51,7 @@ LATE_US: Final = 10 * US_PER_S
 """How long an expired bucket is kept: twice the 5 s by which a caller's timestamp may lag."""
 
 IDLE_TICKS: Final = 3600
-"""How long an unused bucket is kept with callers' time, if two windows are not longer."""
+"""How long an unused bucket is kept with callers' time, if twice the time in which it is full is not longer."""
 
 
 class BucketTable:
@@ -113,7 +113,7 @@ class BucketTable:
             spent, latest_us = outcome[5]  # type: ignore[misc]  # an integer's state is a pair
             shard[key] = (
                 spent << SPENT_SHIFT
-                | rule.window_seconds << WINDOW_SHIFT
+                | rule.full_after_s << FULL_AFTER_SHIFT
                 | self._tick << TICK_SHIFT
                 | latest_us
             )
@@ -256,7 +256,7 @@ class BucketTable:
 
     def _is_expired(self, value: Value, now_us: int) -> bool:
         if self._callers_time:
-            return self._tick - tick_of(value) >= max(IDLE_TICKS, 2 * window_seconds(value))
+            return self._tick - tick_of(value) >= max(IDLE_TICKS, 2 * full_after_s(value))
         return is_over(value, now_us - LATE_US)
 
     def _evict(self) -> None:

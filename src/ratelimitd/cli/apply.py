@@ -101,7 +101,8 @@ def draft_of(rule: pb.RateLimit) -> RuleDraft:
                 limit.limit,
                 limit.window_seconds,
                 limit.algorithm,
-                pb.Enforcement.Name(limit.enforcement).lower(),
+                burst=limit.burst,
+                enforcement=pb.Enforcement.Name(limit.enforcement).lower(),
             )
             for limit in rule.limits
         ),
@@ -346,6 +347,7 @@ def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
         return f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}"
     return "; ".join(
         f"{printable(limit.name)}: {limit.limit} per {limit.window_seconds} s, {limit.algorithm}"
+        + (f", burst {limit.burst}" if limit.burst else "")
         + (", observed" if limit.enforcement == Enforcement.OBSERVE else "")
         for limit in rule.limits
     )

@@ -145,6 +145,12 @@ def create(
     limit: Annotated[int, LimitOption],
     window_seconds: Annotated[int, WindowOption],
     algorithm: Annotated[Algorithm, typer.Option(help="How to count.")] = Algorithm.TOKEN_BUCKET,
+    burst: Annotated[
+        int,
+        typer.Option(
+            callback=int32, metavar="N", help="Capacity of a token bucket, if not the limit."
+        ),
+    ] = 0,
     rule_id: Annotated[
         str, typer.Option("--id", metavar="UUID", help="Id to give the rule instead of a new one.")
     ] = "",
@@ -166,6 +172,10 @@ def create(
         algorithm=algorithm,
         enabled=not disabled,
     )
+    if burst:
+        rule.limits.add(
+            limit=limit, window_seconds=window_seconds, algorithm=algorithm, burst=burst
+        )
     with target.client() as client:
         created = client.create_rule(rule)
     _show("created", created, target)

@@ -10,7 +10,7 @@ from typing import Final
 
 from ratelimitd.cluster.pending import Bucket
 from ratelimitd.counters import CheckStats, RollingMax
-from ratelimitd.ledger.local_view import SHARES_OF_LIMIT, SHARES_OF_REMAINING
+from ratelimitd.ledger.local_view import SHARES_OF_CAPACITY, SHARES_OF_REMAINING
 from ratelimitd.ledger.shared_state import SharedState, overdrawn, overdrawn_by_edit
 from ratelimitd.model import US_PER_S
 
@@ -46,7 +46,7 @@ class Accuracy:
             beyond -= overdrawn_by_edit(before, view.base, view.rule)
         if beyond > 0:
             self.over_admitted_total += min(beyond, tokens)
-            self._worst.note(now_us, beyond / view.rule.limit)
+            self._worst.note(now_us, beyond / max(view.rule.limit, view.rule.capacity))
 
     def take_counts(self, bucket: Bucket) -> None:
         """Add the new counts of the view of a bucket."""
@@ -63,7 +63,7 @@ class Accuracy:
         self.forgiven_total += tokens
 
     def worst_excess(self, now_us: int) -> float:
-        """Largest overdraft of a bucket in the last one to two minutes, as a fraction of its limit."""
+        """Largest overdraft in the last one to two minutes, as a fraction of its limit, or its burst if that is more."""
         return self._worst.note(now_us, 0.0)
 
     def largest_promise(self, now_us: int, promise: float) -> float:
@@ -74,7 +74,7 @@ class Accuracy:
 def promised_excess(members: int, round_trip_us: int, skew_us: int) -> float:
     """Return the bound of the ledger for any interval, as a fraction of the limit, for a window of one second.
 
-    C/2 + C/100 + N·r·(RTT + 2·skew); longer windows have a smaller rate, and so less.
+    A limit with a larger burst is bounded by as large a part of the burst. C/2 + C/100 + N·r·(RTT + 2·skew); longer windows have a smaller rate, and so less.
     """
-    shares = 1 / SHARES_OF_REMAINING + 1 / SHARES_OF_LIMIT
+    shares = 1 / SHARES_OF_REMAINING + 1 / SHARES_OF_CAPACITY
     return shares + members * (round_trip_us + 2 * skew_us) / US_PER_S

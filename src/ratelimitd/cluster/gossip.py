@@ -85,13 +85,13 @@ def _has_half(shared: SharedState | None, rule: Limit, clock: Clock) -> bool:
     if shared is None:
         return True
     used = ACCOUNTS[rule.algorithm].used(shared.state, rule, clock.now_us())
-    return 2 * used <= rule.limit
+    return 2 * used <= rule.capacity
 
 
 def packed_state(name: bytes, shared: SharedState) -> bytes | None:
-    """Encode a bucket and its state; ``None`` if it is too long for a message."""
-    generation, revision, limit, state = shared
-    if state is None or isinstance(state, bytes):
+    """Encode a bucket and its state; ``None`` if it is too long for a message, or has a burst."""
+    generation, revision, limit, state, burst = shared
+    if state is None or isinstance(state, bytes) or burst:
         return None
     spent, latest_us = state
     return _STATE.pack(

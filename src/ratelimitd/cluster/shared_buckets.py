@@ -389,5 +389,5 @@ class SharedBuckets:
 
 def _is_noteworthy(check: PendingCheck, outcome: Outcome) -> bool:
     """Return whether the bucket of a first check needs a view: it was denied, or may have entered its last half."""
-    left, half = outcome[1], check.rule.limit // 2
+    left, half = outcome[1], check.rule.capacity // 2
     return not outcome[0] or left <= half <= left + check.cost

@@ -31,10 +31,10 @@ class Account(Protocol):
         """Return the fastest function that decides as :meth:`judge` does for this state and its successors."""
 
     def used(self, state: Any, rule: Limit, now_us: int) -> int:
-        """Return the missing tokens at ``now_us``, rounded up; above the limit if the bucket is overdrawn."""
+        """Return the missing tokens at ``now_us``, rounded up; above the capacity if the bucket is overdrawn."""
 
     def charged(self, state: Any, rule: Limit, runs: Sequence[Run]) -> Any:
-        """Return the state after ``runs``, in ascending order, also beyond the limit."""
+        """Return the state after ``runs``, in ascending order, also beyond the capacity."""
 
     def capped(self, state: Any, rule: Limit) -> Any:
         """Return the state under a new limit: at most one whole capacity is owed."""
@@ -52,7 +52,7 @@ class TokenBucketAccount:
     @staticmethod
     def judge(state: Any, rule: Limit, now_us: int, cost: int) -> Outcome:
         """Decide one check after the overdraft has refilled: the algorithm itself stores at most one capacity."""
-        capacity = rule.limit * rule.window_us
+        capacity = rule.capacity * rule.window_us
         if state is None or state[0] <= capacity:
             return token_bucket.decide(state, rule, now_us, cost)
         refilled = _refilled(state, rule, now_us)
@@ -65,7 +65,7 @@ class TokenBucketAccount:
     @staticmethod
     def judge_of(state: Any, rule: Limit) -> Decide:
         """Return the algorithm itself, unless the bucket is overdrawn."""
-        if state is None or state[0] <= rule.limit * rule.window_us:
+        if state is None or state[0] <= rule.capacity * rule.window_us:
             return token_bucket.decide
         return TokenBucketAccount.judge
 
@@ -85,7 +85,7 @@ class TokenBucketAccount:
     @staticmethod
     def capped(state: Any, rule: Limit) -> Any:
         """Cap the spent tokens at one capacity."""
-        return None if state is None else (min(state[0], rule.limit * rule.window_us), state[1])
+        return None if state is None else (min(state[0], rule.capacity * rule.window_us), state[1])
 
     @staticmethod
     def standing(state: Any) -> tuple[int, int]:

@@ -24,12 +24,12 @@ SHARES_OF_REMAINING: Final = 2
 """A node may have 1/(2N) of what is left unsettled: all nodes together half of it."""
 
 SHARES_OF_LAST_HALF: Final = 4
-"""1/(4N) once no more than half of the limit is left: the rest is used up soon, and the store may grant it to others
+"""1/(4N) once no more than half of the capacity is left: the rest is used up soon, and the store may grant it to others
 before a node settles its share. If callers use all nodes at once, the excess was up to 4 % of the limit per window with
 1/(2N), and is below 1 % with 1/(4N) (ADR 0023)."""
 
-SHARES_OF_LIMIT: Final = 100
-"""At least 1/(100N) of the limit, whatever is left: a smaller excess is not worth a round trip."""
+SHARES_OF_CAPACITY: Final = 100
+"""At least 1/(100N) of the capacity, whatever is left: a smaller excess is not worth a round trip."""
 
 STALE_US: Final = 1_000_000
 """Age of a batch in flight that indicates an outage."""
@@ -252,18 +252,20 @@ class LocalView:
         if rule.revision < self.rule.revision:
             return
         before, self.rule = self.rule, rule
-        if rule.limit != before.limit:
-            self.forgiven += self.unsent.remove_latest(self.unsent.tokens - rule.limit)
+        if (rule.limit, rule.burst) != (before.limit, before.burst):
+            self.forgiven += self.unsent.remove_latest(self.unsent.tokens - rule.capacity)
             self._recompute()
 
     # Inside
 
     def _learn(self, shared: SharedState) -> None:
-        """Adopt the limit of a state that other nodes charged under a newer rule book."""
+        """Adopt the limit and burst of a state that other nodes charged under a newer rule book."""
         if shared.revision > self.rule.revision:
-            rule = replace(self.rule, limit=shared.limit, revision=shared.revision)
-            if rule.limit < self.rule.limit:
-                self.forgiven += self.unsent.remove_latest(self.unsent.tokens - rule.limit)
+            rule = replace(
+                self.rule, limit=shared.limit, burst=shared.burst, revision=shared.revision
+            )
+            if rule.capacity < self.rule.capacity:
+                self.forgiven += self.unsent.remove_latest(self.unsent.tokens - rule.capacity)
             self.rule = rule
 
     def _work_out_share(self, now_us: int) -> int:
@@ -272,15 +274,15 @@ class LocalView:
         return self.shared_out
 
     def _share_of(self, remaining: int) -> int:
-        limit = self.rule.limit
-        shares = SHARES_OF_LAST_HALF if 2 * remaining <= limit else SHARES_OF_REMAINING
-        return max(remaining // shares, limit // SHARES_OF_LIMIT)
+        capacity = self.rule.capacity
+        shares = SHARES_OF_LAST_HALF if 2 * remaining <= capacity else SHARES_OF_REMAINING
+        return max(remaining // shares, capacity // SHARES_OF_CAPACITY)
 
     def _remaining(self, now_us: int) -> int:
         """Return the tokens that the base has left at ``now_us``, negative if it is overdrawn."""
         if self.base is None:
-            return self.rule.limit
-        return self.rule.limit - self._account.used(self.base.state, self.rule, now_us)
+            return self.rule.capacity
+        return self.rule.capacity - self._account.used(self.base.state, self.rule, now_us)
 
     def _unless_crowded(self, now_us: int, members: int, cost: int) -> Outcome | None:
         """Return ``None`` if the waiting checks leave room for one more, else a denial.
@@ -311,7 +313,7 @@ class LocalView:
         What has come free since then was not there, and may have been spent since then; that it was is not assumed.
         """
         at_us, rule, account = self._denied_at_us, self.rule, self._account
-        room = rule.limit - account.used(self._state, rule, at_us)
+        room = rule.capacity - account.used(self._state, rule, at_us)
         # equivalent: <= frees what comes free in no time
         if room >= self._denied_cost and at_us < self._latest_us:
             room -= account.freed(rule, at_us, self._latest_us)
@@ -329,7 +331,7 @@ class LocalView:
         self.knows_better = False
         if base is not None:
             state = base.state
-            if base.limit != rule.limit:
+            if (base.limit, base.burst) != (rule.limit, rule.burst):
                 state = account.capped(state, rule)
                 # equivalent: at the same revision the limit is the same
                 self.knows_better = rule.revision > base.revision

@@ -17,14 +17,20 @@ class SharedState(NamedTuple):
     """A bucket in the store.
 
     ``generation`` is 0 until the first reset and grows with each. ``revision`` is that of the newest rule book under
-    which the bucket was charged, ``limit`` what its rule says there. ``state`` is the algorithm's; ``None`` is a full
-    bucket.
+    which the bucket was charged, ``limit`` and ``burst`` what its rule says there. ``state`` is the algorithm's;
+    ``None`` is a full bucket.
     """
 
     generation: int
     revision: int
     limit: int
     state: BucketState = None
+    burst: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens at once."""
+        return self.burst or self.limit
 
 
 class Ask(NamedTuple):
@@ -94,24 +100,24 @@ def generation_at(now_us: int) -> int:
 
 def overdrawn(shared: SharedState, rule: Limit) -> int:
     """Tokens by which a bucket was overdrawn at its latest spend: what the nodes have allowed too much between them."""
-    return max(0, _used_at_most(shared, rule) - shared.limit)
+    return max(0, _used_at_most(shared, rule) - shared.capacity)
 
 
 def overdrawn_by_edit(before: SharedState, shared: SharedState, rule: Limit) -> int:
-    """How much of what :func:`overdrawn` says was allowed rightly, ``before`` the limit was lowered."""
-    if before.limit <= shared.limit:
+    """How much of what :func:`overdrawn` says was allowed rightly, ``before`` the capacity was lowered."""
+    if before.capacity <= shared.capacity:
         return 0
     account = ACCOUNTS[rule.algorithm]
-    ruling = replace(rule, limit=shared.limit)
+    ruling = replace(rule, limit=shared.limit, burst=shared.burst)
     latest_us = account.standing(shared.state)[0]
     # What the store has cut off at the edit is not there any more; of a log, what has not left its window is.
     left = account.capped(before.state, ruling)
-    return max(0, account.used(left, ruling, latest_us) - shared.limit)
+    return max(0, account.used(left, ruling, latest_us) - shared.capacity)
 
 
 def has_plenty(shared: SharedState, rule: Limit) -> bool:
-    """Whether at least half of the limit was left even at the latest spend, and so at any time since."""
-    return 2 * _used_at_most(shared, rule) <= min(shared.limit, rule.limit)
+    """Whether at least half of the capacity was left even at the latest spend, and so at any time since."""
+    return 2 * _used_at_most(shared, rule) <= min(shared.capacity, rule.capacity)
 
 
 def _used_at_most(shared: SharedState, rule: Limit) -> int:

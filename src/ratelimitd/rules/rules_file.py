@@ -48,7 +48,10 @@ FIELDS: Final[Mapping[str, str]] = {
 }
 """The fields of a rule in the order of the contract, and the name of their type."""
 
-_LIMIT_TYPES: Final = {name: FIELDS.get(name, "text") for name in LIMIT_FIELDS}
+_LIMIT_TYPES: Final = {
+    **{name: FIELDS.get(name, "text") for name in LIMIT_FIELDS},
+    "burst": "a whole number",
+}
 
 _PLACEHOLDERS: Final[Mapping[str, Any]] = {
     "endpoint": "*",
@@ -140,6 +143,8 @@ def _limit_item(limit: LimitDraft) -> dict[str, Any]:
         del fields["enforcement"]
     else:
         fields["enforcement"] = str(limit.enforcement)
+    if not limit.burst:
+        del fields["burst"]
     return fields
 
 
@@ -204,11 +209,11 @@ def _normal(draft: RuleDraft) -> RuleDraft:
     if not draft.limits:
         return draft
     first, *more = draft.limits
-    is_plain = first.name in {"", DEFAULT_LIMIT} and first.enforcement == Enforcement.ENFORCE
+    named = dataclasses.replace(first, name=first.name or DEFAULT_LIMIT)
+    is_plain = named == LimitDraft(DEFAULT_LIMIT, *(getattr(first, name) for name in FIRST_LIMIT))
     if not more and is_plain:
         return dataclasses.replace(draft, limits=())
-    first = dataclasses.replace(first, name=first.name or DEFAULT_LIMIT)
-    return dataclasses.replace(draft, limits=(first, *more))
+    return dataclasses.replace(draft, limits=(named, *more))
 
 
 def _typed(

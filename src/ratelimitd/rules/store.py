@@ -28,6 +28,7 @@ class LimitDraft:
     limit: Any
     window_seconds: Any
     algorithm: Any
+    burst: Any = 0
     enforcement: Any = Enforcement.ENFORCE
 
 

@@ -172,6 +172,7 @@ def _rule(draft: RuleDraft, row: RuleRow) -> Rule:
         algorithm=_ALGORITHMS[row.algorithm],
         name=first.name or DEFAULT_LIMIT,
         enforcement=_ENFORCEMENTS[first.enforcement],
+        burst=first.burst,
         revision=row.revision,
         enabled=row.enabled,
         etag=etag_of(row),
@@ -186,6 +187,7 @@ def _limit(draft: LimitDraft, revision: int) -> Limit:
         algorithm=_ALGORITHMS[draft.algorithm],
         name=draft.name,
         enforcement=_ENFORCEMENTS[draft.enforcement],
+        burst=draft.burst,
         revision=revision,
     )
 
@@ -197,6 +199,8 @@ def _stored_limits(limits: Sequence[Limit | LimitDraft]) -> str | None:
         for field in FIRST_LIMIT if number == 0 else ():
             del fields[field]
         fields["name"] = limit.name or DEFAULT_LIMIT
+        if not limit.burst:
+            del fields["burst"]
         if limit.enforcement == Enforcement.ENFORCE:
             del fields["enforcement"]
         stored.append(fields)
@@ -248,6 +252,8 @@ def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
         # The first limit's numbers are the rule's, and have been looked at.
         if index:
             yield from ((f"{at}{field}", text) for field, text in _number_violations(limit))
+        if problem := _burst_problem(limit):
+            yield f"{at}burst", problem
 
 
 def _number_violations(limit: RuleDraft | LimitDraft) -> Iterator[tuple[str, str]]:
@@ -257,6 +263,20 @@ def _number_violations(limit: RuleDraft | LimitDraft) -> Iterator[tuple[str, str
         yield "window_seconds", problem
     if not isinstance(limit.algorithm, str) or limit.algorithm not in _ALGORITHMS:
         yield "algorithm", f"unsupported algorithm: use one of {', '.join(_ALGORITHMS)}"
+
+
+def _burst_problem(limit: LimitDraft) -> str:
+    if limit.burst == 0 and not isinstance(limit.burst, bool):
+        return ""
+    if problem := _number_problem("burst", limit.burst):
+        return problem
+    if limit.algorithm != Algorithm.TOKEN_BUCKET:
+        return f"only a {Algorithm.TOKEN_BUCKET} has a burst"
+    wrong = [*_number_violations(limit)]
+    if not wrong and limit.burst * limit.window_seconds > INT32_MAX * limit.limit:
+        # Buckets hold the seconds until they are full in 31 bits.
+        return f"the burst must be refilled by limit and window in at most {INT32_MAX} s"
+    return ""
 
 
 def _endpoint_problem(endpoint: Any) -> str:

@@ -212,7 +212,9 @@ def _remedy(check: Check, rule: Rule, match: Match, limits: Iterable[LimitStatus
     if denial is None:
         return ""
     if denial.reason is Reason.COST_EXCEEDS_LIMIT:
-        return f"ask for at most {denial.limit.limit} tokens, or raise the limit {denial.limit.name} to {check.cost}"
+        limit = denial.limit
+        number = "burst of" if limit.burst else "limit"
+        return f"ask for at most {limit.capacity} tokens, or raise the {number} {limit.name} to {check.cost}"
     wait = f"wait {denial.retry_after} s"
     return f"{wait}, or ask for at most {denial.remaining} tokens" if denial.remaining else wait
 
@@ -420,6 +422,7 @@ def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
         limit=limit.limit,
         window_seconds=limit.window_seconds,
         algorithm=limit.algorithm,
+        burst=limit.burst,
         enforcement=enforcement_of(limit.enforcement),
     )
 
@@ -461,7 +464,8 @@ def _limit_draft(limit: WireLimit) -> LimitDraft:
         limit.limit,
         limit.window_seconds,
         text_of(limit.algorithm),
-        _ENFORCEMENTS.get(limit.enforcement, limit.enforcement),
+        burst=limit.burst,
+        enforcement=_ENFORCEMENTS.get(limit.enforcement, limit.enforcement),
     )
 
 

@@ -113,6 +113,7 @@ class WireLimit(Protocol):
     limit: int
     window_seconds: int
     algorithm: bytes
+    burst: int
     enforcement: int
 
 

@@ -20,6 +20,7 @@ from ratelimitd.buckets.snapshot_format import (
     decode_values,
     encode_resets,
     encode_values,
+    full_after_s,
     header,
     is_log,
     is_over,
@@ -28,7 +29,6 @@ from ratelimitd.buckets.snapshot_format import (
     read_chunks,
     tick_of,
     unpack,
-    window_seconds,
     with_tick,
 )
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, Algorithm, IdentifierType, Rule
@@ -72,7 +72,7 @@ def latest_of(state):
 def test_a_value_holds_state_window_and_tick_to_the_last_bit(state, window, tick):
     value = pack(state, replace(RULE, window_seconds=window), tick)
     assert unpack(value) == state
-    assert window_seconds(value) == window
+    assert full_after_s(value) == window
     assert tick_of(value) == tick
     assert latest_us(value) == latest_of(state)
 
@@ -89,7 +89,7 @@ def test_no_time_of_a_clamped_value_is_later_than_now(state, window, now_us):
     value = pack(state, replace(RULE, window_seconds=window), 7)
     clamped = clamp(value, now_us)
     assert latest_us(clamped) == min(latest_us(value), now_us)
-    assert (tick_of(clamped), window_seconds(clamped)) == (7, window)
+    assert (tick_of(clamped), full_after_s(clamped)) == (7, window)
     if latest_us(value) <= now_us:
         assert clamped is value
     elif isinstance(state, bytes):

@@ -7,7 +7,7 @@ import pytest
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets import table as table_module
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.snapshot_format import MAX_TICK, pack, tick_of, unpack, window_seconds
+from ratelimitd.buckets.snapshot_format import MAX_TICK, full_after_s, pack, tick_of, unpack
 from ratelimitd.buckets.table import (
     IDLE_TICKS,
     LATE_US,
@@ -66,7 +66,7 @@ class TestChecks:
         table.tick = MAX_TICK + 1
         use(table, b"ada", rule=rule)
         value = table.value(b"ada")
-        assert (tick_of(value), window_seconds(value)) == (table.tick, 60) == (MAX_TICK, 60)
+        assert (tick_of(value), full_after_s(value)) == (table.tick, 60) == (MAX_TICK, 60)
 
     def test_buckets_do_not_share(self):
         table = table_of(10)
@@ -114,7 +114,7 @@ class TestChecks:
         table, longer = table_of(10), replace(RULE, window_seconds=90)
         use(table, b"ada", cost=4)
         use(table, b"ada", rule=longer)
-        assert window_seconds(table.value(b"ada")) == 90
+        assert full_after_s(table.value(b"ada")) == 90
         assert unpack(table.value(b"ada"))[0] == 5
 
     def test_a_check_that_fails_keeps_and_counts_nothing(self):

@@ -141,6 +141,7 @@ def _rate_limit(form: RuleForm) -> ratelimiter_pb2.RateLimit:
                 limit=limit.limit,
                 window_seconds=limit.window_seconds,
                 algorithm=limit.algorithm,
+                burst=limit.burst,
                 enforcement=ratelimiter_pb2.Enforcement.Value(limit.enforcement.name),
             )
             for limit in limits

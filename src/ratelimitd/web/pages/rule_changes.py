@@ -108,8 +108,9 @@ def summary(rule: Rule) -> str:
 
 def _limit_summary(limit: Limit | LimitDraft) -> str:
     name = limit.algorithm.replace("_", " ")
+    burst = f", burst {number(limit.burst)}" if limit.burst else ""
     observed = ", observed" if limit.enforcement == Enforcement.OBSERVE else ""
-    return f"{number(limit.limit)} in {duration(limit.window_seconds)}, {name}{observed}"
+    return f"{number(limit.limit)} in {duration(limit.window_seconds)}, {name}{burst}{observed}"
 
 
 _COMES_BACK: Final = (
@@ -135,7 +136,8 @@ def _edited(was: Rule, will: Rule) -> list[str]:
         if name not in before:
             told.append(f"{name}: {_limit_summary(limit)} from now on, and all buckets are full.")
             continue
-        if any(getattr(limit, field) != getattr(before[name], field) for field in FIRST_LIMIT):
+        numbers = (*FIRST_LIMIT, "burst")
+        if any(getattr(limit, field) != getattr(before[name], field) for field in numbers):
             told.append(f"{name}: {_limit_edited(before[name], limit)}")
         if limit.enforcement != before[name].enforcement:
             observes = limit.enforcement is Enforcement.OBSERVE
@@ -147,11 +149,17 @@ def _edited(was: Rule, will: Rule) -> list[str]:
 def _limit_edited(was: Limit, will: Limit) -> str:
     if (was.algorithm, was.window_seconds) != (will.algorithm, will.window_seconds):
         return _AFRESH
-    if will.limit > was.limit:
-        more = number(will.limit - was.limit)
+    if will.capacity > was.capacity:
+        more = number(will.capacity - was.capacity)
         return f"What was spent stays spent, and everybody has {more} more at once."
-    window = duration(will.window_seconds)
-    waits = f"callers that spent more may wait, at most one window of {window}"
+    if will.capacity == was.capacity:
+        refill = f"{number(will.limit)} in {duration(will.window_seconds)}"
+        return f"What was spent stays spent, and is refilled by {refill} from now on."
+    most = duration(will.full_after_s)
+    if will.burst:
+        waits = f"callers that spent more may wait, at most {most}"
+        return f"What was spent stays spent, but counts as the new burst at most: {waits}."
+    waits = f"callers that spent more may wait, at most one window of {most}"
     return f"What was spent stays spent, but counts as the new limit at most: {waits}."
 
 
@@ -209,9 +217,10 @@ def _list_shown(stored: str) -> str:
     try:
         first, *more = json.loads(stored)
         shown = [f"{limit['name']}: {_limit_summary(LimitDraft(**limit))}" for limit in more]
-        observed = ", observed" if "enforcement" in first else ""
-        if first["name"] != DEFAULT_LIMIT or observed:
-            shown.insert(0, f"{first['name']}: the first{observed}")
+        noted = f", burst {number(first['burst'])}" if "burst" in first else ""
+        noted += ", observed" if "enforcement" in first else ""
+        if first["name"] != DEFAULT_LIMIT or noted:
+            shown.insert(0, f"{first['name']}: the first{noted}")
         return "; ".join(shown)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return stored
@@ -339,8 +348,10 @@ class RuleForm(NamedTuple):
     enabled: bool = True
     name: str = ""
     more: str = ""
-    """Further limits, one a line: name, limit, window in seconds, algorithm, and ``observe`` if it only does that."""
+    """Further limits, one a line: name, limit, window in seconds, algorithm, then ``burst=N`` if it has a burst, and
+    ``observe`` if it only does that."""
     observe: bool = False
+    burst: str = ""
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, str]) -> Self:
@@ -355,6 +366,7 @@ class RuleForm(NamedTuple):
             name=fields.get("name", "").strip(),
             more=fields.get("more", "").replace("\r", "").strip(),
             observe="observe" in fields,
+            burst=fields.get("burst", "").strip(),
         )
 
     @classmethod
@@ -370,10 +382,12 @@ class RuleForm(NamedTuple):
             name=rule.name if rule.has_list else "",
             more="\n".join(
                 f"{limit.name} {limit.limit} {limit.window_seconds} {limit.algorithm}"
+                + (f" {_BURST_WORD}{limit.burst}" if limit.burst else "")
                 + (f" {limit.enforcement}" if limit.enforcement is Enforcement.OBSERVE else "")
                 for limit in rule.more
             ),
             observe=rule.enforcement is Enforcement.OBSERVE,
+            burst=str(rule.burst or ""),
         )
 
     def checked(self) -> Rule:
@@ -391,10 +405,11 @@ class RuleForm(NamedTuple):
             enabled=self.enabled,
         )
         more = tuple(map(_line, self.more.splitlines()))
-        if more or self.name or self.observe:
+        if more or self.name or self.observe or self.burst:
             numbers = {name: getattr(draft, name) for name in FIRST_LIMIT}
             enforcement = Enforcement.OBSERVE if self.observe else Enforcement.ENFORCE
-            first = LimitDraft(self.name, **numbers, enforcement=enforcement)
+            burst = whole_number(self.burst) if self.burst else 0
+            first = LimitDraft(self.name, **numbers, burst=burst, enforcement=enforcement)
             draft = replace(draft, limits=(first, *more))
         return validated(draft, rule_id="", revision=0)
 
@@ -416,7 +431,7 @@ def form_errors(violations: Iterable[FieldViolation]) -> dict[str, str]:
         if place is None:
             errors[field.replace("limits", "more")] = description
         elif place[1] == "0":
-            errors["name"] = description
+            errors["burst" if field.endswith(".burst") else "name"] = description
         else:
             errors.setdefault("more", f"line {place[1]}: {description}")
     return errors
@@ -427,15 +442,26 @@ _IN_LIST: Final = re.compile(r"limits\[([0-9]+)\]\.")
 
 def _line(text: str) -> LimitDraft:
     """A further limit as it was typed; what is missing is left for the validation to refuse."""
-    name, limit, window, *more = *text.split(), "", "", ""
-    algorithm, enforcement = more[0] if more else "", Enforcement.ENFORCE.value
-    if len(text.split()) > LINE_WORDS:
-        enforcement = " ".join(text.split()[LINE_WORDS:])
-    return LimitDraft(name, whole_number(limit), whole_number(window), algorithm, enforcement)
+    words = text.split()
+    name, limit, window, *more = *words, "", "", ""
+    burst: Any = 0
+    options = words[LINE_WORDS:]
+    if options and options[0].startswith(_BURST_WORD):
+        burst = whole_number(options.pop(0).removeprefix(_BURST_WORD))
+    return LimitDraft(
+        name,
+        whole_number(limit),
+        whole_number(window),
+        more[0] if more else "",
+        burst=burst,
+        enforcement=" ".join(options) or Enforcement.ENFORCE.value,
+    )
 
 
 LINE_WORDS: Final = 4
-"""Words of a line of further limits, without the one that says that it only observes."""
+"""Words of a line of further limits, without those that not every limit has."""
+
+_BURST_WORD: Final = "burst="
 
 
 def whole_number(text: str) -> Any:

@@ -33,7 +33,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     WITHIN_LIMIT: _Reason.ValueType  # 1
     LIMIT_EXCEEDED: _Reason.ValueType  # 2
     COST_EXCEEDS_LIMIT: _Reason.ValueType  # 3
-    """tokens_requested > limit: waiting will not help"""
+    """tokens_requested > limit, or its burst: waiting will not help"""
     NO_RULE: _Reason.ValueType  # 4
     """nothing applies: allowed"""
     FAIL_OPEN_BREAKER: _Reason.ValueType  # 5
@@ -49,7 +49,7 @@ REASON_UNSPECIFIED: Reason.ValueType  # 0
 WITHIN_LIMIT: Reason.ValueType  # 1
 LIMIT_EXCEEDED: Reason.ValueType  # 2
 COST_EXCEEDS_LIMIT: Reason.ValueType  # 3
-"""tokens_requested > limit: waiting will not help"""
+"""tokens_requested > limit, or its burst: waiting will not help"""
 NO_RULE: Reason.ValueType  # 4
 """nothing applies: allowed"""
 FAIL_OPEN_BREAKER: Reason.ValueType  # 5
@@ -214,7 +214,7 @@ class RateLimitResponse(_message.Message):
     LIMIT_NAME_FIELD_NUMBER: _builtins.int
     allowed: _builtins.bool
     remaining_tokens: _builtins.int
-    """whole tokens left after this check, never negative"""
+    """whole tokens left after this check, never negative; at most the limit, or its burst"""
     reset_time: _builtins.int
     """Unix seconds, rounded up, at which the whole limit is free again if nothing more is spent"""
     retry_after_seconds: _builtins.int
@@ -406,12 +406,15 @@ class Limit(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     WINDOW_SECONDS_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
+    BURST_FIELD_NUMBER: _builtins.int
     ENFORCEMENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """unique in the rule, [a-z0-9_-]{1,32}; unset: "default", for the first only"""
     limit: _builtins.int
     window_seconds: _builtins.int
     algorithm: _builtins.str
+    burst: _builtins.int
+    """token_bucket: capacity, smaller or larger than limit; 0 = limit; limit / window_seconds is the rate"""
     enforcement: Global___Enforcement.ValueType
     def __init__(
         self,
@@ -420,11 +423,12 @@ class Limit(_message.Message):
         limit: _builtins.int = ...,
         window_seconds: _builtins.int = ...,
         algorithm: _builtins.str = ...,
+        burst: _builtins.int = ...,
         enforcement: Global___Enforcement.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "enforcement", b"enforcement", "limit", b"limit", "name", b"name", "window_seconds", b"window_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "burst", b"burst", "enforcement", b"enforcement", "limit", b"limit", "name", b"name", "window_seconds", b"window_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

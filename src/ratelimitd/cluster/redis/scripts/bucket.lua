@@ -5,6 +5,8 @@
 --
 --     format (1 byte) · algorithm (1) · generation (4) · revision (8) · limit (4)          little-endian, unsigned
 --
+-- What an algorithm keeps is in numbers of 8 bytes. A token bucket whose limit has a burst ends with that (4 bytes).
+--
 -- An algorithm is a table of functions. The state of a bucket is three values `x, y, at_us` that only its algorithm
 -- knows; `at_us` is the latest time and nil of a full bucket. No table is made for a state: that would cost more than
 -- to charge it. Every number is an integer below 2^53, where doubles are exact.
@@ -20,6 +22,8 @@ local sub = string.sub
 local FORMAT = 1
 local HEAD = '<BBI4I8I4'
 local HEAD_BYTES = 18
+local BURST = '<I4'
+local BURST_BYTES = 4
 
 local US_PER_S = 1000000
 local INT32_MAX = 2147483647
@@ -71,9 +75,18 @@ local function delay(seconds_left)
   return seconds_left
 end
 
--- How long the server keeps a bucket, in seconds: well after it is full again.
-local function ttl_of(window_us)
+-- The tokens of a full bucket; a burst of 0 is none.
+local function capacity_of(limit, burst)
+  return burst > 0 and burst or limit
+end
+
+-- How long the server keeps a bucket, in seconds: well after it is full again. A node sends no burst that takes longer
+-- than INT32_MAX to fill, and what else there may be must not make a time that the server refuses.
+local function ttl_of(window_us, limit, burst)
   local ttl_s = 2 * window_us / US_PER_S
+  if burst > 0 then
+    ttl_s = 2 * delay(ceil(window_us / US_PER_S * burst / limit))
+  end
   if ttl_s < LEAST_TTL_S then
     return LEAST_TTL -- as a text, for it takes 0.5 µs to make one of a number
   end

@@ -1,8 +1,8 @@
 -- Decides one check of each of several buckets that a node does not know, and says what they are then.
 --
 -- KEYS     the buckets
--- ARGV[1]  of each: algorithm (1) · peek: 0 or 1 (1) · revision (8) · limit (4) · window in s (4) · cost (4) ·
---          time in µs (8)
+-- ARGV[1]  of each: algorithm (1) · peek: 0 or 1 (1) · revision (8) · limit (4) · burst (4) · window in s (4) ·
+--          cost (4) · time in µs (8)
 --
 -- Returns { how many values were no buckets,
 --           of each: allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8) · the value
@@ -12,7 +12,7 @@
 -- numbered: a node sends this once, and takes a check whose reply is lost for one that was perhaps charged. A value that
 -- is no bucket is taken for one that begins anew, and replaced.
 
-local CHECK = '<BBI8I4I4I4I8'
+local CHECK = '<BBI8I4I4I4I4I8'
 local ANSWER = '<BBI4I4I8'
 
 local text, place = ARGV[1], 1
@@ -21,8 +21,8 @@ local reply, corrupt = {}, 0
 
 for index = 1, #KEYS do
   local key = KEYS[index]
-  local kind, peek, revision, limit, window_s, cost, now_us
-  kind, peek, revision, limit, window_s, cost, now_us, place = unpack(CHECK, text, place)
+  local kind, peek, revision, limit, burst, window_s, cost, now_us
+  kind, peek, revision, limit, burst, window_s, cost, now_us, place = unpack(CHECK, text, place)
   local algorithm, window_us = algorithms[kind], window_s * US_PER_S
   if not algorithm then
     algorithm = make_algorithm(kind)
@@ -31,22 +31,22 @@ for index = 1, #KEYS do
 
   local value = value_at(key)
   local generation, x, y, at_us, is_corrupt, is_edited
-  generation, revision, limit, x, y, at_us, is_corrupt, is_edited =
-    opened(algorithm, value, -1, revision, limit, window_us)
+  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited =
+    opened(algorithm, value, -1, revision, limit, burst, window_us)
   if is_corrupt then
     corrupt = corrupt + 1
   end
   local allowed, x_after, y_after, after_us, remaining, reset_time, retry_after, reason =
-    algorithm.judged(x, y, at_us, limit, window_us, now_us, cost)
+    algorithm.judged(x, y, at_us, limit, window_us, now_us, cost, burst)
   if allowed and peek == 0 then
     x, y, at_us = x_after, y_after, after_us
   end
   local is_stored = peek == 0 and (allowed or is_corrupt or is_edited)
   if is_stored or is_corrupt or not value then
-    value = written(algorithm, generation, revision, limit, x, y, at_us)
+    value = written(algorithm, generation, revision, limit, burst, x, y, at_us)
   end
   if is_stored then
-    call('SET', key, value, 'EX', ttl_of(window_us))
+    call('SET', key, value, 'EX', ttl_of(window_us, limit, burst))
   end
   local answer = pack(ANSWER, allowed and 1 or 0, reason, remaining, retry_after, saturated(reset_time))
   reply[index + 1] = answer .. value

@@ -9,12 +9,17 @@ local function make_algorithm(kind)
   return make_sliding_window()
 end
 
--- What a value says: generation, revision, limit, x, y, at_us; nil when it is no bucket of this algorithm.
+-- What a value says: generation, revision, limit, burst, x, y, at_us; nil when it is no bucket of this algorithm.
 local function stored(algorithm, value, window_us)
   if type(value) ~= 'string' or #value < HEAD_BYTES then
     return nil
   end
   local format, kind, generation, revision, limit, x, y, at_us
+  local burst = 0
+  if algorithm.kind == TOKEN_BUCKET and (#value - HEAD_BYTES) % 8 == BURST_BYTES then
+    burst = unpack(BURST, value, #value - BURST_BYTES + 1)
+    value = sub(value, 1, -BURST_BYTES - 1)
+  end
   if #value == HEAD_BYTES then
     format, kind, generation, revision, limit = unpack(HEAD, value)
   else
@@ -23,40 +28,49 @@ local function stored(algorithm, value, window_us)
   if format ~= FORMAT or kind ~= algorithm.kind or limit < 1 or limit > INT32_MAX or revision > LARGEST then
     return nil
   end
+  if burst > INT32_MAX then
+    return nil
+  end
   if generation > INT32_MAX then -- a node could not name it: -1 stands for none
     return nil
   end
-  return generation, revision, limit, x, y, at_us
+  return generation, revision, limit, burst, x, y, at_us
 end
 
-local function written(algorithm, generation, revision, limit, x, y, at_us)
+local function written(algorithm, generation, revision, limit, burst, x, y, at_us)
+  local value
   if at_us then
-    return algorithm.write(generation, revision, limit, x, y, at_us)
+    value = algorithm.write(generation, revision, limit, x, y, at_us)
+  else
+    value = pack(HEAD, FORMAT, algorithm.kind, generation, revision, limit)
   end
-  return pack(HEAD, FORMAT, algorithm.kind, generation, revision, limit)
+  if burst > 0 then
+    return value .. pack(BURST, burst)
+  end
+  return value
 end
 
--- A bucket as a node finds it that is at `revision` with `limit`, and charged `generation`, or -1. A bucket that is not
--- there, or no bucket, or of an older generation begins anew; an edit of the limit caps what is owed. The last two
--- values tell whether there was something that is no bucket, and whether the limit was another one before.
-local function opened(algorithm, value, generation, revision, limit, window_us)
-  local its_generation, its_revision, its_limit, x, y, at_us
+-- A bucket as a node finds it that is at `revision` with `limit` and `burst`, and charged `generation`, or -1. A bucket
+-- that is not there, or no bucket, or of an older generation begins anew; an edit of limit or burst caps what is owed.
+-- The last two values tell whether there was something that is no bucket, and whether there was such an edit.
+local function opened(algorithm, value, generation, revision, limit, burst, window_us)
+  local its_generation, its_revision, its_limit, its_burst, x, y, at_us
   if value then
-    its_generation, its_revision, its_limit, x, y, at_us = stored(algorithm, value, window_us)
+    its_generation, its_revision, its_limit, its_burst, x, y, at_us = stored(algorithm, value, window_us)
   end
   local corrupt = value and not its_generation
   if not its_generation or generation > its_generation then
     if generation < 0 then -- equivalent: 0 is set to 0
       generation = 0
     end
-    return generation, revision, limit, nil, nil, nil, corrupt, false
+    return generation, revision, limit, burst, nil, nil, nil, corrupt, false
   end
   if revision > its_revision then
-    local edited = limit ~= its_limit
+    local edited = limit ~= its_limit or burst ~= its_burst
     if edited then
-      x, y, at_us = algorithm.capped(x, y, at_us, limit)
+      x, y, at_us = algorithm.capped(x, y, at_us, capacity_of(limit, burst))
     end
-    return its_generation, revision, limit, x, y, at_us, corrupt, edited
+    return its_generation, revision, limit, burst, x, y, at_us, corrupt, edited
   end
-  return its_generation, its_revision, its_limit, x, y, at_us, corrupt, false
+  return its_generation, its_revision, its_limit, its_burst, x, y, at_us, corrupt, false
 end

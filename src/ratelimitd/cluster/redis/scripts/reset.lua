@@ -1,21 +1,21 @@
 -- Makes buckets full, each at its next generation: the twin of `reset` in ledger/shared_state.py.
 --
 -- KEYS     the buckets
--- ARGV[1]  of each: algorithm (1) · revision (8) · limit (4) · window in s (4)
+-- ARGV[1]  of each: algorithm (1) · revision (8) · limit (4) · burst (4) · window in s (4)
 -- ARGV[2]  the least generation of any
 --
 -- Returns the new values. What is no bucket is replaced like a missing one.
 
-local RULE = '<BI8I4I4'
+local RULE = '<BI8I4I4I4'
 
 local least = tonumber(ARGV[2])
 local values, place = {}, 1
 for index, key in ipairs(KEYS) do
-  local kind, revision, limit, window_s
-  kind, revision, limit, window_s, place = unpack(RULE, ARGV[1], place)
+  local kind, revision, limit, burst, window_s
+  kind, revision, limit, burst, window_s, place = unpack(RULE, ARGV[1], place)
   local algorithm, window_us = make_algorithm(kind), window_s * US_PER_S
   local generation = stored(algorithm, value_at(key), window_us) or 0
-  values[index] = written(algorithm, math.max(generation + 1, least), revision, limit)
-  call('SET', key, values[index], 'EX', ttl_of(window_us))
+  values[index] = written(algorithm, math.max(generation + 1, least), revision, limit, burst)
+  call('SET', key, values[index], 'EX', ttl_of(window_us, limit, burst))
 end
 return values

@@ -3,15 +3,15 @@
 -- KEYS[1]   the record of the sender: its last number and what was granted then
 -- KEYS[2…]  the buckets, one for each update
 -- ARGV[1]   number (8), and of each update:
---               algorithm (1) · generation or -1 (4, signed) · revision (8) · limit (4) · window in s (4) ·
---               runs (4) · asks (4) · each run: time (8), tokens (8) · each ask: time (8), cost (8)
+--               algorithm (1) · generation or -1 (4, signed) · revision (8) · limit (4) · burst (4) ·
+--               window in s (4) · runs (4) · asks (4) · each run: time (8), tokens (8) · each ask: time (8), cost (8)
 --
 -- Returns 0 for a batch that is older than the last one, else
 --     { a byte 0 or 1 for each ask, how many values were no buckets, the value of each bucket … }
 --
 -- A value that is no bucket is replaced by a bucket that begins anew, so that it harms no other and not for long.
 
-local UPDATE = '<Bi4I8I4I4I4I4'
+local UPDATE = '<Bi4I8I4I4I4I4I4'
 local PAIR = '<I8I8'
 local RECORD = '<BI8'
 local RECORD_BYTES = 9
@@ -51,8 +51,8 @@ local grants, granted = {}, 0
 
 for index = 2, #KEYS do
   local key = KEYS[index]
-  local kind, generation, revision, limit, window_s, runs, asks
-  kind, generation, revision, limit, window_s, runs, asks, place = unpack(UPDATE, text, place)
+  local kind, generation, revision, limit, burst, window_s, runs, asks
+  kind, generation, revision, limit, burst, window_s, runs, asks, place = unpack(UPDATE, text, place)
   local first_ask = place + runs * 16
   local after = first_ask + asks * 16
   local algorithm, window_us = algorithms[kind], window_s * US_PER_S
@@ -65,8 +65,8 @@ for index = 2, #KEYS do
   if repeated and value and stored(algorithm, value, window_us) then
     reply[index + 1] = value
   else
-    local its_generation, its_revision, its_limit, x, y, at_us, is_corrupt =
-      opened(algorithm, value, generation, revision, limit, window_us)
+    local its_generation, its_revision, its_limit, its_burst, x, y, at_us, is_corrupt =
+      opened(algorithm, value, generation, revision, limit, burst, window_us)
     if is_corrupt then
       corrupt = corrupt + 1
     end
@@ -74,10 +74,10 @@ for index = 2, #KEYS do
     if not repeated then
       if runs > 0 and (generation < 0 or generation == its_generation) then
         local charges = text
-        if revision < its_revision and limit ~= its_limit then
+        if revision < its_revision and (limit ~= its_limit or burst ~= its_burst) then
           -- Who spent under an older limit could not know the new one: that takes what there is, and owes nothing.
           local last_us = unpack('<I8', text, first_ask - 16)
-          local room = its_limit - algorithm.used(x, y, at_us, its_limit, window_us, last_us)
+          local room = capacity_of(its_limit, its_burst) - algorithm.used(x, y, at_us, its_limit, window_us, last_us)
           charges, runs = fitting(room, text, place, runs)
           place = 1
         end
@@ -88,16 +88,16 @@ for index = 2, #KEYS do
       for ask = first_ask, after - 16, 16 do
         local ask_us, cost = unpack(PAIR, text, ask)
         local allowed
-        allowed, x, y, at_us = algorithm.judged(x, y, at_us, its_limit, window_us, ask_us, cost)
+        allowed, x, y, at_us = algorithm.judged(x, y, at_us, its_limit, window_us, ask_us, cost, its_burst)
         granted = granted + 1
         grants[granted] = allowed and '\1' or '\0'
       end
     end
 
-    local new = written(algorithm, its_generation, its_revision, its_limit, x, y, at_us)
+    local new = written(algorithm, its_generation, its_revision, its_limit, its_burst, x, y, at_us)
     -- A full bucket that was never reset is what a missing one is taken for.
     if not repeated and new ~= value and (value or at_us or its_generation > 0) then
-      call('SET', key, new, 'EX', ttl_of(window_us))
+      call('SET', key, new, 'EX', ttl_of(window_us, its_limit, its_burst))
     end
     reply[index + 1] = new
   end

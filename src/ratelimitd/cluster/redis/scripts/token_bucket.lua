@@ -94,9 +94,9 @@ local function make_token_bucket()
     return pack(STATE, FORMAT, TOKEN_BUCKET, generation, revision, limit, x, y, at_us)
   end
 
-  local function capped(x, y, at_us, limit)
-    if at_us and x >= limit then
-      return limit, 0, at_us
+  local function capped(x, y, at_us, capacity)
+    if at_us and x >= capacity then
+      return capacity, 0, at_us
     end
     return x, y, at_us
   end
@@ -122,26 +122,27 @@ local function make_token_bucket()
     return x, y, at_us
   end
 
-  local function judged(x, y, at_us, limit, window_us, now_us, cost)
+  local function judged(x, y, at_us, limit, window_us, now_us, cost, burst)
+    local capacity = capacity_of(limit, burst)
     local spent, units, time_us = 0, 0, now_us
     if at_us then
       spent, units, time_us = refilled(x, y, at_us, limit, window_us, now_us)
     end
     local wanted = spent + cost
-    if wanted < limit or (wanted == limit and units == 0) then
-      local remaining = limit - wanted
+    if wanted < capacity or (wanted == capacity and units == 0) then
+      local remaining = capacity - wanted
       if units > 0 then
         remaining = remaining - 1
       end
       local retry_after = 0
       if remaining == 0 then
-        retry_after = delay(refill_seconds(time_us - now_us, wanted + 1 - limit, units, limit, window_us))
+        retry_after = delay(refill_seconds(time_us - now_us, wanted + 1 - capacity, units, limit, window_us))
       end
       local reset_time = refill_seconds(time_us, wanted, units, limit, window_us)
       return true, wanted, units, time_us, remaining, reset_time, retry_after, WITHIN_LIMIT
     end
 
-    local remaining = limit - spent
+    local remaining = capacity - spent
     if units > 0 then
       remaining = remaining - 1
     end
@@ -149,10 +150,10 @@ local function make_token_bucket()
       remaining = 0
     end
     local reset_time = refill_seconds(time_us, spent, units, limit, window_us)
-    if cost > limit then
+    if cost > capacity then
       return false, x, y, at_us, remaining, reset_time, window_us / US_PER_S, COST_EXCEEDS_LIMIT
     end
-    local retry_after = delay(refill_seconds(time_us - now_us, wanted - limit, units, limit, window_us))
+    local retry_after = delay(refill_seconds(time_us - now_us, wanted - capacity, units, limit, window_us))
     return false, x, y, at_us, remaining, reset_time, retry_after, LIMIT_EXCEEDED
   end
 
