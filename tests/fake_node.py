@@ -119,6 +119,7 @@ class FakeNode(
             rule.identifier_type,
             id=rule.id or str(uuid.uuid4()),
             enabled=rule.enabled,
+            limits=rule.limits,
             **fields,
         )
 

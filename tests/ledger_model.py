@@ -81,9 +81,7 @@ def fitting(state: BucketState, rule: Limit, runs: Sequence[Run]) -> Sequence[Ru
 def reset(stored: SharedState | None, rule: Limit, least: int = 0) -> SharedState:
     """A full bucket of the next generation, and of ``least`` at least; see :func:`generation_at`."""
     generation = 0 if stored is None else stored.generation
-    return SharedState(
-        max(generation + 1, least), rule.revision, rule.limit, burst=rule.burst
-    )
+    return SharedState(max(generation + 1, least), rule.revision, rule.limit, burst=rule.burst)
 
 
 class Ledger:

@@ -68,7 +68,7 @@ def settle(client: Any, batch: Batch) -> Reply | None:
 def plain(shared: SharedState | None) -> SharedState | tuple[Any, ...] | None:
     """A state whose log is told by its entries, wherever its sums begin."""
     if shared is not None and isinstance(shared.state, bytes):
-        return (*shared[:3], runs_of(shared.state), shared.burst)
+        return (*shared[:3], runs_of(shared.state))
     return shared
 
 

@@ -352,6 +352,19 @@ FIRST = LimitDraft("", 10, 60, "token_bucket")
 DAY = LimitDraft("day", 1_000, 86_400, "fixed_window")
 
 
+async def test_a_burst_is_kept_and_told_by_the_audit_trail(store):
+    first = LimitDraft("", 10, 60, "token_bucket", 50)
+    rule = await store.create(
+        replace(ORDERS, limit=10, window_seconds=60, algorithm="token_bucket", limits=(first,)), ME
+    )
+    assert (rule.burst, rule.capacity) == (50, 50)
+    changed = await store.update(rule.id, RuleChanges(limit=20), "", ME)
+    assert (changed.limit, changed.burst) == (20, 50)
+    assert [one.burst for one in (await store.changes_since(None)).changed] == [50]
+    newest, _ = await store.audit(rule.id, None, 10)
+    assert '"burst":50' in newest.after["limits"]
+
+
 async def test_a_rule_with_several_limits_is_kept_and_its_list_edited(store):
     rule = await store.create(replace(ORDERS, limits=(FIRST, DAY)), ME)
     assert [(limit.name, limit.limit) for limit in rule.limits] == [("default", 10), ("day", 1_000)]

@@ -71,12 +71,24 @@ def writes(store):
 # How long, how much
 
 
-@algorithms
 @pytest.mark.parametrize(
-    ("window_s", "ttl_s"), [(1, 3600), (1800, 3600), (1801, 3602), (7200, 14_400)]
+    ("rule", "ttl_s"),
+    [
+        *[
+            (rule_of(algorithm, 10, window_s), max(3600, 2 * window_s))
+            for algorithm in Algorithm
+            for window_s in (1, 1800, 1801, 7200)
+        ],
+        (rule_of(Algorithm.TOKEN_BUCKET, 10, 60, burst=100), 3600),
+        (
+            rule_of(Algorithm.TOKEN_BUCKET, 10, 60, burst=3_001),
+            36_014,
+        ),  # 18,006 s and a fraction, rounded up
+        (rule_of(Algorithm.TOKEN_BUCKET, 10, 7200, burst=5), 7200),
+        (rule_of(Algorithm.TOKEN_BUCKET, 10, INT32_MAX, burst=10), 2 * INT32_MAX),
+    ],
 )
-def test_a_bucket_is_kept_until_it_has_long_been_full_again(store, algorithm, window_s, ttl_s):
-    rule = rule_of(algorithm, 10, window_s)
+def test_a_bucket_is_kept_until_it_has_long_been_full_again(store, rule, ttl_s):
     settle(store, batch_of(spend(rule)))
     assert ttl_s - 5 < store.ttl(STORED_KEY) <= ttl_s
     store.persist(STORED_KEY)
@@ -90,6 +102,33 @@ def test_a_bucket_is_kept_until_it_has_long_been_full_again(store, algorithm, wi
 def test_the_longest_window_has_a_ttl_that_the_server_takes(store):
     settle(store, batch_of(spend(rule_of(Algorithm.FIXED_WINDOW, 10, INT32_MAX))))
     assert store.ttl(STORED_KEY) > INT32_MAX
+
+
+def test_a_foreign_burst_that_takes_for_ever_has_a_ttl_that_the_server_takes(store):
+    rule = rule_of(Algorithm.TOKEN_BUCKET, 1, INT32_MAX, burst=1)
+    store.set(STORED_KEY, value_of(SharedState(0, 1, 1, (1, T), INT32_MAX), rule))
+    assert decide(store, rule)[0]
+    assert store.ttl(STORED_KEY) > INT32_MAX
+
+
+def test_only_a_burst_adds_to_the_octets_of_a_bucket(store):
+    for burst, size in ((0, 42), (20, 46)):
+        rule = rule_of(Algorithm.TOKEN_BUCKET, burst=burst)
+        store.flushall()
+        settle(store, batch_of(spend(rule)))
+        assert store.strlen(STORED_KEY) == size
+        run(store, RESET, reset_request([KEY], [rule]))
+        assert store.strlen(STORED_KEY) == size - 24
+
+
+def test_a_bucket_of_before_there_were_bursts_is_taken_over_with_what_it_spent(store):
+    rule = rule_of(Algorithm.TOKEN_BUCKET)
+    settle(store, batch_of(spend(rule, tokens=8)))
+    bursting = rule_of(Algorithm.TOKEN_BUCKET, revision=2, burst=20)
+    assert decide(store, bursting, cost=12)[:2] == (True, 0)
+    back = rule_of(Algorithm.TOKEN_BUCKET, revision=3)
+    assert decide(store, back)[:2] == (False, 0)
+    assert store.strlen(STORED_KEY) == 42
 
 
 def test_the_record_of_a_sender_is_kept_for_an_hour(store):
@@ -208,7 +247,7 @@ def test_a_repeated_batch_is_answered_with_its_grants_and_the_states_of_now(stor
     assert settle(store, batch).settled[KEY].grants == (True, False)
     run(store, RESET, reset_request([KEY], [rule]))
     settled = settle(store, batch).settled[KEY]
-    assert settled == ((1, 1, 1, None), (True, False))
+    assert settled == (SharedState(1, 1, 1), (True, False))
 
 
 def test_a_repeated_batch_writes_nothing(store):
@@ -252,6 +291,9 @@ garbage = pytest.mark.parametrize(
         b"\2" + value_of(SharedState(0, 1, 10), rule_of(Algorithm.TOKEN_BUCKET))[1:],
         value_of(SharedState(0, 1, 0), rule_of(Algorithm.TOKEN_BUCKET)),
         value_of(SharedState(INT32_MAX + 1, 1, 10), rule_of(Algorithm.TOKEN_BUCKET)),
+        value_of(SharedState(0, 1, 10, None, INT32_MAX + 1), rule_of(Algorithm.TOKEN_BUCKET)),
+        value_of(SharedState(0, 1, 10, (1, T), 20), rule_of(Algorithm.FIXED_WINDOW)),
+        value_of(SharedState(0, 1, 10, log_of([(T, 1)]), 20), rule_of(Algorithm.SLIDING_WINDOW)),
         value_of(SharedState(0, 1, 10, (1, MAX_TIME_US + 1)), rule_of(Algorithm.TOKEN_BUCKET)),
         value_of(SharedState(0, 1, 10, (1, MAX_TIME_US + 1)), rule_of(Algorithm.FIXED_WINDOW)),
         value_of(SharedState(0, 1, 10, (1, T, MAX_TIME_US + 1)), rule_of(Algorithm.FIXED_WINDOW)),

@@ -27,7 +27,7 @@ class Model:
     @property
     def most(self):
         """Tokens of a bucket that is full."""
-        return self.burst if self.burst else self.limit
+        return self.burst or self.limit
 
     def check(self, now_us, cost):
         answer, at = self.answer(now_us, cost)

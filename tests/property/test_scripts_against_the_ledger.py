@@ -122,7 +122,9 @@ def rule_books(draw):
             bursts[1] = bursts[0]
         book.append(
             [
-                rule_of(algorithm, limit, window_s, number + 1, burst=refillable(burst, limit, window_s))
+                rule_of(
+                    algorithm, limit, window_s, number + 1, burst=refillable(burst, limit, window_s)
+                )
                 for number, (limit, burst) in enumerate(zip(limits, bursts, strict=True))
             ]
         )
@@ -344,7 +346,10 @@ def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("algorithm", "bursts"),
-    [*((algorithm, (0, 0, 0, 0)) for algorithm in Algorithm), (Algorithm.TOKEN_BUCKET, (7, 2, 3, 3))],
+    [
+        *((algorithm, (0, 0, 0, 0)) for algorithm in Algorithm),
+        (Algorithm.TOKEN_BUCKET, (7, 2, 3, 3)),
+    ],
 )
 def test_small_numbers_meet_every_boundary(store, algorithm, bursts, seed):
     store.flushall()

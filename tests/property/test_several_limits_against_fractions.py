@@ -114,7 +114,9 @@ def with_burst(rng, limit):
     if limit.algorithm is not Algorithm.TOKEN_BUCKET:
         return limit
     most = min(INT32_MAX, INT32_MAX * limit.limit // limit.window_seconds)
-    return replace(limit, burst=rng.choice([0, 1, rng.randint(1, most), min(most, 2 * limit.limit)]))
+    return replace(
+        limit, burst=rng.choice([0, 1, rng.randint(1, most), min(most, 2 * limit.limit)])
+    )
 
 
 def as_rule(rule_id, place, limits):

@@ -30,6 +30,7 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
 OTHER_ID = str(uuid.UUID(int=1))
 FIRST = pb.Limit(limit=1, window_seconds=1, algorithm="fixed_window")
 DAY = pb.Limit(name="day", limit=9, window_seconds=86_400, algorithm="fixed_window")
+
 SPENT_DAY = pb.Limit(name="day", limit=-1, window_seconds=86_400, algorithm="fixed_window")
 
 
@@ -59,6 +60,11 @@ def check(**fields):
     return pb.RateLimitRequest(
         **{"identifier": "u", "identifier_type": "user", "endpoint": "/a", **fields}
     )
+
+
+def burst(number, **fields):
+    valid = {"limit": 1, "window_seconds": 1, "algorithm": "token_bucket"}
+    return pb.Limit(**{**valid, **fields}, burst=number)
 
 
 def rule(**fields):
@@ -357,6 +363,10 @@ async def test_an_overflowing_cost_inside_a_batch_is_a_malformed_item(unharmed):
         ({"limits": [pb.Limit(limit=2, window_seconds=1, algorithm="fixed_window")]}, "limit"),
         ({"limits": [FIRST, pb.Limit(name="day", limit=1, window_seconds=1)]}, "limits[1].algorithm"),
         ({"limits": [FIRST, SPENT_DAY]}, "limits[1].limit"),
+        ({"limits": [burst(-1)], "algorithm": "token_bucket"}, "limits[0].burst"),
+        ({"limits": [burst(5, algorithm="fixed_window")], "algorithm": "fixed_window"}, "limits[0].burst"),
+        ({"limits": [FIRST, burst(5, name="b", algorithm="sliding_window")]}, "limits[1].burst"),
+        ({"limits": [FIRST, burst(2**31 - 1, name="b", window_seconds=60)]}, "limits[1].burst"),
     ],
 )  # fmt: skip
 async def test_a_malformed_field_of_a_rule_is_refused_and_named(unharmed, fields, named):

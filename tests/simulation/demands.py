@@ -51,7 +51,8 @@ def the_store_holds_what_it_was_told(played: Played) -> str:
     told, world = played.scenario, played.world
     account, rule = ACCOUNTS[told.algorithm], told.rule
     if told.edit_s:
-        rule = replace(rule, limit=min(told.limit, told.edited_limit))
+        limit = min(told.limit, told.edited_limit)
+        rule = replace(rule, limit=limit, burst=told.burst_of(limit))
     if world.is_flushed:
         return ""  # a batch whose number it has lost may be applied once more
     # A higher limit trims nothing; but what windows owe from before depends on when it came to be.
@@ -89,18 +90,19 @@ def _held(told: Scenario, state: Any) -> int:
 def slack(played: Played, limit: int) -> float:
     """What the nodes may allow together beyond a limit, in any interval."""
     told, books = played.scenario, played.world.books
-    rate = limit / (told.window_seconds * SECOND)
+    rate, capacity = limit / (told.window_seconds * SECOND), told.capacity_of(limit)
     apart_us = 2 * (told.skew_us + told.caller_times_us)
     late_us = min(books.longest_batch_us, SECOND) + apart_us + 10 * MS
     # Each node holds its share of the members that it believes in.
-    shares = books.most_held * (limit / 2 + limit / 100) + told.nodes
+    shares = books.most_held * (capacity / 2 + capacity / 100) + told.nodes
     over = shares + told.nodes * rate * late_us + played.forgiven + books.lost
     if told.edit_s and told.first_is_not_told:
-        over += (
-            told.limit / 2 + told.limit / 100
-        )  # the share that it holds until it hears of a state
+        # the share that it holds until it hears of a state
+        over += 0.51 * told.capacity_of(told.limit)
     if told.is_calm:
-        over -= 0.41 * limit  # a tenth of the limit is left: what was measured where nothing fails
+        over -= (
+            0.41 * capacity
+        )  # a tenth of the limit is left: what was measured where nothing fails
     return over
 
 
@@ -117,7 +119,7 @@ def never_more_than_the_bound(played: Played) -> str:
     limit = max(told.limit, told.edited_limit if told.edit_s else 0)
     together = [(one.at_us, one.cost) for one in played.admissions if not one.alone]
     freed = bool(told.edit_s) + bool(told.reset_s) + bool(told.flush_s)
-    most = slack(played, limit) + 1.5 * limit * freed
+    most = slack(played, limit) + 1.5 * told.capacity_of(limit) * freed
     excess = excess_of(told, together, limit)
     return "" if excess <= most else f"{excess:.1f} over all, {most:.1f} is the bound"
 
@@ -180,7 +182,7 @@ def what_was_spent_beside_each_other_is_paid_back(played: Played) -> str:
         return ""
     spends = [(one.at_us, one.cost) for one in played.checked]
     excess = excess_of(told, spends, told.limit)
-    most = slack(played, told.limit) + (told.nodes - 1) * told.limit
+    most = slack(played, told.limit) + (told.nodes - 1) * told.capacity_of(told.limit)
     return "" if excess <= most else f"{excess:.1f} over the limit, {most:.1f} is the bound"
 
 
@@ -191,7 +193,7 @@ def excess_of(told: Scenario, spends: Sequence[Spend], limit: int) -> float:
     """
     length_us = told.window_seconds * SECOND
     if told.algorithm is Algorithm.TOKEN_BUCKET:
-        return _worst_level(spends, limit / length_us) - limit
+        return _worst_level(spends, limit / length_us) - told.capacity_of(limit)
     # A fixed window may be used up at its end and again at the beginning of the next.
     windows = 2 if told.algorithm is Algorithm.FIXED_WINDOW else 1
     apart_us = 2 * (told.skew_us + told.caller_times_us) + (30 if told.loss else 10) * MS
@@ -225,7 +227,8 @@ def the_excess_does_not_grow(played: Played) -> str:
     if not told.is_late:
         return ""
     allowed = sum(one.cost for one in played.admissions)
-    most = _allowed_by_one_node(played) + told.limit + 2 * told.nodes * told.cost + played.forgiven
+    capacity = told.capacity_of(told.limit)
+    most = _allowed_by_one_node(played) + capacity + 2 * told.nodes * told.cost + played.forgiven
     return "" if allowed <= most else f"{allowed} allowed, {most} is the bound"
 
 
@@ -250,7 +253,7 @@ def no_less_than_one_node_alone(played: Played) -> str:
     ideal = _allowed_by_one_node(played)
     allowed = sum(one.cost for one in played.admissions)
     # What waits for the store at the ends of the run; and a burst in which the last one has not quite left its window.
-    edges = 2 * told.nodes * told.cost + 0.05 * told.limit
+    edges = 2 * told.nodes * told.cost + 0.05 * told.capacity_of(told.limit)
     if told.bursts and told.algorithm is Algorithm.SLIDING_WINDOW:
         edges += ideal / 10
     least = 0.99 * ideal - edges
@@ -281,9 +284,8 @@ def _locked_out(played: Played, from_s: float) -> str:
     times = [one.at_us for one in played.admissions if one.at_us > from_us]
     longest_us = max((b - a for a, b in pairwise([from_us, *times, played.end_us])), default=0)
     # And for as long as it takes until there is as much as they ask for.
-    most_us = (
-        int((told.nodes + 2 * told.cost / told.limit) * told.window_seconds * SECOND) + SECOND // 2
-    )
+    windows = told.nodes * told.capacity_of(told.limit) / told.limit + 2 * told.cost / told.limit
+    most_us = int(windows * told.window_seconds * SECOND) + SECOND // 2
     is_fixed = told.algorithm is Algorithm.FIXED_WINDOW
     if told.caller_times_us or is_fixed:  # what is owed, or callers dated ahead, fills the next
         most_us += told.window_seconds * SECOND
@@ -309,9 +311,10 @@ def _frees(played: Played, reset_s: float) -> str:
     until_us = from_us + known_us + SECOND // 2
     offered = sum(cost for at_us, cost in played.offered if from_us + known_us <= at_us < until_us)
     allowed = sum(one.cost for one in played.admissions if from_us <= one.at_us < until_us)
-    if offered < 2 * told.limit or until_us > played.end_us:
+    capacity = told.capacity_of(told.limit)
+    if offered < 2 * capacity or until_us > played.end_us:
         return ""
-    return "" if allowed >= told.limit / 2 else f"{allowed} of {told.limit} after a reset"
+    return "" if allowed >= capacity / 2 else f"{allowed} of {capacity} after a reset"
 
 
 DEMANDS: dict[str, Callable[[Played], str]] = {

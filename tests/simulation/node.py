@@ -125,7 +125,7 @@ class Node:
         (first, *others), (outcome, shared) = waiting, met
         key = first.key
         self._answer(first, outcome[0])
-        left, half = outcome[1], self.rule.limit // 2
+        left, half = outcome[1], self.rule.capacity // 2
         is_low = not outcome[0] or left <= half <= left + first.cost
         view = self.views.get(key)
         if view is None and key in self.pending:
@@ -372,7 +372,7 @@ class Node:
         shared, account, now_us = view.base, view._account, self.now_us
         if shared is None or shared is before:
             return
-        half = shared.limit / 2
+        half = shared.capacity / 2
         used = account.used(shared.state, view.rule, now_us)
         used_before = 0 if before is None else account.used(before.state, view.rule, now_us)
         if used > half >= used_before and now_us - self.published_us.get(key, 0) >= SYNC_US:

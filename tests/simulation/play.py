@@ -154,7 +154,8 @@ def _let_things_happen(told: Scenario, world: World) -> None:
     limit = told.limit
     for revision, (seconds, is_ours) in enumerate(edits, 1):
         limit = told.edited_limit if is_ours else limit
-        rule = replace(told.rule, limit=limit, revision=revision)
+        burst = told.burst_of(limit)
+        rule = replace(told.rule, limit=limit, burst=burst, revision=revision)
         for node in nodes[1 if told.first_is_not_told else 0 :]:
             at(seconds + world.chance() * LATEST_EDIT_S, node.edited, rule)
 

@@ -17,6 +17,8 @@ LATE_S = 60.0
 CHECKS_PER_S = 400
 """A load of more tokens asks for several at once."""
 
+BURST_SHARES = (0.0, 0.0, 0.5, 2.0, 4.0)
+
 Span = tuple[float, float]
 """Beginning and length, in seconds."""
 
@@ -33,6 +35,8 @@ class Scenario:
     load: float
     """Of the limit."""
     seconds: float
+    burst_share: float = 0.0
+    """Of the limit, whatever that is; 0 for none. Of a token bucket."""
     cost: int = 1
     """Checks ask for 1 to twice as much less one."""
     bursts: bool = False
@@ -76,7 +80,18 @@ class Scenario:
             limit=self.limit,
             window_seconds=self.window_seconds,
             algorithm=self.algorithm,
+            burst=self.burst_of(self.limit),
         )
+
+    def burst_of(self, limit: int) -> int:
+        """The burst of the rule while this is its limit."""
+        if self.algorithm is not Algorithm.TOKEN_BUCKET or not self.burst_share:
+            return 0
+        return max(1, int(limit * self.burst_share))
+
+    def capacity_of(self, limit: int) -> int:
+        """The most tokens at once while this is its limit."""
+        return self.burst_of(limit) or limit
 
     @property
     def rate_per_us(self) -> float:
@@ -145,7 +160,9 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
     # Others have to be able to spend, that a state tells the first.
     tells = made.nodes > 1 and 2 * made.cost <= made.edited_limit
     made = replace(made, first_is_not_told=made.first_is_not_told and tells)
-    return replace(made, decides_alone=chance() < 0.5)
+    made = replace(made, decides_alone=chance() < 0.5)
+    # Drawn last, so that it changes nothing of the scenarios without.
+    return replace(made, burst_share=pick(BURST_SHARES))
 
 
 def late_scenario(seed: int) -> Scenario:

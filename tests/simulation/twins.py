@@ -58,7 +58,9 @@ class OwnViewTakesPart(NoShare):
     """
 
     def hear(self, shared):
-        own = SharedState(self.generation or 0, self.rule.revision, self.rule.limit, self._state)
+        rule = self.rule
+        generation = self.generation or 0
+        own = SharedState(generation, rule.revision, rule.limit, self._state, rule.burst)
         if standing(shared, self.rule) > standing(own, self.rule):
             super().hear(shared)
 
@@ -107,7 +109,22 @@ class EditTrimsNothing(LocalView):
 
     def _learn(self, shared):
         if shared.revision > self.rule.revision:
-            self.rule = replace(self.rule, limit=shared.limit, revision=shared.revision)
+            self.rule = replace(
+                self.rule, limit=shared.limit, burst=shared.burst, revision=shared.revision
+            )
+
+
+class SeesNoBurst(LocalView):
+    """Takes the limit for the capacity."""
+
+    def __init__(self, rule, base):
+        super().__init__(replace(rule, burst=0), base and base._replace(burst=0))
+
+    def edit(self, rule):
+        super().edit(replace(rule, burst=0))
+
+    def hear(self, shared):
+        super().hear(shared._replace(burst=0))
 
 
 class TellsNoEdit(LocalView):
@@ -162,7 +179,7 @@ class NeverOverdrawn(OtherSettlement):
     def settle(self, stored, update):
         settled = settle(stored, update)
         account = ACCOUNTS[update.rule.algorithm]
-        rule = replace(update.rule, limit=settled.shared.limit)
+        rule = ledger_model.ruling_of(settled.shared, update.rule)
         return settled._replace(
             shared=settled.shared._replace(state=account.capped(settled.shared.state, rule))
         )
@@ -182,7 +199,8 @@ class EditWithoutRevision(OtherSettlement):
 
     def settle(self, stored, update):
         if stored is not None:
-            rule = replace(update.rule, limit=stored.limit, revision=stored.revision)
+            rule = ledger_model.ruling_of(stored, update.rule)
+            rule = replace(rule, revision=stored.revision)
             update = update._replace(rule=rule)
         return settle(stored, update)
 
@@ -239,7 +257,7 @@ class ResetWithoutGeneration(World):
 
     @staticmethod
     def made_full(_shared, rule, _now_us):
-        return SharedState(0, rule.revision, rule.limit)
+        return SharedState(0, rule.revision, rule.limit, burst=rule.burst)
 
 
 class ResetToTheNextGeneration(World):
@@ -273,6 +291,13 @@ class CarriesNothing(OtherSettlement):
             else:
                 stored = stored._replace(state=(count, latest_us))
         return settle(stored, update)
+
+
+class KnowsNoBurst(OtherSettlement):
+    """Takes the limit for the capacity."""
+
+    def settle(self, stored, update):
+        return settle(stored, update._replace(rule=replace(update.rule, burst=0)))
 
 
 # Of the node
@@ -354,6 +379,7 @@ TWINS = MappingProxyType(
         "knows no generations": {"view": KnowsNoGenerations},
         "an edit trims nothing": {"view": EditTrimsNothing},
         "tells no edit": {"view": TellsNoEdit},
+        "sees no burst": {"view": SeesNoBurst},
         "no numbers": {"ledger": NoNumbers},
         "meets for nothing": {"ledger": MeetsForNothing},
         "last writer wins": {"ledger": LastWriterWins},
@@ -365,6 +391,7 @@ TWINS = MappingProxyType(
         "grants cost one": {"ledger": GrantsCostOne},
         "asks of one time": {"ledger": AsksOfOneTime},
         "older rules fit": {"ledger": OlderRulesFit},
+        "knows no burst": {"ledger": KnowsNoBurst},
         "carries nothing": {"ledger": CarriesNothing},
         "reset without generation": {"world": ResetWithoutGeneration},
         "reset to the next generation": {"world": ResetToTheNextGeneration},

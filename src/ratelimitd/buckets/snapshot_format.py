@@ -103,7 +103,9 @@ def is_over(value: Value, now_us: int) -> bool:
     if isinstance(value, bytes):
         return latest_us(value) + full_after_s(value) * US_PER_S <= now_us
     # The same, inlined: a sweep calls this for thousands of buckets per event-loop iteration.
-    return (value & LATEST_MASK) + (value >> FULL_AFTER_SHIFT & _FULL_AFTER_MASK) * US_PER_S <= now_us
+    return (value & LATEST_MASK) + (
+        value >> FULL_AFTER_SHIFT & _FULL_AFTER_MASK
+    ) * US_PER_S <= now_us
 
 
 def with_tick(value: Value, tick: int) -> Value:

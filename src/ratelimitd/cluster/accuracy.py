@@ -63,7 +63,7 @@ class Accuracy:
         self.forgiven_total += tokens
 
     def worst_excess(self, now_us: int) -> float:
-        """Largest overdraft in the last one to two minutes, as a fraction of its limit, or its burst if that is more."""
+        """Largest overdraft in the last one to two minutes, as a fraction of its limit, or of a larger burst."""
         return self._worst.note(now_us, 0.0)
 
     def largest_promise(self, now_us: int, promise: float) -> float:
@@ -74,7 +74,8 @@ class Accuracy:
 def promised_excess(members: int, round_trip_us: int, skew_us: int) -> float:
     """Return the bound of the ledger for any interval, as a fraction of the limit, for a window of one second.
 
-    A limit with a larger burst is bounded by as large a part of the burst. C/2 + C/100 + N·r·(RTT + 2·skew); longer windows have a smaller rate, and so less.
+    C/2 + C/100 + N·r·(RTT + 2·skew); longer windows have a smaller rate, and so less. C is the limit, or a
+    larger burst.
     """
     shares = 1 / SHARES_OF_REMAINING + 1 / SHARES_OF_CAPACITY
     return shares + members * (round_trip_us + 2 * skew_us) / US_PER_S

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
@@ -250,10 +251,9 @@ def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
         if not isinstance(limit.enforcement, str) or limit.enforcement not in _ENFORCEMENTS:
             yield f"{at}enforcement", f"use one of {', '.join(_ENFORCEMENTS)}"
         # The first limit's numbers are the rule's, and have been looked at.
-        if index:
-            yield from ((f"{at}{field}", text) for field, text in _number_violations(limit))
-        if problem := _burst_problem(limit):
-            yield f"{at}burst", problem
+        numbers = _number_violations(limit) if index else ()
+        found = chain(numbers, _burst_violations(limit))
+        yield from ((f"{at}{field}", text) for field, text in found)
 
 
 def _number_violations(limit: RuleDraft | LimitDraft) -> Iterator[tuple[str, str]]:
@@ -265,18 +265,19 @@ def _number_violations(limit: RuleDraft | LimitDraft) -> Iterator[tuple[str, str
         yield "algorithm", f"unsupported algorithm: use one of {', '.join(_ALGORITHMS)}"
 
 
-def _burst_problem(limit: LimitDraft) -> str:
+def _burst_violations(limit: LimitDraft) -> Iterator[tuple[str, str]]:
     if limit.burst == 0 and not isinstance(limit.burst, bool):
-        return ""
+        return
     if problem := _number_problem("burst", limit.burst):
-        return problem
-    if limit.algorithm != Algorithm.TOKEN_BUCKET:
-        return f"only a {Algorithm.TOKEN_BUCKET} has a burst"
-    wrong = [*_number_violations(limit)]
-    if not wrong and limit.burst * limit.window_seconds > INT32_MAX * limit.limit:
+        yield "burst", problem
+    elif limit.algorithm != Algorithm.TOKEN_BUCKET:
+        yield "burst", f"only a {Algorithm.TOKEN_BUCKET} has a burst"
+    elif (
+        not any(_number_violations(limit))
+        and limit.burst * limit.window_seconds > INT32_MAX * limit.limit
+    ):
         # Buckets hold the seconds until they are full in 31 bits.
-        return f"the burst must be refilled by limit and window in at most {INT32_MAX} s"
-    return ""
+        yield "burst", f"the burst must be refilled by limit and window in at most {INT32_MAX} s"
 
 
 def _endpoint_problem(endpoint: Any) -> str:

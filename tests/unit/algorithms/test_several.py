@@ -86,3 +86,11 @@ class TestObserving:
         outcomes = decided(((2, NOW_US), more), ((3, NOW_US), self.OBSERVED))
         assert passes([more, self.OBSERVED], outcomes)
         assert deciding([more, self.OBSERVED], outcomes) == 1
+
+
+def test_the_part_that_is_left_is_one_of_the_burst():
+    steady = Limit(limit=3, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET)
+    bursting = replace(steady, burst=30)
+    outcomes = [outcome(allowed=True, remaining=2), outcome(allowed=True, remaining=15)]
+    assert deciding([steady, bursting], outcomes) == 1
+    assert deciding([steady, steady], outcomes) == 0

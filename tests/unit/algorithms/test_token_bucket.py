@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from ratelimitd.algorithms import token_bucket
@@ -159,3 +161,42 @@ def test_extreme_rules_are_exact_to_the_microsecond(limit, window_seconds):
     assert decide(state, a_rule, MAX_TIME_US, limit).reset_time == -(
         -(MAX_TIME_US + window_seconds * SECOND) // SECOND
     )
+
+
+class TestBurst:
+    def test_a_full_bucket_holds_the_burst_and_is_refilled_by_the_limit(self):
+        bursting = replace(rule(10, 60), burst=50)
+        outcome = decide(None, bursting, T, 50)
+        assert outcome[:4] == (True, 0, T_S + 300, 6)
+        for elapsed_s, tokens in ((5, 0), (6, 1), (60, 10), (300, 50), (3600, 50)):
+            later = decide(outcome.state, bursting, T + elapsed_s * SECOND, 1)
+            assert later.remaining == max(0, tokens - 1)
+
+    def test_a_burst_below_the_limit_smooths_it(self):
+        smooth = replace(rule(600, 60), burst=1)
+        state = spend(smooth, T, 1)
+        denied = decide(state, smooth, T + SECOND // 10 - 1, 1)
+        assert denied[:4] == (False, 0, T_S + 1, 1)
+        assert decide(state, smooth, T + SECOND // 10, 1).allowed
+
+    def test_a_cost_passes_up_to_the_burst_and_never_above(self):
+        bursting = replace(rule(10, 60), burst=50)
+        assert decide(None, bursting, T, 50).allowed
+        above = decide(None, bursting, T, 51)
+        assert above[:5] == (False, 50, T_S, 60, Reason.COST_EXCEEDS_LIMIT)
+        below = decide(None, replace(rule(10, 60), burst=5), T, 6)
+        assert below[:5] == (False, 5, T_S, 60, Reason.COST_EXCEEDS_LIMIT)
+
+    def test_an_edit_keeps_what_was_spent_up_to_the_new_burst(self):
+        state = spend(replace(rule(10, 60), burst=50), T, 30)
+        assert decide(state, replace(rule(10, 60), burst=40), T, 1).remaining == 9
+        assert decide(state, rule(10, 60), T, 1)[:4] == (False, 0, T_S + 60, 6)
+        assert decide(state, replace(rule(10, 60), burst=100), T, 1).remaining == 69
+
+    @pytest.mark.parametrize("burst", [1, INT32_MAX])
+    def test_the_largest_numbers_are_exact(self, burst):
+        widest = replace(rule(INT32_MAX, INT32_MAX), burst=burst)
+        outcome = decide(None, widest, T, burst)
+        assert outcome[:4] == (True, 0, T_S + burst, 1)
+        assert decide(outcome.state, widest, T + SECOND - 1, 1).allowed is False
+        assert decide(outcome.state, widest, T + SECOND, 1).allowed is True

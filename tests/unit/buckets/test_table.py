@@ -284,6 +284,21 @@ class TestExpiry:
         table.sweep(T + 60 * SECOND + LATE_US, 1)
         assert (len(table), table.expired_total, table.evicted_total) == (0, 1, 0)
 
+    @pytest.mark.parametrize(("burst", "full_after_s"), [(5, 30), (11, 66), (100, 600)])
+    def test_a_bucket_with_a_burst_is_kept_until_that_is_refilled(self, burst, full_after_s):
+        """I12."""
+        table = table_of(10)
+        rule = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, burst=burst)
+        assert use(table, b"ada", cost=burst, rule=rule).allowed
+        table.sweep(T + full_after_s * SECOND + LATE_US - 1, 1)
+        assert len(table) == 1
+        assert (
+            use(table, b"ada", now_us=T + full_after_s * SECOND - 1, cost=burst, rule=rule).allowed
+            is False
+        )
+        table.sweep(T + full_after_s * SECOND + LATE_US, 1)
+        assert len(table) == 0
+
     def test_a_sweep_goes_on_where_the_last_one_ended(self):
         table = table_of(3 * SHARD_ENTRIES)
         for number in range(300):
@@ -311,13 +326,19 @@ class TestExpiry:
         assert (len(table), table.expired_total) == (0, 20)
 
     @pytest.mark.parametrize(
-        ("window_seconds", "kept_ticks"), [(60, IDLE_TICKS), (1_800, IDLE_TICKS), (5_000, 10_000)]
+        ("changes", "kept_ticks"),
+        [
+            ({"window_seconds": 60}, IDLE_TICKS),
+            ({"window_seconds": 1_800}, IDLE_TICKS),
+            ({"window_seconds": 5_000}, 10_000),
+            ({"algorithm": Algorithm.TOKEN_BUCKET, "burst": 1_000}, 12_000),
+        ],
     )
-    def test_when_time_is_the_callers_only_disuse_expires(self, window_seconds, kept_ticks):
-        """I12: max(3600 s, two windows)."""
+    def test_when_time_is_the_callers_only_disuse_expires(self, changes, kept_ticks):
+        """I12: max(3600 s, twice the time in which it is full)."""
         table = table_of(10, callers_time=True)
         table.tick = 5
-        use(table, b"ada", rule=replace(RULE, window_seconds=window_seconds), now_us=1)
+        use(table, b"ada", rule=replace(RULE, **changes), now_us=1)
         table.tick = 5 + kept_ticks - 1
         table.sweep(T, 1)
         assert len(table) == 1

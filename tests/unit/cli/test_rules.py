@@ -52,6 +52,18 @@ def test_a_rule_is_created_with_what_was_typed(ask, node):
     )
 
 
+def test_a_rule_is_created_with_a_burst(ask, node):
+    ended = ask("rules", "create", "/a", "user", *NUMBERS, "--burst", "50", "--id", ID)
+    assert "5 per 60 s, token_bucket, burst 50" in ended.out
+    [sent] = node.seen[0].request.rate_limit.limits
+    assert (sent.limit, sent.window_seconds, sent.algorithm, sent.burst) == (
+        5,
+        60,
+        "token_bucket",
+        50,
+    )
+
+
 def test_a_rule_is_a_token_bucket_in_force_unless_told_otherwise(ask, node):
     created = json.loads(ask("rules", "create", "*", "user", *NUMBERS, "--json").out)
     assert (created["algorithm"], created["enabled"]) == ("token_bucket", True)

@@ -154,6 +154,13 @@ def test_states_that_are_no_numbers_are_not_packed(kept):
     assert packed_state(name_of(b"a"), SharedState(0, 1, 2, kept)) is None
 
 
+def test_a_bucket_with_a_burst_is_told_by_name(scene, hearer):
+    scene.settle(SharedState(0, 1, 100, (60_000_000 * 60, scene.clock.now_us()), 100), None)
+    ((_, payload),) = scene.bus.published
+    hearer.take(payload)
+    assert hearer.doubts == [name_of(b"a")]
+
+
 @pytest.mark.parametrize("payload", [b"", b"X", b"S12", b"D12", b"S" + b"\0" * 57])
 def test_what_is_none_of_ours_is_left_alone(hearer, payload):
     hearer.take(payload)

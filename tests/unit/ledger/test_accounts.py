@@ -1,5 +1,7 @@
 """What spends do to buckets that may be overdrawn."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -204,3 +206,16 @@ def test_no_more_is_owed_than_a_capacity_once_a_limit_was_lowered():
     assert account(LOG).capped(log, rule(Algorithm.SLIDING_WINDOW, 3)) == log
     for of in (BUCKET, WINDOW, LOG):
         assert account(of).capped(None, of) is None
+
+
+def test_a_token_bucket_is_overdrawn_beyond_its_burst():
+    bursting = replace(BUCKET, burst=30)
+    ledger = account(bursting)
+    state = ledger.charged(None, bursting, [(NOW, 20)])
+    assert ledger.judge_of(state, bursting) is DECIDE[bursting.algorithm]
+    assert ledger.judge(state, bursting, NOW, 10)[:2] == (True, 0)
+    overdrawn = ledger.charged(state, bursting, [(NOW, 15)])
+    assert ledger.judge(overdrawn, bursting, NOW, 1)[:2] == (False, 0)
+    assert ledger.judge(overdrawn, bursting, NOW, 31)[4] is COST_EXCEEDS_LIMIT
+    assert ledger.capped(overdrawn, bursting) == (30 * TOKEN, NOW)
+    assert ledger.capped(overdrawn, BUCKET) == (10 * TOKEN, NOW)

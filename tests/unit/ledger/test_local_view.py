@@ -25,7 +25,7 @@ FIVE = (NOW, 5)
 
 def shared(count=0, *, generation=0, rule=RULE, at_us=NOW):
     state = (count, at_us) if count else None
-    return SharedState(generation, rule.revision, rule.limit, state)
+    return SharedState(generation, rule.revision, rule.limit, state, rule.burst)
 
 
 def view(count=0, **options):
@@ -401,3 +401,36 @@ def test_what_has_come_free_since_a_denial_was_not_there_and_what_was_left_was(a
     own = denied(LocalView(rule, state((NOW, 100))), (NOW + 1, 1))
     own.hear(state((NOW, 1), (NOW + S, 1)))
     assert own.false_positives == 1
+
+
+BURST = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, limit=10, burst=1_000)
+
+
+def test_shares_are_of_the_burst():
+    assert spend(LocalView(BURST, None), 1_000) == 100
+    assert spend(LocalView(BURST, shared(rule=BURST)), 1_000) == 100
+    alone = LocalView(replace(BURST, limit=1_000, burst=5), None)
+    assert sum(alone.check_alone(NOW, 1)[0] for _ in range(20)) == 5
+
+
+@pytest.mark.parametrize("limit", [10, 20])
+def test_a_lower_burst_trims_what_is_settled(limit):
+    own = LocalView(BURST, shared(rule=BURST))
+    own.check_alone(NOW, 500)
+    own.edit(replace(BURST, limit=limit, burst=200, revision=2))
+    assert (own.unsent.tokens, own.forgiven, own.knows_better) == (200, 300, True)
+
+
+def test_a_state_tells_of_an_edited_burst():
+    lower = replace(BURST, burst=200, revision=2)
+    told = SharedState(0, 2, 10, None, 200)
+    own = LocalView(BURST, shared(rule=BURST))
+    own.check_alone(NOW, 500)
+    own.hear(told)
+    assert (own.rule, own.unsent.tokens, own.forgiven) == (lower, 200, 300)
+    higher = LocalView(BURST, None)
+    higher.hear(told._replace(burst=2_000))
+    assert (higher.rule.capacity, higher.forgiven) == (2_000, 0)
+    without = LocalView(BURST, None)
+    without.hear(told._replace(burst=0))
+    assert without.rule.capacity == 10

@@ -218,3 +218,17 @@ def test_states_are_ordered_by_generation_rule_time_and_what_is_spent():
     ]
     standings = [standing(state, RULE) for state in states]
     assert standings == sorted(set(standings))
+
+
+def test_a_bucket_is_overdrawn_beyond_its_burst_and_has_plenty_below_half_of_it():
+    rule = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, burst=100)
+    spent = [settle(None, Update(rule, 0, ((NOW, n),))).shared for n in (50, 51, 103)]
+    assert [shared.burst for shared in spent] == [100] * 3
+    assert [has_plenty(shared, rule) for shared in spent] == [True, False, False]
+    assert [overdrawn(shared, rule) for shared in spent] == [0, 0, 3]
+    lower = replace(rule, burst=60, revision=rule.revision + 1)
+    after = settle(spent[1], Update(lower, 0, ((NOW, 20),))).shared
+    assert (after.capacity, overdrawn(after, lower)) == (60, 11)
+    assert overdrawn_by_edit(spent[1], after, lower) == 0
+    assert overdrawn_by_edit(spent[2], after, lower) == 0
+    assert overdrawn_by_edit(after, spent[2], rule) == 0

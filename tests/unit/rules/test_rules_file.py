@@ -165,10 +165,11 @@ def with_lists(draw):
     names = draw(st.lists(st.sampled_from(["default", "day", "9", "b_c", "d-1"]), unique=True))
     if not names or names == ["default"]:
         return draft
-    first = LimitDraft(names[0], draft.limit, draft.window_seconds, draft.algorithm)
+    burst = draw(st.integers(0, draft.limit)) if draft.algorithm == "token_bucket" else 0
+    first = LimitDraft(names[0], draft.limit, draft.window_seconds, draft.algorithm, burst)
     how = st.sampled_from(["enforce", "observe"])
     more = [
-        LimitDraft(name, draw(st.integers(1, 9)), 60, "fixed_window", draw(how))
+        LimitDraft(name, draw(st.integers(1, 9)), 60, "fixed_window", enforcement=draw(how))
         for name in names[1:]
     ]
     return replace(draft, limits=(first, *more))

@@ -204,6 +204,9 @@ DAY = LimitDraft("day", 1_000, 86_400, "fixed_window")
 SEVERAL = dataclasses.replace(DRAFT, limits=(FIRST, DAY))
 
 
+WEEK = LimitDraft("week", 1, 604_800, "token_bucket")
+
+
 class TestSeveralLimits:
     def test_a_list_becomes_the_limits_of_the_rule(self):
         rule = validated(SEVERAL, rule_id=ID, revision=3)
@@ -226,6 +229,26 @@ class TestSeveralLimits:
         assert (named.name, named.more) == ("burst", ())
         assert rule_from_row(RuleRow.of(named)) == named
         assert len({named.etag, rule.etag, validated(DRAFT, rule_id=ID, revision=3).etag}) == 3
+
+    @pytest.mark.parametrize("burst", [1, 10, (2**31 - 1) // 6])
+    def test_a_burst_is_stored_and_read_back(self, burst):
+        more = dataclasses.replace(WEEK, burst=3_550)
+        first = dataclasses.replace(FIRST, burst=burst)
+        rule = validated(dataclasses.replace(DRAFT, limits=(first,)), rule_id=ID, revision=3)
+        assert (rule.burst, rule.capacity, rule.has_list) == (burst, burst, True)
+        assert rule_from_row(RuleRow.of(rule)) == rule
+        both = validated(dataclasses.replace(DRAFT, limits=(FIRST, more)), rule_id=ID, revision=3)
+        assert [limit.capacity for limit in both.limits] == [10, 3_550]
+        assert rule_from_row(RuleRow.of(both)) == both
+
+    def test_an_edit_of_the_first_limit_keeps_its_burst_and_is_judged_with_it(self):
+        draft = dataclasses.replace(DRAFT, limits=(dataclasses.replace(FIRST, burst=7),))
+        rule = validated(RuleChanges(limit=5).apply(draft), rule_id=ID, revision=3)
+        assert (rule.limit, rule.burst) == (5, 7)
+        windowed = RuleChanges(algorithm="fixed_window").apply(draft)
+        assert violations(windowed) == {
+            "rate_limit.limits[0].burst": "only a token_bucket has a burst"
+        }
 
     @pytest.mark.parametrize("place", [0, 1])
     def test_a_limit_that_only_observes_is_stored_and_read_back(self, place):
@@ -258,6 +281,15 @@ class TestSeveralLimits:
             ([dataclasses.replace(FIRST, name="Burst")], ["limits[0].name"]),
             ([FIRST, dataclasses.replace(DAY, name="d" * 33)], ["limits[1].name"]),
             ([FIRST, dataclasses.replace(DAY, name="day\n")], ["limits[1].name"]),
+            ([dataclasses.replace(FIRST, burst=-1)], ["limits[0].burst"]),
+            ([dataclasses.replace(FIRST, burst=True)], ["limits[0].burst"]),
+            ([dataclasses.replace(FIRST, burst=False)], ["limits[0].burst"]),
+            ([dataclasses.replace(FIRST, burst="7")], ["limits[0].burst"]),
+            ([dataclasses.replace(FIRST, burst=2**31)], ["limits[0].burst"]),
+            ([dataclasses.replace(FIRST, burst=(2**31 - 1) // 6 + 1)], ["limits[0].burst"]),
+            ([FIRST, dataclasses.replace(DAY, burst=1)], ["limits[1].burst"]),
+            ([FIRST, dataclasses.replace(WEEK, burst=3_551)], ["limits[1].burst"]),
+            ([FIRST, LimitDraft("b", 0, 1, "token_bucket", 7)], ["limits[1].limit"]),
             (
                 [FIRST, LimitDraft("day", 0, 2**31, "leaky")],
                 ["limits[1].limit", "limits[1].window_seconds", "limits[1].algorithm"],

@@ -148,6 +148,14 @@ class TestSeveralLimits:
         )
         assert list(rate_limit_of(first_named).limits) == [DAY]
 
+    def test_a_burst_is_read_and_written(self):
+        second = pb.Limit(burst=50)
+        second.MergeFrom(SECOND)
+        sent = draft(endpoint="/a", identifier_type="user", limits=[second])
+        rule = validated(sent, rule_id=RULE_ID, revision=1)
+        [written] = rate_limit_of(rule).limits
+        assert (rule.burst, written.burst, written.limit) == (50, 50, 10)
+
     def test_a_mask_that_names_the_list_replaces_it_and_one_that_does_not_leaves_it(self):
         assert update("limits", limits=[SECOND, DAY]).changes == RuleChanges(limits=LIMITS)
         assert update("limit", limit=7, limits=[SECOND, DAY]).changes == RuleChanges(limit=7)

@@ -92,6 +92,7 @@ class Case(NamedTuple):
     limit: int
     window_seconds: int
     steps: tuple[Step, ...]
+    burst: int = 0
 
     def __str__(self) -> str:
         return f"{self.algorithm}: {self.name}"
@@ -116,7 +117,8 @@ class Case(NamedTuple):
             )
             for step in case["steps"]
         )
-        return cls(Algorithm(algorithm), case["name"], limit, window_seconds, steps)
+        burst = case.get("burst", 0)
+        return cls(Algorithm(algorithm), case["name"], limit, window_seconds, steps, burst)
 
     @property
     def goes_back(self) -> bool:
@@ -132,6 +134,7 @@ class Case(NamedTuple):
             limit=self.limit,
             window_seconds=self.window_seconds,
             algorithm=self.algorithm,
+            burst=self.burst,
         )
 
 
@@ -286,13 +289,21 @@ def _make(client: NodeClient, endpoint: str, case: Case) -> str:
 
 
 def _rule_of(case: Case, endpoint: str) -> pb.RateLimit:
-    return pb.RateLimit(
+    rule = pb.RateLimit(
         endpoint=endpoint,
         identifier_type=IDENTIFIER_TYPE,
         limit=case.limit,
         window_seconds=case.window_seconds,
         algorithm=case.algorithm,
     )
+    if case.burst:
+        rule.limits.add(
+            limit=case.limit,
+            window_seconds=case.window_seconds,
+            algorithm=case.algorithm,
+            burst=case.burst,
+        )
+    return rule
 
 
 def _delete(target: Target, client: NodeClient, prefix: str, made: dict[str, str]) -> None:

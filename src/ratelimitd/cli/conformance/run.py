@@ -424,6 +424,7 @@ def as_json(results: Sequence[CaseResult], target: str, how: RealTime | None) ->
                 "name": result.case.name,
                 "limit": result.case.limit,
                 "window_seconds": result.case.window_seconds,
+                "burst": result.case.burst,
                 "ok": None if result.not_judged else result.ok,
                 "not_judged": result.not_judged or None,
                 "refused": result.refused

@@ -47,6 +47,16 @@ def test_a_token_bucket_may_be_as_large_as_limits_are():
     assert bucket_of(value, rule).state == (spent, MAX_TIME_US)
 
 
+def test_a_bucket_whose_limit_has_a_burst_ends_with_it():
+    value = head(TOKEN_BUCKET) + cells(5, 7, 9) + pack("<I", 50)
+    state = 5 * WINDOW_US + 7, 9
+    assert state_of(value, TOKEN_BUCKET) == SharedState(2, 3, 4, state, 50)
+    assert state_of(head(TOKEN_BUCKET) + pack("<I", 50), TOKEN_BUCKET) == SharedState(
+        2, 3, 4, None, 50
+    )
+    assert state_of(head(TOKEN_BUCKET) + bytes(4), TOKEN_BUCKET) == SharedState(2, 3, 4)
+
+
 def test_a_fixed_window_has_its_count_and_that_of_the_window_before():
     value = head(FIXED_WINDOW) + cells(5, 7, 9)
     assert state_of(value, FIXED_WINDOW) == SharedState(2, 3, 4, (5, 9, 7))
@@ -87,6 +97,13 @@ WRONG = {
     "too many tokens": (TOKEN_BUCKET, head(TOKEN_BUCKET) + cells(BEYOND, 7, 9)),
     "units that are a token": (TOKEN_BUCKET, head(TOKEN_BUCKET) + cells(5, WINDOW_US, 9)),
     "a late token bucket": (TOKEN_BUCKET, head(TOKEN_BUCKET) + cells(5, 7, BEYOND)),
+    "a burst beyond all": (TOKEN_BUCKET, head(TOKEN_BUCKET) + pack("<I", INT32_MAX + 1)),
+    "half a token bucket with a burst": (
+        TOKEN_BUCKET,
+        head(TOKEN_BUCKET) + cells(5) + pack("<I", 9),
+    ),
+    "a window with a burst": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(5, 0, 9) + pack("<I", 9)),
+    "a log with a burst": (LOG, head(LOG) + cells(0, 7, 3) + pack("<I", 9)),
     "half a window": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(5, 9)),
     "too high a count": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(BEYOND, 0, 9)),
     "too high a count before": (FIXED_WINDOW, head(FIXED_WINDOW) + cells(5, BEYOND, 9)),

@@ -20,7 +20,7 @@ from ratelimitd.model import Algorithm, Reason
 from tests.store_scripts import TAG, key_of, rule_of
 
 ONE, OTHER = key_of(1), key_of(2)
-RULE = rule_of(Algorithm.TOKEN_BUCKET, 10, 60, revision=3)
+RULE = rule_of(Algorithm.TOKEN_BUCKET, 10, 60, revision=3, burst=20)
 WINDOW = rule_of(Algorithm.FIXED_WINDOW, 11, 61, revision=4)
 FULL = pack("<BBIQI", 1, 1, 0, 3, 10)
 COUNTED = pack("<BBIQIQQQ", 1, 2, 0, 4, 11, 5, 0, 6)
@@ -43,13 +43,13 @@ def test_a_batch_without_updates_is_its_number():
 
 def test_an_update_of_one_run_is_written_like_any_other():
     _, [one] = settle_request(TAG, batch_of(one=Update(RULE, 5, ((100, 2),))))
-    assert one == pack("<QBiQIIIIQQ", 7, 1, 5, 3, 10, 60, 1, 0, 100, 2)
+    assert one == pack("<QBiQIIIIIQQ", 7, 1, 5, 3, 10, 20, 60, 1, 0, 100, 2)
 
 
 def test_an_update_carries_its_runs_and_then_its_asks():
     update = Update(WINDOW, None, ((100, 2), (101, 1)), (Ask(102, 9),))
     _, [argument] = settle_request(TAG, batch_of(one=update))
-    head = pack("<QBiQIIII", 7, 2, -1, 4, 11, 61, 2, 1)
+    head = pack("<QBiQIIIII", 7, 2, -1, 4, 11, 0, 61, 2, 1)
     assert argument == head + pack("<6Q", 100, 2, 101, 1, 102, 9)
 
 
@@ -106,14 +106,14 @@ SECOND = StoreCheck(OTHER, WINDOW, 1001, 3, peek=True)
 def test_checks_go_each_with_its_bucket_rule_and_time():
     keys, [argument] = checks_request([FIRST, SECOND])
     assert keys == [bucket_key(ONE), bucket_key(OTHER)]
-    assert argument == pack("<BBQIIIq", 1, 0, 3, 10, 60, 2, 1000) + pack(
-        "<BBQIIIq", 2, 1, 4, 11, 61, 3, 1001
+    assert argument == pack("<BBQIIIIq", 1, 0, 3, 10, 20, 60, 2, 1000) + pack(
+        "<BBQIIIIq", 2, 1, 4, 11, 0, 61, 3, 1001
     )
 
 
 def test_a_check_may_be_judged_at_the_time_of_the_store():
     _, [argument] = checks_request([FIRST._replace(now_us=STORE_TIME)])
-    assert argument == pack("<BBQIIIq", 1, 0, 3, 10, 60, 2, -1)
+    assert argument == pack("<BBQIIIIq", 1, 0, 3, 10, 20, 60, 2, -1)
 
 
 def test_each_decision_comes_back_or_that_the_value_was_no_bucket():
@@ -202,7 +202,7 @@ def test_a_reset_names_each_bucket_with_its_rule():
     keys, [argument, least] = reset_request([ONE, OTHER], [RULE, WINDOW], 7)
     assert least == b"7"
     assert keys == [bucket_key(ONE), bucket_key(OTHER)]
-    assert argument == pack("<BQIIBQII", 1, 3, 10, 60, 2, 4, 11, 61)
+    assert argument == pack("<BQIIIBQIII", 1, 3, 10, 20, 60, 2, 4, 11, 0, 61)
     assert reset_reply([RULE, WINDOW], [FULL, COUNTED]) == [
         SharedState(0, 3, 10, None),
         SharedState(0, 4, 11, (5, 6)),

@@ -176,7 +176,7 @@ class TestSeveralLimits:
         assert form.more == "day 10000 86400 fixed_window"
         rule = form.checked()
         assert [replace(limit, revision=3) for limit in rule.more] == [DAY]
-        assert RuleForm.of_rule(ORDERS)[-3:] == ("", "", False)
+        assert RuleForm.of_rule(ORDERS)[-4:] == ("", "", False, "")
 
     @pytest.mark.parametrize(
         ("changed", "field", "text"),
@@ -191,9 +191,61 @@ class TestSeveralLimits:
             ),
             ({"more": "a 1 1 fixed_window\n" * 8}, "more", "a rule has at most 8 limits"),
             ({"name": "Burst"}, "name", "the name must be"),
+            ({"burst": "much"}, "burst", "the burst must be a whole number"),
+            (
+                {"burst": "5", "algorithm": "fixed_window"},
+                "burst",
+                "only a token_bucket has a burst",
+            ),
+            (
+                {"more": "a 1 1 fixed_window burst=5"},
+                "more",
+                "line 1: only a token_bucket has a burst",
+            ),
+            ({"more": "a 1 1 token_bucket burst="}, "more", "line 1: the burst must be a whole"),
         ],
     )
     def test_what_is_wrong_in_a_form_is_told_at_its_field(self, changed, field, text):
         errors = RuleForm.of_rule(ORDERS)._replace(**changed).errors()
         assert list(errors) == [field]
         assert errors[field].startswith(text)
+
+
+class TestBurst:
+    WITH = replace(ORDERS, burst=5_000)
+
+    def test_a_burst_is_shown_beside_its_limit(self):
+        assert summary(self.WITH) == "1\u202f000 in 1 min, token bucket, burst 5\u202f000"
+        [row] = [row for row in differences(ORDERS, self.WITH) if row.changed]
+        assert (row.label, row.after) == ("More limits", "default: the first, burst 5\u202f000")
+        more = replace(ORDERS, more=(replace(self.WITH, name="more"),))
+        [row] = [row for row in differences(ORDERS, more) if row.changed]
+        assert row.after == "more: 1\u202f000 in 1 min, token bucket, burst 5\u202f000"
+
+    @pytest.mark.parametrize(
+        ("before", "after", "what"),
+        [
+            ({}, {"burst": 5_000}, "What was spent stays spent, and everybody has 4\u202f000 more at once."),
+            ({"burst": 5_000}, {"burst": 5_000, "limit": 500},
+             "What was spent stays spent, and is refilled by 500 in 1 min from now on."),
+            ({"burst": 5_000}, {"burst": 3_000},
+             "What was spent stays spent, but counts as the new burst at most:"
+             " callers that spent more may wait, at most 3 min."),
+            ({"burst": 5_000}, {},
+             "What was spent stays spent, but counts as the new limit at most:"
+             " callers that spent more may wait, at most one window of 1 min."),
+        ],
+    )  # fmt: skip
+    def test_an_edit_says_what_becomes_of_what_was_spent(self, before, after, what):
+        was, will = replace(ORDERS, **before), replace(ORDERS, **after)
+        assert said(was, will) == f"default: {what}"
+
+    def test_a_form_keeps_it_on_every_line(self):
+        more = replace(self.WITH, name="more", burst=7, enforcement=Enforcement.OBSERVE, revision=0)
+        rule = replace(self.WITH, more=(more,))
+        form = RuleForm.of_rule(rule)
+        assert form.burst == "5000"
+        assert form.more == "more 1000 60 token_bucket burst=7 observe"
+        checked = form.checked()
+        assert [limit.burst for limit in checked.limits] == [5_000, 7]
+        assert checked.more[0].enforcement is Enforcement.OBSERVE
