@@ -108,10 +108,11 @@ class Pair:
     def __init__(self, timestamps, algorithms):
         self.node, self.plain = Node(Limiter, timestamps), Node(OneByOne, timestamps)
         own, other, everywhere = algorithms
+        burst = 12 if own is Algorithm.TOKEN_BUCKET else 0
         self.rules = {
             rule.id: rule
             for rule in (
-                Rule("a", "/a", USER, limit=5, window_seconds=60, algorithm=own),
+                Rule("a", "/a", USER, limit=5, window_seconds=60, algorithm=own, burst=burst),
                 Rule("a-ip", "/a", IP, limit=3, window_seconds=3, algorithm=other),
                 Rule("long", ENDPOINTS[-1], USER, limit=20_000, window_seconds=1, algorithm=other),
                 Rule("off", "/off", USER, limit=2, window_seconds=60, algorithm=own, enabled=False),

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -77,8 +78,10 @@ class LimiterMachine(RuleBasedStateMachine):
     def model(self, found, identifier, endpoint):
         place = (identifier, endpoint, found.algorithm, found.window_seconds)
         model = self.models.setdefault(
-            place, Model(found.algorithm, found.limit, found.window_seconds)
+            place, Model(found.algorithm, found.limit, found.window_seconds, found.burst)
         )
+        MET["a bucket meets another burst"] += model.burst != found.burst
+        model.burst = found.burst
         if model.limit != found.limit:
             MET["a bucket meets another limit"] += 1
             if model.limit > found.limit and model.left(self.now()) < model.limit - found.limit:
@@ -106,6 +109,9 @@ class LimiterMachine(RuleBasedStateMachine):
             MET["peek"] += 1
             model = copy.copy(model)
             model.log = model.log.copy()
+        else:
+            # A bucket expires by the rule that it was last used under.
+            model.full_after = Fraction(model.most * found.window_seconds, found.limit)
         expected = model.check(self.clock.now_us(), cost)
         MET[f"{found.algorithm} {expected[4]}"] += 1
         assert (*answer[:4], answer.reason.name) == expected
@@ -132,10 +138,15 @@ class LimiterMachine(RuleBasedStateMachine):
     def edit_limit(self, name, limit):
         self.edit(name, limit=limit)
 
+    @rule(name=rule_ids, burst=st.one_of(st.just(0), st.integers(1, 10), st.integers(1, 1_000)))
+    def edit_burst(self, name, burst):
+        if self.rules[name].algorithm is Algorithm.TOKEN_BUCKET:
+            self.edit(name, burst=burst)
+
     @rule(name=rule_ids, algorithm=st.sampled_from(Algorithm))
     def edit_algorithm(self, name, algorithm):
         MET["another algorithm"] += self.rules[name].algorithm is not algorithm
-        self.edit(name, algorithm=algorithm)
+        self.edit(name, algorithm=algorithm, burst=0)
 
     @rule(name=rule_ids, window_seconds=windows)
     def edit_window(self, name, window_seconds):
@@ -165,11 +176,12 @@ class LimiterMachine(RuleBasedStateMachine):
         for place, model in list(self.models.items()):
             over = (
                 model.latest is None
-                or model.latest + model.window <= self.now() - LATE_US // SECOND
+                or model.latest + math.ceil(model.full_after) <= self.now() - LATE_US // SECOND
             )
             if over:
                 del self.models[place]
                 MET["a bucket expires"] += model.latest is not None
+                MET["a burst expires"] += model.latest is not None and bool(model.burst)
 
     def teardown(self):
         if hasattr(self, "limiter"):

@@ -216,6 +216,11 @@ DENIED = LimitStatus(False, 0, 60, 9, Reason.LIMIT_EXCEEDED, RULE, RULE)
             DENIED._replace(reason=Reason.COST_EXCEEDS_LIMIT),
             "ask for at most 10 tokens, or raise the limit default to 12",
         ),
+        (
+            Match.JUDGES,
+            DENIED._replace(reason=Reason.COST_EXCEEDS_LIMIT, limit=replace(RULE, burst=11)),
+            "ask for at most 11 tokens, or raise the burst of default to 12",
+        ),
         (Match.DISABLED, None, "enable the rule"),
         (Match.OVERRIDDEN, None, "disable the rule of the endpoint for ip+user"),
         (Match.NOT_NAMED, None, "name the ip of the request"),

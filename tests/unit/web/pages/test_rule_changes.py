@@ -229,11 +229,9 @@ class TestBurst:
             ({"burst": 5_000}, {"burst": 5_000, "limit": 500},
              "What was spent stays spent, and is refilled by 500 in 1 min from now on."),
             ({"burst": 5_000}, {"burst": 3_000},
-             "What was spent stays spent, but counts as the new burst at most:"
-             " callers that spent more may wait, at most 3 min."),
+             ("What was spent stays spent, but counts as the new burst at most: callers that spent more may wait, at most 3 min.")),
             ({"burst": 5_000}, {},
-             "What was spent stays spent, but counts as the new limit at most:"
-             " callers that spent more may wait, at most one window of 1 min."),
+             ("What was spent stays spent, but counts as the new limit at most: callers that spent more may wait, at most one window of 1 min.")),
         ],
     )  # fmt: skip
     def test_an_edit_says_what_becomes_of_what_was_spent(self, before, after, what):

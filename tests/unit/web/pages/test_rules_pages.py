@@ -96,6 +96,23 @@ async def test_a_rule_with_several_limits_is_made_shown_and_edited(visitor, node
     assert "day: 10\u202f000 in 1 d, fixed window" in audit
 
 
+async def test_a_burst_is_made_shown_and_taken_away(visitor, node):
+    preview = await visitor.post("/rules/new", {**RULE, "burst": "50", "step": "preview"})
+    assert "default: the first, burst 50" in preview.text
+    answer = await visitor.post("/rules/new", {**hidden_in(preview.text), "step": "store"})
+    address = answer.headers["location"].partition("?")[0]
+    assert [(rule.limit, rule.burst) for rule in book_of(node).rules()] == [(10, 50)]
+    form = await visitor.get(address)
+    assert 'name="burst" type="text" value="50"' in form.text
+    assert '<span class="quiet">default, burst 50</span>' in (await visitor.get("/rules")).text
+    edit = {**RULE, "etag": hidden_in(form.text)["etag"], "burst": "", "step": "preview"}
+    assert "counts as the new limit at most" in (await visitor.post(address, edit)).text
+    wrong = await visitor.post(address, {**edit, "burst": "-1", "step": "store"})
+    assert (wrong.status_code, set(errors_in(wrong.text))) == (422, {"burst"})
+    assert (await visitor.post(address, {**edit, "step": "store"})).status_code == 303
+    assert [rule.capacity for rule in book_of(node).rules()] == [10]
+
+
 async def test_each_wrong_field_is_told_at_the_field_with_the_input_kept_and_nothing_stored(
     visitor, node
 ):
