@@ -202,6 +202,8 @@ RARE = {
     "a spent bucket is reset",
     "a disabled rule's bucket is reset",
     "a bucket expires",
+    "a bucket meets another burst",
+    "a burst expires",
     *(
         f"{algorithm} {reason}"
         for algorithm in Algorithm

@@ -169,8 +169,8 @@ class BucketTable:
             tick = self._tick << TICK_SHIFT
             for shard, key, limit, state in charged:
                 spent, latest_us = state  # type: ignore[misc]  # an integer's state is a pair
-                window_s = limit.window_seconds
-                shard[key] = spent << SPENT_SHIFT | window_s << WINDOW_SHIFT | tick | latest_us
+                full_s = limit.full_after_s
+                shard[key] = spent << SPENT_SHIFT | full_s << FULL_AFTER_SHIFT | tick | latest_us
             return outcomes
         return self._apply_any(charges, now_us, cost)
 

@@ -299,6 +299,14 @@ class TestExpiry:
         table.sweep(T + full_after_s * SECOND + LATE_US, 1)
         assert len(table) == 0
 
+    def test_so_is_one_of_several_that_a_check_is_charged_to(self):
+        table = table_of(10)
+        rule = replace(RULE, algorithm=Algorithm.TOKEN_BUCKET, burst=100)
+        charges = [(name, rule, DECIDE[rule.algorithm]) for name in (b"a", b"b")]
+        for _ in range(2):  # new ones, and those that are there
+            table.apply_all(charges, T, 1)
+            assert [full_after_s(table.value(name)) for name, _, _ in charges] == [600, 600]
+
     def test_a_sweep_goes_on_where_the_last_one_ended(self):
         table = table_of(3 * SHARD_ENTRIES)
         for number in range(300):
