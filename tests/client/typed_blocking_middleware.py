@@ -24,6 +24,11 @@ def by_key(request: Request) -> Identity | None:
     return Identity(key, "api_key") if key else None
 
 
+def tenant_of(request: Request) -> dict[str, str | None]:
+    """By a header, which may be missing."""
+    return {"tenant": request.headers.get("X-Tenant")}
+
+
 def by_method(call: Call) -> Identity | None:
     """By what came with the call."""
     return Identity(call.header("tenant")[0]) if call.peer is None else None
@@ -49,6 +54,7 @@ def applications() -> tuple[Flask, RateLimitMiddleware, grpc.Server, grpc.aio.Se
     app = Flask("shop")
     setup(app, limiter)
     setup(app, FakeRateLimiter(), Options(identify=by_key, cost=lambda request: len(request.data)))
+    setup(app, limiter, Options(identities=tenant_of))
     wsgi = RateLimitMiddleware(app, limiter, Options(endpoint=endpoint))
     interceptor = grpc_server.RateLimitInterceptor(limiter, Options(identify=by_method))
     server = grpc.server(ThreadPoolExecutor(), interceptors=[interceptor])

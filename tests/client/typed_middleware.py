@@ -27,12 +27,17 @@ async def identify_slowly(request: web.Request) -> Identity | None:
     return Identity(request.headers["X-Tenant"])
 
 
+async def identities(scope: Scope) -> list[Identity]:
+    """The tenant, too."""
+    return [Identity(Request(scope).headers.get("x-tenant", ""), "tenant")]
+
+
 def denied(decision: Decision) -> str:
     """A text of one's own."""
     return f"{decision.limit} are enough."
 
 
-@limited(cost=2, identifier_type="ip")
+@limited(cost=2, identifier_type="ip", identities=lambda request: {"tenant": request.headers["x"]})
 async def order(order_id: int) -> int:
     """A marked view is still what it was."""
     return order_id
@@ -48,6 +53,7 @@ def applications() -> tuple[FastAPI, Starlette, web.Application]:
         limiter=AsyncFakeRateLimiter(),
         options=Options(
             identify=identify,
+            identities=identities,
             endpoint=lambda scope: str(scope["path"]),
             cost=lambda scope: len(scope["query_string"]),
             anonymous=Identity("nobody"),

@@ -65,6 +65,24 @@ async def test_many_at_once_never_get_more_than_the_limit(node):
     assert status.limit_remaining == 92
 
 
+async def test_imported_limits_that_deny_nothing_deny_nothing(node):
+    config = b"""domain: edge
+descriptors:
+- {key: path, value: /a, shadow_mode: true, rate_limit: {unit: hour, requests_per_unit: 1}}
+- {key: path, value: /b, rate_limit: {unlimited: true}}
+"""
+    await node.rule("*", "api_key", limit=1)
+    imported = import_config(config, {})
+    for draft in imported.rules:
+        request = pb.CreateRateLimitRequest(rate_limit=message_of(draft))
+        await node.config.CreateRateLimit(request)
+    for path in ("/a", "/b"):
+        answers = [await ask(node, "edge", [("path", path)]) for _ in range(3)]
+        assert [answer.overall_code for answer in answers] == [Response.OK] * 3
+    [observed] = node.stats.would_deny_by_limit.items()
+    assert observed == (("", "default"), 2)
+
+
 async def test_an_unknown_rule_is_ok(node):
     answer = await ask(node, "nowhere", LOGIN)
     assert (answer.overall_code, fields_of(answer)) == (Response.OK, {})

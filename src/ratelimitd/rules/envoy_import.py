@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.model import Algorithm, IdentifierType
+from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, Algorithm, Enforcement, IdentifierType
 from ratelimitd.rules.rules_file import Node, YamlError, read_yaml_file
-from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.store import LimitDraft, RuleDraft
 from ratelimitd.rules.validation import validated
 
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024
@@ -21,11 +21,28 @@ MAX_FILE_BYTES: Final = 4 * 1024 * 1024
 UNNAMED_TYPE: Final = IdentifierType.API_KEY
 """Identifier type of a limit whose descriptor names none."""
 
-_UNITS: Final = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400, "week": 604_800}
-_CALENDAR: Final = frozenset({"month", "year"})
+_DAY_S: Final = 86_400
+
+_UNITS: Final = {
+    "second": 1,
+    "minute": 60,
+    "hour": 3_600,
+    "day": _DAY_S,
+    "week": 7 * _DAY_S,
+    "month": 30 * _DAY_S,
+    "year": 365 * _DAY_S,
+}
+"""Seconds of each unit: its own ``UnitToDivider``. It aligns them to the Unix epoch, as fixed windows are here."""
+
+_UNLIMITED: Final = (INT32_MAX, 1)
+"""Requests and seconds of a rule that denies nothing, so that none for ``*`` decides in its place."""
+
+_OBSERVE: Final = ("shadow_mode", "quota_mode")
+"""Keys of a descriptor whose limit never denies by itself."""
 
 _LIMIT_KEYS: Final = frozenset({"unit", "requests_per_unit", "name", "unlimited", "replaces"})
-_KEYS: Final = frozenset({"key", "value", "rate_limit", "descriptors", "shadow_mode"})
+_KEYS: Final = frozenset({"key", "value", "rate_limit", "descriptors", *_OBSERVE})
+_TOP_KEYS: Final = frozenset({"domain", "descriptors"})
 
 
 class Note(NamedTuple):
@@ -61,7 +78,7 @@ class _Limit(NamedTuple):
     line: int
     entries: tuple[_Entry, ...]
     fields: Mapping[str, Node]
-    shadow: bool
+    observes: bool
 
 
 def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
@@ -70,8 +87,8 @@ def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
     Raises:
         RuleInvalidError: the file has another format.
     """
-    domain, top = _domain_and_descriptors(data)
     notes: list[Note] = []
+    domain, top = _domain_and_descriptors(data, notes)
     limits = [*_limits(top, (), domain, notes)]
     new = dict.fromkeys(_new_keys(limits, identifiers), UNNAMED_TYPE)
     rules: dict[tuple[str, str], RuleDraft] = {}
@@ -85,13 +102,10 @@ def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
             notes.append(Note(limit.line, place, str(reason)))
             continue
         rules[rule.endpoint, rule.identifier_type] = rule
-        if limit.shadow:
-            text = "shadow_mode has no equivalent: the rule is disabled, so that it denies nothing"
-            notes.append(Note(limit.line, place, text))
     return Imported([*rules.values()], sorted(notes), new)
 
 
-def _domain_and_descriptors(data: bytes) -> tuple[str, Node]:
+def _domain_and_descriptors(data: bytes, notes: list[Note]) -> tuple[str, Node]:
     try:
         document = read_yaml_file(data, MAX_FILE_BYTES)
     except YamlError as error:
@@ -100,6 +114,7 @@ def _domain_and_descriptors(data: bytes) -> tuple[str, Node]:
     domain = _text(top.get("domain"))
     if not domain:
         _refuse("the file must be a mapping with a domain and descriptors")
+    notes += _unknown(top, _TOP_KEYS, domain)
     return domain, top.get("descriptors", Node([], document.line))
 
 
@@ -120,18 +135,23 @@ def _limits(
             continue
         entries = (*above, _Entry(key, _text(fields.get("value")) or None))
         place = _place(domain, entries)
-        notes += [
-            Note(fields[name].line, place, f"{name} has no equivalent")
-            for name in fields.keys() - _KEYS
-        ]
+        notes += _unknown(fields, _KEYS, place)
+        if _is_true(fields.get("quota_mode")):
+            text = "quota_mode has no equivalent: the limit observes, and tells no quota"
+            notes.append(Note(fields["quota_mode"].line, place, text))
         if "rate_limit" in fields:
             limit: Any = fields["rate_limit"].value
-            shadow = _is_true(fields.get("shadow_mode"))
-            yield _Limit(item.line, entries, limit if isinstance(limit, dict) else {}, shadow)
+            observes = any(_is_true(fields.get(name)) for name in _OBSERVE)
+            yield _Limit(item.line, entries, limit if isinstance(limit, dict) else {}, observes)
         elif "descriptors" not in fields:
             notes.append(Note(item.line, place, "has no limit, so it needs no rule"))
         if "descriptors" in fields:
             yield from _limits(fields["descriptors"], entries, domain, notes)
+
+
+def _unknown(fields: Mapping[str, Node], known: frozenset[str], place: str) -> list[Note]:
+    names = fields.keys() - known
+    return [Note(fields[name].line, place, f"{name} has no equivalent") for name in names]
 
 
 def _new_keys(limits: Sequence[_Limit], identifiers: Mapping[str, object]) -> Iterator[str]:
@@ -140,7 +160,7 @@ def _new_keys(limits: Sequence[_Limit], identifiers: Mapping[str, object]) -> It
         if any(entry.key in identifiers for entry in limit.entries):
             continue
         open_keys = [entry.key for entry in limit.entries if entry.value is None]
-        if len(open_keys) == 1 and not _is_true(limit.fields.get("unlimited")):
+        if len(open_keys) == 1:
             yield open_keys[0]
 
 
@@ -167,13 +187,13 @@ def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, str]) -> RuleDra
             _leave_out(f"it is for each value of {entry.key}, and a rule is for one")
         if entry.value.endswith("*"):
             _leave_out(f"it is for all values of {entry.key} with a prefix, and a rule is for one")
+    numbers = (requests, window_seconds, Algorithm.FIXED_WINDOW.value)
+    observed = LimitDraft(DEFAULT_LIMIT, *numbers, Enforcement.OBSERVE.value)
     draft = RuleDraft(
-        endpoint="/".join([domain, *(f"{entry.key}={entry.value}" for entry in rest)]),
-        identifier_type="+".join(sorted(named)) or UNNAMED_TYPE.value,
-        limit=requests,
-        window_seconds=window_seconds,
-        algorithm=Algorithm.FIXED_WINDOW.value,
-        enabled=not limit.shadow,
+        "/".join([domain, *(f"{entry.key}={entry.value}" for entry in rest)]),
+        "+".join(sorted(named)) or UNNAMED_TYPE.value,
+        *numbers,
+        limits=(observed,) if limit.observes else (),
     )
     try:
         validated(draft, rule_id="", revision=0)
@@ -184,15 +204,13 @@ def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, str]) -> RuleDra
 
 def _numbers(fields: Mapping[str, Node]) -> tuple[int, int]:
     """Return requests and seconds of a ``rate_limit``."""
-    if _is_true(fields.get("unlimited")):
-        _leave_out("unlimited needs no rule; see that none for * limits it")
     if "replaces" in fields:
         _leave_out("replaces has no equivalent: every limit holds beside the others")
     if unknown := sorted(fields.keys() - _LIMIT_KEYS):
         _leave_out(f"{', '.join(unknown)} has no equivalent")
+    if _is_true(fields.get("unlimited")):
+        return _UNLIMITED
     unit = _text(fields.get("unit")).lower()
-    if unit in _CALENDAR:
-        _leave_out(f"a {unit} is no fixed number of seconds; write a rule with a window in seconds")
     if unit not in _UNITS:
         _leave_out(f"the unit must be one of {', '.join(_UNITS)}")
     requests = fields.get("requests_per_unit", Node(0, 0)).value

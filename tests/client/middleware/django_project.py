@@ -113,7 +113,7 @@ async def async_order(request, order_id):
     return HttpResponse(f"order {order_id}")
 
 
-@limited(cost=3, endpoint="/find")
+@limited(cost=3, endpoint="/find", identities=lambda request: {"tenant": "of-search"})
 def search(request):
     return HttpResponse(request.ratelimitd_decision.reason)
 
@@ -144,6 +144,11 @@ class Report(View):
 def identify(request):
     """Touches the user as code that blocks does, which Django forbids in an event loop."""
     return Identity(f"u{request.user.pk}") if request.user.is_authenticated else None
+
+
+def identities(request):
+    """Touches the user as well."""
+    return {"tenant": f"of-{request.user.pk}" if request.user.is_authenticated else None}
 
 
 async def identify_async(request):

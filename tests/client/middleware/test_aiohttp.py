@@ -158,6 +158,16 @@ async def test_functions_are_given_the_request(limiter):
     assert limiter.checks == [Check("acme", "api_key", "/stream")]
 
 
+async def test_a_function_says_who_else_a_request_is_counted_for(limiter):
+    async def identities(request: web.Request):
+        return {"tenant": request.headers.get("X-Tenant")}
+
+    async with caller(application(limiter, Options(identities=identities))) as client:
+        await client.get("/stream", headers={"X-Tenant": "acme"})
+        await client.get("/stream")
+    assert [check.also for check in limiter.checks] == [{"tenant": "acme"}, {}]
+
+
 async def test_while_the_service_is_away_everything_is_let_through(limiter):
     limiter.available = False
     async with caller(application(limiter)) as client:

@@ -8,6 +8,7 @@ import pytest
 from fastapi import APIRouter, FastAPI, WebSocket
 from starlette.applications import Starlette
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
@@ -195,6 +196,26 @@ async def test_functions_are_given_the_scope(limiter):
     async with caller(application(limiter, Options(identify=identify))) as client:
         await client.get("/api/stream", headers={"X-Tenant": "acme"})
     assert limiter.checks == [Check("acme", "api_key", "/api/stream")]
+
+
+async def test_a_function_says_who_else_a_request_is_counted_for(limiter):
+    limiter.limit("*", "tenant", limit=1, window_seconds=60)
+
+    async def identities(scope):
+        return {"tenant": Headers(scope=scope).get("x-tenant")}
+
+    async with caller(application(limiter, Options(identities=identities))) as client:
+        answers = [
+            await client.get("/api/stream", headers={"X-Name": name, "X-Tenant": "acme"})
+            for name in ("ada", "bob")
+        ]
+        answers.append(await client.get("/api/stream", headers={"X-Name": "bob"}))
+    assert [answer.status_code for answer in answers] == [200, 429, 200]
+    assert [(check.identifier, check.also) for check in limiter.checks] == [
+        ("ada", {"tenant": "acme"}),
+        ("bob", {"tenant": "acme"}),
+        ("bob", {}),
+    ]
 
 
 async def test_it_may_stand_around_the_whole_application(limiter):

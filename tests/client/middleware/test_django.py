@@ -145,6 +145,18 @@ async def test_a_function_that_blocks_says_who_it_is_also_for_asyncio(visitor):
     assert visitor.limiter.checks == [Check("u7", "user", "/orders/{order_id}"), ORDER]
 
 
+async def test_a_function_that_blocks_says_who_else_a_request_is_counted_for(visitor):
+    visitor.options = {"identities": f"{django_project.__name__}.identities"}
+    await visitor.get("/orders/7", user_id=7)
+    await visitor.get("/search", user_id=7)
+    await visitor.get("/async/7")
+    assert [(check.identifier_type, check.also) for check in visitor.limiter.checks] == [
+        ("user", {"tenant": "of-7"}),
+        ("user", {"tenant": "of-search"}),
+        ("ip", {}),
+    ]
+
+
 async def test_a_coroutine_says_who_it_is_for_asyncio():
     visitor = Visitor("asgi")
 
@@ -155,6 +167,16 @@ async def test_a_coroutine_says_who_it_is_for_asyncio():
         visitor.options = {"identify": identify}
         await visitor.get("/orders/7")
     assert [check.identifier for check in visitor.limiter.checks] == ["from-a-coroutine"] * 2
+
+
+async def test_a_coroutine_says_who_else_a_request_is_counted_for_with_asyncio():
+    async def identities(request):
+        return [Identity("acme", "tenant")]
+
+    visitor = Visitor("asgi")
+    visitor.options = {"identities": identities}
+    await visitor.get("/orders/7")
+    assert [check.also for check in visitor.limiter.checks] == [{"tenant": "acme"}]
 
 
 async def test_an_error_that_is_to_be_seen_is_answered_500(visitor):

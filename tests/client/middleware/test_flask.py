@@ -180,6 +180,14 @@ def test_functions_are_given_the_request_itself(app, limiter):
     assert [check.identifier for check in limiter.checks] == ["k", "192.0.2.7", "alice"]
 
 
+def test_a_function_says_who_else_a_request_is_counted_for(app, limiter):
+    options = Options(identities=lambda request: {"tenant": request.args.get("tenant")})
+    client = visitor(app, limiter, options)
+    client.get("/orders/7?tenant=acme")
+    client.get("/orders/7")
+    assert [check.also for check in limiter.checks] == [{"tenant": "acme"}, {}]
+
+
 @pytest.mark.parametrize(("on_error", "status"), [("allow", 200), ("raise", 500)])
 def test_a_function_that_fails_does_what_was_chosen(app, limiter, on_error, status):
     def fails(request):

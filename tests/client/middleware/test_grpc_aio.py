@@ -103,6 +103,17 @@ async def test_without_the_service_calls_pass_and_are_told_nothing(limiter):
         assert (await asked(UNARY))[1:] == (grpc.StatusCode.OK, "", {})
 
 
+async def test_a_function_says_who_else_a_call_is_counted_for(limiter):
+    async def identities(call):
+        return {"tenant": "".join(call.header("x-tenant"))}
+
+    for functions in (ASYNCHRONOUS, BLOCKING):
+        async with shop(limiter, functions, Options(identities=identities)) as asked:
+            await asked(UNARY, metadata=[("x-tenant", "acme")])
+            await asked(LIST)
+    assert [check.also for check in limiter.checks] == [{"tenant": "acme"}, {}] * 2
+
+
 async def test_a_real_node_is_asked(real_node):
     options = Options(identify=lambda call: Identity("asyncio"), endpoint=lambda call: "/five")
     async with (

@@ -109,6 +109,14 @@ def test_functions_are_given_the_call(limiter):
     assert limiter.checks == [Check(f"{UNARY} 127.0.0.1", "user", UNARY)]
 
 
+def test_a_function_says_who_else_a_call_is_counted_for(limiter):
+    options = Options(identities=lambda call: {"tenant": "".join(call.header("x-tenant"))})
+    with shop(limiter, options) as channel:
+        ask(channel, UNARY, metadata=[("x-tenant", "acme")])
+        ask(channel, UNARY)
+    assert [check.also for check in limiter.checks] == [{"tenant": "acme"}, {}]
+
+
 def test_a_proxy_on_a_unix_socket_says_for_whom_it_calls(limiter, tmp_path_factory):
     address = f"unix:{tmp_path_factory.mktemp('s')}/s"
     with shop(limiter, Options(trusted_proxies=["unix"]), address) as channel:

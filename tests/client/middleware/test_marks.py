@@ -13,7 +13,11 @@ def plain():
     return "plain"
 
 
-@limited(cost=5, endpoint="export", identifier_type="ip")
+def identities(request):
+    return {"tenant": "acme"}
+
+
+@limited(cost=5, endpoint="export", identifier_type="ip", identities=identities)
 def marked():
     return "marked"
 
@@ -22,7 +26,7 @@ async def coroutine(request):
     """Nothing waits for the cost."""
 
 
-MARK = Mark(5, "export", exempt=False, identifier_type="ip")
+MARK = Mark(5, "export", exempt=False, identifier_type="ip", identities=identities)
 
 
 def test_a_mark_changes_nothing_about_the_function():
@@ -65,13 +69,13 @@ def test_a_mark_on_a_partial_holds_before_that_of_its_function():
 
 
 def test_what_a_method_leaves_open_its_class_says():
-    @limited(identifier_type="ip", exempt=True)
+    @limited(identifier_type="ip", exempt=True, identities=identities)
     class View:
         @limited(cost=9)
         def post(self):
             """Counted, and by address."""
 
-    assert mark_of(View, "POST") == Mark(9, identifier_type="ip")
+    assert mark_of(View, "POST") == Mark(9, identifier_type="ip", identities=identities)
     assert mark_of(View, "GET").exempt
 
 
@@ -128,6 +132,7 @@ def test_an_attribute_of_that_name_which_is_no_mark_is_none():
         ("endpoint", "x" * 256),
         ("identifier_type", "X"),
         ("identifier_type", ["ip"]),
+        ("identities", {"tenant": "acme"}),
         ("exempt", "no"),
         ("exempt", 1),
         ("exempt", None),

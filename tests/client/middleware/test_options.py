@@ -23,6 +23,7 @@ def test_the_type_of_requests_may_be_named():
 def test_what_is_valid_is_taken():
     assert Options(
         identify=lambda request: Identity("alice"),
+        identities=lambda request: {"tenant": "acme"},
         api_key_header="X-API-Key",
         trusted_proxies={"10.0.0.0/8", "unix"},
         anonymous=Identity("nobody"),
@@ -40,6 +41,7 @@ def test_what_is_valid_is_taken():
     ("name", "value"),
     [
         ("identify", "user"),
+        ("identities", {"tenant": "acme"}),
         ("api_key_header", ""),
         ("api_key_header", "X Key"),
         ("api_key_header", b"x-key"),

@@ -105,6 +105,87 @@ async def test_a_user_who_cannot_be_told_follows_it_as_well(decide):
         await decide(Options(on_error="raise"), info)
 
 
+SEVEN = {f"t{number}": "x" for number in range(7)}
+
+
+@pytest.mark.parametrize(
+    ("named", "also"),
+    [
+        ({"tenant": "acme", "model": "m1"}, {"tenant": "acme", "model": "m1"}),
+        ([Identity("acme", "tenant"), Identity("m1", "model")], {"tenant": "acme", "model": "m1"}),
+        ((Identity("acme", "tenant"), Identity("other", "tenant")), {"tenant": "acme"}),
+        ({"ip": "198.51.100.1", "tenant": "acme"}, {"tenant": "acme"}),
+        ({"tenant": "", "model": None, "user": "alice"}, {"user": "alice"}),
+        ({"tenant": "k" * 300}, {"tenant": Identity("k" * 300, "tenant").identifier}),
+        (SEVEN, SEVEN),
+        ({}, {}),
+        ([], {}),
+        (None, {}),
+    ],
+    ids=[
+        "mapping", "objects", "twice", "the-first-again", "empty", "long", "seven", "none",
+        "no-object", "nothing",
+    ],
+)  # fmt: skip
+async def test_a_function_says_who_else_a_request_is_counted_for(decide, caplog, named, also):
+    _, checks = await decide(Options(identities=lambda request: named))
+    assert checks == [Check("192.0.2.7", "ip", "/orders/{id}", also=also)]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "identities",
+    [
+        raises,
+        lambda request: "alice",
+        lambda request: 7,
+        lambda request: [("tenant", "alice")],
+        lambda request: {"tenant": 7},
+        lambda request: {"Tenant": "alice"},
+        lambda request: {"ip+user": "alice"},
+        lambda request: {"all": "alice"},
+        lambda request: {7: "alice"},
+        lambda request: {**SEVEN, "tenant": "alice"},
+    ],
+    ids=[
+        "raises", "text", "number", "pairs", "no-text", "no-type", "a-product", "everybody",
+        "no-name", "eight",
+    ],
+)  # fmt: skip
+async def test_a_mistake_about_others_leaves_the_first_identity_its_limit(
+    decide, caplog, identities
+):
+    _, checks = await decide(Options(identities=identities))
+    assert checks == [CHECK]
+    assert "counted for its first identity alone" in caplog.text
+    assert "alice" not in caplog.text
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        await decide(Options(identities=identities, on_error="raise"))
+
+
+async def test_a_request_without_identity_is_counted_for_the_others_that_it_has(decide, caplog):
+    options = Options(identities=lambda request: {"tenant": "acme", "model": "m1"})
+    _, checks = await decide(options, INFO._replace(peer=None))
+    assert checks == [Check("acme", "tenant", "/orders/{id}", also={"model": "m1"})]
+    assert not caplog.records
+
+
+async def test_a_view_says_who_else_its_requests_are_counted_for(decide):
+    view = limited(identities=lambda request: {"tenant": request})(lambda: None)
+    options = Options(identities=raises, on_error="raise")
+    _, checks = await decide(options, INFO._replace(view=view))
+    assert checks == [Check("192.0.2.7", "ip", "/orders/{id}", also={"tenant": "request"})]
+
+
+async def test_every_identity_of_a_request_is_charged(decide):
+    limiter = FakeRateLimiter() if decide.kind == "blocking" else AsyncFakeRateLimiter()
+    limiter.limit("/orders/{id}", "tenant", 1)
+    policy = Policy(Options(identities=lambda request: {"tenant": "acme"}), clock=ManualClock())
+    allowed, _ = await decide(limiter=limiter, policy=policy)
+    denied, _ = await decide(INFO._replace(peer="192.0.2.8"), limiter=limiter, policy=policy)
+    assert (allowed.allowed, denied.allowed) == (True, False)
+
+
 async def test_an_error_of_the_limiter_never_breaks_a_request(decide, caplog):
     class Broken:
         checks = ()
@@ -178,6 +259,15 @@ async def test_for_asyncio_the_function_may_be_a_coroutine():
     limiter = AsyncFakeRateLimiter()
     await Policy(Options(identify=identify)).decide_async(limiter, "alice", INFO)
     assert limiter.checks == [Check("alice", "user", "/orders/{id}")]
+
+
+async def test_for_asyncio_the_function_for_others_may_be_a_coroutine():
+    async def identities(request):
+        return {"tenant": request}
+
+    limiter = AsyncFakeRateLimiter()
+    await Policy(Options(identities=identities)).decide_async(limiter, "acme", INFO)
+    assert limiter.checks == [Check("192.0.2.7", "ip", "/orders/{id}", also={"tenant": "acme"})]
 
 
 async def test_for_asyncio_a_coroutine_that_fails_follows_the_users_choice():
@@ -476,10 +566,11 @@ async def coroutine(request):
 
 
 def test_a_coroutine_is_refused_where_nobody_would_wait_for_it():
-    options = Options(identify=coroutine)
-    require_kind(AsyncFakeRateLimiter(), options, asynchronous=True)
-    with pytest.raises(TypeError, match="identify must not be a coroutine function"):
-        require_kind(FakeRateLimiter(), options, asynchronous=False)
+    for name in ("identify", "identities"):
+        options = Options(**{name: coroutine})
+        require_kind(AsyncFakeRateLimiter(), options, asynchronous=True)
+        with pytest.raises(TypeError, match=f"{name} must not be a coroutine function"):
+            require_kind(FakeRateLimiter(), options, asynchronous=False)
 
 
 def test_a_class_is_no_limiter():

@@ -130,6 +130,13 @@ def test_a_function_for_the_endpoint_and_a_limiter_that_blocks_are_needed(limite
         RateLimitMiddleware(application, AsyncFakeRateLimiter(), Options(endpoint=endpoint))
 
 
+def test_a_function_says_who_else_a_request_is_counted_for(limiter):
+    options = Options(endpoint=endpoint, identities=lambda env: {"tenant": env.get("HTTP_X_TENANT")})
+    asked(limiter, options=options, HTTP_X_TENANT="acme")
+    asked(limiter, options=options)
+    assert [check.also for check in limiter.checks] == [{"tenant": "acme"}, {}]
+
+
 def test_a_coroutine_that_says_who_it_is_is_refused(limiter):
     async def identify(environ):
         """Nobody would wait for it."""

@@ -67,6 +67,16 @@ EXAMPLES = {
         [("d/key=value", "api_key", 300, 1)],
         [([("key", "value"), ("subkey", "subvalue")], b"subvalue")],
     ),
+    "5, one of the two keys": (
+        [entry("ldap", rate_limit={"unlimited": True})],
+        [("d", "api_key", 2**31 - 1, 1)],
+        [([("ldap", "x")], b"x")],
+    ),
+    "5, with a value": (
+        [entry("ldap", "x", rate_limit={"unlimited": True})],
+        [("d/ldap=x", "api_key", 2**31 - 1, 1)],
+        [([("ldap", "x")], b"x")],
+    ),
 }
 
 
@@ -91,8 +101,6 @@ def test_an_example_limits_the_descriptors_that_it_did(example):
         # 3, the address
         (entry("remote_address", "50.0.0.5", **limit(0)), "left out: a limit is at least 1; "),
         (entry("remote_address", "50.0.0.5", **limit(1)), "left out: it is for one ip only"),
-        # 5
-        (entry("ldap", rate_limit={"unlimited": True}), "left out: unlimited needs no rule; "),
         # 6
         (
             entry("service", None, entry("user", "user-b", **limit(20))),
@@ -107,8 +115,10 @@ def test_an_example_limits_the_descriptors_that_it_did(example):
         (entry("key1", "value*", **limit()), "left out: it is for all values of key1 with a "),
         (entry("a", None, entry("b", **limit())), "left out: it is for each value of a, "),
         (entry("a", None, entry("user", **limit())), "left out: it is for each value of a, "),
-        (entry("a", "b", **limit(unit="month")), "left out: a month is no fixed number of "),
-        (entry("a", "b", **limit(unit="YEAR")), "left out: a year is no fixed number of "),
+        (
+            entry("a", "b", **limit(unlimited=True, replaces=[{"name": "specific"}])),
+            "left out: replaces has no equivalent",
+        ),
         (entry("a", "b", **limit(unit="moon")), "left out: the unit must be one of second, "),
         (entry("a", "b", rate_limit=5), "left out: the unit must be one of second, "),
         (entry("a", "b", **limit("many")), "left out: requests_per_unit must be a whole number"),
@@ -129,11 +139,51 @@ def test_what_has_no_equivalent_is_left_out_and_told(descriptor, text):
     assert told.startswith(text)
 
 
-def test_a_limit_that_only_watches_is_a_rule_that_is_disabled():
-    found = imported(entry("a", "b", shadow_mode=True, **limit()))
-    assert [rule.enabled for rule in found.rules] == [False]
-    assert texts(found) == [
-        "shadow_mode has no equivalent: the rule is disabled, so that it denies nothing"
+@pytest.mark.parametrize(
+    ("mode", "notes"),
+    [
+        ("shadow_mode", []),
+        (
+            "quota_mode",
+            ["quota_mode has no equivalent: the limit observes, and tells no quota"],
+        ),
+    ],
+)
+def test_a_limit_that_denies_nothing_observes(mode, notes):
+    found = imported(entry("a", "b", **{mode: True}, **limit(5, "hour")))
+    assert rules_of(found) == [("d/a=b", "api_key", 5, 3600)]
+    [rule] = found.rules
+    assert rule.enabled
+    assert [one.enforcement for one in rule.limits] == ["observe"]
+    assert texts(found) == notes
+    assert imported(entry("a", "b", **{mode: False}, **limit())).rules[0].limits == ()
+
+
+@pytest.mark.parametrize(
+    ("unit", "seconds"),
+    [
+        ("second", 1),
+        ("MINUTE", 60),
+        ("hour", 3_600),
+        ("day", 86_400),
+        ("week", 604_800),
+        ("month", 2_592_000),
+        ("YEAR", 31_536_000),
+    ],
+)
+def test_a_unit_is_the_seconds_that_it_has_there(unit, seconds):
+    found = imported(entry("a", "b", **limit(5, unit)))
+    assert rules_of(found) == [("d/a=b", "api_key", 5, seconds)]
+    assert [rule.algorithm for rule in found.rules] == ["fixed_window"]
+    assert found.notes == []
+
+
+def test_what_is_not_known_of_a_file_is_told():
+    found = import_config(b"domain: d\nname: x\ndescriptors:\n- {key: a, sampled: 1}\n", {})
+    assert [*map(str, found.notes)] == [
+        "line 2: d: name has no equivalent",
+        "line 4: d/a: has no limit, so it needs no rule",
+        "line 4: d/a: sampled has no equivalent",
     ]
 
 
@@ -156,10 +206,6 @@ def test_of_two_limits_for_the_same_rule_the_first_stays():
     assert texts(found) == ["left out: an earlier limit has the same endpoint and type"]
 
 
-def test_an_unlimited_key_is_no_identifier():
-    assert imported(entry("ldap", rate_limit={"unlimited": True})).new_identifiers == {}
-
-
 def test_a_limit_with_limits_below_it_holds_beside_them():
     found = imported(entry("a", "b", entry("user", **limit(2)), **limit(1, "hour")))
     assert rules_of(found) == [("d/a=b", "api_key", 1, 3600), ("d/a=b", "user", 2, 1)]
@@ -175,7 +221,8 @@ def test_notes_say_where_in_the_order_of_the_file():
 
 
 def test_the_rules_are_a_file_that_can_be_applied():
-    found = imported(*(each for descriptors, *_ in EXAMPLES.values() for each in descriptors))
+    descriptors = [each for descriptors, *_ in EXAMPLES.values() for each in descriptors]
+    found = imported(*descriptors, entry("path", "/new", shadow_mode=True, **limit()))
     assert list(parse_rules(dump_rules(found.rules).encode())) == found.rules
 
 

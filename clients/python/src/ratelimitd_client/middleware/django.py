@@ -29,7 +29,6 @@ from ratelimitd_client import (
     RateLimiterClient,
 )
 from ratelimitd_client.decision import Decision
-from ratelimitd_client.middleware.identity import Identity
 from ratelimitd_client.middleware.marks import marked_part
 from ratelimitd_client.middleware.options import Options
 from ratelimitd_client.middleware.policy import Policy, require_kind
@@ -52,7 +51,7 @@ NAME: Final = "RATELIMITD"
 OF_CLIENT: Final = frozenset({"target", "tls", "token", "timeout_s"})
 """Settings that are arguments of the client, unless ``limiter`` is given."""
 
-MAY_BE_PATHS: Final = frozenset({"limiter", "identify", "endpoint", "cost"})
+MAY_BE_PATHS: Final = frozenset({"limiter", "identify", "identities", "endpoint", "cost"})
 """Settings that may be dotted paths (``"shop.limits.identify"``), since settings cannot import models."""
 
 OPTIONS: Final = frozenset(field.name for field in fields(Options))
@@ -178,17 +177,23 @@ def _is_waiting(user: SimpleLazyObject[Any]) -> bool:
 
 
 def _without_blocking(options: Options[HttpRequest]) -> Options[HttpRequest]:
-    """Return the options with an ``identify`` that can be awaited: a blocking one runs in Django's thread for views."""
-    identify = options.identify
-    if identify is None or iscoroutinefunction(identify):
-        return options
+    """Return the options with functions of identities that are awaited: blocking ones run in Django's thread for views."""
+    return replace(
+        options,
+        identify=_awaitable(options.identify),
+        identities=_awaitable(options.identities),
+    )
 
-    async def in_a_thread(request: HttpRequest) -> Identity | None:
-        given: Any = await sync_to_async(identify)(request)
-        identity: Identity | None = await given if inspect.isawaitable(given) else given
-        return identity
 
-    return replace(options, identify=in_a_thread)
+def _awaitable(function: Callable[[HttpRequest], object] | None) -> Any:
+    if function is None or iscoroutinefunction(function):
+        return function
+
+    async def in_a_thread(request: HttpRequest) -> object:
+        given = await sync_to_async(function)(request)
+        return await given if inspect.isawaitable(given) else given
+
+    return in_a_thread
 
 
 def _is_unmatched(request: HttpRequest, response: HttpResponseBase) -> bool:

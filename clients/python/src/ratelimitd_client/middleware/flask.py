@@ -28,7 +28,7 @@ def setup(app: Flask, limiter: RateLimiter, options: Options[Request] | None = N
         options: how requests are counted and answered.
 
     Raises:
-        TypeError: ``limiter`` does not block, or ``identify`` is a coroutine function.
+        TypeError: ``limiter`` does not block, or a function of the options is a coroutine function.
     """
     require_kind(limiter, options, asynchronous=False)
     policy = Policy(options)

@@ -39,7 +39,7 @@ class RateLimitInterceptor(grpc.ServerInterceptor):
         options: how calls are counted and answered. The endpoint is the full name of the method.
 
     Raises:
-        TypeError: ``limiter`` does not block, or ``identify`` is a coroutine function.
+        TypeError: ``limiter`` does not block, or a function of the options is a coroutine function.
     """
 
     def __init__(self, limiter: RateLimiter, options: Options[Call] | None = None) -> None:

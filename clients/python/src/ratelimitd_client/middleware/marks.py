@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple, Never, TypeVar
 
 from ratelimitd_client.check import MAX_COST, require_type
+from ratelimitd_client.middleware.identity import Identities
 from ratelimitd_client.middleware.request_info import is_valid_endpoint
 
 V = TypeVar("V", bound=Callable[..., Any])
@@ -32,6 +33,7 @@ class Mark(NamedTuple):
     endpoint: str | None = None
     exempt: bool = False
     identifier_type: str | None = None
+    identities: Callable[[Any], object] | None = None
 
     def over(self, other: Mark) -> Mark:
         """Return this mark with what it leaves open taken from another, except ``exempt``."""
@@ -40,6 +42,7 @@ class Mark(NamedTuple):
             other.endpoint if self.endpoint is None else self.endpoint,
             self.exempt,
             other.identifier_type if self.identifier_type is None else self.identifier_type,
+            other.identities if self.identities is None else self.identities,
         )
 
 
@@ -61,6 +64,7 @@ def limited(
     endpoint: str | None = None,
     exempt: bool = False,
     identifier_type: str | None = None,
+    identities: Callable[[Any], Identities | Awaitable[Identities | None] | None] | None = None,
 ) -> Callable[[V], V]:
     """Mark a view with how its requests are counted. Place it below the decorator that makes the view a route.
 
@@ -73,6 +77,7 @@ def limited(
         endpoint: counted in place of the route template. Views with the same endpoint share one limit.
         exempt: its requests are not checked.
         identifier_type: preferred type of identity, where the request has one, such as ``"ip"`` for a login.
+        identities: returns who else a request is counted for, in place of the option of this name.
 
     Raises:
         ValueError: an argument is not valid; the message names it.
@@ -88,12 +93,15 @@ def limited(
         raise ValueError(message)
     if identifier_type is not None:
         require_type(identifier_type)
+    if identities is not None and not callable(identities):
+        message = "identities must be a function"
+        raise ValueError(message)
     given: object = exempt
     # A truthy value such as "no" would leave the view without a limit.
     if given is not True and given is not False:
         message = "exempt must be True or False"
         raise ValueError(message)
-    mark = Mark(cost, endpoint, exempt, identifier_type)
+    mark = Mark(cost, endpoint, exempt, identifier_type, identities)
 
     def marked(view: V) -> V:
         setattr(view, ATTRIBUTE, mark.over(_own_mark_of(view)))
@@ -107,8 +115,8 @@ def _misplaced(first: object, *_: object) -> TypeError:
     if callable(first):
         return TypeError("limited is called above a view, such as @limited(cost=2)")
     return TypeError(
-        "limited takes cost, endpoint, exempt and identifier_type, by their names, and no limit such as 5/minute:"
-        " limits are rules of the service, see docs/middleware.md and `ratelimitd rules create --help`"
+        "limited takes cost, endpoint, exempt, identifier_type and identities, by their names, and no limit such as"
+        " 5/minute: limits are rules of the service, see docs/middleware.md and `ratelimitd rules create --help`"
     )
 
 

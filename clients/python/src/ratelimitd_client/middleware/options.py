@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
 from ratelimitd_client.decision import Decision, Reason
-from ratelimitd_client.middleware.identity import Identity
+from ratelimitd_client.middleware.identity import Identities, Identity
 from ratelimitd_client.middleware.marks import VALID_COST, is_valid_cost
 from ratelimitd_client.middleware.request_info import is_valid_endpoint
 from ratelimitd_wire.addresses import ClientAddresses
@@ -32,6 +32,9 @@ class Options(Generic[R]):
     Args:
         identify: returns who a request is counted for, or ``None`` to use the user that the framework knows, the API
             key, or the address. In a middleware for asyncio it may be a coroutine function.
+        identities: returns who else a request is counted for, each of another type: identifiers by their type, or
+            ``Identity`` objects. Empty ones, and those of the type that the request is counted for already, are left
+            out. It may be a coroutine function where ``identify`` may. If it fails, the request is counted without.
         api_key_header: name of a header whose value is an API key. Use it only where the key was verified before: an
             unknown key is a new identity.
         trusted_proxies: see :class:`ClientAddresses`.
@@ -39,8 +42,8 @@ class Options(Generic[R]):
         ipv6_prefix: see :class:`ClientAddresses`.
         anonymous: identity of requests that have none, such as over a Unix socket without a trusted proxy; with
             ``None`` they are let through with a warning.
-        on_error: effect of an exception in one of your functions: ``"allow"`` lets the request through with a warning,
-            ``"raise"`` passes it to the framework, which answers 500.
+        on_error: effect of an exception in one of your functions: ``"allow"`` lets the request through with a warning
+            (of ``identities``: counts it without them), ``"raise"`` passes it to the framework, which answers 500.
         endpoint: returns what a request is counted under, or ``None`` to use the route template.
         unmatched: endpoint of requests that no route matches; with ``None`` they are let through unchecked.
         with_method: put the method before the route template: ``GET /orders/{id}``.
@@ -57,6 +60,7 @@ class Options(Generic[R]):
     """
 
     identify: Callable[[R], Identity | Awaitable[Identity | None] | None] | None = None
+    identities: Callable[[R], Identities | Awaitable[Identities | None] | None] | None = None
     api_key_header: str | None = None
     trusted_proxies: Collection[str] = ()
     forwarded_header: str = "X-Forwarded-For"
@@ -118,6 +122,7 @@ def _answers_at_once(value: object) -> bool:
 
 _VALID: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "identify": (_is_function_or_none, "a function"),
+    "identities": (_is_function_or_none, "a function"),
     "api_key_header": (lambda name: name is None or _is_header_name(name), "the name of a header"),
     "forwarded_header": (_is_header_name, "the name of a header"),
     "trusted_proxies": (_are_texts, "several texts, not one"),

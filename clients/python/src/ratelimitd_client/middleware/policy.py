@@ -10,16 +10,16 @@ import inspect
 import json
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, Generic, NamedTuple
 
 from ratelimitd_client import AsyncRateLimiter, RateLimiter
-from ratelimitd_client.check import MAX_COST
+from ratelimitd_client.check import MAX_COST, NOBODY
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.log_throttle import LogThrottle
-from ratelimitd_client.middleware.identity import Identity
+from ratelimitd_client.middleware.identity import Identity, identifiers_by_type
 from ratelimitd_client.middleware.marks import mark_of
 from ratelimitd_client.middleware.options import Options, R
 from ratelimitd_client.middleware.request_info import RequestInfo, is_valid_endpoint, with_method
@@ -33,6 +33,7 @@ NO_IDENTITY: Final = (
 FUNCTION_FAILED: Final = (
     f"{UNCHECKED}a function of the options, or reading the framework's user, failed"
 )
+IDENTITIES_FAILED: Final = "counted for its first identity alone: the function identities failed"
 LIMITER_FAILED: Final = f"{UNCHECKED}the limiter raised an error"
 TEXT_FAILED: Final = "denied with the default text: the function denied_text failed"
 
@@ -40,11 +41,15 @@ _LOG: Final = logging.getLogger("ratelimitd_client.middleware")
 
 
 class Charge(NamedTuple):
-    """What a request is counted under and what it spends; ``identifier_type`` is the one that its view prefers."""
+    """What a request is counted under and what it spends.
+
+    ``identifier_type`` is the one that its view prefers; ``identities`` returns who else the request is counted for.
+    """
 
     endpoint: str
     cost: int
     identifier_type: str | None
+    identities: Callable[[Any], object] | None = None
 
 
 class Answer(NamedTuple):
@@ -93,15 +98,22 @@ class Policy(Generic[R]):
             if self._options.identify is not None:
                 given = self._options.identify(request)
             identity = self.identity(given, info, charge.identifier_type)
+            also = self._also(charge, request)
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error)
             return None
+        if also:
+            identity, also = _with_first(identity, also)
         if identity is None:
             self.warn(NO_IDENTITY)
             return None
         try:
             return limiter.check(
-                identity.identifier, identity.identifier_type, charge.endpoint, cost=charge.cost
+                identity.identifier,
+                identity.identifier_type,
+                charge.endpoint,
+                cost=charge.cost,
+                also=also,
             )
         except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
             self.warn(LIMITER_FAILED, error)
@@ -125,15 +137,22 @@ class Policy(Generic[R]):
                 user = await info.load_user()
                 info = info._replace(user=lambda: user)
             identity = self.identity(given, info, charge.identifier_type)
+            also = await self._also_async(charge, request)
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error)
             return None
+        if also:
+            identity, also = _with_first(identity, also)
         if identity is None:
             self.warn(NO_IDENTITY)
             return None
         try:
             return await limiter.check(
-                identity.identifier, identity.identifier_type, charge.endpoint, cost=charge.cost
+                identity.identifier,
+                identity.identifier_type,
+                charge.endpoint,
+                cost=charge.cost,
+                also=also,
             )
         except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
             self.warn(LIMITER_FAILED, error)
@@ -164,7 +183,8 @@ class Policy(Generic[R]):
             if endpoint is None or endpoint in self._exempt:
                 return None
         cost = _cost(options.cost if mark.cost is None else mark.cost, request)
-        return Charge(endpoint, cost, mark.identifier_type) if cost else None
+        identities = options.identities if mark.identities is None else mark.identities
+        return Charge(endpoint, cost, mark.identifier_type, identities) if cost else None
 
     def identity(self, given: object, info: RequestInfo, preferred: str | None) -> Identity | None:
         """Return who a request is counted for: the first identity of the preferred type, else the first.
@@ -255,10 +275,35 @@ class Policy(Generic[R]):
             raise TypeError(message)
         return returned
 
-    def _function_failed(self, error: Exception) -> None:
+    def _also(self, charge: Charge, request: R) -> Mapping[str, str]:
+        """Return who else a request is counted for; nobody if the function fails.
+
+        Raises:
+            Exception: raised by the function, if ``on_error`` is ``"raise"``.
+        """
+        if charge.identities is None:
+            return NOBODY
+        try:
+            return identifiers_by_type(charge.identities(request))
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            self._function_failed(error, IDENTITIES_FAILED)
+            return NOBODY
+
+    async def _also_async(self, charge: Charge, request: R) -> Mapping[str, str]:
+        """As :meth:`_also`, for asyncio: the function may be a coroutine function."""
+        if charge.identities is None:
+            return NOBODY
+        try:
+            given = charge.identities(request)
+            return identifiers_by_type(await given if inspect.isawaitable(given) else given)
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            self._function_failed(error, IDENTITIES_FAILED)
+            return NOBODY
+
+    def _function_failed(self, error: Exception, what: str = FUNCTION_FAILED) -> None:
         if self._options.on_error == "raise":
             raise error
-        self.warn(FUNCTION_FAILED, error)
+        self.warn(what, error)
 
 
 def require_kind(
@@ -267,7 +312,7 @@ def require_kind(
     *,
     asynchronous: bool,
 ) -> None:
-    """Validate that a limiter is for asyncio, or that it blocks and ``identify`` is no coroutine function.
+    """Validate that a limiter is for asyncio, or that it blocks and no function of the options is a coroutine function.
 
     Raises:
         TypeError: one of them is of the other kind, or ``limiter`` is not a limiter.
@@ -281,10 +326,10 @@ def require_kind(
         message = f"limiter must be {wanted} or have its methods, not {what}"
         raise TypeError(message)
     # Blocking code would not await it, and each request would pass unchecked.
-    identify = options.identify if isinstance(options, Options) else None
-    if not asynchronous and inspect.iscoroutinefunction(identify):
-        message = "identify must not be a coroutine function, since the framework blocks"
-        raise TypeError(message)
+    for name in ("identify", "identities"):
+        if not asynchronous and inspect.iscoroutinefunction(getattr(options, name, None)):
+            message = f"{name} must not be a coroutine function, since the framework blocks"
+            raise TypeError(message)
 
 
 def _is_sufficient(given: object, preferred: str | None) -> bool:
@@ -292,6 +337,17 @@ def _is_sufficient(given: object, preferred: str | None) -> bool:
     if not isinstance(given, Identity) or given.is_empty:
         return False
     return preferred is None or given.identifier_type == preferred
+
+
+def _with_first(
+    identity: Identity | None, also: Mapping[str, str]
+) -> tuple[Identity, Mapping[str, str]]:
+    """Return the identity of a check, taken from the others if there is none, and the others of other types."""
+    if identity is None:
+        kind, identifier = next(iter(also.items()))
+        identity = Identity(identifier, kind)
+    first = identity.identifier_type
+    return identity, {kind: text for kind, text in also.items() if kind != first}
 
 
 def _cost(cost: int | Callable[[Any], int], request: object) -> int:
