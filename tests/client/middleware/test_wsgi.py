@@ -131,7 +131,9 @@ def test_a_function_for_the_endpoint_and_a_limiter_that_blocks_are_needed(limite
 
 
 def test_a_function_says_who_else_a_request_is_counted_for(limiter):
-    options = Options(endpoint=endpoint, identities=lambda env: {"tenant": env.get("HTTP_X_TENANT")})
+    options = Options(
+        endpoint=endpoint, identities=lambda env: {"tenant": env.get("HTTP_X_TENANT")}
+    )
     asked(limiter, options=options, HTTP_X_TENANT="acme")
     asked(limiter, options=options)
     assert [check.also for check in limiter.checks] == [{"tenant": "acme"}, {}]

@@ -177,7 +177,7 @@ def _is_waiting(user: SimpleLazyObject[Any]) -> bool:
 
 
 def _without_blocking(options: Options[HttpRequest]) -> Options[HttpRequest]:
-    """Return the options with functions of identities that are awaited: blocking ones run in Django's thread for views."""
+    """Return the options with functions for identities that can be awaited: blocking ones run in Django's thread."""
     return replace(
         options,
         identify=_awaitable(options.identify),

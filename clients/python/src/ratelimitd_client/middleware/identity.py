@@ -49,7 +49,7 @@ class Identity:
 
 
 Identities: TypeAlias = Mapping[str, str | None] | Iterable[Identity]
-"""Further identities of a request: identifiers by their type, where ``None`` counts as empty, or ``Identity`` objects."""
+"""Who else a request is counted for: identifiers by their type, where ``None`` counts as empty, or objects."""
 
 
 def identifiers_by_type(given: object) -> dict[str, str]:

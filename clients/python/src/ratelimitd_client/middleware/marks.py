@@ -93,7 +93,8 @@ def limited(
         raise ValueError(message)
     if identifier_type is not None:
         require_type(identifier_type)
-    if identities is not None and not callable(identities):
+    function: object = identities
+    if not (function is None or callable(function)):
         message = "identities must be a function"
         raise ValueError(message)
     given: object = exempt
