@@ -177,6 +177,13 @@ async def test_a_view_says_who_else_its_requests_are_counted_for(decide):
     assert checks == [Check("192.0.2.7", "ip", "/orders/{id}", also={"tenant": "request"})]
 
 
+def test_a_check_that_the_node_refuses_is_denied_with_a_warning(caplog):
+    error = "also[0].identifier_type: must be one of user, ip, api_key"
+    refused = Decision(False, 0, 0, 0, Reason.INVALID_REQUEST, error=error)
+    assert Policy(clock=ManualClock()).denied(refused).status == 429
+    assert error in caplog.text
+
+
 async def test_every_identity_of_a_request_is_charged(decide):
     limiter = FakeRateLimiter() if decide.kind == "blocking" else AsyncFakeRateLimiter()
     limiter.limit("/orders/{id}", "tenant", 1)

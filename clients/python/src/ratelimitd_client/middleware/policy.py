@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, NamedTuple
 from ratelimitd_client import AsyncRateLimiter, RateLimiter
 from ratelimitd_client.check import MAX_COST, NOBODY
 from ratelimitd_client.clock import Clock, SystemClock
-from ratelimitd_client.decision import Decision
+from ratelimitd_client.decision import Decision, Reason
 from ratelimitd_client.log_throttle import LogThrottle
 from ratelimitd_client.middleware.identity import Identity, identifiers_by_type
 from ratelimitd_client.middleware.marks import mark_of
@@ -35,6 +35,7 @@ FUNCTION_FAILED: Final = (
 )
 IDENTITIES_FAILED: Final = "counted for its first identity alone: the function identities failed"
 LIMITER_FAILED: Final = f"{UNCHECKED}the limiter raised an error"
+REFUSED: Final = "denied, since the node refuses such a check: "
 TEXT_FAILED: Final = "denied with the default text: the function denied_text failed"
 
 _LOG: Final = logging.getLogger("ratelimitd_client.middleware")
@@ -228,6 +229,8 @@ class Policy(Generic[R]):
         Raises:
             Exception: raised by ``denied_text``, if ``on_error`` is ``"raise"``.
         """
+        if decision.reason is Reason.INVALID_REQUEST:
+            self.warn(f"{REFUSED}{decision.error}")
         try:
             text = self._denied_text(decision)
         except Exception as error:
