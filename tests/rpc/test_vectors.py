@@ -6,12 +6,17 @@ import sys
 from pathlib import Path
 
 import grpc.aio
+import httpx
+import pytest
+from google.protobuf import json_format
 
-from ratelimitd.cli.conformance.cases import cases
+from ratelimitd.cli.conformance.cases import Answer, cases
 from ratelimitd.testing import running_node
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 
+CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+CREATE = "/ratelimiter.v1.RateLimiterConfig/CreateRateLimit"
 COMMAND = Path(sys.executable).with_name("ratelimitd")
 
 OTHERS = pb.RateLimit(
@@ -40,3 +45,29 @@ async def test_every_vector_holds_alone_in_batches_and_in_one(transport):
         ("alone", "in batches", "in one batch"), checks
     )
     assert list(left.rate_limits) == [others]
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.rules], ids=str)
+async def test_policies_hold_in_json(case):
+    async with (
+        running_node(timestamps="caller") as node,
+        httpx.AsyncClient(base_url=f"http://{node.http_address}") as client,
+    ):
+        ids = case.rule_ids("/e")
+        for rule_id, rule in zip(ids, case.rules, strict=True):
+            fields = json_format.MessageToDict(rule, preserving_proto_field_name=True)
+            made = await client.post(CREATE, json={"rate_limit": {**fields, "id": rule_id}})
+            assert made.status_code == 200
+        for step in case.steps:
+            (kind, identifier), *also = step.identities
+            check = {
+                "identifier": identifier,
+                "identifier_type": kind,
+                "also": [{"identifier_type": one, "identifier": named} for one, named in also],
+                "endpoint": step.endpoint,
+                "tokens_requested": step.cost,
+                "timestamp": str(step.at_us),
+            }
+            answer = (await client.post(CHECK, json=check)).json()
+            response = json_format.ParseDict(answer, pb.RateLimitResponse())
+            assert Answer.of(response, ids) == step.expected

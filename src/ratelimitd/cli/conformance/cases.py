@@ -1,4 +1,4 @@
-"""The vectors: cases with a virtual clock, one file per algorithm, in ``vectors/`` beside this module.
+"""The vectors: cases with a virtual clock, in ``vectors/`` beside this module: a file per algorithm, and policies.
 
 Never changes them: they are what was agreed on, and other implementations are held against the same files.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
@@ -16,15 +17,46 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cli.client_options import CliError, Target
-from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
+from ratelimitd.model import EVERY_ENDPOINT, US_PER_S, Algorithm, IdentifierType, Rule
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
     from ratelimitd_client import NodeClient
 
 
+class LimitAnswer(NamedTuple):
+    """What one limit says, as the fields of a ``LimitStatus``; ``rule`` is the place of its rule in the case."""
+
+    rule: int
+    name: str
+    allowed: bool
+    remaining_tokens: int
+    reset_time: int
+    retry_after_seconds: int
+    reason: str
+
+    @classmethod
+    def of(
+        cls, status: pb.LimitStatus | pb.RateLimitResponse, name: str, rule_ids: Sequence[str]
+    ) -> Self:
+        """What a server answered; a rule that is not of the case is -1."""
+        return cls(
+            rule_ids.index(status.rule_id) if status.rule_id in rule_ids else -1,
+            name,
+            status.allowed,
+            status.remaining_tokens,
+            status.reset_time,
+            status.retry_after_seconds,
+            _name_of(status.reason),
+        )
+
+
 class Answer(NamedTuple):
-    """The fields of a ``RateLimitResponse`` that a case decides, by their names; ``reason`` by that of its value."""
+    """The fields of a ``RateLimitResponse`` that a case decides, by their names; ``reason`` by that of its value.
+
+    ``limits`` are all that were judged, the deciding one first, also where it is the only one, and the others by their
+    names; empty in the cases of one algorithm.
+    """
 
     allowed: bool
     remaining_tokens: int
@@ -33,20 +65,33 @@ class Answer(NamedTuple):
     reason: str
     limit: int
     window_seconds: int
+    limits: tuple[LimitAnswer, ...] = ()
 
     @classmethod
-    def of(cls, response: pb.RateLimitResponse) -> Self:
-        """What a server answered; a reason of a later release is shown by its number."""
-        known = response.reason in pb.Reason.values()
+    def of(cls, response: pb.RateLimitResponse, rule_ids: Sequence[str] = ()) -> Self:
+        """What a server answered, with the limits of these rules."""
+        limits = [LimitAnswer.of(one, one.name, rule_ids) for one in response.limits]
+        if not limits and response.rule_id:
+            limits = [LimitAnswer.of(response, response.limit_name, rule_ids)]
         return cls(
             response.allowed,
             response.remaining_tokens,
             response.reset_time,
             response.retry_after_seconds,
-            pb.Reason.Name(response.reason) if known else str(response.reason),
+            _name_of(response.reason),
             response.limit,
             response.window_seconds,
+            _in_order(limits) if rule_ids else (),
         )
+
+    def fields(self) -> dict[str, object]:
+        """All fields by their paths, such as ``limits[0].allowed``."""
+        found: dict[str, object] = {
+            name: value for name, value in self._asdict().items() if name != "limits"
+        }
+        for place, one in enumerate(self.limits):
+            found |= {f"limits[{place}].{name}": value for name, value in one._asdict().items()}
+        return found
 
     def later(self, seconds: int) -> Self:
         """What the same check has to be answered when everything happens so many seconds later."""
@@ -54,22 +99,37 @@ class Answer(NamedTuple):
 
     def differences(self, got: Answer, *, tolerance_s: int = 0) -> list[str]:
         """The names of the fields in which ``got`` differs; times may by up to ``tolerance_s`` seconds."""
+        wanted, found = self.fields(), got.fields()
         return [
             name
-            for name, wanted, found in zip(self._fields, self, got, strict=True)
-            if (
-                abs(wanted - found) > tolerance_s
-                if name in _TIMES and isinstance(wanted, int) and isinstance(found, int)
-                else wanted != found
-            )
+            for name in wanted | found
+            if not _are_alike(wanted.get(name), found.get(name), tolerance_s * (name in _TIMES))
         ]
+
+
+def _in_order(limits: Sequence[LimitAnswer]) -> tuple[LimitAnswer, ...]:
+    return (*limits[:1], *sorted(limits[1:]))
 
 
 _TIMES: Final = frozenset({"reset_time", "retry_after_seconds"})
 
 
+def _are_alike(wanted: object, found: object, tolerance: int) -> bool:
+    if tolerance and isinstance(wanted, int) and isinstance(found, int):
+        return abs(wanted - found) <= tolerance
+    return wanted == found
+
+
+def _name_of(reason: pb.Reason.ValueType) -> str:
+    """The name of a reason; one of a later release is shown by its number."""
+    return pb.Reason.Name(reason) if reason in pb.Reason.values() else str(reason)
+
+
 IDENTIFIER_TYPE: Final = IdentifierType.USER
-"""Of all cases: an algorithm does not know who asks."""
+"""Of all cases of one algorithm, which does not know who asks."""
+
+POLICIES: Final = "policies"
+"""Stands for the algorithm of cases about several limits and identities."""
 
 _VECTORS: Final = files("ratelimitd.cli.conformance").joinpath("vectors")
 
@@ -77,22 +137,36 @@ _SCHEMA: Final = ".schema.json"
 
 
 class Step(NamedTuple):
-    """One check of a case, and what it has to be answered. ``at_us`` is wall time, in µs since the Unix epoch."""
+    """One check of a case, and what it has to be answered.
+
+    Attributes:
+        at_us: wall time, in µs since the Unix epoch.
+        cost: tokens to spend.
+        expected: the answer.
+        endpoint: what follows the endpoint of the case.
+        identities: pairs of type and identifier, of which the first is the check's own and the others ``also``.
+    """
 
     at_us: int
     cost: int
     expected: Answer
+    endpoint: str = ""
+    identities: tuple[tuple[str, str], ...] = ((IDENTIFIER_TYPE, ""),)
 
 
 class Case(NamedTuple):
-    """One rule, and checks under one identifier in this order."""
+    """One rule, and checks under one identifier in this order; or several rules in ``rules``.
 
-    algorithm: Algorithm
+    ``limit`` is then that of the first, and ``window_seconds`` the longest window.
+    """
+
+    algorithm: Algorithm | str
     name: str
     limit: int
     window_seconds: int
     steps: tuple[Step, ...]
     burst: int = 0
+    rules: tuple[pb.RateLimit, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.algorithm}: {self.name}"
@@ -120,22 +194,64 @@ class Case(NamedTuple):
         burst = case.get("burst", 0)
         return cls(Algorithm(algorithm), case["name"], limit, window_seconds, steps, burst)
 
+    @classmethod
+    def of_policy(cls, case: Mapping[str, Any]) -> Self:
+        """The case of a file of policies that is valid by its schema."""
+        rules = tuple(_policy_rule(rule) for rule in case["rules"])
+        windows = [limit.window_seconds for rule in rules for limit in rule.limits]
+        steps = tuple(_policy_step(step, rules) for step in case["steps"])
+        first = rules[0].limits[0]
+        return cls(POLICIES, case["name"], first.limit, max(windows), steps, rules=rules)
+
     @property
     def goes_back(self) -> bool:
         """Whether a check has an earlier time than the one before it, as no clock of a server has."""
         return any(later.at_us < earlier.at_us for earlier, later in pairwise(self.steps))
 
     def rule(self, endpoint: str) -> Rule:
-        """The rule of the case, for ``endpoint``."""
+        """The only rule of a case of one algorithm, for ``endpoint``."""
         return Rule(
             "",
             endpoint,
             IDENTIFIER_TYPE,
             limit=self.limit,
             window_seconds=self.window_seconds,
-            algorithm=self.algorithm,
+            algorithm=Algorithm(self.algorithm),
             burst=self.burst,
         )
+
+    def rule_ids(self, endpoint: str) -> list[str]:
+        """The ids that the rules of a case of policies have, where ``endpoint`` is the case's."""
+        return [
+            str(uuid.uuid5(uuid.NAMESPACE_URL, f"{endpoint} {number}"))
+            for number in range(len(self.rules))
+        ]
+
+
+def _policy_rule(rule: Mapping[str, Any]) -> pb.RateLimit:
+    limits = [
+        pb.Limit(**{**limit, "enforcement": pb.Enforcement.Value(limit["enforcement"].upper())})
+        for limit in rule["limits"]
+    ]
+    return pb.RateLimit(
+        endpoint=rule["endpoint"], identifier_type=rule["identifier_type"], limits=limits
+    )
+
+
+def _policy_step(step: Mapping[str, Any], rules: Sequence[pb.RateLimit]) -> Step:
+    def answered(of: Mapping[str, Any]) -> tuple[bool, int, int, int, str]:
+        return (
+            of["allowed"], of["remaining"], of["reset_time"], of["retry_after"], of["reason"],
+        )  # fmt: skip
+
+    limits = [LimitAnswer(one["rule"], one["name"], *answered(one)) for one in step["limits"]]
+    decides = [
+        limit for one in limits[:1] for limit in rules[one.rule].limits if limit.name == one.name
+    ]
+    limit, window_seconds = (decides[0].limit, decides[0].window_seconds) if decides else (0, 0)
+    expected = Answer(*answered(step), limit, window_seconds, _in_order(limits))
+    who = tuple(step["identities"].items())
+    return Step(step["at_us"], step["cost"], expected, step["endpoint"], who)
 
 
 def cases() -> list[Case]:
@@ -147,8 +263,9 @@ def _cases() -> Iterator[Case]:
     for file in sorted(_VECTORS.iterdir(), key=lambda file: file.name):
         if file.name.endswith(".json") and not file.name.endswith(_SCHEMA):
             vectors = json.loads(file.read_text(encoding="utf-8"))
+            algorithm = vectors.get("algorithm")
             for case in vectors["cases"]:
-                yield Case.of(vectors["algorithm"], case)
+                yield Case.of(algorithm, case) if algorithm else Case.of_policy(case)
 
 
 # On a server's own clock no check arrives exactly when it is due. So check n of a case, counted from 0, is sent n
@@ -161,16 +278,10 @@ TOLERANCE_S: Final = 1
 """Answers carry whole seconds: a slightly late one may be the next second."""
 
 
-class Due(NamedTuple):
-    """A check that is to be sent at ``at_us``, in µs since the Unix epoch, and what it has to be answered then."""
-
-    at_us: int
-    cost: int
-    expected: Answer
-
-
 def left_out(case: Case, longest_us: int, tolerance_us: int) -> str:
     """Why a case cannot be run in real time, empty when it can."""
+    if case.rules:
+        return "it has several limits"
     if case.goes_back:
         return "its time goes back"
     if _duration_us(case) > longest_us:
@@ -180,7 +291,7 @@ def left_out(case: Case, longest_us: int, tolerance_us: int) -> str:
     return ""
 
 
-def timetable(case: Case, not_before_us: int, tolerance_us: int) -> list[Due]:
+def timetable(case: Case, not_before_us: int, tolerance_us: int) -> list[Step]:
     """The checks of a case that can be run, with the first at ``not_before_us`` or as soon after as its time allows.
 
     Reset times are whole seconds, and fixed windows begin at multiples of their length: all are moved
@@ -189,7 +300,7 @@ def timetable(case: Case, not_before_us: int, tolerance_us: int) -> list[Due]:
     grid_us = _grid_us(case)
     moved_us = -((case.steps[0].at_us - not_before_us) // grid_us) * grid_us
     return [
-        Due(at_us + moved_us, step.cost, step.expected.later(moved_us // US_PER_S))
+        step._replace(at_us=at_us + moved_us, expected=step.expected.later(moved_us // US_PER_S))
         for at_us, step in _sent(_certain(case, tolerance_us), tolerance_us)
     ]
 
@@ -224,7 +335,8 @@ def _certain(case: Case, tolerance_us: int) -> Sequence[Step]:
 
 def _doubtful(case: Case, steps: Sequence[Step], tolerance_us: int) -> set[int]:
     """The numbers of the checks that would be answered otherwise by some order of early and late arrivals."""
-    decide, rule = DECIDE[case.algorithm], case.rule("/")
+    rule = case.rule("/")
+    decide = DECIDE[rule.algorithm]
     doubtful = set[int]()
     for late in _lateness(len(steps)):
         state: Any = None
@@ -248,31 +360,47 @@ def _lateness(count: int) -> Iterator[range | set[int]]:
         yield range(number, count)
 
 
+class Place(NamedTuple):
+    """The endpoint of a case, and the words of a server that took no such rules as a case of policies has."""
+
+    endpoint: str
+    refused: str = ""
+
+
 @contextmanager
 def own_rules(
     target: Target, client: NodeClient, prefix: str, cases: Sequence[Case]
-) -> Iterator[list[str]]:
-    """Yield the endpoint of each case while it has its rule.
+) -> Iterator[list[Place]]:
+    """Yield the endpoint of each case while it has its rules.
 
     Raises:
         CliError: a rule cannot be made, or not be deleted, and then it is said which are left.
     """
-    endpoints = [f"{prefix}/{number}" for number in range(len(cases))]
+    places: list[Place] = []
     made: dict[str, str] = {}
     """The ids by endpoint; empty while it is unknown whether the rule exists."""
+    policies: list[str] = []
+    """The ids of the rules of policies, which may exist."""
     with _on_signal(signal.SIGTERM, signal.default_int_handler):
         try:
-            for endpoint, case in zip(endpoints, cases, strict=True):
-                made[endpoint] = ""
-                made[endpoint] = _make(client, endpoint, case)
-            yield endpoints
+            for number, case in enumerate(cases):
+                endpoint = f"{prefix}/{number}"
+                refused = ""
+                if case.rules:
+                    policies += case.rule_ids(endpoint)
+                    refused = _make_policy(client, endpoint, case)
+                else:
+                    made[endpoint] = ""
+                    made[endpoint] = _make(client, endpoint, case)
+                places.append(Place(endpoint, refused))
+            yield places
         finally:
             # A server that hangs delays Ctrl-C by one timeout at most.
             with (
                 _on_signal(signal.SIGINT, signal.SIG_IGN),
                 _on_signal(signal.SIGTERM, signal.SIG_IGN),
             ):
-                _delete(target, client, prefix, made)
+                _delete(target, client, prefix, made, policies=policies)
 
 
 def _make(client: NodeClient, endpoint: str, case: Case) -> str:
@@ -286,6 +414,27 @@ def _make(client: NodeClient, endpoint: str, case: Case) -> str:
             raise
         message = f"no rule for {case}: {error.details()}"
         raise CliError(message) from None
+
+
+def _make_policy(client: NodeClient, endpoint: str, case: Case) -> str:
+    """Make the rules of a case; return the server's words when it does not take one."""
+    import grpc  # noqa: PLC0415 - see target.py
+
+    for rule_id, rule in zip(case.rule_ids(endpoint), case.rules, strict=True):
+        own = pb.RateLimit(id=rule_id)
+        own.MergeFrom(rule)
+        if own.endpoint != EVERY_ENDPOINT:
+            own.endpoint = f"{endpoint}{rule.endpoint}"
+        try:
+            client.create_rule(own)
+        except grpc.RpcError as error:
+            if error.code() not in {
+                grpc.StatusCode.INVALID_ARGUMENT,
+                grpc.StatusCode.ALREADY_EXISTS,
+            }:
+                raise
+            return error.details() or error.code().name
+    return ""
 
 
 def _rule_of(case: Case, endpoint: str) -> pb.RateLimit:
@@ -306,7 +455,16 @@ def _rule_of(case: Case, endpoint: str) -> pb.RateLimit:
     return rule
 
 
-def _delete(target: Target, client: NodeClient, prefix: str, made: dict[str, str]) -> None:
+def _delete(
+    target: Target,
+    client: NodeClient,
+    prefix: str,
+    made: Mapping[str, str],
+    *,
+    policies: Iterable[str],
+) -> None:
+    import grpc  # noqa: PLC0415 - see target.py
+
     try:
         with target.explained():
             for endpoint, rule_id in made.items():
@@ -314,6 +472,12 @@ def _delete(target: Target, client: NodeClient, prefix: str, made: dict[str, str
                 found = [rule_id] if rule_id else [r.id for r in client.rules(endpoint=endpoint)]
                 for known_id in found:
                     client.delete_rule(known_id)
+            for rule_id in policies:
+                try:
+                    client.delete_rule(rule_id)
+                except grpc.RpcError as error:
+                    if error.code() is not grpc.StatusCode.NOT_FOUND:
+                        raise
     except CliError as failure:
         if not any(made.values()):
             return  # nothing was made, and why that failed is on its way already

@@ -10,7 +10,8 @@ import typer
 
 from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_node
 from ratelimitd.cli.conformance.cases import cases, own_rules
-from ratelimitd.cli.conformance.run import RealTime, Runner, as_json, passed, print_table
+from ratelimitd.cli.conformance.report import as_json, passed, print_table
+from ratelimitd.cli.conformance.run import RealTime, Runner
 from ratelimitd.cli.output import working
 from ratelimitd.model import US_PER_S
 
@@ -60,8 +61,8 @@ def conformance(
 ) -> None:
     """See whether a server answers as the contract says, and print a table of what it was asked.
 
-    Any server of the contract: it makes rules for endpoints of its own (/conformance- and something random), asks
-    checks, and deletes the rules again, also after Ctrl-C. It needs the admin role. The checks carry the time that they
+    Any server of the contract: it makes rules for endpoints of its own (/conformance- and something random), and one for
+    ** that denies nobody else, asks checks, and deletes the rules again, also after Ctrl-C. It needs the admin role. The checks carry the time that they
     are to be judged at, so the server must go by it (TIMESTAMPS=caller); with --real-time it goes by its own.
 
     Exit status: 0 as expected, 1 when an answer differs, a check is refused or none could be judged, 2 when the server
@@ -78,8 +79,8 @@ def conformance(
     chosen = cases()
     clock = SystemTime()
     how = RealTime(round(longest * US_PER_S), round(tolerance * 1_000)) if real_time else None
-    with target.client() as client, own_rules(target, client, f"/{name}", chosen) as endpoints:
-        runner = Runner(client, chosen, endpoints, name=name, time=clock)
+    with target.client() as client, own_rules(target, client, f"/{name}", chosen) as places:
+        runner = Runner(client, chosen, places, name=name, time=clock)
         with working("asking checks"):
             results = (
                 runner.with_virtual_time(one_batch=one_batch)

@@ -1,33 +1,32 @@
 """Cases, run against a server whose rules are made: with times of the cases' own, or on the server's clock.
 
-Never says what came of it: results are values.
+Never says what came of it: results are values, which :mod:`ratelimitd.cli.conformance.report` prints.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
 from ratelimitd.cli.client_options import CliError, UsageError
 from ratelimitd.cli.conformance.cases import (
-    IDENTIFIER_TYPE,
     TOLERANCE_S,
     Answer,
     Case,
+    Place,
+    Step,
     left_out,
     timetable,
 )
-from ratelimitd.cli.output import Output
-from ratelimitd.model import US_PER_S
+from ratelimitd.model import EVERYBODY, US_PER_S, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
     import grpc
 
-    from ratelimitd_client import NodeClient
-if TYPE_CHECKING:
     from ratelimitd_client import NodeClient
 
 ENDS_ALL: Final = frozenset(
@@ -78,10 +77,19 @@ class Asking:
                 request.endpoint,
                 cost=request.tokens_requested,
                 timestamp=request.timestamp,
+                also={one.identifier_type: one.identifier for one in request.also},
             )
         except grpc.RpcError as error:
             return _refusal(error)
         return _answered(response)
+
+    def forget_everybody(self, endpoint: str) -> None:
+        """Reset the bucket of everybody on an endpoint.
+
+        Raises:
+            grpc.RpcError: the server does not.
+        """
+        self._client.reset("", EVERYBODY, endpoint)
 
     def together(self, requests: Sequence[pb.RateLimitRequest]) -> list[Answered]:
         """The answers to any number of checks, asked in as few batches as it takes.
@@ -134,6 +142,9 @@ ALONE: Final = "alone"
 IN_BATCHES: Final = "in batches"
 IN_ONE_BATCH: Final = "in one batch"
 ON_ITS_CLOCK: Final = "on its clock"
+
+WAYS: Final = (BEFOREHAND, ALONE, IN_BATCHES, IN_ONE_BATCH, ON_ITS_CLOCK)
+"""Each has identifiers of its own, so that its buckets are new."""
 
 LEAD_US: Final = US_PER_S // 2
 """Before the first check in real time: all of them are ready when it is due."""
@@ -198,20 +209,20 @@ class RealTime(NamedTuple):
 
 
 class Runner:
-    """Runs cases: case i asks for endpoint i, and all are asked for by identifiers that begin with ``name``."""
+    """Runs cases: case i asks at place i, and all are asked for by identifiers that begin with ``name``."""
 
     def __init__(
         self,
         client: NodeClient,
         cases: Sequence[Case],
-        endpoints: Sequence[str],
+        places: Sequence[Place],
         *,
         name: str,
         time: WallTime,
     ) -> None:
         self._asking = Asking(client)
         self._cases = cases
-        self._endpoints = endpoints
+        self._places = places
         self._name = name
         self._time = time
         self._refused: dict[int, Refused] = {}
@@ -226,26 +237,33 @@ class Runner:
         """
         self._see_whose_time_counts(self._in_force())
         rounds = [
-            [(number, index) for number, case in enumerate(self._cases) if index < len(case.steps)]
+            [(number, index) for number in self._judged if index < len(self._cases[number].steps)]
             for index in range(max(len(case.steps) for case in self._cases))
         ]
         checked: list[list[Checked]] = [[] for _ in self._cases]
-        for number, case in enumerate(self._cases):
-            for index in range(len(case.steps)):
+        for number in self._judged:
+            for index in range(len(self._cases[number].steps)):
                 self._check(ALONE, [(number, index)], checked)
+        self._forget_everybody()
         for together in rounds:
             self._check(IN_BATCHES, together, checked)
         if one_batch:
+            self._forget_everybody()
             self._check(IN_ONE_BATCH, list(chain.from_iterable(rounds)), checked)
         return [
-            CaseResult(case, checks, refused=self._refused.get(number))
-            for number, (case, checks) in enumerate(zip(self._cases, checked, strict=True))
+            CaseResult(case, checks, _why_not(place), self._refused.get(number))
+            for number, (case, place, checks) in enumerate(
+                zip(self._cases, self._places, checked, strict=True)
+            )
         ]
 
     def with_real_time(self, how: RealTime) -> list[CaseResult]:
         """Run the cases that can be, all at once."""
         self._in_force()
-        reasons = [left_out(case, how.longest_us, how.tolerance_us) for case in self._cases]
+        reasons = [
+            _why_not(place) or left_out(case, how.longest_us, how.tolerance_us)
+            for case, place in zip(self._cases, self._places, strict=True)
+        ]
         start_us = self._time.now_us() + LEAD_US
         due = {
             number: timetable(case, start_us, how.tolerance_us)
@@ -264,7 +282,7 @@ class Runner:
             self._time.wait_until(at_us)
             answers = self._asking.together(
                 [
-                    self._request(number, ON_ITS_CLOCK, due[number][index].cost)
+                    self._request(number, ON_ITS_CLOCK, due[number][index])
                     for number, index in together
                 ]
             )
@@ -293,29 +311,35 @@ class Runner:
             )
         ]
 
-    def _in_force(self) -> Sequence[Answered]:
+    @property
+    def _judged(self) -> Sequence[int]:
+        """The numbers of the cases whose rules the server has taken."""
+        return [number for number, place in enumerate(self._places) if not place.refused]
+
+    def _in_force(self) -> Mapping[int, Answered]:
         """Wait until all rules are, and return what the first check of each case would be answered.
 
         Raises:
             CliError: they are not, or the server refuses all these checks.
         """
+        first = {number: self._cases[number].steps[0] for number in self._judged}
         asked = [
-            self._request(number, BEFOREHAND, 1, case.steps[0].at_us, peek=True)
-            for number, case in enumerate(self._cases)
+            self._request(number, BEFOREHAND, step._replace(cost=1), peek=True)
+            for number, step in first.items()
         ]
         until_us = self._time.now_us() + IN_FORCE_WITHIN_US
         while True:
-            answers = self._asking.together(asked)
-            if not any(_has_no_rule(answer) for answer in answers):
+            answers = dict(zip(first, self._asking.together(asked), strict=True))
+            if not any(_has_no_rule(answer) for answer in answers.values()):
                 break
             if self._time.now_us() >= until_us:
                 message = f"rules are not in force {IN_FORCE_WITHIN_US // US_PER_S} s after they were made"
                 raise CliError(message)
             self._time.wait_until(self._time.now_us() + ASK_AGAIN_US)
-        for number, answer in enumerate(answers):
+        for number, answer in answers.items():
             if isinstance(answer, Refusal):
                 self._refuse(number, Refused(0, BEFOREHAND, 1, answer.words))
-        if len(self._refused) == len(self._cases):
+        if len(self._refused) == len(first):
             message = f"the server refuses every check: {self._refused[0].words}"
             raise CliError(message)
         return answers
@@ -324,11 +348,12 @@ class Runner:
         """End a case; what was refused first counts."""
         self._refused.setdefault(number, refused)
 
-    def _see_whose_time_counts(self, answers: Sequence[Answered]) -> None:
+    def _see_whose_time_counts(self, answers: Mapping[int, Answered]) -> None:
         """Raise if a bucket is whole again later than a window after the time that was sent, and about now."""
-        for case, answer in zip(self._cases, answers, strict=True):
+        for number, answer in answers.items():
             if isinstance(answer, Refusal):
                 continue
+            case = self._cases[number]
             sent_us = case.steps[0].at_us
             latest_s = sent_us // US_PER_S + case.window_seconds + TOLERANCE_S
             between_s = (sent_us + self._time.now_us()) // 2 // US_PER_S
@@ -346,8 +371,7 @@ class Runner:
         asked = [check for check in numbers if check[0] not in self._refused]
         steps = [self._cases[number].steps[index] for number, index in asked]
         requests = [
-            self._request(number, way, step.cost, step.at_us)
-            for (number, _), step in zip(asked, steps, strict=True)
+            self._request(number, way, step) for (number, _), step in zip(asked, steps, strict=True)
         ]
         if way == ALONE:
             answers = [self._asking.alone(request) for request in requests]
@@ -357,139 +381,47 @@ class Runner:
             if isinstance(answer, Refusal):
                 self._refuse(number, Refused(index, way, step.cost, answer.words))
             elif number not in self._refused:  # as it may be by now in one batch, by a check before
-                got = Answer.of(answer)
+                rule_ids = self._cases[number].rule_ids(self._places[number].endpoint)
+                got = Answer.of(answer, rule_ids)
                 differences = step.expected.differences(got)
                 checked[number].append(
                     Checked(index, way, step.cost, step.expected, got, differences)
                 )
 
+    def _forget_everybody(self) -> None:
+        """Make the buckets of everybody new: they have no identifier that another way could differ in."""
+        for number in self._judged:
+            for rule in self._cases[number].rules:
+                if rule.identifier_type == EVERYBODY:
+                    endpoint = f"{self._places[number].endpoint}{rule.endpoint}"
+                    self._asking.forget_everybody(endpoint)
+
     def _request(
-        self, number: int, way: str, cost: int, timestamp: int = 0, *, peek: bool = False
+        self, number: int, way: str, step: Step, *, peek: bool = False
     ) -> pb.RateLimitRequest:
+        first, *also = [
+            pb.Identity(identifier_type=kind, identifier=self._identifier(kind, named, way))
+            for kind, named in step.identities
+        ]
         return pb.RateLimitRequest(
-            identifier=f"{self._name} {way}",
-            identifier_type=IDENTIFIER_TYPE,
-            endpoint=self._endpoints[number],
-            tokens_requested=cost,
-            timestamp=timestamp,
+            identifier=first.identifier,
+            identifier_type=first.identifier_type,
+            endpoint=f"{self._places[number].endpoint}{step.endpoint}",
+            tokens_requested=step.cost,
+            timestamp=0 if way == ON_ITS_CLOCK else step.at_us,
             peek=peek,
+            also=also,
         )
+
+    def _identifier(self, kind: str, named: str, way: str) -> str:
+        if kind == IdentifierType.IP:
+            return str(ip_address(named) + (WAYS.index(way) << 32))
+        return " ".join(filter(None, [self._name, way, named]))
 
 
 def _has_no_rule(answer: Answered) -> bool:
     return not isinstance(answer, Refusal) and answer.reason == pb.NO_RULE
 
 
-HEAD: Final = ("algorithm", "case", "checks", "expected", "got", "ok")
-
-MOST_WORDS: Final = 100
-"""Characters of what a server said that the table shows; JSON has all."""
-
-US_PER_MS: Final = 1_000
-
-MOST_DIFFERENCES: Final = 3
-"""Of a case that the table shows; the first usually explains the others, and JSON has all."""
-
-
-def print_table(results: Sequence[CaseResult], output: Output, how: RealTime | None) -> None:
-    """Print a row for each case, below it one for each check that was answered otherwise, and what that comes to."""
-    output.table(HEAD, (row for result in results for row in _rows(result)))
-    output.line()
-    judged = [result for result in results if not result.not_judged]
-    wrong = sum(not result.ok for result in judged)
-    output.line(
-        output.styled(f"{wrong} of {len(judged)} cases differ", "bad")
-        if wrong
-        else output.styled(f"{len(judged)} cases as expected", "good")
-    )
-    if len(judged) < len(results):
-        output.line(f"{len(results) - len(judged)} not judged")
-    if how is not None:
-        within = f"{how.tolerance_us / US_PER_MS:g} ms"
-        output.line(
-            f"in real time: every answer came within {within}, and may tell times that differ by {TOLERANCE_S} s"
-        )
-
-
-def as_json(results: Sequence[CaseResult], target: str, how: RealTime | None) -> dict[str, Any]:
-    """All of a run, with every check."""
-    return {
-        "target": target,
-        "clock": "caller" if how is None else "server",
-        "tolerance_ms": how and how.tolerance_us / US_PER_MS,
-        "ok": passed(results),
-        "cases": [
-            {
-                "algorithm": result.case.algorithm,
-                "name": result.case.name,
-                "limit": result.case.limit,
-                "window_seconds": result.case.window_seconds,
-                "burst": result.case.burst,
-                "ok": None if result.not_judged else result.ok,
-                "not_judged": result.not_judged or None,
-                "refused": result.refused
-                and {
-                    "number": result.refused.number,
-                    "sent": result.refused.way,
-                    "tokens_requested": result.refused.cost,
-                    "error": result.refused.words,
-                },
-                "checks": [
-                    {
-                        "number": check.number,
-                        "sent": check.way,
-                        "tokens_requested": check.cost,
-                        "expected": check.expected._asdict(),
-                        "got": check.got._asdict(),
-                        "differences": check.differences,
-                    }
-                    for check in result.checks
-                ],
-            }
-            for result in results
-        ],
-    }
-
-
-def passed(results: Sequence[CaseResult]) -> bool:
-    """Whether at least one case was judged, and none differs."""
-    return all(result.ok for result in results) and any(not result.not_judged for result in results)
-
-
-def _rows(result: CaseResult) -> Iterator[tuple[object, ...]]:
-    case = result.case
-    name = (str(case.algorithm), case.name)
-    if result.not_judged:
-        yield (*name, "", "", f"not judged: {result.not_judged}", "–")
-        return
-    expected = _verdicts([check.expected.allowed for check in result.checks])
-    got = _verdicts([check.got.allowed for check in result.checks])
-    yield (*name, str(len(result.checks)), expected, got, "yes" if result.ok else "NO")
-    if result.refused is not None:
-        words = f"refused: {result.refused.words[:MOST_WORDS]}"
-        yield ("", _label(result.refused), "", "a decision", words, "")
-    different = [check for check in result.checks if check.differences]
-    for check in different[:MOST_DIFFERENCES]:
-        yield from _difference_rows(check)
-    if len(different) > MOST_DIFFERENCES:
-        yield ("", f"  and {len(different) - MOST_DIFFERENCES} more checks", "", "", "", "")
-
-
-def _label(check: Checked | Refused) -> str:
-    return f"  check {check.number + 1} {check.way}, cost {check.cost}"
-
-
-def _difference_rows(check: Checked) -> Iterator[tuple[object, ...]]:
-    label = _label(check)
-    for name in check.differences:
-        expected, got = getattr(check.expected, name), getattr(check.got, name)
-        yield ("", label, "", f"{name} {_text(expected)}", _text(got), "")
-        label = ""
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _verdicts(allowed: Sequence[bool]) -> str:
-    return f"{sum(allowed)} allowed, {len(allowed) - sum(allowed)} denied"
+def _why_not(place: Place) -> str:
+    return f"the server takes no such rules: {place.refused}" if place.refused else ""

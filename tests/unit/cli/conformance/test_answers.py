@@ -49,3 +49,41 @@ def test_times_may_differ_by_the_tolerance_and_nothing_else_may():
 
 def test_the_same_answer_later_names_a_later_time():
     assert DENIED.later(7) == DENIED._replace(reset_time=1_700_006_467)
+
+
+STATUSES = [
+    pb.LimitStatus(rule_id="b", name="day", allowed=True, remaining_tokens=3, reason=pb.WITHIN_LIMIT),
+    pb.LimitStatus(rule_id="a", name="s", allowed=False, retry_after_seconds=1, reason=pb.LIMIT_EXCEEDED),
+    pb.LimitStatus(rule_id="a", name="default", allowed=True, reason=pb.WITHIN_LIMIT),
+]  # fmt: skip
+
+
+def test_limits_are_told_by_the_place_of_their_rule_the_deciding_one_first():
+    told = Answer.of(pb.RateLimitResponse(limits=STATUSES), ["a", "b"]).limits
+    assert [(one.rule, one.name) for one in told] == [(1, "day"), (0, "default"), (0, "s")]
+    other = Answer.of(pb.RateLimitResponse(limits=STATUSES[1:]), ["b"]).limits
+    assert [one.rule for one in other] == [-1, -1]
+    assert Answer.of(pb.RateLimitResponse(limits=STATUSES)).limits == ()
+
+
+def test_a_single_limit_is_told_by_the_answer():
+    response = pb.RateLimitResponse(
+        rule_id="a", limit_name="s", allowed=True, remaining_tokens=7, reason=pb.WITHIN_LIMIT
+    )
+    [told] = Answer.of(response, ["a"]).limits
+    assert told == (0, "s", True, 7, 0, 0, "WITHIN_LIMIT")
+
+
+def test_a_difference_in_a_limit_is_named_by_its_path():
+    expected = Answer.of(pb.RateLimitResponse(limits=STATUSES), ["a", "b"])
+    fewer = Answer.of(pb.RateLimitResponse(limits=STATUSES[:1]), ["a", "b"])
+    changed = [pb.LimitStatus(rule_id="b", name="day", remaining_tokens=2), *STATUSES[1:]]
+    got = Answer.of(pb.RateLimitResponse(limits=changed), ["a", "b"])
+    assert expected.differences(got) == [
+        "limits[0].allowed", "limits[0].remaining_tokens", "limits[0].reason",
+    ]  # fmt: skip
+    assert {name.split(".")[0] for name in expected.differences(fewer)} == {
+        "limits[1]",
+        "limits[2]",
+    }
+    assert expected.differences(expected) == []

@@ -9,23 +9,29 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from ratelimitd.cli.conformance.cases import Answer, Case, Step, cases
 from ratelimitd.model import Algorithm
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 DIRECTORY = files("ratelimitd.cli.conformance").joinpath("vectors")
-SCHEMA = json.loads(DIRECTORY.joinpath("vectors.schema.json").read_text(encoding="utf-8"))
 FILES = [f"{algorithm}.json" for algorithm in Algorithm]
+POLICIES = "policies.json"
 
 
 def vectors(name):
     return json.loads(DIRECTORY.joinpath(name).read_text(encoding="utf-8"))
 
 
-def test_the_schema_is_one():
+SCHEMA, POLICIES_SCHEMA = vectors("vectors.schema.json"), vectors("policies.schema.json")
+
+
+def test_the_schemas_are_some():
     Draft202012Validator.check_schema(SCHEMA)
+    Draft202012Validator.check_schema(POLICIES_SCHEMA)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_file_is_valid_by_the_schema(name):
-    Draft202012Validator(SCHEMA).validate(vectors(name))
+@pytest.mark.parametrize("name", [*FILES, POLICIES])
+def test_every_file_is_valid_by_its_schema(name):
+    schema = POLICIES_SCHEMA if name == POLICIES else SCHEMA
+    Draft202012Validator(schema).validate(vectors(name))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ def test_every_case_of_every_file_is_read_as_it_is_there():
     read = cases()
     there = [
         (name.removesuffix(".json"), case)
-        for name in sorted(FILES)
+        for name in sorted([*FILES, POLICIES])
         for case in vectors(name)["cases"]
     ]
     assert [(case.algorithm, case.name) for case in read] == [
@@ -70,6 +76,45 @@ def test_every_case_of_every_file_is_read_as_it_is_there():
     expected = Answer(*fields, first["reason"], case["limit"], case["window_seconds"])
     assert read[0] == Case.of(algorithm, case)
     assert read[0].steps[0] == Step(first["at_us"], first["cost"], expected)
+
+
+def test_a_case_of_policies_is_read_as_it_is_there():
+    there = vectors(POLICIES)["cases"]
+    read = [case for case in cases() if case.rules]
+    assert [case.name for case in read] == [case["name"] for case in there]
+    case, [first, *_] = read[0], there[0]["steps"]
+    assert (case.limit, case.window_seconds) == (10, 86_400)
+    [rule] = case.rules
+    assert [limit.name for limit in rule.limits][-1] == "two"
+    step = case.steps[0]
+    assert (step.at_us, step.cost, step.endpoint) == (first["at_us"], 1, "/a")
+    assert step.identities == (("user", "ada"),)
+    assert (step.expected.limit, step.expected.window_seconds) == (2, 600)
+    assert [one.name for one in step.expected.limits] == [
+        "two", *sorted({limit.name for limit in rule.limits} - {"two"})
+    ]  # fmt: skip
+    assert case.rule_ids("/x/1") != case.rule_ids("/x/2")
+
+
+def test_no_rule_for_other_endpoints_is_among_those_that_judge_a_policy():
+    for case in cases():
+        rules = {(rule.endpoint, rule.identifier_type) for rule in case.rules}
+        for step in case.steps if rules else ():
+            assert {(step.endpoint, kind) for kind, _ in step.identities} <= rules, case.name
+
+
+def test_the_policies_show_what_is_to_be_shown():
+    rules = [rule for case in cases() for rule in case.rules]
+    assert {rule.identifier_type for rule in rules} >= {"user", "ip", "ip+user", "all"}
+    assert "**" in {rule.endpoint for rule in rules}
+    assert 8 in {len(rule.limits) for rule in rules}
+    assert {limit.enforcement for rule in rules for limit in rule.limits} == {
+        pb.ENFORCE, pb.OBSERVE,
+    }  # fmt: skip
+    steps = [step for case in cases() if case.rules for step in case.steps]
+    assert {step.expected.reason for step in steps} == {
+        "WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT",
+    }  # fmt: skip
 
 
 def test_a_case_knows_its_rule_and_whether_its_time_goes_back():

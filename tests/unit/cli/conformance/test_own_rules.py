@@ -12,6 +12,8 @@ from tests.fake_node import status
 
 CHOSEN = cases()[:3]
 
+POLICY = next(case for case in cases() if len(case.rules) > 1)
+
 
 @pytest.fixture(autouse=True)
 def interruptible():
@@ -26,24 +28,51 @@ def with_rules(node):
     target = Target(node.address, 5.0)
     node.add_rule("/others", id="others")
 
-    def run(inside=lambda: None):
-        with target.client() as client, own_rules(target, client, "/c", CHOSEN) as endpoints:
+    def run(inside=lambda: None, chosen=CHOSEN):
+        with target.client() as client, own_rules(target, client, "/c", chosen) as places:
             inside()
-            return endpoints
+            return places
 
     return run
 
 
 def test_each_case_has_its_rule_while_the_run_lasts(with_rules, node):
     seen = []
-    endpoints = with_rules(lambda: seen.extend(node.rules.values()))
-    assert endpoints == ["/c/0", "/c/1", "/c/2"]
+    places = with_rules(lambda: seen.extend(node.rules.values()))
+    assert places == [("/c/0", ""), ("/c/1", ""), ("/c/2", "")]
     assert [
         (rule.endpoint, rule.limit, rule.window_seconds, rule.algorithm) for rule in seen[1:]
     ] == [
-        (endpoint, case.limit, case.window_seconds, case.algorithm)
-        for endpoint, case in zip(endpoints, CHOSEN, strict=True)
+        (place.endpoint, case.limit, case.window_seconds, case.algorithm)
+        for place, case in zip(places, CHOSEN, strict=True)
     ]
+    assert list(node.rules) == ["others"]
+
+
+def test_a_policy_has_all_its_rules_under_ids_of_its_own(with_rules, node):
+    seen = []
+    assert with_rules(lambda: seen.extend(node.rules.values()), [POLICY]) == [("/c/0", "")]
+    assert [(rule.id, rule.endpoint, rule.identifier_type) for rule in seen[1:]] == [
+        (rule_id, f"/c/0{rule.endpoint}", rule.identifier_type)
+        for rule_id, rule in zip(POLICY.rule_ids("/c/0"), POLICY.rules, strict=True)
+    ]
+    assert list(node.rules) == ["others"]
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS])
+def test_a_policy_whose_rules_are_not_taken_is_told_and_the_others_have_theirs(
+    with_rules, node, monkeypatch, code
+):
+    saw = node._saw
+
+    def refusing(request, context):
+        saw(request, context)
+        if node.methods()[-1] == "CreateRateLimit" and request.rate_limit.identifier_type == "ip":
+            context.abort(code, "one identity")
+
+    monkeypatch.setattr(node, "_saw", refusing)
+    places = with_rules(chosen=[POLICY, CHOSEN[0]])
+    assert places == [("/c/0", "one identity"), ("/c/1", "")]
     assert list(node.rules) == ["others"]
 
 

@@ -4,15 +4,8 @@ import io
 import re
 
 from ratelimitd.cli.conformance.cases import cases
-from ratelimitd.cli.conformance.run import (
-    CaseResult,
-    Checked,
-    RealTime,
-    Refused,
-    as_json,
-    passed,
-    print_table,
-)
+from ratelimitd.cli.conformance.report import as_json, passed, print_table
+from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime, Refused
 from ratelimitd.cli.output import Output
 
 CASE, OTHER = cases()[:2]
@@ -100,8 +93,8 @@ def test_json_has_every_check_with_the_names_of_the_contract():
         "number": 1,
         "sent": "alone",
         "tokens_requested": 1,
-        "expected": CASE.steps[1].expected._asdict(),
-        "got": CASE.steps[1].expected._replace(allowed=False, reset_time=7)._asdict(),
+        "expected": CASE.steps[1].expected.fields(),
+        "got": CASE.steps[1].expected._replace(allowed=False, reset_time=7).fields(),
         "differences": ["allowed", "reset_time"],
     }
 

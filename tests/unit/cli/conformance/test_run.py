@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ratelimitd.cli.client_options import CliError, Target, UsageError
-from ratelimitd.cli.conformance.cases import cases, own_rules
+from ratelimitd.cli.conformance.cases import Place, cases, own_rules
 from ratelimitd.cli.conformance.run import RealTime, Refused, Runner
 from ratelimitd.model import Algorithm
 from ratelimitd.testing import ManualClock, running_node
@@ -35,8 +35,8 @@ class SetTime:
 
 def run_in_real_time(address, time):
     target, chosen = Target(address, 5.0), CHOSEN
-    with target.client() as client, own_rules(target, client, "/c", chosen) as endpoints:
-        return Runner(client, chosen, endpoints, name="c", time=time).with_real_time(HOW)
+    with target.client() as client, own_rules(target, client, "/c", chosen) as places:
+        return Runner(client, chosen, places, name="c", time=time).with_real_time(HOW)
 
 
 async def test_in_real_time_the_cases_that_can_be_are_as_expected():
@@ -51,6 +51,7 @@ async def test_in_real_time_the_cases_that_can_be_are_as_expected():
         "",
         "its time goes back",
         "it takes longer",
+        "it has several limits",
     }
     assert clock.monotonic_us() < HOW.longest_us + 2_000_000
 
@@ -74,11 +75,13 @@ class Answering:
 
 def runner(client, *chosen):
     time = SetTime(ManualClock())
-    endpoints = [f"/{number}" for number in range(len(chosen))]
-    return Runner(client, chosen, endpoints, name="c", time=time), time
+    places = [Place(f"/{number}") for number in range(len(chosen))]
+    return Runner(client, chosen, places, name="c", time=time), time
 
 
 CASE = cases()[0]
+
+POLICY = next(case for case in cases() if len(case.rules) > 1)
 
 IN_FORCE = pb.RateLimitResponse(reason=pb.WITHIN_LIMIT, reset_time=1_700_006_460)
 
@@ -114,6 +117,16 @@ def test_a_server_with_a_clock_of_its_own_is_recognised_before_anything_is_spent
     with pytest.raises(UsageError, match=r"TIMESTAMPS=caller for this, or give --real-time$"):
         run.with_virtual_time(one_batch=False)
     assert [request.peek for batch in client.asked for request in batch] == [True]
+
+
+def test_a_case_whose_rules_are_not_taken_is_not_asked():
+    client = Answering(IN_FORCE)
+    places = [Place("/0"), Place("/1", "one limit")]
+    run = Runner(client, [CASE, POLICY], places, name="c", time=SetTime(ManualClock()))
+    first, second = run.with_virtual_time(one_batch=True)
+    assert not first.not_judged
+    assert (second.not_judged, second.checks) == ("the server takes no such rules: one limit", [])
+    assert {request.endpoint for batch in client.asked[:1] for request in batch} == {"/0"}
 
 
 def test_wrong_answers_are_results():
