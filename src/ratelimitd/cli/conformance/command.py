@@ -61,9 +61,10 @@ def conformance(
 ) -> None:
     """See whether a server answers as the contract says, and print a table of what it was asked.
 
-    Any server of the contract: it makes rules for endpoints of its own (/conformance- and something random), and one for
-    ** that denies nobody else, asks checks, and deletes the rules again, also after Ctrl-C. It needs the admin role. The checks carry the time that they
-    are to be judged at, so the server must go by it (TIMESTAMPS=caller); with --real-time it goes by its own.
+    Any server of the contract: it makes rules for endpoints of its own (/conformance- and something random), and one
+    for ** that denies nobody else, asks checks, and deletes the rules again, also after Ctrl-C. It needs the admin
+    role. The checks carry the time that they are to be judged at, so the server must go by it (TIMESTAMPS=caller);
+    with --real-time it goes by its own.
 
     Exit status: 0 as expected, 1 when an answer differs, a check is refused or none could be judged, 2 when the server
     cannot be asked.

@@ -6,9 +6,9 @@ Never touches a store or a limiter: roles, validation, audit trail and errors ar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
@@ -58,11 +58,20 @@ class Rejected(Exception):  # noqa: N818 -- an answer, not a failure
 
 
 class Question(NamedTuple):
-    """Input of a check or a reset."""
+    """Input of a check or a reset; ``also`` are pairs of type and identifier."""
 
     identifier: str
     identifier_type: str
     endpoint: str
+    also: Sequence[tuple[str, str]] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the contract's messages."""
+        also = [
+            ratelimiter_pb2.Identity(identifier_type=kind, identifier=identifier)
+            for kind, identifier in self.also
+        ]
+        return {**self._asdict(), "also": also}
 
 
 class ServiceCalls:
@@ -99,7 +108,7 @@ class ServiceCalls:
     ) -> ratelimiter_pb2.RateLimitResponse:
         """Check; spends unless ``peek``."""
         message = ratelimiter_pb2.RateLimitRequest(
-            **question._asdict(), tokens_requested=cost, peek=peek
+            **question.fields(), tokens_requested=cost, peek=peek
         )
         answer = await self._ask(request, CHECK_METHOD, message)
         return ratelimiter_pb2.RateLimitResponse.FromString(answer)
@@ -108,13 +117,13 @@ class ServiceCalls:
         self, request: Request, question: Question, cost: int
     ) -> ratelimiter_pb2.Explanation:
         """Ask what a check would be answered, and why; spends nothing."""
-        message = ratelimiter_pb2.RateLimitRequest(**question._asdict(), tokens_requested=cost)
+        message = ratelimiter_pb2.RateLimitRequest(**question.fields(), tokens_requested=cost)
         answer = await self._ask(request, EXPLAIN_METHOD, message)
         return ratelimiter_pb2.Explanation.FromString(answer)
 
     async def reset(self, request: Request, question: Question) -> None:
         """Reset an identifier."""
-        await self._ask(request, RESET_METHOD, ratelimiter_pb2.ResetRequest(**question._asdict()))
+        await self._ask(request, RESET_METHOD, ratelimiter_pb2.ResetRequest(**question.fields()))
 
     async def _ask(self, request: Request, method: str, message: Message) -> bytes:
         call = self._frame.call(request, method)

@@ -17,7 +17,6 @@ from urllib.parse import urlencode
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import (
-    DEFAULT_LIMIT,
     EVERY_ENDPOINT,
     GLOBAL_ENDPOINT,
     Algorithm,
@@ -27,7 +26,7 @@ from ratelimitd.model import (
     Rule,
 )
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, RuleDraft, in_order
+from ratelimitd.rules.store import FIRST_LIMIT, LIMIT_FIELDS, LimitDraft, RuleDraft, in_order
 from ratelimitd.rules.validation import RuleRow, validated
 from ratelimitd.web.pages.rendering import duration, number
 
@@ -37,7 +36,7 @@ LABELS: Final[Mapping[str, str]] = {
     "limit": "Limit",
     "window_seconds": "Window",
     "algorithm": "Algorithm",
-    "limits": "More limits",
+    "limits": "Limits",
     "enabled": "Enabled",
 }
 """The fields of a rule, in the order in which they are shown."""
@@ -65,12 +64,28 @@ def fields_differences(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> list[Difference]:
     """As :func:`differences`, for fields of which nothing is certain."""
+    found: list[Difference] = []
+    for name, label in LABELS.items():
+        row = Difference(label, _shown(name, before), _shown(name, after))
+        found += _limit_differences(row) if name == "limits" else [row]
+    return found
+
+
+def _limit_differences(row: Difference) -> list[Difference]:
+    """A row for each limit of two lists as they are stored, and one for their order; nothing where there are none."""
+    try:
+        was, will = _list_shown(row.before), _list_shown(row.after)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return [row]
     found = [
-        Difference(label, _shown(name, before), _shown(name, after))
-        for name, label in LABELS.items()
+        Difference(f"Limit {name}", was.get(name, ""), will.get(name, "")) for name in was | will
     ]
-    more = LABELS["limits"]
-    return [one for one in found if one.label != more or one.before or one.after]
+    before, after = [
+        [name for name in one if name in was.keys() & will.keys()] for one in (was, will)
+    ]
+    if before != after:
+        found.append(Difference("Order of limits", ", ".join(before), ", ".join(after)))
+    return found
 
 
 def fields_of(rule: Rule | None) -> dict[str, Any] | None:
@@ -120,6 +135,7 @@ _COMES_BACK: Final = (
 _OTHER_BUCKETS: Final = (
     "What was spent under the old endpoint and identifier type does not count under the new ones."
 )
+_ORDER: Final = "Every limit stays as it is. Their order decides nothing, but which of equal ones an answer names."
 _AFRESH: Final = (
     "All buckets start afresh: window and algorithm belong to a bucket, so a used-up limit is whole"
     " again. The old buckets stay until they expire; taking this change back finds them, with what was spent."
@@ -143,7 +159,7 @@ def _edited(was: Rule, will: Rule) -> list[str]:
             observes = limit.enforcement is Enforcement.OBSERVE
             what = "only observes from now on" if observes else "denies from now on"
             told.append(f"{name} {what}, and keeps what it counted.")
-    return told
+    return told or [_ORDER]
 
 
 def _limit_edited(was: Limit, will: Limit) -> str:
@@ -204,26 +220,21 @@ def _shown(name: str, fields: Mapping[str, Any] | None) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if name == "limits":
-        return _list_shown(str(value))
     if name == "window_seconds" and isinstance(value, int):
         spelt, seconds = duration(value), f"{number(value)} s"
         return spelt if spelt == seconds else f"{spelt} ({seconds})"
     return number(value) if isinstance(value, int) else str(value)
 
 
-def _list_shown(stored: str) -> str:
-    """A stored list of limits; as it is stored if that is none."""
-    try:
-        first, *more = json.loads(stored)
-        shown = [f"{limit['name']}: {_limit_summary(LimitDraft(**limit))}" for limit in more]
-        noted = f", burst {number(first['burst'])}" if "burst" in first else ""
-        noted += ", observed" if "enforcement" in first else ""
-        if first["name"] != DEFAULT_LIMIT or noted:
-            shown.insert(0, f"{first['name']}: the first{noted}")
-        return "; ".join(shown)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return stored
+def _list_shown(stored: str) -> dict[str, str]:
+    """The limits of a stored list by their names; raises an error if it is none."""
+    if not stored:
+        return {}
+    first, *more = json.loads(stored)
+    noted = f", burst {number(first['burst'])}" if "burst" in first else ""
+    noted += ", observed" if "enforcement" in first else ""
+    shown = {first["name"]: f"the first{noted}"}
+    return shown | {limit["name"]: _limit_summary(LimitDraft(**limit)) for limit in more}
 
 
 PAGE_RULES: Final = 50
@@ -364,7 +375,7 @@ class RuleForm(NamedTuple):
             algorithm=fields.get("algorithm", ""),
             enabled="enabled" in fields,
             name=fields.get("name", "").strip(),
-            more=fields.get("more", "").replace("\r", "").strip(),
+            more="\n".join(filter(str.strip, fields.get("more", "").splitlines())),
             observe="observe" in fields,
             burst=fields.get("burst", "").strip(),
         )
@@ -389,6 +400,20 @@ class RuleForm(NamedTuple):
             observe=rule.enforcement is Enforcement.OBSERVE,
             burst=str(rule.burst or ""),
         )
+
+    @classmethod
+    def promoting(cls, rule: Rule, name: str) -> Self | None:
+        """With the values of a rule whose limit ``name`` enforces, in the place of the first.
+
+        ``None`` if no limit of this name only observes.
+        """
+        for limit in rule.limits:
+            if limit.name == name and limit.enforcement is Enforcement.OBSERVE:
+                first = {field: getattr(limit, field) for field in LIMIT_FIELDS}
+                first["enforcement"] = Enforcement.ENFORCE
+                more = tuple(other for other in rule.more if other is not limit)
+                return cls.of_rule(replace(rule, **first, more=more))
+        return None
 
     def checked(self) -> Rule:
         """The rule, without an id.

@@ -79,6 +79,7 @@ class RulesPages:
             Route("/rules/{id}", reading(self.show)),
             Route("/rules/{id}", posting(self.edit), methods=["POST"]),
             Route("/rules/{id}/switch", reading(self.preview_switch)),
+            Route("/rules/{id}/promote", reading(self.preview_promotion)),
             Route("/rules/{id}/delete", reading(self.preview_delete)),
             Route("/rules/{id}/delete", posting(self.delete), methods=["POST"]),
         ]
@@ -175,6 +176,17 @@ class RulesPages:
         if rule is None:
             return await self._missing(request)
         form = RuleForm.of_rule(rule)._replace(enabled=not rule.enabled)
+        return self._preview(request, form, rule, form.checked())
+
+    async def preview_promotion(self, request: Request) -> Response:
+        """What happens when a limit that only observes takes the place of the first; the address names it."""
+        rule = self._rule(request)
+        if rule is None:
+            return await self._missing(request)
+        form = RuleForm.promoting(rule, request.query_params.get("limit", ""))
+        if form is None:
+            text = "No limit of this rule has this name and only observes."
+            return await self._frame.message(request, "There is no such limit", text, 404)
         return self._preview(request, form, rule, form.checked())
 
     async def preview_delete(self, request: Request) -> Response:

@@ -5,7 +5,9 @@ Identifiers are in forms only, never in an address: addresses stay behind in his
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
@@ -45,17 +47,22 @@ SAID: Final[Mapping[tuple[bool, bool], str]] = {
 COST_PROBLEM: Final = f"must be a whole number from 0 to {INT32_MAX}; 0 means 1"
 
 
+ALSO: Final = "also-"
+"""Begin of the name of a field for a further identity; the type follows."""
+
+
 class CheckForm(NamedTuple):
-    """A check as it was typed."""
+    """A check as it was typed; ``also`` are the further identifiers, by their type."""
 
     identifier: str = ""
     identifier_type: str = IdentifierType.USER
     endpoint: str = ""
     cost: str = "1"
     peek: bool = False
+    also: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
-    def of_fields(cls, fields: Fields) -> CheckForm:
+    def of_fields(cls, fields: Fields, types: Sequence[str]) -> CheckForm:
         """From the fields of a form; a box that is not ticked is not among them."""
         return cls(
             fields.get("identifier", ""),
@@ -63,12 +70,27 @@ class CheckForm(NamedTuple):
             fields.get("endpoint", ""),
             fields.get("cost", "1").strip(),
             "peek" in fields,
+            {kind: fields[ALSO + kind] for kind in types if fields.get(ALSO + kind)},
         )
 
     @property
     def question(self) -> Question:
         """What a service is asked."""
-        return Question(self.identifier, self.identifier_type, self.endpoint)
+        also = tuple(self.also.items())
+        return Question(self.identifier, self.identifier_type, self.endpoint, also)
+
+    def errors(self, refused: Mapping[str, str]) -> dict[str, str]:
+        """Return the errors of the fields of the form, of those that a service has refused."""
+        found: dict[str, str] = {}
+        types = list(self.also)
+        for field, text in refused.items():
+            place = _IN_ALSO.match(field)
+            name = field if place is None else ALSO + types[int(place[1])]
+            found[name] = text
+        return found
+
+
+_IN_ALSO: Final = re.compile(r"also\[(\d+)\]")
 
 
 class TryPage:
@@ -104,7 +126,7 @@ class TryPage:
 
     async def act(self, request: Request, fields: Fields) -> Response:
         """A check, a reset, or the question whether to reset."""
-        form = CheckForm.of_fields(fields)
+        form = CheckForm.of_fields(fields, self._types)
         action = fields.get("action", "check")
         try:
             if action == "reset":
@@ -122,7 +144,7 @@ class TryPage:
                 form,
                 status_code=status,
                 about="check" if action in {"check", "explain"} else "reset",
-                errors=error.fields,
+                errors=form.errors(error.fields),
                 problem="" if error.fields else error.message,
             )
 
@@ -160,6 +182,7 @@ class TryPage:
             status_code=status_code,
             form=form,
             types=self._types,
+            ALSO=ALSO,
             **given,
         )
 
@@ -170,10 +193,17 @@ class _ExplainedRule:
     def __init__(self, message: ratelimiter_pb2.RuleExplanation) -> None:
         self.message = message
         self.words = MATCH_WORDS.get(message.match, "")
-        self.limits = [
-            (limit, SAID[limit.enforcement == ratelimiter_pb2.OBSERVE, limit.allowed])
-            for limit in message.limits
-        ]
+        self.limits = _said(message.limits)
+
+
+def _said(
+    limits: Iterable[ratelimiter_pb2.LimitStatus],
+) -> list[tuple[ratelimiter_pb2.LimitStatus, str]]:
+    """Return each limit with what it says."""
+    return [
+        (limit, SAID[limit.enforcement == ratelimiter_pb2.OBSERVE, limit.allowed])
+        for limit in limits
+    ]
 
 
 class _Answer:
@@ -184,4 +214,5 @@ class _Answer:
         self.reason = ratelimiter_pb2.Reason.Name(answer.reason)
         self.words = WORDS.get(answer.reason, "")
         self.fail_open = self.reason.startswith("FAIL_OPEN")
+        self.limits = _said(answer.limits)
         self.reset_in_s = max(0, answer.reset_time - now_s) if answer.reset_time else 0

@@ -130,14 +130,38 @@ DAY = Limit(
 SEVERAL = replace(ORDERS, more=(DAY,))
 
 
+def changed(before, after):
+    return [tuple(row) for row in differences(before, after) if row.changed]
+
+
 class TestSeveralLimits:
-    def test_further_limits_are_one_field_that_is_shown_where_there_are_some(self):
-        [(label, before, after)] = [row for row in differences(ORDERS, SEVERAL) if row.changed]
-        assert (label, before) == ("More limits", "")
-        assert after == "day: 10\u202f000 in 1 d, fixed window"
-        [named] = [row for row in differences(ORDERS, replace(ORDERS, name="s")) if row.changed]
-        assert named.after == "s: the first"
-        assert "More limits" not in [row.label for row in differences(ORDERS, ORDERS)]
+    def test_each_limit_is_a_row_that_is_shown_where_there_are_several(self):
+        assert changed(ORDERS, SEVERAL) == [
+            ("Limit default", "", "the first"),
+            ("Limit day", "", "10\u202f000 in 1 d, fixed window"),
+        ]
+        assert changed(ORDERS, replace(ORDERS, name="s")) == [("Limit s", "", "the first")]
+        assert not any("Limit " in row.label for row in differences(ORDERS, ORDERS))
+        hour = replace(DAY, name="hour", window_seconds=3_600)
+        assert changed(SEVERAL, replace(SEVERAL, more=(replace(DAY, limit=7), hour))) == [
+            ("Limit day", "10\u202f000 in 1 d, fixed window", "7 in 1 d, fixed window"),
+            ("Limit hour", "", "10\u202f000 in 1 h, fixed window"),
+        ]
+        assert changed(SEVERAL, replace(SEVERAL, more=(replace(DAY, name="d"),))) == [
+            ("Limit day", "10\u202f000 in 1 d, fixed window", ""),
+            ("Limit d", "", "10\u202f000 in 1 d, fixed window"),
+        ]
+
+    def test_another_order_of_limits_is_told(self):
+        hour = replace(DAY, name="hour", window_seconds=3_600)
+        one, other = replace(ORDERS, more=(DAY, hour)), replace(ORDERS, more=(hour, DAY))
+        assert changed(one, other) == [
+            ("Order of limits", "default, day, hour", "default, hour, day")
+        ]
+        assert said(one, other).startswith("Every limit stays as it is.")
+        assert changed(one, replace(one, more=(hour,))) == [
+            ("Limit day", "10\u202f000 in 1 d, fixed window", "")
+        ]
 
     @pytest.mark.parametrize("stored", ["x", "[]", "7", '[{"name":"a"},{"name":"b"}]', "[7]"])
     def test_a_stored_list_that_is_none_is_shown_as_it_is(self, stored):
@@ -168,8 +192,27 @@ class TestSeveralLimits:
         first = replace(ORDERS, enforcement=Enforcement.OBSERVE)
         assert RuleForm.of_rule(first).observe
         assert RuleForm.of_rule(first).checked().enforcement is Enforcement.OBSERVE
-        [row] = [row for row in differences(None, first) if row.label == "More limits"]
-        assert row.after == "default: the first, observed"
+        [row] = [row for row in differences(None, first) if row.label.startswith("Limit ")]
+        assert row[::2] == ("Limit default", "the first, observed")
+
+    def test_the_form_of_a_promotion_has_the_candidate_first_and_enforced(self):
+        candidate = replace(DAY, enforcement=Enforcement.OBSERVE)
+        hour = replace(DAY, name="hour", window_seconds=3_600)
+        rule = replace(ORDERS, more=(candidate, hour))
+        form = RuleForm.promoting(rule, "day")
+        assert form is not None
+        assert [replace(limit, revision=3) for limit in form.checked().limits] == [
+            replace(form.checked(), revision=3), hour,
+        ]  # fmt: skip
+        after = form.checked()
+        assert (after.name, after.limit, after.enforcement) == ("day", 10_000, Enforcement.ENFORCE)
+        assert "day denies from now on, and keeps what it counted." in said(rule, after)
+        only = replace(ORDERS, enforcement=Enforcement.OBSERVE)
+        alone = RuleForm.promoting(only, "default")
+        assert alone is not None
+        assert not alone.checked().has_list
+        for name in ("hour", "default", ""):
+            assert RuleForm.promoting(rule, name) is None
 
     def test_a_form_keeps_what_a_rule_says(self):
         form = RuleForm.of_rule(SEVERAL)
@@ -217,7 +260,7 @@ class TestBurst:
     def test_a_burst_is_shown_beside_its_limit(self):
         assert summary(self.WITH) == "1\u202f000 in 1 min, token bucket, burst 5\u202f000"
         [row] = [row for row in differences(ORDERS, self.WITH) if row.changed]
-        assert (row.label, row.after) == ("More limits", "default: the first, burst 5\u202f000")
+        assert (row.label, row.after) == ("Limit default", "the first, burst 5\u202f000")
         more = replace(ORDERS, more=(replace(self.WITH, name="more"),))
         [row] = [row for row in differences(ORDERS, more) if row.changed]
         assert row.after == "more: 1\u202f000 in 1 min, token bucket, burst 5\u202f000"

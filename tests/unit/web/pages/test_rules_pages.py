@@ -78,7 +78,7 @@ async def test_a_rule_is_shown_before_it_is_created_and_then_holds(visitor, node
 async def test_a_rule_with_several_limits_is_made_shown_and_edited(visitor, node):
     more = "day 10000 86400 fixed_window"
     preview = await visitor.post("/rules/new", {**RULE, "more": more, "step": "preview"})
-    assert "day: 10\u202f000 in 1 d, fixed window" in preview.text
+    assert '<th scope="row">Limit day</th><td>10\u202f000 in 1 d, fixed window' in preview.text
     answer = await visitor.post("/rules/new", {**hidden_in(preview.text), "step": "store"})
     address = answer.headers["location"].partition("?")[0]
     [rule] = book_of(node).rules()
@@ -93,12 +93,54 @@ async def test_a_rule_with_several_limits_is_made_shown_and_edited(visitor, node
     assert (await visitor.post(address, edit)).status_code == 303
     assert [rule.more for rule in book_of(node).rules()] == [()]
     audit = (await visitor.get("/audit")).text
-    assert "day: 10\u202f000 in 1 d, fixed window" in audit
+    assert "Limit day: " in audit
+    assert "<del>10\u202f000 in 1 d, fixed window</del>" in audit
+
+
+async def test_limits_are_added_renamed_reordered_and_removed_by_the_form_alone(visitor, node):
+    await visitor.post("/rules/new", {**RULE, "step": "store"})
+    [rule] = book_of(node).rules()
+    day, hour = "day 10000 86400 fixed_window", "hour 900 3600 sliding_window"
+    for typed, names, told in (
+        (f"{day}\r\n{hour}\r\n", ["default", "day", "hour"], "Limit hour"),
+        (f"{hour}\r\n\r\n{day}", ["default", "hour", "day"], "Order of limits"),
+        (f"{hour}\r\n{day.replace('day', 'd')}", ["default", "hour", "d"], "Limit d"),
+        (hour, ["default", "hour"], "There is no limit d from now on."),
+    ):
+        form = await visitor.get(f"/rules/{rule.id}")
+        edit = {**RULE, "etag": hidden_in(form.text)["etag"], "more": typed}
+        preview = await visitor.post(f"/rules/{rule.id}", {**edit, "step": "preview"})
+        assert told in preview.text
+        # What the browser sends is what the preview carries on.
+        kept = hidden_in(preview.text)
+        stored = await visitor.post(f"/rules/{rule.id}", {**kept, "step": "store"})
+        assert stored.status_code == 303
+        [found] = book_of(node).rules()
+        assert [limit.name for limit in found.limits] == names
+
+
+async def test_a_limit_that_observes_is_promoted_after_a_preview(visitor, node):
+    more = "candidate 3 60 fixed_window observe"
+    await visitor.post("/rules/new", {**RULE, "more": more, "step": "store"})
+    [rule] = book_of(node).rules()
+    form = await visitor.get(f"/rules/{rule.id}")
+    address = f"/rules/{rule.id}/promote?limit=candidate"
+    assert f'href="{address}">Enforce candidate</a>' in form.text
+    preview = await visitor.get(address)
+    assert "candidate denies from now on, and keeps what it counted." in preview.text
+    assert "There is no limit default from now on." in preview.text
+    await visitor.post(f"/rules/{rule.id}", {**hidden_in(preview.text), "step": "store"})
+    [promoted] = book_of(node).rules()
+    assert [(limit.name, limit.limit, limit.enforcement) for limit in promoted.limits] == [
+        ("candidate", 3, "enforce")
+    ]
+    assert (await visitor.get(address)).status_code == 404
+    assert (await visitor.get("/rules/none/promote?limit=candidate")).status_code == 404
 
 
 async def test_a_burst_is_made_shown_and_taken_away(visitor, node):
     preview = await visitor.post("/rules/new", {**RULE, "burst": "50", "step": "preview"})
-    assert "default: the first, burst 50" in preview.text
+    assert "<td>the first, burst 50</td>" in preview.text
     answer = await visitor.post("/rules/new", {**hidden_in(preview.text), "step": "store"})
     address = answer.headers["location"].partition("?")[0]
     assert [(rule.limit, rule.burst) for rule in book_of(node).rules()] == [(10, 50)]

@@ -163,3 +163,72 @@ async def test_an_explanation_spends_nothing_and_says_why(visitor):
     assert "No rule is for this endpoint, for * or for **." in text
     status, text = await check(visitor, identifier="", action="explain")
     assert (status, "must be 1 to 256 bytes" in text) == (422, True)
+
+
+@pytest_asyncio.fixture
+async def tenants(clock, tmp_path):
+    """The page of a node with a declared type, and a rule for each identity of a check."""
+    rules = tmp_path / "several.yaml"
+    rules.write_text(
+        "rules:\n"
+        "- {endpoint: /orders, identifier_type: user, limit: 3, window_seconds: 60, algorithm: fixed_window}\n"
+        "- endpoint: /orders\n  identifier_type: tenant\n  limits:\n"
+        "  - {limit: 2, window_seconds: 60, algorithm: fixed_window}\n"
+        "  - {name: day, limit: 1, window_seconds: 86400, algorithm: fixed_window, enforcement: observe}\n"
+    )
+    node = running_node(clock=clock, rules_file=rules, identifier_types="tenant")
+    async with node as found, PageVisitor(found.http_address) as visitor:
+        yield visitor
+
+
+async def test_a_check_may_name_further_identities_and_tells_every_limit(tenants):
+    also = {"also-tenant": "acme", "also-ip": ""}
+    _, text = await check(tenants, **also)
+    assert "allowed user alice , tenant acme on /orders" in text
+    assert "Decided by tenant, default: 2 in 1 min" in text
+    assert "all were charged" in text
+    assert "tenant default: 2 in 1 min allows 1" in text
+    assert "tenant day: 1 in 1 d only observes: allows 0" in text
+    assert "user default: 3 in 1 min allows 2" in text
+    _, text = await check(tenants, identifier="bob", **also)
+    assert "tenant day: 1 in 1 d only observes: would deny 0" in text
+    _, text = await check(tenants, **also)
+    assert "denied user alice , tenant acme" in text
+    assert "none was charged" in text
+    assert "user default: 3 in 1 min allows 2" in text
+    assert "Every limit" not in (await check(tenants, peek="on"))[1]
+
+
+async def test_an_explanation_counts_further_identities(tenants):
+    await check(tenants, **{"also-tenant": "acme"}, cost="2")
+    _, text = await check(tenants, action="explain", **{"also-tenant": "acme"})
+    assert "denied user alice , tenant acme" in text
+    assert "/orders tenant default: 2 in 1 min denies, 0 left" in text
+    assert "Every limit" not in text
+
+
+async def test_a_further_identity_is_refused_at_its_field_and_stays_typed(tenants):
+    fields = {**ALICE, "also-ip": "nowhere", "also-user": "bob", "also-tenant": "acme"}
+    answer = await tenants.post("/try", {**fields, "action": "check"})
+    assert answer.status_code == 422
+    assert set(errors_in(answer.text)) == {"also-ip", "also-user"}
+    assert 'value="nowhere"' in answer.text
+    assert "<details open>" in answer.text
+
+
+async def test_further_identities_are_offered_for_declared_types_and_closed_at_first(tenants):
+    page = (await tenants.get("/try")).text
+    assert re.findall(r'name="also-(\w+)"', page) == ["user", "ip", "api_key", "tenant"]
+    assert "<details>" in page
+
+
+async def test_more_further_identities_than_a_check_takes_are_refused():
+    types = [f"t{number}" for number in range(6)]
+    async with (
+        running_node(identifier_types=",".join(types)) as node,
+        PageVisitor(node.http_address) as visitor,
+    ):
+        also = {f"also-{kind}": "x" for kind in ["api_key", *types]} | {"also-ip": "::1"}
+        status, text = await check(visitor, **also)
+    assert status == 422
+    assert "at most 7" in text
