@@ -34,6 +34,11 @@ DAY = pb.Limit(name="day", limit=9, window_seconds=86_400, algorithm="fixed_wind
 SPENT_DAY = pb.Limit(name="day", limit=-1, window_seconds=86_400, algorithm="fixed_window")
 
 
+def limit_of(name, **fields):
+    valid = {"limit": 1, "window_seconds": 1, "algorithm": "fixed_window"}
+    return pb.Limit(name=name, **{**valid, **fields})
+
+
 @pytest.fixture
 async def unharmed(node, caplog):
     """A node with a half-used bucket, which must be the same after the test."""
@@ -192,7 +197,21 @@ async def test_an_identifier_that_is_no_utf8_is_named_by_its_identity(unharmed):
 
 
 async def test_the_endpoint_of_the_rule_over_all_is_none_of_a_check(unharmed):
-    assert await refusal(unharmed, CHECK, check(endpoint="**")) == (INVALID, ["endpoint"])
+    for path in (CHECK, EXPLAIN):
+        assert await refusal(unharmed, path, check(endpoint="**")) == (INVALID, ["endpoint"])
+    batch = pb.BatchRateLimitRequest(requests=[check(endpoint="**")])
+    (answer,) = (await unharmed.checks.CheckRateLimitBatch(batch)).responses
+    assert answer.error.startswith("requests[0].endpoint: ")
+
+
+async def test_a_mask_changes_no_rule_to_limits_that_are_none(unharmed):
+    existing = (await unharmed.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits[0]
+    for limits, named in (([FIRST, DAY, DAY], "limits[2].name"), ([FIRST] + [DAY] * 8, "limits")):
+        message = pb.UpdateRateLimitRequest(
+            rate_limit=pb.RateLimit(id=existing.id, limits=limits),
+            update_mask=FieldMask(paths=["limits"]),
+        )
+        assert await refusal(unharmed, UPDATE, message) == (INVALID, [f"rate_limit.{named}"])
 
 
 @pytest.mark.parametrize(
@@ -361,6 +380,14 @@ async def test_an_overflowing_cost_inside_a_batch_is_a_malformed_item(unharmed):
         ({"limits": [FIRST, *[DAY] * 8]}, "limits"),
         ({"limits": [FIRST, DAY, DAY]}, "limits[2].name"),
         ({"limits": [pb.Limit(limit=2, window_seconds=1, algorithm="fixed_window")]}, "limit"),
+        ({"limits": [limit_of("default", window_seconds=2)]}, "window_seconds"),
+        ({"limits": [limit_of("default", algorithm="token_bucket")]}, "algorithm"),
+        ({"limits": [FIRST, limit_of("default")]}, "limits[1].name"),
+        ({"limits": [FIRST, limit_of("")]}, "limits[1].name"),
+        ({"limits": [limit_of("Day")]}, "limits[0].name"),
+        ({"limits": [FIRST, limit_of("d" * 33)]}, "limits[1].name"),
+        ({"limits": [FIRST, limit_of("day", window_seconds=0)]}, "limits[1].window_seconds"),
+        ({"limits": [FIRST, limit_of("day", enforcement=7)]}, "limits[1].enforcement"),
         ({"limits": [FIRST, pb.Limit(name="day", limit=1, window_seconds=1)]}, "limits[1].algorithm"),
         ({"limits": [FIRST, SPENT_DAY]}, "limits[1].limit"),
         ({"limits": [burst(-1)], "algorithm": "token_bucket"}, "limits[0].burst"),

@@ -29,6 +29,9 @@ from tests.rpc.over_http import MESSAGE, Protocol, called, framed
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+BATCH = "/ratelimiter.v1.RateLimiter/CheckRateLimitBatch"
+EXPLAIN = "/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit"
+UPDATE = "/ratelimiter.v1.RateLimiterConfig/UpdateRateLimit"
 CREATE = "/ratelimiter.v1.RateLimiterConfig/CreateRateLimit"
 LIST = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
 RULE = {
@@ -366,6 +369,78 @@ async def asked(client, line):
     )
 
 
+DAY = {"name": "day", "limit": 9, "window_seconds": 86_400, "algorithm": "fixed_window"}
+MADE = {name: RULE[name] for name in ("limit", "window_seconds", "algorithm")}
+IP, KEY = (
+    {"identifier_type": kind, "identifier": named}
+    for kind, named in (("ip", "::1"), ("api_key", "k"))
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"also": [IP, IP]}, "also[1].identifier_type"),
+        ({"also": [{**KEY, "identifier_type": "user"}]}, "also[0].identifier_type"),
+        ({"also": [{**KEY, "identifier_type": "tenant"}]}, "also[0].identifier_type"),
+        ({"also": [KEY, {**KEY, "identifier_type": "ip+user"}]}, "also[1].identifier_type"),
+        ({"also": [{**KEY, "identifier_type": "all"}]}, "also[0].identifier_type"),
+        ({"also": [KEY] * 8}, "also"),
+        ({"also": [{**KEY, "identifier": ""}]}, "also[0].identifier"),
+        ({"identifier_type": "ip+user"}, "identifier_type"),
+        ({"identifier_type": "tenant"}, "identifier_type"),
+        ({"endpoint": "**"}, "endpoint"),
+    ],
+)
+async def test_a_check_with_bad_identities_is_refused_and_named_and_charges_nothing(
+    limited, fields, named
+):
+    for path in (CHECK, EXPLAIN):
+        answer = await limited.post(path, json={**A_CHECK, **fields})
+        assert (answer.status_code, fields_in(answer)) == (400, [named])
+    batch = await limited.post(BATCH, json={"requests": [{**A_CHECK, **fields}]})
+    [item] = batch.json()["responses"]
+    assert item["error"].startswith(f"requests[0].{named}: ")
+    assert (await limited.post(CHECK, json=A_CHECK)).json()["remaining_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"limits": [MADE, *[DAY] * 8]}, "limits"),
+        ({"limits": [MADE, DAY, DAY]}, "limits[2].name"),
+        ({"limits": [MADE, {**DAY, "name": "default"}]}, "limits[1].name"),
+        ({"limits": [MADE, {**DAY, "name": ""}]}, "limits[1].name"),
+        ({"limits": [{**MADE, "limit": 3}]}, "limit"),
+        ({"limits": [{**MADE, "window_seconds": 1}]}, "window_seconds"),
+        ({"limits": [{**MADE, "algorithm": "token_bucket"}]}, "algorithm"),
+        ({"limits": [MADE, {**DAY, "limit": 0}]}, "limits[1].limit"),
+        ({"identifier_type": "tenant+user"}, "identifier_type"),
+        ({"identifier_type": "all+user"}, "identifier_type"),
+    ],
+)
+async def test_a_rule_with_bad_limits_is_refused_and_named_and_nothing_is_stored(
+    limited, fields, named
+):
+    before = (await limited.post(LIST, json={})).json()
+    for path in (CREATE, UPDATE):
+        answer = await limited.post(path, json={"rate_limit": {**RULE, **fields}})
+        assert (answer.status_code, fields_in(answer)) == (400, [f"rate_limit.{named}"])
+    assert (await limited.post(LIST, json={})).json() == before
+
+
+async def test_an_enforcement_that_is_none_is_refused(limited):
+    limits = [MADE, {**DAY, "enforcement": "IGNORE"}]
+    answer = await limited.post(CREATE, json={"rate_limit": {**RULE, "limits": limits}})
+    assert answer.status_code == 400
+    assert "enforcement" in answer.text
+
+
+def fields_in(answer):
+    violations = answer.json()["details"][1]["debug"]["field_violations"]
+    return [violation["field"] for violation in violations]
+
+
 async def test_a_check_may_count_for_several_identities_on_a_node_that_declares_their_types():
     rules = [
         {**RULE, "id": "", "identifier_type": "user+tenant", "limit": 9},
@@ -393,5 +468,5 @@ async def test_a_check_may_count_for_several_identities_on_a_node_that_declares_
         ):
             answer = await client.post(CHECK, json={**asked, "also": also})
             assert answer.status_code == 400
-            (violation,) = answer.json()["details"][1]["debug"]["field_violations"]
-            assert violation["field"].startswith("also")
+            (field,) = fields_in(answer)
+            assert field.startswith("also")
