@@ -162,12 +162,16 @@ def _explained(rule: pb.RuleExplanation) -> Iterator[tuple[str, ...]]:
         says = enum_name(pb.Match, rule.match).lower().replace("_", " ")
         yield (*place, "–", says, rule.remedy)
     for limit in rule.limits:
-        says = "allows" if limit.allowed else "denies"
-        if limit.enforcement == pb.OBSERVE:
-            says = "allows" if limit.allowed else "would deny"
-        numbers = f"{limit.name}: {limit.limit} per {duration(limit.window_seconds)}"
-        remedy = "" if limit.allowed else rule.remedy
-        yield (*place, numbers, f"{says}, {limit.remaining_tokens} left", remedy)
+        yield (*place, *_said(limit), "" if limit.allowed else rule.remedy)
+
+
+def _said(limit: pb.LimitStatus) -> tuple[str, str]:
+    """A limit, and what it says."""
+    says = "allows" if limit.allowed else "denies"
+    if limit.enforcement == pb.OBSERVE:
+        says = "allows" if limit.allowed else "would deny"
+    numbers = f"{limit.name}: {limit.limit} per {duration(limit.window_seconds)}"
+    return numbers, f"{says}, {limit.remaining_tokens} left"
 
 
 def _request(  # noqa: PLR0917 -- the arguments of a check
@@ -187,7 +191,12 @@ def _request(  # noqa: PLR0917 -- the arguments of a check
 
 def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]]:
     """The answer in words for a person; ``now_s`` is Unix time in seconds."""
-    rule = f"{answer.rule_id} ({answer.limit} per {duration(answer.window_seconds)})"
+    name = f"{answer.limit_name}: " if answer.limits else ""
+    rule = f"{answer.rule_id} ({name}{answer.limit} per {duration(answer.window_seconds)})"
+    others = [
+        ("" if place else "others", f"{one.identifier_type}, {', '.join(_said(one))}")
+        for place, one in enumerate(answer.limits[1:])
+    ]
     retry = duration(answer.retry_after_seconds) if answer.retry_after_seconds else "–"
     if answer.reason == pb.COST_EXCEEDS_LIMIT:
         retry = "never with this cost"
@@ -197,6 +206,7 @@ def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]
         ("remaining", "unlimited" if answer.reason == pb.NO_RULE else str(answer.remaining_tokens)),
         ("reset", reset_text(answer.reset_time, now_s)),
         ("retry after", retry),
+        *others,
     ]
 
 

@@ -6,6 +6,7 @@ Validates nothing itself: what a valid rule is, the node says.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -118,20 +119,23 @@ def list_rules(
     if target.output.as_json:
         target.output.json_list(as_dict(rule) for rule in rules)
         return
-    rows = (
-        (
-            rule.endpoint,
-            rule.identifier_type,
-            rule.limit,
-            rule.window_seconds,
-            rule.algorithm,
-            "yes" if rule.enabled else "no",
-            rule.id,
-        )
-        for rule in rules
-    )
     head = ("ENDPOINT", "TYPE", "LIMIT", "WINDOW_S", "ALGORITHM", "ENABLED", "ID")
-    target.output.table(head, rows)
+    target.output.table(head, (row for rule in rules for row in _rows(rule)))
+
+
+def _rows(rule: pb.RateLimit) -> Iterator[tuple[object, ...]]:
+    """A row for a rule, and one below it for each further limit."""
+    first, *more = [
+        (limit.limit, limit.window_seconds, f"{limit.algorithm}{_marks(limit)}")
+        for limit in rule.limits
+    ] or [(rule.limit, rule.window_seconds, rule.algorithm)]
+    yield (rule.endpoint, rule.identifier_type, *first, "yes" if rule.enabled else "no", rule.id)
+    for limit in more:
+        yield ("", "", *limit, "", "")
+
+
+def _marks(limit: pb.Limit) -> str:
+    return f" ({limit.name}, observed)" if limit.enforcement == pb.OBSERVE else f" ({limit.name})"
 
 
 @asks_node

@@ -227,3 +227,25 @@ def test_an_explanation_of_a_check_without_a_rule_is_its_answer(ask, node):
     ended = ask("explain", "user", "alice", "/orders")
     assert (ended.status, "no rule applies" in ended.out) == (0, True)
     assert json.loads(ask("explain", "user", "alice", "/orders", "--json").out)["answer"]["allowed"]
+
+
+def test_an_answer_of_several_limits_tells_the_deciding_one_and_the_others(ask, node):
+    numbers = {"rule_id": "r", "limit": 5, "window_seconds": 60}
+    status = pb.LimitStatus(
+        **numbers, name="day", identifier_type="user", remaining_tokens=0, reason=pb.LIMIT_EXCEEDED
+    )
+    tenant = pb.LimitStatus(
+        rule_id="t", name="default", identifier_type="tenant", limit=9, window_seconds=1,
+        allowed=True, remaining_tokens=9,
+    )  # fmt: skip
+    candidate = pb.LimitStatus(
+        rule_id="t", name="new", identifier_type="tenant", limit=1, window_seconds=1,
+        enforcement=pb.OBSERVE,
+    )  # fmt: skip
+    node.answer = pb.RateLimitResponse(
+        **numbers, limit_name="day", reason=pb.LIMIT_EXCEEDED, limits=[status, tenant, candidate]
+    )
+    out = ask("check", "user", "alice", "/a").out
+    assert "  rule         r (day: 5 per 1 min)\n" in out
+    assert "  others       tenant, default: 9 per 1 s, allows, 9 left\n" in out
+    assert "               tenant, new: 1 per 1 s, would deny, 0 left\n" in out

@@ -216,6 +216,16 @@ def test_what_cannot_be_promoted_is_said(ask, node, arguments, why):
 
 def test_the_list_tells_several_limits_one_a_line(ask, node):
     node.add_rule("/a", id=ID, limits=LIMITS)
+    assert ask("rules", "list").out == (
+        "ENDPOINT  TYPE  LIMIT  WINDOW_S  ALGORITHM                           ENABLED  ID\n"
+        f"/a        user     10        60  token_bucket (default)              yes      {ID}\n"
+        "                     9        90  fixed_window (day)\n"
+        "                     5        60  fixed_window (candidate, observed)\n"
+    )
+
+
+def test_an_update_tells_several_limits_in_one_line(ask, node):
+    node.add_rule("/a", id=ID, limits=LIMITS)
     out = ask("rules", "update", ID, "--limit", "7").out
     assert "default: 10 per 60 s, token_bucket; " in out
     assert "day: 9 per 90 s, fixed_window; candidate: 5 per 60 s, fixed_window, observed" in out
