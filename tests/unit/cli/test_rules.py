@@ -219,8 +219,8 @@ def test_the_list_tells_several_limits_one_a_line(ask, node):
     assert ask("rules", "list").out == (
         "ENDPOINT  TYPE  LIMIT  WINDOW_S  ALGORITHM                           ENABLED  ID\n"
         f"/a        user     10        60  token_bucket (default)              yes      {ID}\n"
-        "                     9        90  fixed_window (day)\n"
-        "                     5        60  fixed_window (candidate, observed)\n"
+        "                    9        90  fixed_window (day)\n"
+        "                    5        60  fixed_window (candidate, observed)\n"
     )
 
 
