@@ -99,7 +99,7 @@ class Policy(Generic[R]):
             if self._options.identify is not None:
                 given = self._options.identify(request)
             identity = self.identity(given, info, charge.identifier_type)
-            also = self._also(charge, request)
+            also = NOBODY if charge.identities is None else self._also(charge.identities, request)
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error)
             return None
@@ -108,14 +108,9 @@ class Policy(Generic[R]):
         if identity is None:
             self.warn(NO_IDENTITY)
             return None
+        who = identity.identifier, identity.identifier_type
         try:
-            return limiter.check(
-                identity.identifier,
-                identity.identifier_type,
-                charge.endpoint,
-                cost=charge.cost,
-                also=also,
-            )
+            return limiter.check(*who, charge.endpoint, cost=charge.cost, also=also)
         except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
             self.warn(LIMITER_FAILED, error)
             return None
@@ -128,17 +123,15 @@ class Policy(Generic[R]):
             charge = self.charge(request, info)
             if charge is None:
                 return None
-            given: object = None
-            if self._options.identify is not None:
-                given = self._options.identify(request)
-                # Identity first: isawaitable takes longer than everything else here.
-                if not isinstance(given, Identity) and inspect.isawaitable(given):
-                    given = await given
+            identify = self._options.identify
+            given = None if identify is None else await _awaited(identify(request))
             if info.load_user is not None and not _is_sufficient(given, charge.identifier_type):
                 user = await info.load_user()
                 info = info._replace(user=lambda: user)
             identity = self.identity(given, info, charge.identifier_type)
-            also = await self._also_async(charge, request)
+            also = NOBODY
+            if charge.identities is not None:
+                also = await self._also_async(charge.identities, request)
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error)
             return None
@@ -147,14 +140,9 @@ class Policy(Generic[R]):
         if identity is None:
             self.warn(NO_IDENTITY)
             return None
+        who = identity.identifier, identity.identifier_type
         try:
-            return await limiter.check(
-                identity.identifier,
-                identity.identifier_type,
-                charge.endpoint,
-                cost=charge.cost,
-                also=also,
-            )
+            return await limiter.check(*who, charge.endpoint, cost=charge.cost, also=also)
         except Exception as error:  # noqa: BLE001 - the limiter must not cause an outage
             self.warn(LIMITER_FAILED, error)
             return None
@@ -278,27 +266,22 @@ class Policy(Generic[R]):
             raise TypeError(message)
         return returned
 
-    def _also(self, charge: Charge, request: R) -> Mapping[str, str]:
+    def _also(self, identities: Callable[[R], object], request: R) -> Mapping[str, str]:
         """Return who else a request is counted for; nobody if the function fails.
 
         Raises:
             Exception: raised by the function, if ``on_error`` is ``"raise"``.
         """
-        if charge.identities is None:
-            return NOBODY
         try:
-            return identifiers_by_type(charge.identities(request))
+            return identifiers_by_type(identities(request))
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error, IDENTITIES_FAILED)
             return NOBODY
 
-    async def _also_async(self, charge: Charge, request: R) -> Mapping[str, str]:
+    async def _also_async(self, identities: Callable[[R], object], request: R) -> Mapping[str, str]:
         """As :meth:`_also`, for asyncio: the function may be a coroutine function."""
-        if charge.identities is None:
-            return NOBODY
         try:
-            given = charge.identities(request)
-            return identifiers_by_type(await given if inspect.isawaitable(given) else given)
+            return identifiers_by_type(await _awaited(identities(request)))
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             self._function_failed(error, IDENTITIES_FAILED)
             return NOBODY
@@ -340,6 +323,13 @@ def _is_sufficient(given: object, preferred: str | None) -> bool:
     if not isinstance(given, Identity) or given.is_empty:
         return False
     return preferred is None or given.identifier_type == preferred
+
+
+async def _awaited(given: object) -> object:
+    # Identity first: isawaitable takes longer than everything else here.
+    if not isinstance(given, Identity) and inspect.isawaitable(given):
+        return await given
+    return given
 
 
 def _with_first(
