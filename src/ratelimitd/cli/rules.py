@@ -135,7 +135,9 @@ def _rows(rule: pb.RateLimit) -> Iterator[tuple[object, ...]]:
 
 
 def _marks(limit: pb.Limit) -> str:
-    return f" ({limit.name}, observed)" if limit.enforcement == pb.OBSERVE else f" ({limit.name})"
+    marks = [limit.name, f"burst {limit.burst}" if limit.burst else ""]
+    marks.append("observed" if limit.enforcement == pb.OBSERVE else "")
+    return f" ({', '.join(filter(None, marks))})"
 
 
 @asks_node

@@ -196,7 +196,9 @@ class TestSeveralLimits:
         assert row[::2] == ("Limit default", "the first, observed")
 
     def test_the_form_of_a_promotion_has_the_candidate_first_and_enforced(self):
-        candidate = replace(DAY, enforcement=Enforcement.OBSERVE)
+        candidate = replace(
+            DAY, algorithm=Algorithm.TOKEN_BUCKET, burst=20_000, enforcement=Enforcement.OBSERVE
+        )
         hour = replace(DAY, name="hour", window_seconds=3_600)
         rule = replace(ORDERS, more=(candidate, hour))
         form = RuleForm.promoting(rule, "day")
@@ -206,6 +208,7 @@ class TestSeveralLimits:
         ]  # fmt: skip
         after = form.checked()
         assert (after.name, after.limit, after.enforcement) == ("day", 10_000, Enforcement.ENFORCE)
+        assert (after.algorithm, after.burst) == (Algorithm.TOKEN_BUCKET, 20_000)
         assert "day denies from now on, and keeps what it counted." in said(rule, after)
         only = replace(ORDERS, enforcement=Enforcement.OBSERVE)
         alone = RuleForm.promoting(only, "default")
@@ -262,8 +265,9 @@ class TestBurst:
         [row] = [row for row in differences(ORDERS, self.WITH) if row.changed]
         assert (row.label, row.after) == ("Limit default", "the first, burst 5\u202f000")
         more = replace(ORDERS, more=(replace(self.WITH, name="more"),))
-        [row] = [row for row in differences(ORDERS, more) if row.changed]
-        assert row.after == "more: 1\u202f000 in 1 min, token bucket, burst 5\u202f000"
+        assert changed(ORDERS, more)[1:] == [
+            ("Limit more", "", "1\u202f000 in 1 min, token bucket, burst 5\u202f000")
+        ]
 
     @pytest.mark.parametrize(
         ("before", "after", "what"),
