@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, cast
 
-from ratelimitd.algorithms import DECIDE, Decide
-from ratelimitd.algorithms.several import Charge, deciding, passes
+from ratelimitd.algorithms import DECIDE, Decide, token_bucket
+from ratelimitd.algorithms.several import Bucket, Charge, deciding, passes, wait_ms
 from ratelimitd.buckets.keys import BucketKeys, joined
 from ratelimitd.clock import Clock, TimestampPolicy, bounded, trusted
 from ratelimitd.counters import CheckStats
@@ -30,6 +30,7 @@ from ratelimitd.model import (
     EVERY_ENDPOINT,
     EVERYBODY,
     NO_RULE_REMAINING,
+    US_PER_MS,
     US_PER_S,
     WITHIN_LIMIT,
     Check,
@@ -96,6 +97,9 @@ class LocalBuckets(Buckets, Protocol):
         self, charges: Sequence[Charge], now_us: int, cost: int, *, is_counted: bool = True
     ) -> Sequence[Outcome]:
         """Judge a check as :meth:`apply_all` would, and charge nothing."""
+
+    def states(self, charges: Sequence[Charge]) -> Sequence[Bucket]:
+        """Return what the buckets hold."""
 
     def remove(self, key: bytes) -> Any | None:
         """Forget a bucket; returns what it held, ``None`` for one that is as good as new."""
@@ -403,11 +407,14 @@ class Limiter:
         scopes = scope.several or (scope,)
         charges = _charges(_identifiers(check), scopes)
         if self._own is not None:
+            ahead_ms = self._ahead_ms(check, charges, now_us)
+            charges = _ahead(charges, ahead_ms) if ahead_ms else charges
             outcomes = self._own.peek_all(charges, now_us, check.cost, is_counted=False)
             first = deciding([one.limit for one in scopes], outcomes)
             judged, decides = outcomes[first], scopes[first]
             passes = judged[0] or decides.would_deny is not None
-            decision = _decision(scopes, first, _passed(judged) if passes else judged, outcomes)
+            judged = _passed(judged) if passes else judged
+            decision = _decision(scopes, first, judged, outcomes, ahead_ms)
             return decision, _statuses(scopes, outcomes)
         key, limit, decide = charges[0]
         outcome = self._buckets.peek(key, limit, decide, now_us, check.cost, is_counted=False)
@@ -479,7 +486,7 @@ class Limiter:
             self._stats.allowed_total += 1
             self._stats.no_rule_total += 1
             return _NO_RULE
-        if scope.several:
+        if scope.several or (check.max_wait_ms and self._own is not None):
             return self._decide_several(check, scope, now_us)
         if not check.peek:
             outcome = self.charge(check.identifier, scope, now_us, check.cost)
@@ -496,8 +503,11 @@ class Limiter:
         cost: int,
         *,
         peek: bool = False,
+        ahead_ms: int = 0,
     ) -> tuple[int, Outcome, Sequence[Outcome]]:
         """Answer one check of a scope with several; as :meth:`charge`, for checks that have these identifiers.
+
+        ``ahead_ms``: all of them are token buckets, and the check proceeds so much later.
 
         Returns:
             Which of ``scope.several`` decides, the check's outcome, and those of all in their order.
@@ -506,7 +516,10 @@ class Limiter:
         # Only on its own buckets a limiter has scopes with several.
         buckets: LocalBuckets = self._own  # type: ignore[assignment]
         judge_all = buckets.peek_all if peek else buckets.apply_all
-        outcomes = judge_all(_charges(identifiers, scopes), now_us, cost)
+        charges = _charges(identifiers, scopes)
+        if ahead_ms:
+            charges = _ahead(charges, ahead_ms)
+        outcomes = judge_all(charges, now_us, cost)
         first = deciding(scope.limits, outcomes)
         outcome, scope = outcomes[first], scopes[first]
         if outcome[0] or scope.would_deny is not None:
@@ -518,8 +531,21 @@ class Limiter:
         return first, outcome, outcomes
 
     def _decide_several(self, check: Check, scope: Scope, now_us: int) -> Decision:
-        judged = self.judge(_identifiers(check), scope, now_us, check.cost, peek=check.peek)
-        return _decision(scope.several, *judged)
+        if not scope.several:
+            scope = replace(scope, several=(scope,), limits=(scope.limit,))
+        identifiers = _identifiers(check)
+        ahead_ms = self._ahead_ms(check, _charges(identifiers, scope.several), now_us)
+        judged = self.judge(
+            identifiers, scope, now_us, check.cost, peek=check.peek, ahead_ms=ahead_ms
+        )
+        return _decision(scope.several, *judged, ahead_ms)
+
+    def _ahead_ms(self, check: Check, charges: Sequence[Charge], now_us: int) -> int:
+        """Return how much later, in ms, a check may proceed; 0: it passes now, or not even then."""
+        if not check.max_wait_ms or self._own is None:
+            return 0
+        buckets = self._own.states(charges)
+        return wait_ms(buckets, now_us, check.cost, check.max_wait_ms)
 
     def _foresee(self, check: Check, now_us: int) -> bool | Awaitable[Outcome | RateLimitdError]:
         try:
@@ -687,13 +713,17 @@ def _passed(outcome: Outcome) -> Outcome:
     return outcome if outcome[0] else (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
 
 
-def _decision(
-    scopes: Sequence[Scope], first: int, outcome: Outcome, outcomes: Sequence[Outcome]
+def _decision(  # noqa: PLR0917 -- what :meth:`Limiter.judge` returns, and beside it
+    scopes: Sequence[Scope],
+    first: int,
+    outcome: Outcome,
+    outcomes: Sequence[Outcome],
+    wait_ms: int,
 ) -> Decision:
     statuses = _statuses(scopes, outcomes)
     statuses.insert(0, statuses.pop(first))
     limits = tuple(statuses) if len(statuses) > 1 else ()
-    return Decision(*outcome[:5], scopes[first].rule, scopes[first].limit, limits)
+    return Decision(*outcome[:5], scopes[first].rule, scopes[first].limit, limits, wait_ms)
 
 
 def _statuses(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[LimitStatus]:
@@ -705,6 +735,12 @@ def _statuses(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[Limi
 
 def _identifiers(check: Check) -> Sequence[bytes]:
     return (check.identifier, *[identifier for _, identifier in check.also])
+
+
+def _ahead(charges: Sequence[Charge], ahead_ms: int) -> list[Charge]:
+    """Return the charges of a check that proceeds so much later."""
+    decide = partial(token_bucket.decide_ahead, ahead_us=ahead_ms * US_PER_MS)
+    return [(key, limit, decide) for key, limit, _ in charges]
 
 
 def _charges(identifiers: Sequence[bytes], scopes: Sequence[Scope]) -> list[Charge]:

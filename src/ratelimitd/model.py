@@ -18,6 +18,10 @@ MAX_TIME_US: Final = 2**53 - 1
 """Latest instant that is handled, in µs since the Unix epoch (the year 2255): exact in a double, for the Lua twins."""
 
 US_PER_S: Final = 1_000_000
+US_PER_MS: Final = 1_000
+
+MAX_WAIT_MS: Final = 60_000
+"""Longest time that a check may be allowed ahead: as long may a bucket's last spend be in the future."""
 
 ALLOWED: Final = True
 DENIED: Final = False
@@ -172,6 +176,7 @@ class Check(NamedTuple):
     ``identifier`` is the canonical UTF-8 text (1 to 256 bytes; an ``ip`` in the form of :mod:`ipaddress`); ``cost`` is
     at least 1 token; ``timestamp`` is the caller's, as sent (0 = none; its unit follows from its magnitude, ADR 0005);
     ``peek`` asks without spending. ``also`` are further identities that the request counts for, each type once.
+    ``max_wait_ms`` is how long the caller would wait to be allowed, at most ``MAX_WAIT_MS``.
     """
 
     identifier: bytes
@@ -181,6 +186,7 @@ class Check(NamedTuple):
     timestamp: int = 0
     peek: bool = False
     also: tuple[Identity, ...] = ()
+    max_wait_ms: int = 0
 
 
 Outcome: TypeAlias = tuple[bool, int, int, int, Reason, tuple[int, ...] | bytes | None]
@@ -216,7 +222,7 @@ class Decision(NamedTuple):
     """The answer to one check, with the rule and the limit that decided, ``None`` when none did.
 
     ``limits`` are all that were judged, the deciding one first; empty when that was the only one. Units as in
-    :data:`Outcome`.
+    :data:`Outcome`. After ``wait_ms`` the caller may proceed; the other fields are as of then.
     """
 
     allowed: bool
@@ -227,3 +233,4 @@ class Decision(NamedTuple):
     rule: Rule | None = None
     limit: Limit | None = None
     limits: tuple[LimitStatus, ...] = ()
+    wait_ms: int = 0

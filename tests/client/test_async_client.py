@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient, Check, Reason
-from ratelimitd_client.sessions import Transport
+from ratelimitd_client.sessions import AsyncSessions, Transport
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server
@@ -43,6 +43,34 @@ async def test_the_limit_of_a_real_node_is_kept_to_the_check(client, transport):
     decisions = [await client.check(f"async {transport}", "user", "/five") for _ in range(7)]
     assert [decision.allowed for decision in decisions] == [True] * 5 + [False] * 2
     assert decisions[5].headers()["Retry-After"] == str(decisions[5].retry_after_seconds)
+
+
+async def test_a_check_that_may_wait_returns_when_it_may_proceed(monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(AsyncSessions, "_sleep", staticmethod(sleep))
+    with fake_node() as node:
+        async with AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
+            node.answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, wait_ms=250)
+            decision = await client.check("alice", "user", "/x", max_wait_s=0.5)
+            assert (decision.allowed, decision.wait_ms, slept) == (True, 250, [0.25])
+            assert node.seen[-1].request.max_wait_ms == 500
+            assert (await client.check("alice", "user", "/x", max_wait_s=0.5, peek=True)).wait_ms
+            node.answer = pb.RateLimitResponse(reason=pb.LIMIT_EXCEEDED, retry_after_seconds=1)
+            assert not (await client.check("alice", "user", "/x", max_wait_s=0.0019)).allowed
+            assert node.seen[-1].request.max_wait_ms == 1
+            assert slept == [0.25]
+
+
+async def test_a_check_that_is_let_through_never_waits(monkeypatch):
+    monkeypatch.setattr(AsyncSessions, "_sleep", None)
+    async with AsyncRateLimiterClient(f"127.0.0.1:{free_port()}") as client:
+        for _ in range(10):  # until the breaker opens, and after it
+            decision = await client.check("alice", "user", "/x", max_wait_s=60)
+            assert (decision.fail_open, decision.wait_ms) == (True, 0)
 
 
 async def test_checks_that_are_asked_together_are_decided_in_their_order(client, transport):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratelimitd_client import Check
-from ratelimitd_client.check import MAX_BATCH, batch_of
+from ratelimitd_client.check import MAX_BATCH, batch_of, request_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=64)
@@ -52,6 +52,20 @@ def test_the_longest_checks_are_encoded_too(count):
     longest = Check("é" * 128, "api_key", "\U0001f600" * 255, 2**31 - 1, 2**63 - 1, peek=True)
     batch = batch_of([longest.message()] * count)
     assert list(pb.BatchRateLimitRequest.FromString(batch).requests) == [contract(longest)] * count
+
+
+@pytest.mark.parametrize(
+    ("max_wait_s", "max_wait_ms"), [(0, 0), (0.5, 500), (60, 60_000), (0.0019, 1)]
+)
+def test_the_longest_wait_is_told_in_milliseconds(max_wait_s, max_wait_ms):
+    request = request_of("alice", "user", "/x", max_wait_s=max_wait_s)
+    assert pb.RateLimitRequest.FromString(request).max_wait_ms == max_wait_ms
+
+
+@pytest.mark.parametrize("max_wait_s", [-1, 60.001, float("nan"), float("inf")])
+def test_a_wait_out_of_bounds_is_refused(max_wait_s):
+    with pytest.raises(ValueError, match="max_wait_s must be 0 to 60"):
+        request_of("alice", "user", "/x", max_wait_s=max_wait_s)
 
 
 def test_what_only_equals_a_valid_argument_is_refused_after_it_too():

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from ratelimitd_client import Check, RateLimiterClient, Reason
-from ratelimitd_client.sessions import valid_timeout_s
+from ratelimitd_client.sessions import Sessions, valid_timeout_s
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server
@@ -33,6 +33,20 @@ def test_the_limit_of_a_real_node_is_kept_to_the_check(client):
     assert decisions[4].remaining_tokens == 0
     assert decisions[5].headers()["Retry-After"] == str(decisions[5].retry_after_seconds)
     assert decisions[5].reason is Reason.LIMIT_EXCEEDED
+
+
+def test_a_check_that_may_wait_returns_when_it_may_proceed(monkeypatch):
+    slept = []
+    monkeypatch.setattr(Sessions, "_sleep", staticmethod(slept.append))
+    with fake_node() as node, RateLimiterClient(node.address, timeout_s=PATIENT_S) as client:
+        node.answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, wait_ms=250)
+        decision = client.check("alice", "user", "/x", max_wait_s=0.5)
+        assert (decision.allowed, decision.wait_ms, slept) == (True, 250, [0.25])
+        assert node.seen[-1].request.max_wait_ms == 500
+        assert client.check("alice", "user", "/x", max_wait_s=0.5, peek=True).wait_ms == 250
+        node.answer = pb.RateLimitResponse(reason=pb.LIMIT_EXCEEDED, retry_after_seconds=1)
+        assert not client.check("alice", "user", "/x", max_wait_s=0.5).allowed
+        assert slept == [0.25]
 
 
 def test_many_checks_are_decided_in_one_call_in_their_order(client):

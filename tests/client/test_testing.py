@@ -137,6 +137,8 @@ async def test_what_the_real_ones_refuse_the_fakes_refuse(kind):
         await result_of(lambda: limiter.check_many([check] * 1_001))
     with pytest.raises(ValueError, match="timeout_s"):
         await result_of(lambda: limiter.check("alice", "user", "/x", timeout_s=-1))
+    with pytest.raises(ValueError, match="max_wait_s"):
+        await result_of(lambda: limiter.check("alice", "user", "/x", max_wait_s=-1))
     assert limiter.checks == []
     await result_of(limiter.close)
     with pytest.raises(RuntimeError, match="closed"):

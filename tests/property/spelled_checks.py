@@ -124,6 +124,8 @@ def respelled(draw):
     if draw(st.booleans()):
         numbered += [(6, draw(st.sampled_from([0, 1, 2])))]
     if draw(st.booleans()):
+        numbered += [(8, draw(st.sampled_from([0, 1, 500, 60_000, 60_001, 2**64 - 1])))]
+    if draw(st.booleans()):
         numbered = draw(st.permutations(numbered))
     if draw(st.booleans()):
         # Repeated: of scalars, the last one counts.

@@ -127,6 +127,21 @@ async def test_text_that_is_no_utf8_is_named_by_its_field(unharmed, name):
     assert await refusal(unharmed, RESET, data) == (INVALID, [name])
 
 
+@pytest.mark.parametrize("wait_ms", [-1, 60_001, 2**31 - 1])
+async def test_a_wait_that_no_caller_would_wait_is_refused_and_named(unharmed, wait_ms):
+    message = check(max_wait_ms=wait_ms)
+    for path in (CHECK, EXPLAIN):
+        assert await refusal(unharmed, path, message) == (INVALID, ["max_wait_ms"])
+    batch = pb.BatchRateLimitRequest(requests=[message])
+    [answer] = (await unharmed.checks.CheckRateLimitBatch(batch)).responses
+    assert (answer.reason, "requests[0].max_wait_ms" in answer.error) == (pb.INVALID_REQUEST, True)
+
+
+async def test_a_wait_that_does_not_fit_is_refused_not_wrapped(unharmed):
+    data = check().SerializeToString() + b"\x40" + varint(2**32 + 7)
+    assert await refusal(unharmed, CHECK, data) == (INVALID, ["max_wait_ms"])
+
+
 async def test_a_field_of_the_wrong_wire_type_is_unknown_so_the_field_is_missing(unharmed):
     data = b"\x08\x01" + check(identifier="").SerializeToString()
     assert await refusal(unharmed, CHECK, data) == (INVALID, ["identifier"])
@@ -228,9 +243,11 @@ async def test_a_reset_of_everybody_names_nobody(unharmed, fields, named):
 
 
 async def test_every_malformed_field_of_a_check_is_named_at_once(unharmed):
-    message = pb.RateLimitRequest(endpoint="*", tokens_requested=-1, also=also(("ip", "")))
+    message = pb.RateLimitRequest(
+        endpoint="*", tokens_requested=-1, also=also(("ip", "")), max_wait_ms=-1
+    )
     expected = [
-        "identifier", "identifier_type", "endpoint", "tokens_requested", "also[0].identifier",
+        "identifier", "identifier_type", "endpoint", "tokens_requested", "also[0].identifier", "max_wait_ms",
     ]  # fmt: skip
     assert await refusal(unharmed, CHECK, message) == (INVALID, expected)
 

@@ -10,8 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ratelimitd.algorithms import Decide
-from ratelimitd.model import ALLOWED, INT32_MAX, WITHIN_LIMIT, Enforcement, Limit, Outcome
+from ratelimitd.algorithms import Decide, token_bucket
+from ratelimitd.model import (
+    ALLOWED,
+    INT32_MAX,
+    MAX_TIME_US,
+    US_PER_MS,
+    WITHIN_LIMIT,
+    Enforcement,
+    Limit,
+    Outcome,
+)
 
 Bucket = tuple[Any, Limit, Decide]
 """The state of a bucket, its limit, and the ``decide`` of the limit's algorithm."""
@@ -43,6 +52,25 @@ def decide_all(buckets: Sequence[Bucket], now_us: int, cost: int) -> list[Outcom
         _uncharged(bucket, now_us) if outcome[0] else outcome
         for bucket, outcome in zip(buckets, outcomes, strict=True)
     ]
+
+
+def wait_ms(buckets: Sequence[Bucket], now_us: int, cost: int, most_ms: int) -> int:
+    """Return in how many whole ms a check passes every enforced limit.
+
+    0: at once, or not within ``most_ms``, or a limit is no token bucket: windows do not wait.
+    """
+    latest_us = now_us
+    for state, limit, decide in buckets:
+        if decide is not token_bucket.decide:
+            return 0
+        if limit.enforcement is ENFORCE:
+            at_us = token_bucket.passes_at_us(state, limit, now_us, cost)
+            if at_us is None:
+                return 0
+            latest_us = max(latest_us, at_us)
+    found_ms = -(-(latest_us - now_us) // US_PER_MS)
+    is_near = found_ms <= most_ms and now_us + found_ms * US_PER_MS <= MAX_TIME_US
+    return found_ms if is_near else 0
 
 
 def passes(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> bool:

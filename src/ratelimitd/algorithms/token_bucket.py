@@ -7,7 +7,8 @@ Pure; never raises on a state of its own. See ADR 0002 and 0006.
 The state is ``(spent, latest_us)``, exact in integers. One token is ``window_us`` units and one µs refills ``limit``
 units, so that no refill is rounded: a full bucket is capacity × window_us, at most 2^82. *Spent* is kept instead of
 tokens because it does not depend on the limit or the burst: a change of them keeps it.
-``latest_us`` is the time of the last accepted check; the effective time of a check is never before it (I8).
+``latest_us`` is the time of the last accepted check; the effective time of a check is never before it (I8). It is ahead
+of the clock while checks wait that were allowed ahead of their time: until then the bucket has nothing to give.
 """
 
 from __future__ import annotations
@@ -79,6 +80,39 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
         )
 
     return denied(state, rule, now_us, cost, (spent, at_us))
+
+
+def passes_at_us(state: State | None, rule: Limit, now_us: int, cost: int) -> int | None:
+    """Return the first time, ``now_us`` or later, at which a check passes; ``None``: its cost never does."""
+    if cost > rule.capacity:
+        return None
+    outcome = decide(state, rule, now_us, cost)
+    if state is None or outcome[0]:
+        return now_us
+    spent, latest_us = state
+    token = rule.window_us
+    excess = min(spent, rule.capacity * token) + (cost - rule.capacity) * token
+    return latest_us - -excess // rule.limit
+
+
+def decide_ahead(
+    state: State | None, rule: Limit, now_us: int, cost: int, *, ahead_us: int
+) -> Outcome:
+    """Decide at ``now_us`` a check that proceeds ``ahead_us`` later.
+
+    The outcome is that of a check at that time. The state is what leads there: before that time the bucket has nothing
+    of what is refilled until then, so no interval holds more than if the check had been made when it proceeds.
+    """
+    outcome = decide(state, rule, now_us + ahead_us, cost)
+    if not outcome[0]:
+        return outcome
+    at_us = now_us if state is None else max(now_us, state[1])
+    spent, until_us = outcome[5]  # type: ignore[misc]  # of an allowed check it is such a pair
+    capacity = rule.capacity * rule.window_us
+    beyond = spent + (until_us - at_us) * rule.limit - capacity
+    if beyond <= 0:
+        return (*outcome[:5], (beyond + capacity, at_us))
+    return (*outcome[:5], (capacity, at_us - -beyond // rule.limit))
 
 
 def denied(  # noqa: PLR0917 - what both callers know

@@ -14,8 +14,9 @@ from typing import BinaryIO, Final, NamedTuple
 
 from ratelimitd.buckets import snapshot_format
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.snapshot_format import clamp, is_over, with_tick
+from ratelimitd.buckets.snapshot_format import Value, clamp, is_over, latest_us, with_tick
 from ratelimitd.buckets.table import LATE_US, RestoredBuckets
+from ratelimitd.model import MAX_WAIT_MS, US_PER_MS
 
 KEPT_ASIDE: Final = 3
 """Earlier torn or foreign files that are kept: a crash after each start must not fill the disk."""
@@ -73,9 +74,16 @@ def restore(directory: Path, keys: BucketKeys, header: bytes, now_us: int | None
     set_aside(foreign, ".foreign")
     if now_us is not None:
         buckets.map(
-            lambda value: None if is_over(value, now_us - LATE_US) else clamp(value, now_us)
+            lambda value: None if is_over(value, now_us - LATE_US) else _in_time(value, now_us)
         )
     return restored
+
+
+def _in_time(value: Value, now_us: int) -> Value:
+    # As far ahead of the clock are checks that were allowed ahead of their time, and still wait for it.
+    if latest_us(value) <= now_us + MAX_WAIT_MS * US_PER_MS:
+        return value
+    return clamp(value, now_us)
 
 
 def set_aside(paths: list[Path], suffix: str) -> None:

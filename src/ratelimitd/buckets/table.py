@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.algorithms.several import ENFORCE, Charge, decide_all
+from ratelimitd.algorithms.several import ENFORCE, Bucket, Charge, decide_all
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot_format import (
     FULL_AFTER_SHIFT,
@@ -197,16 +197,20 @@ class BucketTable:
         self, charges: Sequence[Charge], now_us: int, cost: int, *, is_counted: bool = True
     ) -> list[Outcome]:
         """Decide as :meth:`apply_all` does, storing nothing. An absent bucket makes one miss of the check."""
-        buckets, known = [], True
+        buckets = self.states(charges)
+        outcomes = decide_all(buckets, now_us, cost)
+        self._stats.bucket_missed_total += is_counted and any(one[0] is None for one in buckets)
+        return outcomes
+
+    def states(self, charges: Sequence[Charge]) -> list[Bucket]:
+        """Return what the buckets hold."""
+        buckets = []
         for key, limit, decide in charges:
             value = self._shards[hash(key) % self._shard_count].get(key)
             if value is None and self._restored:
                 value = self._restored.get(key)
-            known &= value is not None
             buckets.append((None if value is None else unpack(value), limit, decide))
-        outcomes = decide_all(buckets, now_us, cost)
-        self._stats.bucket_missed_total += is_counted and not known
-        return outcomes
+        return buckets
 
     def remove(self, key: bytes) -> Value | None:
         """Drop the bucket of ``key``; return its value, for :meth:`put_back`."""

@@ -37,6 +37,21 @@ _ITEM: Final = re.compile(r"requests\[\d+\]\.")
 
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
+
+def int32(value: int | None) -> int | None:
+    """The value of an option, which must fit into the contract's int32 to travel; every other bound is the node's.
+
+    Not the range of the option: the help would show it, and no person means a limit of minus two billion.
+
+    Raises:
+        typer.BadParameter: it does not fit.
+    """
+    if value is not None and not -INT32_MAX - 1 <= value <= INT32_MAX:
+        message = f"must be at most {INT32_MAX} either way"
+        raise typer.BadParameter(message)
+    return value
+
+
 TypeArgument = Annotated[
     str,
     typer.Argument(
@@ -56,24 +71,19 @@ IdentifierArgument = Annotated[
         metavar="IDENTIFIER", help="The user id, IP address or API key.", show_default=False
     ),
 ]
+MaxWaitOption = Annotated[
+    int,
+    typer.Option(
+        callback=int32,
+        metavar="N",
+        help="Also allow what passes after so long, in ms.",
+        show_default=False,
+    ),
+]
 EndpointArgument = Annotated[
     str,
     typer.Argument(metavar="ENDPOINT", help="The endpoint, as in the rules.", show_default=False),
 ]
-
-
-def int32(value: int | None) -> int | None:
-    """The value of an option, which must fit into the contract's int32 to travel; every other bound is the node's.
-
-    Not the range of the option: the help would show it, and no person means a limit of minus two billion.
-
-    Raises:
-        typer.BadParameter: it does not fit.
-    """
-    if value is not None and not -INT32_MAX - 1 <= value <= INT32_MAX:
-        message = f"must be at most {INT32_MAX} either way"
-        raise typer.BadParameter(message)
-    return value
 
 
 @asks_node
@@ -89,6 +99,7 @@ def check(
     ] = 1,
     peek: Annotated[bool, typer.Option("--peek", help="Answer as if, but spend nothing.")] = False,
     also: AlsoOption = None,
+    max_wait_ms: MaxWaitOption = 0,
 ) -> None:
     """Ask a node whether a request may proceed, and spend a token if so.
 
@@ -100,7 +111,7 @@ def check(
       ratelimitd check user alice /orders --also tenant=acme
     """
     request = _request(identifier_type, identifier, endpoint, cost, also)
-    request.peek = peek
+    request.peek, request.max_wait_ms = peek, max_wait_ms
     with target.client() as client:
         if count == 1:
             denied = _ask_once(client, request, target.output)
@@ -133,6 +144,7 @@ def explain(
     endpoint: EndpointArgument,
     cost: Annotated[int, typer.Option(callback=int32, metavar="N", help="Tokens to ask for.")] = 1,
     also: AlsoOption = None,
+    max_wait_ms: MaxWaitOption = 0,
 ) -> None:
     """Tell what a check would be answered, and why: each rule that was looked at. Spends nothing.
 
@@ -142,6 +154,7 @@ def explain(
       ratelimitd explain user alice /orders
     """
     request = _request(identifier_type, identifier, endpoint, cost, also)
+    request.max_wait_ms = max_wait_ms
     with target.client() as client:
         found = client.explain(request)
     if target.output.as_json:
@@ -200,7 +213,9 @@ def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]
     retry = duration(answer.retry_after_seconds) if answer.retry_after_seconds else "–"
     if answer.reason == pb.COST_EXCEEDS_LIMIT:
         retry = "never with this cost"
+    wait = [("wait", f"{answer.wait_ms} ms before it proceeds")] if answer.wait_ms else []
     return [
+        *wait,
         ("reason", _REASONS.get(answer.reason, enum_name(pb.Reason, answer.reason))),
         ("rule", rule if answer.rule_id else "–"),
         ("remaining", "unlimited" if answer.reason == pb.NO_RULE else str(answer.remaining_tokens)),
@@ -241,6 +256,7 @@ def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) 
         cost=request.tokens_requested,
         peek=request.peek,
         also={one.identifier_type: one.identifier for one in request.also},
+        max_wait_ms=request.max_wait_ms,
     )
     if output.as_json:
         output.message(answer)
@@ -294,4 +310,5 @@ def _compact(number: int, width: int, answer: pb.RateLimitResponse, output: Outp
     return (
         f"{number:>{width}}  {verdict}  remaining {facts['remaining']}  reset {facts['reset']}"
         + (f"  retry after {facts['retry after']}" if not answer.allowed else "")
+        + (f"  wait {answer.wait_ms} ms" if answer.wait_ms else "")
     )

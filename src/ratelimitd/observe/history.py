@@ -11,15 +11,13 @@ from typing import Final, NamedTuple
 
 from ratelimitd.clock import Clock
 from ratelimitd.counters import LATENCY_BOUNDS_S, CheckStats
-from ratelimitd.model import US_PER_S
+from ratelimitd.model import US_PER_MS, US_PER_S
 
 SAMPLE_S: Final = 2.0
 
 KEPT_S: Final = 900
 
 MAX_SAMPLES: Final = int(KEPT_S / SAMPLE_S)
-
-_US_PER_MS: Final = 1_000
 
 
 class Sample(NamedTuple):
@@ -119,7 +117,7 @@ class Sampler:
         self._before_us, self._before = now_us, now
         elapsed_s = max(1, now_us - then_us) / US_PER_S
         return Sample(
-            at_ms=self._clock.now_us() // _US_PER_MS,
+            at_ms=self._clock.now_us() // US_PER_MS,
             allowed_per_s=(now.allowed - then.allowed) / elapsed_s,
             blocked_per_s=(now.blocked - then.blocked) / elapsed_s,
             fail_open_per_s=(now.fail_open - then.fail_open) / elapsed_s,

@@ -19,6 +19,7 @@ from ratelimitd.model import (
     EVERYBODY,
     GLOBAL_ENDPOINT,
     INT32_MAX,
+    MAX_WAIT_MS,
     Check,
     Decision,
     Enforcement,
@@ -77,7 +78,10 @@ T = TypeVar("T")
 
 
 class Identities(NamedTuple):
-    """What callers may name: identifier types by their octets, and so many identities in one check."""
+    """What callers may name: identifier types by their octets, and so many identities in one check.
+
+    ``most`` is 1 on nodes that share state.
+    """
 
     types: Mapping[bytes, str]
     most: int = MAX_IDENTITIES
@@ -119,6 +123,7 @@ def check_of(message: WireCheck, identities: Identities = CONTRACT_IDENTITIES) -
             message.timestamp,
             message.peek,
             _further(message, identities) if message.also else (),
+            _max_wait_ms(message.max_wait_ms, identities) if message.max_wait_ms else 0,
         )
     except (ValueError, CheckInvalidError):
         raise CheckInvalidError(
@@ -126,6 +131,11 @@ def check_of(message: WireCheck, identities: Identities = CONTRACT_IDENTITIES) -
             *_violations("endpoint", _endpoint, message.endpoint),
             *_violations("tokens_requested", _cost, message.tokens_requested),
             *_further_violations(message, identities),
+            *_violations(
+                "max_wait_ms",
+                lambda wait_ms: _max_wait_ms(wait_ms, identities),
+                message.max_wait_ms,
+            ),
         ) from None
 
 
@@ -159,7 +169,7 @@ def target_of(message: WireReset, identities: Identities = CONTRACT_IDENTITIES) 
 
 def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
     """Return the contract's answer to one check."""
-    allowed, remaining, reset_time, retry_after, reason, rule, limit, limits = decision
+    allowed, remaining, reset_time, retry_after, reason, rule, limit, limits, wait_ms = decision
     return ratelimiter_pb2.RateLimitResponse(
         allowed=allowed,
         remaining_tokens=remaining,
@@ -172,6 +182,7 @@ def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
         rule_id=rule.id if rule else "",
         limits=map(_status_of, limits),
         limit_name=limit.name if limit else "",
+        wait_ms=wait_ms,
     )
 
 
@@ -343,6 +354,16 @@ def _cost(tokens_requested: int) -> int:
         message = f"must be 0 to {INT32_MAX}; 0 means 1"
         raise ValueError(message)
     return tokens_requested or 1
+
+
+def _max_wait_ms(max_wait_ms: int, identities: Identities) -> int:
+    if not 0 <= max_wait_ms <= MAX_WAIT_MS:
+        message = f"must be 0 to {MAX_WAIT_MS}"
+        raise ValueError(message)
+    if max_wait_ms and identities.most == 1:
+        message = "is for nodes without shared state"
+        raise ValueError(message)
+    return max_wait_ms
 
 
 def _text(raw: bytes) -> str:

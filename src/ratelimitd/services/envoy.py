@@ -238,6 +238,7 @@ class _AsCheck:
     timestamp: int
     peek: bool
     also: Sequence[WireIdentity]
+    max_wait_ms: int = 0
 
 
 def checks_of(

@@ -98,6 +98,7 @@ class WireCheck(WireIdentity, Protocol):
     timestamp: int
     peek: bool
     also: Sequence[WireIdentity]
+    max_wait_ms: int
 
 
 class WireBatch(Protocol):

@@ -200,3 +200,35 @@ class TestBurst:
         assert outcome[:4] == (True, 0, T_S + burst, 1)
         assert decide(outcome.state, widest, T + SECOND - 1, 1).allowed is False
         assert decide(outcome.state, widest, T + SECOND, 1).allowed is True
+
+
+class TestAhead:
+    RULE = replace(rule(10, 1), burst=5)
+
+    def test_a_check_passes_as_soon_as_its_cost_is_there(self):
+        state = spend(self.RULE, T, 5)
+        assert token_bucket.passes_at_us(None, self.RULE, T, 5) == T
+        assert token_bucket.passes_at_us(None, self.RULE, T, 6) is None
+        for cost in (1, 5):
+            at_us = token_bucket.passes_at_us(state, self.RULE, T, cost)
+            assert at_us == T + cost * SECOND // 10
+            assert decide(state, self.RULE, at_us, cost).allowed
+            assert not decide(state, self.RULE, at_us - 1, cost).allowed
+        assert token_bucket.passes_at_us(state, self.RULE, T + SECOND, 1) == T + SECOND
+        owed = (9 * state[0], T)  # the burst was lowered: one whole capacity is owed
+        assert token_bucket.passes_at_us(owed, self.RULE, T, 1) == T + SECOND // 10
+
+    def test_what_proceeds_later_is_answered_as_of_then(self):
+        state = spend(self.RULE, T, 5)
+        ahead = token_bucket.decide_ahead(state, self.RULE, T, 2, ahead_us=SECOND // 5)
+        assert ahead[:5] == decide(state, self.RULE, T + SECOND // 5, 2)[:5]
+        assert ahead[5] == (state[0], T + SECOND // 5)
+        denied = token_bucket.decide_ahead(state, self.RULE, T, 3, ahead_us=SECOND // 5)
+        assert (denied[0], denied[5]) == (False, state)
+
+    def test_a_bucket_that_has_enough_holds_back_what_is_taken_then(self):
+        outcome = token_bucket.decide_ahead(None, self.RULE, T, 2, ahead_us=SECOND // 5)
+        assert outcome[:2] == (True, 3)
+        # Two are refilled until then, beyond a full bucket, and so are not there before.
+        assert decide(outcome[5], self.RULE, T, 1).remaining == 0
+        assert decide(outcome[5], self.RULE, T + SECOND // 5, 1).remaining == 2

@@ -8,7 +8,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.restore import base_path, log_path, restore
 from ratelimitd.buckets.snapshot_format import latest_us, pack, tick_of, unpack
 from ratelimitd.buckets.table import LATE_US
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import MAX_WAIT_MS, Algorithm, IdentifierType, Rule
 from tests.outcomes import NAMED_DECIDE
 
 T = 1_700_006_400_000_000
@@ -144,6 +144,12 @@ class TestTime:
         assert (latest_us(ada), latest_us(bob)) == (T, T)
         log_outcome = NAMED_DECIDE[LOG_RULE.algorithm](unpack(bob), LOG_RULE, T, 1)
         assert (unpack(ada)[0], log_outcome.remaining) == (4, 5)
+
+    def test_what_waits_for_its_time_is_not_given_out_again(self, tmp_path):
+        ahead_us = T + MAX_WAIT_MS * 1_000
+        write(log_path(tmp_path, 1), states(ada=bucket(4, ahead_us), bob=bucket(4, ahead_us + 1)))
+        restored = read(tmp_path).buckets
+        assert [latest_us(restored.get(name)) for name in (b"ada", b"bob")] == [ahead_us, T]
 
     def test_when_time_is_the_callers_everything_is_kept_as_it_was(self, tmp_path):
         values = {"ada": bucket(1, 5), "bob": bucket(2, T + 3600 * SECOND)}

@@ -207,6 +207,20 @@ EXPLANATION = pb.Explanation(
 )
 
 
+def test_a_check_may_wait(ask, node):
+    node.answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT, wait_ms=250)
+    ended = ask("check", "user", "alice", "/x", "--max-wait-ms", "500")
+    assert "250 ms before it proceeds" in ended.out
+    assert node.seen[-1].request.max_wait_ms == 500
+    assert (
+        "  wait 250 ms"
+        in ask("check", "user", "alice", "/x", "--max-wait-ms", "500", "--count", "2").out
+    )
+    node.explanation = EXPLANATION
+    ask("explain", "user", "alice", "/x", "--max-wait-ms", "500")
+    assert node.seen[-1].request.max_wait_ms == 500
+
+
 def test_an_explanation_tells_every_rule_and_what_would_change_it(ask, node):
     node.explanation = EXPLANATION
     ended = ask("explain", "user", "alice", "/orders", "--cost", "2", "--also", "ip=::1")

@@ -17,6 +17,7 @@ from ratelimitd.model import (
     Rule,
 )
 from ratelimitd.services.convert import (
+    Identities,
     Target,
     answer_of,
     check_of,
@@ -238,3 +239,18 @@ def test_an_explanation_says_what_would_have_to_change(match, status, remedy):
     assert (found.rules[0].match, found.rules[0].remedy) == (match, remedy)
     assert [one.reason for one in found.rules[0].limits] == ([status.reason] if status else [])
     assert (len(found.rules), found.answer.retry_after_seconds) == (100, 9)
+
+
+def test_nodes_that_share_state_let_nobody_wait():
+    request = pb.RateLimitRequest(
+        identifier="u", identifier_type="user", endpoint="/a", max_wait_ms=500
+    )
+    asked = parse_check(request.SerializeToString())
+    assert check_of(asked).max_wait_ms == 500
+    with pytest.raises(CheckInvalidError, match="max_wait_ms is for nodes without shared state"):
+        check_of(asked, Identities.of((), most=1))
+
+
+def test_an_answer_tells_how_long_to_wait():
+    decision = Decision(True, 0, 60, 1, Reason.WITHIN_LIMIT, RULE, RULE, wait_ms=250)
+    assert answer_of(decision).wait_ms == 250

@@ -44,6 +44,7 @@ class AsyncRateLimiter(Protocol):
         timestamp: int = 0,
         peek: bool = False,
         also: Mapping[str, str] = NOBODY,
+        max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Decision:
         """As :meth:`AsyncRateLimiterClient.check`."""
@@ -97,9 +98,14 @@ class AsyncRateLimiterClient(AsyncSessions):
         timestamp: int = 0,
         peek: bool = False,
         also: Mapping[str, str] = NOBODY,
+        max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Decision:
         """Return whether a request may proceed, and spend ``cost`` tokens if so. The arguments are those of ``Check``.
+
+        A check that passes within ``max_wait_s`` seconds, at most 60, is allowed, and this returns when it may proceed.
+        The wait begins with the answer, and is no part of ``timeout_s``; a check that is let through because the node
+        does not answer never waits. Where a limit is a window, the node lets nobody wait.
 
         Raises:
             ValueError, TypeError: an argument is not valid; nothing was sent.
@@ -113,11 +119,14 @@ class AsyncRateLimiterClient(AsyncSessions):
             timestamp=timestamp,
             peek=peek,
             also=also,
+            max_wait_s=max_wait_s,
         )
         deadline_s = self._timeout_s if timeout_s is None else valid_timeout_s(timeout_s)
         session = self._opened()
         if not session.allows():
             return session.unasked([request], deadline_s)[0]
+        if max_wait_s and not peek:
+            return await self._waited(await session.ask(request, deadline_s))
         return await session.ask(request, deadline_s)
 
     async def check_many(

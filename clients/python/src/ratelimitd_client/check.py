@@ -27,6 +27,8 @@ MAX_IDENTIFIER_BYTES: Final = 256
 MAX_ENDPOINT_CHARS: Final = 255
 MAX_COST: Final = 2**31 - 1
 MAX_TIMESTAMP: Final = 2**63 - 1
+MAX_WAIT_S: Final = 60.0
+MS_PER_S: Final = 1_000
 
 CACHE_SIZE: Final = 1_024
 """Cached encodings of endpoint, cost and so on: more than an application has, and at most 3 MB."""
@@ -96,8 +98,11 @@ def request_of(
     timestamp: int = 0,
     peek: bool = False,
     also: Mapping[str, str] = NOBODY,
+    max_wait_s: float = 0.0,
 ) -> bytes:
     """Return an encoded check, without creating a :class:`Check`, whose arguments these are.
+
+    ``max_wait_s`` is how long the caller would wait to be allowed, in seconds, at most 60.
 
     Raises:
         ValueError, TypeError: an argument is not valid. The message does not contain its value.
@@ -111,6 +116,8 @@ def request_of(
     data = _identifier_bytes(identifier, identifier_type)
     if also:
         rest += _also_of(identifier_type, also)
+    if max_wait_s:
+        rest += _max_wait_of(max_wait_s)
     return _HEADS[len(data)] + data + rest
 
 
@@ -131,6 +138,14 @@ def _also_of(identifier_type: str, also: Mapping[str, str]) -> bytes:
         require_type(kind)
         _identifier_bytes(identifier, kind)
     return pb.RateLimitRequest(also=identities_of(also)).SerializeToString()
+
+
+def _max_wait_of(max_wait_s: float) -> bytes:
+    """Validate and encode the longest wait; part of a millisecond is left out."""
+    if not 0 <= max_wait_s <= MAX_WAIT_S:
+        message = f"max_wait_s must be 0 to {MAX_WAIT_S:g}"
+        raise ValueError(message)
+    return pb.RateLimitRequest(max_wait_ms=int(max_wait_s * MS_PER_S)).SerializeToString()
 
 
 def requests_of(checks: Iterable[Check]) -> list[bytes]:

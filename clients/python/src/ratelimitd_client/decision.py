@@ -83,6 +83,8 @@ class Decision(NamedTuple):
     """The name of the limit that decided."""
     limits: tuple[LimitStatus, ...] = ()
     """All limits that were judged, the deciding one first; empty if that was the only one."""
+    wait_ms: int = 0
+    """How long the caller had to wait before it may proceed; the client has waited when it returns this."""
 
     @property
     def fail_open(self) -> bool:
@@ -165,6 +167,7 @@ def decision_of(answer: pb.RateLimitResponse, now_s: float) -> Decision:
             now_s,
             answer.limit_name,
             tuple(map(_status_of, answer.limits)) if answer.limits else (),
+            answer.wait_ms,
         ),
     )
 

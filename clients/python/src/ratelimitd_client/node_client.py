@@ -38,12 +38,14 @@ class NodeClient(NodeChannel):
         timestamp: int = 0,
         peek: bool = False,
         also: Mapping[str, str] = NOBODY,
+        max_wait_ms: int = 0,
         timeout_s: float | None = None,
     ) -> pb.RateLimitResponse:
         """Return whether a request may proceed, and spend ``cost`` tokens if so (none with ``peek``).
 
         ``also`` are further identifiers that the request counts for, by their type.
         ``timestamp`` is the caller's Unix time in s, ms, µs or ns; with 0 the node's time counts.
+        With ``max_wait_ms`` an answer may say ``wait_ms``: the caller waits so long before it proceeds.
         """
         request = pb.RateLimitRequest(
             identifier=identifier,
@@ -53,6 +55,7 @@ class NodeClient(NodeChannel):
             timestamp=timestamp,
             peek=peek,
             also=identities_of(also),
+            max_wait_ms=max_wait_ms,
         )
         return self._call(self._checks.CheckRateLimit, request, timeout_s)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, get_args
@@ -16,6 +17,7 @@ import grpc
 import grpc.aio
 
 from ratelimitd_client.batching import Answer, Batcher
+from ratelimitd_client.check import MS_PER_S
 from ratelimitd_client.clock import Clock, SystemClock
 from ratelimitd_client.decision import Decision
 from ratelimitd_client.fail_open import BATCH, CHECK, FailOpen, call_of, last_resort
@@ -85,6 +87,8 @@ class _Arguments:
 class Sessions(_Arguments):
     """The arguments of the blocking client, and its session in each process that uses it."""
 
+    _sleep = staticmethod(time.sleep)
+
     def __init__(
         self,
         target: str = "127.0.0.1:9090",
@@ -121,6 +125,12 @@ class Sessions(_Arguments):
 
     def _current(self) -> Session | None:
         return self._sessions.get(os.getpid())
+
+    def _waited(self, decision: Decision) -> Decision:
+        """Return a decision when its wait is over."""
+        if decision.wait_ms:
+            self._sleep(decision.wait_ms / MS_PER_S)
+        return decision
 
     def _forget(self, _session: Session) -> None:
         self._sessions.pop(os.getpid(), None)
@@ -203,6 +213,8 @@ class Session:
 class AsyncSessions(_Arguments):
     """The arguments of the asyncio client, and its session in each event loop that uses it."""
 
+    _sleep = staticmethod(asyncio.sleep)
+
     def __init__(
         self,
         target: str = "127.0.0.1:9090",
@@ -262,6 +274,12 @@ class AsyncSessions(_Arguments):
         if self._process == os.getpid():
             return self._sessions.get(asyncio.get_running_loop())
         return None
+
+    async def _waited(self, decision: Decision) -> Decision:
+        """Return a decision when its wait is over."""
+        if decision.wait_ms:
+            await self._sleep(decision.wait_ms / MS_PER_S)
+        return decision
 
     def _forget(self, session: AsyncSession) -> None:
         self._sessions.pop(session.loop, None)

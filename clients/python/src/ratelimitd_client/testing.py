@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple, Self
 
-from ratelimitd_client.check import MAX_COST, NOBODY, Check, requests_of
+from ratelimitd_client.check import MAX_COST, NOBODY, Check, request_of, requests_of
 from ratelimitd_client.clock import Clock
 from ratelimitd_client.decision import Decision, Reason, let_through
 from ratelimitd_client.sessions import valid_timeout_s
@@ -164,9 +164,11 @@ class FakeRateLimiter(_Counts):
         timestamp: int = 0,
         peek: bool = False,
         also: Mapping[str, str] = NOBODY,
+        max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Decision:
-        """As the real client, with the same errors."""
+        """As the real client, with the same errors. Windows do not wait, so ``max_wait_s`` changes nothing."""
+        request_of(identifier, identifier_type, endpoint, max_wait_s=max_wait_s)
         check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek, also)
         return self._decide_all([check], timeout_s)[0]
 
@@ -204,9 +206,11 @@ class AsyncFakeRateLimiter(_Counts):
         timestamp: int = 0,
         peek: bool = False,
         also: Mapping[str, str] = NOBODY,
+        max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Decision:
-        """As the real client, with the same errors."""
+        """As the real client, with the same errors. Windows do not wait, so ``max_wait_s`` changes nothing."""
+        request_of(identifier, identifier_type, endpoint, max_wait_s=max_wait_s)
         check = Check(identifier, identifier_type, endpoint, cost, timestamp, peek, also)
         return self._decide_all([check], timeout_s)[0]
 

@@ -162,6 +162,7 @@ class RateLimitRequest(_message.Message):
     TIMESTAMP_FIELD_NUMBER: _builtins.int
     PEEK_FIELD_NUMBER: _builtins.int
     ALSO_FIELD_NUMBER: _builtins.int
+    MAX_WAIT_MS_FIELD_NUMBER: _builtins.int
     identifier: _builtins.str
     """user id, IP address or API key; 1 to 256 bytes"""
     identifier_type: _builtins.str
@@ -174,6 +175,8 @@ class RateLimitRequest(_message.Message):
     """Unix time of the caller; seconds, or ms / us / ns told by magnitude; 0 = the node's time"""
     peek: _builtins.bool
     """answer as if, spend nothing"""
+    max_wait_ms: _builtins.int
+    """0 to 60000: allow also what passes after so long, with wait_ms; only where all limits are token buckets"""
     @_builtins.property
     def also(self) -> _containers.RepeatedCompositeFieldContainer[Global___Identity]:
         """further identities that this request counts for: at most 7, each type once"""
@@ -188,10 +191,11 @@ class RateLimitRequest(_message.Message):
         timestamp: _builtins.int = ...,
         peek: _builtins.bool = ...,
         also: _abc.Iterable[Global___Identity] | None = ...,
+        max_wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "endpoint", b"endpoint", "identifier", b"identifier", "identifier_type", b"identifier_type", "peek", b"peek", "timestamp", b"timestamp", "tokens_requested", b"tokens_requested"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "endpoint", b"endpoint", "identifier", b"identifier", "identifier_type", b"identifier_type", "max_wait_ms", b"max_wait_ms", "peek", b"peek", "timestamp", b"timestamp", "tokens_requested", b"tokens_requested"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,6 +216,7 @@ class RateLimitResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     LIMIT_NAME_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
     allowed: _builtins.bool
     remaining_tokens: _builtins.int
     """whole tokens left after this check, never negative; at most the limit, or its burst"""
@@ -228,6 +233,8 @@ class RateLimitResponse(_message.Message):
     """only with INVALID_REQUEST, inside a batch"""
     limit_name: _builtins.str
     """of the deciding limit; empty when none decided"""
+    wait_ms: _builtins.int
+    """allowed: how long the caller has to wait before it proceeds; the other fields are as of then"""
     @_builtins.property
     def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___LimitStatus]:
         """every limit that was judged, the deciding one first; empty when only one was"""
@@ -246,10 +253,11 @@ class RateLimitResponse(_message.Message):
         error: _builtins.str = ...,
         limits: _abc.Iterable[Global___LimitStatus] | None = ...,
         limit_name: _builtins.str = ...,
+        wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "error", b"error", "limit", b"limit", "limit_name", b"limit_name", "limits", b"limits", "reason", b"reason", "remaining_tokens", b"remaining_tokens", "reset_time", b"reset_time", "retry_after_seconds", b"retry_after_seconds", "rule_id", b"rule_id", "window_seconds", b"window_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "error", b"error", "limit", b"limit", "limit_name", b"limit_name", "limits", b"limits", "reason", b"reason", "remaining_tokens", b"remaining_tokens", "reset_time", b"reset_time", "retry_after_seconds", b"retry_after_seconds", "rule_id", b"rule_id", "wait_ms", b"wait_ms", "window_seconds", b"window_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

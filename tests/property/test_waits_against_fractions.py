@@ -1,0 +1,173 @@
+"""Checks that wait: in no interval do more proceed than their buckets hold and refill, and none waits too long."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from itertools import chain
+
+import pytest
+
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
+from ratelimitd.limiter import Limiter
+from ratelimitd.model import Algorithm, Check, Enforcement, IdentifierType, Limit, Reason, Rule
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.testing import ManualClock
+
+pytestmark = pytest.mark.slice
+
+START_US = 1_700_006_400_000_000
+CHECKS = 60
+USER = IdentifierType.USER
+
+
+def random_rule(rng, *, own_clock=False):
+    limits = [
+        Limit(
+            limit=rng.choice([1, 3, 10, 100, 1_000, rng.randint(1, 10**6)]),
+            window_seconds=rng.choice([1, 1, 2, 7, 60]),
+            algorithm=Algorithm.TOKEN_BUCKET,
+            name=name,
+            burst=rng.choice([0, 1, 2, 5, rng.randint(1, 1_000)]),
+        )
+        for name in ["default", "b", "c"][: rng.choice([1, 1, 2, 3])]
+    ]
+    first, *more = limits
+    return Rule(
+        "r", "/e", USER, limit=first.limit, window_seconds=first.window_seconds,
+        algorithm=first.algorithm, burst=first.burst, more=tuple(more),
+    )  # fmt: skip
+
+
+class Node:
+    """The decisions of one node, and when what it allowed proceeds."""
+
+    def __init__(self, rule):
+        self.table = BucketTable(1_000, CheckStats())
+        self.limiter = Limiter(
+            buckets=self.table,
+            clock=ManualClock(),
+            stats=CheckStats(),
+            timestamps="server",
+            keys=BucketKeys(b"k" * 32),
+        )
+        self.limiter.replace_book(RuleBook.of([rule], 1))
+        self.proceeds = []
+
+    def check(self, now_us, cost, max_wait_ms, *, peek=False):
+        check = Check(b"ada", USER, "/e", cost, 0, peek, (), max_wait_ms)
+        decision = self.limiter.check(check, now_us)
+        if decision.allowed and not peek:
+            self.proceeds.append((now_us + 1_000 * decision.wait_ms, cost))
+        return decision
+
+
+def most_at_once(proceeds, limit):
+    """What an exact bucket that is never empty would have given out at most, in tokens."""
+    level, before, worst = Fraction(0), 0, Fraction(0)
+    for at_us, cost in sorted(proceeds):
+        level = max(Fraction(0), level - Fraction((at_us - before) * limit.limit, limit.window_us))
+        level, before = level + cost, at_us
+        worst = max(worst, level)
+    return worst
+
+
+def play(rng, met):
+    rule = random_rule(rng)
+    node, now_us = Node(rule), START_US
+    slowest = max(limit.window_us // limit.limit for limit in rule.limits)
+    for _ in range(CHECKS):
+        now_us += rng.choice([0, 0, rng.randint(0, slowest), rng.randint(0, 10 * slowest + 1)])
+        least = min(limit.capacity for limit in rule.limits)
+        cost = rng.choice([1, 1, 1, rng.randint(1, least), least + 1])
+        max_wait_ms = rng.choice([0, 1, 50, 500, 5_000, 60_000])
+        at_once = node.check(now_us, cost, 0, peek=True)
+        peeked = node.check(now_us, cost, max_wait_ms, peek=True)
+        wait_ms = peeked.wait_ms
+        if wait_ms:
+            # It would pass then, and a millisecond before it would not.
+            assert node.check(now_us + 1_000 * wait_ms, cost, 0, peek=True).allowed
+            assert not node.check(now_us + 1_000 * (wait_ms - 1), cost, 0, peek=True).allowed
+        elif not at_once.allowed and at_once.reason is Reason.LIMIT_EXCEEDED:
+            assert not node.check(now_us + 1_000 * max_wait_ms, cost, 0, peek=True).allowed
+        decision = node.check(now_us, cost, max_wait_ms)
+        assert decision == peeked
+        assert wait_ms <= max_wait_ms
+        if at_once.allowed:
+            assert (decision, wait_ms) == (at_once, 0)
+        met[decision.reason.name] += 1
+        met["waits"] += wait_ms > 0
+        met["waits for several"] += wait_ms > 0 and len(rule.limits) > 1
+        met["waits behind one that waits"] += (
+            wait_ms > 0 and max(node.proceeds[:-1], default=(0, 0))[0] > now_us
+        )
+    for limit in rule.limits:
+        assert most_at_once(node.proceeds, limit) <= limit.capacity, (rule, node.proceeds)
+
+
+def test_no_interval_holds_more_than_the_bucket_and_its_refill():
+    rng, met = random.Random(1), Counter[str]()
+    for _ in range(300):
+        play(rng, met)
+    assert min(met.values()) > 300, met
+    assert set(met) == {
+        "WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT", "waits", "waits for several",
+        "waits behind one that waits",
+    }  # fmt: skip
+
+
+def test_callers_that_wait_use_all_that_is_refilled():
+    rule = Rule(
+        "r", "/e", USER, limit=100, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET, burst=5
+    )
+    node = Node(rule)
+    for step in range(10_000):
+        node.check(START_US + step * 1_000, 1, 50)
+    # 10 s of refill, what the bucket held at first, and what is promised for the next 50 ms.
+    assert len(node.proceeds) == 1_000 + 5 + 5 - 1
+
+
+def test_a_limit_that_observes_makes_nobody_wait_and_is_charged_where_it_would_pass():
+    observed = Limit(
+        limit=1, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET, name="candidate",
+        enforcement=Enforcement.OBSERVE,
+    )  # fmt: skip
+    rule = Rule(
+        "r", "/e", USER, limit=10, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET, burst=1,
+        more=(observed,),
+    )  # fmt: skip
+    node = Node(rule)
+    waits = [node.check(START_US, 1, 1_000).wait_ms for _ in range(3)]
+    assert waits == [0, 100, 200]
+    assert [one.allowed for one in node.check(START_US, 1, 1_000).limits] == [True, False]
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.SLIDING_WINDOW, Algorithm.FIXED_WINDOW])
+@pytest.mark.parametrize("place", [0, 1])
+def test_beside_a_window_nobody_waits(algorithm, place):
+    bucket = Limit(limit=1, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET, name="a")
+    window = replace(bucket, limit=9, window_seconds=60, algorithm=algorithm, name="b")
+    first, second = (bucket, window)[:: 1 if place else -1]
+    rule = Rule(
+        "r", "/e", USER, limit=first.limit, window_seconds=first.window_seconds,
+        algorithm=first.algorithm, more=(second,),
+    )  # fmt: skip
+    node = Node(rule)
+    answers = [node.check(START_US, 1, 60_000) for _ in range(2)]
+    assert [(one.allowed, one.wait_ms) for one in answers] == [(True, 0), (False, 0)]
+
+
+def test_a_check_that_waits_leaves_nothing_to_those_that_do_not():
+    rule = Rule("r", "/e", USER, limit=10, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET)
+    node = Node(rule)
+    assert node.check(START_US, 8, 0).allowed
+    waiting = node.check(START_US, 5, 500)
+    assert (waiting.allowed, waiting.wait_ms, waiting.remaining) == (True, 300, 0)
+    # Two tokens are there, and promised.
+    denied = node.check(START_US, 1, 0)
+    assert (denied.allowed, denied.retry_after) == (False, 1)
+    behind = node.check(START_US + 100_000, 1, 500)
+    assert behind.wait_ms == 300
+    assert [*chain(*node.proceeds)][::2] == [START_US, START_US + 300_000, START_US + 400_000]
