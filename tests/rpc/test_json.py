@@ -470,3 +470,27 @@ async def test_a_check_may_count_for_several_identities_on_a_node_that_declares_
             assert answer.status_code == 400
             (field,) = fields_in(answer)
             assert field.startswith("also")
+
+
+async def test_a_check_may_wait_for_a_bucket_with_a_burst():
+    limit = {"limit": 10, "window_seconds": 1, "algorithm": "token_bucket", "burst": 1}
+    rule = {"endpoint": A_CHECK["endpoint"], "identifier_type": "user", "limits": [limit]}
+    async with (
+        running_node(clock=ManualClock()) as node,
+        httpx.AsyncClient(base_url=f"http://{node.http_address}") as client,
+    ):
+        made = (await client.post(CREATE, json={"rate_limit": rule})).json()
+        assert [one["burst"] for one in made["limits"]] == [1]
+        asked = {**A_CHECK, "identifier_type": "user", "max_wait_ms": 150}
+        answers = [(await client.post(CHECK, json=asked)).json() for _ in range(3)]
+        assert [(one["allowed"], one["wait_ms"]) for one in answers] == [
+            (True, 0), (True, 100), (False, 0),
+        ]  # fmt: skip
+        for wait_ms in (-1, 60_001, "soon"):
+            answer = await client.post(CHECK, json={**asked, "max_wait_ms": wait_ms})
+            assert answer.status_code == 400
+            assert "max_wait_ms" in answer.text
+        answer = await client.post(
+            CREATE, json={"rate_limit": {**rule, "limits": [{**limit, "burst": -1}]}}
+        )
+        assert fields_in(answer) == ["rate_limit.limits[0].burst"]

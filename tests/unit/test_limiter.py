@@ -378,7 +378,7 @@ class TestBulk:
         charged = [node.limiter.charge(b"ada", scope, node.limiter.now_us(), n) for n in costs]
         other = Node(ORDERS, EVERYWHERE)
         expected = [other.check(cost=n) for n in costs]
-        assert [(*outcome[:5], scope.rule, scope.limit, ()) for outcome in charged] == expected
+        assert [(*outcome[:5], scope.rule, scope.limit, (), 0) for outcome in charged] == expected
         assert node.remaining() == other.remaining() == 0
         for name in ("allowed_total", "blocked_total", "by_rule", "bucket_missed_total"):
             assert getattr(node.stats, name) == getattr(other.stats, name)
@@ -732,6 +732,11 @@ class TestSharedBuckets:
         assert answer.limit == replace(ORDERS, revision=7)
         assert (node.stats.allowed_total, node.stats.by_rule) == (1, {"orders": [1, 0]})
 
+    def test_nobody_waits(self, node):
+        node.shared.at_once = REFUSED
+        answer = node.limiter.check(check_of(max_wait_ms=60_000))
+        assert (answer[:5], answer.wait_ms) == (REFUSED[:5], 0)
+
     @pytest.mark.parametrize("peek", [False, True])
     async def test_what_it_does_not_waits_and_is_counted_when_it_is_answered(self, node, peek):
         assert node.limiter.check(check_of(cost=3, peek=peek)) is None
@@ -836,6 +841,7 @@ class TestSharedBuckets:
             None,
             None,
             (),
+            0,
         )
         stats = node.stats
         assert (stats.blocked_total, stats.breaker_denied_total) == (1, 1)

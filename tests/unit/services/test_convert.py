@@ -247,7 +247,7 @@ def test_nodes_that_share_state_let_nobody_wait():
     )
     asked = parse_check(request.SerializeToString())
     assert check_of(asked).max_wait_ms == 500
-    with pytest.raises(CheckInvalidError, match="max_wait_ms is for nodes without shared state"):
+    with pytest.raises(CheckInvalidError, match="max_wait_ms: is for nodes without shared state"):
         check_of(asked, Identities.of((), most=1))
 
 

@@ -114,7 +114,7 @@ def test_a_check_is_answered_at_once_with_bytes_and_timed(service, limiter, stat
     assert pb.RateLimitResponse.FromString(answer) == pb.RateLimitResponse(
         allowed=True, remaining_tokens=1, reset_time=60, reason=pb.WITHIN_LIMIT
     )
-    assert limiter.asked == [(b"u", IdentifierType.USER, "/a", 1, 0, False, ())]
+    assert limiter.asked == [(b"u", IdentifierType.USER, "/a", 1, 0, False, (), 0)]
     assert stats.latency_sum_s == pytest.approx(0.004)
 
 
