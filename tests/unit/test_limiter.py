@@ -1202,3 +1202,60 @@ class TestExplaining:
         node.shared.answers.append(AWAY)
         with pytest.raises(StoreUnavailableError):
             await node.limiter.explain(check_of())
+
+
+class TestWaiting:
+    SMOOTH = Rule(
+        "smooth", "/orders", USER, limit=10, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET,
+        burst=1,
+    )  # fmt: skip
+
+    def test_who_would_wait_is_allowed_ahead_and_counted_as_allowed(self):
+        node = Node(self.SMOOTH)
+        answers = [node.check(max_wait_ms=250) for _ in range(4)]
+        assert [(one.allowed, one.wait_ms) for one in answers] == [
+            (True, 0), (True, 100), (True, 200), (False, 0),
+        ]  # fmt: skip
+        assert [one.limits for one in answers] == [()] * 4
+        assert (answers[1].reason, answers[1].rule) == (Reason.WITHIN_LIMIT, self.SMOOTH)
+        assert node.stats.by_rule == {"smooth": [3, 1]}
+        assert not node.check().allowed
+
+    async def test_a_peek_and_an_explanation_say_the_same_and_charge_nothing(self):
+        node = Node(self.SMOOTH)
+        node.check()
+        peeked = node.check(max_wait_ms=250, peek=True)
+        check = Check(b"ada", USER, "/orders", max_wait_ms=250)
+        decision, (one,) = await node.limiter.explain(check)
+        assert (decision, decision.wait_ms) == (peeked, 100)
+        assert [status.allowed for status in one.limits] == [True]
+        assert node.check(max_wait_ms=250) == peeked
+
+    def test_the_wait_is_the_longest_of_all_limits_and_all_are_charged(self):
+        slow = Limit(
+            limit=60, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET, name="slow", burst=1
+        )
+        node = Node(replace(self.SMOOTH, more=(slow,)))
+        node.check()
+        answer = node.check(max_wait_ms=1_000)
+        assert (answer.allowed, answer.wait_ms) == (True, 1_000)
+        assert [status.remaining for status in answer.limits] == [0, 0]
+        assert not node.check(max_wait_ms=1_000).allowed
+
+    async def test_a_reset_frees_what_waits(self):
+        node = Node(self.SMOOTH)
+        for _ in range(5):
+            node.check(max_wait_ms=1_000)
+        await node.reset()
+        assert node.check().allowed
+
+    def test_an_edit_keeps_what_waits(self):
+        node = Node(self.SMOOTH)
+        for _ in range(3):
+            node.check(max_wait_ms=1_000)
+        node.put(replace(self.SMOOTH, burst=2))
+        node.clock.advance(us=100_000)
+        assert node.check(cost=2, max_wait_ms=1_000).wait_ms == 200
+
+    def test_a_wait_for_no_rule_is_none(self):
+        assert Node().check(max_wait_ms=250).wait_ms == 0

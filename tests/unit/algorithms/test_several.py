@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.algorithms.several import decide_all, deciding, passes
-from ratelimitd.model import Algorithm, Enforcement, Limit, Reason
+from ratelimitd.algorithms.several import decide_all, deciding, passes, wait_ms
+from ratelimitd.model import MAX_TIME_US, Algorithm, Enforcement, Limit, Reason
 
 NOW_US = 1_700_006_400_000_000
 NOW_S = NOW_US // 10**6
@@ -94,3 +94,38 @@ def test_the_part_that_is_left_is_one_of_the_burst():
     outcomes = [outcome(allowed=True, remaining=2), outcome(allowed=True, remaining=15)]
     assert deciding([steady, bursting], outcomes) == 1
     assert deciding([steady, steady], outcomes) == 0
+
+
+class TestWaiting:
+    SECOND = Limit(limit=10, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET, burst=1)
+    MINUTE = replace(SECOND, window_seconds=60, name="minute")
+    USED_UP = (SECOND.window_us, NOW_US)
+    MINUTE_USED_UP = (MINUTE.window_us, NOW_US)
+
+    def wait(self, *given, cost=1, now_us=NOW_US, most_ms=60_000):
+        buckets = [(state, limit, DECIDE[limit.algorithm]) for state, limit in given]
+        return wait_ms(buckets, now_us, cost, most_ms)
+
+    def test_the_wait_is_that_of_the_slowest_bucket(self):
+        second, minute = (self.USED_UP, self.SECOND), (self.MINUTE_USED_UP, self.MINUTE)
+        assert self.wait(second) == 100
+        assert self.wait(second, minute) == self.wait(minute, second) == 6_000
+        assert self.wait((None, self.SECOND), (None, self.MINUTE)) == 0
+
+    def test_a_wait_is_rounded_up_and_never_longer_than_wanted(self):
+        spent = (self.SECOND.window_us, NOW_US - 999)
+        assert self.wait((spent, self.SECOND)) == 100
+        assert self.wait((spent, self.SECOND), most_ms=100) == 100
+        assert self.wait((spent, self.SECOND), most_ms=99) == 0
+
+    def test_a_cost_that_never_passes_does_not_wait(self):
+        assert self.wait((self.USED_UP, self.SECOND), cost=2) == 0
+
+    def test_a_window_does_not_wait_and_what_observes_makes_none_wait(self):
+        assert self.wait((self.USED_UP, self.SECOND), (None, HOUR)) == 0
+        observed = replace(self.MINUTE, enforcement=Enforcement.OBSERVE)
+        assert self.wait((self.USED_UP, self.SECOND), (self.MINUTE_USED_UP, observed)) == 100
+
+    def test_no_time_is_beyond_the_latest(self):
+        spent = (self.SECOND.window_us, MAX_TIME_US)
+        assert self.wait((spent, self.SECOND), now_us=MAX_TIME_US) == 0
