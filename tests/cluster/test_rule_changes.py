@@ -2,6 +2,7 @@
 
 import time
 
+import grpc
 import pytest
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -31,6 +32,32 @@ def test_a_changed_limit_holds_everywhere_before_anybody_polls(cluster):
     times_s = [taken_s(cluster, rule_id, endpoint, 1_000 + n) for n in range(1, 11)]
     # By the poll alone it would be ten seconds, and hardly ever less than eight.
     assert sum(times_s) < 5
+
+
+def test_a_burst_is_one_for_all_nodes_and_edited_as_a_limit_is(cluster):
+    numbers = {"limit": 10, "window_seconds": 10_000_000, "algorithm": "token_bucket"}
+    endpoint = cluster.new_rule(**numbers)
+    rule_id = rule_id_of(cluster, endpoint)
+    limit = pb.Limit(**numbers, burst=40)
+    change_rule(cluster[0], rule_id, limits=[limit])
+    for node in cluster.nodes.served:
+        until(lambda node=node: node.check(endpoint, peek=True).remaining_tokens == 39, "it knows")
+    answers = [cluster[number % 3].check(endpoint) for number in range(100)]
+    # The bound is half of the burst and a hundredth more.
+    assert 40 <= sum(answer.allowed for answer in answers) <= 60
+    cluster.settled()
+    limit.burst = 100
+    change_rule(cluster[0], rule_id, limits=[limit])
+    for node in cluster.nodes.served:
+        until(lambda node=node: node.check(endpoint).allowed, "there is more at once")
+
+
+def test_nodes_that_share_state_refuse_to_let_a_check_wait(cluster):
+    request = pb.RateLimitRequest(
+        identifier="u", identifier_type="user", endpoint="/wait", max_wait_ms=5
+    )
+    with pytest.raises(grpc.RpcError, match="max_wait_ms: is for nodes without shared state"):
+        cluster[0].checks.CheckRateLimit(request)
 
 
 @pytest.mark.long

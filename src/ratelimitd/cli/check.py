@@ -27,7 +27,7 @@ MAX_COUNT: Final = 1_000_000
 _REASONS: Final = {
     pb.WITHIN_LIMIT: "within the limit",
     pb.LIMIT_EXCEEDED: "the limit is used up",
-    pb.COST_EXCEEDS_LIMIT: "the cost is above the limit: waiting will not help",
+    pb.COST_EXCEEDS_LIMIT: "the cost is above the limit, or its burst: waiting will not help",
     pb.NO_RULE: "no rule applies",
     pb.FAIL_OPEN_BREAKER: "not checked: the circuit breaker is open",
     pb.FAIL_OPEN_ERROR: "not checked: the node met an error",

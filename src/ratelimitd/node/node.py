@@ -381,6 +381,8 @@ class Node:
         settings = self._settings
         most = MAX_IDENTITIES if self._cluster is None else 1
         identities = Identities.of(settings.identifier_types, most)
+        # Waits are known to a node's own buckets only.
+        identities = identities._replace(wait=self._cluster is None)
         offers = [
             RateLimiterService(
                 limiter, self.stats, time.perf_counter, self._queue, identities=identities

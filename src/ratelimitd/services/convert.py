@@ -80,11 +80,12 @@ T = TypeVar("T")
 class Identities(NamedTuple):
     """What callers may name: identifier types by their octets, and so many identities in one check.
 
-    ``most`` is 1 on nodes that share state.
+    ``wait``: a check may name how long it waits.
     """
 
     types: Mapping[bytes, str]
     most: int = MAX_IDENTITIES
+    wait: bool = True
 
     @classmethod
     def of(cls, declared: Iterable[str], most: int = MAX_IDENTITIES) -> Self:
@@ -360,7 +361,7 @@ def _max_wait_ms(max_wait_ms: int, identities: Identities) -> int:
     if not 0 <= max_wait_ms <= MAX_WAIT_MS:
         message = f"must be 0 to {MAX_WAIT_MS}"
         raise ValueError(message)
-    if max_wait_ms and identities.most == 1:
+    if max_wait_ms and not identities.wait:
         message = "is for nodes without shared state"
         raise ValueError(message)
     return max_wait_ms

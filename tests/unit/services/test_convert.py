@@ -248,7 +248,12 @@ def test_nodes_that_share_state_let_nobody_wait():
     asked = parse_check(request.SerializeToString())
     assert check_of(asked).max_wait_ms == 500
     with pytest.raises(CheckInvalidError, match="max_wait_ms: is for nodes without shared state"):
-        check_of(asked, Identities.of((), most=1))
+        check_of(asked, Identities.of(())._replace(wait=False))
+    request.max_wait_ms, request.tokens_requested = 0, -1
+    asked = parse_check(request.SerializeToString())
+    with pytest.raises(CheckInvalidError) as refused:
+        check_of(asked, Identities.of(())._replace(wait=False))
+    assert [one.field for one in refused.value.violations] == ["tokens_requested"]
 
 
 def test_an_answer_tells_how_long_to_wait():

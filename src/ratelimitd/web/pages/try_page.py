@@ -24,7 +24,7 @@ WORDS: Final[Mapping[int, str]] = {
     Reason.WITHIN_LIMIT: "There was enough left of the limit.",
     Reason.LIMIT_EXCEEDED: "Not enough is left of the limit. Nothing was charged.",
     Reason.COST_EXCEEDS_LIMIT: (
-        "The cost is higher than the whole limit, so waiting does not help. Nothing was charged."
+        "The cost is higher than the whole limit, or its burst, so waiting does not help. Nothing was charged."
     ),
     Reason.NO_RULE: "No rule applies, so every check is allowed.",
     Reason.FAIL_OPEN_BREAKER: "Allowed without a check: the shared state is away, and its circuit breaker open.",

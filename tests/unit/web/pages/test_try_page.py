@@ -24,6 +24,8 @@ async def node(clock, tmp_path):
     rules.write_text(
         "rules:\n- {endpoint: /orders, identifier_type: user, limit: 3, window_seconds: 60,"
         " algorithm: fixed_window}\n"
+        "- endpoint: /upload\n  identifier_type: user\n  limits:\n"
+        "  - {limit: 3, window_seconds: 60, algorithm: token_bucket, burst: 5}\n"
     )
     async with running_node(clock=clock, rules_file=rules) as found:
         yield found
@@ -39,6 +41,12 @@ async def check(visitor, **fields):
     answer = await visitor.post("/try", {**ALICE, "action": "check", **fields})
     text = re.sub(r"<[^>]*>", " ", answer.text)
     return answer.status_code, html.unescape(" ".join(text.split()))
+
+
+async def test_more_than_the_limit_may_remain_of_a_burst(visitor):
+    text = (await check(visitor, endpoint="/upload"))[1]
+    assert "Remaining 4 The" in text
+    assert "Remaining 3 of 3" in (await check(visitor, endpoint="/upload"))[1]
 
 
 def test_every_reason_of_a_single_check_has_words():
