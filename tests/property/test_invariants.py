@@ -59,13 +59,17 @@ windows = st.one_of(st.integers(1, 5), st.integers(1, 100_000))
 limits = st.one_of(st.integers(1, 5), st.integers(1, 1_000))
 
 
+bursts = st.one_of(st.just(0), st.integers(1, 5), st.integers(1, 3_000))
+
+
 def rules_of(algorithm):
     return st.builds(
-        lambda limit, window: Rule(
-            "1", "/e", USER, limit=limit, window_seconds=window, algorithm=algorithm
+        lambda limit, window, burst: Rule(
+            "1", "/e", USER, limit=limit, window_seconds=window, algorithm=algorithm, burst=burst
         ),
         limits,
         windows,
+        bursts if algorithm is Algorithm.TOKEN_BUCKET else st.just(0),
     )
 
 
@@ -81,7 +85,7 @@ def courses(draw, rule, *, back=True, max_size=40):
         st.sampled_from([0, 1, window_us // rule.limit, window_us - 1, window_us, window_us + 1]),
         st.integers(-2 * window_us if back else 0, 2 * window_us),
     )
-    costs = st.one_of(st.just(1), st.integers(1, rule.limit + 1))
+    costs = st.one_of(st.just(1), st.integers(1, rule.capacity + 1))
     at_us, course = START_US + draw(st.integers(0, window_us)), []
     for gap_us, cost in draw(st.lists(st.tuples(gaps, costs), min_size=1, max_size=max_size)):
         at_us = max(at_us + gap_us, 1)
@@ -105,14 +109,15 @@ def admits(rule, course):
 
 @given(rules_and_courses(rules_of(Algorithm.TOKEN_BUCKET)))
 def test_a_token_bucket_admits_at_most_its_capacity_and_refill_in_any_interval(case):
-    """I1: over every interval, admitted ≤ limit + T × limit / window, without any rounding."""
+    """I1: over every interval, admitted ≤ capacity + T × limit / window, without any rounding."""
     rule, course = case
     admitted = admits(rule, course)
     for first, (from_us, _) in enumerate(admitted):
         total = 0
         for to_us, cost in admitted[first:]:
             total += cost
-            assert total * rule.window_us <= rule.limit * (rule.window_us + to_us - from_us)
+            most = rule.capacity * rule.window_us + rule.limit * (to_us - from_us)
+            assert total * rule.window_us <= most
 
 
 @given(rules_and_courses(rules_of(Algorithm.SLIDING_WINDOW)))
@@ -157,13 +162,13 @@ def test_nodes_that_hear_of_the_same_states_agree_whatever_the_order_and_the_rep
 
 @given(rules_and_courses())
 def test_answers_stay_within_the_limit_and_a_denial_changes_nothing(case):
-    """I6: 0 ≤ remaining ≤ limit, 0 ≤ spent ≤ capacity, and a denied check leaves the state as it was."""
+    """I6: 0 ≤ remaining ≤ capacity, 0 ≤ spent ≤ capacity, and a denied check leaves the state as it was."""
     rule, course = case
     node = Node(rule)
     for at_us, cost in course:
         before = node.value()
         answer = node.check(at_us, cost)
-        assert 0 <= answer.remaining <= rule.limit
+        assert 0 <= answer.remaining <= rule.capacity
         assert answer.retry_after >= (not answer.allowed)
         assert answer.reset_time * SECOND >= at_us
         value = node.value()
@@ -172,7 +177,7 @@ def test_answers_stay_within_the_limit_and_a_denial_changes_nothing(case):
         elif isinstance(value, int):
             spent, _ = unpack(value)
             token = rule.window_us if rule.algorithm is Algorithm.TOKEN_BUCKET else 1
-            assert 0 <= spent <= rule.limit * token
+            assert 0 <= spent <= rule.capacity * token
 
 
 @given(rules_and_courses(), st.data())
@@ -198,9 +203,9 @@ def test_an_emptied_bucket_says_when_its_next_token_comes_and_when_it_is_full(ca
     for at_us, cost in course:
         answer = node.check(at_us, cost)
         full_us = answer.reset_time * SECOND
-        assert node.peek(full_us, rule.limit).allowed
+        assert node.peek(full_us, rule.capacity).allowed
         if answer.allowed:
-            assert not node.peek(full_us - SECOND, rule.limit).allowed
+            assert not node.peek(full_us - SECOND, rule.capacity).allowed
             assert (answer.retry_after > 0) == (answer.remaining == 0)
         if answer.allowed and not answer.remaining:
             wait_us = answer.retry_after * SECOND
@@ -265,7 +270,8 @@ def test_sweeping_expired_buckets_changes_no_answer(case, data):
 def test_an_algorithm_never_meets_the_state_of_another(case, algorithm, window_seconds, data):
     """I14: another algorithm or window starts afresh; back again, the old state is found as it was."""
     rule, course = case
-    other = replace(rule, algorithm=algorithm, window_seconds=window_seconds)
+    burst = rule.burst if algorithm is Algorithm.TOKEN_BUCKET else 0
+    other = replace(rule, algorithm=algorithm, window_seconds=window_seconds, burst=burst)
     node = Node(rule)
     for at_us, cost in course:
         node.check(at_us, cost)
@@ -281,7 +287,7 @@ def test_an_algorithm_never_meets_the_state_of_another(case, algorithm, window_s
 
 
 @given(rules_and_courses(), limits)
-def test_an_edited_limit_is_felt_at_once_and_denies_no_longer_than_its_window(case, limit):
+def test_an_edited_limit_is_felt_at_once_and_denies_no_longer_than_until_it_is_full(case, limit):
     """I14: an old limit never outlives its change; what was spent stays spent."""
     rule, course = case
     node, edited = Node(rule), replace(rule, limit=limit)
@@ -297,7 +303,7 @@ def test_an_edited_limit_is_felt_at_once_and_denies_no_longer_than_its_window(ca
     # The latest accepted check may be later than a clock that was set back: its window counts.
     value = node.value()
     latest = at_us if value is None else max(at_us, latest_us(value))
-    assert node.peek(latest + rule.window_us, limit).allowed
+    assert node.peek(latest + edited.full_after_s * SECOND, edited.capacity).allowed
 
 
 @given(
