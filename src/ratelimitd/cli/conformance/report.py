@@ -8,13 +8,12 @@ from typing import Any, Final
 from ratelimitd.cli.conformance.cases import TOLERANCE_S
 from ratelimitd.cli.conformance.run import CaseResult, Checked, RealTime, Refused
 from ratelimitd.cli.output import Output
+from ratelimitd.model import US_PER_MS
 
 HEAD: Final = ("algorithm", "case", "checks", "expected", "got", "ok")
 
 MOST_WORDS: Final = 100
 """Characters of what a server said that the table shows; JSON has all."""
-
-US_PER_MS: Final = 1_000
 
 MOST_DIFFERENCES: Final = 3
 """Of a case that the table shows; the first usually explains the others, and JSON has all."""
