@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from ratelimitd.algorithms import DECIDE, Decide, token_bucket
+from ratelimitd.algorithms.calendar_window import in_force, window_at
 from ratelimitd.algorithms.several import Bucket, Charge, deciding, passes, wait_ms
 from ratelimitd.buckets.keys import BucketKeys, joined
 from ratelimitd.clock import Clock, TimestampPolicy, bounded, trusted
@@ -26,9 +27,11 @@ from ratelimitd.errors import (
 )
 from ratelimitd.model import (
     ALLOWED,
+    COST_EXCEEDS_LIMIT,
     DENIED,
     EVERY_ENDPOINT,
     EVERYBODY,
+    MAX_TIME_US,
     NO_RULE_REMAINING,
     US_PER_MS,
     US_PER_S,
@@ -156,10 +159,12 @@ class Scope:
 
     A scope is of one limit; ``several`` are those of all that are judged, in their order, unless that is one, enforced
     and for the check's first identity. ``limits`` are theirs. ``counters`` are the rule's allowed and blocked checks.
-    ``endpoint`` is that of the bucket.
+    ``endpoint`` is that of the bucket. ``told`` is the limit as the rule says it; ``limit`` is what buckets are judged
+    by, which differs in a scope of one calendar window.
     """
 
     rule: Rule
+    told: Limit
     limit: Limit
     key_suffix: bytes
     decide: Decide
@@ -171,12 +176,41 @@ class Scope:
     """The counter of a limit that only observes."""
     several: tuple[Scope, ...] = ()
     limits: tuple[Limit, ...] = ()
+    windows: CalendarScopes | None = None
+    """Finds the scope of a time, if a limit has a calendar; this one is then of no time, and judges nothing."""
+
+    def at(self, now_us: int) -> Scope:
+        """Return the scope that judges checks of this time."""
+        return self if self.windows is None else self.windows.at(now_us)
 
     def identifier(self, identifiers: Sequence[bytes]) -> bytes:
         """Return the identifier of the bucket, of a check with these."""
         if self.whose == _FIRST:
             return identifiers[0]
         return joined([identifiers[number] for number in self.whose])
+
+
+class CalendarScopes:
+    """The scopes of a scope with calendar limits, one for each time between two boundaries; the last two are kept.
+
+    ``find`` returns the scope of a time, and from when and until when it judges, in µs.
+    """
+
+    __slots__ = ("_find", "_found")
+
+    def __init__(self, find: Callable[[int], tuple[Scope, int, int]]) -> None:
+        self._find = find
+        self._found: tuple[tuple[Scope, int, int], ...] = ()
+
+    def at(self, now_us: int) -> Scope:
+        """Return the scope of a time."""
+        for scope, from_us, until_us in self._found:
+            if from_us <= now_us < until_us:
+                return scope
+        found = self._find(now_us)
+        # Two, because callers' times are on both sides of a boundary for some seconds.
+        self._found = (found, *self._found[:1])
+        return found[0]
 
 
 OnDenied = Callable[[tuple[bytes, Scope]], object]
@@ -341,9 +375,14 @@ class Limiter:
                 message = "no rules are loaded yet"
                 raise StoreUnavailableError(message)
             rules = self._book.candidates(endpoint, identifier_type)
-            limits = [(rule, limit) for rule in rules for limit in rule.limits]
-            keys = [identifier + self._keys.scope(rule, endpoint, limit) for rule, limit in limits]
-            await self._reset_buckets(self._book, [limit for _, limit in limits], keys)
+            now_us = self._clock.now_us()
+            buckets = [
+                self._bucket(rule, limit, limit, endpoint, now_us)
+                for rule in rules
+                for limit in rule.limits
+            ]
+            keys = [identifier + suffix for _, suffix, _, _ in buckets]
+            await self._reset_buckets(self._book, [limit for limit, _, _, _ in buckets], keys)
             return rules
 
     async def _reset_shared(
@@ -404,6 +443,7 @@ class Limiter:
     async def _foreseen(
         self, check: Check, scope: Scope, now_us: int
     ) -> tuple[Decision, Sequence[LimitStatus]]:
+        scope = scope.at(now_us)
         scopes = scope.several or (scope,)
         charges = _charges(_identifiers(check), scopes)
         if self._own is not None:
@@ -426,7 +466,7 @@ class Limiter:
                 raise found
             outcome = found
         outcome = cast("Outcome", outcome)
-        return Decision(*outcome[:5], scope.rule, scope.limit), _statuses(scopes, [outcome])
+        return _decided(outcome, scope), _statuses(scopes, [outcome])
 
     def now_us(self) -> int:
         """The node's time, in µs since the Unix epoch."""
@@ -486,11 +526,17 @@ class Limiter:
             self._stats.allowed_total += 1
             self._stats.no_rule_total += 1
             return _NO_RULE
+        if scope.windows is not None:
+            scope = scope.windows.at(now_us)
         if scope.several or (check.max_wait_ms and self._own is not None):
             return self._decide_several(check, scope, now_us)
         if not check.peek:
             outcome = self.charge(check.identifier, scope, now_us, check.cost)
-            return None if outcome is None else Decision(*outcome[:5], scope.rule, scope.limit)
+            if outcome is None:
+                return None
+            if outcome[4] is COST_EXCEEDS_LIMIT:
+                outcome = _told(outcome, scope)
+            return Decision(*outcome[:5], scope.rule, scope.told)
         key = check.identifier + scope.key_suffix
         outcome = self._buckets.peek(key, scope.limit, scope.decide, now_us, check.cost)
         return None if outcome is None else self._counted(outcome, check.identifier, scope)
@@ -512,6 +558,8 @@ class Limiter:
         Returns:
             Which of ``scope.several`` decides, the check's outcome, and those of all in their order.
         """
+        if scope.windows is not None:
+            scope = scope.windows.at(now_us)
         scopes = scope.several
         # Only on its own buckets a limiter has scopes with several.
         buckets: LocalBuckets = self._own  # type: ignore[assignment]
@@ -552,6 +600,7 @@ class Limiter:
             scope = self._scope_of(check)
             if scope is None:
                 return True
+            scope = scope.at(now_us)
             # Each bucket is looked up again when it is charged, and counts then.
             if scope.several and self._own is not None:
                 charges = _charges(_identifiers(check), scope.several)
@@ -596,6 +645,7 @@ class Limiter:
                 return self._decide(check, now_us) or self._fail_open(Reason.FAIL_OPEN_ERROR)
             if check.timestamp:
                 now_us = self._check_time_us(check.timestamp, now_us, scope)
+            scope = scope.at(now_us)
             key = check.identifier + scope.key_suffix
             outcome = self._shared.wait(key, scope.limit, now_us, check.cost, peek=check.peek)
             return _Asked(check.identifier, scope, outcome)
@@ -611,7 +661,7 @@ class Limiter:
 
     def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
         self._count(outcome, (identifier,), scope)
-        return Decision(*outcome[:5], scope.rule, scope.limit)
+        return _decided(outcome, scope)
 
     def _count(self, outcome: Outcome, identifiers: Sequence[bytes], scope: Scope) -> None:
         if outcome[0]:
@@ -646,13 +696,17 @@ class Limiter:
             )
             if scopes:
                 scope = scopes[0]
-                if len(scopes) > 1 or scope.would_deny is not None or scope.whose != _FIRST:
+                # A calendar's window is looked up on the general path.
+                is_plain = scope.would_deny is None and scope.told.calendar is None
+                if len(scopes) > 1 or not is_plain or scope.whose != _FIRST:
                     limits = tuple(one.limit for one in scopes)
                     scope = replace(scope, several=scopes, limits=limits)
         else:
             rule = book.match(endpoint, types[0])
             if rule is not None:
                 scope = self._new_scope(book, rule, rule, endpoint, types)
+        if scope is not None and any(one.told.calendar for one in scope.several or (scope,)):
+            scope = replace(scope, windows=CalendarScopes(partial(self._scope_at, scope)))
         if len(self._scopes) >= MAX_SCOPES:
             self._scopes = {}
         self._scopes[endpoint, *types] = scope
@@ -662,9 +716,11 @@ class Limiter:
         self, book: RuleBook, rule: Rule, limit: Limit, endpoint: str, types: tuple[str, ...]
     ) -> Scope:
         is_observed = limit.enforcement is Enforcement.OBSERVE
+        as_of_book = self._as_of_book(book, limit)
         return Scope(
             rule,
-            self._as_of_book(book, limit),
+            as_of_book,
+            as_of_book,
             self._keys.scope(rule, endpoint, limit),
             DECIDE[limit.algorithm],
             self._stats.rule_counters(rule.id),
@@ -672,6 +728,29 @@ class Limiter:
             tuple(types.index(part) for part in types_within(rule.identifier_type)),
             would_deny=self._stats.observed_counter(rule.id, limit.name) if is_observed else None,
         )
+
+    def _scope_at(self, scope: Scope, now_us: int) -> tuple[Scope, int, int]:
+        """Return a scope with the calendar windows of a time, and from when and until when these are, in µs."""
+        if scope.several:
+            found = [self._scope_at(one, now_us) for one in scope.several]
+            several = tuple(one for one, _, _ in found)
+            limits = tuple(one.limit for one in several)
+            from_us, until_us = max(one[1] for one in found), min(one[2] for one in found)
+            return replace(scope, several=several, limits=limits), from_us, until_us
+        limit, suffix, from_us, until_us = self._bucket(
+            scope.rule, scope.told, scope.limit, scope.endpoint, now_us
+        )
+        return replace(scope, limit=limit, key_suffix=suffix), from_us, until_us
+
+    def _bucket(  # noqa: PLR0917 -- what a bucket is of
+        self, rule: Rule, told: Limit, limit: Limit, endpoint: str, now_us: int
+    ) -> tuple[Limit, bytes, int, int]:
+        """Return what judges the buckets of a time, the end of their keys, and from when and until when, in µs."""
+        if told.calendar is None:
+            return limit, self._keys.scope(rule, endpoint, told), 0, MAX_TIME_US + 1
+        window = window_at(told.calendar, now_us)
+        suffix = self._keys.scope(rule, endpoint, told, window.start_s)
+        return in_force(limit, window), suffix, window.start_s * US_PER_S, window.end_s * US_PER_S
 
     def _as_of_book(self, book: RuleBook, limit: Limit) -> Limit:
         """Return the limit with the revision of the whole book, because only that orders edits of different rules.
@@ -708,6 +787,17 @@ class Limiter:
         return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason)
 
 
+def _decided(outcome: Outcome, scope: Scope) -> Decision:
+    return Decision(*_told(outcome, scope)[:5], scope.rule, scope.told)
+
+
+def _told(outcome: Outcome, scope: Scope) -> Outcome:
+    """Return an outcome as callers are told it: the shared state does not know the length of a calendar window."""
+    if outcome[4] is COST_EXCEEDS_LIMIT and scope.told.calendar is not None:
+        return (*outcome[:3], scope.limit.full_after_s, *outcome[4:])
+    return outcome
+
+
 def _passed(outcome: Outcome) -> Outcome:
     """Return the outcome of a check that passes: where no limit is enforced, one that observes is the answer."""
     return outcome if outcome[0] else (ALLOWED, *outcome[1:3], 0, WITHIN_LIMIT, None)
@@ -723,12 +813,14 @@ def _decision(  # noqa: PLR0917 -- what :meth:`Limiter.judge` returns, and besid
     statuses = _statuses(scopes, outcomes)
     statuses.insert(0, statuses.pop(first))
     limits = tuple(statuses) if len(statuses) > 1 else ()
-    return Decision(*outcome[:5], scopes[first].rule, scopes[first].limit, limits, wait_ms)
+    decides = scopes[first]
+    told = _told(outcome, decides)[:5]
+    return Decision(*told, decides.rule, decides.told, limits, wait_ms)
 
 
 def _statuses(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[LimitStatus]:
     return [
-        LimitStatus(*judged[:5], one.rule, one.limit)
+        LimitStatus(*_told(judged, one)[:5], one.rule, one.told)
         for judged, one in zip(outcomes, scopes, strict=True)
     ]
 

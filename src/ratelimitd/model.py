@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
 INT32_MAX: Final = 2**31 - 1
@@ -55,6 +57,31 @@ class Enforcement(enum.StrEnum):
 
     ENFORCE = "enforce"
     OBSERVE = "observe"
+
+
+class Period(enum.StrEnum):
+    """What a calendar window is, by the lower case of its name on the wire. A week begins on Monday."""
+
+    DAY = "day"
+    WEEK = "week"
+    MONTH = "month"
+
+
+NOMINAL_SECONDS: Final[Mapping[Period, int]] = MappingProxyType(
+    {Period.DAY: 86_400, Period.WEEK: 604_800, Period.MONTH: 2_592_000}
+)
+"""What ``window_seconds`` says of a calendar window, whose length differs."""
+
+
+class Calendar(NamedTuple):
+    """The windows of a limit: the days, weeks or months of an IANA time zone.
+
+    A month begins on its ``anchor_day``, 1 to 31, or on its last day if it is too short.
+    """
+
+    period: Period
+    time_zone: str
+    anchor_day: int = 1
 
 
 class IdentifierType(enum.StrEnum):
@@ -108,7 +135,8 @@ class Limit:
     ``limit`` is in tokens per window, ``window_seconds`` in seconds, both 1 to 2^31−1. ``name`` is unique in its rule.
     A limit that only observes has its own bucket, which is charged as if it enforced, and denies nothing.
     ``revision`` is the book's revision at which its rule was last changed. ``burst`` is the capacity of a token bucket
-    in tokens, 0 = ``limit``.
+    in tokens, 0 = ``limit``. The windows of a fixed window with a ``calendar`` are that one's, and ``window_seconds``
+    says their nominal length.
 
     Derived are ``window_us``, ``capacity``, the most tokens at once, and ``full_after_s``, the seconds after which a
     bucket that is not used equals a fresh one.
@@ -121,6 +149,7 @@ class Limit:
     enforcement: Enforcement = Enforcement.ENFORCE
     revision: int = 0
     burst: int = 0
+    calendar: Calendar | None = None
     window_us: int = field(init=False, repr=False, compare=False)
     capacity: int = field(init=False, repr=False, compare=False)
     full_after_s: int = field(init=False, repr=False, compare=False)
@@ -157,10 +186,11 @@ class Rule(Limit):
 
     @property
     def has_list(self) -> bool:
-        """Whether the rule is more than its first limit, without a name or a burst, and enforced."""
+        """Whether the rule is more than its first limit, without a name, a burst or a calendar, and enforced."""
         return (
             bool(self.more)
             or self.burst > 0
+            or self.calendar is not None
             or self.name != DEFAULT_LIMIT
             or self.enforcement is not Enforcement.ENFORCE
         )

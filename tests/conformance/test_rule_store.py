@@ -15,7 +15,7 @@ from ratelimitd.errors import (
     RuleNotFoundError,
     RulesFullError,
 )
-from ratelimitd.model import Algorithm, IdentifierType
+from ratelimitd.model import Algorithm, Calendar, IdentifierType, Period
 from ratelimitd.rules.store import LimitDraft, RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock
 from tests.rule_stores import sqlite_store, store_at
@@ -381,6 +381,21 @@ async def test_a_rule_with_several_limits_is_kept_and_its_list_edited(store):
     newest, older, oldest = await store.audit("", None, 10)
     assert "limits" not in newest.after
     assert newest.before["limits"] == older.after["limits"] == oldest.after["limits"]
+
+
+async def test_a_calendar_is_kept_and_edited(store):
+    month = LimitDraft("month", 1_000, None, "fixed_window", period="month", anchor_day=15)
+    rule = await store.create(replace(ORDERS, limits=(FIRST, month.completed())), ME)
+    assert rule.more[0].calendar == Calendar(Period.MONTH, "UTC", 15)
+    assert list(await store.page("", "", None, 10)) == [rule]
+    assert (
+        await store.update(rule.id, RuleChanges(limits=(FIRST, month.completed())), "", ME) == rule
+    )
+    berlin = replace(month, time_zone="Europe/Berlin").completed()
+    changed = await store.update(rule.id, RuleChanges(limits=(FIRST, berlin)), rule.etag, ME)
+    assert changed.more[0].calendar == Calendar(Period.MONTH, "Europe/Berlin", 15)
+    (_, (of_feed,), *_) = await store.changes_since(1)
+    assert of_feed == changed
 
 
 async def test_a_rule_is_for_types_that_are_declared(open_store):

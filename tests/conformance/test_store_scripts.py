@@ -100,7 +100,7 @@ def test_a_bucket_is_kept_until_it_has_long_been_full_again(store, rule, ttl_s):
 
 
 def test_the_longest_window_has_a_ttl_that_the_server_takes(store):
-    settle(store, batch_of(spend(rule_of(Algorithm.FIXED_WINDOW, 10, INT32_MAX))))
+    settle(store, batch_of(spend(rule_of(Algorithm.TOKEN_BUCKET, 10, INT32_MAX))))
     assert store.ttl(STORED_KEY) > INT32_MAX
 
 
@@ -129,6 +129,22 @@ def test_a_bucket_of_before_there_were_bursts_is_taken_over_with_what_it_spent(s
     back = rule_of(Algorithm.TOKEN_BUCKET, revision=3)
     assert decide(store, back)[:2] == (False, 0)
     assert store.strlen(STORED_KEY) == 42
+
+
+def test_a_calendar_window_is_kept_until_its_end(store):
+    rule, left_s = rule_of(Algorithm.FIXED_WINDOW, 10, 1_800_000_000), 86_400
+    at_us = (1_800_000_000 - left_s) * US_PER_S
+    settle(store, batch_of(spend(rule, at_us=at_us)))
+    assert left_s < store.ttl(STORED_KEY) <= left_s + 3600
+    store.persist(STORED_KEY)
+    decide(store, rule, at_us)
+    assert left_s < store.ttl(STORED_KEY) <= left_s + 3600
+
+
+def test_a_calendar_window_that_was_reset_is_kept_for_its_longest_length(store):
+    rule = rule_of(Algorithm.FIXED_WINDOW, 10, 1_800_000_000)
+    run(store, RESET, reset_request([KEY], [rule]))
+    assert store.ttl(STORED_KEY) > 31 * 86_400
 
 
 def test_the_record_of_a_sender_is_kept_for_an_hour(store):

@@ -15,7 +15,15 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.limiter import Limiter
-from ratelimitd.model import Algorithm, Enforcement, IdentifierType, Limit, Rule
+from ratelimitd.model import (
+    Algorithm,
+    Calendar,
+    Enforcement,
+    IdentifierType,
+    Limit,
+    Period,
+    Rule,
+)
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.testing import ManualClock
@@ -35,8 +43,16 @@ from tests.unit.services.fake_call import FakeCall
 
 CALL = FakeCall()
 USER, IP = IdentifierType.USER, IdentifierType.IP
+DAYS = Calendar(Period.DAY, "Europe/Berlin")
 OTHERS = (
     Limit(limit=30, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW, name="minute"),
+    Limit(
+        limit=40,
+        window_seconds=86_400,
+        algorithm=Algorithm.FIXED_WINDOW,
+        name="day",
+        calendar=DAYS,
+    ),
     Limit(
         limit=3,
         window_seconds=60,
@@ -119,6 +135,15 @@ class Pair:
                 Rule("default", "*", USER, limit=2**31 - 1, window_seconds=7, algorithm=everywhere),
                 Rule(
                     "default-ip", "*", IP, limit=300, window_seconds=2**31 - 1, algorithm=everywhere
+                ),
+                Rule(
+                    "b-ip",
+                    "/b",
+                    IP,
+                    limit=7,
+                    window_seconds=86_400,
+                    algorithm=Algorithm.FIXED_WINDOW,
+                    calendar=DAYS,
                 ),
                 Rule("b", "/b", USER, limit=9, window_seconds=9, algorithm=own, more=OTHERS),
             )

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from fractions import Fraction
 from itertools import combinations
 
@@ -14,7 +15,17 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.limiter import Limiter
-from ratelimitd.model import INT32_MAX, Algorithm, Check, IdentifierType, Limit, Rule
+from ratelimitd.model import (
+    INT32_MAX,
+    NOMINAL_SECONDS,
+    Algorithm,
+    Calendar,
+    Check,
+    IdentifierType,
+    Limit,
+    Period,
+    Rule,
+)
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
 
@@ -23,6 +34,7 @@ from .fraction_model import Model
 START_US = 1_700_006_400_000_000
 CHECKS_PER_POLICY = 50
 USER = IdentifierType.USER
+ZONES = {"UTC": 0, "Asia/Kathmandu": 20_700, "America/Phoenix": -25_200}
 KINDS = ("user", "tenant", "tenant+user", "ip+tenant", "ip+tenant+user", "all")
 
 
@@ -51,8 +63,9 @@ class Policies:
         """Return ((rule id, name), its answer) of all limits, the deciding one first."""
         models = {}
         for _, limit, bucket in self.judging(check):
-            new = Model(limit.algorithm.value, limit.limit, limit.window_seconds)
-            models[bucket] = self.models.setdefault(bucket, new)
+            models[bucket] = self.models.setdefault(
+                (*bucket, window_of(limit, now_us)), model_of(limit, now_us)
+            )
             models[bucket].limit, models[bucket].burst = limit.limit, limit.burst
         answers = {bucket: model.answer(now_us, check.cost) for bucket, model in models.items()}
         denied = {bucket: answer for bucket, (answer, _) in answers.items() if not answer[0]}
@@ -66,13 +79,57 @@ class Policies:
             kept = deepcopy(models)
             found = {bucket: model.check(now_us, check.cost) for bucket, model in models.items()}
             if check.peek:
-                self.models |= kept
+                for _, limit, bucket in self.judging(check):
+                    self.models[*bucket, window_of(limit, now_us)] = kept[bucket]
             first = min(found, key=lambda bucket: Fraction(found[bucket][1], models[bucket].most))
         else:
             return []
         return [
             (bucket[3:], answer) for bucket, answer in ((first, found.pop(first)), *found.items())
         ]
+
+
+class CalendarModel(Model):
+    """The bucket of one calendar window."""
+
+    def __init__(self, limit, window):
+        self.start, self.end = window
+        super().__init__("fixed_window", limit.limit, self.end - self.start)
+
+    def left(self, at):
+        return Fraction(self.limit - sum(cost for _, cost in self.log))
+
+    def _fixed_window(self, at):
+        return lambda: self.end, lambda _: self.end
+
+
+def model_of(limit, now_us):
+    window = window_of(limit, now_us)
+    if window is not None:
+        return CalendarModel(limit, window)
+    return Model(limit.algorithm.value, limit.limit, limit.window_seconds)
+
+
+def window_of(limit, now_us):
+    """The window of a calendar in a zone whose clocks are never set."""
+    if limit.calendar is None:
+        return None
+    period, time_zone, anchor_day = limit.calendar
+    zone = timezone(timedelta(seconds=ZONES[time_zone]))
+    day = datetime.fromtimestamp(now_us // 10**6, zone).replace(hour=0, minute=0, second=0)
+    if period is Period.DAY:
+        start, end = day, day + timedelta(days=1)
+    elif period is Period.WEEK:
+        start = day - timedelta(days=day.weekday())
+        end = start + timedelta(days=7)
+    else:
+        start = day
+        while start.day != anchor_day:  # of those drawn every month has
+            start -= timedelta(days=1)
+        end = start + timedelta(days=1)
+        while end.day != anchor_day:
+            end += timedelta(days=1)
+    return int(start.timestamp()), int(end.timestamp())
 
 
 def untouched(model, at):
@@ -107,6 +164,7 @@ def random_rule(rng, number, place, count):
         for name in names[:count]
     ]
     limits = [with_burst(rng, limit) if rng.random() < 0.3 else limit for limit in limits]
+    limits = [with_calendar(rng, limit) if rng.random() < 0.1 else limit for limit in limits]
     return as_rule(f"rule {number}", place, limits)
 
 
@@ -119,11 +177,20 @@ def with_burst(rng, limit):
     )
 
 
+def with_calendar(rng, limit):
+    if limit.algorithm is not Algorithm.FIXED_WINDOW:
+        return limit
+    period = rng.choice(list(Period))
+    anchor_day = rng.choice([1, 15, 28]) if period is Period.MONTH else 1
+    calendar = Calendar(period, rng.choice(list(ZONES)), anchor_day)
+    return replace(limit, window_seconds=NOMINAL_SECONDS[period], calendar=calendar)
+
+
 def as_rule(rule_id, place, limits):
     first, *more = limits
     return Rule(
         rule_id, *place, limit=first.limit, window_seconds=first.window_seconds,
-        algorithm=first.algorithm, name=first.name, burst=first.burst, more=tuple(more),
+        algorithm=first.algorithm, name=first.name, burst=first.burst, calendar=first.calendar, more=tuple(more),
     )  # fmt: skip
 
 
@@ -216,6 +283,7 @@ def check_policy(rng, met):
         ) == 1 and not decision.allowed and (decision.rule.id, decision.limit) == judging[-1]  # fmt: skip
         met["of several rules"] += len({rule_id for rule_id, _ in judging}) > 1
         met["peeked"] += check.peek
+        met["of the calendar"] += any(limit.calendar for _, limit in judging)
         met["with a burst"] += any(limit.burst for _, limit in judging)
 
 
@@ -227,6 +295,7 @@ def check_many(checks):
     assert set(met) == {
         "WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT", "edited", "peeked",
         "others allow a denied check", "only the last denies", "of several rules", "NO_RULE", "with a burst",
+        "of the calendar",
     }  # fmt: skip
     assert min(met.values()) >= checks // 100, met
 

@@ -72,6 +72,12 @@ def burst(number, **fields):
     return pb.Limit(**{**valid, **fields}, burst=number)
 
 
+def calendar(**fields):
+    """A limit of each month, or what else ``fields`` say."""
+    valid = {"name": "month", "limit": 1, "algorithm": "fixed_window", "period": pb.MONTH}
+    return pb.Limit(**{**valid, **fields})
+
+
 def rule(**fields):
     valid = {
         "endpoint": "/b", "identifier_type": "user", "limit": 1, "window_seconds": 1, "algorithm": "fixed_window",
@@ -411,6 +417,21 @@ async def test_an_overflowing_cost_inside_a_batch_is_a_malformed_item(unharmed):
         ({"limits": [burst(5, algorithm="fixed_window")], "algorithm": "fixed_window"}, "limits[0].burst"),
         ({"limits": [FIRST, burst(5, name="b", algorithm="sliding_window")]}, "limits[1].burst"),
         ({"limits": [FIRST, burst(2**31 - 1, name="b", window_seconds=60)]}, "limits[1].burst"),
+        ({"limits": [FIRST, calendar(algorithm="token_bucket")]}, "limits[1].period"),
+        ({"limits": [FIRST, calendar(algorithm="sliding_window")]}, "limits[1].period"),
+        ({"limits": [FIRST, calendar(period=4, window_seconds=1)]}, "limits[1].period"),
+        ({"limits": [FIRST, calendar(window_seconds=86_400)]}, "limits[1].window_seconds"),
+        ({"limits": [FIRST, calendar(window_seconds=-1)]}, "limits[1].window_seconds"),
+        ({"limits": [FIRST, calendar(time_zone="Europe/Atlantis")]}, "limits[1].time_zone"),
+        ({"limits": [FIRST, calendar(time_zone="../zones")]}, "limits[1].time_zone"),
+        ({"limits": [FIRST, calendar(time_zone="europe/berlin")]}, "limits[1].time_zone"),
+        ({"limits": [FIRST, calendar(anchor_day=32)]}, "limits[1].anchor_day"),
+        ({"limits": [FIRST, calendar(anchor_day=-1)]}, "limits[1].anchor_day"),
+        ({"limits": [FIRST, calendar(period=pb.DAY, anchor_day=1)]}, "limits[1].anchor_day"),
+        ({"limits": [FIRST, calendar(period=pb.WEEK, anchor_day=1)]}, "limits[1].anchor_day"),
+        ({"limits": [FIRST, calendar(period=0, window_seconds=1, time_zone="UTC")]}, "limits[1].time_zone"),
+        ({"limits": [FIRST, calendar(period=0, window_seconds=1, anchor_day=1)]}, "limits[1].anchor_day"),
+        ({"limits": [calendar()], "window_seconds": 1}, "window_seconds"),
     ],
 )  # fmt: skip
 async def test_a_malformed_field_of_a_rule_is_refused_and_named(unharmed, fields, named):

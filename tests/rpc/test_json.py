@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import shlex
+from datetime import datetime
 from pathlib import Path
 
 import grpc
@@ -494,3 +495,42 @@ async def test_a_check_may_wait_for_a_bucket_with_a_burst():
             CREATE, json={"rate_limit": {**rule, "limits": [{**limit, "burst": -1}]}}
         )
         assert fields_in(answer) == ["rate_limit.limits[0].burst"]
+
+
+async def test_a_limit_of_the_calendar_is_made_read_refused_and_holds(client):
+    month = {
+        "limit": 2,
+        "period": "MONTH",
+        "time_zone": "Europe/Berlin",
+        "algorithm": "fixed_window",
+    }
+    names = {"id": "", "endpoint": "/a", "identifier_type": "user"}
+    made = (await client.post(CREATE, json={"rate_limit": {**names, "limits": [month]}})).json()
+    assert made["limits"] == [
+        {
+            **month,
+            "name": "default",
+            "window_seconds": 2_592_000,
+            "anchor_day": 1,
+            "enforcement": "ENFORCE",
+            "burst": 0,
+        }
+    ]
+    answers = [(await client.post(CHECK, json=A_CHECK)).json() for _ in range(3)]
+    assert [answer["allowed"] for answer in answers] == [True, True, False]
+    ends = int(datetime.fromisoformat("2023-12-01T00:00+01:00").timestamp())
+    assert {answer["reset_time"] for answer in answers} == {str(ends)}
+    assert answers[-1]["window_seconds"] == 2_592_000
+    for field, value in {
+        "period": "YEAR",
+        "time_zone": "Berlin",
+        "anchor_day": 32,
+        "window_seconds": 86_400,
+        "algorithm": "token_bucket",
+    }.items():
+        wrong = {**names, "endpoint": "/b", "limits": [{**month, field: value}]}
+        answer = await client.post(CREATE, json={"rate_limit": wrong})
+        assert answer.status_code == 400
+        (violation,) = answer.json()["details"][1]["debug"]["field_violations"]
+        named = "period" if field == "algorithm" else field
+        assert violation["field"].endswith(f"limits[0].{named}"), violation

@@ -5,6 +5,8 @@ Pure; never raises on a state of its own. See ADR 0004 and 0006.
 The state is ``(count, latest_us)``: the tokens accepted in the window that holds ``latest_us``, the time of the last
 accepted check. The effective time of a check is never before it (I8), so a late timestamp counts into the current
 window. Around a boundary up to twice the limit may pass (I2); the sliding window prevents that.
+
+A window of :mod:`ratelimitd.algorithms.calendar_window` is one of these, with a bucket of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
         retry_after = 0 if remaining else min(-(-(end_us - now_us) // US_PER_S), INT32_MAX)
         return (ALLOWED, remaining, reset_time, retry_after, WITHIN_LIMIT, (wanted, at_us))
     if cost > limit:
-        return (DENIED, limit - count, reset_time, rule.window_seconds, COST_EXCEEDS_LIMIT, state)
+        return (DENIED, limit - count, reset_time, rule.full_after_s, COST_EXCEEDS_LIMIT, state)
     # The end of a window is later than every time inside it, so this is at least 1.
     retry_after = min(-(-(end_us - now_us) // US_PER_S), INT32_MAX)
     return (DENIED, limit - count, reset_time, retry_after, LIMIT_EXCEEDED, state)

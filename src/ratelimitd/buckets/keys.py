@@ -1,9 +1,9 @@
 """Makes the keys of buckets.
 
 A bucket belongs to (identifier type, identifiers, endpoint, algorithm, window, name of the limit): an edit of algorithm
-or window leads to another key and a fresh bucket (ADR 0008, I14). In memory the key is the identifier followed by a
-keyed digest of the others, its *scope*; on disk it is a keyed digest of that, so that no identifier is written (ADR
-0014, 0015). The secret key prevents callers from constructing collisions.
+or window leads to another key and a fresh bucket (ADR 0008, I14), and so does each window of a calendar. In memory
+the key is the identifier followed by a keyed digest of the others, its *scope*; on disk it is a keyed digest of that,
+so that no identifier is written (ADR 0014, 0015). The secret key prevents callers from constructing collisions.
 """
 
 from __future__ import annotations
@@ -93,15 +93,22 @@ class BucketKeys:
         )
         return digest.hexdigest()
 
-    def scope(self, rule: Rule, endpoint: str, limit: Limit | None = None) -> bytes:
+    def scope(
+        self, rule: Rule, endpoint: str, limit: Limit | None = None, start_s: int = 0
+    ) -> bytes:
         """Return the common part of the keys on ``endpoint`` of a limit of ``rule``, its first unless given.
 
         The endpoint is the caller's, not the rule's: the global rule has buckets per endpoint; ``**`` for the rule over
         all endpoints. No part contains the
         separator, so no two scopes share a text. A limit that is not named has the keys of before there were names.
+        ``start_s`` is when the window of a calendar begins, in Unix seconds.
         """
         limit = limit or rule
-        text = f"{rule.identifier_type}\0{limit.algorithm}\0{limit.window_seconds}\0{endpoint}"
+        window = str(limit.window_seconds)
+        if limit.calendar is not None:
+            period, time_zone, anchor_day = limit.calendar
+            window = f"{period} {time_zone} {anchor_day} {start_s}"
+        text = f"{rule.identifier_type}\0{limit.algorithm}\0{window}\0{endpoint}"
         if limit.name != DEFAULT_LIMIT:
             text += f"\0{limit.name}"
         return blake2b(

@@ -102,6 +102,9 @@ def draft_of(rule: pb.RateLimit) -> RuleDraft:
                 limit.window_seconds,
                 limit.algorithm,
                 burst=limit.burst,
+                period=pb.Period.Name(limit.period).lower() if limit.period else None,
+                time_zone=limit.time_zone or None,
+                anchor_day=limit.anchor_day or None,
                 enforcement=pb.Enforcement.Name(limit.enforcement).lower(),
             )
             for limit in rule.limits
@@ -327,6 +330,8 @@ def limit_message(limit: LimitDraft) -> pb.Limit:
     """A limit as the contract has it."""
     fields = asdict(limit)
     enforcement = pb.Enforcement.Value(fields.pop("enforcement").upper())
+    if limit.period:
+        fields["period"] = pb.Period.Value(limit.period.upper())
     return pb.Limit(**fields, enforcement=enforcement)
 
 
@@ -346,11 +351,19 @@ def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
     if not rule.limits:
         return f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}"
     return "; ".join(
-        f"{printable(limit.name)}: {limit.limit} per {limit.window_seconds} s, {limit.algorithm}"
+        f"{printable(limit.name)}: {limit.limit} per {_window_text(limit)}, {limit.algorithm}"
         + (f", burst {limit.burst}" if limit.burst else "")
         + (", observed" if limit.enforcement == Enforcement.OBSERVE else "")
         for limit in rule.limits
     )
+
+
+def _window_text(limit: LimitDraft) -> str:
+    """The window of a limit: its seconds, or what of the calendar it is."""
+    if limit.period is None:
+        return f"{limit.window_seconds} s"
+    anchor = f" from day {limit.anchor_day}" if limit.anchor_day else ""
+    return f"{limit.period}{anchor} ({printable(limit.time_zone)})"
 
 
 def _text(value: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -18,9 +18,10 @@ from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_nod
 from ratelimitd.cli.options import help_of
 from ratelimitd.cli.output import Output, as_dict, printable
 from ratelimitd.errors import RuleInvalidError
-from ratelimitd.model import Algorithm
+from ratelimitd.model import Algorithm, Period
 from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
 from ratelimitd.rules.rules_file import dump_rules
+from ratelimitd.rules.validation import MAX_ANCHOR_DAY
 from ratelimitd.settings.parsing import identifier_keys
 from ratelimitd.settings.table import SETTINGS
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -126,8 +127,7 @@ def list_rules(
 def _rows(rule: pb.RateLimit) -> Iterator[tuple[object, ...]]:
     """A row for a rule, and one below it for each further limit."""
     first, *more = [
-        (limit.limit, limit.window_seconds, f"{limit.algorithm}{_marks(limit)}")
-        for limit in rule.limits
+        (limit.limit, _window(limit), f"{limit.algorithm}{_marks(limit)}") for limit in rule.limits
     ] or [(rule.limit, rule.window_seconds, rule.algorithm)]
     yield (rule.endpoint, rule.identifier_type, *first, "yes" if rule.enabled else "no", rule.id)
     for limit in more:
@@ -140,6 +140,11 @@ def _marks(limit: pb.Limit) -> str:
     return f" ({', '.join(filter(None, marks))})"
 
 
+def _window(limit: pb.Limit) -> int | str:
+    """The window of a limit: its seconds, or its period."""
+    return pb.Period.Name(limit.period).lower() if limit.period else limit.window_seconds
+
+
 @asks_node
 def create(
     target: Target,
@@ -149,8 +154,23 @@ def create(
     ],
     identifier_type: TypeArgument,
     limit: Annotated[int, LimitOption],
-    window_seconds: Annotated[int, WindowOption],
+    window_seconds: Annotated[int | None, WindowOption] = None,
     algorithm: Annotated[Algorithm, typer.Option(help="How to count.")] = Algorithm.TOKEN_BUCKET,
+    period: Annotated[
+        Period | None,
+        typer.Option(
+            help="Windows of the calendar instead of --window-seconds.", show_default=False
+        ),
+    ] = None,
+    time_zone: Annotated[
+        str, typer.Option(metavar="ZONE", help="IANA time zone of the period, else UTC.")
+    ] = "",
+    anchor_day: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MAX_ANCHOR_DAY, metavar="DAY", help="Day on which the period month begins."
+        ),
+    ] = None,
     burst: Annotated[
         int,
         typer.Option(
@@ -168,20 +188,25 @@ def create(
 
     Example:
       ratelimitd rules create /login ip --limit 5 --window-seconds 60 --algorithm fixed_window
+      ratelimitd rules create /api user --limit 10000 --period month --time-zone Europe/Berlin --algorithm fixed_window
     """
+    if window_seconds is None and period is None:
+        message = "name the window: --window-seconds or --period"
+        raise UsageError(message)
+    more: dict[str, Any] = {"burst": burst, "time_zone": time_zone, "anchor_day": anchor_day}
+    if period is not None:
+        more["period"] = pb.Period.Value(period.name)
     rule = pb.RateLimit(
         id=rule_id,
         endpoint=endpoint,
         identifier_type=identifier_type,
         limit=limit,
-        window_seconds=window_seconds,
+        window_seconds=window_seconds or 0,
         algorithm=algorithm,
         enabled=not disabled,
     )
-    if burst:
-        rule.limits.add(
-            limit=limit, window_seconds=window_seconds, algorithm=algorithm, burst=burst
-        )
+    if any(more.values()):
+        rule.limits.add(limit=limit, window_seconds=window_seconds, algorithm=algorithm, **more)
     with target.client() as client:
         created = client.create_rule(rule)
     _show("created", created, target)

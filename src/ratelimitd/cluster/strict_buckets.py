@@ -69,10 +69,14 @@ class StrictBuckets:
             answer.set_result(server.open_error())
             return answer
         self.asked_total += 1
-        at_us = now_us if self._callers_time else STORE_TIME
+        at_us = self._time_of(rule, now_us)
         check = tuple.__new__(StoreCheck, (name, rule, at_us, cost, peek))
         self._store.decide(check, partial(_decided, answer, server))
         return answer
+
+    def _time_of(self, rule: Limit, now_us: int) -> int:
+        """Return the time at which a check is judged; the node has chosen a calendar window by its own."""
+        return now_us if self._callers_time or rule.calendar is not None else STORE_TIME
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Let buckets start afresh.

@@ -29,7 +29,7 @@ from ratelimitd.rules.store import (
     RuleDraft,
     in_order,
 )
-from ratelimitd.rules.validation import validated
+from ratelimitd.rules.validation import CALENDAR_FIELDS, validated
 
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 """An export of ``MAX_RULES`` rules with the longest endpoints of ASCII text fits."""
@@ -51,6 +51,7 @@ FIELDS: Final[Mapping[str, str]] = {
 _LIMIT_TYPES: Final = {
     **{name: FIELDS.get(name, "text") for name in LIMIT_FIELDS},
     "burst": "a whole number",
+    "anchor_day": "a whole number",
 }
 
 _PLACEHOLDERS: Final[Mapping[str, Any]] = {
@@ -145,6 +146,12 @@ def _limit_item(limit: LimitDraft) -> dict[str, Any]:
         fields["enforcement"] = str(limit.enforcement)
     if not limit.burst:
         del fields["burst"]
+    for field in CALENDAR_FIELDS:
+        if fields[field] is None:
+            del fields[field]
+    if limit.period is not None:
+        fields["period"] = str(limit.period)
+        del fields["window_seconds"]  # which only says its nominal length
     return fields
 
 
@@ -194,14 +201,20 @@ def _draft(
 
 def _limit(place: str, number: int, item: Node, violations: list[FieldViolation]) -> LimitDraft:
     """Return an item of a list of limits, with substitutes for what is missing or mistyped."""
-    substitutes = {name: _PLACEHOLDERS[name] for name in FIRST_LIMIT}
+    substitutes: dict[str, Any] = {name: _PLACEHOLDERS[name] for name in FIRST_LIMIT}
     if not isinstance(item.value, dict):
         text = "must be a mapping of a limit's fields"
         violations.append(_violation(place, "", text, item.line))
         return LimitDraft(name=f"limit-{number}", **substitutes)
-    typed = _typed(place, item, _LIMIT_TYPES, required=substitutes, violations=violations)
+    if "period" in item.value:
+        substitutes["window_seconds"] = None
+    required = [field for field, value in substitutes.items() if value is not None]
+    typed = _typed(place, item, _LIMIT_TYPES, required=required, violations=violations)
     name = typed.pop("name", f"limit-{number}" if "name" in item.value else "")
-    return LimitDraft(name, **{**substitutes, **typed})
+    draft = LimitDraft(name, **{**substitutes, **typed}).completed()
+    if draft.window_seconds is None:  # beside a period that is none
+        return dataclasses.replace(draft, window_seconds=_PLACEHOLDERS["window_seconds"])
+    return draft
 
 
 def _normal(draft: RuleDraft) -> RuleDraft:

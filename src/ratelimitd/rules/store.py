@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, NamedTuple, Protocol
 
-from ratelimitd.model import Enforcement, Rule
+from ratelimitd.model import NOMINAL_SECONDS, Enforcement, Period, Rule
 
 MAX_RULES: Final = 100_000
 """Maximum number of rules in a store. A book of this size loads in about 3 s and takes 80 MB."""
@@ -29,7 +29,29 @@ class LimitDraft:
     window_seconds: Any
     algorithm: Any
     burst: Any = 0
+    period: Any = None
+    time_zone: Any = None
+    anchor_day: Any = None
     enforcement: Any = Enforcement.ENFORCE
+
+    def completed(self) -> LimitDraft:
+        """Return the draft with what its period implies: a nominal window for ``None``, and the other defaults."""
+        if self.period not in NOMINAL_SECONDS:
+            return self
+        window_seconds, anchor_day = self.window_seconds, self.anchor_day
+        if window_seconds is None:
+            window_seconds = NOMINAL_SECONDS[self.period]
+        if anchor_day is None and self.period == Period.MONTH:
+            anchor_day = 1
+        return dataclasses.replace(
+            self,
+            window_seconds=window_seconds,
+            time_zone=DEFAULT_TIME_ZONE if self.time_zone is None else self.time_zone,
+            anchor_day=anchor_day,
+        )
+
+
+DEFAULT_TIME_ZONE: Final = "UTC"
 
 
 LIMIT_FIELDS: Final = tuple(field.name for field in dataclasses.fields(LimitDraft))

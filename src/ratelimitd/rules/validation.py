@@ -15,16 +15,20 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
+from ratelimitd.algorithms.calendar_window import is_time_zone
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import (
     DEFAULT_LIMIT,
     EVERYBODY,
     INT32_MAX,
+    NOMINAL_SECONDS,
     TYPE_NAME,
     Algorithm,
+    Calendar,
     Enforcement,
     IdentifierType,
     Limit,
+    Period,
     Rule,
     types_within,
 )
@@ -45,6 +49,11 @@ REMEMBERED_TYPES: Final = 1_024
 
 MAX_LIMITS: Final = 8
 """Limits of one rule: each is another bucket to look up in a check."""
+MAX_ANCHOR_DAY: Final = 31
+
+CALENDAR_FIELDS: Final = ("period", "time_zone", "anchor_day")
+"""The fields of a limit that say its calendar."""
+
 CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Not allowed in the endpoint of a rule or of a check."""
 
@@ -55,6 +64,8 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 # A look-up takes a sixth of Enum's by-value call, and a load makes 200,000 of them.
 _ALGORITHMS: Final = {member.value: member for member in Algorithm}
 
+
+_PERIODS: Final = {member.value: member for member in Period}
 
 _ENFORCEMENTS: Final = {member.value: member for member in Enforcement}
 
@@ -174,6 +185,7 @@ def _rule(draft: RuleDraft, row: RuleRow) -> Rule:
         name=first.name or DEFAULT_LIMIT,
         enforcement=_ENFORCEMENTS[first.enforcement],
         burst=first.burst,
+        calendar=_calendar(first),
         revision=row.revision,
         enabled=row.enabled,
         etag=etag_of(row),
@@ -189,25 +201,46 @@ def _limit(draft: LimitDraft, revision: int) -> Limit:
         name=draft.name,
         enforcement=_ENFORCEMENTS[draft.enforcement],
         burst=draft.burst,
+        calendar=_calendar(draft),
         revision=revision,
     )
+
+
+def _calendar(draft: LimitDraft) -> Calendar | None:
+    if draft.period is None:
+        return None
+    return Calendar(_PERIODS[draft.period], draft.time_zone, draft.anchor_day or 1)
 
 
 def _stored_limits(limits: Sequence[Limit | LimitDraft]) -> str | None:
     stored = []
     for number, limit in enumerate(limits):
-        fields = {field: getattr(limit, field) for field in LIMIT_FIELDS}
+        fields = _fields(limit)
         for field in FIRST_LIMIT if number == 0 else ():
             del fields[field]
         fields["name"] = limit.name or DEFAULT_LIMIT
         if not limit.burst:
             del fields["burst"]
+        for field in CALENDAR_FIELDS:
+            if fields[field] is None:
+                del fields[field]
         if limit.enforcement == Enforcement.ENFORCE:
             del fields["enforcement"]
         stored.append(fields)
     if stored in ([], [{"name": DEFAULT_LIMIT}]):
         return None
     return json.dumps(stored, separators=(",", ":"))
+
+
+def _fields(limit: Limit | LimitDraft) -> dict[str, Any]:
+    if isinstance(limit, LimitDraft):
+        return {field: getattr(limit, field) for field in LIMIT_FIELDS}
+    fields = {
+        field: getattr(limit, field) for field in LIMIT_FIELDS if field not in CALENDAR_FIELDS
+    }
+    period, time_zone, anchor_day = limit.calendar or (None, None, None)
+    anchor_day = anchor_day if period is Period.MONTH else None
+    return fields | dict(zip(CALENDAR_FIELDS, (period, time_zone, anchor_day), strict=True))
 
 
 def _violations(
@@ -252,7 +285,7 @@ def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
             yield f"{at}enforcement", f"use one of {', '.join(_ENFORCEMENTS)}"
         # The first limit's numbers are the rule's, and have been looked at.
         numbers = _number_violations(limit) if index else ()
-        found = chain(numbers, _burst_violations(limit))
+        found = chain(numbers, _burst_violations(limit), _calendar_violations(limit))
         yield from ((f"{at}{field}", text) for field, text in found)
 
 
@@ -263,6 +296,41 @@ def _number_violations(limit: RuleDraft | LimitDraft) -> Iterator[tuple[str, str
         yield "window_seconds", problem
     if not isinstance(limit.algorithm, str) or limit.algorithm not in _ALGORITHMS:
         yield "algorithm", f"unsupported algorithm: use one of {', '.join(_ALGORITHMS)}"
+
+
+def _calendar_violations(limit: LimitDraft) -> Iterator[tuple[str, str]]:
+    period, time_zone = limit.period, limit.time_zone
+    is_known = isinstance(period, str) and period in _PERIODS
+    if period is None:
+        if time_zone is not None:
+            yield "time_zone", "only a limit with a period has a time zone"
+    elif not is_known:
+        yield "period", f"use one of {', '.join(_PERIODS)}"
+    elif limit.algorithm != Algorithm.FIXED_WINDOW:
+        yield "period", f"only a {Algorithm.FIXED_WINDOW} has a period"
+    elif problem := _nominal_problem(period, limit.window_seconds):
+        yield "window_seconds", problem
+    if is_known and not (isinstance(time_zone, str) and is_time_zone(time_zone)):
+        yield "time_zone", "unknown time zone: use an IANA name such as Europe/Berlin"
+    if problem := _anchor_problem(limit):
+        yield "anchor_day", problem
+
+
+def _anchor_problem(limit: LimitDraft) -> str:
+    if limit.anchor_day is None:
+        return ""
+    if limit.period != Period.MONTH:
+        return f"only the period {Period.MONTH} has an anchor day"
+    if _number_problem("anchor day", limit.anchor_day) or limit.anchor_day > MAX_ANCHOR_DAY:
+        return f"the anchor day must be 1 to {MAX_ANCHOR_DAY}"
+    return ""
+
+
+def _nominal_problem(period: str, window_seconds: Any) -> str:
+    nominal = NOMINAL_SECONDS[_PERIODS[period]]
+    if _number_problem("window", window_seconds) or window_seconds == nominal:
+        return ""  # what is no number has been looked at
+    return f"the window of a {period} must be unset or {nominal}"
 
 
 def _burst_violations(limit: LimitDraft) -> Iterator[tuple[str, str]]:

@@ -288,8 +288,8 @@ class BulkChecks:
 
 
 def _known(check: Check, scope: Scope | None) -> _Known | None:
-    if scope is None:
-        return None
+    if scope is None or (scope.windows is not None and not scope.several):
+        return None  # a shared calendar window is looked up by the general path
     is_address = check.identifier_type == IdentifierType.IP
     if scope.several:
         parts = tuple(map(_parts, scope.several))
@@ -318,16 +318,16 @@ def _field(tag: bytes, octets: bytes) -> bytes:
 
 def _rule_part(scope: Scope) -> tuple[bytes, bytes]:
     """Return limit, window and rule id of an answer, and the name of the limit, which ends it."""
-    limit, window = varint(scope.limit.limit), varint(scope.limit.window_seconds)
+    limit, window = varint(scope.told.limit), varint(scope.told.window_seconds)
     numbers = _LIMIT + limit + _WINDOW_SECONDS + window
     return (
         numbers + _field(_RULE_ID, scope.rule.id.encode()),
-        _field(_LIMIT_NAME, scope.limit.name.encode()),
+        _field(_LIMIT_NAME, scope.told.name.encode()),
     )
 
 
 def _parts(scope: Scope) -> _Parts:
-    rule, limit = scope.rule, scope.limit
+    rule, limit = scope.rule, scope.told
     head = _field(_STATUS_RULE_ID, rule.id.encode()) + _field(_STATUS_NAME, limit.name.encode())
     numbers = (
         _STATUS_LIMIT + varint(limit.limit) + _STATUS_WINDOW_SECONDS + varint(limit.window_seconds)

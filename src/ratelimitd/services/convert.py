@@ -29,6 +29,7 @@ from ratelimitd.model import (
     LimitStatus,
     LookedAt,
     Match,
+    Period,
     Reason,
     Rule,
     types_within,
@@ -73,6 +74,10 @@ MAX_IDENTITIES: Final = 8
 
 _ENFORCEMENTS: Final[Mapping[int, Enforcement]] = {
     ratelimiter_pb2.Enforcement.Value(member.name): member for member in Enforcement
+}
+_PERIODS: Final[Mapping[int, Period | None]] = {
+    ratelimiter_pb2.PERIOD_UNSPECIFIED: None,
+    **{ratelimiter_pb2.Period.Value(member.name): member for member in Period},
 }
 T = TypeVar("T")
 
@@ -446,7 +451,17 @@ def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
         algorithm=limit.algorithm,
         burst=limit.burst,
         enforcement=enforcement_of(limit.enforcement),
+        **calendar_fields(limit),
     )
+
+
+def calendar_fields(limit: Limit) -> dict[str, Any]:
+    """Return the fields of the contract's ``Limit`` that say its calendar."""
+    if limit.calendar is None:
+        return {}
+    period, time_zone, anchor_day = limit.calendar
+    fields = {"period": ratelimiter_pb2.Period.Value(period.name), "time_zone": time_zone}
+    return fields | ({"anchor_day": anchor_day} if period is Period.MONTH else {})
 
 
 def enforcement_of(enforcement: Enforcement) -> ratelimiter_pb2.Enforcement.ValueType:
@@ -481,14 +496,19 @@ def _fields_of(message: WireRule) -> dict[str, Any]:
 
 
 def _limit_draft(limit: WireLimit) -> LimitDraft:
+    period = _PERIODS.get(limit.period, limit.period)
+    has_window = limit.window_seconds or not isinstance(period, Period)
     return LimitDraft(
         text_of(limit.name),
         limit.limit,
-        limit.window_seconds,
+        limit.window_seconds if has_window else None,
         text_of(limit.algorithm),
         burst=limit.burst,
+        period=period,
+        time_zone=text_of(limit.time_zone) or None,
+        anchor_day=limit.anchor_day or None,
         enforcement=_ENFORCEMENTS.get(limit.enforcement, limit.enforcement),
-    )
+    ).completed()
 
 
 def update_of(message: WireUpdate, types: Collection[str] | None = None) -> Update:

@@ -13,7 +13,16 @@ from google.protobuf.message import DecodeError, Message
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import CheckInvalidError, FieldViolation, InvalidInputError
-from ratelimitd.model import INT32_MAX, US_PER_S, Check, Decision, IdentifierType, Identity
+from ratelimitd.model import (
+    INT32_MAX,
+    US_PER_S,
+    Check,
+    Decision,
+    IdentifierType,
+    Identity,
+    Limit,
+    Period,
+)
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, check_of
 from ratelimitd.services.wire import WHOLE_MESSAGE, WireIdentity
@@ -126,7 +135,7 @@ _UNITS: Final = {
     86_400: Response.RateLimit.DAY,
     604_800: Response.RateLimit.WEEK,
 }
-"""Windows that Envoy has a name for. It counts a month as no fixed number of seconds, so no window is one."""
+"""Windows that Envoy has a name for. It counts a month as no fixed number of seconds, so only one of a calendar is."""
 
 
 def answer_of(
@@ -153,10 +162,16 @@ def _write_status(status: Any, decision: Decision, now_us: int) -> None:
     rule, limit = decision.rule, decision.limit
     if rule is not None and limit is not None:
         status.current_limit.requests_per_unit = limit.limit
-        status.current_limit.unit = _UNITS.get(limit.window_seconds, Response.RateLimit.UNKNOWN)
+        status.current_limit.unit = _unit(limit)
         status.current_limit.name = rule.id.encode()
         status.limit_remaining = decision.remaining
         status.duration_until_reset.seconds = _reset_s(decision, now_us)
+
+
+def _unit(limit: Limit) -> Any:
+    if limit.calendar is not None and limit.calendar.period is Period.MONTH:
+        return Response.RateLimit.MONTH
+    return _UNITS.get(limit.window_seconds, Response.RateLimit.UNKNOWN)
 
 
 def _deciding(decisions: Sequence[Decision]) -> Decision:

@@ -115,6 +115,9 @@ class WireLimit(Protocol):
     window_seconds: int
     algorithm: bytes
     burst: int
+    period: int
+    time_zone: bytes
+    anchor_day: int
     enforcement: int
 
 

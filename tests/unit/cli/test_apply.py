@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import status
 
 BOOK = """\
@@ -195,3 +196,29 @@ def test_an_export_in_json_is_a_file_that_is_applied_as_well(ask, node, book):
     [item] = json.loads(exported)["rules"]
     assert (item["id"], item["endpoint"], item["enabled"]) == (rule.id, rule.endpoint, False)
     assert ask("rules", "apply", "-f", book(exported), "--prune").out == "no changes\n"
+
+
+CALENDARS = """\
+rules:
+  - endpoint: /api
+    identifier_type: user
+    limits:
+      - {limit: 10, period: day, algorithm: fixed_window}
+      - {name: month, limit: 200, period: month, time_zone: Europe/Berlin, anchor_day: 15, algorithm: fixed_window}
+"""
+
+
+def test_calendars_are_applied_compared_and_exported(ask, node, book):
+    ended = ask("rules", "apply", "-f", book(CALENDARS))
+    assert "default: 10 per day (UTC), fixed_window; month: 200 per month from day 15" in ended.out
+    [rule] = node.rules.values()
+    assert [(one.period, one.time_zone, one.anchor_day) for one in rule.limits] == [
+        (pb.DAY, "UTC", 0), (pb.MONTH, "Europe/Berlin", 15),
+    ]  # fmt: skip
+    assert ask("rules", "apply", "-f", book(CALENDARS)).out == "no changes\n"
+    exported = ask("rules", "export").out
+    assert ask("rules", "apply", "-f", book(exported)).out == "no changes\n"
+    edited = ask("rules", "apply", "-f", book(CALENDARS.replace("Berlin", "Paris")))
+    assert '"time_zone": "Europe/Berlin"' in edited.out
+    assert '"time_zone": "Europe/Paris"' in edited.out
+    assert rule.limits[1].time_zone == "Europe/Paris"

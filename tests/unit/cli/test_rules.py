@@ -229,3 +229,34 @@ def test_an_update_tells_several_limits_in_one_line(ask, node):
     out = ask("rules", "update", ID, "--limit", "7").out
     assert "default: 10 per 60 s, token_bucket; " in out
     assert "day: 9 per 90 s, fixed_window; candidate: 5 per 60 s, fixed_window, observed" in out
+
+
+def test_a_rule_of_the_calendar_is_created_and_listed(ask, node):
+    ended = ask(
+        "rules", "create", "/api", "user", "--limit", "9", "--algorithm", "fixed_window",
+        "--period", "month", "--time-zone", "Europe/Berlin", "--anchor-day", "15",
+    )  # fmt: skip
+    assert ended.status == 0, ended.err
+    [rule] = node.rules.values()
+    month = pb.Limit(
+        limit=9, algorithm="fixed_window", period=pb.MONTH, time_zone="Europe/Berlin", anchor_day=15
+    )
+    assert list(rule.limits) == [month]
+    assert rule.window_seconds == 0
+    assert "9 per month from day 15 (Europe/Berlin), fixed_window" in ended.out
+    assert ask("rules", "list").out.splitlines()[1].split()[3] == "month"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "name the window: --window-seconds or --period"),
+        (["--period", "year"], "'year' is not one of 'day', 'week', 'month'"),
+        (["--period", "month", "--anchor-day", "0"], "Invalid value for '--anchor-day'"),
+        (["--period", "month", "--anchor-day", "32"], "Invalid value for '--anchor-day'"),
+    ],
+)
+def test_a_window_that_is_none_is_refused(ask, node, arguments, why):
+    ended = ask("rules", "create", "/api", "user", "--limit", "9", *arguments)
+    assert (ended.status, why in ended.err) == (2, True), ended.err
+    assert not node.rules

@@ -333,6 +333,72 @@ class TestSeveralLimits:
         (named,) = parse_rules(one.replace("{limit", "{name: burst, limit").encode())
         assert [limit.name for limit in named.limits] == ["burst"]
 
+    def test_a_calendar_stands_in_the_place_of_a_window(self):
+        text = LIMITS.replace("window_seconds: 86400", "period: month, time_zone: Europe/Berlin")
+        (rule,) = parse_rules(text.encode())
+        month = LimitDraft(
+            "day",
+            10_000,
+            2_592_000,
+            "fixed_window",
+            period="month",
+            time_zone="Europe/Berlin",
+            anchor_day=1,
+        )
+        assert rule.limits[1] == month
+        written = dump_rules([rule])
+        assert "period: month" in written
+        assert "86400" not in written
+        assert parse_rules(written.encode()) == (rule,)
+        assert parse_rules(dump_rules_json([rule]).encode()) == (rule,)
+        (days,) = parse_rules(LIMITS.replace("window_seconds: 86400", "period: day").encode())
+        assert (days.limits[1].time_zone, days.limits[1].anchor_day) == ("UTC", None)
+
+    def test_a_calendar_of_the_only_limit_makes_a_list(self):
+        text = LIMITS.partition("      - {name")[0].replace(
+            "window_seconds: 1, algorithm: token_bucket", "period: week, algorithm: fixed_window"
+        )
+        (rule,) = parse_rules(text.encode())
+        assert (rule.window_seconds, rule.limits[0].period) == (604_800, "week")
+        assert parse_rules(dump_rules([rule]).encode()) == (rule,)
+
+    @pytest.mark.parametrize(
+        ("new", "problem"),
+        [
+            ("period: year", "limits[1].period: use one of day, week, month (line 5)"),
+            ("period: 7", "limits[1].period: must be text: put it in quotes (line 6)"),
+            (
+                "period: day, window_seconds: 60",
+                "limits[1].window_seconds: the window of a day must be unset or 86400 (line 5)",
+            ),
+            (
+                "period: day, window_seconds: 0",
+                "limits[1].window_seconds: the window must be positive (line 5)",
+            ),
+            (
+                "period: month, anchor_day: 0",
+                "limits[1].anchor_day: the anchor day must be 1 to 31 (line 5)",
+            ),
+            (
+                "period: month, time_zone: ''",
+                "limits[1].time_zone: unknown time zone: use an IANA name such as Europe/Berlin (line 5)",
+            ),
+            (
+                "window_seconds: 60, time_zone: UTC",
+                "limits[1].time_zone: only a limit with a period has a time zone (line 5)",
+            ),
+            (
+                "window_seconds: 60, anchor_day: 3",
+                "limits[1].anchor_day: only the period month has an anchor day (line 5)",
+            ),
+        ],
+    )
+    def test_what_is_wrong_with_a_calendar_is_named(self, new, problem):
+        with pytest.raises(RuleInvalidError) as caught:
+            parse_rules(LIMITS.replace("window_seconds: 86400", new).encode())
+        path, text = caught.value.violations[0]
+        assert f"{path.removeprefix('rules[0].')}: {text}" == problem
+
     @pytest.mark.parametrize(
         ("old", "new", "problems"),
         [

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from ratelimitd.errors import RuleInvalidError
-from ratelimitd.model import Algorithm, Enforcement, IdentifierType, Rule
-from ratelimitd.rules.store import LimitDraft, RuleChanges, RuleDraft, SkippedRow
+from ratelimitd.model import Algorithm, Calendar, Enforcement, IdentifierType, Period, Rule
+from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, RuleChanges, RuleDraft, SkippedRow
 from ratelimitd.rules.validation import (
     RuleRow,
     canonical_id,
@@ -299,6 +299,65 @@ class TestSeveralLimits:
     def test_what_is_wrong_in_a_list_is_named_by_its_place(self, limits, fields):
         draft = dataclasses.replace(DRAFT, limits=tuple(limits))
         assert list(violations(draft)) == [f"rate_limit.{field}" for field in fields]
+
+    @pytest.mark.parametrize(
+        ("fields", "calendar", "nominal"),
+        [
+            ({"period": "day"}, Calendar(Period.DAY, "UTC"), 86_400),
+            ({"period": "week", "time_zone": "Asia/Tokyo"}, Calendar(Period.WEEK, "Asia/Tokyo"), 604_800),
+            ({"period": "month"}, Calendar(Period.MONTH, "UTC", 1), 2_592_000),
+            ({"period": "month", "anchor_day": 31}, Calendar(Period.MONTH, "UTC", 31), 2_592_000),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("place", [0, 1])
+    def test_a_calendar_is_stored_and_read_back(self, place, fields, calendar, nominal):
+        limit = LimitDraft("a", 10, None, "fixed_window", **fields).completed()
+        limits = [limit] if place == 0 else [FIRST, limit]
+        first = {name: getattr(limits[0], name) for name in FIRST_LIMIT}
+        draft = dataclasses.replace(DRAFT, **first, limits=tuple(limits))
+        rule = validated(draft, rule_id=ID, revision=3)
+        assert (rule.limits[place].calendar, rule.limits[place].window_seconds) == (
+            calendar,
+            nominal,
+        )
+        assert rule.has_list
+        assert rule_from_row(RuleRow.of(rule)) == rule
+
+    def test_a_calendar_alone_makes_a_list(self):
+        limit = LimitDraft("", 10, None, "fixed_window", period="day").completed()
+        first = {name: getattr(limit, name) for name in FIRST_LIMIT}
+        rule = validated(
+            dataclasses.replace(DRAFT, **first, limits=(limit,)), rule_id=ID, revision=3
+        )
+        assert rule.has_list
+        assert rule_from_row(RuleRow.of(rule)) == rule
+
+    @pytest.mark.parametrize(
+        ("fields", "wrong"),
+        [
+            ({"algorithm": "token_bucket"}, ["period"]),
+            ({"algorithm": "sliding_window"}, ["period"]),
+            ({"period": "year", "window_seconds": 1}, ["period"]),
+            ({"period": 4, "window_seconds": 1}, ["period"]),
+            ({"window_seconds": 86_400}, ["window_seconds"]),
+            ({"time_zone": "Mars/Olympus"}, ["time_zone"]),
+            ({"time_zone": 7}, ["time_zone"]),
+            ({"time_zone": ""}, ["time_zone"]),
+            ({"anchor_day": 0}, ["anchor_day"]),
+            ({"anchor_day": 32}, ["anchor_day"]),
+            ({"anchor_day": True}, ["anchor_day"]),
+            ({"anchor_day": "1"}, ["anchor_day"]),
+            ({"period": "day", "anchor_day": 1}, ["anchor_day"]),
+            ({"period": "week", "anchor_day": 1}, ["anchor_day"]),
+            ({"period": None, "window_seconds": 1, "time_zone": "UTC"}, ["time_zone"]),
+            ({"period": None, "window_seconds": 1, "anchor_day": 1}, ["anchor_day"]),
+        ],
+    )
+    def test_what_is_wrong_with_a_calendar_is_named(self, fields, wrong):
+        month = LimitDraft("month", 1, None, "fixed_window", period="month")
+        limit = dataclasses.replace(month, **fields).completed()
+        draft = dataclasses.replace(DRAFT, limits=(FIRST, limit))
+        assert list(violations(draft)) == [f"rate_limit.limits[1].{field}" for field in wrong]
 
     def test_eight_limits_with_the_longest_names_are_taken(self):
         more = [dataclasses.replace(DAY, name=f"{number}" * 32) for number in range(7)]

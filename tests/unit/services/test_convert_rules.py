@@ -161,6 +161,40 @@ class TestSeveralLimits:
         assert update("limit", limit=7, limits=[SECOND, DAY]).changes == RuleChanges(limit=7)
         assert update("limit", limits=[SECOND, DAY]).changes == RuleChanges(limit=0)
 
+    @pytest.mark.parametrize(
+        ("sent", "read"),
+        [
+            ({"period": pb.DAY}, {"window_seconds": 86_400, "time_zone": "UTC"}),
+            (
+                {"period": pb.WEEK, "time_zone": "Asia/Tokyo", "window_seconds": 604_800},
+                {"window_seconds": 604_800, "time_zone": "Asia/Tokyo"},
+            ),
+            (
+                {"period": pb.MONTH},
+                {"window_seconds": 2_592_000, "time_zone": "UTC", "anchor_day": 1},
+            ),
+            (
+                {"period": pb.MONTH, "anchor_day": 15},
+                {"window_seconds": 2_592_000, "anchor_day": 15},
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("place", [0, 1])
+    def test_a_calendar_is_read_and_written(self, place, sent, read):
+        limit = pb.Limit(name="a", limit=9, algorithm="fixed_window", **sent)
+        limits = [limit] if place == 0 else [SECOND, limit]
+        created = draft(endpoint="/a", identifier_type="user", limits=limits)
+        written = rate_limit_of(validated(created, rule_id=RULE_ID, revision=1))
+        wanted = {"time_zone": "UTC", **sent, **read}
+        assert written.limits[place] == pb.Limit(
+            name="a", limit=9, algorithm="fixed_window", **wanted
+        )
+        assert written.window_seconds == written.limits[0].window_seconds
+        again = draft(endpoint="/a", identifier_type="user", limits=written.limits)
+        assert validated(again, rule_id=RULE_ID, revision=1) == validated(
+            created, rule_id=RULE_ID, revision=1
+        )
+
     def test_a_limit_that_only_observes_is_read_and_written(self):
         day = pb.Limit(enforcement=pb.OBSERVE)
         day.MergeFrom(DAY)

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cli.client_options import CliError, Target
-from ratelimitd.model import EVERY_ENDPOINT, US_PER_S, Algorithm, IdentifierType, Rule
+from ratelimitd.model import (
+    EVERY_ENDPOINT,
+    US_PER_S,
+    Algorithm,
+    Calendar,
+    IdentifierType,
+    Period,
+    Rule,
+)
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -166,6 +174,7 @@ class Case(NamedTuple):
     window_seconds: int
     steps: tuple[Step, ...]
     burst: int = 0
+    calendar: Calendar | None = None
     rules: tuple[pb.RateLimit, ...] = ()
 
     def __str__(self) -> str:
@@ -192,7 +201,12 @@ class Case(NamedTuple):
             for step in case["steps"]
         )
         burst = case.get("burst", 0)
-        return cls(Algorithm(algorithm), case["name"], limit, window_seconds, steps, burst)
+        calendar = None
+        if "period" in case:
+            period, anchor_day = Period(case["period"]), case.get("anchor_day", 1)
+            calendar = Calendar(period, case["time_zone"], anchor_day)
+        name = case["name"]
+        return cls(Algorithm(algorithm), name, limit, window_seconds, steps, burst, calendar)
 
     @classmethod
     def of_policy(cls, case: Mapping[str, Any]) -> Self:
@@ -218,6 +232,7 @@ class Case(NamedTuple):
             window_seconds=self.window_seconds,
             algorithm=Algorithm(self.algorithm),
             burst=self.burst,
+            calendar=self.calendar,
         )
 
     def rule_ids(self, endpoint: str) -> list[str]:
@@ -284,7 +299,7 @@ def left_out(case: Case, longest_us: int, tolerance_us: int) -> str:
         return "it has several limits"
     if case.goes_back:
         return "its time goes back"
-    if _duration_us(case) > longest_us:
+    if case.calendar is not None or _duration_us(case) > longest_us:
         return "it takes longer"
     if not _certain(case, tolerance_us):
         return "it depends on moments"
@@ -452,6 +467,12 @@ def _rule_of(case: Case, endpoint: str) -> pb.RateLimit:
             algorithm=case.algorithm,
             burst=case.burst,
         )
+    if case.calendar is not None:
+        period, time_zone, anchor_day = case.calendar
+        limit = rule.limits.add(limit=case.limit, algorithm=case.algorithm, time_zone=time_zone)
+        limit.period = pb.Period.Value(period.name)
+        if period is Period.MONTH:
+            limit.anchor_day = anchor_day
     return rule
 
 

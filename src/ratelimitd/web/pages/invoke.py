@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from ratelimitd.errors import FieldViolation
+from ratelimitd.model import Limit, Period
 from ratelimitd.rpc.interface import Call, Methods, RpcError, StatusCode, UnaryHandler
 from ratelimitd.web.api.http_call import settled
 from ratelimitd.web.pages.page_base import Frame
@@ -151,11 +152,20 @@ def _rate_limit(form: RuleForm) -> ratelimiter_pb2.RateLimit:
                 window_seconds=limit.window_seconds,
                 algorithm=limit.algorithm,
                 burst=limit.burst,
+                **_calendar(limit),
                 enforcement=ratelimiter_pb2.Enforcement.Value(limit.enforcement.name),
             )
             for limit in limits
         ],
     )
+
+
+def _calendar(limit: Limit) -> dict[str, Any]:
+    if limit.calendar is None:
+        return {}
+    period, time_zone, anchor_day = limit.calendar
+    fields = {"period": ratelimiter_pb2.Period.Value(period.name), "time_zone": time_zone}
+    return fields | ({"anchor_day": anchor_day} if period is Period.MONTH else {})
 
 
 def _rejected(error: RpcError) -> Rejected:

@@ -23,10 +23,11 @@ from ratelimitd.model import (
     Enforcement,
     IdentifierType,
     Limit,
+    Period,
     Rule,
 )
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.store import FIRST_LIMIT, LIMIT_FIELDS, LimitDraft, RuleDraft, in_order
+from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, RuleDraft, in_order
 from ratelimitd.rules.validation import RuleRow, validated
 from ratelimitd.web.pages.rendering import duration, number
 
@@ -125,7 +126,19 @@ def _limit_summary(limit: Limit | LimitDraft) -> str:
     name = limit.algorithm.replace("_", " ")
     burst = f", burst {number(limit.burst)}" if limit.burst else ""
     observed = ", observed" if limit.enforcement == Enforcement.OBSERVE else ""
-    return f"{number(limit.limit)} in {duration(limit.window_seconds)}, {name}{burst}{observed}"
+    return f"{number(limit.limit)} in {_window(limit)}, {name}{burst}{observed}"
+
+
+def _window(limit: Limit | LimitDraft) -> str:
+    if isinstance(limit, LimitDraft):
+        calendar = limit.period, limit.time_zone, limit.anchor_day
+        return _calendar_shown(*calendar) if limit.period else duration(limit.window_seconds)
+    return _calendar_shown(*limit.calendar) if limit.calendar else duration(limit.window_seconds)
+
+
+def _calendar_shown(period: str, time_zone: str, anchor_day: int | None) -> str:
+    anchor = f" from day {anchor_day}" if period == Period.MONTH else ""
+    return f"a {period}{anchor} of {time_zone}"
 
 
 _COMES_BACK: Final = (
@@ -142,6 +155,10 @@ _AFRESH: Final = (
 )
 
 
+OF_BUCKET: Final = ("algorithm", "window_seconds", "calendar")
+"""The fields of a limit of which other values lead to other buckets."""
+
+
 def _edited(was: Rule, will: Rule) -> list[str]:
     if not was.has_list and not will.has_list:
         return [_limit_edited(was, will)]
@@ -152,7 +169,7 @@ def _edited(was: Rule, will: Rule) -> list[str]:
         if name not in before:
             told.append(f"{name}: {_limit_summary(limit)} from now on, and all buckets are full.")
             continue
-        numbers = (*FIRST_LIMIT, "burst")
+        numbers = (*FIRST_LIMIT, "burst", "calendar")
         if any(getattr(limit, field) != getattr(before[name], field) for field in numbers):
             told.append(f"{name}: {_limit_edited(before[name], limit)}")
         if limit.enforcement != before[name].enforcement:
@@ -163,7 +180,7 @@ def _edited(was: Rule, will: Rule) -> list[str]:
 
 
 def _limit_edited(was: Limit, will: Limit) -> str:
-    if (was.algorithm, was.window_seconds) != (will.algorithm, will.window_seconds):
+    if any(getattr(was, field) != getattr(will, field) for field in OF_BUCKET):
         return _AFRESH
     if will.capacity > was.capacity:
         more = number(will.capacity - was.capacity)
@@ -232,6 +249,8 @@ def _list_shown(stored: str) -> dict[str, str]:
         return {}
     first, *more = json.loads(stored)
     noted = f", burst {number(first['burst'])}" if "burst" in first else ""
+    if "period" in first:
+        noted += f", {_window(LimitDraft(**{**dict.fromkeys(FIRST_LIMIT), **first}))}"
     noted += ", observed" if "enforcement" in first else ""
     shown = {first["name"]: f"the first{noted}"}
     return shown | {limit["name"]: _limit_summary(LimitDraft(**limit)) for limit in more}
@@ -359,10 +378,13 @@ class RuleForm(NamedTuple):
     enabled: bool = True
     name: str = ""
     more: str = ""
-    """Further limits, one a line: name, limit, window in seconds, algorithm, then ``burst=N`` if it has a burst, and
-    ``observe`` if it only does that."""
+    """Further limits, one a line: name, limit, window in seconds or period, algorithm, then what it has of ``burst=N``,
+    ``zone=NAME`` and ``anchor=DAY``, and ``observe`` if it only does that."""
     observe: bool = False
     burst: str = ""
+    period: str = ""
+    time_zone: str = ""
+    anchor_day: str = ""
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, str]) -> Self:
@@ -378,6 +400,9 @@ class RuleForm(NamedTuple):
             more="\n".join(filter(str.strip, fields.get("more", "").splitlines())),
             observe="observe" in fields,
             burst=fields.get("burst", "").strip(),
+            period=fields.get("period", ""),
+            time_zone=fields.get("time_zone", "").strip(),
+            anchor_day=fields.get("anchor_day", "").strip(),
         )
 
     @classmethod
@@ -387,18 +412,16 @@ class RuleForm(NamedTuple):
             endpoint=rule.endpoint,
             identifier_type=rule.identifier_type,
             limit=str(rule.limit),
-            window_seconds=str(rule.window_seconds),
+            window_seconds="" if rule.calendar else str(rule.window_seconds),
             algorithm=rule.algorithm,
             enabled=rule.enabled,
             name=rule.name if rule.has_list else "",
-            more="\n".join(
-                f"{limit.name} {limit.limit} {limit.window_seconds} {limit.algorithm}"
-                + (f" {_BURST_WORD}{limit.burst}" if limit.burst else "")
-                + (f" {limit.enforcement}" if limit.enforcement is Enforcement.OBSERVE else "")
-                for limit in rule.more
-            ),
+            more="\n".join(map(_line_of, rule.more)),
             observe=rule.enforcement is Enforcement.OBSERVE,
             burst=str(rule.burst or ""),
+            period=rule.calendar.period if rule.calendar else "",
+            time_zone=rule.calendar.time_zone if rule.calendar else "",
+            anchor_day=_anchor_day(rule),
         )
 
     @classmethod
@@ -409,7 +432,8 @@ class RuleForm(NamedTuple):
         """
         for limit in rule.limits:
             if limit.name == name and limit.enforcement is Enforcement.OBSERVE:
-                first = {field: getattr(limit, field) for field in LIMIT_FIELDS}
+                fields = ("name", *FIRST_LIMIT, "burst", "calendar")
+                first = {field: getattr(limit, field) for field in fields}
                 first["enforcement"] = Enforcement.ENFORCE
                 more = tuple(other for other in rule.more if other is not limit)
                 return cls.of_rule(replace(rule, **first, more=more))
@@ -429,14 +453,27 @@ class RuleForm(NamedTuple):
             algorithm=self.algorithm,
             enabled=self.enabled,
         )
+        first = self._first_limit(draft)
         more = tuple(map(_line, self.more.splitlines()))
-        if more or self.name or self.observe or self.burst:
-            numbers = {name: getattr(draft, name) for name in FIRST_LIMIT}
-            enforcement = Enforcement.OBSERVE if self.observe else Enforcement.ENFORCE
-            burst = whole_number(self.burst) if self.burst else 0
-            first = LimitDraft(self.name, **numbers, burst=burst, enforcement=enforcement)
-            draft = replace(draft, limits=(first, *more))
+        if more or first != LimitDraft("", *(getattr(draft, name) for name in FIRST_LIMIT)):
+            numbers = {name: getattr(first, name) for name in FIRST_LIMIT}
+            draft = replace(draft, **numbers, limits=(first, *more))
         return validated(draft, rule_id="", revision=0)
+
+    def _first_limit(self, draft: RuleDraft) -> LimitDraft:
+        # What the window is unless it is typed, is no window that was meant beside a period.
+        is_window = self.period not in PERIODS or self.window_seconds not in {"", DEFAULT_WINDOW_S}
+        return LimitDraft(
+            self.name,
+            draft.limit,
+            draft.window_seconds if is_window else None,
+            draft.algorithm,
+            burst=whole_number(self.burst) if self.burst else 0,
+            period=self.period or None,
+            time_zone=self.time_zone or None,
+            anchor_day=whole_number(self.anchor_day) if self.anchor_day else None,
+            enforcement=Enforcement.OBSERVE if self.observe else Enforcement.ENFORCE,
+        ).completed()
 
     def errors(self) -> dict[str, str]:
         """What is wrong with which field; empty when nothing is."""
@@ -456,7 +493,8 @@ def form_errors(violations: Iterable[FieldViolation]) -> dict[str, str]:
         if place is None:
             errors[field.replace("limits", "more")] = description
         elif place[1] == "0":
-            errors["burst" if field.endswith(".burst") else "name"] = description
+            name = field.partition(".")[2]
+            errors[name if name in OWN_FIELDS else "name"] = description
         else:
             errors.setdefault("more", f"line {place[1]}: {description}")
     return errors
@@ -465,28 +503,60 @@ def form_errors(violations: Iterable[FieldViolation]) -> dict[str, str]:
 _IN_LIST: Final = re.compile(r"limits\[([0-9]+)\]\.")
 
 
+OWN_FIELDS: Final = ("window_seconds", "burst", "period", "time_zone", "anchor_day")
+"""The fields of the first limit that can be wrong as such, and that a form has."""
+
+
+def _line_of(limit: Limit) -> str:
+    """A further limit as it is typed."""
+    calendar = limit.calendar
+    words = [limit.name, limit.limit, calendar.period if calendar else limit.window_seconds]
+    words.append(limit.algorithm)
+    if limit.burst:
+        words.append(f"{_WORDS['burst']}{limit.burst}")
+    if calendar:
+        words.append(f"{_WORDS['time_zone']}{calendar.time_zone}")
+    if _anchor_day(limit):
+        words.append(f"{_WORDS['anchor_day']}{_anchor_day(limit)}")
+    if limit.enforcement is Enforcement.OBSERVE:
+        words.append(limit.enforcement)
+    return " ".join(map(str, words))
+
+
+def _anchor_day(limit: Limit) -> str:
+    calendar = limit.calendar
+    return str(calendar.anchor_day) if calendar and calendar.period is Period.MONTH else ""
+
+
 def _line(text: str) -> LimitDraft:
     """A further limit as it was typed; what is missing is left for the validation to refuse."""
     words = text.split()
     name, limit, window, *more = *words, "", "", ""
-    burst: Any = 0
     options = words[LINE_WORDS:]
-    if options and options[0].startswith(_BURST_WORD):
-        burst = whole_number(options.pop(0).removeprefix(_BURST_WORD))
+    fields: dict[str, Any] = {}
+    for field, word in _WORDS.items():
+        if options and options[0].startswith(word):
+            value = options.pop(0).removeprefix(word)
+            fields[field] = value if field == "time_zone" else whole_number(value)
+    if window in PERIODS:
+        fields["period"] = window
     return LimitDraft(
         name,
         whole_number(limit),
-        whole_number(window),
+        None if window in PERIODS else whole_number(window),
         more[0] if more else "",
-        burst=burst,
+        **fields,
         enforcement=" ".join(options) or Enforcement.ENFORCE.value,
-    )
+    ).completed()
 
 
 LINE_WORDS: Final = 4
 """Words of a line of further limits, without those that not every limit has."""
 
-_BURST_WORD: Final = "burst="
+_WORDS: Final = {"burst": "burst=", "time_zone": "zone=", "anchor_day": "anchor="}
+"""What begins a word for a field that not every limit has, in the order of the line."""
+
+PERIODS: Final = tuple(Period)
 
 
 def whole_number(text: str) -> Any:

@@ -20,6 +20,7 @@ from ratelimitd.web.pages.audit import AuditTrail
 from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_changes import (
+    PERIODS,
     STATES,
     RuleForm,
     RuleQuery,
@@ -31,6 +32,7 @@ from ratelimitd.web.pages.rule_changes import (
 
 CHOICES: Final[Mapping[str, Any]] = {
     "algorithms": tuple(Algorithm),
+    "periods": ("", *PERIODS),
     "states": STATES,
 }
 

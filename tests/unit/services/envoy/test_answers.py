@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
+from ratelimitd.model import Algorithm, Calendar, Decision, IdentifierType, Period, Reason, Rule
 from ratelimitd.services.envoy import ALL_FIELDS, NO_FIELDS, STANDARD_FIELDS, answer_of
 from tests.envoy_messages import Response
 
@@ -51,6 +53,14 @@ def test_all_that_pass_are_ok():
 
 def test_a_window_that_envoy_has_no_name_for_has_no_unit():
     assert answer(LONGER).statuses[0].current_limit.unit == 0
+
+
+def test_a_month_of_the_calendar_has_a_unit_and_thirty_days_have_none():
+    days = replace(HALF, window_seconds=2_592_000)
+    month = replace(days, calendar=Calendar(Period.MONTH, "Europe/Berlin", 15))
+    for rule, unit in ((days, 0), (month, 5)):
+        told = answer(PASSED._replace(rule=rule, limit=rule))
+        assert told.statuses[0].current_limit.unit == unit
 
 
 def test_what_was_left_of_a_second_counts_as_one_and_what_is_over_as_none():

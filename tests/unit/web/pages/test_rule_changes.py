@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.model import Algorithm, Enforcement, IdentifierType, Limit, Rule
+from ratelimitd.model import Algorithm, Calendar, Enforcement, IdentifierType, Limit, Period, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.rule_changes import (
     RuleForm,
@@ -217,12 +217,84 @@ class TestSeveralLimits:
         for name in ("hour", "default", ""):
             assert RuleForm.promoting(rule, name) is None
 
+    def test_a_calendar_is_told_kept_and_edited(self):
+        month = replace(
+            DAY, window_seconds=2_592_000, calendar=Calendar(Period.MONTH, "Europe/Berlin", 15)
+        )
+        rule = replace(ORDERS, algorithm=Algorithm.FIXED_WINDOW, more=(month,))
+        form = RuleForm.of_rule(rule)
+        assert form.more == "day 10000 month fixed_window zone=Europe/Berlin anchor=15"
+        assert [replace(limit, revision=3) for limit in form.checked().more] == [month]
+        row = differences(None, rule)[-2]
+        assert row.after == "10\u202f000 in a month from day 15 of Europe/Berlin, fixed window"
+        candidate = replace(rule, more=(replace(month, enforcement=Enforcement.OBSERVE),))
+        promoted = RuleForm.promoting(candidate, "day").checked()
+        assert (promoted.name, promoted.calendar, promoted.more) == ("day", month.calendar, ())
+        week = replace(month, calendar=Calendar(Period.WEEK, "UTC"), window_seconds=604_800)
+        assert RuleForm.of_rule(replace(rule, more=(week,))).checked().more[0].calendar == (
+            Period.WEEK, "UTC", 1,
+        )  # fmt: skip
+        assert said(rule, replace(rule, more=(week,))).startswith("day: All buckets start afresh")
+        lower = said(rule, replace(rule, more=(replace(month, limit=1),)))
+        assert lower.startswith("day: What was spent stays spent, but counts as the new limit")
+
+    def test_a_calendar_of_the_first_limit_has_fields_of_its_own(self):
+        rule = replace(
+            ORDERS,
+            algorithm=Algorithm.FIXED_WINDOW,
+            window_seconds=2_592_000,
+            calendar=Calendar(Period.MONTH, "Europe/Berlin", 15),
+        )
+        form = RuleForm.of_rule(rule)
+        assert (form.window_seconds, form.period, form.time_zone, form.anchor_day) == (
+            "", "month", "Europe/Berlin", "15",
+        )  # fmt: skip
+        assert form.checked().calendar == rule.calendar
+        unnamed = form._replace(name="", window_seconds="60", time_zone="", anchor_day="")
+        assert unnamed.checked().calendar == Calendar(Period.MONTH, "UTC", 1)
+        assert form._replace(period="day", anchor_day="").checked().window_seconds == 86_400
+        [row] = [row for row in differences(None, rule) if row.label == "Limit default"]
+        assert row.after == "the first, a month from day 15 of Europe/Berlin"
+        assert said(rule, replace(rule, calendar=Calendar(Period.MONTH, "UTC"))).startswith(
+            "default: All buckets start afresh"
+        )
+
+    @pytest.mark.parametrize(
+        ("changed", "field", "text"),
+        [
+            ({"period": "day"}, "period", "only a fixed_window has a period"),
+            ({"period": "year"}, "period", "use one of day, week, month"),
+            ({"time_zone": "UTC"}, "time_zone", "only a limit with a period"),
+            ({"anchor_day": "0"}, "anchor_day", "only the period month"),
+            (
+                {"period": "month", "anchor_day": "0"},
+                "anchor_day",
+                "the anchor day must be 1 to 31",
+            ),
+            (
+                {"period": "month", "anchor_day": "x"},
+                "anchor_day",
+                "the anchor day must be 1 to 31",
+            ),
+            ({"period": "day", "time_zone": "Berlin"}, "time_zone", "unknown time zone"),
+            ({"period": "day", "window_seconds": "61"}, "window_seconds", "the window of a day"),
+            ({"more": "a 1 day token_bucket"}, "more", "line 1: only a fixed_window has a period"),
+            ({"more": "a 1 month fixed_window anchor=0"}, "more", "line 1: the anchor day must be"),
+            ({"more": "a 1 day fixed_window zone=X"}, "more", "line 1: unknown time zone"),
+        ],
+    )
+    def test_what_is_wrong_with_a_calendar_is_told_at_its_field(self, changed, field, text):
+        algorithm = "token_bucket" if text.startswith("only a fixed") else "fixed_window"
+        errors = RuleForm.of_rule(ORDERS)._replace(algorithm=algorithm, **changed).errors()
+        assert list(errors) == [field]
+        assert errors[field].startswith(text)
+
     def test_a_form_keeps_what_a_rule_says(self):
         form = RuleForm.of_rule(SEVERAL)
         assert form.more == "day 10000 86400 fixed_window"
         rule = form.checked()
         assert [replace(limit, revision=3) for limit in rule.more] == [DAY]
-        assert RuleForm.of_rule(ORDERS)[-4:] == ("", "", False, "")
+        assert RuleForm.of_rule(ORDERS)[-7:] == ("", "", False, "", "", "", "")
 
     @pytest.mark.parametrize(
         ("changed", "field", "text"),

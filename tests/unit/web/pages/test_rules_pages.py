@@ -6,6 +6,7 @@ import pytest
 import pytest_asyncio
 
 from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.model import Calendar, Period
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleChanges, RuleDraft
@@ -153,6 +154,32 @@ async def test_a_burst_is_made_shown_and_taken_away(visitor, node):
     assert (wrong.status_code, set(errors_in(wrong.text))) == (422, {"burst"})
     assert (await visitor.post(address, {**edit, "step": "store"})).status_code == 303
     assert [rule.capacity for rule in book_of(node).rules()] == [10]
+
+
+async def test_a_rule_of_the_calendar_is_made_shown_and_edited(visitor, node):
+    calendar = {"period": "month", "time_zone": "Europe/Berlin", "anchor_day": "15"}
+    rule = {**RULE, "algorithm": "fixed_window", **calendar}
+    preview = await visitor.post("/rules/new", {**rule, "step": "preview"})
+    assert "a month from day 15 of Europe/Berlin" in preview.text
+    answer = await visitor.post("/rules/new", {**hidden_in(preview.text), "step": "store"})
+    address = answer.headers["location"].partition("?")[0]
+    [stored] = book_of(node).rules()
+    assert stored.calendar == Calendar(Period.MONTH, "Europe/Berlin", 15)
+    assert "month, Europe/Berlin" in (await visitor.get("/rules")).text
+    form = (await visitor.get(address)).text
+    assert '<option value="month" selected>month</option>' in form
+    assert 'value="Europe/Berlin"' in form
+    etag = hidden_in(form)["etag"]
+    wrong = await visitor.post(
+        address, {**rule, "anchor_day": "0", "etag": etag, "step": "preview"}
+    )
+    assert wrong.status_code == 422
+    assert set(errors_in(wrong.text)) == {"anchor_day"}
+    plain = {**rule, "period": "", "time_zone": "", "anchor_day": ""}
+    edit = {**plain, "etag": etag, "step": "store"}
+    assert (await visitor.post(address, edit)).status_code == 303
+    assert [one.calendar for one in book_of(node).rules()] == [None]
+    assert "a month from day 15 of Europe/Berlin" in (await visitor.get("/audit")).text
 
 
 async def test_each_wrong_field_is_told_at_the_field_with_the_input_kept_and_nothing_stored(

@@ -60,6 +60,33 @@ INVALID_REQUEST: Reason.ValueType  # 7
 """this item of a batch is malformed: not allowed, nothing charged"""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
+class _Period:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PeriodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Period.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PERIOD_UNSPECIFIED: _Period.ValueType  # 0
+    """no calendar: windows of window_seconds"""
+    DAY: _Period.ValueType  # 1
+    """nominally 86400 seconds"""
+    WEEK: _Period.ValueType  # 2
+    """from Monday on; nominally 604800 seconds"""
+    MONTH: _Period.ValueType  # 3
+    """nominally 2592000 seconds"""
+
+class Period(_Period, metaclass=_PeriodEnumTypeWrapper): ...
+
+PERIOD_UNSPECIFIED: Period.ValueType  # 0
+"""no calendar: windows of window_seconds"""
+DAY: Period.ValueType  # 1
+"""nominally 86400 seconds"""
+WEEK: Period.ValueType  # 2
+"""from Monday on; nominally 604800 seconds"""
+MONTH: Period.ValueType  # 3
+"""nominally 2592000 seconds"""
+Global___Period: _TypeAlias = Period  # noqa: Y015
+
 class _Enforcement:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -415,6 +442,9 @@ class Limit(_message.Message):
     WINDOW_SECONDS_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     BURST_FIELD_NUMBER: _builtins.int
+    PERIOD_FIELD_NUMBER: _builtins.int
+    TIME_ZONE_FIELD_NUMBER: _builtins.int
+    ANCHOR_DAY_FIELD_NUMBER: _builtins.int
     ENFORCEMENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """unique in the rule, [a-z0-9_-]{1,32}; unset: "default", for the first only"""
@@ -423,6 +453,12 @@ class Limit(_message.Message):
     algorithm: _builtins.str
     burst: _builtins.int
     """token_bucket: capacity, smaller or larger than limit; 0 = limit; limit / window_seconds is the rate"""
+    period: Global___Period.ValueType
+    """fixed_window: its windows are those of the calendar, and window_seconds is unset or their nominal length"""
+    time_zone: _builtins.str
+    """IANA name; unset: "UTC"; only with a period"""
+    anchor_day: _builtins.int
+    """MONTH: the day it begins on, 1 to 31, or the last of a shorter month; unset: 1"""
     enforcement: Global___Enforcement.ValueType
     def __init__(
         self,
@@ -432,11 +468,14 @@ class Limit(_message.Message):
         window_seconds: _builtins.int = ...,
         algorithm: _builtins.str = ...,
         burst: _builtins.int = ...,
+        period: Global___Period.ValueType = ...,
+        time_zone: _builtins.str = ...,
+        anchor_day: _builtins.int = ...,
         enforcement: Global___Enforcement.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "burst", b"burst", "enforcement", b"enforcement", "limit", b"limit", "name", b"name", "window_seconds", b"window_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "anchor_day", b"anchor_day", "burst", b"burst", "enforcement", b"enforcement", "limit", b"limit", "name", b"name", "period", b"period", "time_zone", b"time_zone", "window_seconds", b"window_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,8 @@ local INT32_MAX = 2147483647
 local EXACT = 9007199254740992 -- 2^53: below it every integer is a double
 local LARGEST = EXACT - 1
 local LEAST_TTL_S, LEAST_TTL = 3600, '3600'
+local LEAST_CALENDAR_US = 1073741824 * US_PER_S -- 2^30 s
+local LONGEST_CALENDAR_S = 32 * 86400
 
 local WITHIN_LIMIT, LIMIT_EXCEEDED, COST_EXCEEDS_LIMIT = 1, 2, 3
 
@@ -80,9 +82,15 @@ local function capacity_of(limit, burst)
   return burst > 0 and burst or limit
 end
 
--- How long the server keeps a bucket, in seconds: well after it is full again. A node sends no burst that takes longer
+-- How long the server keeps a bucket, in seconds: well after it is full again. A fixed window of 34 years or more is
+-- one of a calendar (../../../algorithms/calendar_window.py): it is kept until its end, which a full one does not
+-- know. A node sends no burst that takes longer
 -- than INT32_MAX to fill, and what else there may be must not make a time that the server refuses.
-local function ttl_of(window_us, limit, burst)
+local function ttl_of(algorithm, window_us, limit, burst, at_us)
+  if algorithm.has_calendars and window_us >= LEAST_CALENDAR_US then
+    local left_s = at_us and ceil((window_us - at_us % window_us) / US_PER_S) or LONGEST_CALENDAR_S
+    return left_s + LEAST_TTL_S
+  end
   local ttl_s = 2 * window_us / US_PER_S
   if burst > 0 then
     ttl_s = 2 * delay(ceil(window_us / US_PER_S * burst / limit))

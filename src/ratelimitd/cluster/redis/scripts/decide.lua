@@ -48,7 +48,7 @@ for index = 1, #KEYS do
   end
   if (allowed or is_corrupt or is_edited) and peek == 0 then
     local value = written(algorithm, generation, revision, limit, burst, x, y, at_us)
-    call('SET', key, value, 'EX', ttl_of(window_us, limit, burst))
+    call('SET', key, value, 'EX', ttl_of(algorithm, window_us, limit, burst, at_us))
   end
   answers[index] = answer
 end

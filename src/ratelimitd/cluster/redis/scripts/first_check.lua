@@ -46,7 +46,7 @@ for index = 1, #KEYS do
     value = written(algorithm, generation, revision, limit, burst, x, y, at_us)
   end
   if is_stored then
-    call('SET', key, value, 'EX', ttl_of(window_us, limit, burst))
+    call('SET', key, value, 'EX', ttl_of(algorithm, window_us, limit, burst, at_us))
   end
   local answer = pack(ANSWER, allowed and 1 or 0, reason, remaining, retry_after, saturated(reset_time))
   reply[index + 1] = answer .. value

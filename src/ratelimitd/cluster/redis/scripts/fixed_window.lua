@@ -97,6 +97,7 @@ local function make_fixed_window()
 
   return {
     kind = FIXED_WINDOW,
+    has_calendars = true,
     read = read,
     write = write,
     capped = capped,

@@ -16,6 +16,6 @@ for index, key in ipairs(KEYS) do
   local algorithm, window_us = make_algorithm(kind), window_s * US_PER_S
   local generation = stored(algorithm, value_at(key), window_us) or 0
   values[index] = written(algorithm, math.max(generation + 1, least), revision, limit, burst)
-  call('SET', key, values[index], 'EX', ttl_of(window_us, limit, burst))
+  call('SET', key, values[index], 'EX', ttl_of(algorithm, window_us, limit, burst))
 end
 return values

@@ -97,7 +97,7 @@ for index = 2, #KEYS do
     local new = written(algorithm, its_generation, its_revision, its_limit, its_burst, x, y, at_us)
     -- A full bucket that was never reset is what a missing one is taken for.
     if not repeated and new ~= value and (value or at_us or its_generation > 0) then
-      call('SET', key, new, 'EX', ttl_of(window_us, its_limit, its_burst))
+      call('SET', key, new, 'EX', ttl_of(algorithm, window_us, its_limit, its_burst, at_us))
     end
     reply[index + 1] = new
   end
