@@ -188,7 +188,7 @@ def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, str]) -> RuleDra
         if entry.value.endswith("*"):
             _leave_out(f"it is for all values of {entry.key} with a prefix, and a rule is for one")
     numbers = (requests, window_seconds, Algorithm.FIXED_WINDOW.value)
-    observed = LimitDraft(DEFAULT_LIMIT, *numbers, Enforcement.OBSERVE.value)
+    observed = LimitDraft(DEFAULT_LIMIT, *numbers, enforcement=Enforcement.OBSERVE.value)
     draft = RuleDraft(
         "/".join([domain, *(f"{entry.key}={entry.value}" for entry in rest)]),
         "+".join(sorted(named)) or UNNAMED_TYPE.value,

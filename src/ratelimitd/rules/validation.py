@@ -20,11 +20,13 @@ from ratelimitd.model import (
     DEFAULT_LIMIT,
     EVERYBODY,
     INT32_MAX,
+    RESERVED_PLANS,
     TYPE_NAME,
     Algorithm,
     Enforcement,
     IdentifierType,
     Limit,
+    Plan,
     Rule,
     types_within,
 )
@@ -33,6 +35,7 @@ from ratelimitd.rules.store import (
     FIRST_LIMIT,
     LIMIT_FIELDS,
     LimitDraft,
+    PlanDraft,
     RuleDraft,
     SkippedRow,
 )
@@ -45,11 +48,18 @@ REMEMBERED_TYPES: Final = 1_024
 
 MAX_LIMITS: Final = 8
 """Limits of one rule: each is another bucket to look up in a check."""
+
+MAX_PLANS: Final = 32
+"""Plans of one rule: a price list is shorter, and each takes memory and bytes of an answer."""
+
+MAX_QUOTED_CHARS: Final = 64
+"""Characters of a wrong name that an error quotes."""
+
 CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Not allowed in the endpoint of a rule or of a check."""
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
-_LIMIT_NAME = re.compile(r"[a-z0-9_-]{1,32}")
+_NAME = re.compile(r"[a-z0-9_-]{1,32}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # A look-up takes a sixth of Enum's by-value call, and a load makes 200,000 of them.
@@ -60,6 +70,9 @@ _ENFORCEMENTS: Final = {member.value: member for member in Enforcement}
 
 _NO_LIMIT: Final = LimitDraft(None, None, None, None)
 """Stands for a stored list that is none."""
+
+_NO_PLAN: Final = PlanDraft("", ())
+"""Stands for stored plans that are none."""
 
 _ONLY: Final = LimitDraft("", None, None, None)
 """Has the name and the enforcement of a rule's only limit."""
@@ -78,6 +91,8 @@ class RuleRow(NamedTuple):
     revision: Any
     limits: Any = None
     """JSON: an array of the limits as objects, of the first only the name; ``None`` for one limit without a name."""
+    plans: Any = None
+    """JSON: an object with an array of limits for each plan; ``None`` for none."""
 
     @classmethod
     def of(cls, rule: Rule) -> RuleRow:
@@ -85,12 +100,14 @@ class RuleRow(NamedTuple):
         return cls(
             rule.id, rule.endpoint, rule.identifier_type, rule.limit, rule.window_seconds,
             rule.algorithm, rule.enabled, rule.revision, _stored_limits(rule.limits),
+            _stored_plans(rule.plans),
         )  # fmt: skip
 
     def draft(self) -> RuleDraft:
         """Return the row as a draft, without its id, which no edit changes."""
-        fields = {name: getattr(self, name) for name in EDITABLE if name != "limits"}
-        return RuleDraft(**fields, limits=self._limits())
+        lists: dict[str, Any] = {"limits": self._limits(), "plans": self._plans()}
+        fields = {name: getattr(self, name) for name in EDITABLE if name not in lists}
+        return RuleDraft(**fields, **lists)
 
     def _limits(self) -> tuple[LimitDraft, ...]:
         if self.limits is None:
@@ -101,6 +118,17 @@ class RuleRow(NamedTuple):
             return tuple(LimitDraft(**limit) for limit in ({**first, **numbers}, *more))
         except (ValueError, TypeError, RecursionError):
             return (_NO_LIMIT,)
+
+    def _plans(self) -> tuple[PlanDraft, ...]:
+        if self.plans is None:
+            return ()
+        try:
+            return tuple(
+                PlanDraft(name, tuple(LimitDraft(**limit) for limit in limits))
+                for name, limits in json.loads(self.plans).items()
+            )
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return (_NO_PLAN,)
 
 
 def validated(
@@ -122,6 +150,7 @@ def validated(
     row = RuleRow(
         rule_id, draft.endpoint, draft.identifier_type, draft.limit, draft.window_seconds,
         draft.algorithm, draft.enabled, revision, _stored_limits(draft.limits),
+        _stored_plans(draft.plans),
     )  # fmt: skip
     return _rule(draft, row)
 
@@ -155,8 +184,10 @@ def etag_of(row: RuleRow) -> str:
 
     It covers content and revision: a database restored from a backup counts the same revisions again.
     """
-    # A rule without a list of limits keeps the etag of before there were lists.
-    text = "\x00".join(map(str, row if row.limits is not None else row[:-1]))
+    # A rule without a list of limits or without plans keeps the etag of before there were any.
+    lists = (row.limits, row.plans)
+    length = len(row) - (2 if lists == (None, None) else lists[1] is None)
+    text = "\x00".join(map(str, row[:length]))
     # equivalent: how long an etag is says nothing
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=9).hexdigest()
 
@@ -178,6 +209,10 @@ def _rule(draft: RuleDraft, row: RuleRow) -> Rule:
         enabled=row.enabled,
         etag=etag_of(row),
         more=tuple(_limit(limit, row.revision) for limit in draft.limits[1:]),
+        plans=tuple(
+            Plan(sys.intern(plan.name), tuple(_limit(one, row.revision) for one in plan.limits))
+            for plan in draft.plans
+        ),
     )
 
 
@@ -186,7 +221,7 @@ def _limit(draft: LimitDraft, revision: int) -> Limit:
         limit=draft.limit,
         window_seconds=draft.window_seconds,
         algorithm=_ALGORITHMS[draft.algorithm],
-        name=draft.name,
+        name=draft.name or DEFAULT_LIMIT,
         enforcement=_ENFORCEMENTS[draft.enforcement],
         burst=draft.burst,
         revision=revision,
@@ -194,20 +229,27 @@ def _limit(draft: LimitDraft, revision: int) -> Limit:
 
 
 def _stored_limits(limits: Sequence[Limit | LimitDraft]) -> str | None:
-    stored = []
-    for number, limit in enumerate(limits):
-        fields = {field: getattr(limit, field) for field in LIMIT_FIELDS}
-        for field in FIRST_LIMIT if number == 0 else ():
-            del fields[field]
-        fields["name"] = limit.name or DEFAULT_LIMIT
-        if not limit.burst:
-            del fields["burst"]
-        if limit.enforcement == Enforcement.ENFORCE:
-            del fields["enforcement"]
-        stored.append(fields)
+    stored = [*map(_stored_limit, limits)]
+    for field in FIRST_LIMIT if stored else ():
+        del stored[0][field]
     if stored in ([], [{"name": DEFAULT_LIMIT}]):
         return None
     return json.dumps(stored, separators=(",", ":"))
+
+
+def _stored_plans(plans: Sequence[Plan | PlanDraft]) -> str | None:
+    stored = {plan.name: [*map(_stored_limit, plan.limits)] for plan in plans}
+    return json.dumps(stored, separators=(",", ":")) if stored else None
+
+
+def _stored_limit(limit: Limit | LimitDraft) -> dict[str, Any]:
+    fields = {field: getattr(limit, field) for field in LIMIT_FIELDS}
+    fields["name"] = limit.name or DEFAULT_LIMIT
+    if not limit.burst:
+        del fields["burst"]
+    if limit.enforcement == Enforcement.ENFORCE:
+        del fields["enforcement"]
+    return fields
 
 
 def _violations(
@@ -224,6 +266,8 @@ def _violations(
         yield "enabled", "enabled must be true or false"
     if fields.limits:
         yield from _limit_violations(fields)
+    if fields.plans:
+        yield from _plan_violations(fields.plans)
 
 
 def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
@@ -238,20 +282,48 @@ def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
     for name in FIRST_LIMIT:
         if getattr(rule, name) != getattr(first, name):
             yield name, f"the {name} must be unset or that of limits[0]"
+    yield from _list_violations("limits", rule.limits, numbers_from=1)
+
+
+def _plan_violations(plans: Sequence[PlanDraft]) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with plans, by its place, such as ``plans[pro].limits[1].name``."""
+    if plans == (_NO_PLAN,):
+        yield "plans", "must be lists of limits by the name of a plan"
+        return
+    if len(plans) > MAX_PLANS:
+        yield "plans", f"a rule has at most {MAX_PLANS} plans"
+        return
+    for name, limits in plans:
+        if _NAME.fullmatch(name) is None:
+            shown = ascii(name[:MAX_QUOTED_CHARS])
+            yield "plans", f"the name {shown} must be 1 to 32 characters of a-z, 0-9, _ and -"
+            continue
+        if name in RESERVED_PLANS:
+            yield f"plans[{name}]", f"{name} is reserved: a rule has no limits for it"
+        elif not 0 < len(limits) <= MAX_LIMITS:
+            yield f"plans[{name}].limits", f"a plan has 1 to {MAX_LIMITS} limits"
+        else:
+            yield from _list_violations(f"plans[{name}].limits", limits)
+
+
+def _list_violations(
+    place: str, limits: Sequence[LimitDraft], numbers_from: int = 0
+) -> Iterator[tuple[str, str]]:
     names: set[Any] = set()
-    for index, limit in enumerate(rule.limits):
-        at = f"limits[{index}]."
+    for index, limit in enumerate(limits):
+        at = f"{place}[{index}]."
         name = limit.name if index or limit.name else DEFAULT_LIMIT
-        if not isinstance(name, str) or _LIMIT_NAME.fullmatch(name) is None:
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             yield f"{at}name", "the name must be 1 to 32 characters of a-z, 0-9, _ and -"
         elif name in names:
-            yield f"{at}name", "the name must be unique in the rule"
+            owner = "rule" if place == "limits" else "plan"
+            yield f"{at}name", f"the name must be unique in the {owner}"
         else:
             names.add(name)
         if not isinstance(limit.enforcement, str) or limit.enforcement not in _ENFORCEMENTS:
             yield f"{at}enforcement", f"use one of {', '.join(_ENFORCEMENTS)}"
-        # The first limit's numbers are the rule's, and have been looked at.
-        numbers = _number_violations(limit) if index else ()
+        # The first limit's numbers may be the rule's, and have been looked at.
+        numbers = _number_violations(limit) if index >= numbers_from else ()
         found = chain(numbers, _burst_violations(limit))
         yield from ((f"{at}{field}", text) for field, text in found)
 

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from ratelimitd.errors import FieldViolation
+from ratelimitd.model import Limit
 from ratelimitd.rpc.interface import Call, Methods, RpcError, StatusCode, UnaryHandler
 from ratelimitd.web.api.http_call import settled
 from ratelimitd.web.pages.page_base import Frame
@@ -144,17 +145,22 @@ def _rate_limit(form: RuleForm) -> ratelimiter_pb2.RateLimit:
         window_seconds=rule.window_seconds,
         algorithm=rule.algorithm,
         enabled=rule.enabled,
-        limits=[
-            ratelimiter_pb2.Limit(
-                name=limit.name,
-                limit=limit.limit,
-                window_seconds=limit.window_seconds,
-                algorithm=limit.algorithm,
-                burst=limit.burst,
-                enforcement=ratelimiter_pb2.Enforcement.Value(limit.enforcement.name),
-            )
-            for limit in limits
-        ],
+        limits=map(_limit_of, limits),
+        plans={
+            plan.name: ratelimiter_pb2.LimitList(limits=map(_limit_of, plan.limits))
+            for plan in rule.plans
+        },
+    )
+
+
+def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
+    return ratelimiter_pb2.Limit(
+        name=limit.name,
+        limit=limit.limit,
+        window_seconds=limit.window_seconds,
+        algorithm=limit.algorithm,
+        burst=limit.burst,
+        enforcement=ratelimiter_pb2.Enforcement.Value(limit.enforcement.name),
     )
 
 
