@@ -1,0 +1,126 @@
+"""Tests of the assignments of a node: which plan an identity has, until when, and how they are replaced and swept."""
+
+from __future__ import annotations
+
+from ratelimitd.model import US_PER_S
+from ratelimitd.rules.assignments import MAX_EXPIRE_TIME, Assignments
+
+NOW_US = 1_000 * US_PER_S
+
+
+def _assigned(*of: tuple[str, bytes, str, int]) -> Assignments:
+    assignments = Assignments()
+    for one in of:
+        assignments.put(*one)
+    return assignments
+
+
+def _all_steps(assignments: Assignments, other: Assignments) -> None:
+    for _ in assignments.replace(other):
+        pass
+
+
+def test_an_identity_has_the_plan_it_was_assigned_to() -> None:
+    assignments = _assigned(("user", b"a", "pro", 0), ("user", b"b", "free", 2_000))
+    assert assignments.plan_of("user", b"a", NOW_US) == ("pro", 0)
+    assert assignments.plan_of("user", b"b", NOW_US) == ("free", 2_000)
+    assert len(assignments) == 2
+
+
+def test_neither_another_type_nor_another_identifier_has_it() -> None:
+    assignments = _assigned(("user", b"a", "pro", 0))
+    assert assignments.plan_of("api_key", b"a", NOW_US) is None
+    assert assignments.plan_of("user", b"b", NOW_US) is None
+
+
+def test_an_assignment_ends_at_the_second_it_names() -> None:
+    assignments = _assigned(("user", b"a", "pro", 2_000))
+    assert assignments.plan_of("user", b"a", 2_000 * US_PER_S - 1) == ("pro", 2_000)
+    assert assignments.plan_of("user", b"a", 2_000 * US_PER_S) is None
+
+
+def test_the_latest_end_is_kept_beside_any_number_of_plans() -> None:
+    plans = [f"plan-{number}" for number in range(5_000)]
+    assignments = _assigned(*(("user", plan.encode(), plan, MAX_EXPIRE_TIME) for plan in plans))
+    for plan in plans:
+        assert assignments.plan_of("user", plan.encode(), NOW_US) == (plan, MAX_EXPIRE_TIME)
+
+
+def test_a_later_assignment_takes_the_place_of_the_former() -> None:
+    assignments = _assigned(("user", b"a", "pro", 2_000), ("user", b"a", "free", 0))
+    assert assignments.plan_of("user", b"a", NOW_US) == ("free", 0)
+    assert len(assignments) == 1
+
+
+def test_a_removed_assignment_is_gone_and_removing_an_unknown_one_is_ignored() -> None:
+    assignments = _assigned(("user", b"a", "pro", 0), ("user", b"b", "pro", 0))
+    assignments.remove("user", b"a")
+    assignments.remove("user", b"a")
+    assignments.remove("ip", b"a")
+    assert assignments.plan_of("user", b"a", NOW_US) is None
+    assert len(assignments) == 1
+
+
+def test_types_are_those_with_assignments() -> None:
+    assignments = _assigned(
+        ("user", b"a", "pro", 0), ("user", b"b", "pro", 0), ("ip", b"c", "x", 0)
+    )
+    assert assignments.has_type("user")
+    assert assignments.types == {"user": 2, "ip": 1}
+    assignments.remove("ip", b"c")
+    assert not assignments.has_type("ip")
+    assert assignments.types == {"user": 2}
+
+
+def test_a_change_of_the_types_is_told_and_no_other_is() -> None:
+    told = []
+    assignments = Assignments()
+    assignments.on_types_changed = lambda: told.append(dict(assignments.types))
+    assignments.put("user", b"a", "pro", 0)
+    assignments.put("user", b"b", "pro", 0)
+    assignments.put("user", b"a", "free", 0)
+    assignments.remove("user", b"a")
+    assert told == [{"user": 1}]
+    assignments.remove("user", b"b")
+    assert told == [{"user": 1}, {}]
+
+
+def test_other_content_is_in_force_at_the_first_step() -> None:
+    told = []
+    assignments = _assigned(("user", b"a", "pro", 0), ("user", b"b", "pro", 0))
+    assignments.on_types_changed = lambda: told.append(dict(assignments.types))
+    steps = assignments.replace(_assigned(("ip", b"1.1.1.1", "free", 0)))
+    next(steps)
+    assert assignments.plan_of("ip", b"1.1.1.1", NOW_US) == ("free", 0)
+    assert assignments.plan_of("user", b"a", NOW_US) is None
+    assert (len(assignments), told) == (1, [{"ip": 1}])
+    assert sum(1 for _ in steps) > 100, "the old content is freed in steps"
+
+
+def test_other_content_of_the_same_types_is_not_told_as_a_change_of_types() -> None:
+    told = []
+    assignments = _assigned(("user", b"a", "pro", 0))
+    assignments.on_types_changed = lambda: told.append(1)
+    _all_steps(assignments, _assigned(("user", b"b", "free", 0)))
+    assert assignments.plan_of("user", b"b", NOW_US) == ("free", 0)
+    assert not told
+
+
+def test_what_has_expired_is_swept_in_steps() -> None:
+    identifiers = [str(number).encode() for number in range(1_000)]
+    assignments = _assigned(
+        *(("user", one, "pro", 900) for one in identifiers), ("ip", b"b", "x", 0)
+    )
+    told = []
+    assignments.on_types_changed = lambda: told.append(1)
+    assignments.sweep(NOW_US, 1_000)
+    assert 1 < len(assignments) < 1_001
+    assignments.sweep(NOW_US, 1_000_000)
+    assert assignments.types == {"ip": 1}
+    assert told == [1]
+
+
+def test_what_has_not_expired_stays() -> None:
+    assignments = _assigned(("user", b"a", "pro", 1_001), ("user", b"b", "pro", 0))
+    assignments.sweep(NOW_US, 1_000_000)
+    assert len(assignments) == 2
