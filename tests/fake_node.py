@@ -72,6 +72,7 @@ class FakeNode(
             enabled=fields.pop("enabled", True),
             etag=uuid.uuid4().hex,
             limits=fields.pop("limits", ()),
+            plans=fields.pop("plans", {}),
         )
         self.rules[rule.id] = rule
         return rule
@@ -120,6 +121,7 @@ class FakeNode(
             id=rule.id or str(uuid.uuid4()),
             enabled=rule.enabled,
             limits=rule.limits,
+            plans=rule.plans,
             **fields,
         )
 
@@ -134,11 +136,8 @@ class FakeNode(
         self._saw(request, context)
         rule = self._stored(request.rate_limit.id, request.rate_limit.etag, context)
         for path in request.update_mask.paths:
-            if path == "limits":
-                del rule.limits[:]
-                rule.limits.extend(request.rate_limit.limits)
-            else:
-                setattr(rule, path, getattr(request.rate_limit, path))
+            rule.ClearField(path)
+            rule.MergeFrom(pb.RateLimit(**{path: getattr(request.rate_limit, path)}))
         rule.etag = uuid.uuid4().hex
         return rule
 

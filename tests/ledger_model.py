@@ -21,7 +21,7 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
         stored = SharedState(generation or 0, rule.revision, rule.limit, burst=rule.burst)
     runs = update.runs if generation in {None, stored.generation} else ()
     state = stored.state
-    if rule.revision > stored.revision:
+    if rule.revision >= stored.revision:
         # Most edits are of other rules; only a new limit or burst forgives anything.
         state = state if _is_of(stored, rule) else account.capped(state, rule)
         stored = stored._replace(revision=rule.revision, limit=rule.limit, burst=rule.burst)

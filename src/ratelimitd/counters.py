@@ -46,10 +46,12 @@ class CheckStats:
         "latency_counts",
         "latency_sum_s",
         "no_rule_total",
+        "plan_blocked_total",
         "refused_by_web",
         "shared_state_errors_total",
         "token_guesses",
         "unexpected_total",
+        "unlimited_total",
         "would_deny",
     )
 
@@ -59,6 +61,10 @@ class CheckStats:
         self.allowed_total = 0
         self.blocked_total = 0
         self.no_rule_total = 0
+        self.unlimited_total = 0
+        """Checks allowed without a limit, because of the plan ``unlimited``."""
+        self.plan_blocked_total = 0
+        """Checks denied because of the plan ``blocked``."""
         self.breaker_denied_total = 0
         """Checks denied because the circuit breaker was open and ON_BREAKER_OPEN is ``deny``."""
         self.fail_open_breaker_total = 0
@@ -91,7 +97,7 @@ class CheckStats:
     def bucket_looked_total(self) -> int:
         """Checks that were decided by a rule, so that a bucket was looked up."""
         others = self.no_rule_total + self.fail_open_breaker_total + self.fail_open_error_total
-        others += self.breaker_denied_total
+        others += self.breaker_denied_total + self.unlimited_total + self.plan_blocked_total
         return self.allowed_total + self.blocked_total - others
 
     @property

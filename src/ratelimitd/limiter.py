@@ -7,8 +7,9 @@ clock. A decision takes no await, no lock and no task; only checks that need the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, cast
 
@@ -27,26 +28,35 @@ from ratelimitd.errors import (
 )
 from ratelimitd.model import (
     ALLOWED,
+    BLOCKED_PLAN,
     COST_EXCEEDS_LIMIT,
     DENIED,
     EVERY_ENDPOINT,
     EVERYBODY,
+    INT32_MAX,
     MAX_TIME_US,
     NO_RULE_REMAINING,
+    RESERVED_PLANS,
+    UNLIMITED_PLAN,
     US_PER_MS,
     US_PER_S,
     WITHIN_LIMIT,
+    AssignedPlan,
     Check,
     Decision,
     Enforcement,
+    Explained,
+    Identity,
     Limit,
     LimitStatus,
     LookedAt,
+    Match,
     Outcome,
     Reason,
     Rule,
     types_within,
 )
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 
 FAIL_OPEN_REMAINING: Final = 1
@@ -57,6 +67,8 @@ MAX_SCOPES: Final = 4_096
 """Endpoints whose rule and key scope are remembered; beyond it they are looked up again, which takes about 3 µs. Bounds
 the memory that callers can fill by sending ever new endpoints (I17), and the time that clearing the cache takes."""
 
+MAX_BY_PLANS: Final = 64
+"""Scopes of one endpoint and the same identifier types that are remembered by the plans of the identities."""
 
 ASKED_PER_TURN: Final = 100
 """Checks of a batch put to the shared state in one turn of the event loop: about 1 ms."""
@@ -160,7 +172,7 @@ class Scope:
     A scope is of one limit; ``several`` are those of all that are judged, in their order, unless that is one, enforced
     and for the check's first identity. ``limits`` are theirs. ``counters`` are the rule's allowed and blocked checks.
     ``endpoint`` is that of the bucket. ``told`` is the limit as the rule says it; ``limit`` is what buckets are judged
-    by, which differs in a scope of one calendar window.
+    by, which differs in a scope of one calendar window. ``plan`` is that of the limit, empty for the rule's own.
     """
 
     rule: Rule
@@ -178,10 +190,18 @@ class Scope:
     limits: tuple[Limit, ...] = ()
     windows: CalendarScopes | None = None
     """Finds the scope of a time, if a limit has a calendar; this one is then of no time, and judges nothing."""
+    plan: str = ""
+    passed_over: tuple[LimitStatus, ...] = ()
+    """What rules say that do not judge, because the check's identity is unlimited."""
 
     def at(self, now_us: int) -> Scope:
         """Return the scope that judges checks of this time."""
         return self if self.windows is None else self.windows.at(now_us)
+
+    @property
+    def identifier_type(self) -> str:
+        """The type of the rule."""
+        return self.rule.identifier_type
 
     def identifier(self, identifiers: Sequence[bytes]) -> bytes:
         """Return the identifier of the bucket, of a check with these."""
@@ -213,8 +233,39 @@ class CalendarScopes:
         return found[0]
 
 
-OnDenied = Callable[[tuple[bytes, Scope]], object]
-"""Takes the identifier and the scope of a check that a rule denied; as cheap as it can be."""
+class Blocked(NamedTuple):
+    """The checks of an identity that is blocked: their endpoint and its type."""
+
+    endpoint: str
+    identifier_type: str
+
+
+OnDenied = Callable[[tuple[bytes, Scope | Blocked]], object]
+"""Takes the identifier and the scope of a check that a rule denied, or a plan; as cheap as it can be."""
+
+
+class Unjudged(NamedTuple):
+    """The answer to a check that no limit judges, and which of its identities is blocked, by its number."""
+
+    decision: Decision
+    blocked: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanScopes:
+    """What judges the checks of one endpoint and the same identifier types, if some identities may have plans.
+
+    ``assigned`` are the number in a check and the type of each identity to look up, ``named`` the plans that change
+    what judges, ``by_plans`` what judges by the plans of the identities looked up.
+    """
+
+    endpoint: str
+    types: tuple[str, ...]
+    assigned: tuple[tuple[int, str], ...]
+    named: frozenset[str]
+    by_plans: dict[tuple[str, ...], Scope | Unjudged] = field(default_factory=dict)
+    by_plan: dict[str, Scope | Unjudged] = field(default_factory=dict)
+    """The same by the plan of the check's first identity, if that alone is to look up."""
 
 
 class _Asked(NamedTuple):
@@ -226,6 +277,8 @@ class _Asked(NamedTuple):
 
 
 _NO_RULE: Final = Decision(ALLOWED, NO_RULE_REMAINING, 0, 0, Reason.NO_RULE)
+_WITHOUT_RULE: Final = Unjudged(_NO_RULE)
+_UNLIMITED: Final = (ALLOWED, INT32_MAX, 0, 0, Reason.UNLIMITED)
 
 
 class Limiter:
@@ -234,6 +287,7 @@ class Limiter:
     ``breaker_denies``: while the breaker is open, checks are denied instead of allowed. ``on_error`` hears of
     the exception behind a fail-open answer, for the log; it must not raise. That the shared state is away is no such
     exception: who talks to it tells that once, not once a check. ``on_denied`` must not raise, either.
+    ``assignments`` are the plans of identities, none unless given.
     """
 
     def __init__(
@@ -249,6 +303,7 @@ class Limiter:
         breaker_denies: bool = False,
         on_error: Callable[[Exception], None] = lambda _: None,
         on_denied: OnDenied = lambda _: None,
+        assignments: Assignments | None = None,
     ) -> None:
         self._buckets: Buckets
         self._reset_buckets: Callable[[RuleBook, Sequence[Limit], Sequence[bytes]], Awaitable[None]]
@@ -271,7 +326,9 @@ class Limiter:
         self._on_denied = on_denied
         self._one_reset = asyncio.Lock()
         self._book: RuleBook | None = None
-        self._scopes: dict[tuple[str, ...], Scope | None] = {}
+        self._scopes: dict[tuple[str, ...], Scope | PlanScopes | None] = {}
+        self._assignments = Assignments() if assignments is None else assignments
+        self._assignments.on_types_changed = self._judge_anew
 
     @property
     def book(self) -> RuleBook | None:
@@ -282,6 +339,11 @@ class Limiter:
         """Put new rules in force, whole, from the next check on."""
         self._book = book
         self._scopes = {}
+
+    def _judge_anew(self) -> None:
+        """Forget which limits judge, here and wherever that is remembered as long as :attr:`book` stays the same."""
+        if self._book is not None:
+            self.replace_book(copy(self._book))
 
     def check(self, check: Check, now_us: int | None = None) -> Decision | None:
         """Answer one check at ``now_us``, the node's time unless given, and charge it if it is allowed and not a peek.
@@ -379,7 +441,7 @@ class Limiter:
             buckets = [
                 self._bucket(rule, limit, limit, endpoint, now_us)
                 for rule in rules
-                for limit in rule.limits
+                for limit in rule.limits_of_all_plans
             ]
             keys = [identifier + suffix for _, suffix, _, _ in buckets]
             await self._reset_buckets(self._book, [limit for limit, _, _, _ in buckets], keys)
@@ -408,7 +470,7 @@ class Limiter:
                     buckets.put_back(key, value)
             raise
 
-    async def explain(self, check: Check) -> tuple[Decision, Sequence[LookedAt]]:
+    async def explain(self, check: Check) -> Explained:
         """Return the answer that a check would get as a peek, and every rule that was looked at for it.
 
         Counts nothing.
@@ -422,7 +484,9 @@ class Limiter:
             message = "no rules are loaded yet"
             raise StoreUnavailableError(message)
         types = (check.identifier_type, *(kind for kind, _ in check.also))
-        scope, now_us = self._scope_of(check), self._clock.now_us()
+        now_us = self._clock.now_us()
+        plans, judging = self._plans_of(check, now_us), self._judging_of(check, now_us)
+        scope = judging if isinstance(judging, Scope) else None
         if check.timestamp:
             now_us = self._check_time_us(check.timestamp, now_us, scope)
         looked_at = [
@@ -432,13 +496,19 @@ class Limiter:
             if self._own is not None
             or (rule.identifier_type == types[0] and rule.endpoint != EVERY_ENDPOINT)
         ]
-        if scope is None:
-            return _NO_RULE, [LookedAt(*one) for one in looked_at]
-        decision, statuses = await self._foreseen(check, scope, now_us)
-        of_rule = {
-            rule.id: tuple(one for one in statuses if one.rule is rule) for rule, _ in looked_at
-        }
-        return decision, [LookedAt(rule, match, of_rule[rule.id]) for rule, match in looked_at]
+        if isinstance(judging, Unjudged):
+            decision, statuses = judging.decision, cast("Sequence[LimitStatus]", ())
+        else:
+            decision, statuses = await self._foreseen(check, judging, now_us)
+        is_blocked = decision.reason is Reason.BLOCKED
+        assigned = {one.identifier_type: one.plan for one in plans}
+        return Explained(
+            decision,
+            tuple(
+                [_looked_at(*one, assigned, statuses, is_blocked=is_blocked) for one in looked_at]
+            ),
+            plans,
+        )
 
     async def _foreseen(
         self, check: Check, scope: Scope, now_us: int
@@ -454,7 +524,7 @@ class Limiter:
             judged, decides = outcomes[first], scopes[first]
             passes = judged[0] or decides.would_deny is not None
             judged = _passed(judged) if passes else judged
-            decision = _decision(scopes, first, judged, outcomes, ahead_ms)
+            decision = _decision(scope, first, judged, outcomes, ahead_ms)
             return decision, _statuses(scopes, outcomes)
         key, limit, decide = charges[0]
         outcome = self._buckets.peek(key, limit, decide, now_us, check.cost, is_counted=False)
@@ -474,10 +544,10 @@ class Limiter:
 
     def scope(
         self, endpoint: str, identifier_type: str, also: tuple[str, ...] = ()
-    ) -> Scope | None:
+    ) -> Scope | PlanScopes | None:
         """What all checks of an endpoint and these types have in common until :attr:`book` changes.
 
-        ``None`` without rule or book.
+        ``None`` without rule or book. Where identities of these types have plans, :meth:`judging` says what judges.
         """
         try:
             return self._scopes[
@@ -488,9 +558,46 @@ class Limiter:
                 return None
             return self._remember_scope(self._book, endpoint, (identifier_type, *also))
 
-    def _scope_of(self, check: Check) -> Scope | None:
+    def _scope_of(self, check: Check) -> Scope | PlanScopes | None:
         also = tuple([kind for kind, _ in check.also])
         return self.scope(check.endpoint, check.identifier_type, also)
+
+    def judging(
+        self, identifiers: Sequence[bytes], scopes: PlanScopes, now_us: int
+    ) -> Scope | Unjudged:
+        """Return what judges a check with these identifiers at ``now_us``, by the plans that they are assigned to."""
+        if scopes.by_plan:
+            found = self._assignments.plan_of(scopes.types[0], identifiers[0], now_us)
+            known = scopes.by_plan.get("" if found is None else found[0])
+            if known is not None:
+                return known
+        plans = []
+        for number, kind in scopes.assigned:
+            found = self._assignments.plan_of(kind, identifiers[number], now_us)
+            if found is None:
+                plans.append("")
+                continue
+            plan, expire_time = found
+            if plan == BLOCKED_PLAN:
+                return Unjudged(_denied_until(expire_time, now_us), number)
+            plans.append(plan if plan in scopes.named else "")
+        by_plans = tuple(plans)
+        return scopes.by_plans.get(by_plans) or self._remember_judging(scopes, by_plans)
+
+    def _judging_of(self, check: Check, now_us: int) -> Scope | Unjudged:
+        return self._judging_by(self._scope_of(check), check, now_us)
+
+    def _judging_by(
+        self, scope: Scope | PlanScopes | None, check: Check, now_us: int
+    ) -> Scope | Unjudged:
+        if isinstance(scope, PlanScopes):
+            return self.judging(_identifiers(check), scope, now_us)
+        return scope or _WITHOUT_RULE
+
+    def _plans_of(self, check: Check, now_us: int) -> tuple[AssignedPlan, ...]:
+        identities: Sequence[Identity] = ((check.identifier_type, check.identifier), *check.also)
+        found = [(kind, self._assignments.plan_of(kind, who, now_us)) for kind, who in identities]
+        return tuple([AssignedPlan(kind, *plan) for kind, plan in found if plan is not None])
 
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
         """Answer one check of ``scope`` at ``now_us``, and charge it if it is allowed.
@@ -518,14 +625,15 @@ class Limiter:
             if check.also
             else self.scope(check.endpoint, check.identifier_type)
         )
-        if scope is None and self._book is None:
-            return self._fail_open(Reason.FAIL_OPEN_ERROR)
+        if not isinstance(scope, Scope):
+            if self._book is None:
+                return self._fail_open(Reason.FAIL_OPEN_ERROR)
+            judging = self._judging_by(scope, check, now_us)
+            if isinstance(judging, Unjudged):
+                return self._decide_unjudged(check, judging, now_us)
+            scope = judging
         if check.timestamp:
             now_us = self._check_time_us(check.timestamp, now_us, scope)
-        if scope is None:
-            self._stats.allowed_total += 1
-            self._stats.no_rule_total += 1
-            return _NO_RULE
         if scope.windows is not None:
             scope = scope.windows.at(now_us)
         if scope.several or (check.max_wait_ms and self._own is not None):
@@ -536,10 +644,28 @@ class Limiter:
                 return None
             if outcome[4] is COST_EXCEEDS_LIMIT:
                 outcome = _told(outcome, scope)
-            return Decision(*outcome[:5], scope.rule, scope.told)
+            return Decision(*outcome[:5], scope.rule, scope.told, (), 0, scope.plan)
         key = check.identifier + scope.key_suffix
         outcome = self._buckets.peek(key, scope.limit, scope.decide, now_us, check.cost)
         return None if outcome is None else self._counted(outcome, check.identifier, scope)
+
+    def _decide_unjudged(self, check: Check, unjudged: Unjudged, now_us: int) -> Decision:
+        if check.timestamp:
+            self._check_time_us(check.timestamp, now_us, None)
+        decision, stats = unjudged.decision, self._stats
+        if unjudged.blocked is not None:
+            stats.blocked_total += 1
+            stats.plan_blocked_total += 1
+            kinds = (check.identifier_type, *[kind for kind, _ in check.also])
+            identifier = _identifiers(check)[unjudged.blocked]
+            self._on_denied((identifier, Blocked(check.endpoint, kinds[unjudged.blocked])))
+            return decision
+        stats.allowed_total += 1
+        if decision.plan:
+            stats.unlimited_total += 1
+        else:
+            stats.no_rule_total += 1
+        return decision
 
     def judge(
         self,
@@ -586,7 +712,7 @@ class Limiter:
         judged = self.judge(
             identifiers, scope, now_us, check.cost, peek=check.peek, ahead_ms=ahead_ms
         )
-        return _decision(scope.several, *judged, ahead_ms)
+        return _decision(scope, *judged, ahead_ms)
 
     def _ahead_ms(self, check: Check, charges: Sequence[Charge], now_us: int) -> int:
         """Return how much later, in ms, a check may proceed; 0: it passes now, or not even then."""
@@ -597,9 +723,9 @@ class Limiter:
 
     def _foresee(self, check: Check, now_us: int) -> bool | Awaitable[Outcome | RateLimitdError]:
         try:
-            scope = self._scope_of(check)
-            if scope is None:
-                return True
+            scope = self._judging_of(check, now_us)
+            if isinstance(scope, Unjudged):
+                return scope.decision.allowed
             scope = scope.at(now_us)
             # Each bucket is looked up again when it is charged, and counts then.
             if scope.several and self._own is not None:
@@ -639,8 +765,8 @@ class Limiter:
         """Ask the shared state about a check, or answer it without asking."""
         try:
             now_us = self._clock.now_us()
-            scope = self._scope_of(check)
-            if scope is None or self._shared is None:
+            scope = self._judging_of(check, now_us)
+            if isinstance(scope, Unjudged) or self._shared is None:
                 # The rules have changed since it was found that the shared state has to be asked.
                 return self._decide(check, now_us) or self._fail_open(Reason.FAIL_OPEN_ERROR)
             if check.timestamp:
@@ -686,34 +812,80 @@ class Limiter:
 
     def _remember_scope(
         self, book: RuleBook, endpoint: str, types: tuple[str, ...]
-    ) -> Scope | None:
-        scope = None
-        if self._shared is None:
-            scopes = tuple(
-                self._new_scope(book, rule, limit, place, types)
-                for rule, place in book.judging(endpoint, types)
-                for limit in rule.limits
-            )
-            if scopes:
-                scope = scopes[0]
-                # A calendar's window is looked up on the general path.
-                is_plain = scope.would_deny is None and scope.told.calendar is None
-                if len(scopes) > 1 or not is_plain or scope.whose != _FIRST:
-                    limits = tuple(one.limit for one in scopes)
-                    scope = replace(scope, several=scopes, limits=limits)
+    ) -> Scope | PlanScopes | None:
+        has_type = self._assignments.has_type
+        assigned = tuple([(number, kind) for number, kind in enumerate(types) if has_type(kind)])
+        scope: Scope | PlanScopes | None
+        if assigned:
+            plans = [
+                plan.name for rule, _ in self._rules(book, endpoint, types) for plan in rule.plans
+            ]
+            scope = PlanScopes(endpoint, types, assigned, frozenset((UNLIMITED_PLAN, *plans)))
         else:
-            rule = book.match(endpoint, types[0])
-            if rule is not None:
-                scope = self._new_scope(book, rule, rule, endpoint, types)
-        if scope is not None and any(one.told.calendar for one in scope.several or (scope,)):
-            scope = replace(scope, windows=CalendarScopes(partial(self._scope_at, scope)))
+            found = self._new_judging(book, endpoint, types, {})
+            scope = None if isinstance(found, Unjudged) else found
         if len(self._scopes) >= MAX_SCOPES:
             self._scopes = {}
         self._scopes[endpoint, *types] = scope
         return scope
 
+    def _remember_judging(self, scopes: PlanScopes, plans: tuple[str, ...]) -> Scope | Unjudged:
+        if len(scopes.by_plans) >= MAX_BY_PLANS:
+            scopes.by_plans.clear()
+            scopes.by_plan.clear()
+        assigned = {kind: plan for (_, kind), plan in zip(scopes.assigned, plans, strict=True)}
+        # Without a book there are no scopes.
+        book: RuleBook = self._book  # type: ignore[assignment]
+        found = self._new_judging(book, scopes.endpoint, scopes.types, assigned)
+        scopes.by_plans[plans] = found
+        if len(plans) == 1 and scopes.assigned[0][0] == 0:
+            scopes.by_plan[plans[0]] = found
+        return found
+
+    def _new_judging(
+        self, book: RuleBook, endpoint: str, types: tuple[str, ...], assigned: Mapping[str, str]
+    ) -> Scope | Unjudged:
+        scopes: list[Scope] = []
+        passed_over: list[LimitStatus] = []
+        for rule, place in self._rules(book, endpoint, types):
+            plan = rule.plan_among(assigned)
+            if plan == UNLIMITED_PLAN:
+                passed_over.append(LimitStatus(*_UNLIMITED, rule, None, plan))
+                continue
+            # Nodes that share state judge by one limit.
+            limits = rule.limits_of(plan)[: None if self._shared is None else 1]
+            scopes += [self._new_scope(book, rule, limit, place, types, plan) for limit in limits]
+        if not scopes:
+            is_unlimited = UNLIMITED_PLAN in assigned.values()
+            return Unjudged(_unlimited(passed_over)) if is_unlimited else _WITHOUT_RULE
+        scope = scopes[0]
+        has_calendar = any(one.told.calendar for one in scopes)
+        is_plain = len(scopes) == 1 and scope.would_deny is None and scope.whose == _FIRST
+        # A calendar's window is looked up on the general path.
+        if not is_plain or passed_over or (has_calendar and self._shared is None):
+            judged, over = tuple([one.limit for one in scopes]), tuple(passed_over)
+            scope = replace(scope, several=tuple(scopes), limits=judged, passed_over=over)
+        if has_calendar:
+            scope = replace(scope, windows=CalendarScopes(partial(self._scope_at, scope)))
+        return scope
+
+    def _rules(
+        self, book: RuleBook, endpoint: str, types: tuple[str, ...]
+    ) -> Iterable[tuple[Rule, str]]:
+        """Yield the rules that judge a check, and the endpoint of their buckets."""
+        if self._shared is None:
+            return book.judging(endpoint, types)
+        rule = book.match(endpoint, types[0])
+        return () if rule is None else ((rule, endpoint),)
+
     def _new_scope(  # noqa: PLR0917 -- what a scope is of
-        self, book: RuleBook, rule: Rule, limit: Limit, endpoint: str, types: tuple[str, ...]
+        self,
+        book: RuleBook,
+        rule: Rule,
+        limit: Limit,
+        endpoint: str,
+        types: tuple[str, ...],
+        plan: str,
     ) -> Scope:
         is_observed = limit.enforcement is Enforcement.OBSERVE
         as_of_book = self._as_of_book(book, limit)
@@ -727,6 +899,7 @@ class Limiter:
             endpoint,
             tuple(types.index(part) for part in types_within(rule.identifier_type)),
             would_deny=self._stats.observed_counter(rule.id, limit.name) if is_observed else None,
+            plan=plan,
         )
 
     def _scope_at(self, scope: Scope, now_us: int) -> tuple[Scope, int, int]:
@@ -788,7 +961,7 @@ class Limiter:
 
 
 def _decided(outcome: Outcome, scope: Scope) -> Decision:
-    return Decision(*_told(outcome, scope)[:5], scope.rule, scope.told)
+    return Decision(*_told(outcome, scope)[:5], scope.rule, scope.told, (), 0, scope.plan)
 
 
 def _told(outcome: Outcome, scope: Scope) -> Outcome:
@@ -804,28 +977,68 @@ def _passed(outcome: Outcome) -> Outcome:
 
 
 def _decision(  # noqa: PLR0917 -- what :meth:`Limiter.judge` returns, and beside it
-    scopes: Sequence[Scope],
+    scope: Scope,
     first: int,
     outcome: Outcome,
     outcomes: Sequence[Outcome],
     wait_ms: int,
 ) -> Decision:
+    scopes = scope.several or (scope,)
     statuses = _statuses(scopes, outcomes)
     statuses.insert(0, statuses.pop(first))
+    statuses += scope.passed_over
     limits = tuple(statuses) if len(statuses) > 1 else ()
     decides = scopes[first]
     told = _told(outcome, decides)[:5]
-    return Decision(*told, decides.rule, decides.told, limits, wait_ms)
+    return Decision(*told, decides.rule, decides.told, limits, wait_ms, decides.plan)
 
 
 def _statuses(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[LimitStatus]:
     return [
-        LimitStatus(*_told(judged, one)[:5], one.rule, one.told)
+        LimitStatus(*_told(judged, one)[:5], one.rule, one.told, one.plan)
         for judged, one in zip(outcomes, scopes, strict=True)
     ]
 
 
+def _unlimited(passed_over: Sequence[LimitStatus]) -> Decision:
+    """Return the answer to a check that only rules of unlimited identities apply to, or none."""
+    rule = passed_over[0].rule if passed_over else None
+    limits = tuple(passed_over) if len(passed_over) > 1 else ()
+    return Decision(*_UNLIMITED, rule, None, limits, plan=UNLIMITED_PLAN)
+
+
+def _denied_until(expire_time: int, now_us: int) -> Decision:
+    """Return the answer to a check of an identity that is blocked until then, in Unix seconds; 0 = for good."""
+    retry_after = min(-(-(expire_time * US_PER_S - now_us) // US_PER_S), INT32_MAX)
+    return Decision(
+        DENIED,
+        0,
+        expire_time,
+        retry_after if expire_time else INT32_MAX,
+        Reason.BLOCKED,
+        plan=BLOCKED_PLAN,
+    )
+
+
+def _looked_at(
+    rule: Rule,
+    match: Match,
+    assigned: Mapping[str, str],
+    statuses: Sequence[LimitStatus],
+    *,
+    is_blocked: bool,
+) -> LookedAt:
+    if match is not Match.JUDGES:
+        return LookedAt(rule, match)
+    plan = BLOCKED_PLAN if is_blocked else rule.plan_among(assigned)
+    if plan in RESERVED_PLANS:
+        return LookedAt(rule, Match.PASSED_OVER, (), plan)
+    return LookedAt(rule, match, tuple(one for one in statuses if one.rule is rule), plan)
+
+
 def _identifiers(check: Check) -> Sequence[bytes]:
+    if not check.also:
+        return (check.identifier,)
     return (check.identifier, *[identifier for _, identifier in check.also])
 
 

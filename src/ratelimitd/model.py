@@ -44,6 +44,16 @@ NO_RULE_REMAINING: Final = INT32_MAX
 """What ``remaining`` says when no rule applies (ADR 0001)."""
 
 
+UNLIMITED_PLAN: Final = "unlimited"
+"""The plan whose identities are allowed everything, and charged nothing."""
+
+BLOCKED_PLAN: Final = "blocked"
+"""The plan whose identities are denied every check."""
+
+RESERVED_PLANS: Final = (UNLIMITED_PLAN, BLOCKED_PLAN)
+"""Plans that no rule names."""
+
+
 class Algorithm(enum.StrEnum):
     """The algorithms of the contract, by the name they have on the wire."""
 
@@ -111,6 +121,8 @@ class Reason(enum.IntEnum):
     FAIL_OPEN_BREAKER = 5
     FAIL_OPEN_ERROR = 6
     INVALID_REQUEST = 7
+    UNLIMITED = 8
+    BLOCKED = 9
 
 
 class Match(enum.IntEnum):
@@ -120,6 +132,7 @@ class Match(enum.IntEnum):
     DISABLED = 2
     OVERRIDDEN = 3
     NOT_NAMED = 4
+    PASSED_OVER = 5
 
 
 # Finding a member in its class costs 100 ns; a check needs one of these.
@@ -163,12 +176,20 @@ class Limit:
         object.__setattr__(self, "full_after_s", full_after_s)
 
 
+class Plan(NamedTuple):
+    """Limits that take the place of a rule's own for the identities assigned to the plan of this name."""
+
+    name: str
+    limits: tuple[Limit, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Rule(Limit):
     """One validated rule: what holds for an endpoint and an identifier type.
 
     ``identifier_type`` is one that requests name, a product such as ``ip+user``, in byte order, or ``all``. A rule is
-    its first limit; ``more`` are the others. ``etag`` changes with every edit.
+    its first limit; ``more`` are the others. ``plans`` are in the order of their names. ``etag`` changes with every
+    edit.
     """
 
     id: str
@@ -178,11 +199,33 @@ class Rule(Limit):
     enabled: bool = True
     etag: str = ""
     more: tuple[Limit, ...] = ()
+    plans: tuple[Plan, ...] = ()
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """All limits, in the rule's order."""
+        """All limits, in the rule's order, without those of plans."""
         return (self, *self.more)
+
+    @property
+    def limits_of_all_plans(self) -> tuple[Limit, ...]:
+        """All limits, then those of each plan."""
+        return (*self.limits, *(limit for plan in self.plans for limit in plan.limits))
+
+    def limits_of(self, plan: str) -> tuple[Limit, ...]:
+        """Return the limits of a plan; the rule's own if it does not name the plan."""
+        return next((one.limits for one in self.plans if one.name == plan), self.limits)
+
+    def plan_among(self, assigned: Mapping[str, str]) -> str:
+        """Return the plan whose limits judge a check; empty for the rule's own.
+
+        ``assigned`` has the plans of the check's identities, by their types. Of a product it is the first plan, in the
+        order of the types, that the rule names or that is ``unlimited``.
+        """
+        for kind in types_within(self.identifier_type) if assigned else ():
+            plan = assigned.get(kind)
+            if plan == UNLIMITED_PLAN or any(one.name == plan for one in self.plans):
+                return plan or ""
+        return ""
 
     @property
     def has_list(self) -> bool:
@@ -237,15 +280,26 @@ class LimitStatus(NamedTuple):
     retry_after: int
     reason: Reason
     rule: Rule
-    limit: Limit
+    limit: Limit | None
+    plan: str = ""
+    """That the limit is of; ``unlimited`` without a limit: the rule was passed over."""
 
 
 class LookedAt(NamedTuple):
-    """A rule that was looked at for a check, and what its limits say if it judges."""
+    """A rule that was looked at for a check, and what its limits say if it judges, those of ``plan`` or its own."""
 
     rule: Rule
     match: Match
     limits: tuple[LimitStatus, ...] = ()
+    plan: str = ""
+
+
+class AssignedPlan(NamedTuple):
+    """The plan that an identity of a check is assigned to, until ``expire_time`` in Unix seconds, 0 = for good."""
+
+    identifier_type: str
+    plan: str
+    expire_time: int
 
 
 class Decision(NamedTuple):
@@ -264,3 +318,13 @@ class Decision(NamedTuple):
     limit: Limit | None = None
     limits: tuple[LimitStatus, ...] = ()
     wait_ms: int = 0
+    plan: str = ""
+    """That the limit is of, ``unlimited`` or ``blocked``; empty for the rule's own limits."""
+
+
+class Explained(NamedTuple):
+    """What a check would be answered, the rules that were looked at, and the plans of its identities."""
+
+    decision: Decision
+    looked_at: tuple[LookedAt, ...]
+    plans: tuple[AssignedPlan, ...]

@@ -103,6 +103,21 @@ def test_several_limits_are_told_with_the_deciding_one_first():
     assert (DENIED.limit_name, DENIED.limits) == ("", ())
 
 
+def test_the_plan_that_decided_is_told():
+    status = pb.LimitStatus(name="day", plan="pro")
+    answer = pb.RateLimitResponse(reason=pb.UNLIMITED, plan="unlimited", limits=[status])
+    found = decision_of(answer, NOW_S)
+    assert (found.reason, found.plan, found.limits[0].plan) == (
+        Reason.UNLIMITED,
+        "unlimited",
+        "pro",
+    )
+    blocked = decision_of(
+        pb.RateLimitResponse(reason=pb.BLOCKED, retry_after_seconds=9, plan="blocked"), NOW_S
+    )
+    assert blocked.headers() == {"Retry-After": "9"}
+
+
 def test_every_reason_of_the_contract_has_its_name_and_others_are_other():
     for name, number in pb.Reason.items():
         reason = decision_of(pb.RateLimitResponse(reason=number), NOW_S).reason

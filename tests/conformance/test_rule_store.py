@@ -16,7 +16,7 @@ from ratelimitd.errors import (
     RulesFullError,
 )
 from ratelimitd.model import Algorithm, Calendar, IdentifierType, Period
-from ratelimitd.rules.store import LimitDraft, RuleChanges, RuleDraft
+from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock
 from tests.rule_stores import sqlite_store, store_at
 
@@ -363,6 +363,22 @@ async def test_a_burst_is_kept_and_told_by_the_audit_trail(store):
     assert [one.burst for one in (await store.changes_since(None)).changed] == [50]
     newest, _ = await store.audit(rule.id, None, 10)
     assert '"burst":50' in newest.after["limits"]
+
+
+async def test_plans_of_a_rule_are_kept_and_edited(store):
+    plain = await store.create(ORDERS, ME)
+    plans = (PlanDraft("free", (DAY,)), PlanDraft("pro", (FIRST, DAY)))
+    rule = await store.update(plain.id, RuleChanges(plans=plans), "", ME)
+    assert [(plan.name, len(plan.limits)) for plan in rule.plans] == [("free", 1), ("pro", 2)]
+    assert (await store.changes_since(None)).changed == [rule]
+    assert (await store.update(rule.id, RuleChanges(plans=plans), rule.etag, ME)) == rule
+    assert (await store.update(rule.id, RuleChanges(limit=7), "", ME)).plans[1].name == "pro"
+    gone = await store.update(rule.id, RuleChanges(plans=(), limit=ORDERS.limit), "", ME)
+    assert gone.plans == ()
+    newest, _, edited, created = await store.audit(rule.id, None, 10)
+    assert "plans" not in newest.after
+    assert "plans" not in created.after
+    assert '"free"' in edited.after["plans"]
 
 
 async def test_a_rule_with_several_limits_is_kept_and_its_list_edited(store):

@@ -106,7 +106,7 @@ def test_the_longest_window_has_a_ttl_that_the_server_takes(store):
 
 def test_a_foreign_burst_that_takes_for_ever_has_a_ttl_that_the_server_takes(store):
     rule = rule_of(Algorithm.TOKEN_BUCKET, 1, INT32_MAX, burst=1)
-    store.set(STORED_KEY, value_of(SharedState(0, 1, 1, (1, T), INT32_MAX), rule))
+    store.set(STORED_KEY, value_of(SharedState(0, 2, 1, (1, T), INT32_MAX), rule))
     assert decide(store, rule)[0]
     assert store.ttl(STORED_KEY) > INT32_MAX
 
@@ -216,11 +216,12 @@ def test_a_peek_and_a_denial_write_nothing(store, algorithm):
 
 
 @algorithms
-def test_a_denial_under_a_newer_limit_writes_that_limit_once(store, algorithm):
+@pytest.mark.parametrize("revision", [1, 2], ids=["of another plan", "edited"])
+def test_a_denial_under_a_newer_limit_writes_that_limit_once(store, algorithm, revision):
     rule = rule_of(algorithm, 2)
     assert decide(store, rule, cost=2)[0] is True
     store.config_resetstat()
-    edited = rule_of(algorithm, 1, revision=2)
+    edited = rule_of(algorithm, 1, revision=revision)
     assert decide(store, edited, peek=True)[0] is False
     assert writes(store) == 0
     for _ in range(2):

@@ -22,11 +22,14 @@ from ratelimitd.model import (
     IdentifierType,
     Limit,
     Period,
+    Plan,
     Rule,
 )
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.testing import ManualClock
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.one_by_one import OneByOne
 from tests.property.spelled_checks import (
     ADDRESSES,
@@ -62,6 +65,13 @@ OTHERS = (
     ),
 )
 
+# One with one limit, one with several, and one whose answers are too long to be made of bytes.
+PLANS = (
+    Plan("few", OTHERS[:1]),
+    Plan("long", tuple(replace(OTHERS[0], name=f"{n}".zfill(32)) for n in range(8))),
+    Plan("several", OTHERS),
+)
+
 MET: Counter[str] = Counter()
 
 
@@ -77,7 +87,9 @@ class Node:
             stats=self.stats,
             timestamps=timestamps,
             keys=BucketKeys(b"k" * 32),
+            assignments=(assignments := Assignments()),
         )
+        self.assignments = assignments
         self.service = RateLimiterService(
             self.limiter, self.stats, lambda: 0.0, FairQueue(map(float, count()).__next__)
         )
@@ -128,7 +140,16 @@ class Pair:
         self.rules = {
             rule.id: rule
             for rule in (
-                Rule("a", "/a", USER, limit=5, window_seconds=60, algorithm=own, burst=burst),
+                Rule(
+                    "a",
+                    "/a",
+                    USER,
+                    limit=5,
+                    window_seconds=60,
+                    algorithm=own,
+                    burst=burst,
+                    plans=PLANS,
+                ),
                 Rule("a-ip", "/a", IP, limit=3, window_seconds=3, algorithm=other),
                 Rule("long", ENDPOINTS[-1], USER, limit=20_000, window_seconds=1, algorithm=other),
                 Rule("off", "/off", USER, limit=2, window_seconds=60, algorithm=own, enabled=False),
@@ -160,6 +181,9 @@ class Pair:
         answers = list(self.node.bulk(asked))
         assert len(answers) == len(asked)
         MET["in bulk"] += len(answers) - answers.count(None)
+        MET["of a plan"] += sum(
+            bool(pb.RateLimitResponse.FromString(answer).plan) for answer in answers if answer
+        )
         MET["several"] += sum(b"\x52" in answer for answer in answers if answer)
         left = [index for index, answer in enumerate(answers) if answer is None]
         order = [index for index, answer in enumerate(answers) if answer is not None] + left
@@ -219,6 +243,16 @@ class Pair:
             self.rules[rule_id] = replace(self.rules[rule_id], **changes)
         self.put()
 
+    def assign(self, kind, name, plan, ends_in_s):
+        for node in (self.node, self.plain):
+            end_s = node.clock.now_us() // 1_000_000 + ends_in_s
+            node.assignments.put(kind, name.encode(), plan, end_s if ends_in_s else 0)
+        MET["assigned"] += 1
+
+    def unassign(self, kind, name):
+        for node in (self.node, self.plain):
+            node.assignments.remove(kind, name.encode())
+
     def reset(self, identifier, endpoint):
         for node in (self.node, self.plain):
             asyncio.run(node.limiter.reset(identifier.encode(), USER, endpoint))
@@ -261,6 +295,7 @@ changes = st.one_of(
     st.fixed_dictionaries({"algorithm": st.sampled_from(Algorithm)}),
     st.fixed_dictionaries({"enabled": st.booleans()}),
 )
+plans = st.sampled_from(["few", "long", "several", "unnamed", "unlimited", "blocked"])
 steps = st.one_of(
     times("calls", several),
     times("calls", again),
@@ -272,6 +307,14 @@ steps = st.one_of(
     times("padded_batch", several, long_varint(20)),
     times("passes", st.sampled_from([1, 100_000, 1_000_000, 61_000_000, -3_000_000])),
     times("edit", rule_ids, changes),
+    times(
+        "assign",
+        st.sampled_from(TYPES),
+        st.sampled_from(NAMES + ADDRESSES),
+        plans,
+        st.sampled_from([0, 0, 1, 61]),
+    ),
+    times("unassign", st.sampled_from(TYPES), st.sampled_from(NAMES + ADDRESSES)),
     times("reset", st.sampled_from(NAMES), st.sampled_from(ENDPOINTS)),
 )
 
@@ -290,12 +333,15 @@ def run(examples, *, derandomize):
         timestamps=st.sampled_from(["server", "bounded", "caller"]),
         algorithms=st.tuples(*[st.sampled_from(Algorithm)] * 3),
         early=several,
+        assigned=st.dictionaries(st.sampled_from(NAMES), plans),
         course=st.lists(steps, max_size=12),
     )
-    def agree(timestamps, algorithms, early, course):
+    def agree(timestamps, algorithms, early, *, assigned, course):
         pair = Pair(timestamps, algorithms)
         pair.calls(early)  # before there are any rules
         pair.put()
+        for name, plan in assigned.items():
+            pair.assign("user", name, plan, 0)
         for name, *arguments in course:
             getattr(pair, name)(*arguments)
         pair.agree()
@@ -309,6 +355,7 @@ def test_checks_in_bulk_are_answered_and_charged_like_checks_one_by_one():
     # Without the cases that are meant the agreement says little.
     assert MET["in bulk"] > 500
     assert MET["several"] > 50
+    assert MET["of a plan"] > 50
     assert min(MET["an error"], MET["a long batch"], MET["a rule is gone"]) > 20
 
 

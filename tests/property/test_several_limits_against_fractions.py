@@ -24,8 +24,10 @@ from ratelimitd.model import (
     IdentifierType,
     Limit,
     Period,
+    Plan,
     Rule,
 )
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.testing import ManualClock
 
@@ -39,14 +41,36 @@ KINDS = ("user", "tenant", "tenant+user", "ip+tenant", "ip+tenant+user", "all")
 
 
 class Policies:
-    """Rules by (endpoint, identifier type), and what their buckets hold."""
+    """Rules by (endpoint, identifier type), the plans of identities, and what the buckets hold."""
 
     def __init__(self, rules):
         self.rules = {(rule.endpoint, rule.identifier_type): rule for rule in rules}
         self.models = {}
+        self.assigned = {}
 
-    def judging(self, check):
-        """Return (rule, limit, bucket) of all that judge a check, in the order of the answers."""
+    def plans(self, check, now_us):
+        """Return (plan, end) by the type of each identity that is assigned now."""
+        identities = [(check.identifier_type, check.identifier), *check.also]
+        found = {
+            kind: self.assigned[kind, who]
+            for kind, who in identities
+            if (kind, who) in self.assigned
+        }
+        return {
+            kind: (plan, end_s)
+            for kind, (plan, end_s) in found.items()
+            if not end_s or now_us < end_s * 1_000_000
+        }
+
+    def judging(self, check, now_us):
+        """Return (rule, limit, bucket) of all that judge a check, in the order of the answers.
+
+        The limit is ``None`` if the rule is passed over for an unlimited identity; those are last.
+        """
+        found = [*self._judging(check, self.plans(check, now_us))]
+        return sorted(found, key=lambda one: one[1] is None)
+
+    def _judging(self, check, plans):
         identities = [(check.identifier_type, check.identifier), *check.also]
         made = [
             ("+".join(sorted(kind for kind, _ in some)), tuple(sorted(some)))
@@ -56,13 +80,37 @@ class Policies:
         for kind, who in [*made, ("all", ())]:
             own = self.rules.get((check.endpoint, kind)) or self.rules.get(("*", kind))
             for rule, place in ((own, check.endpoint), (self.rules.get(("**", kind)), "**")):
-                for limit in rule.limits if rule else ():
-                    yield rule, limit, (kind, who, place, rule.id, limit.name)
+                if rule is None:
+                    continue
+                named = {plan.name: plan.limits for plan in rule.plans} | {"unlimited": ()}
+                parts = [] if kind == "all" else kind.split("+")
+                mine = [plans[part][0] for part in parts if part in plans]
+                limits = next((named[plan] for plan in mine if plan in named), rule.limits)
+                if not limits:
+                    yield rule, None, (rule.id, "")
+                for limit in limits:
+                    like = limit.algorithm, limit.window_seconds
+                    yield rule, limit, (kind, who, place, *like, rule.id, limit.name)
 
     def check(self, check, now_us):
         """Return ((rule id, name), its answer) of all limits, the deciding one first."""
+        plans = self.plans(check, now_us)
+        for plan, end_s in plans.values():
+            if plan == "blocked":
+                wait_s = min(INT32_MAX, math.ceil(end_s - Fraction(now_us, 1_000_000)))
+                wait_s = wait_s if end_s else INT32_MAX
+                return [((), (False, 0, end_s, wait_s, "BLOCKED"))]
+        judging = self.judging(check, now_us)
+        unlimited = True, INT32_MAX, 0, 0, "UNLIMITED"
+        passed_over = [(bucket, unlimited) for _, limit, bucket in judging if limit is None]
+        found = self._charge(check, now_us, [one for one in judging if one[1] is not None])
+        if not found and not passed_over and any(plan == "unlimited" for plan, _ in plans.values()):
+            return [((), unlimited)]
+        return [*found, *passed_over]
+
+    def _charge(self, check, now_us, judging):
         models = {}
-        for _, limit, bucket in self.judging(check):
+        for _, limit, bucket in judging:
             models[bucket] = self.models.setdefault(
                 (*bucket, window_of(limit, now_us)), model_of(limit, now_us)
             )
@@ -85,7 +133,7 @@ class Policies:
         else:
             return []
         return [
-            (bucket[3:], answer) for bucket, answer in ((first, found.pop(first)), *found.items())
+            (bucket[5:], answer) for bucket, answer in ((first, found.pop(first)), *found.items())
         ]
 
 
@@ -165,7 +213,22 @@ def random_rule(rng, number, place, count):
     ]
     limits = [with_burst(rng, limit) if rng.random() < 0.3 else limit for limit in limits]
     limits = [with_calendar(rng, limit) if rng.random() < 0.1 else limit for limit in limits]
-    return as_rule(f"rule {number}", place, limits)
+    return as_rule(f"rule {number}", place, limits, random_plans(rng, limits))
+
+
+def random_plans(rng, own):
+    """Return plans whose limits are partly those of the rule, with other numbers."""
+    plans = rng.sample(["free", "pro"], rng.choice([0, 0, 1, 2]))
+    return tuple(
+        Plan(
+            name,
+            tuple(
+                replace(limit, limit=rng.choice([limit.limit, 2, 50]), burst=0, name=named)
+                for limit, named in zip(own, [own[0].name, "x", "y"], strict=False)
+            ),
+        )
+        for name in sorted(plans)
+    )
 
 
 def with_burst(rng, limit):
@@ -186,11 +249,12 @@ def with_calendar(rng, limit):
     return replace(limit, window_seconds=NOMINAL_SECONDS[period], calendar=calendar)
 
 
-def as_rule(rule_id, place, limits):
+def as_rule(rule_id, place, limits, plans=()):
     first, *more = limits
     return Rule(
         rule_id, *place, limit=first.limit, window_seconds=first.window_seconds,
         algorithm=first.algorithm, name=first.name, burst=first.burst, calendar=first.calendar, more=tuple(more),
+        plans=plans,
     )  # fmt: skip
 
 
@@ -203,7 +267,19 @@ def edited(rng, policies):
     limits[at] = replace(limits[at], limit=min(number, INT32_MAX), burst=0)
     if rng.random() < 0.3:
         limits[at] = with_burst(rng, limits[at])
-    policies.rules[place] = as_rule(rule.id, place, limits)
+    policies.rules[place] = as_rule(rule.id, place, limits, rule.plans)
+
+
+def assign(rng, policies, assignments, now_us):
+    """Assign an identity to a plan, for good or for some seconds, or to none."""
+    kind, who = rng.choice([(USER, b"ada"), (USER, b"bob"), ("tenant", b"t"), ("ip", b"::1")])
+    policies.assigned.pop((kind, who), None)
+    assignments.remove(kind, who)
+    plan = rng.choice(["free", "pro", "pro", "unnamed", "unlimited", "blocked", ""])
+    if plan:
+        end_s = rng.choice([0, now_us // 1_000_000 + rng.randint(1, 10**5)])
+        policies.assigned[kind, who] = plan, end_s
+        assignments.put(kind, who, plan, end_s)
 
 
 def random_check(rng, cost):
@@ -231,7 +307,9 @@ def check_policy(rng, met):
         stats=stats,
         timestamps="server",
         keys=BucketKeys(b"k" * 32),
+        assignments=(assignments := Assignments()),
     )
+    assigns = rng.random() < 0.5
     policies = Policies(random_rules(rng))
     limiter.replace_book(RuleBook.of(policies.rules.values(), 1))
     now_us = START_US + rng.randint(0, 10**9)
@@ -240,6 +318,8 @@ def check_policy(rng, met):
             edited(rng, policies)
             limiter.replace_book(RuleBook.of(policies.rules.values(), number + 2))
             met["edited"] += 1
+        if assigns and rng.random() < 0.2:
+            assign(rng, policies, assignments, now_us)
         limits = [limit for rule in policies.rules.values() for limit in rule.limits]
         scarce = min(limits, key=lambda limit: limit.limit)
         now_us += rng.randint(0, max(1, scarce.window_us // rng.choice([1, 3, scarce.limit])))
@@ -248,43 +328,53 @@ def check_policy(rng, met):
         most = scarce.capacity
         cost = rng.choice([1, 1, rng.randint(1, most), min(most + 1, INT32_MAX)])
         check = random_check(rng, cost)
-        judging = [(rule.id, limit) for rule, limit, _ in policies.judging(check)]
+        judging = [(rule.id, limit) for rule, limit, _ in policies.judging(check, now_us) if limit]
         before = held(table)
         clock.step(now_us - clock.now_us())
-        explained, looked_at = at_once(limiter.explain(check))
+        explained, looked_at, _ = at_once(limiter.explain(check))
         assert held(table) == before
         decision = limiter.check(check, now_us)
         assert explained == decision
         by_rule = [one for rule in looked_at for one in rule.limits]
+        if decision.reason.name == "BLOCKED":
+            judging = []
         if decision.limits:
-            assert {*by_rule} == {*decision.limits}
+            assert {*by_rule} == {one for one in decision.limits if one.limit}
         assert len(by_rule) == len(judging)
         expected = policies.check(check, now_us)
         met[decision.reason.name] += 1
         if len(expected) < 2:
             assert not decision.limits
             alone = (*decision[:4], decision.reason.name)
-            assert [alone] == [answer for _, answer in expected] or decision.rule is None
+            answers = [answer for _, answer in expected]
+            assert answers == ([] if decision.reason.name == "NO_RULE" else [alone])
             continue
         got = [
-            ((one.rule.id, one.limit.name), (*one[:4], one.reason.name)) for one in decision.limits
+            ((one.rule.id, one.limit.name if one.limit else ""), (*one[:4], one.reason.name))
+            for one in decision.limits
         ]
         # The others follow in the order of the rules, as in the model.
         assert got == expected, (policies.rules, check, now_us)
         assert decision[:5] == decision.limits[0][:5]
-        assert (decision.rule, decision.limit) == decision.limits[0][5:]
+        assert (decision.rule, decision.limit) == decision.limits[0][5:7]
         if check.peek or not decision.allowed:
             assert held(table) == before
-        met["others allow a denied check"] += not decision.allowed and any(
-            status.allowed for status in decision.limits
-        )
-        met["only the last denies"] += [status.allowed for status in decision.limits].count(
-            False
-        ) == 1 and not decision.allowed and (decision.rule.id, decision.limit) == judging[-1]  # fmt: skip
-        met["of several rules"] += len({rule_id for rule_id, _ in judging}) > 1
         met["peeked"] += check.peek
-        met["of the calendar"] += any(limit.calendar for _, limit in judging)
-        met["with a burst"] += any(limit.burst for _, limit in judging)
+        note(met, decision, judging)
+
+
+def note(met, decision, judging):
+    """Count which of the rare cases this one is."""
+    denials = [status.allowed for status in decision.limits].count(False)
+    of_last = not decision.allowed and (decision.rule.id, decision.limit) == judging[-1]
+    limits = [one.limit for one in decision.limits]
+    met["others allow a denied check"] += not decision.allowed and denials < len(limits)
+    met["only the last denies"] += denials == 1 and of_last
+    met["one is passed over"] += None in limits and any(limits)
+    met["of several plans"] += len({one.plan for one in decision.limits}) > 1
+    met["of several rules"] += len({rule_id for rule_id, _ in judging}) > 1
+    met["with a burst"] += any(limit.burst for _, limit in judging)
+    met["of the calendar"] += any(limit.calendar for _, limit in judging)
 
 
 def check_many(checks):
@@ -294,8 +384,8 @@ def check_many(checks):
     # The rare cases must be among them, or the agreement says little.
     assert set(met) == {
         "WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT", "edited", "peeked",
-        "others allow a denied check", "only the last denies", "of several rules", "NO_RULE", "with a burst",
-        "of the calendar",
+        "others allow a denied check", "only the last denies", "of several rules", "NO_RULE",
+        "UNLIMITED", "BLOCKED", "one is passed over", "of several plans", "with a burst", "of the calendar",
     }  # fmt: skip
     assert min(met.values()) >= checks // 100, met
 

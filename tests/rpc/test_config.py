@@ -63,6 +63,22 @@ async def test_an_update_without_a_mask_replaces_the_rule_but_enabled_only_if_se
     assert (await update(node, rule)).enabled
 
 
+async def test_plans_of_a_rule_are_listed_and_edited_by_a_mask(node):
+    day = pb.Limit(name="day", limit=9, window_seconds=60, algorithm="fixed_window")
+    first = pb.Limit(limit=5, window_seconds=1, algorithm="token_bucket")
+    plans = {"pro": pb.LimitList(limits=[first, day]), "free": pb.LimitList(limits=[day])}
+    created = await node.rule("/a", limit=1, plans=plans)
+    assert [limit.name for limit in created.plans["pro"].limits] == ["default", "day"]
+    assert [limit.name for limit in created.plans["free"].limits] == ["day"]
+    [listed] = (await node.config.ListRateLimits(pb.ListRateLimitsRequest())).rate_limits
+    assert listed == created
+    fewer = pb.RateLimit(id=created.id, plans={"free": plans["free"]})
+    changed = await update(node, fewer, "plans")
+    assert (list(changed.plans), changed.limit) == (["free"], 1)
+    assert changed.etag != created.etag
+    assert not (await update(node, pb.RateLimit(id=created.id), "plans")).plans
+
+
 async def test_an_update_with_a_mask_changes_exactly_the_named_fields(node):
     created = await node.rule("/a", limit=1)
     changed = await update(node, pb.RateLimit(id=created.id, limit=9, endpoint="/z"), "limit")

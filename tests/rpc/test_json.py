@@ -129,6 +129,27 @@ async def state(client):
     return peek.content, (await client.post(LIST, json={})).content
 
 
+async def test_plans_are_a_json_object(client):
+    day = {"name": "day", "limit": 9, "window_seconds": 60, "algorithm": "fixed_window"}
+    rule = {**RULE, "plans": {"pro": {"limits": [day]}}}
+    created = (await client.post(CREATE, json={"rate_limit": rule})).json()
+    assert created["plans"]["pro"]["limits"][0]["limit"] == 9
+    assert (await client.post(LIST, json={})).json()["rate_limits"] == [created]
+    for plans, field in (
+        ([], "rate_limit.plans"),
+        ({"pro": 7}, "rate_limit.plans[pro]"),
+        ({"pro": {"limits": [{"limit": "x"}]}}, "rate_limit.plans[pro].limits[0].limit"),
+        ({"unlimited": {"limits": [day]}}, "rate_limit.plans[unlimited]"),
+        ({"\ud800": {}}, "rate_limit.plans[\N{REPLACEMENT CHARACTER}]"),
+    ):
+        body = json.dumps({"rate_limit": {**rule, "plans": plans}})
+        answer = await client.post(
+            CREATE, content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400
+        assert answer.json()["message"].startswith(f"{field}: ")
+
+
 @pytest.mark.parametrize("path", [CHECK, "/v1/check", CREATE, LIST])
 async def test_bad_input_is_a_client_error_that_changes_nothing(node, limited, path, caplog):
     before = await state(limited)

@@ -381,7 +381,9 @@ class TestBulk:
         charged = [node.limiter.charge(b"ada", scope, node.limiter.now_us(), n) for n in costs]
         other = Node(ORDERS, EVERYWHERE)
         expected = [other.check(cost=n) for n in costs]
-        assert [(*outcome[:5], scope.rule, scope.limit, (), 0) for outcome in charged] == expected
+        assert [
+            (*outcome[:5], scope.rule, scope.limit, (), 0, "") for outcome in charged
+        ] == expected
         assert node.remaining() == other.remaining() == 0
         for name in ("allowed_total", "blocked_total", "by_rule", "bucket_missed_total"):
             assert getattr(node.stats, name) == getattr(other.stats, name)
@@ -845,6 +847,7 @@ class TestSharedBuckets:
             None,
             (),
             0,
+            "",
         )
         stats = node.stats
         assert (stats.blocked_total, stats.breaker_denied_total) == (1, 1)
@@ -1161,7 +1164,7 @@ class TestCalendarLimits:
 
     async def test_it_is_explained(self, node):
         node.check(cost=4)
-        decision, [looked_at] = await node.limiter.explain(check_of(cost=7))
+        decision, [looked_at], _ = await node.limiter.explain(check_of(cost=7))
         assert decision == node.check(cost=7, peek=True)
         assert looked_at.limits[0][:4] == (False, 6, self.APRIL, self.APRIL - self.MARCH)
 
@@ -1190,7 +1193,7 @@ class TestCalendarLimits:
         assert answer.retry_after == self.APRIL - self.MARCH
         node.shared.at_once = too_much
         assert node.limiter.check(check_of(cost=11, peek=peek)).retry_after == answer.retry_after
-        decision, [looked_at] = await node.limiter.explain(check_of(cost=11))
+        decision, [looked_at], _ = await node.limiter.explain(check_of(cost=11))
         assert decision.retry_after == looked_at.limits[0].retry_after == answer.retry_after
 
     async def test_shared_a_reset_frees_the_window_of_its_time(self):
@@ -1306,7 +1309,7 @@ class TestExplaining:
         overall = replace(ORDERS, id="overall", endpoint="**", enabled=False)
         elsewhere = replace(ORDERS, id="elsewhere", endpoint="/else")
         node = Node(ORDERS, EVERYWHERE, self.TENANT, overall, elsewhere)
-        decision, looked_at = await node.limiter.explain(Check(b"ada", USER, "/orders", 4))
+        decision, looked_at, _ = await node.limiter.explain(Check(b"ada", USER, "/orders", 4))
         assert decision == node.check(cost=4, peek=True)
         assert [(one.rule.id, one.match, len(one.limits)) for one in looked_at] == [
             ("orders", Match.JUDGES, 1),
@@ -1321,7 +1324,7 @@ class TestExplaining:
         node.check(cost=9, also=(("tenant", b"t"),))
         before = node.stats.allowed_total, node.stats.blocked_total, node.stats.bucket_missed_total
         check = Check(b"ada", USER, "/orders", 4, also=(("tenant", b"t"),))
-        decision, looked_at = await node.limiter.explain(check)
+        decision, looked_at, _ = await node.limiter.explain(check)
         assert (decision.allowed, decision.rule) == (False, ORDERS)
         assert [[one.allowed for one in rule.limits] for rule in looked_at] == [[False], [True]]
         after = node.stats.allowed_total, node.stats.blocked_total, node.stats.bucket_missed_total
@@ -1330,12 +1333,12 @@ class TestExplaining:
     async def test_a_limit_that_only_observes_lets_the_check_pass(self):
         node = Node(replace(ORDERS, enforcement=Enforcement.OBSERVE))
         node.check(cost=10)
-        decision, (one,) = await node.limiter.explain(Check(b"ada", USER, "/orders"))
+        decision, (one,), _ = await node.limiter.explain(Check(b"ada", USER, "/orders"))
         assert (decision.allowed, one.limits[0].allowed) == (True, False)
 
     async def test_without_a_rule_it_says_so(self, node):
         node.put(self.TENANT)
-        decision, (one,) = await node.limiter.explain(Check(b"ada", USER, "/orders"))
+        decision, (one,), _ = await node.limiter.explain(Check(b"ada", USER, "/orders"))
         assert (decision, one.match) == (NO_RULE, Match.NOT_NAMED)
 
     async def test_without_a_book_there_is_nothing_to_tell(self):
@@ -1345,14 +1348,14 @@ class TestExplaining:
     async def test_a_callers_time_is_used(self, node):
         node.check(cost=10)
         later = node.clock.now_us() + 1_000_000
-        decision, _ = await node.limiter.explain(Check(b"ada", USER, "/orders", timestamp=later))
+        decision, _, _ = await node.limiter.explain(Check(b"ada", USER, "/orders", timestamp=later))
         assert decision.retry_after == 59
 
     async def test_shared_buckets_are_asked_and_judge_by_one_rule(self):
         node = Sharing(ORDERS, self.TENANT, replace(ORDERS, id="overall", endpoint="**"))
         check = check_of(cost=3)
         node.shared.answers.append(GRANTED)
-        decision, (one,) = await node.limiter.explain(check)
+        decision, (one,), _ = await node.limiter.explain(check)
         assert (decision[:5], one.rule) == (GRANTED[:5], ORDERS)
         node.shared.at_once = REFUSED
         assert (await node.limiter.explain(check))[0][:5] == REFUSED[:5]
@@ -1388,7 +1391,7 @@ class TestWaiting:
         node.check()
         peeked = node.check(max_wait_ms=250, peek=True)
         check = Check(b"ada", USER, "/orders", max_wait_ms=250)
-        decision, (one,) = await node.limiter.explain(check)
+        decision, (one,), _ = await node.limiter.explain(check)
         assert (decision, decision.wait_ms) == (peeked, 100)
         assert [status.allowed for status in one.limits] == [True]
         assert node.check(max_wait_ms=250) == peeked

@@ -21,7 +21,7 @@ from ratelimitd.cli.output import Output, as_dict, printable, progress
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import Enforcement
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, dump_rules, dump_rules_json, parse_rules
-from ratelimitd.rules.store import EDITABLE, LimitDraft, RuleDraft
+from ratelimitd.rules.store import EDITABLE, LimitDraft, PlanDraft, RuleDraft
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -95,20 +95,27 @@ def draft_of(rule: pb.RateLimit) -> RuleDraft:
         window_seconds=rule.window_seconds,
         algorithm=rule.algorithm,
         enabled=rule.enabled or not rule.HasField("enabled"),
-        limits=tuple(
-            LimitDraft(
-                limit.name,
-                limit.limit,
-                limit.window_seconds,
-                limit.algorithm,
-                burst=limit.burst,
-                period=pb.Period.Name(limit.period).lower() if limit.period else None,
-                time_zone=limit.time_zone or None,
-                anchor_day=limit.anchor_day or None,
-                enforcement=pb.Enforcement.Name(limit.enforcement).lower(),
-            )
-            for limit in rule.limits
+        limits=_drafts(rule.limits),
+        plans=tuple(
+            PlanDraft(name, _drafts(rule.plans[name].limits)) for name in sorted(rule.plans)
         ),
+    )
+
+
+def _drafts(limits: Iterable[pb.Limit]) -> tuple[LimitDraft, ...]:
+    return tuple(
+        LimitDraft(
+            limit.name,
+            limit.limit,
+            limit.window_seconds,
+            limit.algorithm,
+            burst=limit.burst,
+            period=pb.Period.Name(limit.period).lower() if limit.period else None,
+            time_zone=limit.time_zone or None,
+            anchor_day=limit.anchor_day or None,
+            enforcement=pb.Enforcement.Name(limit.enforcement).lower(),
+        )
+        for limit in limits
     )
 
 
@@ -322,7 +329,11 @@ def _message(draft: RuleDraft) -> pb.RateLimit:
 def _value(draft: RuleDraft, name: str) -> Any:
     """A field as the contract has it."""
     if name == "limits":
-        return [limit_message(limit) for limit in draft.limits]
+        return [*map(limit_message, draft.limits)]
+    if name == "plans":
+        return {
+            plan.name: pb.LimitList(limits=map(limit_message, plan.limits)) for plan in draft.plans
+        }
     return getattr(draft, name)
 
 
@@ -348,13 +359,18 @@ def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
     """The limits of a rule in one line; with their names if there are several."""
     if isinstance(rule, pb.RateLimit):
         rule = draft_of(rule)
-    if not rule.limits:
-        return f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}"
+    own = f"{rule.limit} per {rule.window_seconds} s, {rule.algorithm}"
+    if rule.limits:
+        own = _list_text(rule.limits)
+    return own + "".join(f"; plan {plan.name}: {_list_text(plan.limits)}" for plan in rule.plans)
+
+
+def _list_text(limits: Iterable[LimitDraft]) -> str:
     return "; ".join(
         f"{printable(limit.name)}: {limit.limit} per {_window_text(limit)}, {limit.algorithm}"
         + (f", burst {limit.burst}" if limit.burst else "")
         + (", observed" if limit.enforcement == Enforcement.OBSERVE else "")
-        for limit in rule.limits
+        for limit in limits
     )
 
 
@@ -369,8 +385,13 @@ def _window_text(limit: LimitDraft) -> str:
 def _text(value: object) -> str:
     """A value as the file spells it."""
     if isinstance(value, tuple):
-        value = json.dumps([asdict(limit) for limit in value])
+        plans = {one.name: one.limits for one in value if isinstance(one, PlanDraft)}
+        value = json.dumps(plans or value, default=_as_listed)
     return str(value).lower() if isinstance(value, bool) else printable(str(value))
+
+
+def _as_listed(limit: LimitDraft) -> dict[str, Any]:
+    return asdict(limit)
 
 
 def _summary(plan: Sequence[Step], *, dry_run: bool) -> str:

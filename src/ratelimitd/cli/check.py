@@ -29,6 +29,8 @@ _REASONS: Final = {
     pb.LIMIT_EXCEEDED: "the limit is used up",
     pb.COST_EXCEEDS_LIMIT: "the cost is above the limit, or its burst: waiting will not help",
     pb.NO_RULE: "no rule applies",
+    pb.UNLIMITED: "the plan of an identity is unlimited",
+    pb.BLOCKED: "the plan of an identity is blocked",
     pb.FAIL_OPEN_BREAKER: "not checked: the circuit breaker is open",
     pb.FAIL_OPEN_ERROR: "not checked: the node met an error",
 }
@@ -165,8 +167,16 @@ def explain(
         rows = [row for rule in found.rules for row in _explained(rule)]
         if rows:
             target.output.table(("ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"), rows)
+        plans = [(*_assigned(plan, time.time()), plan.remedy) for plan in found.plans]
+        if plans:
+            target.output.table(("TYPE", "PLAN", "UNTIL", "REMEDY"), plans)
     if not found.answer.allowed:
         raise typer.Exit(EXIT_NO)
+
+
+def _assigned(plan: pb.AssignedPlan, now_s: float) -> tuple[str, str, str]:
+    until = reset_text(plan.expire_time, now_s) if plan.expire_time else "unassigned"
+    return plan.identifier_type, plan.plan, until
 
 
 def _explained(rule: pb.RuleExplanation) -> Iterator[tuple[str, ...]]:
@@ -180,10 +190,13 @@ def _explained(rule: pb.RuleExplanation) -> Iterator[tuple[str, ...]]:
 
 def _said(limit: pb.LimitStatus) -> tuple[str, str]:
     """A limit, and what it says."""
+    if limit.reason == pb.UNLIMITED:
+        return limit.plan, "is passed over"
     says = "allows" if limit.allowed else "denies"
     if limit.enforcement == pb.OBSERVE:
         says = "allows" if limit.allowed else "would deny"
-    numbers = f"{limit.name}: {limit.limit} per {duration(limit.window_seconds)}"
+    plan = f"{limit.plan}, " if limit.plan else ""
+    numbers = f"{plan}{limit.name}: {limit.limit} per {duration(limit.window_seconds)}"
     return numbers, f"{says}, {limit.remaining_tokens} left"
 
 
@@ -202,15 +215,22 @@ def _request(  # noqa: PLR0917 -- the arguments of a check
     )
 
 
+_NO_LIMIT: Final = (pb.NO_RULE, pb.UNLIMITED)
+
+
 def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]]:
     """The answer in words for a person; ``now_s`` is Unix time in seconds."""
     name = f"{answer.limit_name}: " if answer.limits else ""
     rule = f"{answer.rule_id} ({name}{answer.limit} per {duration(answer.window_seconds)})"
+    if not answer.limit:
+        rule = answer.rule_id
     others = [
         ("" if place else "others", f"{one.identifier_type}, {', '.join(_said(one))}")
         for place, one in enumerate(answer.limits[1:])
     ]
     retry = duration(answer.retry_after_seconds) if answer.retry_after_seconds else "–"
+    if answer.reason == pb.BLOCKED and not answer.reset_time:
+        retry = "never, until it is unassigned"
     if answer.reason == pb.COST_EXCEEDS_LIMIT:
         retry = "never with this cost"
     wait = [("wait", f"{answer.wait_ms} ms before it proceeds")] if answer.wait_ms else []
@@ -218,7 +238,8 @@ def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]
         *wait,
         ("reason", _REASONS.get(answer.reason, enum_name(pb.Reason, answer.reason))),
         ("rule", rule if answer.rule_id else "–"),
-        ("remaining", "unlimited" if answer.reason == pb.NO_RULE else str(answer.remaining_tokens)),
+        *([("plan", answer.plan)] if answer.plan else []),
+        ("remaining", "unlimited" if answer.reason in _NO_LIMIT else str(answer.remaining_tokens)),
         ("reset", reset_text(answer.reset_time, now_s)),
         ("retry after", retry),
         *others,

@@ -333,8 +333,8 @@ class LocalView:
             state = base.state
             if (base.limit, base.burst) != (rule.limit, rule.burst):
                 state = account.capped(state, rule)
-                # equivalent: at the same revision the limit is the same
-                self.knows_better = rule.revision > base.revision
+                # At the same revision the limit differs when an assignment to a plan has ended.
+                self.knows_better = rule.revision >= base.revision
         if self.in_flight.tokens:
             state = account.charged(state, rule, self.in_flight.runs())
         if self.unsent.tokens:

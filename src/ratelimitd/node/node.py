@@ -39,6 +39,7 @@ from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.retry import Background
 from ratelimitd.rpc.interface import Methods, Server, TransportLimits
 from ratelimitd.rpc.tls import TlsFiles
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.last_good import BucketKey
@@ -114,6 +115,7 @@ class Node:
         self._keys = BucketKeys(settings.key_secret)
         self._late_key: BucketKey | None = None
         self._denials = Denials(self.stats, digest=self._keys.identifier_digest)
+        self._assignments = Assignments()
         self._health = Health(
             node_id=self.node_id,
             stats=self.stats,
@@ -317,6 +319,7 @@ class Node:
             breaker_denies=self._settings.on_breaker_open == "deny",
             on_error=_report_fail_open,
             on_denied=self._denials.note,
+            assignments=self._assignments,
         )
 
     def _parts(

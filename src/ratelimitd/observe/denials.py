@@ -12,7 +12,7 @@ from heapq import nlargest
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import IdentifierType, Rule, types_within
+from ratelimitd.model import IdentifierType, types_within
 from ratelimitd.observe.logs import masked, shown
 
 # The most frequent items in bounded memory: the sketch of Misra and Gries ("Finding repeated elements", 1982) in the
@@ -78,15 +78,15 @@ PER_MINUTE: Final = 0.6931471805599453
 
 
 class Denied(Protocol):
-    """The part of :class:`ratelimitd.limiter.Scope` that is used here."""
+    """The part of :class:`ratelimitd.limiter.Scope` and ``Blocked`` that is used here."""
 
     @property
     def endpoint(self) -> str:
         """Endpoint of the checks, not of the rule."""
 
     @property
-    def rule(self) -> Rule:
-        """The rule that decides."""
+    def identifier_type(self) -> str:
+        """The type of the rule that decides, or of the identity that is blocked."""
 
 
 class DeniedEndpoint(NamedTuple):
@@ -133,7 +133,7 @@ class Denials:
         endpoints, identifiers = self._endpoints, self._identifiers
         for identifier, scope in pending:
             endpoints.add(scope.endpoint, weight)
-            identifiers.add((identifier, scope.rule.identifier_type), weight)
+            identifiers.add((identifier, scope.identifier_type), weight)
         pending.clear()
 
     def fade(self, elapsed_s: float) -> None:

@@ -328,6 +328,9 @@ DEFINITIONS: Final = (
         lambda parts: [Point(count, key) for key, [count] in parts.stats.would_deny.items()], "rule_id,limit"),
     Definition("rate_limiter_rule_blocked_total", "counter", "Checks denied, by the rule that decided.",
         _per_rule(1), "rule_id"),
+    Definition("rate_limiter_plan_checks_total", "counter",
+        "Checks that no rule decided, because an identity is assigned to the plan unlimited or blocked.",
+        _counts(lambda r: {"unlimited": r.stats.unlimited_total, "blocked": r.stats.plan_blocked_total}), "plan"),
 
     # What callers send.
     _counter("rate_limiter_invalid_requests_total",

@@ -36,14 +36,20 @@ class RuleBook:
     Shards depend on the process's own ``hash`` and never leave the process. Endpoints are compared byte for byte.
     """
 
-    __slots__ = ("_by_id", "_by_pair", "_types", "revision")
+    __slots__ = ("_by_id", "_by_pair", "_plans", "_types", "revision")
 
-    def __init__(
-        self, by_pair: _Shards, by_id: _IdShards, types: Counter[str], revision: int
+    def __init__(  # noqa: PLR0917 -- its parts
+        self,
+        by_pair: _Shards,
+        by_id: _IdShards,
+        types: Counter[str],
+        plans: Counter[str],
+        revision: int,
     ) -> None:
         self._by_pair = by_pair
         self._by_id = by_id
         self._types = types
+        self._plans = plans
         self.revision: Final = revision
 
     @classmethod
@@ -52,7 +58,7 @@ class RuleBook:
         # All shards share one empty dict: an editor copies a shard before it writes.
         no_pairs: dict[_Pair, Rule] = {}
         no_ids: dict[str, Rule] = {}
-        return cls((no_pairs,) * SHARDS, (no_ids,) * SHARDS, Counter(), revision)
+        return cls((no_pairs,) * SHARDS, (no_ids,) * SHARDS, Counter(), Counter(), revision)
 
     @classmethod
     def of(cls, rules: Iterable[Rule], revision: int) -> RuleBook:
@@ -136,6 +142,11 @@ class RuleBook:
         """The identifier types of the rules."""
         return self._types.keys()
 
+    @property
+    def plans(self) -> Collection[str]:
+        """The plans that rules name."""
+        return self._plans.keys()
+
     def parts(self) -> list[object]:
         """Return the dicts of the book, so that the owner can free them in steps."""
         return [*self._by_pair, *self._by_id]
@@ -149,7 +160,7 @@ def _place(identifier_type: str, types: Sequence[str]) -> tuple[bool, int, list[
 class BookEditor:
     """Builds the successor of a book in steps; the book itself does not change. Not usable after :meth:`finish`."""
 
-    __slots__ = ("_by_id", "_by_pair", "_own_ids", "_own_pairs", "_types")
+    __slots__ = ("_by_id", "_by_pair", "_own_ids", "_own_pairs", "_plans", "_types")
 
     def __init__(self, book: RuleBook) -> None:
         self._by_pair = list(book._by_pair)  # noqa: SLF001 -- the other half of the same structure
@@ -157,6 +168,7 @@ class BookEditor:
         self._own_pairs: set[int] = set()
         self._own_ids: set[int] = set()
         self._types = book._types.copy()  # noqa: SLF001
+        self._plans = book._plans.copy()  # noqa: SLF001
 
     def apply(self, changed: Sequence[Rule], removed_ids: Iterable[str] = ()) -> Iterator[None]:
         """Apply changes in steps, yielding after every ``RULES_PER_STEP``: removals first, then ``changed`` in order.
@@ -185,6 +197,8 @@ class BookEditor:
         shard[pair] = rule
         self._ids(rule.id)[rule.id] = rule
         self._types[rule.identifier_type] += 1
+        if rule.plans:
+            self._plans.update(plan.name for plan in rule.plans)
 
     def remove(self, rule_id: str) -> None:
         """Remove the rule with this id; ignore an unknown id."""
@@ -195,10 +209,15 @@ class BookEditor:
         self._types[rule.identifier_type] -= 1
         if not self._types[rule.identifier_type]:
             del self._types[rule.identifier_type]
+        for plan in rule.plans:
+            self._plans[plan.name] -= 1
+            if not self._plans[plan.name]:
+                del self._plans[plan.name]
 
     def finish(self, revision: int) -> RuleBook:
         """Return the new book."""
-        return RuleBook(tuple(self._by_pair), tuple(self._by_id), self._types, revision)
+        parts = tuple(self._by_pair), tuple(self._by_id)
+        return RuleBook(*parts, self._types, self._plans, revision)
 
     def _pairs(self, endpoint: str) -> dict[_Pair, Rule]:
         index = hash(endpoint) & _MASK

@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 import yaml
@@ -26,10 +26,11 @@ from ratelimitd.rules.store import (
     LIMIT_FIELDS,
     MAX_RULES,
     LimitDraft,
+    PlanDraft,
     RuleDraft,
     in_order,
 )
-from ratelimitd.rules.validation import CALENDAR_FIELDS, validated
+from ratelimitd.rules.validation import CALENDAR_FIELDS, MAX_QUOTED_CHARS, validated
 
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 """An export of ``MAX_RULES`` rules with the longest endpoints of ASCII text fits."""
@@ -45,6 +46,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "algorithm": "text",
     "enabled": "true or false",
     "limits": "a list",
+    "plans": "a mapping",
 }
 """The fields of a rule in the order of the contract, and the name of their type."""
 
@@ -63,7 +65,16 @@ _PLACEHOLDERS: Final[Mapping[str, Any]] = {
 }
 """The required fields, each with a substitute for a missing or mistyped value, so that one run reports all errors."""
 
-_TYPES: Final = {"text": str, "a whole number": int, "true or false": bool, "a list": list}
+_NUMBERS: Final = {name: _PLACEHOLDERS[name] for name in FIRST_LIMIT}
+"""Substitutes for the numbers of a limit."""
+
+_TYPES: Final = {
+    "text": str,
+    "a whole number": int,
+    "true or false": bool,
+    "a list": list,
+    "a mapping": dict,
+}
 
 _NOT_PLAIN_IN_YAML: Final = re.compile("[\u007f-\u009f\u2028\u2029\ufeff\ufffe\uffff]")
 
@@ -130,11 +141,13 @@ def dump_rules_json(drafts: Iterable[RuleDraft]) -> str:
 
 
 def _item(draft: RuleDraft) -> dict[str, Any]:
-    """Return a rule as a file has it: with a limit of its own, or with a list."""
-    absent = FIRST_LIMIT if draft.limits else ("limits",)
+    """Return a rule as a file has it: with a limit of its own, or with a list, and with plans if it has any."""
+    absent = (*(FIRST_LIMIT if draft.limits else ()), "limits", "plans")
     item = {field: getattr(draft, field) for field in FIELDS if field not in absent}
     if draft.limits:
-        item["limits"] = [_limit_item(limit) for limit in draft.limits]
+        item["limits"] = [*map(_limit_item, draft.limits)]
+    if draft.plans:
+        item["plans"] = {plan.name: [*map(_limit_item, plan.limits)] for plan in draft.plans}
     return item
 
 
@@ -187,16 +200,33 @@ def _draft(
         for name in FIRST_LIMIT:
             del required[name]
     typed = _typed(place, item, FIELDS, required=required, violations=found)
-    limits = tuple(
-        _limit(f"{place}.limits[{number}]", number, limit, found)
-        for number, limit in enumerate(typed.pop("limits", ()))
-    )
+    limits = _limits(f"{place}.limits", typed.pop("limits", ()), found)
+    plans = typed.pop("plans", {})
+    typed["plans"] = tuple(_plan(place, name, plans[name], found) for name in sorted(plans))
     first = {name: getattr(limits[0], name) for name in FIRST_LIMIT} if limits else {}
     draft = RuleDraft(**{**_PLACEHOLDERS, **first, **typed}, limits=limits)
     draft = dataclasses.replace(draft, identifier_type=in_order(draft.identifier_type))
     found += _value_violations(place, draft, item, types)
     violations += found
     return None if found else _normal(dataclasses.replace(draft, id=draft.id.lower()))
+
+
+def _plan(place: str, name: str, item: Node, violations: list[FieldViolation]) -> PlanDraft:
+    """Return an item of the plans, with a substitute for what is no list."""
+    place = f"{place}.plans[{name[:MAX_QUOTED_CHARS]}]"
+    if isinstance(item.value, list):
+        return PlanDraft(name, _limits(place, item.value, violations))
+    violations.append(_violation(place, "", "must be a list of limits", item.line))
+    return PlanDraft(name, (LimitDraft("", **_NUMBERS),))
+
+
+def _limits(
+    place: str, items: Iterable[Node], violations: list[FieldViolation]
+) -> tuple[LimitDraft, ...]:
+    return tuple(
+        _limit(f"{place}[{number}]", number, limit, violations)
+        for number, limit in enumerate(items)
+    )
 
 
 def _limit(place: str, number: int, item: Node, violations: list[FieldViolation]) -> LimitDraft:
@@ -218,15 +248,21 @@ def _limit(place: str, number: int, item: Node, violations: list[FieldViolation]
 
 
 def _normal(draft: RuleDraft) -> RuleDraft:
-    """Return the draft as a node has it: the first limit named, and no list for one limit without a name."""
+    """Return the draft as a node has it: first limits named, and no list for one limit without a name."""
+    plans = tuple(PlanDraft(plan.name, _named(plan.limits)) for plan in draft.plans)
+    draft = dataclasses.replace(draft, plans=plans)
     if not draft.limits:
         return draft
-    first, *more = draft.limits
-    named = dataclasses.replace(first, name=first.name or DEFAULT_LIMIT)
-    is_plain = named == LimitDraft(DEFAULT_LIMIT, *(getattr(first, name) for name in FIRST_LIMIT))
+    named, *more = _named(draft.limits)
+    is_plain = named == LimitDraft(DEFAULT_LIMIT, *(getattr(named, name) for name in FIRST_LIMIT))
     if not more and is_plain:
         return dataclasses.replace(draft, limits=())
     return dataclasses.replace(draft, limits=(named, *more))
+
+
+def _named(limits: Sequence[LimitDraft]) -> tuple[LimitDraft, ...]:
+    first, *more = limits
+    return dataclasses.replace(first, name=first.name or DEFAULT_LIMIT), *more
 
 
 def _typed(
@@ -263,7 +299,11 @@ def _value_violations(
     try:
         validated(draft, rule_id=draft.id, revision=0, types=types)
     except RuleInvalidError as error:
-        names = [(path.removeprefix("rate_limit."), text) for path, text in error.violations]
+        # In a file a plan is its list of limits.
+        names = [
+            (path.removeprefix("rate_limit.").replace("].limits", "]"), text)
+            for path, text in error.violations
+        ]
         return [
             _violation(place, name, text, fields.get(name.partition("[")[0], item).line)
             for name, text in names

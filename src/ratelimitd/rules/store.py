@@ -58,6 +58,13 @@ LIMIT_FIELDS: Final = tuple(field.name for field in dataclasses.fields(LimitDraf
 """The fields of a limit, in the order of the contract."""
 
 
+class PlanDraft(NamedTuple):
+    """A requested plan, not yet validated."""
+
+    name: str
+    limits: tuple[LimitDraft, ...]
+
+
 def in_order(identifier_type: str) -> str:
     """Return a product of identifier types as it is stored: its parts in the order of their bytes."""
     return "+".join(sorted(identifier_type.split("+")))
@@ -68,7 +75,7 @@ class RuleDraft:
     """A requested rule, not yet validated, in the fields and units of ``RateLimit``; an empty ``id`` = generated.
 
     ``limits`` is the whole list of a rule with several limits or a named one, else empty. Its first says what
-    ``limit``, ``window_seconds`` and ``algorithm`` say.
+    ``limit``, ``window_seconds`` and ``algorithm`` say. ``plans`` are in the order of their names.
     """
 
     endpoint: str
@@ -79,6 +86,7 @@ class RuleDraft:
     enabled: bool = True
     id: str = ""
     limits: tuple[LimitDraft, ...] = ()
+    plans: tuple[PlanDraft, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,7 @@ class RuleChanges:
     algorithm: str | None = None
     enabled: bool | None = None
     limits: tuple[LimitDraft, ...] | None = None
+    plans: tuple[PlanDraft, ...] | None = None
 
     def apply(self, draft: RuleDraft) -> RuleDraft:
         """Return ``draft`` with the given fields replaced.

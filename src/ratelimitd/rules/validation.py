@@ -22,6 +22,7 @@ from ratelimitd.model import (
     EVERYBODY,
     INT32_MAX,
     NOMINAL_SECONDS,
+    RESERVED_PLANS,
     TYPE_NAME,
     Algorithm,
     Calendar,
@@ -29,6 +30,7 @@ from ratelimitd.model import (
     IdentifierType,
     Limit,
     Period,
+    Plan,
     Rule,
     types_within,
 )
@@ -37,6 +39,7 @@ from ratelimitd.rules.store import (
     FIRST_LIMIT,
     LIMIT_FIELDS,
     LimitDraft,
+    PlanDraft,
     RuleDraft,
     SkippedRow,
 )
@@ -54,11 +57,17 @@ MAX_ANCHOR_DAY: Final = 31
 CALENDAR_FIELDS: Final = ("period", "time_zone", "anchor_day")
 """The fields of a limit that say its calendar."""
 
+MAX_PLANS: Final = 32
+"""Plans of one rule: a price list is shorter, and each takes memory and bytes of an answer."""
+
+MAX_QUOTED_CHARS: Final = 64
+"""Characters of a wrong name that an error quotes."""
+
 CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Not allowed in the endpoint of a rule or of a check."""
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
-_LIMIT_NAME = re.compile(r"[a-z0-9_-]{1,32}")
+_NAME = re.compile(r"[a-z0-9_-]{1,32}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # A look-up takes a sixth of Enum's by-value call, and a load makes 200,000 of them.
@@ -71,6 +80,9 @@ _ENFORCEMENTS: Final = {member.value: member for member in Enforcement}
 
 _NO_LIMIT: Final = LimitDraft(None, None, None, None)
 """Stands for a stored list that is none."""
+
+_NO_PLAN: Final = PlanDraft("", ())
+"""Stands for stored plans that are none."""
 
 _ONLY: Final = LimitDraft("", None, None, None)
 """Has the name and the enforcement of a rule's only limit."""
@@ -89,6 +101,8 @@ class RuleRow(NamedTuple):
     revision: Any
     limits: Any = None
     """JSON: an array of the limits as objects, of the first only the name; ``None`` for one limit without a name."""
+    plans: Any = None
+    """JSON: an object with an array of limits for each plan; ``None`` for none."""
 
     @classmethod
     def of(cls, rule: Rule) -> RuleRow:
@@ -96,12 +110,14 @@ class RuleRow(NamedTuple):
         return cls(
             rule.id, rule.endpoint, rule.identifier_type, rule.limit, rule.window_seconds,
             rule.algorithm, rule.enabled, rule.revision, _stored_limits(rule.limits),
+            _stored_plans(rule.plans),
         )  # fmt: skip
 
     def draft(self) -> RuleDraft:
         """Return the row as a draft, without its id, which no edit changes."""
-        fields = {name: getattr(self, name) for name in EDITABLE if name != "limits"}
-        return RuleDraft(**fields, limits=self._limits())
+        lists: dict[str, Any] = {"limits": self._limits(), "plans": self._plans()}
+        fields = {name: getattr(self, name) for name in EDITABLE if name not in lists}
+        return RuleDraft(**fields, **lists)
 
     def _limits(self) -> tuple[LimitDraft, ...]:
         if self.limits is None:
@@ -112,6 +128,17 @@ class RuleRow(NamedTuple):
             return tuple(LimitDraft(**limit) for limit in ({**first, **numbers}, *more))
         except (ValueError, TypeError, RecursionError):
             return (_NO_LIMIT,)
+
+    def _plans(self) -> tuple[PlanDraft, ...]:
+        if self.plans is None:
+            return ()
+        try:
+            return tuple(
+                PlanDraft(name, tuple(LimitDraft(**limit) for limit in limits))
+                for name, limits in json.loads(self.plans).items()
+            )
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return (_NO_PLAN,)
 
 
 def validated(
@@ -133,6 +160,7 @@ def validated(
     row = RuleRow(
         rule_id, draft.endpoint, draft.identifier_type, draft.limit, draft.window_seconds,
         draft.algorithm, draft.enabled, revision, _stored_limits(draft.limits),
+        _stored_plans(draft.plans),
     )  # fmt: skip
     return _rule(draft, row)
 
@@ -166,8 +194,10 @@ def etag_of(row: RuleRow) -> str:
 
     It covers content and revision: a database restored from a backup counts the same revisions again.
     """
-    # A rule without a list of limits keeps the etag of before there were lists.
-    text = "\x00".join(map(str, row if row.limits is not None else row[:-1]))
+    # A rule without a list of limits or without plans keeps the etag of before there were any.
+    lists = (row.limits, row.plans)
+    length = len(row) - (2 if lists == (None, None) else lists[1] is None)
+    text = "\x00".join(map(str, row[:length]))
     # equivalent: how long an etag is says nothing
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=9).hexdigest()
 
@@ -190,6 +220,10 @@ def _rule(draft: RuleDraft, row: RuleRow) -> Rule:
         enabled=row.enabled,
         etag=etag_of(row),
         more=tuple(_limit(limit, row.revision) for limit in draft.limits[1:]),
+        plans=tuple(
+            Plan(sys.intern(plan.name), tuple(_limit(one, row.revision) for one in plan.limits))
+            for plan in draft.plans
+        ),
     )
 
 
@@ -198,7 +232,7 @@ def _limit(draft: LimitDraft, revision: int) -> Limit:
         limit=draft.limit,
         window_seconds=draft.window_seconds,
         algorithm=_ALGORITHMS[draft.algorithm],
-        name=draft.name,
+        name=draft.name or DEFAULT_LIMIT,
         enforcement=_ENFORCEMENTS[draft.enforcement],
         burst=draft.burst,
         calendar=_calendar(draft),
@@ -213,23 +247,30 @@ def _calendar(draft: LimitDraft) -> Calendar | None:
 
 
 def _stored_limits(limits: Sequence[Limit | LimitDraft]) -> str | None:
-    stored = []
-    for number, limit in enumerate(limits):
-        fields = _fields(limit)
-        for field in FIRST_LIMIT if number == 0 else ():
-            del fields[field]
-        fields["name"] = limit.name or DEFAULT_LIMIT
-        if not limit.burst:
-            del fields["burst"]
-        for field in CALENDAR_FIELDS:
-            if fields[field] is None:
-                del fields[field]
-        if limit.enforcement == Enforcement.ENFORCE:
-            del fields["enforcement"]
-        stored.append(fields)
+    stored = [*map(_stored_limit, limits)]
+    for field in FIRST_LIMIT if stored else ():
+        del stored[0][field]
     if stored in ([], [{"name": DEFAULT_LIMIT}]):
         return None
     return json.dumps(stored, separators=(",", ":"))
+
+
+def _stored_plans(plans: Sequence[Plan | PlanDraft]) -> str | None:
+    stored = {plan.name: [*map(_stored_limit, plan.limits)] for plan in plans}
+    return json.dumps(stored, separators=(",", ":")) if stored else None
+
+
+def _stored_limit(limit: Limit | LimitDraft) -> dict[str, Any]:
+    fields = _fields(limit)
+    fields["name"] = limit.name or DEFAULT_LIMIT
+    if not limit.burst:
+        del fields["burst"]
+    for field in CALENDAR_FIELDS:
+        if fields[field] is None:
+            del fields[field]
+    if limit.enforcement == Enforcement.ENFORCE:
+        del fields["enforcement"]
+    return fields
 
 
 def _fields(limit: Limit | LimitDraft) -> dict[str, Any]:
@@ -257,6 +298,8 @@ def _violations(
         yield "enabled", "enabled must be true or false"
     if fields.limits:
         yield from _limit_violations(fields)
+    if fields.plans:
+        yield from _plan_violations(fields.plans)
 
 
 def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
@@ -271,20 +314,48 @@ def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
     for name in FIRST_LIMIT:
         if getattr(rule, name) != getattr(first, name):
             yield name, f"the {name} must be unset or that of limits[0]"
+    yield from _list_violations("limits", rule.limits, numbers_from=1)
+
+
+def _plan_violations(plans: Sequence[PlanDraft]) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with plans, by its place, such as ``plans[pro].limits[1].name``."""
+    if plans == (_NO_PLAN,):
+        yield "plans", "must be lists of limits by the name of a plan"
+        return
+    if len(plans) > MAX_PLANS:
+        yield "plans", f"a rule has at most {MAX_PLANS} plans"
+        return
+    for name, limits in plans:
+        if _NAME.fullmatch(name) is None:
+            shown = ascii(name[:MAX_QUOTED_CHARS])
+            yield "plans", f"the name {shown} must be 1 to 32 characters of a-z, 0-9, _ and -"
+            continue
+        if name in RESERVED_PLANS:
+            yield f"plans[{name}]", f"{name} is reserved: a rule has no limits for it"
+        elif not 0 < len(limits) <= MAX_LIMITS:
+            yield f"plans[{name}].limits", f"a plan has 1 to {MAX_LIMITS} limits"
+        else:
+            yield from _list_violations(f"plans[{name}].limits", limits)
+
+
+def _list_violations(
+    place: str, limits: Sequence[LimitDraft], numbers_from: int = 0
+) -> Iterator[tuple[str, str]]:
     names: set[Any] = set()
-    for index, limit in enumerate(rule.limits):
-        at = f"limits[{index}]."
+    for index, limit in enumerate(limits):
+        at = f"{place}[{index}]."
         name = limit.name if index or limit.name else DEFAULT_LIMIT
-        if not isinstance(name, str) or _LIMIT_NAME.fullmatch(name) is None:
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             yield f"{at}name", "the name must be 1 to 32 characters of a-z, 0-9, _ and -"
         elif name in names:
-            yield f"{at}name", "the name must be unique in the rule"
+            owner = "rule" if place == "limits" else "plan"
+            yield f"{at}name", f"the name must be unique in the {owner}"
         else:
             names.add(name)
         if not isinstance(limit.enforcement, str) or limit.enforcement not in _ENFORCEMENTS:
             yield f"{at}enforcement", f"use one of {', '.join(_ENFORCEMENTS)}"
-        # The first limit's numbers are the rule's, and have been looked at.
-        numbers = _number_violations(limit) if index else ()
+        # The first limit's numbers may be the rule's, and have been looked at.
+        numbers = _number_violations(limit) if index >= numbers_from else ()
         found = chain(numbers, _burst_violations(limit), _calendar_violations(limit))
         yield from ((f"{at}{field}", text) for field, text in found)
 

@@ -14,12 +14,13 @@ from typing import Final, Protocol, TypeAlias
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.limiter import Scope
-from ratelimitd.model import Check, IdentifierType, Outcome, Reason
+from ratelimitd.limiter import MAX_BY_PLANS, PlanScopes, Scope, Unjudged
+from ratelimitd.model import Check, Decision, IdentifierType, Outcome, Reason
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.convert import (
     CONTRACT_IDENTITIES,
     Identities,
+    answer_of,
     check_of,
     is_canonical_address,
 )
@@ -64,6 +65,7 @@ _WINDOW_SECONDS: Final = b"\x38"
 _RULE_ID: Final = b"\x42"
 _LIMITS: Final = b"\x52"
 _LIMIT_NAME: Final = b"\x5a"
+_PLAN: Final = b"\x62"
 
 # Tags of LimitStatus.
 _STATUS_RULE_ID: Final = b"\x0a"
@@ -77,6 +79,7 @@ _STATUS_LIMIT: Final = b"\x40"
 _STATUS_WINDOW_SECONDS: Final = b"\x48"
 _STATUS_REASON: Final = b"\x50"
 _STATUS_OBSERVE: Final = b"\x58\x01"
+_STATUS_PLAN: Final = b"\x62"
 
 
 class BulkChecker(Protocol):
@@ -89,8 +92,20 @@ class BulkChecker(Protocol):
     def now_us(self) -> int:
         """Return the node's time, in µs since the Unix epoch."""
 
-    def scope(self, endpoint: str, identifier_type: str) -> Scope | None:
+    def scope(self, endpoint: str, identifier_type: str) -> Scope | PlanScopes | None:
         """Return what the checks of an endpoint share until the next book; ``None`` without rule or book."""
+
+    def judging(
+        self, identifiers: Sequence[bytes], scopes: PlanScopes, now_us: int
+    ) -> Scope | Unjudged:
+        """Return what judges a check, by the plans that its identities are assigned to."""
+
+    def check(self, check: Check, now_us: int | None = None) -> Decision | None:
+        """Answer one check; ``None``: it waits for the shared state.
+
+        Raises:
+            CheckInvalidError: the timestamp is refused.
+        """
 
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
         """Decide one check, and charge it if it is allowed. If this returns ``None`` or raises, nothing was charged."""
@@ -104,9 +119,10 @@ class BulkChecker(Protocol):
         """
 
 
-_Known: TypeAlias = tuple[Scope, int, bool, bytes, bytes, "Sequence[_Parts]"]
+_Known: TypeAlias = tuple["Scope | _ByPlan", int, bool, bytes, bytes, "Sequence[_Parts]"]
 """(scope, cost, whether identifiers are addresses, end of the answer after the reason, the same with the reason of an
-allowed check, parts of the answer if the scope has several) for requests with one ending.
+allowed check, parts of the answer if the scope has several) for requests with one ending. If the identifier may have a
+plan, the scope is found by that, and the parts are ``_OF_PLAN``.
 
 A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is cached for endings without a rule,
 which the general path answers.
@@ -117,6 +133,21 @@ _Parts: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, int]
 begin, limit and window, and enforcement. Of the entry of an allowed check also all before the remaining tokens, all
 after the reset time, and the length of both.
 """
+
+_OF_PLAN: Final[Sequence[_Parts]] = ((b"", b"", b"", b"", b"", b"", b"", 0),)
+"""Stands for the parts of an answer that are found by the identifier's plan."""
+
+
+class _ByPlan:
+    """The rest of a request whose identifier may have a plan. ``known`` is by the id of a scope, which it holds."""
+
+    __slots__ = ("check", "known", "scopes")
+
+    def __init__(self, check: Check, scopes: PlanScopes) -> None:
+        self.check = check
+        self.scopes = scopes
+        self.known: dict[int, tuple[Scope, _Known | None]] = {}
+
 
 Question: TypeAlias = tuple[bytes, _Known]
 """An identifier and the cached rest of its request."""
@@ -182,7 +213,9 @@ class BulkChecks:
                 ask(None)
         return questions
 
-    def answer(self, questions: Sequence[Question | None]) -> list[bytes | None]:
+    def answer(  # noqa: C901 -- one loop: a call more costs every check 50 ns
+        self, questions: Sequence[Question | None]
+    ) -> list[bytes | None]:
         """Decide questions in order, at one instant; ``None`` where the general path has to answer."""
         charge, reset_times = self._limiter.charge, self._reset_times
         try:
@@ -197,11 +230,19 @@ class BulkChecks:
                 continue
             identifier, (scope, cost, _, rule_part, within_part, parts) = question
             try:
+                if parts is _OF_PLAN:
+                    by_plan: _ByPlan = scope  # type: ignore[assignment]
+                    of_plan = self._of_plan(identifier, by_plan, now_us)
+                    if of_plan is None:
+                        tell(self._answer_wholly(identifier, by_plan, now_us))
+                        continue
+                    scope, cost, _, rule_part, within_part, parts = of_plan
+                # From here on it is a scope; a cast would cost every check 50 ns.
                 if parts:
-                    judged = self._limiter.judge((identifier,), scope, now_us, cost)
+                    judged = self._limiter.judge((identifier,), scope, now_us, cost)  # type: ignore[arg-type]
                     tell(self._answer_several(*judged, parts))
                     continue
-                outcome = charge(identifier, scope, now_us, cost)
+                outcome = charge(identifier, scope, now_us, cost)  # type: ignore[arg-type]
             except Exception:  # noqa: BLE001 -- the general path meets the same error and handles it
                 tell(None)
                 continue
@@ -220,6 +261,23 @@ class BulkChecks:
                 start = _start(allowed, remaining)
                 tell(start + reset + _end(retry_after, reason) + rule_part)
         return answers
+
+    def _answer_wholly(self, identifier: bytes, by_plan: _ByPlan, now_us: int) -> bytes | None:
+        """Answer a check of which no ending is kept in its turn: buckets may be shared with those that follow."""
+        decision = self._limiter.check(by_plan.check._replace(identifier=identifier), now_us)
+        return None if decision is None else answer_of(decision).SerializeToString()
+
+    def _of_plan(self, identifier: bytes, by_plan: _ByPlan, now_us: int) -> _Known | None:
+        """Return what is known of requests of identifiers with this one's plan; ``None``: what is not encoded here."""
+        judging = self._limiter.judging((identifier,), by_plan.scopes, now_us)
+        if isinstance(judging, Unjudged):
+            return None
+        found = by_plan.known.get(id(judging))
+        if found is None:
+            if len(by_plan.known) >= MAX_BY_PLANS:
+                by_plan.known.clear()
+            found = by_plan.known[id(judging)] = judging, _known(by_plan.check, judging)
+        return found[1]
 
     def _answer_several(
         self, first: int, outcome: Outcome, outcomes: Sequence[Outcome], parts: Sequence[_Parts]
@@ -287,10 +345,12 @@ class BulkChecks:
         return octets
 
 
-def _known(check: Check, scope: Scope | None) -> _Known | None:
-    if scope is None or (scope.windows is not None and not scope.several):
-        return None  # a shared calendar window is looked up by the general path
+def _known(check: Check, scope: Scope | PlanScopes | None) -> _Known | None:
     is_address = check.identifier_type == IdentifierType.IP
+    if isinstance(scope, PlanScopes):
+        return _ByPlan(check, scope), check.cost, is_address, b"", b"", _OF_PLAN
+    if scope is None or scope.passed_over or (scope.windows is not None and not scope.several):
+        return None  # a shared calendar window is looked up by the general path
     if scope.several:
         parts = tuple(map(_parts, scope.several))
         longest = sum(_MOST_STATUS_BYTES + sum(map(len, one[:5])) for one in parts)
@@ -317,13 +377,17 @@ def _field(tag: bytes, octets: bytes) -> bytes:
 
 
 def _rule_part(scope: Scope) -> tuple[bytes, bytes]:
-    """Return limit, window and rule id of an answer, and the name of the limit, which ends it."""
+    """Return limit, window and rule id of an answer, and the name of the limit and the plan, which end it."""
     limit, window = varint(scope.told.limit), varint(scope.told.window_seconds)
     numbers = _LIMIT + limit + _WINDOW_SECONDS + window
     return (
         numbers + _field(_RULE_ID, scope.rule.id.encode()),
-        _field(_LIMIT_NAME, scope.told.name.encode()),
+        _field(_LIMIT_NAME, scope.told.name.encode()) + _text_field(_PLAN, scope.plan),
     )
+
+
+def _text_field(tag: bytes, text: str) -> bytes:
+    return _field(tag, text.encode()) if text else b""
 
 
 def _parts(scope: Scope) -> _Parts:
@@ -333,11 +397,12 @@ def _parts(scope: Scope) -> _Parts:
         _STATUS_LIMIT + varint(limit.limit) + _STATUS_WINDOW_SECONDS + varint(limit.window_seconds)
     )
     head += _field(_STATUS_TYPE, rule.identifier_type.encode())
-    enforcement = b"" if scope.would_deny is None else _STATUS_OBSERVE
-    within = numbers + _STATUS_REASON + KEPT[Reason.WITHIN_LIMIT] + enforcement
+    end = b"" if scope.would_deny is None else _STATUS_OBSERVE
+    end += _text_field(_STATUS_PLAN, scope.plan)
+    within = numbers + _STATUS_REASON + KEPT[Reason.WITHIN_LIMIT] + end
     start = head + _STATUS_ALLOWED + _STATUS_REMAINING
     fixed = len(start) + len(_STATUS_RESET_TIME) + len(within)
-    return (*_rule_part(scope), head, numbers, enforcement, start, within, fixed)
+    return (*_rule_part(scope), head, numbers, end, start, within, fixed)
 
 
 # Zeros are not encoded (proto3).

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import base64
 import hmac
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import EVERY_ENDPOINT, EVERYBODY, Enforcement, IdentifierType, types_within
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.rules.store import RuleChanges, RuleDraft, RuleStore, in_order
+from ratelimitd.rules.store import LimitDraft, RuleChanges, RuleDraft, RuleStore, in_order
 from ratelimitd.rules.validation import type_problem
 from ratelimitd.services.convert import deleted_id_of, draft_of, rate_limit_of, text_of, update_of
 from ratelimitd.services.wire import (
@@ -191,8 +191,8 @@ class ConfigService:
         is_wrong = {
             "endpoint": rule.endpoint == EVERY_ENDPOINT,
             "identifier_type": kind == EVERYBODY or len(types_within(kind)) > 1,
-            "limits": len(limits) > 1
-            or any(limit.enforcement == Enforcement.OBSERVE for limit in limits),
+            "limits": _is_more(limits),
+            **{f"plans[{plan.name}].limits": _is_more(plan.limits) for plan in rule.plans or ()},
         }
         text = "nodes that share state (REDIS_URL) judge one enforced limit of one identity"
         violations = [
@@ -206,6 +206,11 @@ class ConfigService:
         if not self._page_key:
             self._page_key = await self._store.secret(PAGE_KEY_NAME)
         return self._page_key
+
+
+def _is_more(limits: Sequence[LimitDraft]) -> bool:
+    """Whether these are more than one enforced limit."""
+    return len(limits) > 1 or any(limit.enforcement == Enforcement.OBSERVE for limit in limits)
 
 
 def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int]:

@@ -15,14 +15,18 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 from ratelimitd.buckets.keys import joined
 from ratelimitd.errors import CheckInvalidError, FieldViolation, RuleInvalidError
 from ratelimitd.model import (
+    BLOCKED_PLAN,
     EVERY_ENDPOINT,
     EVERYBODY,
     GLOBAL_ENDPOINT,
     INT32_MAX,
     MAX_WAIT_MS,
+    UNLIMITED_PLAN,
+    AssignedPlan,
     Check,
     Decision,
     Enforcement,
+    Explained,
     IdentifierType,
     Identity,
     Limit,
@@ -38,6 +42,7 @@ from ratelimitd.rules.store import (
     EDITABLE,
     FIRST_LIMIT,
     LimitDraft,
+    PlanDraft,
     RuleChanges,
     RuleDraft,
     in_order,
@@ -45,6 +50,7 @@ from ratelimitd.rules.store import (
 from ratelimitd.rules.validation import (
     CONTROL_CHARACTER,
     MAX_ENDPOINT_CHARS,
+    MAX_QUOTED_CHARS,
     canonical_id,
     validated,
 )
@@ -175,7 +181,9 @@ def target_of(message: WireReset, identities: Identities = CONTRACT_IDENTITIES) 
 
 def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
     """Return the contract's answer to one check."""
-    allowed, remaining, reset_time, retry_after, reason, rule, limit, limits, wait_ms = decision
+    allowed, remaining, reset_time, retry_after, reason, rule, limit, limits, wait_ms, plan = (
+        decision
+    )
     return ratelimiter_pb2.RateLimitResponse(
         allowed=allowed,
         remaining_tokens=remaining,
@@ -189,17 +197,16 @@ def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
         limits=map(_status_of, limits),
         limit_name=limit.name if limit else "",
         wait_ms=wait_ms,
+        plan=plan,
     )
 
 
-def explanation_of(
-    check: Check, decision: Decision, looked_at: Iterable[LookedAt]
-) -> ratelimiter_pb2.Explanation:
+def explanation_of(check: Check, explained: Explained) -> ratelimiter_pb2.Explanation:
     """Return the contract's explanation of a check."""
     # Those that judge come first; the sort keeps their order.
-    ordered = sorted(looked_at, key=lambda one: one.match is not Match.JUDGES)
+    ordered = sorted(explained.looked_at, key=lambda one: one.match is not Match.JUDGES)
     return ratelimiter_pb2.Explanation(
-        answer=answer_of(decision),
+        answer=answer_of(explained.decision),
         rules=[
             ratelimiter_pb2.RuleExplanation(
                 rule_id=rule.id,
@@ -207,14 +214,39 @@ def explanation_of(
                 identifier_type=rule.identifier_type,
                 match=match,  # type: ignore[arg-type]  # as with reason
                 limits=map(_status_of, limits),
-                remedy=_remedy(check, rule, match, limits),
+                remedy=_remedy(check, LookedAt(rule, match, limits, plan)),
+                plan=plan,
             )
-            for rule, match, limits in ordered[:MAX_EXPLAINED]
+            for rule, match, limits, plan in ordered[:MAX_EXPLAINED]
+        ],
+        plans=[
+            ratelimiter_pb2.AssignedPlan(
+                identifier_type=one.identifier_type,
+                plan=one.plan,
+                expire_time=one.expire_time,
+                remedy=_plan_remedy(one, explained),
+            )
+            for one in explained.plans
         ],
     )
 
 
-def _remedy(check: Check, rule: Rule, match: Match, limits: Iterable[LimitStatus]) -> str:
+def _plan_remedy(assigned: AssignedPlan, explained: Explained) -> str:
+    """Return what would have to change for the check to pass the plan, or for the plan to judge."""
+    kind, plan, expire_time = assigned
+    if plan == BLOCKED_PLAN:
+        wait = f", or wait {explained.decision.retry_after} s" if expire_time else ""
+        return f"unassign the {kind} from {plan}{wait}"
+    named = {one.name for looked_at in explained.looked_at for one in looked_at.rule.plans}
+    if plan == UNLIMITED_PLAN or plan in named:
+        return ""
+    return f"give a rule limits for the plan {plan}: until then its own limits hold"
+
+
+def _remedy(check: Check, looked_at: LookedAt) -> str:
+    rule, match, limits, plan = looked_at
+    if match is Match.PASSED_OVER:
+        return f"unassign the identity from {plan}"
     if match is Match.DISABLED:
         return "enable the rule"
     if match is Match.OVERRIDDEN:
@@ -223,13 +255,18 @@ def _remedy(check: Check, rule: Rule, match: Match, limits: Iterable[LimitStatus
         named = {check.identifier_type, *(kind for kind, _ in check.also)}
         missing = [kind for kind in types_within(rule.identifier_type) if kind not in named]
         return f"name the {' and the '.join(missing)} of the request"
+    return _wait(check, limits)
+
+
+def _wait(check: Check, limits: Iterable[LimitStatus]) -> str:
+    """Return what lets a check pass the limits of a rule; empty if they allow it."""
     denial = max(
         (one for one in limits if not one.allowed), key=lambda one: one.retry_after, default=None
     )
     if denial is None:
         return ""
-    if denial.reason is Reason.COST_EXCEEDS_LIMIT:
-        limit = denial.limit
+    limit = denial.limit
+    if denial.reason is Reason.COST_EXCEEDS_LIMIT and limit is not None:
         number = "burst of" if limit.burst else "limit"
         return f"ask for at most {limit.capacity} tokens, or raise the {number} {limit.name} to {check.cost}"
     wait = f"wait {denial.retry_after} s"
@@ -237,19 +274,20 @@ def _remedy(check: Check, rule: Rule, match: Match, limits: Iterable[LimitStatus
 
 
 def _status_of(status: LimitStatus) -> ratelimiter_pb2.LimitStatus:
-    allowed, remaining, reset_time, retry_after, reason, rule, limit = status
+    allowed, remaining, reset_time, retry_after, reason, rule, limit, plan = status
     return ratelimiter_pb2.LimitStatus(
         rule_id=rule.id,
-        name=limit.name,
+        name=limit.name if limit else "",
         identifier_type=rule.identifier_type,
         allowed=allowed,
         remaining_tokens=remaining,
         reset_time=reset_time,
         retry_after_seconds=retry_after,
-        limit=limit.limit,
-        window_seconds=limit.window_seconds,
+        limit=limit.limit if limit else 0,
+        window_seconds=limit.window_seconds if limit else 0,
         reason=reason,  # type: ignore[arg-type]
-        enforcement=enforcement_of(limit.enforcement),
+        enforcement=enforcement_of(limit.enforcement if limit else Enforcement.ENFORCE),
+        plan=plan,
     )
 
 
@@ -415,8 +453,6 @@ def _violations(field: str, read: Callable[[T], object], value: T) -> Iterator[F
 NOT_CHANGEABLE: Final = frozenset({"id", "etag"})
 """Fields that identify a rule and its version."""
 
-MAX_QUOTED_CHARS: Final = 64
-
 MASK_FIELD: Final = "update_mask"
 
 
@@ -440,6 +476,10 @@ def rate_limit_of(rule: Rule) -> ratelimiter_pb2.RateLimit:
         enabled=rule.enabled,
         etag=rule.etag,
         limits=map(_limit_of, rule.limits) if rule.has_list else (),
+        plans={
+            plan.name: ratelimiter_pb2.LimitList(limits=map(_limit_of, plan.limits))
+            for plan in rule.plans
+        },
     )
 
 
@@ -492,7 +532,14 @@ def _fields_of(message: WireRule) -> dict[str, Any]:
         "algorithm": text_of(message.algorithm),
         "enabled": message.enabled,
         "limits": tuple(map(_limit_draft, message.limits)),
+        "plans": _plan_drafts(message),
     }
+
+
+def _plan_drafts(message: WireRule) -> tuple[PlanDraft, ...]:
+    # Of two entries with one key a map has the last.
+    plans = {text_of(entry.key): entry.value.limits for entry in message.plans}
+    return tuple(PlanDraft(name, tuple(map(_limit_draft, plans[name]))) for name in sorted(plans))
 
 
 def _limit_draft(limit: WireLimit) -> LimitDraft:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Final, Protocol
 
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import Check, Decision, LookedAt, Rule
+from ratelimitd.model import Check, Explained, Rule
 from ratelimitd.observe.health import HealthReport
 from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Call, Methods, StatusCode
@@ -52,8 +52,8 @@ class Resetter(Protocol):
     async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
         """Let the identifier start afresh under these rules; raises ``StoreUnavailableError`` when it did not."""
 
-    async def explain(self, check: Check) -> tuple[Decision, Sequence[LookedAt]]:
-        """Return what a check would be answered, and the rules that were looked at."""
+    async def explain(self, check: Check) -> Explained:
+        """Return what a check would be answered, the rules that were looked at, and the plans of its identities."""
 
 
 class HealthService:
@@ -132,8 +132,7 @@ class HealthService:
     async def explain_rate_limit(self, data: bytes, _call: Call) -> bytes:
         """Tell what a check would be answered, and why; nothing is charged."""
         check = check_of(parse_check(data), self._identities)
-        decision, looked_at = await self._limiter.explain(check)
-        return explanation_of(check, decision, looked_at).SerializeToString()
+        return explanation_of(check, await self._limiter.explain(check)).SerializeToString()
 
     async def _reset(self, target: Target, actor: str) -> None:
         rules = await self._limiter.reset(*target)

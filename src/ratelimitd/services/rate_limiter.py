@@ -93,9 +93,6 @@ AnswerItems = Callable[[int, int], Parts]
 class Checker(BulkChecker, Protocol):
     """The part of :class:`ratelimitd.limiter.Limiter` that this service uses."""
 
-    def check(self, check: Check) -> Decision | None:
-        """Answer one check; ``None``: ask :meth:`wait`. Raises ``CheckInvalidError`` for a refused timestamp."""
-
     def check_batch(self, checks: Sequence[Check]) -> Sequence[Decision | CheckInvalidError | None]:
         """Answer checks in order, each as :meth:`check` would."""
 

@@ -2,7 +2,8 @@
 
 A protobuf parser truncates an int32 that is too wide to 32 bits (2^32+1 arrives as 1), and refuses a whole message for
 one byte that is not UTF-8, without naming the field. The services validate both and name the field: requests are parsed
-by classes made from the same descriptors with wider fields. The wire format and the parser (C) are the same.
+by classes made from the same descriptors with wider fields. The wire format and the parser (C) are the same. A map is
+the list of its entries, because a map has no keys that are bytes.
 
 Answers are written with the generated classes.
 """
@@ -121,6 +122,19 @@ class WireLimit(Protocol):
     enforcement: int
 
 
+class WireLimitList(Protocol):
+    """``LimitList``."""
+
+    limits: Sequence[WireLimit]
+
+
+class WirePlan(Protocol):
+    """An entry of ``RateLimit.plans``."""
+
+    key: bytes
+    value: WireLimitList
+
+
 class WireRule(Protocol):
     """``RateLimit``. Whether ``enabled`` was sent, ``HasField`` knows."""
 
@@ -133,6 +147,7 @@ class WireRule(Protocol):
     enabled: bool
     etag: bytes
     limits: Sequence[WireLimit]
+    plans: Sequence[WirePlan]
 
     def HasField(self, field_name: str) -> bool:  # noqa: N802 -- protobuf's name
         """Whether an optional field was sent."""
@@ -296,7 +311,10 @@ def _after(data: bytes, position: int, wire_type: int) -> int:
 def _widened(file: FileDescriptor) -> descriptor_pb2.FileDescriptorProto:
     proto = descriptor_pb2.FileDescriptorProto()
     file.CopyToProto(proto)
-    for message in proto.message_type:
+    nested = [entry for message in proto.message_type for entry in message.nested_type]
+    for entry in nested:
+        entry.options.map_entry = False
+    for message in (*proto.message_type, *nested):
         for field in message.field:
             if field.type == _Field.TYPE_INT32:
                 field.type = _Field.TYPE_INT64

@@ -65,6 +65,34 @@ def test_only_what_differs_is_changed_and_shown(ask, node, book):
     assert update.rate_limit.window_seconds == 0
 
 
+PLANS = """\
+rules:
+  - endpoint: "*"
+    identifier_type: user
+    limit: 600
+    window_seconds: 60
+    algorithm: token_bucket
+    plans:
+      pro: [{name: day, limit: 9, window_seconds: 60, algorithm: token_bucket}]
+"""
+
+
+def test_plans_are_applied_exported_and_shown(ask, node, book):
+    created = ask("rules", "apply", "-f", book(PLANS))
+    assert created.out.splitlines()[0] == (
+        "+ create * user: 600 per 60 s, token_bucket; plan pro: day: 9 per 60 s, token_bucket"
+    )
+    assert ask("rules", "apply", "-f", book(PLANS)).out == "no changes\n"
+    exported = ask("rules", "export").out
+    assert "plans:" in exported
+    assert ask("rules", "apply", "-f", book(exported)).out == "no changes\n"
+    changed = ask("rules", "apply", "-f", book(PLANS.replace("limit: 9", "limit: 8")))
+    assert changed.out.splitlines()[1].startswith('    plans: {"pro": [{"name": "day", "limit": 9')
+    [update] = [call.request for call in node.seen if call.method == "UpdateRateLimit"]
+    assert list(update.update_mask.paths) == ["plans"]
+    assert update.rate_limit.plans["pro"].limits[0].limit == 8
+
+
 def test_other_rules_are_deleted_only_with_prune(ask, node, book):
     other = node.add_rule("/other")
     ask("rules", "apply", "-f", book())

@@ -236,6 +236,23 @@ def test_an_explanation_tells_every_rule_and_what_would_change_it(ask, node):
     assert (seen.request.tokens_requested, seen.request.also[0].identifier) == (2, "::1")
 
 
+def test_an_explanation_tells_the_plans_of_the_identities(ask, node):
+    blocked = pb.RateLimitResponse(reason=pb.BLOCKED, plan="blocked", retry_after_seconds=2**31 - 1)
+    node.explanation = pb.Explanation(
+        answer=blocked,
+        plans=[
+            pb.AssignedPlan(identifier_type="user", plan="blocked", remedy="unassign the user"),
+            pb.AssignedPlan(identifier_type="tenant", plan="pro", expire_time=1),
+        ],
+    )
+    lines = [" ".join(line.split()) for line in ask("explain", "user", "a", "/").out.splitlines()]
+    assert "reason the plan of an identity is blocked" in lines
+    assert "plan blocked" in lines
+    assert "retry after never, until it is unassigned" in lines
+    assert lines[-2] == "user blocked unassigned unassign the user"
+    assert lines[-1].startswith("tenant pro now (1970-01-01")
+
+
 def test_an_explanation_of_a_check_without_a_rule_is_its_answer(ask, node):
     node.explanation = pb.Explanation(answer=pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE))
     ended = ask("explain", "user", "alice", "/orders")

@@ -277,6 +277,15 @@ def test_a_view_knows_better_than_the_store_until_that_has_heard_of_the_limit():
     assert not own.knows_better
 
 
+def test_a_limit_of_another_plan_is_in_force_at_the_same_revision():
+    own, lower = view(30), replace(RULE, limit=20)
+    own.edit(lower)
+    assert own.knows_better
+    assert own.check(*FIVE, 1)[0] is False
+    settled = settle(shared(30), own.freeze()).shared
+    assert settled == shared(20, rule=lower)
+
+
 def test_a_view_of_an_older_rule_or_of_no_state_knows_nothing_better():
     other_rule_edited = replace(RULE, revision=2)
     assert not LocalView(other_rule_edited, shared(30)).knows_better

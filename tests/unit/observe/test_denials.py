@@ -26,7 +26,9 @@ class Node:
         )
         for _ in range(times):
             self.stats.blocked_total += 1
-            self.denials.note((name, SimpleNamespace(endpoint=endpoint, rule=rule)))
+            self.denials.note(
+                (name, SimpleNamespace(endpoint=endpoint, identifier_type=rule.identifier_type))
+            )
 
     def steady(self, seconds, per_second):
         for _ in range(seconds):

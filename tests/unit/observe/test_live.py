@@ -91,7 +91,9 @@ class Scene:
             algorithm=Algorithm.TOKEN_BUCKET,
         )
         self.stats.blocked_total += 1
-        self.denials.note((name, SimpleNamespace(endpoint=endpoint, rule=rule)))
+        self.denials.note(
+            (name, SimpleNamespace(endpoint=endpoint, identifier_type=rule.identifier_type))
+        )
         self.denials.fold()
 
 

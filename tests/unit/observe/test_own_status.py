@@ -72,7 +72,9 @@ async def test_who_was_denied_is_told_masked():
     rule = Rule(
         "1", "*", IdentifierType.USER, limit=1, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET
     )
-    parts.denials.note((b"ada.lovelace", SimpleNamespace(endpoint="/a", rule=rule)))
+    parts.denials.note(
+        (b"ada.lovelace", SimpleNamespace(endpoint="/a", identifier_type=rule.identifier_type))
+    )
     parts.denials.fold()
     status = await parts.step()
     assert [one.endpoint for one in status.endpoints] == ["/a"]

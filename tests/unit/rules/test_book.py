@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm, IdentifierType, Plan, Rule
 from ratelimitd.rules.book import RULES_PER_STEP, SHARDS, BookEditor, RuleBook
 from tests.rule_stores import successor
 
@@ -160,3 +162,14 @@ def test_many_changes_are_applied_in_steps():
 @pytest.mark.parametrize("endpoint", ["/", "*", "é" * 255, "/a b"])
 def test_any_endpoint_text_can_be_a_rules(endpoint):
     assert matched(RuleBook.of([rule("a", endpoint)], 1), endpoint) == "a"
+
+
+def test_the_plans_that_rules_name_are_known():
+    pro, free = (Plan(name, (rule("a"),)) for name in ("pro", "free"))
+    named = [replace(rule("a"), plans=(free, pro)), replace(rule("b", "/b"), plans=(pro,))]
+    book = RuleBook.of(named, 1)
+    assert {*book.plans} == {"free", "pro"}
+    editor = BookEditor(book)
+    editor.remove("a")
+    assert {*editor.finish(2).plans} == {"pro"}
+    assert {*book.plans} == {"free", "pro"}

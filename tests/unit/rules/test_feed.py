@@ -131,7 +131,7 @@ def insert_many(behind, count, algorithm="fixed_window"):
     for n in range(count):
         row = (str(uuid.UUID(int=n)), f"/{n}", algorithm)
         behind(
-            "INSERT INTO rules VALUES (?, ?, 'user', 1, 1, ?, 1, 1, '2026-01-01', '2026-01-01', NULL)",
+            "INSERT INTO rules VALUES (?, ?, 'user', 1, 1, ?, 1, 1, '2026-01-01', '2026-01-01', NULL, NULL)",
             *row,
         )
 

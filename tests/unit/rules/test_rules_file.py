@@ -18,7 +18,7 @@ from ratelimitd.rules.rules_file import (
     read_yaml,
     read_yaml_file,
 )
-from ratelimitd.rules.store import LimitDraft, RuleDraft
+from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleDraft
 
 ID = "6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f"
 
@@ -318,6 +318,53 @@ rules:
       - {limit: 10, window_seconds: 1, algorithm: token_bucket}
       - {name: day, limit: 10000, window_seconds: 86400, algorithm: fixed_window}
 """
+
+
+PLANS = """\
+rules:
+  - endpoint: /api
+    identifier_type: user
+    limit: 10
+    window_seconds: 1
+    algorithm: token_bucket
+    plans:
+      pro:
+        - {limit: 100, window_seconds: 1, algorithm: token_bucket}
+        - {name: day, limit: 10000, window_seconds: 86400, algorithm: fixed_window}
+      free: [{name: day, limit: 10, window_seconds: 86400, algorithm: fixed_window}]
+"""
+
+
+class TestPlans:
+    def test_a_plan_is_a_list_of_limits(self):
+        (rule,) = parse_rules(PLANS.encode())
+        first = LimitDraft("default", 100, 1, "token_bucket")
+        day = LimitDraft("day", 10_000, 86_400, "fixed_window")
+        free = PlanDraft("free", (replace(day, limit=10),))
+        assert rule.plans == (free, PlanDraft("pro", (first, day)))
+        assert rule.limits == ()
+        for dump in (dump_rules, dump_rules_json):
+            assert parse_rules(dump([rule]).encode()) == (rule,)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "problem"),
+        [
+            ("plans:", "plans: [1]\n    x:", "plans: must be a mapping (line 7)"),
+            ("free: [{", "free: 7 # ", "plans[free]: must be a list of limits (line 11)"),
+            ("free: [{", "free: [7] # ", "plans[free][0]: must be a mapping of a limit's fields (line 11)"),
+            ("free: [{", "free: [] # ", "plans[free]: a plan has 1 to 8 limits (line 8)"),
+            ("free:", "unlimited:", "plans[unlimited]: unlimited is reserved: a rule has no limits for it (line 8)"),
+            ("free:", "Free:", "plans: the name 'Free' must be 1 to 32 characters of a-z, 0-9, _ and - (line 8)"),
+            ("limit: 10000", "limit: 0", "plans[pro][1].limit: the limit must be positive (line 8)"),
+            ("limit: 10000, ", "", "plans[pro][1].limit: is missing (line 10)"),
+        ],
+    )  # fmt: skip
+    def test_what_is_wrong_is_named_by_its_place(self, old, new, problem):
+        assert old in PLANS
+        with pytest.raises(RuleInvalidError) as caught:
+            parse_rules(PLANS.replace(old, new).encode())
+        path, text = caught.value.violations[0]
+        assert f"{path.removeprefix('rules[0].')}: {text}" == problem
 
 
 class TestSeveralLimits:

@@ -6,7 +6,14 @@ import pytest
 
 from ratelimitd.errors import RuleInvalidError
 from ratelimitd.model import Algorithm, Calendar, Enforcement, IdentifierType, Period, Rule
-from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, RuleChanges, RuleDraft, SkippedRow
+from ratelimitd.rules.store import (
+    FIRST_LIMIT,
+    LimitDraft,
+    PlanDraft,
+    RuleChanges,
+    RuleDraft,
+    SkippedRow,
+)
 from ratelimitd.rules.validation import (
     RuleRow,
     canonical_id,
@@ -205,6 +212,47 @@ SEVERAL = dataclasses.replace(DRAFT, limits=(FIRST, DAY))
 
 
 WEEK = LimitDraft("week", 1, 604_800, "token_bucket")
+
+
+class TestPlans:
+    PRO = PlanDraft("pro", (dataclasses.replace(FIRST, limit=100), DAY))
+
+    def test_they_are_stored_and_read_back(self):
+        rule = validated(dataclasses.replace(DRAFT, plans=(self.PRO,)), rule_id=ID, revision=3)
+        [(name, limits)] = rule.plans
+        assert (name, [limit.limit for limit in limits]) == ("pro", [100, 1_000])
+        assert (limits[0].name, limits[0].revision, rule.has_list) == ("default", 3, False)
+        assert rule_from_row(RuleRow.of(rule)) == rule
+        plain = validated(DRAFT, rule_id=ID, revision=3)
+        assert rule.etag != plain.etag
+        listed = validated(dataclasses.replace(SEVERAL, plans=(self.PRO,)), rule_id=ID, revision=3)
+        assert rule_from_row(RuleRow.of(listed)) == listed
+        assert (rule.limits_of("pro"), rule.limits_of("gold")) == (limits, (rule,))
+
+    @pytest.mark.parametrize(
+        ("plans", "field"),
+        [
+            ((PlanDraft("unlimited", (DAY,)),), "plans[unlimited]"),
+            ((PlanDraft("blocked", (DAY,)),), "plans[blocked]"),
+            ((PlanDraft("p" * 33, (DAY,)),), "plans"),
+            ((PlanDraft("pro", ()),), "plans[pro].limits"),
+            ((PlanDraft("pro", (DAY, dataclasses.replace(DAY, name=""))),), "plans[pro].limits[1].name"),
+            ((PlanDraft("pro", (DAY, DAY)),), "plans[pro].limits[1].name"),
+            ((PlanDraft("pro", (dataclasses.replace(DAY, burst=1),)),), "plans[pro].limits[0].burst"),
+            ((PlanDraft("pro", (dataclasses.replace(DAY, enforcement=7),)),), "plans[pro].limits[0].enforcement"),
+            (tuple(PlanDraft(f"p{n:02}", (DAY,)) for n in range(33)), "plans"),
+        ],
+    )  # fmt: skip
+    def test_what_is_wrong_is_named(self, plans, field):
+        found = violations(dataclasses.replace(DRAFT, plans=plans))
+        assert list(found) == [f"rate_limit.{field}"]
+
+    @pytest.mark.parametrize(
+        "text", ["", "[]", "7", '{"a":7}', '{"a":[7]}', '{"a":[{}]}', "[" * 100_000, b"\xff", 8]
+    )
+    def test_stored_plans_that_are_none_are_a_bad_row(self, text):
+        skipped = rule_from_row(ROW._replace(plans=text))
+        assert skipped == SkippedRow(ID, "plans: must be lists of limits by the name of a plan")
 
 
 class TestSeveralLimits:

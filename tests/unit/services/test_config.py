@@ -148,3 +148,14 @@ async def test_a_node_that_would_judge_only_one_limit_takes_no_rule_with_several
         with pytest.raises(RuleInvalidError, match=r"rate_limit\.limits: nodes that share state"):
             await refused
     assert await store.revision() == 0
+
+
+async def test_nor_a_plan_of_several(store):
+    service = ConfigService(store, FeedProbe(), str, several=False)
+    rule = pb.RateLimit(
+        endpoint="/a", identifier_type="user", limit=1, window_seconds=1, algorithm="fixed_window",
+        plans={"pro": pb.LimitList(limits=LIMITS), "free": pb.LimitList(limits=LIMITS[:1])},
+    )  # fmt: skip
+    create = pb.CreateRateLimitRequest(rate_limit=rule).SerializeToString()
+    with pytest.raises(RuleInvalidError, match=r"rate_limit\.plans\[pro\]\.limits: nodes that"):
+        await service.create_rate_limit(create, CALL)

@@ -7,12 +7,15 @@ from hypothesis import strategies as st
 from ratelimitd.errors import CheckInvalidError, FieldViolation
 from ratelimitd.model import (
     Algorithm,
+    AssignedPlan,
     Check,
     Decision,
+    Explained,
     IdentifierType,
     LimitStatus,
     LookedAt,
     Match,
+    Plan,
     Reason,
     Rule,
 )
@@ -203,7 +206,45 @@ def test_what_is_no_address_is_not_canonical_either():
         is_canonical_address(b"192.0.2.007")
 
 
+ALLOWED = LimitStatus(True, 9, 60, 0, Reason.WITHIN_LIMIT, RULE, RULE)
 DENIED = LimitStatus(False, 0, 60, 9, Reason.LIMIT_EXCEEDED, RULE, RULE)
+
+
+def test_an_explanation_names_the_plans_of_the_identities_and_what_lifts_them():
+    rule = replace(RULE, plans=(Plan("pro", (RULE,)),))
+    decision = Decision(*DENIED[:4], Reason.BLOCKED, plan="blocked")
+    passed_over = LookedAt(rule, Match.PASSED_OVER, (), "blocked")
+    plans = (
+        AssignedPlan("user", "blocked", 99),
+        AssignedPlan("ip", "blocked", 0),
+        AssignedPlan("a", "pro", 0),
+        AssignedPlan("b", "gold", 7),
+        AssignedPlan("c", "unlimited", 0),
+    )
+    check = Check(b"u", IdentifierType.USER, "/a")
+    found = explanation_of(check, Explained(decision, (passed_over,), plans))
+    assert [one.remedy for one in found.plans] == [
+        "unassign the user from blocked, or wait 9 s",
+        "unassign the ip from blocked",
+        "",
+        "give a rule limits for the plan gold: until then its own limits hold",
+        "",
+    ]
+    assert (found.plans[3].identifier_type, found.plans[3].expire_time) == ("b", 7)
+    assert found.rules[0].remedy == "unassign the identity from blocked"
+    assert (found.rules[0].plan, found.answer.plan) == ("blocked", "blocked")
+
+
+def test_an_answer_names_the_plan_and_the_rules_that_were_passed_over():
+    passed_over = LimitStatus(*ALLOWED[:4], Reason.UNLIMITED, RULE, None, "unlimited")
+    judged = LimitStatus(*ALLOWED[:5], RULE, RULE, "pro")
+    answer = answer_of(Decision(*ALLOWED[:5], RULE, RULE, (judged, passed_over), plan="pro"))
+    assert (answer.plan, answer.limits[0].plan, answer.limits[1].plan) == (
+        "pro",
+        "pro",
+        "unlimited",
+    )
+    assert (answer.limits[1].name, answer.limits[1].limit) == ("", 0)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +274,8 @@ def test_an_explanation_says_what_would_have_to_change(match, status, remedy):
     check = Check(b"u", IdentifierType.USER, "/a", 12)
     decision = Decision(*DENIED[:5], RULE, RULE)
     others = [LookedAt(RULE, Match.DISABLED)] * 200
-    found = explanation_of(
-        check, decision, [*others, looked_at] if status else [looked_at, *others]
-    )
+    every = (*others, looked_at) if status else (looked_at, *others)
+    found = explanation_of(check, Explained(decision, every, ()))
     assert (found.rules[0].match, found.rules[0].remedy) == (match, remedy)
     assert [one.reason for one in found.rules[0].limits] == ([status.reason] if status else [])
     assert (len(found.rules), found.answer.retry_after_seconds) == (100, 9)

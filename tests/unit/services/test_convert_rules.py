@@ -60,9 +60,9 @@ def test_a_draft_is_enabled_unless_it_says_otherwise(sent, enabled):
 
 
 def test_an_update_without_a_mask_names_every_field_but_enabled_only_if_sent():
-    assert update(**FIELDS, etag="e") == (RULE_ID, RuleChanges(**FIELDS, limits=()), "e")
+    assert update(**FIELDS, etag="e") == (RULE_ID, RuleChanges(**FIELDS, limits=(), plans=()), "e")
     assert update(**FIELDS, enabled=False).changes == RuleChanges(
-        **FIELDS, enabled=False, limits=()
+        **FIELDS, enabled=False, limits=(), plans=()
     )
 
 
@@ -73,7 +73,9 @@ def test_everything_in_the_contract_of_a_rule_but_its_id_and_etag_can_be_changed
 
 @pytest.mark.parametrize("path", EDITABLE)
 def test_an_update_with_a_mask_names_that_field_with_its_zero_if_not_sent(path):
-    zero = {"limit": 0, "window_seconds": 0, "enabled": False, "limits": ()}.get(path, "")
+    zero = {"limit": 0, "window_seconds": 0, "enabled": False, "limits": (), "plans": ()}.get(
+        path, ""
+    )
     assert update(path).changes == RuleChanges(**{path: zero})
 
 

@@ -12,7 +12,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 
 class Reason(enum.StrEnum):
-    """The cause of a decision. The first seven are those of the contract, the others are the client's own."""
+    """The cause of a decision. The first nine are those of the contract, the others are the client's own."""
 
     WITHIN_LIMIT = "WITHIN_LIMIT"
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
@@ -21,6 +21,10 @@ class Reason(enum.StrEnum):
     FAIL_OPEN_BREAKER = "FAIL_OPEN_BREAKER"
     FAIL_OPEN_ERROR = "FAIL_OPEN_ERROR"
     INVALID_REQUEST = "INVALID_REQUEST"
+    UNLIMITED = "UNLIMITED"
+    """An identity is assigned to the plan ``unlimited``."""
+    BLOCKED = "BLOCKED"
+    """An identity is assigned to the plan ``blocked``."""
     OTHER = "OTHER"
     """A reason of a newer node; use ``allowed``."""
     NO_ANSWER = "NO_ANSWER"
@@ -61,6 +65,8 @@ class LimitStatus(NamedTuple):
     window_seconds: int
     observed: bool
     """It only observes, and denies nothing."""
+    plan: str = ""
+    """The plan that the limit is of; empty for the rule's own limits."""
 
 
 class Decision(NamedTuple):
@@ -85,6 +91,8 @@ class Decision(NamedTuple):
     """All limits that were judged, the deciding one first; empty if that was the only one."""
     wait_ms: int = 0
     """How long the caller had to wait before it may proceed; the client has waited when it returns this."""
+    plan: str = ""
+    """The plan whose limit decided, ``unlimited`` or ``blocked``; empty for a rule's own limits."""
 
     @property
     def fail_open(self) -> bool:
@@ -168,6 +176,7 @@ def decision_of(answer: pb.RateLimitResponse, now_s: float) -> Decision:
             answer.limit_name,
             tuple(map(_status_of, answer.limits)) if answer.limits else (),
             answer.wait_ms,
+            answer.plan,
         ),
     )
 
@@ -184,6 +193,7 @@ def _status_of(status: pb.LimitStatus) -> LimitStatus:
         limit=status.limit,
         window_seconds=status.window_seconds,
         observed=status.enforcement == pb.OBSERVE,
+        plan=status.plan,
     )
 
 

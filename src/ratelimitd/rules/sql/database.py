@@ -109,6 +109,7 @@ rules = sa.Table(
     sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
     sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False),
     sa.Column("limits", sa.Text),
+    sa.Column("plans", sa.Text),
     sa.UniqueConstraint("endpoint", "identifier_type", name="rules_pair_unique"),
     sa.CheckConstraint("length(endpoint) BETWEEN 1 AND 255", name="rules_endpoint_length"),
     sa.CheckConstraint('"limit" BETWEEN 1 AND 2147483647', name="rules_limit"),

@@ -447,7 +447,8 @@ def _json(row: RuleRow | None) -> str | None:
     if row is None:
         return None
     fields = row._asdict()
-    if row.limits is None:
-        del fields["limits"]
+    for name in ("limits", "plans"):
+        if fields[name] is None:
+            del fields[name]
     # A row written past the service may hold values that JSON cannot express, such as bytes.
     return json.dumps(fields, default=repr)

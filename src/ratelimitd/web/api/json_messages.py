@@ -158,7 +158,9 @@ class _Reading:
     def _set(
         self, message: Message, field: FieldDescriptor, content: object, place: str
     ) -> Iterator[bool]:
-        if field.is_repeated:
+        if _map_value(field) is not None:
+            yield from self._fill_map(getattr(message, field.name), content, place)
+        elif field.is_repeated:
             yield from self._extend(getattr(message, field.name), field, content, place)
         elif field.message_type is None:
             value = self._value(field, content, place)
@@ -171,6 +173,18 @@ class _Reading:
             part = getattr(message, field.name)
             part.SetInParent()
             yield from self.fill(part, content, f"{place}.")
+
+    def _fill_map(self, entries: Any, content: object, place: str) -> Iterator[bool]:
+        """Set the entries of a map; those of requests are from strings to messages."""
+        if not isinstance(content, dict):
+            self._complain(place, "must be a JSON object")
+            return
+        for key, item in content.items():
+            here = f"{place}[{_shown(key)}]"
+            if _SURROGATE.search(key):
+                self._complain(here, "must not hold one half of a surrogate pair")
+            else:
+                yield from self.fill(entries[key], item, f"{here}.")
 
     def _extend(
         self, items: Any, field: FieldDescriptor, content: object, place: str
@@ -341,9 +355,10 @@ def _members_of(descriptor: Descriptor) -> tuple[_Member, ...]:
 
 def _planned(descriptor: Descriptor) -> Iterator[_Member]:
     for field in descriptor.fields:
-        entry = field.message_type
-        if entry is not None and entry.GetOptions().map_entry:
-            yield _Member(field.name, optional=False, item=None, value=_sorted)
+        value = _map_value(field)
+        if value is not None:
+            write = _writer_of(value)
+            yield _Member(field.name, optional=False, item=None, value=partial(_sorted, write))
         elif field.is_repeated:
             item = _writer_of(field)
             yield _Member(field.name, optional=False, item=item, value=_each(item))
@@ -366,9 +381,16 @@ def _each(write: Callable[[Any], object]) -> Callable[[Iterable[Any]], object]:
     return lambda items: [*map(write, items)]
 
 
-def _sorted(entries: Mapping[str, str]) -> dict[str, str]:
-    """A map; those of the contract are from strings to strings."""
-    return dict(sorted(entries.items()))
+def _sorted(write: Callable[[Any], object], entries: Mapping[str, Any]) -> dict[str, object]:
+    """A map; the keys of those of the contract are strings."""
+    return {key: write(entries[key]) for key in sorted(entries)}
+
+
+def _map_value(field: FieldDescriptor) -> FieldDescriptor | None:
+    """The field of a map's values; ``None`` for a field that is no map."""
+    entry = field.message_type
+    is_map = entry is not None and entry.GetOptions().map_entry
+    return entry.fields_by_name["value"] if entry is not None and is_map else None
 
 
 def _same(value: object) -> object:

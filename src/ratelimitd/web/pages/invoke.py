@@ -145,18 +145,23 @@ def _rate_limit(form: RuleForm) -> ratelimiter_pb2.RateLimit:
         window_seconds=rule.window_seconds,
         algorithm=rule.algorithm,
         enabled=rule.enabled,
-        limits=[
-            ratelimiter_pb2.Limit(
-                name=limit.name,
-                limit=limit.limit,
-                window_seconds=limit.window_seconds,
-                algorithm=limit.algorithm,
-                burst=limit.burst,
-                **_calendar(limit),
-                enforcement=ratelimiter_pb2.Enforcement.Value(limit.enforcement.name),
-            )
-            for limit in limits
-        ],
+        limits=map(_limit_of, limits),
+        plans={
+            plan.name: ratelimiter_pb2.LimitList(limits=map(_limit_of, plan.limits))
+            for plan in rule.plans
+        },
+    )
+
+
+def _limit_of(limit: Limit) -> ratelimiter_pb2.Limit:
+    return ratelimiter_pb2.Limit(
+        name=limit.name,
+        limit=limit.limit,
+        window_seconds=limit.window_seconds,
+        algorithm=limit.algorithm,
+        burst=limit.burst,
+        **_calendar(limit),
+        enforcement=ratelimiter_pb2.Enforcement.Value(limit.enforcement.name),
     )
 
 

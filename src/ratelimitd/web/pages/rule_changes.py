@@ -27,7 +27,7 @@ from ratelimitd.model import (
     Rule,
 )
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, RuleDraft, in_order
+from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, PlanDraft, RuleDraft, in_order
 from ratelimitd.rules.validation import RuleRow, validated
 from ratelimitd.web.pages.rendering import duration, number
 
@@ -38,6 +38,7 @@ LABELS: Final[Mapping[str, str]] = {
     "window_seconds": "Window",
     "algorithm": "Algorithm",
     "limits": "Limits",
+    "plans": "Plans",
     "enabled": "Enabled",
 }
 """The fields of a rule, in the order in which they are shown."""
@@ -68,7 +69,10 @@ def fields_differences(
     found: list[Difference] = []
     for name, label in LABELS.items():
         row = Difference(label, _shown(name, before), _shown(name, after))
-        found += _limit_differences(row) if name == "limits" else [row]
+        if name == "limits":
+            found += _limit_differences(row)
+        elif name != "plans" or row.before or row.after:
+            found.append(row)
     return found
 
 
@@ -119,7 +123,8 @@ def consequences(before: Rule | None, after: Rule | None, book: RuleBook) -> lis
 
 def summary(rule: Rule) -> str:
     """The rule in a few words."""
-    return "; ".join(map(_limit_summary, rule.limits))
+    plans = ", ".join(plan.name for plan in rule.plans)
+    return "; ".join(map(_limit_summary, rule.limits)) + (f"; plans {plans}" if plans else "")
 
 
 def _limit_summary(limit: Limit | LimitDraft) -> str:
@@ -160,17 +165,39 @@ OF_BUCKET: Final = ("algorithm", "window_seconds", "calendar")
 
 
 def _edited(was: Rule, will: Rule) -> list[str]:
-    if not was.has_list and not will.has_list:
-        return [_limit_edited(was, will)]
-    before = {limit.name: limit for limit in was.limits}
-    after = {limit.name: limit for limit in will.limits}
+    if was.has_list or will.has_list:
+        told = _list_edited(was.limits, will.limits)
+    else:
+        told = [_limit_edited(was, will)] if _numbers(was) != _numbers(will) else []
+    return told + _plans_edited(was, will)
+
+
+def _plans_edited(was: Rule, will: Rule) -> list[str]:
+    before = {plan.name: plan.limits for plan in was.plans}
+    after = {plan.name: plan.limits for plan in will.plans}
+    told = [f"The plan {name} has the rule's own limits." for name in before if name not in after]
+    for name, limits in after.items():
+        if name in before:
+            told += [f"Plan {name}: {text}" for text in _list_edited(before[name], limits)]
+        else:
+            shown = "; ".join(map(_limit_summary, limits))
+            told.append(f"Who is assigned to the plan {name} has limits of its own: {shown}.")
+    return told
+
+
+def _numbers(limit: Limit) -> list[Any]:
+    return [getattr(limit, field) for field in (*FIRST_LIMIT, "burst", "calendar")]
+
+
+def _list_edited(was: Sequence[Limit], will: Sequence[Limit]) -> list[str]:
+    before = {limit.name: limit for limit in was}
+    after = {limit.name: limit for limit in will}
     told = [f"There is no limit {name} from now on." for name in before if name not in after]
     for name, limit in after.items():
         if name not in before:
             told.append(f"{name}: {_limit_summary(limit)} from now on, and all buckets are full.")
             continue
-        numbers = (*FIRST_LIMIT, "burst", "calendar")
-        if any(getattr(limit, field) != getattr(before[name], field) for field in numbers):
+        if _numbers(limit) != _numbers(before[name]):
             told.append(f"{name}: {_limit_edited(before[name], limit)}")
         if limit.enforcement != before[name].enforcement:
             observes = limit.enforcement is Enforcement.OBSERVE
@@ -237,6 +264,8 @@ def _shown(name: str, fields: Mapping[str, Any] | None) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if name == "plans":
+        return _plans_shown(str(value))
     if name == "window_seconds" and isinstance(value, int):
         spelt, seconds = duration(value), f"{number(value)} s"
         return spelt if spelt == seconds else f"{spelt} ({seconds})"
@@ -254,6 +283,20 @@ def _list_shown(stored: str) -> dict[str, str]:
     noted += ", observed" if "enforcement" in first else ""
     shown = {first["name"]: f"the first{noted}"}
     return shown | {limit["name"]: _limit_summary(LimitDraft(**limit)) for limit in more}
+
+
+def _plans_shown(stored: str) -> str:
+    """Stored plans; as they are stored if they are none."""
+    try:
+        return "; ".join(
+            f"{plan}: "
+            + ", ".join(
+                f"{limit['name']} {_limit_summary(LimitDraft(**limit))}" for limit in limits
+            )
+            for plan, limits in json.loads(stored).items()
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return stored
 
 
 PAGE_RULES: Final = 50
@@ -385,6 +428,8 @@ class RuleForm(NamedTuple):
     period: str = ""
     time_zone: str = ""
     anchor_day: str = ""
+    plans: str = ""
+    """Limits of plans, one a line: the plan, then as in ``more``."""
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, str]) -> Self:
@@ -403,6 +448,7 @@ class RuleForm(NamedTuple):
             period=fields.get("period", ""),
             time_zone=fields.get("time_zone", "").strip(),
             anchor_day=fields.get("anchor_day", "").strip(),
+            plans="\n".join(filter(str.strip, fields.get("plans", "").splitlines())),
         )
 
     @classmethod
@@ -422,6 +468,9 @@ class RuleForm(NamedTuple):
             period=rule.calendar.period if rule.calendar else "",
             time_zone=rule.calendar.time_zone if rule.calendar else "",
             anchor_day=_anchor_day(rule),
+            plans="\n".join(
+                f"{plan.name} {_line_of(limit)}" for plan in rule.plans for limit in plan.limits
+            ),
         )
 
     @classmethod
@@ -452,6 +501,7 @@ class RuleForm(NamedTuple):
             window_seconds=whole_number(self.window_seconds),
             algorithm=self.algorithm,
             enabled=self.enabled,
+            plans=_plans(self.plans),
         )
         first = self._first_limit(draft)
         more = tuple(map(_line, self.more.splitlines()))
@@ -489,6 +539,9 @@ def form_errors(violations: Iterable[FieldViolation]) -> dict[str, str]:
     errors: dict[str, str] = {}
     for path, description in violations:
         field = path.removeprefix("rate_limit.")
+        if of_plan := _OF_PLAN.match(field):
+            errors.setdefault("plans", f"{of_plan[1]}: {description}")
+            continue
         place = _IN_LIST.match(field)
         if place is None:
             errors[field.replace("limits", "more")] = description
@@ -501,6 +554,17 @@ def form_errors(violations: Iterable[FieldViolation]) -> dict[str, str]:
 
 
 _IN_LIST: Final = re.compile(r"limits\[([0-9]+)\]\.")
+_OF_PLAN: Final = re.compile(r"plans\[([^\]]*)\]")
+
+
+def _plans(text: str) -> tuple[PlanDraft, ...]:
+    """The plans of lines as they were typed, in the order of their names."""
+    found: dict[str, list[LimitDraft]] = {}
+    for line in text.splitlines():
+        if line.strip():
+            plan, *limit = line.split(maxsplit=1)
+            found.setdefault(plan, []).append(_line("".join(limit)))
+    return tuple(PlanDraft(plan, tuple(found[plan])) for plan in sorted(found))
 
 
 OWN_FIELDS: Final = ("window_seconds", "burst", "period", "time_zone", "anchor_day")

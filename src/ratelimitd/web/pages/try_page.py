@@ -27,6 +27,8 @@ WORDS: Final[Mapping[int, str]] = {
         "The cost is higher than the whole limit, or its burst, so waiting does not help. Nothing was charged."
     ),
     Reason.NO_RULE: "No rule applies, so every check is allowed.",
+    Reason.UNLIMITED: "An identity is assigned to the plan unlimited. Nothing was charged.",
+    Reason.BLOCKED: "An identity is assigned to the plan blocked. Nothing was charged.",
     Reason.FAIL_OPEN_BREAKER: "Allowed without a check: the shared state is away, and its circuit breaker open.",
     Reason.FAIL_OPEN_ERROR: "Allowed without a check: something failed. The log says what.",
 }
@@ -35,6 +37,7 @@ MATCH_WORDS: Final[Mapping[int, str]] = {
     Match.DISABLED: "disabled",
     Match.OVERRIDDEN: "the endpoint has a rule of its own",
     Match.NOT_NAMED: "the check names nobody of this type",
+    Match.PASSED_OVER: "passed over, because of a plan",
 }
 SAID: Final[Mapping[tuple[bool, bool], str]] = {
     (False, True): "allows",
@@ -160,6 +163,7 @@ class TryPage:
                 form._replace(peek=True),
                 answer=_Answer(found.answer, int(self._now_s())),
                 rules=[_ExplainedRule(rule) for rule in found.rules],
+                plans=found.plans,
             )
         answer = await self._services.check(request, form.question, cost, peek=form.peek)
         return self._page(request, form, answer=_Answer(answer, int(self._now_s())))
@@ -170,6 +174,7 @@ class TryPage:
         given = {
             "answer": None,
             "rules": None,
+            "plans": (),
             "was_reset": False,
             "about": "",
             "errors": {},
@@ -201,7 +206,12 @@ def _said(
 ) -> list[tuple[ratelimiter_pb2.LimitStatus, str]]:
     """Return each limit with what it says."""
     return [
-        (limit, SAID[limit.enforcement == ratelimiter_pb2.OBSERVE, limit.allowed])
+        (
+            limit,
+            "is passed over"
+            if limit.reason == ratelimiter_pb2.UNLIMITED
+            else SAID[limit.enforcement == ratelimiter_pb2.OBSERVE, limit.allowed],
+        )
         for limit in limits
     ]
 

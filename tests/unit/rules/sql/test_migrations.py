@@ -15,7 +15,7 @@ from ratelimitd.errors import SettingsError, StartupError, StoreUnavailableError
 from ratelimitd.rules.sql.database import metadata
 from ratelimitd.rules.sql.migrations import VERSION_TABLE, require_current, upgrade
 
-NEWEST = "0004"
+NEWEST = "0005"
 NEWER = rf"newer ratelimitd \(schema 0999, .* up to {NEWEST}\)"
 AUDIT = "INSERT INTO rule_audit VALUES (1, '2026-01-01', 'ada', 'create', 'r', NULL, NULL)"
 
@@ -117,7 +117,7 @@ async def test_a_current_database_is_left_as_it_is(path):
 )
 async def test_the_database_itself_refuses_what_is_no_rule(path, row):
     await upgrade(f"sqlite:///{path}")
-    insert = "INSERT INTO rules VALUES ({}, 1, 1, '2026-01-01', '2026-01-01', NULL)"
+    insert = "INSERT INTO rules VALUES ({}, 1, 1, '2026-01-01', '2026-01-01', NULL, NULL)"
     run(path, insert.format("'1', '/taken', 'user', 1, 1, 'fixed_window'"))
     with pytest.raises(sqlite3.IntegrityError):
         run(path, insert.format(row.replace("'1'", "'9'")))

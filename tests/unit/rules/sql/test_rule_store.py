@@ -64,7 +64,8 @@ def behind(tmp_path):
 def many(behind, count):
     for n in range(count):
         behind(
-            "INSERT INTO rules VALUES (?, ?, 'user', 1, 1, 'fixed_window', 1, 1, '2026-01-01', '2026-01-01', NULL)",
+            "INSERT INTO rules VALUES"
+            " (?, ?, 'user', 1, 1, 'fixed_window', 1, 1, '2026-01-01', '2026-01-01', NULL, NULL)",
             str(uuid.UUID(int=n)), f"/{n:04}",
         )  # fmt: skip
 

@@ -58,6 +58,9 @@ def messages(message_class):
             item = st.builds(lambda paths: {"paths": paths}, st.lists(names, max_size=4))
         else:
             item = messages(field.message_type._concrete_class)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            value = field.message_type.fields_by_name["value"].message_type._concrete_class
+            return st.dictionaries(TEXT, messages(value), max_size=3)
         return st.lists(item, max_size=3) if field.is_repeated else item
 
     fields = {field.name: contents(field) for field in message_class.DESCRIPTOR.fields}

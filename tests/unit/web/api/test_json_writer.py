@@ -53,7 +53,7 @@ def test_an_answer_is_written_as_the_library_writes_it(message):
 def test_fields_come_in_the_order_of_the_contract_in_one_line():
     assert written(pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE)) == (
         b'{"allowed":true,"remaining_tokens":0,"reset_time":"0","retry_after_seconds":0,'
-        b'"reason":"NO_RULE","limit":0,"window_seconds":0,"rule_id":"","error":"","limits":[],"limit_name":"","wait_ms":0}\n'
+        b'"reason":"NO_RULE","limit":0,"window_seconds":0,"rule_id":"","error":"","limits":[],"limit_name":"","plan":"","wait_ms":0}\n'
     )
 
 

@@ -2,7 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.model import Algorithm, Calendar, Enforcement, IdentifierType, Limit, Period, Rule
+from ratelimitd.model import (
+    Algorithm,
+    Calendar,
+    Enforcement,
+    IdentifierType,
+    Limit,
+    Period,
+    Plan,
+    Rule,
+)
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.pages.rule_changes import (
     RuleForm,
@@ -294,7 +303,7 @@ class TestSeveralLimits:
         assert form.more == "day 10000 86400 fixed_window"
         rule = form.checked()
         assert [replace(limit, revision=3) for limit in rule.more] == [DAY]
-        assert RuleForm.of_rule(ORDERS)[-7:] == ("", "", False, "", "", "", "")
+        assert RuleForm.of_rule(ORDERS)[-8:] == ("", "", False, "", "", "", "", "")
 
     @pytest.mark.parametrize(
         ("changed", "field", "text"),
@@ -327,6 +336,43 @@ class TestSeveralLimits:
         errors = RuleForm.of_rule(ORDERS)._replace(**changed).errors()
         assert list(errors) == [field]
         assert errors[field].startswith(text)
+
+
+class TestPlans:
+    PRO = Plan("pro", (replace(DAY, revision=0),))
+    WITH = replace(ORDERS, plans=(PRO,))
+
+    def test_an_edit_says_who_has_which_limits(self):
+        [row] = [row for row in differences(ORDERS, self.WITH) if row.changed]
+        assert (row.label, row.after) == (
+            "Plans",
+            "pro: day 10\u202f000 in 1 d, fixed window",
+        )
+        assert said(ORDERS, self.WITH).startswith("Who is assigned to the plan pro has limits of")
+        assert said(self.WITH, ORDERS) == "The plan pro has the rule's own limits."
+        more = replace(ORDERS, plans=(Plan("pro", (replace(DAY, limit=10_001),)),))
+        assert said(self.WITH, more).startswith("Plan pro: day: What was spent stays spent, and")
+        assert summary(self.WITH).endswith("; plans pro")
+
+    def test_a_form_keeps_them(self):
+        form = RuleForm.of_rule(self.WITH)
+        assert form.plans == "pro day 10000 86400 fixed_window"
+        assert form.checked().plans == (self.PRO,)
+        assert RuleForm.of_fields(form._asdict()).plans == form.plans
+
+    @pytest.mark.parametrize(
+        ("plans", "text"),
+        [
+            ("pro day 1 1", "pro: unsupported algorithm"),
+            ("pro", "pro: the limit must be a whole number"),
+            ("blocked day 1 1 fixed_window", "blocked: blocked is reserved"),
+            ("Pro day 1 1 fixed_window", "the name 'Pro' must be"),
+        ],
+    )
+    def test_what_is_wrong_is_told_at_the_field(self, plans, text):
+        errors = RuleForm.of_rule(ORDERS)._replace(plans=plans).errors()
+        assert list(errors) == ["plans"]
+        assert errors["plans"].startswith(text)
 
 
 class TestBurst:

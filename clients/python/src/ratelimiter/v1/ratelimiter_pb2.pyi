@@ -42,6 +42,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """allowed without a check: dependency failure or unexpected error"""
     INVALID_REQUEST: _Reason.ValueType  # 7
     """this item of a batch is malformed: not allowed, nothing charged"""
+    UNLIMITED: _Reason.ValueType  # 8
+    """an identity is assigned to the plan "unlimited": allowed, nothing charged"""
+    BLOCKED: _Reason.ValueType  # 9
+    """an identity is assigned to the plan "blocked": denied, nothing charged"""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
 
@@ -58,6 +62,10 @@ FAIL_OPEN_ERROR: Reason.ValueType  # 6
 """allowed without a check: dependency failure or unexpected error"""
 INVALID_REQUEST: Reason.ValueType  # 7
 """this item of a batch is malformed: not allowed, nothing charged"""
+UNLIMITED: Reason.ValueType  # 8
+"""an identity is assigned to the plan "unlimited": allowed, nothing charged"""
+BLOCKED: Reason.ValueType  # 9
+"""an identity is assigned to the plan "blocked": denied, nothing charged"""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 class _Period:
@@ -140,6 +148,8 @@ class _MatchEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Match.ValueType
     """a rule for "*" where the endpoint has an enabled rule of its own"""
     NOT_NAMED: _Match.ValueType  # 4
     """the check names no identity of this type"""
+    PASSED_OVER: _Match.ValueType  # 5
+    """an identity is blocked, or the rule's is unlimited"""
 
 class Match(_Match, metaclass=_MatchEnumTypeWrapper): ...
 
@@ -150,6 +160,8 @@ OVERRIDDEN: Match.ValueType  # 3
 """a rule for "*" where the endpoint has an enabled rule of its own"""
 NOT_NAMED: Match.ValueType  # 4
 """the check names no identity of this type"""
+PASSED_OVER: Match.ValueType  # 5
+"""an identity is blocked, or the rule's is unlimited"""
 Global___Match: _TypeAlias = Match  # noqa: Y015
 
 @_typing.final
@@ -243,6 +255,7 @@ class RateLimitResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     LIMIT_NAME_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     allowed: _builtins.bool
     remaining_tokens: _builtins.int
@@ -260,6 +273,8 @@ class RateLimitResponse(_message.Message):
     """only with INVALID_REQUEST, inside a batch"""
     limit_name: _builtins.str
     """of the deciding limit; empty when none decided"""
+    plan: _builtins.str
+    """that the deciding limit is of, "unlimited" or "blocked"; empty: the rule's own limits"""
     wait_ms: _builtins.int
     """allowed: how long the caller has to wait before it proceeds; the other fields are as of then"""
     @_builtins.property
@@ -280,11 +295,12 @@ class RateLimitResponse(_message.Message):
         error: _builtins.str = ...,
         limits: _abc.Iterable[Global___LimitStatus] | None = ...,
         limit_name: _builtins.str = ...,
+        plan: _builtins.str = ...,
         wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "error", b"error", "limit", b"limit", "limit_name", b"limit_name", "limits", b"limits", "reason", b"reason", "remaining_tokens", b"remaining_tokens", "reset_time", b"reset_time", "retry_after_seconds", b"retry_after_seconds", "rule_id", b"rule_id", "wait_ms", b"wait_ms", "window_seconds", b"window_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "error", b"error", "limit", b"limit", "limit_name", b"limit_name", "limits", b"limits", "plan", b"plan", "reason", b"reason", "remaining_tokens", b"remaining_tokens", "reset_time", b"reset_time", "retry_after_seconds", b"retry_after_seconds", "rule_id", b"rule_id", "wait_ms", b"wait_ms", "window_seconds", b"window_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -309,6 +325,7 @@ class LimitStatus(_message.Message):
     WINDOW_SECONDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ENFORCEMENT_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     rule_id: _builtins.str
     name: _builtins.str
     identifier_type: _builtins.str
@@ -320,6 +337,8 @@ class LimitStatus(_message.Message):
     window_seconds: _builtins.int
     reason: Global___Reason.ValueType
     enforcement: Global___Enforcement.ValueType
+    plan: _builtins.str
+    """that the limit is of; "unlimited": the rule was passed over, and the limit is 0"""
     def __init__(
         self,
         *,
@@ -334,10 +353,11 @@ class LimitStatus(_message.Message):
         window_seconds: _builtins.int = ...,
         reason: Global___Reason.ValueType = ...,
         enforcement: Global___Enforcement.ValueType = ...,
+        plan: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "enforcement", b"enforcement", "identifier_type", b"identifier_type", "limit", b"limit", "name", b"name", "reason", b"reason", "remaining_tokens", b"remaining_tokens", "reset_time", b"reset_time", "retry_after_seconds", b"retry_after_seconds", "rule_id", b"rule_id", "window_seconds", b"window_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "enforcement", b"enforcement", "identifier_type", b"identifier_type", "limit", b"limit", "name", b"name", "plan", b"plan", "reason", b"reason", "remaining_tokens", b"remaining_tokens", "reset_time", b"reset_time", "retry_after_seconds", b"retry_after_seconds", "rule_id", b"rule_id", "window_seconds", b"window_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,6 +407,27 @@ Global___BatchRateLimitResponse: _TypeAlias = BatchRateLimitResponse  # noqa: Y0
 class RateLimit(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class PlansEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___LimitList: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___LimitList | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ID_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     IDENTIFIER_TYPE_FIELD_NUMBER: _builtins.int
@@ -396,6 +437,7 @@ class RateLimit(_message.Message):
     ENABLED_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     endpoint: _builtins.str
     identifier_type: _builtins.str
@@ -410,6 +452,10 @@ class RateLimit(_message.Message):
     def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Limit]:
         """1 to 8, the whole list; fields 4 to 6 are then unset or the first; empty: one limit without a name"""
 
+    @_builtins.property
+    def plans(self) -> _containers.MessageMap[_builtins.str, Global___LimitList]:
+        """by plan, [a-z0-9_-]{1,32}: for identities assigned to it, in the place of the limits above; at most 32"""
+
     def __init__(
         self,
         *,
@@ -422,10 +468,11 @@ class RateLimit(_message.Message):
         enabled: _builtins.bool | None = ...,
         etag: _builtins.str = ...,
         limits: _abc.Iterable[Global___Limit] | None = ...,
+        plans: _abc.Mapping[_builtins.str, Global___LimitList] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "enabled", b"enabled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "algorithm", b"algorithm", "enabled", b"enabled", "endpoint", b"endpoint", "etag", b"etag", "id", b"id", "identifier_type", b"identifier_type", "limit", b"limit", "limits", b"limits", "window_seconds", b"window_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "algorithm", b"algorithm", "enabled", b"enabled", "endpoint", b"endpoint", "etag", b"etag", "id", b"id", "identifier_type", b"identifier_type", "limit", b"limit", "limits", b"limits", "plans", b"plans", "window_seconds", b"window_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
@@ -480,6 +527,26 @@ class Limit(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Limit: _TypeAlias = Limit  # noqa: Y015
+
+@_typing.final
+class LimitList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Limit]: ...
+    def __init__(
+        self,
+        *,
+        limits: _abc.Iterable[Global___Limit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LimitList: _TypeAlias = LimitList  # noqa: Y015
 
 @_typing.final
 class CreateRateLimitRequest(_message.Message):
@@ -787,6 +854,7 @@ class Explanation(_message.Message):
 
     ANSWER_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def answer(self) -> Global___RateLimitResponse:
         """as with peek"""
@@ -795,19 +863,55 @@ class Explanation(_message.Message):
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuleExplanation]:
         """that were looked at: those that judge in the order of the answer, then others; at most 100"""
 
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___AssignedPlan]:
+        """that identities of the check are assigned to, in the order of the identities"""
+
     def __init__(
         self,
         *,
         answer: Global___RateLimitResponse | None = ...,
         rules: _abc.Iterable[Global___RuleExplanation] | None = ...,
+        plans: _abc.Iterable[Global___AssignedPlan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "rules", b"rules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "plans", b"plans", "rules", b"rules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class AssignedPlan(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTIFIER_TYPE_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    identifier_type: _builtins.str
+    """of the identity"""
+    plan: _builtins.str
+    expire_time: _builtins.int
+    """Unix seconds; 0: the assignment does not end"""
+    remedy: _builtins.str
+    """what would have to change, if the identity is blocked or no rule names the plan"""
+    def __init__(
+        self,
+        *,
+        identifier_type: _builtins.str = ...,
+        plan: _builtins.str = ...,
+        expire_time: _builtins.int = ...,
+        remedy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "identifier_type", b"identifier_type", "plan", b"plan", "remedy", b"remedy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AssignedPlan: _TypeAlias = AssignedPlan  # noqa: Y015
 
 @_typing.final
 class RuleExplanation(_message.Message):
@@ -819,12 +923,15 @@ class RuleExplanation(_message.Message):
     MATCH_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     REMEDY_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     rule_id: _builtins.str
     endpoint: _builtins.str
     identifier_type: _builtins.str
     match: Global___Match.ValueType
     remedy: _builtins.str
     """what would have to change for the check to pass it, or for the rule to judge"""
+    plan: _builtins.str
+    """whose limits judge in the place of the rule's own"""
     @_builtins.property
     def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___LimitStatus]:
         """what each limit says, if the rule judges"""
@@ -838,10 +945,11 @@ class RuleExplanation(_message.Message):
         match: Global___Match.ValueType = ...,
         limits: _abc.Iterable[Global___LimitStatus] | None = ...,
         remedy: _builtins.str = ...,
+        plan: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "identifier_type", b"identifier_type", "limits", b"limits", "match", b"match", "remedy", b"remedy", "rule_id", b"rule_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "identifier_type", b"identifier_type", "limits", b"limits", "match", b"match", "plan", b"plan", "remedy", b"remedy", "rule_id", b"rule_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

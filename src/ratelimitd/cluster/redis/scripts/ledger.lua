@@ -65,7 +65,8 @@ local function opened(algorithm, value, generation, revision, limit, burst, wind
     end
     return generation, revision, limit, burst, nil, nil, nil, corrupt, false
   end
-  if revision > its_revision then
+  -- At the same revision the limit differs when an assignment to a plan has ended.
+  if revision >= its_revision then
     local edited = limit ~= its_limit or burst ~= its_burst
     if edited then
       x, y, at_us = algorithm.capped(x, y, at_us, capacity_of(limit, burst))

@@ -1,0 +1,376 @@
+"""Which limits judge the checks of identities that are assigned to plans."""
+
+from dataclasses import replace
+
+import pytest
+
+from ratelimitd import limiter as limiter_module
+from ratelimitd.buckets.keys import BucketKeys
+from ratelimitd.buckets.table import BucketTable
+from ratelimitd.counters import CheckStats
+from ratelimitd.errors import CheckInvalidError
+from ratelimitd.limiter import Limiter
+from ratelimitd.model import (
+    INT32_MAX,
+    Algorithm,
+    AssignedPlan,
+    Check,
+    Enforcement,
+    IdentifierType,
+    Limit,
+    Match,
+    Plan,
+    Reason,
+    Rule,
+)
+from ratelimitd.rules.assignments import Assignments
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.testing import ManualClock
+
+USER, IP = IdentifierType.USER, IdentifierType.IP
+NOW_S = 1_700_006_400
+
+
+def limit_of(number, name="default", window_seconds=60):
+    return Limit(
+        limit=number,
+        window_seconds=window_seconds,
+        algorithm=Algorithm.FIXED_WINDOW,
+        name=name,
+    )
+
+
+PRO = Plan("pro", (limit_of(100), limit_of(1_000, "day", 86_400)))
+GOLD = Plan("gold", (limit_of(50),))
+ORDERS = Rule(
+    "orders",
+    "/orders",
+    USER,
+    limit=10,
+    window_seconds=60,
+    algorithm=Algorithm.FIXED_WINDOW,
+    plans=(GOLD, PRO),
+)
+TENANT = replace(ORDERS, id="tenant", identifier_type="tenant", limit=500, plans=(GOLD,))
+BOTH = replace(ORDERS, id="both", identifier_type="tenant+user", limit=2)
+EVERYBODY = replace(ORDERS, id="everybody", identifier_type="all", limit=400)
+ACME = (("tenant", b"acme"),)
+
+
+class Node:
+    """A limiter with assignments, on buckets of its own or on shared ones."""
+
+    def __init__(self, *rules, timestamps="bounded", shared=None):
+        self.clock, self.stats, self.assignments = ManualClock(), CheckStats(), Assignments()
+        self.denied, self.errors = [], []
+        self.table = BucketTable(100, self.stats)
+        self.limiter = Limiter(
+            buckets=None if shared else self.table,
+            shared=shared,
+            clock=self.clock,
+            stats=self.stats,
+            timestamps=timestamps,
+            keys=BucketKeys(b"k" * 32),
+            on_error=self.errors.append,
+            on_denied=self.denied.append,
+            assignments=self.assignments,
+        )
+        self.put(*rules)
+
+    def put(self, *rules):
+        self.limiter.replace_book(RuleBook.of(rules, 1))
+
+    def assign(self, plan, name=b"ada", kind=USER, expire_time=0):
+        self.assignments.put(kind, name, plan, expire_time)
+
+    def check(self, name=b"ada", endpoint="/orders", kind=USER, **fields):
+        return self.limiter.check(Check(name, kind, endpoint, **fields))
+
+
+@pytest.fixture
+def node():
+    return Node(ORDERS)
+
+
+class TestPlan:
+    def test_its_limits_take_the_place_of_the_rules_own(self, node):
+        assert node.check(cost=5)[:2] == (True, 5)
+        node.assign("pro")
+        answer = node.check()
+        assert answer[:2] == (True, 94)
+        assert (answer.rule, answer.limit, answer.plan) == (ORDERS, PRO.limits[0], "pro")
+        judged = [(one.limit, one.remaining, one.plan) for one in answer.limits]
+        assert judged == [(PRO.limits[0], 94, "pro"), (PRO.limits[1], 999, "pro")]
+        assert node.check(b"bob").plan == ""
+        assert not node.check(b"bob", cost=10).allowed
+
+    def test_a_plan_of_one_limit_has_a_plain_answer(self, node):
+        node.assign("gold")
+        answer = node.check(cost=49)
+        assert (answer[:2], answer.limits, answer.plan) == ((True, 1), (), "gold")
+        assert node.check(peek=True)[:2] == (True, 0)
+        denied = node.check(cost=2)
+        assert (denied.reason, denied.plan) == (Reason.LIMIT_EXCEEDED, "gold")
+        assert [scope.plan for _, scope in node.denied] == ["gold"]
+
+    def test_what_was_spent_is_kept_where_name_window_and_algorithm_agree(self, node):
+        node.check(cost=9)
+        node.assign("gold")
+        assert node.check().remaining == 40
+        node.assignments.remove(USER, b"ada")
+        assert not node.check().allowed
+
+    def test_an_assignment_ends_at_its_second(self, node):
+        node.assign("gold", expire_time=NOW_S + 5)
+        node.clock.step(5_000_000 - 1)
+        assert node.check().plan == "gold"
+        node.clock.step(1)
+        assert node.check().plan == ""
+
+    def test_a_plan_that_the_rule_does_not_name_means_its_own_limits(self, node):
+        node.assign("silver")
+        answer = node.check(cost=11)
+        assert (answer.allowed, answer.limit, answer.plan) == (False, ORDERS, "")
+        node.assign("pro")
+        node.put(replace(ORDERS, plans=()))
+        assert node.check(cost=11).plan == ""
+
+    def test_a_new_book_brings_its_plans(self, node):
+        node.assign("gold")
+        assert node.check(cost=20).allowed
+        node.put(replace(ORDERS, plans=(Plan("gold", (limit_of(25),)),)))
+        assert node.check().remaining == 4
+
+    def test_a_plan_may_only_observe(self, node):
+        observed = replace(limit_of(1), enforcement=Enforcement.OBSERVE)
+        node.put(replace(ORDERS, plans=(Plan("gold", (observed,)),)))
+        node.assign("gold")
+        assert [node.check().allowed for _ in range(3)] == [True] * 3
+        assert node.stats.would_deny == {"orders,default": [2]}
+
+    def test_of_a_combination_the_first_that_is_assigned_to_a_plan_of_the_rule_judges(self):
+        node = Node(BOTH)
+        node.assign("pro")
+        assert node.check(also=ACME).plan == "pro"
+        node.assign("silver", b"acme", "tenant")
+        assert node.check(also=ACME).plan == "pro"
+        node.assign("gold", b"acme", "tenant")
+        assert node.check(also=ACME).plan == "gold"
+        node.assign("unlimited", b"acme", "tenant")
+        assert node.check(also=ACME).reason is Reason.UNLIMITED
+
+    def test_a_rule_for_everybody_has_no_plan(self):
+        node = Node(EVERYBODY)
+        node.assign("pro")
+        assert node.check(cost=200).plan == ""
+
+    def test_each_rule_has_the_plan_of_its_own_identity(self):
+        node = Node(ORDERS, TENANT)
+        node.assign("pro")
+        node.assign("gold", b"acme", "tenant")
+        judged = {(one.rule.id, one.limit.name): one.plan for one in node.check(also=ACME).limits}
+        assert judged == {
+            ("orders", "default"): "pro",
+            ("orders", "day"): "pro",
+            ("tenant", "default"): "gold",
+        }
+
+    def test_scopes_by_plans_are_bounded(self, node, monkeypatch):
+        monkeypatch.setattr(limiter_module, "MAX_BY_PLANS", 1)
+        node.assign("gold", b"bob")
+        node.assign("pro", b"eve")
+        for name, plan in ((b"ada", ""), (b"bob", "gold"), (b"eve", "pro")) * 2:
+            assert node.check(name).plan == plan
+            assert len(node.limiter.scope("/orders", USER).by_plans) == 1
+
+    def test_nothing_is_looked_up_for_types_without_assignments(self, node):
+        node.assign("pro", b"::1", IP)
+        scope = node.limiter.scope("/orders", USER)
+        assert scope.rule is ORDERS
+        node.assign("pro")
+        assert node.limiter.scope("/orders", USER) is not scope
+        node.assignments.remove(USER, b"ada")
+        assert node.limiter.scope("/orders", USER).rule is ORDERS
+
+    async def test_a_reset_is_of_the_buckets_of_all_plans(self, node):
+        node.assign("pro")
+        node.check(cost=100)
+        node.assignments.remove(USER, b"ada")
+        await node.limiter.reset(b"ada", USER, "/orders")
+        assert len(node.table) == 0
+
+    def test_a_batch_is_answered_as_its_checks(self, node):
+        node.assign("gold")
+        node.assign("blocked", b"eve")
+        names = [b"bob", b"ada", b"eve", b"ada"]
+        answers = node.limiter.check_batch([Check(name, USER, "/orders") for name in names])
+        assert [one.plan for one in answers] == ["", "gold", "blocked", "gold"]
+        assert [one.remaining for one in answers] == [9, 49, 0, 48]
+
+    def test_an_error_of_the_look_up_is_answered_like_any_other(self, node, monkeypatch):
+        node.assign("gold")
+
+        def fail(*_):
+            raise RuntimeError
+
+        monkeypatch.setattr(Assignments, "plan_of", fail)
+        assert node.check().reason is Reason.FAIL_OPEN_ERROR
+        assert len(node.errors) == 1
+
+
+class TestUnlimited:
+    def test_it_is_charged_nothing(self, node):
+        node.assign("unlimited")
+        answer = node.check(cost=1_000)
+        assert answer[:5] == (True, INT32_MAX, 0, 0, Reason.UNLIMITED)
+        assert (answer.rule, answer.limit, answer.plan) == (ORDERS, None, "unlimited")
+        assert len(node.table) == 0
+        assert (node.stats.allowed_total, node.stats.unlimited_total) == (1, 1)
+        assert node.stats.bucket_looked_total == 0
+
+    def test_it_is_told_where_no_rule_applies(self, node):
+        node.assign("unlimited")
+        answer = node.check(endpoint="/carts")
+        assert (answer.reason, answer.rule) == (Reason.UNLIMITED, None)
+
+    def test_other_identities_are_judged(self):
+        node = Node(ORDERS, TENANT, EVERYBODY)
+        node.assign("unlimited")
+        answer = node.check(cost=400, also=ACME)
+        assert (answer.allowed, answer.rule) == (True, EVERYBODY)
+        assert [(one.rule.id, one.reason) for one in answer.limits] == [
+            ("everybody", Reason.WITHIN_LIMIT),
+            ("tenant", Reason.WITHIN_LIMIT),
+            ("orders", Reason.UNLIMITED),
+        ]
+        assert answer.limits[-1][1:4] == (INT32_MAX, 0, 0)
+        assert answer.limits[-1][6:] == (None, "unlimited")
+        assert node.check(also=ACME).rule is EVERYBODY
+
+    def test_one_rule_that_judges_and_one_that_is_passed_over_are_both_told(self):
+        node = Node(ORDERS, TENANT)
+        node.assign("unlimited", b"acme", "tenant")
+        answer = node.check(also=ACME)
+        assert [one.reason for one in answer.limits] == [Reason.WITHIN_LIMIT, Reason.UNLIMITED]
+
+    def test_several_rules_that_are_passed_over_are_all_told(self):
+        node = Node(ORDERS, replace(ORDERS, id="overall", endpoint="**"))
+        node.assign("unlimited")
+        answer = node.check()
+        assert [one.rule.id for one in answer.limits] == ["orders", "overall"]
+
+
+class TestBlocked:
+    def test_it_is_denied_until_its_end(self, node):
+        node.assign("blocked", expire_time=NOW_S + 61)
+        node.clock.step(500_000)
+        answer = node.check(peek=True)
+        assert answer[:5] == (False, 0, NOW_S + 61, 61, Reason.BLOCKED)
+        assert (answer.rule, answer.limit, answer.plan) == (None, None, "blocked")
+        node.clock.step(60_500_000 - 1)
+        assert node.check().retry_after == 1
+        node.clock.step(1)
+        assert node.check().allowed
+
+    def test_for_good_it_has_no_end(self, node):
+        node.assign("blocked")
+        assert node.check()[:4] == (False, 0, 0, INT32_MAX)
+        node.assign("blocked", expire_time=NOW_S + 2**32)
+        assert node.check()[2:4] == (NOW_S + 2**32, INT32_MAX)
+
+    def test_it_is_counted_and_told_as_denied(self, node):
+        node.assign("blocked", b"acme", "tenant")
+        node.check(also=ACME)
+        assert (node.stats.blocked_total, node.stats.plan_blocked_total) == (1, 1)
+        assert node.stats.bucket_looked_total == 0
+        [(identifier, denied)] = node.denied
+        assert (identifier, *denied) == (b"acme", "/orders", "tenant")
+
+    def test_it_holds_where_no_rule_applies_and_before_unlimited(self, node):
+        node.assign("unlimited")
+        node.assign("blocked", b"acme", "tenant")
+        assert node.check(endpoint="/carts", also=ACME).reason is Reason.BLOCKED
+        assert node.check(also=ACME).reason is Reason.BLOCKED
+        assert len(node.table) == 0
+
+    def test_a_wrong_timestamp_is_refused_all_the_same(self):
+        node = Node(ORDERS, timestamps="caller")
+        node.assign("blocked")
+        with pytest.raises(CheckInvalidError):
+            node.check(timestamp=-1)
+        assert node.stats.blocked_total == 0
+
+    def test_it_is_foreseen(self, node):
+        node.assign("blocked")
+        node.assign("unlimited", b"bob")
+        now_us = node.limiter.now_us()
+        assert not node.limiter.all_pass([Check(b"ada", USER, "/orders")], now_us)
+        assert node.limiter.all_pass([Check(b"bob", USER, "/orders", 1_000)], now_us)
+
+
+class Shared:
+    """Buckets that nodes share: what they are asked, and that they know nothing themselves."""
+
+    def __init__(self):
+        self.asked = []
+
+    def apply(self, _key, limit, _decide, _now_us, _cost):
+        self.asked.append(limit)
+
+    def peek(self, _key, limit, _decide, _now_us, _cost, *, is_counted=True):
+        self.asked.append(limit)
+
+    async def wait(self, _key, limit, _now_us, _cost, *, peek, is_counted=True):
+        self.asked.append(limit)
+        return (True, 4, 60, 0, Reason.WITHIN_LIMIT, None)
+
+
+class TestSharedState:
+    async def test_the_shared_state_is_asked_by_the_limit_of_the_plan(self):
+        node = Node(ORDERS, shared=Shared())
+        node.assign("gold")
+        check = Check(b"ada", USER, "/orders")
+        assert node.limiter.check(check) is None
+        [answer] = await node.limiter.wait([check])
+        assert (answer.limit.limit, answer.plan) == (50, "gold")
+        explained = await node.limiter.explain(check)
+        assert (explained.decision.plan, explained.plans) == (
+            "gold",
+            (AssignedPlan(USER, "gold", 0),),
+        )
+
+    @pytest.mark.parametrize(
+        ("plan", "reason"), [("blocked", Reason.BLOCKED), ("unlimited", Reason.UNLIMITED)]
+    )
+    async def test_reserved_plans_need_no_shared_state(self, plan, reason):
+        shared = Shared()
+        node = Node(ORDERS, shared=shared)
+        node.assign(plan)
+        check = Check(b"ada", USER, "/orders")
+        assert node.limiter.check(check).reason is reason
+        [answer] = await node.limiter.wait([check])
+        assert (answer.reason, shared.asked) == (reason, [])
+
+
+class TestExplaining:
+    async def test_the_plan_and_its_end_are_told(self):
+        node = Node(ORDERS, TENANT)
+        node.assign("pro", expire_time=NOW_S + 9)
+        node.assign("silver", b"acme", "tenant")
+        check = Check(b"ada", USER, "/orders", also=ACME)
+        decision, looked_at, plans = await node.limiter.explain(check)
+        assert decision == node.limiter.check(check._replace(peek=True))
+        assert [(one.rule.id, one.plan) for one in looked_at] == [("orders", "pro"), ("tenant", "")]
+        assert plans == (AssignedPlan(USER, "pro", NOW_S + 9), AssignedPlan("tenant", "silver", 0))
+
+    @pytest.mark.parametrize("plan", ["unlimited", "blocked"])
+    async def test_what_is_passed_over_is_told(self, node, plan):
+        node.put(ORDERS, replace(ORDERS, id="star", endpoint="*"))
+        node.assign(plan)
+        check = Check(b"ada", USER, "/orders")
+        decision, looked_at, _ = await node.limiter.explain(check)
+        assert decision == node.limiter.check(check)
+        assert [(one.match, one.plan, one.limits) for one in looked_at] == [
+            (Match.PASSED_OVER, plan, ()),
+            (Match.OVERRIDDEN, "", ()),
+        ]
