@@ -43,6 +43,7 @@ from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.last_good import BucketKey
+from ratelimitd.rules.sql.assignments import SqlAssignmentStore
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleStore
@@ -57,6 +58,7 @@ from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.guesses import TokenGuesses
 from ratelimitd.services.health import HealthService
 from ratelimitd.services.methods import OUR_SERVICES, admission, guarded, names_of, traced
+from ratelimitd.services.plans import PlansService
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.services.reflection import ReflectionService
 from ratelimitd.settings.table import Settings
@@ -130,6 +132,7 @@ class Node:
         self._open = AsyncExitStack()
         self._queue = FairQueue(time.monotonic)
         self._server: Server | None = None
+        self._assignments: SqlAssignmentStore
         self._limiter: Limiter | None = None
         self._whole_load = whole_load
         self._reuse_port = reuse_port
@@ -186,10 +189,10 @@ class Node:
             self._admin_token = own_admin_token(state_dir.path)
         for warning in settings.warnings:
             _warn(warning)
-        store = SqlRuleStore(
-            open_database(settings.database_url), clock=self._clock, types=settings.known_types
-        )
+        database = open_database(settings.database_url)
+        store = SqlRuleStore(database, clock=self._clock, types=settings.known_types)
         self._open.push_async_callback(store.close)
+        self._assignments = SqlAssignmentStore(database, clock=self._clock)
         bucket_key = None if settings.key_secret else BucketKey(state_dir.path)
         feed = feed_of(
             store,
@@ -233,7 +236,7 @@ class Node:
         )
         self._open.push_async_callback(snapshot.drain)
         background = self._new_background(feed)
-        self._start_upkeep(background, table)
+        self._start_upkeep(background, table, feed)
         background.start("snapshot", snapshot.run)
         limiter = self._new_limiter(buckets=table, journal=snapshot)
         parts = self._parts(feed, table, snapshot=snapshot)
@@ -256,7 +259,7 @@ class Node:
         if self._shared_time.is_known and isinstance(self._clock, SystemClock):
             self._clock.anchor()  # no check has been answered by it yet
         background = self._new_background(feed)
-        self._start_upkeep(background, None)
+        self._start_upkeep(background, None, feed)
         cluster.start_jobs(background)
         limiter = self._new_limiter(shared=cluster.buckets)
         parts = self._parts(feed, cluster.cache, cluster=cluster)
@@ -386,6 +389,13 @@ class Node:
         identities = Identities.of(settings.identifier_types, most)
         # Waits are known to a node's own buckets only.
         identities = identities._replace(wait=self._cluster is None)
+        config = ConfigService(
+            store,
+            self._cluster or feed,
+            access.actor,
+            several=self._cluster is None,
+            types=settings.known_types,
+        )
         offers = [
             RateLimiterService(
                 limiter, self.stats, time.perf_counter, self._queue, identities=identities
@@ -401,12 +411,14 @@ class Node:
                     identities,
                 ),
             ).methods(),
-            ConfigService(
-                store,
+            config.methods(),
+            PlansService(
+                self._assignments,
                 self._cluster or feed,
                 access.actor,
-                several=self._cluster is None,
-                types=settings.known_types,
+                identities=identities,
+                page_key=config.page_key,
+                now_s=self._now_s,
             ).methods(),
             HealthService(
                 limiter,
@@ -430,10 +442,13 @@ class Node:
         background.start("rules", feed.run)
         return background
 
-    def _start_upkeep(self, background: Background, table: BucketTable | None) -> None:
+    def _start_upkeep(
+        self, background: Background, table: BucketTable | None, feed: RuleFeed
+    ) -> None:
         upkeep = Upkeep(
             clock=self._clock,
             table=table,
+            assignments=feed.assignments,
             health=self._health,
             runtime=self._runtime,
             loop_time_s=asyncio.get_running_loop().time,

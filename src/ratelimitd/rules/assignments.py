@@ -1,18 +1,17 @@
-"""Which plan each identity is assigned to, on this node: a look-up that holds a million of them.
+"""Which plan each identity is assigned to: one assignment, its validation, and a node's look-up that holds a million.
 
 Reads no clock and does no I/O. See ADR 0050.
-
-As in :mod:`ratelimitd.buckets.table`, one dict of a million entries would stall the loop when it grows, so each
-identifier type has many dicts, its *shards*. Keys are ``bytes`` and values ``int``, so the cyclic garbage collector
-skips the dicts; equal values share one object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final, Self
+import re
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple, Self
 
-from ratelimitd.model import US_PER_S
+from ratelimitd.model import TYPE_NAME, US_PER_S
+from ratelimitd.rules.validation import CONTROL_CHARACTER
 
 MAX_ASSIGNMENTS: Final = 2_000_000
 """Assignments in a store. A node holds all of them, about 80 bytes each, and loads a million in less than 15 s."""
@@ -30,7 +29,87 @@ _TIME_MASK: Final = MAX_EXPIRE_TIME
 _SHARED_VALUES: Final = 4_096
 """Values kept to be shared: assignments that end at times of their own take 32 bytes more each."""
 
+MAX_IDENTIFIER_BYTES: Final = 256
+"""Longest identifier, in bytes of UTF-8."""
+
+MAX_NOTE_CHARS: Final = 255
+
+PLAN_NAME: Final = re.compile(r"[a-z0-9_-]{1,32}")
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
 _Shards = list[dict[bytes, int]]
+
+
+class Assignment(NamedTuple):
+    """One identity's plan. ``identifier`` is canonical, as in a :class:`~ratelimitd.model.Check`.
+
+    ``expire_time`` is in Unix seconds, 0 = never. ``etag`` differs after every edit; in a request, empty matches all.
+    """
+
+    identifier_type: str
+    identifier: bytes
+    plan: str
+    expire_time: int = 0
+    note: str = ""
+    etag: str = ""
+
+    @property
+    def identity(self) -> tuple[str, bytes]:
+        """Whose assignment it is."""
+        return self.identifier_type, self.identifier
+
+    def same_as(self, other: Assignment | None) -> bool:
+        """Return whether both say the same of an identity."""
+        return other is not None and self[:-1] == other[:-1]
+
+    def with_etag(self, revision: int) -> Assignment:
+        """Return it as stored at this revision; see :func:`ratelimitd.rules.validation.etag_of`."""
+        content = repr((*self[:-1], revision)).encode()
+        return self._replace(etag=blake2b(content, digest_size=9).hexdigest())
+
+
+def violations(plan: str, expire_time: int, note: str, now_s: float) -> Iterator[tuple[str, str]]:
+    """Yield each field of a requested assignment that is wrong, with a description. The identity is not looked at."""
+    if PLAN_NAME.fullmatch(plan) is None:
+        yield "plan", "the plan must be 1 to 32 characters of a-z, 0-9, _ and -"
+    if expire_time and not now_s < expire_time <= MAX_EXPIRE_TIME:
+        yield "expire_time", f"must be 0, or later than now and at most {MAX_EXPIRE_TIME}"
+    if len(note) > MAX_NOTE_CHARS:
+        yield "note", f"must be at most {MAX_NOTE_CHARS} characters"
+    if CONTROL_CHARACTER.search(note):
+        yield "note", "must not contain control characters"
+    if _SURROGATE.search(note):
+        yield "note", "must be valid Unicode"
+
+
+class Assigned(NamedTuple):
+    """What a node needs of an assignment; ``expire_time`` in Unix seconds, 0 = never."""
+
+    identifier_type: str
+    identifier: bytes
+    plan: str
+    expire_time: int
+
+
+def assigned_of(row: Sequence[Any]) -> Assigned | None:
+    """Return the assignment of a stored row, in the fields of ``Assigned``; ``None`` if it is none.
+
+    A row may be written past the service, with values of any type.
+    """
+    identifier_type, identifier, plan, expire_time = row
+    if (
+        isinstance(identifier_type, str)
+        and isinstance(identifier, bytes)
+        and isinstance(plan, str)
+        and isinstance(expire_time, int)
+        and TYPE_NAME.fullmatch(identifier_type)
+        and 0 < len(identifier) <= MAX_IDENTIFIER_BYTES
+        and PLAN_NAME.fullmatch(plan)
+        and 0 <= expire_time <= MAX_EXPIRE_TIME
+    ):
+        return Assigned(identifier_type, identifier, plan, expire_time)
+    return None
 
 
 def _nothing() -> None:
@@ -39,6 +118,10 @@ def _nothing() -> None:
 
 class Assignments:
     """The plan of each identity. One writer: the event loop.
+
+    As in :mod:`ratelimitd.buckets.table`, one dict of a million entries would stall the loop when it grows, so each
+    identifier type has many dicts, its *shards*. Keys are ``bytes`` and values ``int``, so the cyclic garbage collector
+    skips the dicts; equal values share one object.
 
     ``on_types_changed`` is called after the first identity of a type was assigned or the last one was removed.
     """
@@ -107,6 +190,19 @@ class Assignments:
             and shards[hash(identifier) % _SHARDS].pop(identifier, None) is not None
         ):
             self._removed(identifier_type, 1)
+
+    def items(self) -> Iterator[Assigned]:
+        """Yield each assignment; they may be changed meanwhile.
+
+        What is changed during the iteration is yielded as before or as after.
+        """
+        # Copies, since `replace` empties the lists.
+        plans, types = self._plans, [(name, list(shards)) for name, shards in self._types.items()]
+        for identifier_type, shards in types:
+            for shard in shards:
+                for identifier, value in list(shard.items()):
+                    plan = plans[value >> _TIME_BITS]
+                    yield Assigned(identifier_type, identifier, plan, value & _TIME_MASK)
 
     def replace(self, other: Self) -> Iterator[None]:
         """Take over the content of ``other``, which is not to be used any more, at once; then free the old in steps.

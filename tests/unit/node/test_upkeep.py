@@ -7,6 +7,7 @@ from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.node.jobs import SWEEP_SHARDS, TICK_S, Upkeep
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.testing import ManualClock
 
 RULE = Rule(
@@ -27,6 +28,7 @@ class Fixture:
     def __init__(self):
         self.clock = WrongClock()
         self.stats = CheckStats()
+        self.assignments = Assignments()
         self.table = BucketTable(SHARD_ENTRIES * SWEEP_SHARDS, self.stats)
         self.health = Health(
             node_id="n", stats=self.stats, clock=self.clock, rules_revision=lambda: 0
@@ -36,6 +38,7 @@ class Fixture:
         self.upkeep = Upkeep(
             clock=self.clock,
             table=self.table,
+            assignments=self.assignments,
             health=self.health,
             runtime=self.runtime,
             loop_time_s=lambda: self.loop_s,

@@ -8,6 +8,7 @@ import pytest_asyncio
 
 from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.model import Algorithm, IdentifierType
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.last_good import (
     BOOK_FILE,
@@ -56,7 +57,7 @@ class Pause:
 
 async def stored(directory, book):
     last_good = LastGoodBook(directory)
-    last_good.offer(book)
+    last_good.offer(book, Assignments())
     await last_good.close()
     return directory / BOOK_FILE
 
@@ -64,7 +65,7 @@ async def stored(directory, book):
 async def test_a_book_comes_back_as_it_was(tmp_path, reports):
     book = book_of(*ENDPOINTS)
     await stored(tmp_path, book)
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert reports == []
     assert found is not None
     assert found.revision == 7
@@ -76,7 +77,7 @@ async def test_a_book_comes_back_as_it_was(tmp_path, reports):
 
 async def test_an_empty_book_comes_back_too(tmp_path):
     await stored(tmp_path, RuleBook.empty(3))
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert found is not None
     assert (len(found), found.revision) == (0, 3)
 
@@ -84,7 +85,7 @@ async def test_an_empty_book_comes_back_too(tmp_path):
 async def test_a_book_of_many_turns_comes_back_whole(tmp_path):
     count = 3 * RULES_PER_STEP + 1
     await stored(tmp_path, book_of(*(f"/{n}" for n in range(count))))
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert found is not None
     assert len(found) == count
 
@@ -157,13 +158,13 @@ async def test_a_book_is_written_after_a_pause_and_only_the_newest_of_it(tmp_pat
     pause = Pause()
     last_good = LastGoodBook(tmp_path, sleep=pause)
     for revision in (1, 2, 3):
-        last_good.offer(book_of("/orders", revision=revision))
+        last_good.offer(book_of("/orders", revision=revision), Assignments())
     await asyncio.sleep(0)
     assert not (tmp_path / BOOK_FILE).exists()
     pause.end()
     assert last_good._writer is not None
     await last_good._writer
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert found is not None
     assert found.revision == 3
     assert pause.asked_s == [WRITE_DELAY_S]
@@ -171,7 +172,7 @@ async def test_a_book_is_written_after_a_pause_and_only_the_newest_of_it(tmp_pat
 
 async def test_closing_writes_at_once_what_waits_and_does_so_once(tmp_path):
     last_good = LastGoodBook(tmp_path, sleep=Pause())
-    last_good.offer(book_of("/orders", revision=1))
+    last_good.offer(book_of("/orders", revision=1), Assignments())
     await asyncio.sleep(0)
     await last_good.close()
     before = (tmp_path / BOOK_FILE).stat().st_ino
@@ -196,12 +197,12 @@ async def test_a_later_book_replaces_the_file_whole(tmp_path):
 async def test_a_book_that_cannot_be_written_is_reported_and_the_next_one_tried(tmp_path, reports):
     directory = tmp_path / "state"
     last_good = LastGoodBook(directory, sleep=lambda _s: asyncio.sleep(0))
-    last_good.offer(book_of("/orders", revision=1))
+    last_good.offer(book_of("/orders", revision=1), Assignments())
     assert last_good._writer is not None
     await last_good._writer
     assert reports == ["the last good rule book cannot be written: No such file or directory"]
     directory.mkdir()
-    last_good.offer(book_of("/orders", revision=2))
+    last_good.offer(book_of("/orders", revision=2), Assignments())
     await last_good.close()
     assert [entry.name for entry in directory.iterdir()] == [BOOK_FILE]
 
@@ -342,7 +343,7 @@ async def test_a_rule_with_several_limits_comes_back_and_so_does_a_file_of_befor
     draft = RuleDraft("/orders", "ip", 1, 60, "sliding_window", limits=limits)
     rule = validated(draft, rule_id="0b1f2c3d-0000-4000-8000-000000000001", revision=1)
     path = await stored(tmp_path, RuleBook.of([rule], 7))
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert list(found.rules()) == [rule]
 
     await stored(tmp_path, book_of("/orders"))
@@ -350,5 +351,5 @@ async def test_a_rule_with_several_limits_comes_back_and_so_does_a_file_of_befor
     older = json.dumps(json.loads(line)[:8]).encode() + b"\n"
     checksum = json.dumps({"blake2b": blake2b(header + older).hexdigest()}).encode()
     path.write_bytes(header + older + checksum + b"\n")
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert list(found.rules()) == list(book_of("/orders").rules())

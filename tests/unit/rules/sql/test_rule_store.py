@@ -137,7 +137,7 @@ async def test_a_row_made_bad_behind_the_api_is_skipped_and_the_others_served(
     await store.create(ORDERS, "me")
     good = await store.create(RuleDraft("/carts", "user", 1, 1, "fixed_window", id=NEVER), "me")
     behind(f"UPDATE rules SET {damage} WHERE id = ?", ID)  # noqa: S608
-    assert await store.changes_since(None) == (2, [good], (), [SkippedRow(ID, reason)], True)
+    assert (await store.changes_since(None))[:5] == (2, [good], (), [SkippedRow(ID, reason)], True)
     assert list(await store.page("", "", None, 10)) == [good]
 
 
@@ -158,7 +158,7 @@ async def test_a_bad_row_can_be_mended_or_deleted_through_the_api(store, behind)
     assert list(await store.page("", "", None, 10)) == [mended]
     behind("UPDATE rules SET algorithm = ''")
     await store.delete(ID, "", "me")
-    assert await store.changes_since(2) == (3, [], [ID], [], False)
+    assert (await store.changes_since(2))[:5] == (3, [], [ID], [], False)
 
 
 async def test_a_bad_row_takes_no_place_on_a_page(store, behind):
@@ -191,7 +191,7 @@ async def test_rules_that_are_deleted_are_among_the_changes_since_an_earlier_rev
 
 async def test_nothing_changed_since_the_revision_of_the_last_change(store):
     await store.create(ORDERS, "me")
-    assert await store.changes_since(1) == (1, [], [], [], False)
+    assert (await store.changes_since(1))[:5] == (1, [], [], [], False)
 
 
 async def test_a_lost_revision_row_counts_as_zero(store, behind):
