@@ -43,7 +43,6 @@ from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.last_good import BucketKey
-from ratelimitd.rules.sql.assignments import SqlAssignmentStore
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleStore
@@ -132,7 +131,6 @@ class Node:
         self._open = AsyncExitStack()
         self._queue = FairQueue(time.monotonic)
         self._server: Server | None = None
-        self._assignments: SqlAssignmentStore
         self._limiter: Limiter | None = None
         self._whole_load = whole_load
         self._reuse_port = reuse_port
@@ -189,10 +187,10 @@ class Node:
             self._admin_token = own_admin_token(state_dir.path)
         for warning in settings.warnings:
             _warn(warning)
-        database = open_database(settings.database_url)
-        store = SqlRuleStore(database, clock=self._clock, types=settings.known_types)
+        store = SqlRuleStore(
+            open_database(settings.database_url), clock=self._clock, types=settings.known_types
+        )
         self._open.push_async_callback(store.close)
-        self._assignments = SqlAssignmentStore(database, clock=self._clock)
         bucket_key = None if settings.key_secret else BucketKey(state_dir.path)
         feed = feed_of(
             store,
@@ -413,7 +411,7 @@ class Node:
             ).methods(),
             config.methods(),
             PlansService(
-                self._assignments,
+                store.assignments,
                 self._cluster or feed,
                 access.actor,
                 identities=identities,

@@ -182,6 +182,10 @@ class RuleStore(Protocol):
     reached or written; messages never hold SQL or values.
     """
 
+    @property
+    def assignments(self) -> AssignmentStore:
+        """The assignments in the same database."""
+
     async def create(self, draft: RuleDraft, actor: str) -> Rule:
         """Add a rule.
 

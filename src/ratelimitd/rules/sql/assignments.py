@@ -22,7 +22,6 @@ from ratelimitd.errors import (
 )
 from ratelimitd.model import US_PER_S, Identity
 from ratelimitd.rules.assignments import (
-    MAX_ASSIGNMENTS,
     Assigned,
     Assignment,
     Assignments,
@@ -58,12 +57,10 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class SqlAssignmentStore:
     """An :class:`~ratelimitd.rules.store.AssignmentStore` in a database whose schema is current.
 
-    The rule store closes ``database``. Tests set ``max_assignments``.
+    The rule store makes it, and closes ``database``.
     """
 
-    def __init__(
-        self, database: RuleDatabase, *, clock: Clock, max_assignments: int = MAX_ASSIGNMENTS
-    ) -> None:
+    def __init__(self, database: RuleDatabase, *, clock: Clock, max_assignments: int) -> None:
         self._database = database
         self._clock = clock
         self._max_assignments = max_assignments

@@ -28,7 +28,9 @@ from ratelimitd.errors import (
     RulesFullError,
 )
 from ratelimitd.model import IdentifierType, Rule, types_within
+from ratelimitd.rules.assignments import MAX_ASSIGNMENTS
 from ratelimitd.rules.sql.assignments import (
+    SqlAssignmentStore,
     count_assignments,
     read_assigned,
     read_assignments,
@@ -71,8 +73,7 @@ class SqlRuleStore:
     """A :class:`~ratelimitd.rules.store.RuleStore` in a database whose schema is current (``migrations.upgrade``).
 
     :meth:`close` closes ``database``. Several processes may use one. ``types`` are the identifier types that new rules
-    may have, or be made of. Tests set ``max_rules``, ``new_id`` and
-    ``random_bytes``.
+    may have, or be made of. Tests set ``max_rules``, ``new_id``, ``random_bytes`` and ``max_assignments``.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class SqlRuleStore:
         new_id: Callable[[], uuid.UUID] = uuid.uuid4,
         random_bytes: Callable[[int], bytes] = random_source.token_bytes,
         types: Collection[str] = tuple(IdentifierType),
+        max_assignments: int = MAX_ASSIGNMENTS,
     ) -> None:
         self._database = database
         self._clock = clock
@@ -91,6 +93,10 @@ class SqlRuleStore:
         self._new_id = new_id
         self._random_bytes = random_bytes
         self._types = types
+        self.assignments = SqlAssignmentStore(
+            database, clock=clock, max_assignments=max_assignments
+        )
+        """The assignments in the same database."""
 
     async def create(self, draft: RuleDraft, actor: str) -> Rule:
         """Add a rule."""
