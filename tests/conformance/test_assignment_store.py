@@ -142,9 +142,7 @@ async def test_what_has_expired_is_as_good_as_absent(store, clock):
 async def test_what_expired_long_ago_makes_room_in_a_full_store(open_store, clock):
     async with open_store(max_assignments=3) as store:
         until = clock.now_us() // US_PER_S + 60
-        await store.assignments.assign_all(
-            [pro(b"a", expire_time=until), pro(b"b"), pro(b"c")], ME
-        )
+        await store.assignments.assign_all([pro(b"a", expire_time=until), pro(b"b"), pro(b"c")], ME)
         with pytest.raises(AssignmentsFullError, match="there are 3 assignments"):
             await store.assignments.assign_all([pro(b"b", "free"), pro(b"d")], ME)
         assert (await store.assignments.assignment(("user", b"b"))).plan == "pro"

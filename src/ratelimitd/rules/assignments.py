@@ -64,8 +64,9 @@ class Assignment(NamedTuple):
         return other is not None and self[:-1] == other[:-1]
 
     def with_etag(self, revision: int) -> Assignment:
-        """Return it as stored at this revision; see :func:`ratelimitd.rules.validation.etag_of`."""
-        content = repr((*self[:-1], revision)).encode()
+        """Return it as stored at this revision."""
+        # The type may be a member of an enumeration, whose repr is another.
+        content = repr((str(self.identifier_type), *self[1:-1], revision)).encode()
         return self._replace(etag=blake2b(content, digest_size=9).hexdigest())
 
 
