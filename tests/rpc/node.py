@@ -19,6 +19,7 @@ from ratelimitd.node.transports import server_of
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Server
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.services.auth import Credentials
@@ -112,18 +113,19 @@ async def running_node(
     **options,
 ) -> AsyncIterator[Node]:
     """A node with its database in ``directory`` and a clock that tests move; ``options`` go to its server."""
-    clock, stats = ManualClock(), CheckStats()
+    clock, stats, assignments = ManualClock(), CheckStats(), Assignments()
     limiter = Limiter(
         buckets=BucketTable(10_000, stats),
         clock=clock,
         stats=stats,
         timestamps="bounded",
         keys=BucketKeys(b"k" * 32),
+        assignments=assignments,
     )
     async with sqlite_store(
         directory, clock=clock, busy_timeout_s=busy_timeout_s, **(store_options or {})
     ) as store:
-        feed = RuleFeed(store, on_book=limiter.replace_book)
+        feed = RuleFeed(store, on_book=limiter.replace_book, assignments=assignments)
         await feed.start()
         access = access_of(credentials or Credentials(loopback_admin=True), stats)
         edge = ErrorEdge(stats)

@@ -116,3 +116,22 @@ async def test_neither_logs_nor_errors_hold_an_identifier(node, caplog):
             await node.plans.UnassignPlan(request)
         assert "secret" not in repr(caught.value)
     assert "secret" not in "".join(record.getMessage() for record in caplog.records)
+
+
+async def test_the_plan_decides_the_very_next_check_and_its_end_is_the_plans(node):
+    await node.rule("/a", limit=1)
+    check = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint="/a")
+    assert [(await node.checks.CheckRateLimit(check)).allowed for _ in range(2)] == [True, False]
+    await assign(node, plan="unlimited")
+    assert (await node.checks.CheckRateLimit(check)).reason == pb.UNLIMITED
+    await assign(node, plan="blocked", expire_time=node.clock.now_us() // US_PER_S + 60)
+    answer = await node.checks.CheckRateLimit(check)
+    assert (answer.allowed, answer.reason, answer.retry_after_seconds) == (False, pb.BLOCKED, 60)
+    batch = pb.BatchRateLimitRequest(requests=[check])
+    assert (await node.checks.CheckRateLimitBatch(batch)).responses[0].reason == pb.BLOCKED
+    node.clock.advance(seconds=60)
+    assert (await node.checks.CheckRateLimit(check)).reason == pb.WITHIN_LIMIT
+    await assign(node, plan="blocked")
+    assert not (await node.checks.CheckRateLimit(check)).allowed
+    await node.plans.UnassignPlan(pb.UnassignPlanRequest(identity=identity()))
+    assert (await node.checks.CheckRateLimit(check)).reason == pb.LIMIT_EXCEEDED

@@ -198,6 +198,7 @@ class Node:
             bucket_key,
             state_dir.path,
             on_book=self._take_book,
+            assignments=self._assignments,
             whole_load=self._whole_load,
         )
         # Before the buckets, so that a drain closes it after them: a rule book can be had again, spends cannot.
@@ -234,7 +235,7 @@ class Node:
         )
         self._open.push_async_callback(snapshot.drain)
         background = self._new_background(feed)
-        self._start_upkeep(background, table, feed)
+        self._start_upkeep(background, table)
         background.start("snapshot", snapshot.run)
         limiter = self._new_limiter(buckets=table, journal=snapshot)
         parts = self._parts(feed, table, snapshot=snapshot)
@@ -257,7 +258,7 @@ class Node:
         if self._shared_time.is_known and isinstance(self._clock, SystemClock):
             self._clock.anchor()  # no check has been answered by it yet
         background = self._new_background(feed)
-        self._start_upkeep(background, None, feed)
+        self._start_upkeep(background, None)
         cluster.start_jobs(background)
         limiter = self._new_limiter(shared=cluster.buckets)
         parts = self._parts(feed, cluster.cache, cluster=cluster)
@@ -440,13 +441,11 @@ class Node:
         background.start("rules", feed.run)
         return background
 
-    def _start_upkeep(
-        self, background: Background, table: BucketTable | None, feed: RuleFeed
-    ) -> None:
+    def _start_upkeep(self, background: Background, table: BucketTable | None) -> None:
         upkeep = Upkeep(
             clock=self._clock,
             table=table,
-            assignments=feed.assignments,
+            assignments=self._assignments,
             health=self._health,
             runtime=self._runtime,
             loop_time_s=asyncio.get_running_loop().time,

@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 class RuleFeed:
     """Follows a :class:`~ratelimitd.rules.store.RuleStore` and passes every new book, whole, to ``on_book``.
 
+    ``assignments`` are kept as the store has them, changed in place.
+
     Logs the first failure and the recovery, not each attempt. An invalid row is skipped; the book keeps its rule.
 
     ``open_store`` is awaited before each read and prepares the store; it raises ``StoreUnavailableError`` while it
@@ -53,6 +55,7 @@ class RuleFeed:
         store: RuleStore,
         *,
         on_book: Callable[[RuleBook], None],
+        assignments: Assignments | None = None,
         last_good: LastGoodBook | None = None,
         open_store: Callable[[], Awaitable[None]] | None = None,
         whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -61,7 +64,7 @@ class RuleFeed:
     ) -> None:
         self.skipped_total = 0
         """Invalid rows, counted at each reload that read them."""
-        self.assignments: Final = Assignments()
+        self.assignments: Final = Assignments() if assignments is None else assignments
         """The plans of identities, which are changed in place; complete once there is a book."""
         self._store = store
         self._on_book = on_book

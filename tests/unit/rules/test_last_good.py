@@ -11,6 +11,7 @@ from ratelimitd.model import Algorithm, IdentifierType
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.last_good import (
+    ASSIGNMENTS_PER_S,
     BOOK_FILE,
     FINGERPRINT_NAME,
     KEY_FILE,
@@ -55,9 +56,9 @@ class Pause:
         self._ends.set()
 
 
-async def stored(directory, book):
+async def stored(directory, book, assignments=None):
     last_good = LastGoodBook(directory)
-    last_good.offer(book, Assignments())
+    last_good.offer(book, assignments or Assignments())
     await last_good.close()
     return directory / BOOK_FILE
 
@@ -353,3 +354,59 @@ async def test_a_rule_with_several_limits_comes_back_and_so_does_a_file_of_befor
     path.write_bytes(header + older + checksum + b"\n")
     found = (await LastGoodBook(tmp_path).load()).book
     assert list(found.rules()) == list(book_of("/orders").rules())
+
+
+def assigned(count, plan="pro"):
+    assignments = Assignments()
+    for number in range(count):
+        assignments.put("user", b"%05d" % number, plan, number)
+    return assignments
+
+
+async def test_assignments_come_back_with_the_book_whatever_their_identifiers(tmp_path):
+    assignments = assigned(3 * RULES_PER_STEP)
+    for identifier in (b"nul\x00", "caf\u00e9".encode(), b'"', b"\xff", b"i" * 256):
+        assignments.put("tenant", identifier, "blocked", 0)
+    await stored(tmp_path, book_of(*ENDPOINTS), assignments)
+    found = await LastGoodBook(tmp_path).load()
+    assert found is not None
+    assert len(found.book) == len(ENDPOINTS)
+    assert set(found.assignments.items()) == set(assignments.items())
+
+
+async def test_a_file_of_before_there_were_assignments_is_used_and_one_with_them_is_of_another_format(
+    tmp_path,
+):
+    path = await stored(tmp_path, book_of("/orders"))
+    assert json.loads(path.read_bytes().splitlines()[0])["format"] == "ratelimitd rule book 1"
+    found = await LastGoodBook(tmp_path).load()
+    assert found is not None
+    assert len(found.assignments) == 0
+    path = await stored(tmp_path, book_of("/orders"), assigned(1))
+    assert json.loads(path.read_bytes().splitlines()[0])["format"] == "ratelimitd rule book 2"
+
+
+async def test_a_line_that_is_no_assignment_condemns_the_file(tmp_path, reports):
+    path = await stored(tmp_path, book_of(), assigned(1))
+    header, line, _ = path.read_bytes().splitlines(keepends=True)
+    for wrong in (
+        ["user", "a", "No Plan", 0],
+        ["user", "", "pro", 0],
+        [1, "a", "pro", 0],
+        ["u", "a", "pro", -1],
+    ):
+        line = json.dumps(wrong).encode() + b"\n"
+        checksum = json.dumps({"blake2b": blake2b(header + line).hexdigest()}).encode()
+        path.write_bytes(header + line + checksum + b"\n")
+        assert await LastGoodBook(tmp_path).load() is None
+        assert reports.pop().endswith("a line of it is no rule")
+
+
+async def test_the_more_assignments_the_longer_the_pause_before_they_are_written(tmp_path):
+    pause = Pause()
+    last_good = LastGoodBook(tmp_path, sleep=pause)
+    last_good.offer(book_of(), assigned(ASSIGNMENTS_PER_S // 10))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert pause.asked_s == [WRITE_DELAY_S + 0.1]
+    await last_good.close()
