@@ -6,7 +6,6 @@ One assignment is validated by the node. A file is validated whole before any of
 from __future__ import annotations
 
 import csv
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ratelimitd.cli.output import as_dict, progress
 from ratelimitd.cli.rules import EtagOption
 from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.model import EVERYBODY, TYPE_NAME
-from ratelimitd.rules.assignments import MAX_ASSIGNMENTS, violations
+from ratelimitd.rules.assignments import MAX_ASSIGNMENTS, expire_time_of, violations
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -34,12 +33,6 @@ COLUMNS: Final = ("identifier_type", "identifier", "plan", "expire_time", "note"
 
 BATCH: Final = 1_000
 """Assignments of one call; a node takes no more."""
-
-_UNITS_S: Final = {"m": 60, "h": 3_600, "d": 86_400}
-
-_DURATION: Final = re.compile(r"([0-9]{1,9})([mhd])")
-
-_UNIX_TIME: Final = re.compile(r"-?[0-9]{1,18}")
 
 PlanArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="Name of the plan.", show_default=False)
@@ -335,27 +328,6 @@ def _written(rows: Sequence[Row], start: int) -> str:
     if not start:
         return "nothing was assigned"
     return f"the rows up to line {rows[start - 1].line} were assigned, and no others"
-
-
-def expire_time_of(text: str, now_s: float) -> int:
-    """Return the Unix seconds of an end as people write it, 0 for an empty text.
-
-    Raises:
-        ValueError: it is none; the message says what is taken.
-    """
-    if not text:
-        return 0
-    if found := _DURATION.fullmatch(text):
-        return int(now_s) + int(found[1]) * _UNITS_S[found[2]]
-    if _UNIX_TIME.fullmatch(text):
-        return int(text)
-    try:
-        at = datetime.fromisoformat(text)
-        # A date, or a time without a zone, is in UTC.
-        return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())
-    except (ValueError, OverflowError):
-        message = "must be a duration such as 30d, an ISO 8601 time or Unix seconds"
-        raise ValueError(message) from None
 
 
 def _time_text(expire_time: int) -> str:

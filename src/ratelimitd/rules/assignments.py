@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Self
 
@@ -37,6 +38,12 @@ MAX_NOTE_CHARS: Final = 255
 PLAN_NAME: Final = re.compile(r"[a-z0-9_-]{1,32}")
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+_UNITS_S: Final = {"m": 60, "h": 3_600, "d": 86_400}
+
+_DURATION: Final = re.compile(r"([0-9]{1,9})([mhd])")
+
+_UNIX_TIME: Final = re.compile(r"-?[0-9]{1,18}")
 
 _Shards = list[dict[bytes, int]]
 
@@ -84,6 +91,27 @@ def violations(plan: str, expire_time: int, note: str, now_s: float) -> Iterator
         yield "note", "must be valid Unicode"
 
 
+def expire_time_of(text: str, now_s: float) -> int:
+    """Return the Unix seconds of an end as people write it, 0 for an empty text.
+
+    Raises:
+        ValueError: it is none; the message says what is taken.
+    """
+    if not text:
+        return 0
+    if found := _DURATION.fullmatch(text):
+        return int(now_s) + int(found[1]) * _UNITS_S[found[2]]
+    if _UNIX_TIME.fullmatch(text):
+        return int(text)
+    try:
+        at = datetime.fromisoformat(text)
+        # A date, or a time without a zone, is in UTC.
+        return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())
+    except (ValueError, OverflowError):
+        message = "must be a duration such as 30d, an ISO 8601 time or Unix seconds"
+        raise ValueError(message) from None
+
+
 class Assigned(NamedTuple):
     """What a node needs of an assignment; ``expire_time`` in Unix seconds, 0 = never."""
 
@@ -127,7 +155,9 @@ class Assignments:
     ``on_types_changed`` is called after the first identity of a type was assigned or the last one was removed.
     """
 
-    __slots__ = ("_entries", "_numbers", "_plans", "_shared", "_sweep_next", "_types", "on_types_changed")  # fmt: skip
+    __slots__ = (
+        "_entries", "_holders", "_numbers", "_plans", "_shared", "_sweep_next", "_types", "on_types_changed",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.on_types_changed: Callable[[], None] = _nothing
@@ -135,6 +165,7 @@ class Assignments:
         self._entries: dict[str, int] = {}
         self._plans: list[str] = []
         self._numbers: dict[str, int] = {}
+        self._holders: list[int] = []
         self._shared: dict[int, int] = {}
         self._sweep_next = 0
 
@@ -169,6 +200,12 @@ class Assignments:
         """The number of assignments of each identifier type that has any."""
         return dict(self._entries)
 
+    @property
+    def plans(self) -> dict[str, int]:
+        """The number of assignments to each plan that has any."""
+        found = zip(self._plans, self._holders, strict=True)
+        return {plan: holders for plan, holders in found if holders}
+
     def put(self, identifier_type: str, identifier: bytes, plan: str, expire_time: int) -> None:
         """Assign an identity to a plan until ``expire_time`` in Unix seconds, 0 = for good; replaces what it had."""
         shards = self._types.get(identifier_type)
@@ -177,20 +214,24 @@ class Assignments:
             shards = self._types[identifier_type] = [{} for _ in range(_SHARDS)]
             self._entries[identifier_type] = 0
         shard = shards[hash(identifier) % _SHARDS]
-        if identifier not in shard:
+        former = shard.get(identifier)
+        if former is None:
             self._entries[identifier_type] += 1
-        shard[identifier] = self._value(plan, expire_time)
+        else:
+            self._holders[former >> _TIME_BITS] -= 1
+        shard[identifier] = value = self._value(plan, expire_time)
+        self._holders[value >> _TIME_BITS] += 1
         if is_new_type:
             self.on_types_changed()
 
     def remove(self, identifier_type: str, identifier: bytes) -> None:
         """Remove the assignment of an identity; ignore one that has none."""
         shards = self._types.get(identifier_type)
-        if (
-            shards is not None
-            and shards[hash(identifier) % _SHARDS].pop(identifier, None) is not None
-        ):
-            self._removed(identifier_type, 1)
+        if shards is None:
+            return
+        value = shards[hash(identifier) % _SHARDS].pop(identifier, None)
+        if value is not None:
+            self._removed(identifier_type, [value])
 
     def items(self) -> Iterator[Assigned]:
         """Yield each assignment; they may be changed meanwhile.
@@ -213,7 +254,8 @@ class Assignments:
         old = self._types
         changed = old.keys() != other._types.keys()
         self._types, self._entries = other._types, other._entries
-        self._plans, self._numbers, self._shared = other._plans, other._numbers, other._shared
+        self._plans, self._numbers, self._holders = other._plans, other._numbers, other._holders
+        self._shared = other._shared
         if changed:
             self.on_types_changed()
         for shards in old.values():
@@ -235,13 +277,13 @@ class Assignments:
             for identifier, value in shard.items()
             if 0 < (value & _TIME_MASK) * US_PER_S <= now_us
         ]
-        for identifier in expired:
-            del shard[identifier]
         if expired:
-            self._removed(identifier_type, len(expired))
+            self._removed(identifier_type, [shard.pop(identifier) for identifier in expired])
 
-    def _removed(self, identifier_type: str, number: int) -> None:
-        self._entries[identifier_type] -= number
+    def _removed(self, identifier_type: str, values: Sequence[int]) -> None:
+        for value in values:
+            self._holders[value >> _TIME_BITS] -= 1
+        self._entries[identifier_type] -= len(values)
         if not self._entries[identifier_type]:
             del self._types[identifier_type], self._entries[identifier_type]
             self.on_types_changed()
@@ -251,6 +293,7 @@ class Assignments:
         if number is None:
             number = self._numbers[plan] = len(self._plans)
             self._plans.append(plan)
+            self._holders.append(0)
         value = number << _TIME_BITS | expire_time
         if len(self._shared) >= _SHARED_VALUES:
             self._shared.clear()

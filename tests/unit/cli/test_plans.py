@@ -5,7 +5,8 @@ import json
 import grpc
 import pytest
 
-from ratelimitd.cli.plans import BATCH, expire_time_of
+from ratelimitd.cli.plans import BATCH
+from ratelimitd.rules.assignments import expire_time_of
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.fake_node import status
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ratelimitd.model import US_PER_S
-from ratelimitd.rules.assignments import MAX_EXPIRE_TIME, Assignments
+from ratelimitd.rules.assignments import (
+    MAX_EXPIRE_TIME,
+    Assigned,
+    Assignment,
+    Assignments,
+    assigned_of,
+)
 
 NOW_US = 1_000 * US_PER_S
 
@@ -124,3 +132,62 @@ def test_what_has_not_expired_stays() -> None:
     assignments = _assigned(("user", b"a", "pro", 1_001), ("user", b"b", "pro", 0))
     assignments.sweep(NOW_US, 1_000_000)
     assert len(assignments) == 2
+
+
+def test_holders_of_plans_are_counted() -> None:
+    assignments = _assigned(
+        ("user", b"a", "pro", 0), ("user", b"b", "pro", 900), ("ip", b"c", "x", 0)
+    )
+    assert assignments.plans == {"pro": 2, "x": 1}
+    assignments.put("user", b"a", "free", 0)
+    assignments.remove("ip", b"c")
+    assert assignments.plans == {"pro": 1, "free": 1}
+    assignments.sweep(NOW_US, 1_000_000)
+    assert assignments.plans == {"free": 1}
+    _all_steps(assignments, _assigned(("ip", b"1.1.1.1", "y", 0)))
+    assert assignments.plans == {"y": 1}
+
+
+def test_all_are_yielded_and_their_change_meanwhile_does_no_harm() -> None:
+    wanted = {Assigned("user", b"%d" % number, f"p{number}", number) for number in range(1_000)}
+    assignments = _assigned(*wanted)
+    found = assignments.items()
+    first = next(found)
+    _all_steps(assignments, _assigned(("ip", b"1.1.1.1", "y", 0)))
+    assert {first, *found} == wanted
+
+
+def test_etags_tell_versions_apart() -> None:
+    one = Assignment("user", b"a", "pro")
+    etags = {
+        one.with_etag(1).etag,
+        one.with_etag(2).etag,
+        one._replace(plan="free").with_etag(1).etag,
+        one._replace(note="n").with_etag(1).etag,
+        one._replace(expire_time=1).with_etag(1).etag,
+    }
+    assert len(etags) == 5
+    assert one.with_etag(1).etag == one.with_etag(1).with_etag(1).etag
+    assert one.same_as(one.with_etag(1))
+    assert not one.same_as(one._replace(note="n"))
+    assert not one.same_as(None)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("user", b"a", "pro", "0"),
+        ("user", b"a", "pro", -1),
+        ("user", b"a", "pro", MAX_EXPIRE_TIME + 1),
+        ("user", b"a", "Pro", 0),
+        ("user", b"a", b"pro", 0),
+        ("user", b"", "pro", 0),
+        ("user", b"a" * 257, "pro", 0),
+        ("user", "a", "pro", 0),
+        ("ip+user", b"a", "pro", 0),
+        (None, b"a", "pro", 0),
+    ],
+)
+def test_a_stored_row_may_be_no_assignment(row: tuple[object, ...]) -> None:
+    assert assigned_of(row) is None
+    assert assigned_of(("user", b"a", "pro", 0)) == Assigned("user", b"a", "pro", 0)
