@@ -291,6 +291,7 @@ class Node:
                 translate=self._edge.translate,
                 admin_token=self._admin_token,
                 book=lambda: feed.book,
+                assignments=self._assignments,
                 audit=store,
                 now_s=self._now_s,
                 refused=self.stats.web_refusal,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets as random_source
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
@@ -310,12 +310,13 @@ class SqlRuleStore:
 class Contents(NamedTuple):
     """The number of rules, the revision of the last change, and the identifier types that occur.
 
-    ``assigned`` is the number of assignments of each identifier type and plan.
+    ``plans`` are those that rules name; ``assigned`` is the number of assignments of each identifier type and plan.
     """
 
     rules: int
     revision: int
     types: Sequence[str]
+    plans: Set[str] = frozenset()
     assigned: Mapping[tuple[str, str], int] = MappingProxyType({})
 
 
@@ -333,8 +334,10 @@ async def inspect(database_url: str) -> Contents:
             count = await connection.scalar(sa.select(sa.func.count()).select_from(rules))
             types = await connection.scalars(sa.select(rules.c.identifier_type).distinct())
             revision = await current_revision(connection)
+            stored = await connection.scalars(sa.select(rules.c.plans).distinct())
+            plans = frozenset(name for text in stored for name in _fields(text) or ())
             contents = Contents(
-                count or 0, revision, types.all(), await count_assignments(connection)
+                count or 0, revision, types.all(), plans, await count_assignments(connection)
             )
         async with database.writing() as connection:
             for statement in _writes_of_no_row():
