@@ -121,7 +121,7 @@ def test_what_has_expired_is_swept_in_steps() -> None:
     )
     told = []
     assignments.on_types_changed = lambda: told.append(1)
-    assignments.sweep(NOW_US, 1_000)
+    assignments.sweep(NOW_US, 100_000)
     assert 1 < len(assignments) < 1_001
     assignments.sweep(NOW_US, 1_000_000)
     assert assignments.types == {"ip": 1}
@@ -191,3 +191,49 @@ def test_etags_tell_versions_apart() -> None:
 def test_a_stored_row_may_be_no_assignment(row: tuple[object, ...]) -> None:
     assert assigned_of(row) is None
     assert assigned_of(("user", b"a", "pro", 0)) == Assigned("user", b"a", "pro", 0)
+
+
+def test_a_plan_that_nobody_has_any_more_makes_room_for_another_and_old_readers_do_not_mind() -> (
+    None
+):
+    assignments = _assigned(("user", b"a", "pro", 0), ("user", b"b", "free", 7))
+    found = assignments.items()
+    first = next(found)
+    assignments.remove("user", b"a")
+    assignments.put("user", b"c", "blocked", 0)
+    assignments.put("user", b"b", "free", 0)
+    assert {first, *found} == {Assigned("user", b"a", "pro", 0), Assigned("user", b"b", "free", 7)}
+    assert assignments.plan_of("user", b"c", NOW_US) == ("blocked", 0)
+    assert assignments.plan_of("user", b"b", NOW_US) == ("free", 0)
+    assert assignments.plan_of("user", b"a", NOW_US) is None
+    assert assignments.plans == {"blocked": 1, "free": 1}
+
+
+def test_identifiers_within_others_are_others() -> None:
+    """All of them are in one shard, as if all had the same hash."""
+    identifiers = [
+        "a",
+        "aa",
+        "ab",
+        "\x00",
+        "a\x00",
+        "0",
+        "1",
+        "10",
+        "caf\u00e9",
+        "\u00e9",
+        "\U0010ffff",
+    ]
+
+    class Colliding(bytes):
+        def __hash__(self) -> int:
+            return 7
+
+    keys = [Colliding(identifier.encode()) for identifier in identifiers]
+    assignments = _assigned(*(("user", key, f"p{key.hex()}", 0) for key in keys[::2]))
+    for number, key in enumerate(keys):
+        expected = None if number % 2 else (f"p{key.hex()}", 0)
+        assert assignments.plan_of("user", key, NOW_US) == expected
+    for key in keys:
+        assignments.remove("user", key)
+    assert len(assignments) == 0

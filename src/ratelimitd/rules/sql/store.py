@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import secrets as random_source
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
@@ -316,7 +317,7 @@ class Contents(NamedTuple):
     rules: int
     revision: int
     types: Sequence[str]
-    plans: Set[str] = frozenset()
+    plans: AbstractSet[str] = frozenset()
     assigned: Mapping[tuple[str, str], int] = MappingProxyType({})
 
 
