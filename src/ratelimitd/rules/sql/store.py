@@ -218,8 +218,9 @@ class SqlRuleStore:
             changed = await _read_all(connection, statement.where(rules.c.revision > revision))
             deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
             of_rules = deletions & (rule_audit.c.rule_id != "")
-            removed = sa.select(rule_audit.c.rule_id).where(of_rules).distinct()
-            removed_ids = (await connection.scalars(removed)).all()  # some may exist again
+            # Without DISTINCT, for which SQLite would walk the index of the rules, through the whole trail.
+            removed = await connection.scalars(sa.select(rule_audit.c.rule_id).where(of_rules))
+            removed_ids = list(dict.fromkeys(removed))  # some may exist again
             found, skipped = await read_assigned(connection, revision)
             return BookChanges(
                 current, changed.rules, removed_ids, changed.skipped, assigned=found,
