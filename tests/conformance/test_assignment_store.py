@@ -109,7 +109,7 @@ async def test_a_listing_selects_by_plan_type_and_prefix(store):
             pro(b"a1"),
             pro(b"a2", "free"),
             pro(b"b1"),
-            pro(b"\xff\xff"),
+            pro("\U0010ffff".encode()),
             Assignment("ip", b"::1", "pro"),
         ],
         ME,
@@ -120,7 +120,10 @@ async def test_a_listing_selects_by_plan_type_and_prefix(store):
         ("user", b"a1"),
         ("user", b"a2"),
     ]
-    assert await listed(store, identifier_type="user", prefix=b"\xff") == [("user", b"\xff\xff")]
+    assert await listed(store, identifier_type="user", prefix=b"\xf4\x8f") == [
+        ("user", "\U0010ffff".encode())
+    ]
+    assert await listed(store, identifier_type="user", prefix=b"\xff") == []
     assert await listed(store, plan="pro", identifier_type="user", prefix=b"a") == [("user", b"a1")]
 
 

@@ -134,9 +134,18 @@ def assigned_of(row: Sequence[Any]) -> Assigned | None:
         and 0 < len(identifier) <= MAX_IDENTIFIER_BYTES
         and PLAN_NAME.fullmatch(plan)
         and 0 <= expire_time <= MAX_EXPIRE_TIME
+        and (identifier.isascii() or _is_utf8(identifier))
     ):
         return Assigned(identifier_type, identifier, plan, expire_time)
     return None
+
+
+def _is_utf8(octets: bytes) -> bool:
+    try:
+        octets.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _nothing() -> None:

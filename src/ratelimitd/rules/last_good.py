@@ -286,7 +286,7 @@ def _take(line: bytes, editor: BookEditor, assignments: Assignments) -> None:
         values = json.loads(line)
         if len(values) == len(Assigned._fields):
             identifier_type, identifier, *plan = values
-            values = [identifier_type, identifier.encode("utf-8", "surrogateescape"), *plan]
+            values = [identifier_type, identifier.encode(), *plan]
             if assigned := assigned_of(values):
                 assignments.put(*assigned)
                 return
@@ -301,8 +301,7 @@ def _take(line: bytes, editor: BookEditor, assignments: Assignments) -> None:
 
 def _lines_of(assignments: Assignments) -> Iterator[bytes]:
     for identifier_type, identifier, plan, expire_time in assignments.items():
-        text = identifier.decode("utf-8", "surrogateescape")
-        yield _line((identifier_type, text, plan, expire_time))
+        yield _line((identifier_type, identifier.decode(), plan, expire_time))
 
 
 def _line(value: object) -> bytes:

@@ -184,13 +184,16 @@ def test_etags_tell_versions_apart() -> None:
         ("user", b"", "pro", 0),
         ("user", b"a" * 257, "pro", 0),
         ("user", "a", "pro", 0),
+        ("user", b"\xff", "pro", 0),
+        ("user", b"\xed\xb3\xbf", "pro", 0),
         ("ip+user", b"a", "pro", 0),
         (None, b"a", "pro", 0),
     ],
 )
 def test_a_stored_row_may_be_no_assignment(row: tuple[object, ...]) -> None:
     assert assigned_of(row) is None
-    assert assigned_of(("user", b"a", "pro", 0)) == Assigned("user", b"a", "pro", 0)
+    for identifier in (b"a", "caf\u00e9".encode()):
+        assert assigned_of(("user", identifier, "pro", 0)) == Assigned("user", identifier, "pro", 0)
 
 
 def test_a_plan_that_nobody_has_any_more_makes_room_for_another_and_old_readers_do_not_mind() -> (
