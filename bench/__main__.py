@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from bench import (
+    assignments,
     client,
     decisions,
     hpack,
@@ -37,6 +38,7 @@ PARTS = {
     "middleware": ("The middleware for ASGI: FastAPI on one core", middleware.measure),
     "outage": ("The limiter is away, and an application at load", outage.measure),
     "rules": ("100,000 rules", rules.measure),
+    "assignments": ("1,000,000 assignments", assignments.measure),
     "page": ("The page: a node that is watched, and a first render", page.measure),
 }
 

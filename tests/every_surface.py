@@ -19,6 +19,9 @@ RULE: Final = pb.RateLimit(
     endpoint="/made", identifier_type="user", limit=1, window_seconds=60, algorithm="token_bucket"
 )
 BUCKET: Final[dict[str, Any]] = {"identifier": "u", "identifier_type": "user", "endpoint": "/a"}
+ASSIGNMENT: Final = pb.Assignment(
+    identity=pb.Identity(identifier_type="user", identifier="u"), plan="pro"
+)
 UNKNOWN_ID: Final = "00000000-0000-4000-8000-000000000000"
 
 REQUESTS: Final[Mapping[str, Message]] = {
@@ -32,6 +35,11 @@ REQUESTS: Final[Mapping[str, Message]] = {
     "GetMetrics": pb.MetricsRequest(),
     "ResetRateLimit": pb.ResetRequest(**BUCKET),
     "ExplainRateLimit": pb.RateLimitRequest(**BUCKET),
+    "AssignPlan": pb.AssignPlanRequest(assignment=ASSIGNMENT),
+    "UnassignPlan": pb.UnassignPlanRequest(identity=ASSIGNMENT.identity),
+    "GetAssignment": pb.GetAssignmentRequest(identity=ASSIGNMENT.identity),
+    "ListAssignments": pb.ListAssignmentsRequest(),
+    "BatchAssignPlans": pb.BatchAssignPlansRequest(assignments=[ASSIGNMENT]),
 }
 """What each method of the contract is asked: what would have an effect, if it were let through."""
 
@@ -45,6 +53,7 @@ PAGES: Final = (
     f"/rules/{UNKNOWN_ID}/delete",
     "/try",
     "/audit",
+    "/plans",
     "/?names=shown",
 )
 FORMS: Final = (
@@ -52,6 +61,8 @@ FORMS: Final = (
     f"/rules/{UNKNOWN_ID}",
     f"/rules/{UNKNOWN_ID}/delete",
     "/try",
+    "/plans/assign",
+    "/plans/unassign",
     "/logout",
 )
 

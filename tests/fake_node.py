@@ -32,7 +32,10 @@ class Seen(NamedTuple):
 
 
 class FakeNode(
-    stubs.RateLimiterServicer, stubs.RateLimiterConfigServicer, stubs.RateLimiterHealthServicer
+    stubs.RateLimiterServicer,
+    stubs.RateLimiterConfigServicer,
+    stubs.RateLimiterHealthServicer,
+    stubs.RateLimiterPlansServicer,
 ):
     """Set its attributes to choose what it answers."""
 
@@ -51,6 +54,8 @@ class FakeNode(
         """While it is clear, calls wait."""
         self.answering.set()
         self.rules: dict[str, pb.RateLimit] = {}
+        self.assigned: dict[tuple[str, str], pb.Assignment] = {}
+        """The assignments, by identifier type and identifier."""
         self.page_size = 1000
         self.after_list: Callable[[], object] = lambda: None
         """Called when the rules have been listed: somebody else's chance to change them."""
@@ -165,6 +170,49 @@ class FakeNode(
         self.after_list()
         return page
 
+    def AssignPlan(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        return self._assign(request.assignment)
+
+    def BatchAssignPlans(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        assigned = [self._assign(one) for one in request.assignments]
+        return pb.BatchAssignPlansResponse(assignments=assigned)
+
+    def _assign(self, assignment: pb.Assignment) -> pb.Assignment:
+        assignment.etag = uuid.uuid4().hex
+        self.assigned[_key(assignment.identity)] = assignment
+        return assignment
+
+    def UnassignPlan(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        self._assignment(request.identity, context)
+        del self.assigned[_key(request.identity)]
+        return empty_pb2.Empty()
+
+    def GetAssignment(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        return self._assignment(request.identity, context)
+
+    def _assignment(self, identity: pb.Identity, context: grpc.ServicerContext) -> pb.Assignment:
+        if _key(identity) not in self.assigned:
+            self._abort(context, grpc.StatusCode.NOT_FOUND, "the identity is assigned to no plan")
+        return self.assigned[_key(identity)]
+
+    def ListAssignments(self, request, context):  # noqa: N802
+        self._saw(request, context)
+        found = [
+            assignment
+            for key, assignment in sorted(self.assigned.items())
+            if request.plan in ("", assignment.plan)
+            and request.identifier_type in ("", key[0])
+            and key[1].startswith(request.identifier_prefix)
+        ]
+        start = int(request.page_token or 0)
+        stop = start + self.page_size
+        more = str(stop) if stop < len(found) else ""
+        return pb.ListAssignmentsResponse(assignments=found[start:stop], next_page_token=more)
+
     def GetHealthStatus(self, request, context):  # noqa: N802
         self._saw(request, context)
         return self.health_answer
@@ -180,6 +228,10 @@ class FakeNode(
     def ResetRateLimit(self, request, context):  # noqa: N802
         self._saw(request, context)
         return empty_pb2.Empty()
+
+
+def _key(identity: pb.Identity) -> tuple[str, str]:
+    return identity.identifier_type, identity.identifier
 
 
 def status(code: grpc.StatusCode, message: str, *violations: tuple[str, str]) -> status_pb2.Status:
@@ -211,6 +263,7 @@ def fake_node(
     server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
     stubs.add_RateLimiterServicer_to_server(node, server)
     stubs.add_RateLimiterConfigServicer_to_server(node, server)
+    stubs.add_RateLimiterPlansServicer_to_server(node, server)
     stubs.add_RateLimiterHealthServicer_to_server(node, server)
     health_pb2_grpc.add_HealthServicer_to_server(node.readiness, server)
     if credentials is None:

@@ -35,6 +35,13 @@ MEANINGS: Final = {
     "DeleteRateLimit": "Takes a rule out.",
     "ListRateLimits": "Lists the rules, page by page.",
     "ExplainRateLimit": "Tells what a check would be answered, and why: each rule that was looked at.",
+    "RateLimiterPlans": "Which plan an identity has: the limits that take the place of a rule's own. A change is in"
+    " force on the node that took it when its answer arrives.",
+    "AssignPlan": "Assigns an identity to a plan, in the place of the one it has.",
+    "UnassignPlan": "Takes the assignment of an identity away.",
+    "GetAssignment": "Tells which plan an identity has.",
+    "ListAssignments": "Lists assignments, page by page.",
+    "BatchAssignPlans": "Assigns up to 1000 identities to plans: all of them, or none.",
     "GetHealthStatus": "Tells how the node was over the last 60 s.",
     "GetMetrics": "Tells what the node has counted since it started.",
     "ResetRateLimit": "Lets one identifier start afresh on one endpoint. What is not limited is reset already.",

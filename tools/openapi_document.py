@@ -49,6 +49,8 @@ RULE: Json = {
     "window_seconds": 60,
     "algorithm": "token_bucket",
 }
+IDENTITY: Json = {"identifier_type": "user", "identifier": "alice"}
+ASSIGNMENT: Json = {"identity": IDENTITY, "plan": "pro", "note": "until the trial ends"}
 WHO: Json = {"identifier": "alice", "identifier_type": "user", "endpoint": RULE["endpoint"]}
 
 EXAMPLES: Mapping[str, Json] = {
@@ -62,6 +64,11 @@ EXAMPLES: Mapping[str, Json] = {
     "ExplainRateLimit": WHO,
     "ResetRateLimit": WHO,
     "DeleteRateLimit": {"id": RULE["id"]},
+    "AssignPlan": {"assignment": ASSIGNMENT},
+    "GetAssignment": {"identity": IDENTITY},
+    "ListAssignments": {"plan": "pro", "page_size": 50},
+    "BatchAssignPlans": {"assignments": [ASSIGNMENT]},
+    "UnassignPlan": {"identity": IDENTITY},
 }
 """A request for each method, in an order in which all of them succeed on a node without rules; a test sends them."""
 
@@ -69,11 +76,11 @@ ERRORS: Mapping[int, str] = {
     400: "A field is missing, unknown or wrong; every one of them is named. Nothing was changed.",
     401: "No valid credentials for the role were sent.",
     403: "The credentials, or the place the request comes from, do not hold the role.",
-    404: "No rule has this id.",
-    409: "The rule exists already, or its `etag` is another one by now: read it again.",
+    404: "No rule has this id, or the identity has no plan.",
+    409: "The rule exists already, or an `etag` is another one by now: read it again.",
     413: "The body is too long.",
     415: "The content type is none of a call, or the body is compressed otherwise than with gzip.",
-    429: "There are as many rules as there may be, or too many resets in progress.",
+    429: "There are as many rules or assignments as there may be, or too many resets in progress.",
     503: "The store that this call needs is not reached.",
 }
 FOR_ALL = (400, 401, 403, 413, 415)
@@ -84,6 +91,11 @@ ERRORS_OF: Mapping[str, tuple[int, ...]] = {
     "ListRateLimits": (503,),
     "ExplainRateLimit": (503,),
     "ResetRateLimit": (429, 503),
+    "AssignPlan": (409, 429, 503),
+    "UnassignPlan": (404, 409, 503),
+    "GetAssignment": (404, 503),
+    "ListAssignments": (503,),
+    "BatchAssignPlans": (409, 429, 503),
 }
 
 LIMIT_HEADERS: Json = {

@@ -64,6 +64,21 @@ class RuleConflictError(RateLimitdError):
     """The etag is not that of the rule, which was changed meanwhile."""
 
 
+class AssignmentNotFoundError(RateLimitdError):
+    """The identity is assigned to no plan."""
+
+    def __init__(self) -> None:
+        super().__init__("the identity is assigned to no plan")
+
+
+class AssignmentConflictError(RateLimitdError):
+    """An etag is not that of the assignment, which was changed meanwhile."""
+
+
+class AssignmentsFullError(RateLimitdError):
+    """The store holds as many assignments as it takes; remove one first."""
+
+
 class StoreUnavailableError(RateLimitdError):
     """A store cannot be reached or cannot write now; the message, without SQL or values, is shown to the caller.
 

@@ -188,12 +188,11 @@ class Scope:
     """The counter of a limit that only observes."""
     several: tuple[Scope, ...] = ()
     limits: tuple[Limit, ...] = ()
+    windows: CalendarScopes | None = None
+    """Finds the scope of a time, if a limit has a calendar; this one is then of no time, and judges nothing."""
     plan: str = ""
     passed_over: tuple[LimitStatus, ...] = ()
     """What rules say that do not judge, because the check's identity is unlimited."""
-
-    windows: CalendarScopes | None = None
-    """Finds the scope of a time, if a limit has a calendar; this one is then of no time, and judges nothing."""
 
     def at(self, now_us: int) -> Scope:
         """Return the scope that judges checks of this time."""
@@ -860,13 +859,13 @@ class Limiter:
             is_unlimited = UNLIMITED_PLAN in assigned.values()
             return Unjudged(_unlimited(passed_over)) if is_unlimited else _WITHOUT_RULE
         scope = scopes[0]
+        has_calendar = any(one.told.calendar for one in scopes)
         is_plain = len(scopes) == 1 and scope.would_deny is None and scope.whose == _FIRST
-        if not is_plain or passed_over or (scope.told.calendar and self._shared is None):
-            # A calendar's window is looked up on the general path.
-            judged = tuple([one.limit for one in scopes])
-            over = tuple(passed_over)
+        # A calendar's window is looked up on the general path.
+        if not is_plain or passed_over or (has_calendar and self._shared is None):
+            judged, over = tuple([one.limit for one in scopes]), tuple(passed_over)
             scope = replace(scope, several=tuple(scopes), limits=judged, passed_over=over)
-        if any(one.told.calendar for one in scopes):
+        if has_calendar:
             scope = replace(scope, windows=CalendarScopes(partial(self._scope_at, scope)))
         return scope
 
@@ -962,7 +961,7 @@ class Limiter:
 
 
 def _decided(outcome: Outcome, scope: Scope) -> Decision:
-    return Decision(*_told(outcome, scope)[:5], scope.rule, scope.told, plan=scope.plan)
+    return Decision(*_told(outcome, scope)[:5], scope.rule, scope.told, (), 0, scope.plan)
 
 
 def _told(outcome: Outcome, scope: Scope) -> Outcome:

@@ -64,6 +64,17 @@ class Walk(NamedTuple):
     def changes(self):
         self.page.goto("/audit")
 
+    def plans(self):
+        self.page.goto("/plans")
+        form = self.page.get_by_role("region", name="Assign", exact=True)
+        fill(form, {"Identifier": "alice", "Plan": "gone"})
+        press(form, "Assign")
+        expect(self.page.get_by_role("table")).to_be_visible()
+
+    def unassign_form(self):
+        self.plans()
+        press(self.page, "Unassign user alice")
+
     def try_form(self):
         self.page.goto("/try")
 

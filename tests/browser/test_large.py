@@ -25,7 +25,7 @@ def painted_address():
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/rules", "/rules?q=service-099", "/rules/new", "/try", "/audit"]
+    "path", ["/", "/rules", "/rules?q=service-099", "/rules/new", "/try", "/audit", "/plans"]
 )
 def test_a_page_of_20_nodes_and_10000_rules_takes_150_kb_at_most(address, visit, path):
     visitor = visit(address)

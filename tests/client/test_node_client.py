@@ -142,3 +142,25 @@ def test_closing_the_client_closes_its_own_channel_but_not_a_borrowed_one(node):
     owner.close()
     with pytest.raises(ValueError, match="closed channel"):
         owner.check("alice", "user", "/x")
+
+
+def test_assignments_are_made_read_page_by_page_and_taken_away(node, client):
+    node.page_size = 2
+    alice = pb.Identity(identifier_type="user", identifier="alice")
+    made = client.assign(pb.Assignment(identity=alice, plan="pro"))
+    assert client.assignment(alice) == made
+    others = [
+        pb.Assignment(
+            identity=pb.Identity(identifier_type="user", identifier=f"b{number}"), plan="free"
+        )
+        for number in range(3)
+    ]
+    assigned = client.assign_all(others)
+    assert [one.identity for one in assigned] == [one.identity for one in others]
+    assert [one.plan for one in client.assignments()] == ["pro", "free", "free", "free"]
+    assert len(list(client.assignments(plan="free", identifier_type="user", prefix="b2"))) == 1
+    client.unassign(alice, etag=made.etag)
+    with pytest.raises(grpc.RpcError):
+        client.assignment(alice)
+    page = client.list_assignments(pb.ListAssignmentsRequest(page_token="2"))
+    assert [one.identity.identifier for one in page.assignments] == ["b2"]

@@ -1,4 +1,7 @@
-"""A rule that is changed on one node holds on all of them: soon by message, and by the poll where messages are lost."""
+"""A rule, or a plan of an identity, that is changed on one node holds on all of them.
+
+Soon by message, and by the poll where messages are lost.
+"""
 
 import time
 
@@ -8,6 +11,7 @@ import pytest
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.shared import change_rule
 from tests.servers import until
+from tests.system.process import START_S
 
 SOON_S = 1.0
 POLL_S = 2.4
@@ -101,3 +105,60 @@ def test_what_was_spent_counts_under_the_new_limit(cluster):
         until(lambda node=node: not node.check(endpoint).allowed, "more was spent than the limit")
     taken_s(cluster, rule_id, endpoint, 2_000)
     until(lambda: cluster[2].check(endpoint).allowed, "there is room again")
+
+
+def assign(node, identity, plan):
+    assignment = pb.Assignment(identity=identity, plan=plan)
+    node.plans.AssignPlan(pb.AssignPlanRequest(assignment=assignment), timeout=START_S)
+
+
+def reason_of(node, endpoint, identifier):
+    return node.check(endpoint, identifier, peek=True).reason
+
+
+def blocked_s(cluster, endpoint, identifier):
+    """How long an identity that is blocked on the first node is still let through by the last."""
+    identity = pb.Identity(identifier_type="user", identifier=identifier)
+    assign(cluster[0], identity, "blocked")
+    began_s = time.monotonic()
+    assert reason_of(cluster[0], endpoint, identifier) == pb.BLOCKED
+    for node in cluster.nodes.served:
+        until(
+            lambda node=node: reason_of(node, endpoint, identifier) == pb.BLOCKED,
+            "it is blocked everywhere",
+        )
+    return time.monotonic() - began_s
+
+
+def test_who_is_blocked_on_one_node_is_blocked_on_all_within_a_poll(cluster):
+    endpoint = cluster.new_rule(limit=1_000)
+    times_s = [blocked_s(cluster, endpoint, f"u{number}") for number in range(10)]
+    assert max(times_s) < POLL_S + SOON_S
+    assert sum(times_s) < 5, "most come by message"
+
+
+def test_who_is_blocked_is_blocked_on_all_by_the_poll_where_every_message_is_lost(cluster):
+    endpoint = cluster.new_rule(limit=1_000)
+    cluster.valkey.ask("ACL", "SETUSER", "default", "-publish", "-spublish")
+    times_s = [blocked_s(cluster, endpoint, f"v{number}") for number in range(3)]
+    assert max(times_s) < POLL_S + SOON_S
+
+
+def test_a_plan_that_is_taken_away_is_gone_everywhere_and_stays_so_after_a_restart(cluster):
+    endpoint = cluster.new_rule(limit=1_000)
+    identity = pb.Identity(identifier_type="user", identifier="w")
+    assign(cluster[0], identity, "blocked")
+    assign(cluster[1], identity, "unlimited")
+    for node in cluster.nodes.served:
+        until(
+            lambda node=node: reason_of(node, endpoint, "w") == pb.UNLIMITED,
+            "the later plan holds everywhere",
+        )
+    cluster.nodes.kill(2)
+    cluster[1].plans.UnassignPlan(pb.UnassignPlanRequest(identity=identity), timeout=START_S)
+    cluster.nodes.start(2)
+    for node in cluster.nodes.served:
+        until(
+            lambda node=node: reason_of(node, endpoint, "w") == pb.WITHIN_LIMIT,
+            "the rule's own limit holds everywhere",
+        )

@@ -46,7 +46,7 @@ async def ids(store, *selection):
 async def test_a_new_store_is_empty_at_revision_zero(store):
     assert await store.revision() == 0
     assert await store.page("", "", None, 10) == []
-    assert await store.changes_since(None) == (0, [], (), [], True)
+    assert (await store.changes_since(None))[:5] == (0, [], (), [], True)
 
 
 async def test_a_created_rule_is_what_was_asked_for_with_an_id_and_an_etag(store):
@@ -234,21 +234,21 @@ async def test_changes_since_a_revision_are_what_happened_after_it(store):
     orders, carts = await store.create(ORDERS, ME), await store.create(CARTS, ME)
     orders = await store.update(orders.id, RuleChanges(limit=11), "", ME)
     await store.delete(carts.id, "", ME)
-    assert await store.changes_since(2) == (4, [orders], [carts.id], [], False)
-    assert await store.changes_since(4) == (4, [], [], [], False)
-    assert await store.changes_since(None) == (4, [orders], (), [], True)
+    assert (await store.changes_since(2))[:5] == (4, [orders], [carts.id], [], False)
+    assert (await store.changes_since(4))[:5] == (4, [], [], [], False)
+    assert (await store.changes_since(None))[:5] == (4, [orders], (), [], True)
 
 
 async def test_a_rule_deleted_and_made_again_under_its_id_is_both_removed_and_changed(store):
     first = await store.create(ORDERS, ME)
     await store.delete(first.id, "", ME)
     again = await store.create(RuleDraft("/new", "ip", 1, 1, "fixed_window", id=first.id), ME)
-    assert await store.changes_since(1) == (3, [again], [first.id], [], False)
+    assert (await store.changes_since(1))[:5] == (3, [again], [first.id], [], False)
 
 
 async def test_a_revision_the_store_never_reached_means_everything_anew(store):
     orders = await store.create(ORDERS, ME)
-    assert await store.changes_since(9) == (1, [orders], (), [], True)
+    assert (await store.changes_since(9))[:5] == (1, [orders], (), [], True)
 
 
 async def test_a_secret_is_made_once_and_differs_by_name(store):

@@ -127,7 +127,7 @@ class Policies:
             kept = deepcopy(models)
             found = {bucket: model.check(now_us, check.cost) for bucket, model in models.items()}
             if check.peek:
-                for _, limit, bucket in judging:
+                for _, limit, bucket in self.judging(check):
                     self.models[*bucket, window_of(limit, now_us)] = kept[bucket]
             first = min(found, key=lambda bucket: Fraction(found[bucket][1], models[bucket].most))
         else:
@@ -253,8 +253,8 @@ def as_rule(rule_id, place, limits, plans=()):
     first, *more = limits
     return Rule(
         rule_id, *place, limit=first.limit, window_seconds=first.window_seconds,
-        algorithm=first.algorithm, name=first.name, burst=first.burst, calendar=first.calendar,
-        more=tuple(more), plans=plans,
+        algorithm=first.algorithm, name=first.name, burst=first.burst, calendar=first.calendar, more=tuple(more),
+        plans=plans,
     )  # fmt: skip
 
 
@@ -385,8 +385,7 @@ def check_many(checks):
     assert set(met) == {
         "WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT", "edited", "peeked",
         "others allow a denied check", "only the last denies", "of several rules", "NO_RULE",
-        "UNLIMITED", "BLOCKED", "one is passed over", "of several plans", "with a burst",
-        "of the calendar",
+        "UNLIMITED", "BLOCKED", "one is passed over", "of several plans", "with a burst", "of the calendar",
     }  # fmt: skip
     assert min(met.values()) >= checks // 100, met
 

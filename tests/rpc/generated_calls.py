@@ -136,6 +136,30 @@ def _status_or_metrics(chance: Chance, _memory: Memory) -> Asked:
     return Asked(METRICS, (pb.MetricsRequest(names=names).SerializeToString(),))
 
 
+def _assignments(chance: Chance, _memory: Memory) -> Asked:
+    who = chance.target()
+    identity = pb.Identity(
+        identifier_type=who["identifier_type"], identifier=who["identifier"][:250]
+    )
+    assignment = pb.Assignment(
+        identity=identity,
+        plan=chance.choice(("pro", "pro", "free", "blocked", "", "Pro")),
+        expire_time=chance.choice((0, 0, 1, 4_000_000_000, 2**62)),
+        note=chance.choice(("", "", "n" * 256)),
+        etag=chance.choice(("", "", "stale")),
+    )
+    method, message = chance.choice(
+        (
+            ("AssignPlan", pb.AssignPlanRequest(assignment=assignment)),
+            ("BatchAssignPlans", pb.BatchAssignPlansRequest(assignments=[assignment] * 2)),
+            ("UnassignPlan", pb.UnassignPlanRequest(identity=identity)),
+            ("GetAssignment", pb.GetAssignmentRequest(identity=identity)),
+            ("ListAssignments", pb.ListAssignmentsRequest(plan=assignment.plan, page_size=2)),
+        )
+    )
+    return Asked(f"/ratelimiter.v1.RateLimiterPlans/{method}", (message.SerializeToString(),))
+
+
 def _health(chance: Chance, _memory: Memory) -> Asked:
     names = (
         "",
@@ -251,6 +275,7 @@ MAKERS: Final[dict[Maker, int]] = {
     _delete: 3,
     _list: 5,
     _reset: 4,
+    _assignments: 4,
     _status_or_metrics: 5,
     _health: 5,
     _reflection: 5,

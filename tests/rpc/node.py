@@ -14,14 +14,17 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.limiter import Limiter
+from ratelimitd.model import US_PER_S
 from ratelimitd.node.transports import server_of
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Server
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.services.auth import Credentials
 from ratelimitd.services.config import ConfigService
+from ratelimitd.services.convert import CONTRACT_IDENTITIES
 from ratelimitd.services.envoy import ALL_FIELDS, EnvoyOptions, EnvoyService
 from ratelimitd.services.envoy import SERVICE as ENVOY
 from ratelimitd.services.errors import ErrorEdge
@@ -29,6 +32,7 @@ from ratelimitd.services.grpc_health import SERVICE as GRPC_HEALTH
 from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.health import HealthService
 from ratelimitd.services.methods import OUR_SERVICES, guarded, names_of
+from ratelimitd.services.plans import PlansService
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.services.reflection import V1, V1ALPHA, ReflectionService
 from ratelimitd.testing import ManualClock
@@ -50,6 +54,7 @@ class Node:
     stats: CheckStats
     clock: ManualClock
     store: SqlRuleStore
+    feed: RuleFeed
     grpc_health: GrpcHealthService
     edge: ErrorEdge
     channel: grpc.aio.Channel
@@ -61,6 +66,10 @@ class Node:
     @property
     def config(self):
         return pb_grpc.RateLimiterConfigStub(self.channel)
+
+    @property
+    def plans(self):
+        return pb_grpc.RateLimiterPlansStub(self.channel)
 
     @property
     def health(self):
@@ -104,18 +113,19 @@ async def running_node(
     **options,
 ) -> AsyncIterator[Node]:
     """A node with its database in ``directory`` and a clock that tests move; ``options`` go to its server."""
-    clock, stats = ManualClock(), CheckStats()
+    clock, stats, assignments = ManualClock(), CheckStats(), Assignments()
     limiter = Limiter(
         buckets=BucketTable(10_000, stats),
         clock=clock,
         stats=stats,
         timestamps="bounded",
         keys=BucketKeys(b"k" * 32),
+        assignments=assignments,
     )
     async with sqlite_store(
         directory, clock=clock, busy_timeout_s=busy_timeout_s, **(store_options or {})
     ) as store:
-        feed = RuleFeed(store, on_book=limiter.replace_book)
+        feed = RuleFeed(store, on_book=limiter.replace_book, assignments=assignments)
         await feed.start()
         access = access_of(credentials or Credentials(loopback_admin=True), stats)
         edge = ErrorEdge(stats)
@@ -126,12 +136,21 @@ async def running_node(
             clock=clock,
             rules_revision=lambda: feed.book.revision if feed.book else 0,
         )
+        config = ConfigService(store, feed, access.actor)
         offers = (
             RateLimiterService(limiter, stats, perf_counter_s, FairQueue(time.monotonic)),
             EnvoyService(
                 limiter, stats, perf_counter_s, EnvoyOptions.of(ENVOY_IDENTIFIERS, ALL_FIELDS)
             ),
-            ConfigService(store, feed, access.actor),
+            config,
+            PlansService(
+                store.assignments,
+                feed,
+                access.actor,
+                identities=CONTRACT_IDENTITIES,
+                page_key=config.page_key,
+                now_s=lambda: clock.now_us() / US_PER_S,
+            ),
             HealthService(
                 limiter,
                 report=health.report,
@@ -148,7 +167,7 @@ async def running_node(
         try:
             async with grpc.aio.insecure_channel(address) as channel:
                 yield Node(
-                    address, server, limiter, stats, clock, store, grpc_health, edge, channel
+                    address, server, limiter, stats, clock, store, feed, grpc_health, edge, channel
                 )
         finally:
             await server.stop(0)

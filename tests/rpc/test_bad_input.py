@@ -26,6 +26,12 @@ LIST = "/ratelimiter.v1.RateLimiterConfig/ListRateLimits"
 METRICS = "/ratelimiter.v1.RateLimiterHealth/GetMetrics"
 EXPLAIN = "/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit"
 RESET = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
+ASSIGN = "/ratelimiter.v1.RateLimiterPlans/AssignPlan"
+UNASSIGN = "/ratelimiter.v1.RateLimiterPlans/UnassignPlan"
+ASSIGNMENT = "/ratelimiter.v1.RateLimiterPlans/GetAssignment"
+ASSIGNMENTS = "/ratelimiter.v1.RateLimiterPlans/ListAssignments"
+ASSIGN_BATCH = "/ratelimiter.v1.RateLimiterPlans/BatchAssignPlans"
+PLANS = (ASSIGN, UNASSIGN, ASSIGNMENT, ASSIGNMENTS, ASSIGN_BATCH)
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 OTHER_ID = str(uuid.UUID(int=1))
 FIRST = pb.Limit(limit=1, window_seconds=1, algorithm="fixed_window")
@@ -44,6 +50,7 @@ async def unharmed(node, caplog):
     """A node with a half-used bucket, which must be the same after the test."""
     caplog.set_level(logging.DEBUG)
     await node.rule("/a", limit=10)
+    await node.plans.AssignPlan(pb.AssignPlanRequest(assignment=assignment()))
     await node.checks.CheckRateLimit(check(tokens_requested=4))
     caplog.clear()
     before = await state(node)
@@ -58,7 +65,10 @@ async def unharmed(node, caplog):
 
 async def state(node):
     peek = await node.checks.CheckRateLimit(check(peek=True))
-    return peek, await node.config.ListRateLimits(pb.ListRateLimitsRequest())
+    assigned = await node.plans.ListAssignments(pb.ListAssignmentsRequest())
+    # The feed's own look-up too: nothing half applied.
+    served = list(node.feed.assignments.items())
+    return peek, await node.config.ListRateLimits(pb.ListRateLimitsRequest()), assigned, served
 
 
 def check(**fields):
@@ -83,6 +93,11 @@ def rule(**fields):
         "endpoint": "/b", "identifier_type": "user", "limit": 1, "window_seconds": 1, "algorithm": "fixed_window",
     }  # fmt: skip
     return pb.RateLimit(**{**valid, **fields})
+
+
+def assignment(identifier="u", identifier_type="user", **fields):
+    identity = pb.Identity(identifier_type=identifier_type, identifier=identifier)
+    return pb.Assignment(**{"identity": identity, "plan": "pro", **fields})
 
 
 async def refusal(node, path, message):
@@ -119,7 +134,7 @@ async def refusal(node, path, message):
     ids=["garbage", "truncated text", "tag only", "no varint", "broken group", "field 0", "varint"],
 )
 @pytest.mark.parametrize(
-    "path", [CHECK, BATCH, CREATE, UPDATE, DELETE, LIST, METRICS, RESET, EXPLAIN]
+    "path", [CHECK, BATCH, CREATE, UPDATE, DELETE, LIST, METRICS, RESET, EXPLAIN, *PLANS]
 )
 async def test_bytes_that_are_no_message_are_refused_with_a_fixed_text(unharmed, path, data):
     assert await refusal(unharmed, path, data) == (INVALID, ["request"])
@@ -604,3 +619,118 @@ async def test_the_widest_rule_is_answered_within_the_fields(node):
                 assert answer.retry_after_seconds >= 0
             await node.config.DeleteRateLimit(pb.DeleteRateLimitRequest(id=created.id))
     assert node.fail_opens() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("identifier", "identifier_type", "named"),
+    [
+        ("", "user", ["identifier"]),
+        ("i" * 257, "user", ["identifier"]),
+        ("\u00e9" * 129, "user", ["identifier"]),
+        ("no address", "ip", ["identifier"]),
+        ("fe80::1%eth0", "ip", ["identifier"]),
+        ("u", "", ["identifier_type"]),
+        ("u", "USER", ["identifier_type"]),
+        ("u", "tenant", ["identifier_type"]),
+        ("u", "ip+user", ["identifier_type"]),
+        ("u", "all", ["identifier_type"]),
+        ("", "all", ["identifier", "identifier_type"]),
+    ],
+)
+async def test_an_identity_that_no_check_may_name_has_no_plan(
+    unharmed, identifier, identifier_type, named
+):
+    wrong = assignment(identifier, identifier_type)
+    message = pb.AssignPlanRequest(assignment=wrong)
+    paths = [f"assignment.identity.{name}" for name in named]
+    assert await refusal(unharmed, ASSIGN, message) == (INVALID, paths)
+    batch = pb.BatchAssignPlansRequest(assignments=[assignment("v"), wrong])
+    paths = [f"assignments[1].identity.{name}" for name in named]
+    assert await refusal(unharmed, ASSIGN_BATCH, batch) == (INVALID, paths)
+    paths = [f"identity.{name}" for name in named]
+    for path, kind in ((UNASSIGN, pb.UnassignPlanRequest), (ASSIGNMENT, pb.GetAssignmentRequest)):
+        assert await refusal(unharmed, path, kind(identity=wrong.identity)) == (INVALID, paths)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"plan": ""}, ["plan"]),
+        ({"plan": "Pro"}, ["plan"]),
+        ({"plan": "pro plan"}, ["plan"]),
+        ({"plan": "pro\n"}, ["plan"]),
+        ({"plan": "p" * 33}, ["plan"]),
+        ({"expire_time": -1}, ["expire_time"]),
+        ({"expire_time": 1_700_000_000}, ["expire_time"]),
+        ({"expire_time": 2**33}, ["expire_time"]),
+        ({"expire_time": 2**63 - 1}, ["expire_time"]),
+        ({"note": "n" * 256}, ["note"]),
+        ({"note": "a\nb"}, ["note"]),
+        ({"note": "\x00"}, ["note"]),
+        ({"plan": "", "expire_time": 1, "note": "\x7f"}, ["plan", "expire_time", "note"]),
+    ],
+)
+async def test_a_malformed_field_of_an_assignment_is_refused_and_named(unharmed, fields, named):
+    message = pb.AssignPlanRequest(assignment=assignment(**fields))
+    paths = [f"assignment.{name}" for name in named]
+    assert await refusal(unharmed, ASSIGN, message) == (INVALID, paths)
+    batch = pb.BatchAssignPlansRequest(assignments=[assignment("v"), assignment(**fields)])
+    paths = [f"assignments[1].{name}" for name in named]
+    assert await refusal(unharmed, ASSIGN_BATCH, batch) == (INVALID, paths)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(2, "plan"), (4, "note")],
+)
+async def test_text_of_an_assignment_that_is_no_utf8_is_named_by_its_field(unharmed, number, name):
+    data = field(1, assignment().SerializeToString() + field(number, b"\xc3\x28"))
+    assert await refusal(unharmed, ASSIGN, data) == (INVALID, [f"assignment.{name}"])
+    identity = field(1, field(1, b"user") + field(2, b"\xff"))
+    assert await refusal(unharmed, UNASSIGN, identity) == (INVALID, ["identity.identifier"])
+
+
+async def test_a_batch_of_assignments_is_of_1_to_1000_with_each_identity_once(unharmed):
+    many = [assignment(f"v{number}") for number in range(1_001)]
+    for batch in ([], many):
+        message = pb.BatchAssignPlansRequest(assignments=batch)
+        assert await refusal(unharmed, ASSIGN_BATCH, message) == (INVALID, ["assignments"])
+    twice = pb.BatchAssignPlansRequest(
+        assignments=[assignment("::1", "ip"), assignment("0:0::1", "ip", plan="free")]
+    )
+    assert await refusal(unharmed, ASSIGN_BATCH, twice) == (INVALID, ["assignments[1].identity"])
+
+
+async def test_one_stale_etag_in_a_batch_keeps_all_of_it_out(unharmed):
+    message = pb.BatchAssignPlansRequest(
+        assignments=[assignment("v"), assignment(plan="free", etag="stale")]
+    )
+    assert await refusal(unharmed, ASSIGN_BATCH, message) == (grpc.StatusCode.ABORTED, [])
+    alone = pb.AssignPlanRequest(assignment=assignment(plan="free", etag="stale"))
+    assert await refusal(unharmed, ASSIGN, alone) == (grpc.StatusCode.ABORTED, [])
+    away = pb.UnassignPlanRequest(identity=assignment().identity, etag="stale")
+    assert await refusal(unharmed, UNASSIGN, away) == (grpc.StatusCode.ABORTED, [])
+
+
+async def test_an_identity_without_a_plan_is_not_found(unharmed):
+    identity = assignment("nobody").identity
+    for path, kind in ((UNASSIGN, pb.UnassignPlanRequest), (ASSIGNMENT, pb.GetAssignmentRequest)):
+        found = await refusal(unharmed, path, kind(identity=identity))
+        assert found == (grpc.StatusCode.NOT_FOUND, [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"plan": "Pro"}, ["plan"]),
+        ({"identifier_type": "tenant"}, ["identifier_type"]),
+        ({"identifier_type": "all"}, ["identifier_type"]),
+        ({"identifier_prefix": "a"}, ["identifier_type"]),
+        ({"identifier_type": "user", "identifier_prefix": "a" * 257}, ["identifier_prefix"]),
+        ({"page_size": -1}, ["page_size"]),
+        ({"page_token": "forged"}, ["page_token"]),
+    ],
+)
+async def test_a_malformed_listing_of_assignments_is_refused_and_named(unharmed, fields, named):
+    message = pb.ListAssignmentsRequest(**fields)
+    assert await refusal(unharmed, ASSIGNMENTS, message) == (INVALID, named)

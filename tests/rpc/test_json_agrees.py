@@ -63,6 +63,17 @@ RULES = st.one_of(
     [st.fixed_dictionaries(fields, optional=MORE) for fields in (SOUND_RULE, ODD_RULE)]
 ).map(lambda fields: rule_of(**fields))
 
+PLANS = st.sampled_from(["", "pro", "free", "Pro", "p" * 33])
+IDENTITIES = st.builds(pb.Identity, identifier=IDENTIFIERS, identifier_type=TYPES)
+ASSIGNMENTS = st.builds(
+    pb.Assignment,
+    identity=IDENTITIES,
+    plan=PLANS,
+    expire_time=st.sampled_from([0, 0, -1, 1, 4_000_000_000, 2**63 - 1]),
+    note=st.sampled_from(["", "caf\u00e9", "n" * 256, "\n"]),
+    etag=st.sampled_from(["", "", "stale"]),
+)
+
 REQUESTS = {
     "RateLimiter/CheckRateLimit": CHECKS,
     "RateLimiter/CheckRateLimitBatch": st.builds(
@@ -96,6 +107,22 @@ REQUESTS = {
         ),
     ),
     "RateLimiterHealth/ResetRateLimit": st.builds(pb.ResetRequest, **TARGETS),
+    "RateLimiterPlans/AssignPlan": st.builds(pb.AssignPlanRequest, assignment=ASSIGNMENTS),
+    "RateLimiterPlans/BatchAssignPlans": st.builds(
+        pb.BatchAssignPlansRequest, assignments=st.lists(ASSIGNMENTS, max_size=3)
+    ),
+    "RateLimiterPlans/GetAssignment": st.builds(pb.GetAssignmentRequest, identity=IDENTITIES),
+    "RateLimiterPlans/ListAssignments": st.builds(
+        pb.ListAssignmentsRequest,
+        plan=PLANS,
+        identifier_type=TYPES,
+        identifier_prefix=st.sampled_from(["", "a", "caf\u00e9"]),
+        page_size=NUMBERS,
+        page_token=st.sampled_from(["", "", "none"]),
+    ),
+    "RateLimiterPlans/UnassignPlan": st.builds(
+        pb.UnassignPlanRequest, identity=IDENTITIES, etag=st.sampled_from(["", "", "stale"])
+    ),
 }
 CALLS = st.sampled_from(sorted(REQUESTS)).flatmap(
     lambda path: st.tuples(
@@ -163,7 +190,8 @@ def same(end):
     """An end without what no two nodes have alike: how long things took, and the seal of a page's token."""
     if isinstance(end.answer, pb.HealthResponse):
         end.answer.ClearField("average_latency_ms")
-    if isinstance(end.answer, pb.ListRateLimitsResponse) and end.answer.next_page_token:
+    pages = pb.ListRateLimitsResponse | pb.ListAssignmentsResponse
+    if isinstance(end.answer, pages) and end.answer.next_page_token:
         end.answer.next_page_token = "sealed"
     return end
 
@@ -182,6 +210,8 @@ A_RULE = pb.RateLimit(
     limit=2, window_seconds=60, algorithm="fixed_window",
 )  # fmt: skip
 A_CHECK = pb.RateLimitRequest(identifier="ada", identifier_type="user", endpoint="/z")
+ADA = pb.Identity(identifier_type="user", identifier="ada")
+AN_ASSIGNMENT = pb.Assignment(identity=ADA, plan="pro", expire_time=4_000_000_000, note="caf\u00e9")
 STORY = [
     ("RateLimiterConfig/CreateRateLimit", pb.CreateRateLimitRequest(rate_limit=A_RULE)),
     *[("RateLimiter/CheckRateLimit", A_CHECK)] * 3,
@@ -205,6 +235,21 @@ STORY = [
     ("RateLimiterConfig/ListRateLimits", pb.ListRateLimitsRequest(page_size=1)),
     ("RateLimiterConfig/DeleteRateLimit", pb.DeleteRateLimitRequest(id=A_RULE.id)),
     ("RateLimiterConfig/DeleteRateLimit", pb.DeleteRateLimitRequest(id=A_RULE.id)),
+    ("RateLimiterPlans/AssignPlan", pb.AssignPlanRequest(assignment=AN_ASSIGNMENT)),
+    ("RateLimiterPlans/GetAssignment", pb.GetAssignmentRequest(identity=ADA)),
+    (
+        "RateLimiterPlans/BatchAssignPlans",
+        pb.BatchAssignPlansRequest(
+            assignments=[
+                AN_ASSIGNMENT,
+                pb.Assignment(
+                    identity=pb.Identity(identifier_type="user", identifier="bob"), plan="pro"
+                ),
+            ]
+        ),
+    ),
+    ("RateLimiterPlans/ListAssignments", pb.ListAssignmentsRequest(plan="pro", page_size=1)),
+    ("RateLimiterPlans/UnassignPlan", pb.UnassignPlanRequest(identity=ADA)),
 ]
 
 

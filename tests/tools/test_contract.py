@@ -25,4 +25,4 @@ def test_comments_of_the_contract_come_first():
     [service] = [
         one for one in comments_of(contract()).values() if one.startswith("Answered under")
     ]
-    assert service.endswith("The same holds for the other two services.")
+    assert service.endswith("The same holds for the other services.")

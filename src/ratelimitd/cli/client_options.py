@@ -53,7 +53,7 @@ _PREAMBLE: Final = re.compile(r"^.*last error: (?:UNKNOWN: )?", re.DOTALL)
 _HINTS: Final[Mapping[str, str]] = {
     "UNAUTHENTICATED": "give a token with --token-file, or a certificate with --cert and --key",
     "UNAVAILABLE": "try again in a moment; if it lasts, the node's log says more",
-    "ABORTED": "somebody changed the rule meanwhile; look again and repeat",
+    "ABORTED": "somebody changed it meanwhile; look again and repeat",
     "UNIMPLEMENTED": "is it a ratelimitd of this version?",
 }
 

@@ -15,7 +15,7 @@ from typing import Annotated, Final
 import typer
 
 from ratelimitd import __version__
-from ratelimitd.cli import dev, options, rules
+from ratelimitd.cli import dev, options, plans, rules
 from ratelimitd.cli import serve as db
 from ratelimitd.cli.bench import bench
 from ratelimitd.cli.check import check, explain
@@ -49,6 +49,7 @@ for command in (check, explain, reset, health, metrics, top, bench, conformance)
     app.command(help=help_of(command))(command)
 app.command(help=help_of(doctor))(takes_settings(doctor, load=Given))
 app.add_typer(rules.app, name="rules")
+app.add_typer(plans.app, name="plans")
 app.add_typer(options.app, name="config")
 app.add_typer(db.app, name="db")
 app.add_typer(dev.app, name="dev")

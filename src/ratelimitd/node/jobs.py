@@ -1,7 +1,7 @@
 """The small duties of a running node, each short enough for one turn of the event loop.
 
-Expired buckets go, the table learns that time has passed, the clock is compared with the wall, health takes its
-sample, and the loop measures its own lag. Never waits, never does I/O.
+Expired buckets and assignments go, the table learns that time has passed, the clock is compared with the wall, health
+takes its sample, and the loop measures its own lag. Never waits, never does I/O.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from ratelimitd.counters import RollingMax
 from ratelimitd.model import US_PER_S
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
+from ratelimitd.rules.assignments import Assignments
 
 TICK_S: Final = 0.1
 SWEEP_SHARDS: Final = 4
 """Shards swept in a tick, about 0.4 ms; a full table of a million buckets is through in 40 s."""
+
+SWEEP_ASSIGNMENTS: Final = 100
+"""Shards of each type's assignments swept in a tick, about 0.2 ms; all of them are through in four minutes."""
 
 SAMPLE_S: Final = 1.0
 
@@ -41,12 +45,14 @@ class Upkeep:
         *,
         clock: Clock,
         table: BucketTable | None,
+        assignments: Assignments,
         health: Health,
         runtime: Runtime,
         loop_time_s: Callable[[], float],
     ) -> None:
         self._clock = clock
         self._table = table
+        self._assignments = assignments
         self._health = health
         self._runtime = runtime
         self._loop_time_s = loop_time_s
@@ -61,9 +67,11 @@ class Upkeep:
         lag_s = max(0.0, now_s - self._due_s)
         self._due_s = now_s + TICK_S
         self._runtime.loop_lag_s = self._lag.note(round(now_s * US_PER_S), lag_s)
+        now_us = self._clock.now_us()
+        self._assignments.sweep(now_us, SWEEP_ASSIGNMENTS)
         if self._table is not None:
             self._table.tick = 1 + (self._clock.monotonic_us() - self._started_us) // US_PER_S
-            self._table.sweep(self._clock.now_us(), SWEEP_SHARDS)
+            self._table.sweep(now_us, SWEEP_SHARDS)
 
     def sample(self) -> None:
         """What is due every :data:`SAMPLE_S` seconds."""

@@ -57,6 +57,7 @@ from ratelimitd.services.grpc_health import GrpcHealthService
 from ratelimitd.services.guesses import TokenGuesses
 from ratelimitd.services.health import HealthService
 from ratelimitd.services.methods import OUR_SERVICES, admission, guarded, names_of, traced
+from ratelimitd.services.plans import PlansService
 from ratelimitd.services.rate_limiter import RateLimiterService
 from ratelimitd.services.reflection import ReflectionService
 from ratelimitd.settings.table import Settings
@@ -197,6 +198,7 @@ class Node:
             bucket_key,
             state_dir.path,
             on_book=self._take_book,
+            assignments=self._assignments,
             whole_load=self._whole_load,
         )
         # Before the buckets, so that a drain closes it after them: a rule book can be had again, spends cannot.
@@ -289,6 +291,7 @@ class Node:
                 translate=self._edge.translate,
                 admin_token=self._admin_token,
                 book=lambda: feed.book,
+                assignments=self._assignments,
                 audit=store,
                 now_s=self._now_s,
                 refused=self.stats.web_refusal,
@@ -386,6 +389,13 @@ class Node:
         identities = Identities.of(settings.identifier_types, most)
         # Waits are known to a node's own buckets only.
         identities = identities._replace(wait=self._cluster is None)
+        config = ConfigService(
+            store,
+            self._cluster or feed,
+            access.actor,
+            several=self._cluster is None,
+            types=settings.known_types,
+        )
         offers = [
             RateLimiterService(
                 limiter, self.stats, time.perf_counter, self._queue, identities=identities
@@ -401,12 +411,14 @@ class Node:
                     identities,
                 ),
             ).methods(),
-            ConfigService(
-                store,
+            config.methods(),
+            PlansService(
+                store.assignments,
                 self._cluster or feed,
                 access.actor,
-                several=self._cluster is None,
-                types=settings.known_types,
+                identities=identities,
+                page_key=config.page_key,
+                now_s=self._now_s,
             ).methods(),
             HealthService(
                 limiter,
@@ -434,6 +446,7 @@ class Node:
         upkeep = Upkeep(
             clock=self._clock,
             table=table,
+            assignments=self._assignments,
             health=self._health,
             runtime=self._runtime,
             loop_time_s=asyncio.get_running_loop().time,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ratelimitd.errors import RuleInvalidError, StartupError, StoreUnavailableError
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.last_good import BucketKey, LastGoodBook, require_same_key
@@ -129,6 +130,7 @@ def feed_of(
     state_dir: Path,
     *,
     on_book: Callable[[RuleBook], None],
+    assignments: Assignments,
     whole_load: Callable[[], AbstractContextManager[None]],
 ) -> RuleFeed:
     """The feed of a node, which opens the store before it first reads it."""
@@ -145,6 +147,7 @@ def feed_of(
     feed = RuleFeed(
         store,
         on_book=on_book,
+        assignments=assignments,
         last_good=LastGoodBook(state_dir),
         open_store=opening.open,
         whole_load=whole_load,

@@ -319,6 +319,8 @@ DEFINITIONS: Final = (
         lambda r: r.feed.skipped_total),
     _gauge("rate_limiter_rules_left_out", "Rows of the rule database that are no valid rule now.",
         lambda r: r.feed.left_out),
+    _gauge("rate_limiter_assignments", "Identities assigned to plans, in force on this node.",
+        lambda r: len(r.feed.assignments)),
     _gauge("rate_limiter_rules_store_up", "1 while the rule database answers and the book in force is its own.",
         lambda r: float(r.feed.connected)),
     Definition("rate_limiter_rule_allowed_total", "counter", "Checks allowed, by the rule that decided.",

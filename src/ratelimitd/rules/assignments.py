@@ -1,36 +1,151 @@
-"""Which plan each identity is assigned to, on this node: a look-up that holds a million of them.
+"""Which plan each identity is assigned to: one assignment, its validation, and a node's look-up that holds a million.
 
 Reads no clock and does no I/O. See ADR 0050.
-
-As in :mod:`ratelimitd.buckets.table`, one dict of a million entries would stall the loop when it grows, so each
-identifier type has many dicts, its *shards*. Keys are ``bytes`` and values ``int``, so the cyclic garbage collector
-skips the dicts; equal values share one object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final, Self
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple, Self
 
-from ratelimitd.model import US_PER_S
+from ratelimitd.model import TYPE_NAME, US_PER_S
+from ratelimitd.rules.validation import CONTROL_CHARACTER
 
 MAX_ASSIGNMENTS: Final = 2_000_000
-"""Assignments in a store. A node holds all of them, about 80 bytes each, and loads a million in less than 15 s."""
+"""Assignments in a store. A node holds all of them, about 60 bytes each, and loads a million in less than 15 s."""
 
 MAX_EXPIRE_TIME: Final = 2**33 - 1
 """Latest end of an assignment, in Unix seconds: the year 2242, within the instants that a node handles."""
 
-_SHARD_ENTRIES: Final = 600
-_SHARDS: Final = MAX_ASSIGNMENTS // _SHARD_ENTRIES
-"""Dicts of a type: 300 entries each at a million, 600 at the maximum, which is where CPython packs them best."""
+_SHARDS: Final = 250_000
+"""Shards of a type: 4 assignments each at a million, 8 at the maximum. The list of them takes 2 MB."""
 
-_TIME_BITS: Final = 33
-_TIME_MASK: Final = MAX_EXPIRE_TIME
+_PLAN_BITS: Final = 22
+_PLAN_MASK: Final = 2**_PLAN_BITS - 1
+"""A value is the end of an assignment and the number of its plan; there are at most as many plans as assignments."""
 
-_SHARED_VALUES: Final = 4_096
-"""Values kept to be shared: assignments that end at times of their own take 32 bytes more each."""
+_FREED_PER_STEP: Final = 1_000
+"""Shards of an old look-up freed in one step: 4,000 assignments."""
 
-_Shards = list[dict[bytes, int]]
+MAX_IDENTIFIER_BYTES: Final = 256
+"""Longest identifier, in bytes of UTF-8."""
+
+MAX_NOTE_CHARS: Final = 255
+
+PLAN_NAME: Final = re.compile(r"[a-z0-9_-]{1,32}")
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+_UNITS_S: Final = {"m": 60, "h": 3_600, "d": 86_400}
+
+_DURATION: Final = re.compile(r"([0-9]{1,9})([mhd])")
+
+_UNIX_TIME: Final = re.compile(r"-?[0-9]{1,18}")
+
+
+class Assignment(NamedTuple):
+    """One identity's plan. ``identifier`` is canonical, as in a :class:`~ratelimitd.model.Check`.
+
+    ``expire_time`` is in Unix seconds, 0 = never. ``etag`` differs after every edit; in a request, empty matches all.
+    """
+
+    identifier_type: str
+    identifier: bytes
+    plan: str
+    expire_time: int = 0
+    note: str = ""
+    etag: str = ""
+
+    @property
+    def identity(self) -> tuple[str, bytes]:
+        """Whose assignment it is."""
+        return self.identifier_type, self.identifier
+
+    def same_as(self, other: Assignment | None) -> bool:
+        """Return whether both say the same of an identity."""
+        return other is not None and self[:-1] == other[:-1]
+
+    def with_etag(self, revision: int) -> Assignment:
+        """Return it as stored at this revision."""
+        # The type may be a member of an enumeration, whose repr is another.
+        content = repr((str(self.identifier_type), *self[1:-1], revision)).encode()
+        return self._replace(etag=blake2b(content, digest_size=9).hexdigest())
+
+
+def violations(plan: str, expire_time: int, note: str, now_s: float) -> Iterator[tuple[str, str]]:
+    """Yield each field of a requested assignment that is wrong, with a description. The identity is not looked at."""
+    if PLAN_NAME.fullmatch(plan) is None:
+        yield "plan", "the plan must be 1 to 32 characters of a-z, 0-9, _ and -"
+    if expire_time and not now_s < expire_time <= MAX_EXPIRE_TIME:
+        yield "expire_time", f"must be 0, or later than now and at most {MAX_EXPIRE_TIME}"
+    if len(note) > MAX_NOTE_CHARS:
+        yield "note", f"must be at most {MAX_NOTE_CHARS} characters"
+    if CONTROL_CHARACTER.search(note):
+        yield "note", "must not contain control characters"
+    if _SURROGATE.search(note):
+        yield "note", "must be valid Unicode"
+
+
+def expire_time_of(text: str, now_s: float) -> int:
+    """Return the Unix seconds of an end as people write it, 0 for an empty text.
+
+    Raises:
+        ValueError: it is none; the message says what is taken.
+    """
+    if not text:
+        return 0
+    if found := _DURATION.fullmatch(text):
+        return int(now_s) + int(found[1]) * _UNITS_S[found[2]]
+    if _UNIX_TIME.fullmatch(text):
+        return int(text)
+    try:
+        at = datetime.fromisoformat(text)
+        # A date, or a time without a zone, is in UTC.
+        return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())
+    except (ValueError, OverflowError):
+        message = "must be a duration such as 30d, an ISO 8601 time or Unix seconds"
+        raise ValueError(message) from None
+
+
+class Assigned(NamedTuple):
+    """What a node needs of an assignment; ``expire_time`` in Unix seconds, 0 = never."""
+
+    identifier_type: str
+    identifier: bytes
+    plan: str
+    expire_time: int
+
+
+def assigned_of(row: Sequence[Any]) -> Assigned | None:
+    """Return the assignment of a stored row, in the fields of ``Assigned``; ``None`` if it is none.
+
+    A row may be written past the service, with values of any type.
+    """
+    identifier_type, identifier, plan, expire_time = row
+    if (
+        isinstance(identifier_type, str)
+        and isinstance(identifier, bytes)
+        and isinstance(plan, str)
+        and isinstance(expire_time, int)
+        and TYPE_NAME.fullmatch(identifier_type)
+        and 0 < len(identifier) <= MAX_IDENTIFIER_BYTES
+        and PLAN_NAME.fullmatch(plan)
+        and 0 <= expire_time <= MAX_EXPIRE_TIME
+        and (identifier.isascii() or _is_utf8(identifier))
+    ):
+        return Assigned(identifier_type, identifier, plan, expire_time)
+    return None
+
+
+def _is_utf8(octets: bytes) -> bool:
+    try:
+        octets.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _nothing() -> None:
@@ -40,18 +155,29 @@ def _nothing() -> None:
 class Assignments:
     """The plan of each identity. One writer: the event loop.
 
+    Each identifier type has many *shards*, a few assignments in one ``bytes`` each: an object of its own for each
+    identifier, and a slot in a dict, would take 110 bytes for one of 38; this takes 60. No step takes longer the more
+    there are, and the cyclic garbage collector sees nothing of them.
+
+    An assignment is ``FF identifier FE value``, the value in hexadecimal digits, and a shard ends with another ``FF``.
+    UTF-8 has neither FE nor FF, so that a search for ``FF identifier FE`` finds this identifier or nothing.
+
     ``on_types_changed`` is called after the first identity of a type was assigned or the last one was removed.
     """
 
-    __slots__ = ("_entries", "_numbers", "_plans", "_shared", "_sweep_next", "_types", "on_types_changed")  # fmt: skip
+    __slots__ = (
+        "_entries", "_free", "_holders", "_lasting", "_numbers", "_plans", "_sweep_next", "_types", "on_types_changed",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.on_types_changed: Callable[[], None] = _nothing
-        self._types: dict[str, _Shards] = {}
+        self._types: dict[str, list[bytes]] = {}
         self._entries: dict[str, int] = {}
         self._plans: list[str] = []
+        self._holders: list[int] = []
         self._numbers: dict[str, int] = {}
-        self._shared: dict[int, int] = {}
+        self._free: list[int] = []
+        self._lasting: dict[bytes, tuple[str, int]] = {}
         self._sweep_next = 0
 
     def __len__(self) -> int:
@@ -63,18 +189,27 @@ class Assignments:
     ) -> tuple[str, int] | None:
         """Return the plan of an identity and its end in Unix seconds, 0 = never; ``None``: none, or expired.
 
-        ``now_us`` is in µs since the Unix epoch. An assignment has expired at the second of its end.
+        ``identifier`` is UTF-8; ``now_us`` is in µs since the Unix epoch. An assignment has expired at the second of
+        its end.
         """
         shards = self._types.get(identifier_type)
         if shards is None:
             return None
-        value = shards[hash(identifier) % _SHARDS].get(identifier)
-        if value is None:
+        shard = shards[hash(identifier) % _SHARDS]
+        start = b"\xff" + identifier + b"\xfe"  # half the time of a format
+        at = shard.find(start)
+        if at < 0:
             return None
-        expire_time = value & _TIME_MASK
-        if expire_time and expire_time * US_PER_S <= now_us:
+        at += len(start)
+        text = shard[at : shard.find(b"\xff", at)]
+        found = self._lasting.get(text)
+        if found is not None:
+            return found
+        value = int(text, 16)
+        expire_time = value >> _PLAN_BITS
+        if expire_time * US_PER_S <= now_us:
             return None
-        return self._plans[value >> _TIME_BITS], expire_time
+        return self._plans[value & _PLAN_MASK], expire_time
 
     def has_type(self, identifier_type: str) -> bool:
         """Return whether any identity of this type is assigned."""
@@ -85,28 +220,49 @@ class Assignments:
         """The number of assignments of each identifier type that has any."""
         return dict(self._entries)
 
+    @property
+    def plans(self) -> dict[str, int]:
+        """The number of assignments to each plan that has any."""
+        return {plan: self._holders[number] for plan, number in self._numbers.items()}
+
     def put(self, identifier_type: str, identifier: bytes, plan: str, expire_time: int) -> None:
-        """Assign an identity to a plan until ``expire_time`` in Unix seconds, 0 = for good; replaces what it had."""
-        shards = self._types.get(identifier_type)
-        is_new_type = shards is None
-        if shards is None:
-            shards = self._types[identifier_type] = [{} for _ in range(_SHARDS)]
+        """Assign an identity to a plan until ``expire_time`` in Unix seconds, 0 = for good; replaces what it had.
+
+        ``identifier`` is UTF-8.
+        """
+        is_new_type = identifier_type not in self._types
+        if is_new_type:
+            self._types[identifier_type] = [b""] * _SHARDS
             self._entries[identifier_type] = 0
-        shard = shards[hash(identifier) % _SHARDS]
-        if identifier not in shard:
-            self._entries[identifier_type] += 1
-        shard[identifier] = self._value(plan, expire_time)
+        shards, place = self._types[identifier_type], hash(identifier) % _SHARDS
+        # The plan first, so that one with this holder alone keeps its number.
+        value = expire_time << _PLAN_BITS | self._hold(plan)
+        shard = shards[place]
+        rest = self._without(shard, identifier)
+        shards[place] = b"%b\xff%b\xfe%x\xff" % (rest[:-1], identifier, value)
+        self._entries[identifier_type] += len(rest) == len(shard)
         if is_new_type:
             self.on_types_changed()
 
     def remove(self, identifier_type: str, identifier: bytes) -> None:
         """Remove the assignment of an identity; ignore one that has none."""
         shards = self._types.get(identifier_type)
-        if (
-            shards is not None
-            and shards[hash(identifier) % _SHARDS].pop(identifier, None) is not None
-        ):
+        if shards is None:
+            return
+        place = hash(identifier) % _SHARDS
+        shard = shards[place]
+        shards[place] = rest = self._without(shard, identifier)
+        if len(rest) < len(shard):
             self._removed(identifier_type, 1)
+
+    def items(self) -> Iterator[Assigned]:
+        """Yield each assignment as of the first step; they may be changed meanwhile."""
+        plans, types = self._plans, [(name, list(shards)) for name, shards in self._types.items()]
+        for identifier_type, shards in types:
+            for shard in shards:
+                for identifier, value in _parsed(shard):
+                    plan, expire_time = plans[value & _PLAN_MASK], value >> _PLAN_BITS
+                    yield Assigned(identifier_type, identifier, plan, expire_time)
 
     def replace(self, other: Self) -> Iterator[None]:
         """Take over the content of ``other``, which is not to be used any more, at once; then free the old in steps.
@@ -116,32 +272,35 @@ class Assignments:
         old = self._types
         changed = old.keys() != other._types.keys()
         self._types, self._entries = other._types, other._entries
-        self._plans, self._numbers, self._shared = other._plans, other._numbers, other._shared
+        self._plans, self._holders = other._plans, other._holders
+        self._numbers, self._free, self._lasting = other._numbers, other._free, other._lasting
         if changed:
             self.on_types_changed()
         for shards in old.values():
             while shards:
-                del shards[-4:]
+                del shards[-_FREED_PER_STEP:]
                 yield
 
     def sweep(self, now_us: int, shards: int) -> None:
-        """Drop what has expired from the next ``shards`` shards of every type, about 20 µs each."""
+        """Drop what has expired from the next ``shards`` shards of every type, about 1 µs each."""
         for _ in range(min(shards, _SHARDS)):
             at = self._sweep_next
             self._sweep_next = (at + 1) % _SHARDS
             for identifier_type in tuple(self._types):
-                self._sweep_shard(identifier_type, self._types[identifier_type][at], now_us)
+                for identifier, value in _parsed(self._types[identifier_type][at]):
+                    if 0 < (value >> _PLAN_BITS) * US_PER_S <= now_us:
+                        self.remove(identifier_type, identifier)
 
-    def _sweep_shard(self, identifier_type: str, shard: dict[bytes, int], now_us: int) -> None:
-        expired = [
-            identifier
-            for identifier, value in shard.items()
-            if 0 < (value & _TIME_MASK) * US_PER_S <= now_us
-        ]
-        for identifier in expired:
-            del shard[identifier]
-        if expired:
-            self._removed(identifier_type, len(expired))
+    def _without(self, shard: bytes, identifier: bytes) -> bytes:
+        """Return the shard without an identifier, whose plan has a holder less; empty if it was the only one."""
+        start = shard.find(b"\xff%b\xfe" % identifier)
+        if start < 0:
+            return shard
+        at = start + len(identifier) + 2
+        end = shard.index(b"\xff", at)
+        self._release(int(shard[at:end], 16) & _PLAN_MASK)
+        rest = shard[:start] + shard[end:]
+        return rest if len(rest) > 1 else b""
 
     def _removed(self, identifier_type: str, number: int) -> None:
         self._entries[identifier_type] -= number
@@ -149,12 +308,33 @@ class Assignments:
             del self._types[identifier_type], self._entries[identifier_type]
             self.on_types_changed()
 
-    def _value(self, plan: str, expire_time: int) -> int:
+    def _hold(self, plan: str) -> int:
+        """Return the number of a plan, which has a holder more."""
         number = self._numbers.get(plan)
         if number is None:
-            number = self._numbers[plan] = len(self._plans)
-            self._plans.append(plan)
-        value = number << _TIME_BITS | expire_time
-        if len(self._shared) >= _SHARED_VALUES:
-            self._shared.clear()
-        return self._shared.setdefault(value, value)
+            if self._free:
+                number = self._free.pop()
+                # A copy, since `items` may still read the former.
+                self._plans = self._plans.copy()
+                self._plans[number] = plan
+            else:
+                number = len(self._plans)
+                self._plans.append(plan)
+                self._holders.append(0)
+            self._numbers[plan] = number
+            self._lasting[b"%x" % number] = plan, 0
+        self._holders[number] += 1
+        return number
+
+    def _release(self, number: int) -> None:
+        self._holders[number] -= 1
+        if not self._holders[number]:
+            del self._numbers[self._plans[number]], self._lasting[b"%x" % number]
+            self._free.append(number)
+
+
+def _parsed(shard: bytes) -> Iterator[tuple[bytes, int]]:
+    """Yield the identifiers of a shard with their values."""
+    for entry in shard.split(b"\xff")[1:-1]:
+        identifier, _, value = entry.partition(b"\xfe")
+        yield identifier, int(value, 16)

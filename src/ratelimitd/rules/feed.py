@@ -1,6 +1,6 @@
-"""Keeps a node's rule book current: the first load, the changes since, and the last good book without a database.
+"""Keeps a node's rules and assignments current: first load, changes since, last good copy without a database.
 
-Decides no check and writes no rule. See ADR 0013.
+Decides no check and writes no rule. See ADR 0013 and ADR 0050.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random as random_source
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.retry import Backoff
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import BookEditor, RuleBook
 from ratelimitd.rules.last_good import LastGoodBook
 from ratelimitd.rules.store import BookChanges, RuleStore
@@ -29,6 +30,9 @@ RETRY_LONGEST_S: Final = 5.0
 MAX_REPORTED_ROWS: Final = 10
 """Invalid rows named in the log per reload; the rest is counted."""
 
+ASSIGNMENTS_PER_STEP: Final = 1_000
+"""Assignments applied per event-loop iteration: about 1 ms. A batch is in force whole."""
+
 _FREED_PER_STEP: Final = 32
 """Shards of an old book freed per event-loop iteration."""
 
@@ -37,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 class RuleFeed:
     """Follows a :class:`~ratelimitd.rules.store.RuleStore` and passes every new book, whole, to ``on_book``.
+
+    ``assignments`` are kept as the store has them, changed in place.
 
     Logs the first failure and the recovery, not each attempt. An invalid row is skipped; the book keeps its rule.
 
@@ -49,6 +55,7 @@ class RuleFeed:
         store: RuleStore,
         *,
         on_book: Callable[[RuleBook], None],
+        assignments: Assignments | None = None,
         last_good: LastGoodBook | None = None,
         open_store: Callable[[], Awaitable[None]] | None = None,
         whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -57,6 +64,8 @@ class RuleFeed:
     ) -> None:
         self.skipped_total = 0
         """Invalid rows, counted at each reload that read them."""
+        self.assignments: Final = Assignments() if assignments is None else assignments
+        """The plans of identities, which are changed in place; complete once there is a book."""
         self._store = store
         self._on_book = on_book
         self._last_good = last_good
@@ -95,9 +104,11 @@ class RuleFeed:
         await self.notify()
         if self._book is None and self._last_good is not None:
             with self._whole_load():
-                book = await self._last_good.load()
-                if book is not None:
+                found = await self._last_good.load()
+                if found is not None:
+                    book, assignments = found
                     _log.warning("serving the last good rule book, revision %d", book.revision)
+                    await _all_steps(self.assignments.replace(assignments))
                     self._publish(book)
 
     async def run(self) -> None:
@@ -157,8 +168,9 @@ class RuleFeed:
         """Build the next book in steps, then swap it in at once."""
         old = self._book
         editor = BookEditor(RuleBook.empty() if old is None or changes.full else old)
-        for _ in editor.apply(changes.changed, changes.removed_ids):
-            await asyncio.sleep(0)
+        await _all_steps(editor.apply(changes.changed, changes.removed_ids))
+        # Before the book: its revision says that they are in force.
+        await _all_steps(self._assign(changes))
         self._from_store = True
         self._publish(editor.finish(changes.revision))
         if old is not None and changes.full:
@@ -169,14 +181,29 @@ class RuleFeed:
                 del parts[-_FREED_PER_STEP:]
                 await asyncio.sleep(0)
 
+    def _assign(self, changes: BookChanges) -> Iterator[None]:
+        if changes.full:
+            yield from self.assignments.replace(changes.assignments or Assignments())
+            return
+        for number, identity in enumerate(changes.unassigned, 1):
+            self.assignments.remove(*identity)
+            if not number % ASSIGNMENTS_PER_STEP:
+                yield
+        for number, assigned in enumerate(changes.assigned, 1):
+            self.assignments.put(*assigned)
+            if not number % ASSIGNMENTS_PER_STEP:
+                yield
+
     def _publish(self, book: RuleBook) -> None:
         self._book = book
         self._on_book(book)
         if self._last_good is not None and self._from_store:
-            self._last_good.offer(book)
+            self._last_good.offer(book, self.assignments)
 
     def _count_skipped(self, changes: BookChanges) -> None:
-        self.skipped_total += len(changes.skipped)
+        self.skipped_total += len(changes.skipped) + changes.skipped_assignments
+        if changes.skipped_assignments:
+            _log.warning("%d invalid assignments have no effect", changes.skipped_assignments)
         if changes.full:
             self._left_out.clear()
         elif self._left_out:
@@ -187,3 +214,9 @@ class RuleFeed:
             _log.warning("rule %s is not served: %s", row.rule_id or "without id", row.reason)
         if (unnamed := len(changes.skipped) - MAX_REPORTED_ROWS) > 0:
             _log.warning("%d more rules are not served", unnamed)
+
+
+async def _all_steps(steps: Iterator[None]) -> None:
+    """Take steps, one per event-loop iteration."""
+    for _ in steps:
+        await asyncio.sleep(0)

@@ -1,9 +1,12 @@
 """What a node keeps of the rule database in its state directory, for a start while the database is unavailable.
 
-Two files: the last good rule book, and the key of the buckets' names. Both are written aside and renamed, so that a
-reader finds the old file or the new one, whole. An unusable file is logged and never ends the start. See ADR 0013.
+Two files: the last good rule book with the assignments, and the key of the buckets' names. Both are written aside and
+renamed, so that a reader finds the old file or the new one, whole. An unusable file is logged and never ends the start.
+See ADR 0013.
 
-The book is lines of JSON: a header, one array per rule in the columns of ``RuleRow``, and a checksum of all before it.
+The book is lines of JSON: a header, one array per rule in the columns of ``RuleRow``, one per assignment in the fields
+of ``Assigned``, and a checksum of all before it. Assignments that are changed while the file is written are in it as
+before or as after.
 """
 
 from __future__ import annotations
@@ -14,15 +17,16 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
 from ratelimitd.errors import StartupError
 from ratelimitd.model import Rule
+from ratelimitd.rules.assignments import Assigned, Assignments, assigned_of
 from ratelimitd.rules.book import BookEditor, RuleBook
 from ratelimitd.rules.store import SECRET_BYTES, RuleStore
 from ratelimitd.rules.validation import RuleRow, rule_from_row
@@ -30,12 +34,17 @@ from ratelimitd.rules.validation import RuleRow, rule_from_row
 BOOK_FILE: Final = "rules.last-good"
 KEY_FILE: Final = "bucket-key"
 FORMAT: Final = "ratelimitd rule book 1"
+FORMAT_WITH_ASSIGNMENTS: Final = "ratelimitd rule book 2"
+"""A release without assignments must not take such a file for a whole one."""
 
 WRITE_DELAY_S: Final = 5.0
 """How long a new book waits for a newer one before it is written, so that an import is written once."""
 
+ASSIGNMENTS_PER_S: Final = 20_000
+"""The delay is 1 s longer for each so many assignments: a million are written in 3 s, at most once in 55 s."""
+
 RULES_PER_STEP: Final = 128
-"""Rules written per event-loop iteration: about 0.5 ms."""
+"""Rules, or assignments, written per event-loop iteration: about 0.5 ms."""
 
 BYTES_PER_STEP: Final = 16_384
 """Bytes read and decoded per event-loop iteration: about 100 rules, 1 ms."""
@@ -53,6 +62,13 @@ _FINGERPRINT_OF: Final = b"ratelimitd: which key names the buckets"
 _log = logging.getLogger(__name__)
 
 
+class LastGood(NamedTuple):
+    """What a node serves without a database."""
+
+    book: RuleBook
+    assignments: Assignments
+
+
 class LastGoodBook:
     """Keeps the newest book in ``state_dir``, which must exist and belong to this node alone. Tests set ``sleep``."""
 
@@ -61,13 +77,16 @@ class LastGoodBook:
     ) -> None:
         self._path = state_dir / BOOK_FILE
         self._sleep = sleep
-        self._offered: RuleBook | None = None
+        self._offered: LastGood | None = None
         self._writer: asyncio.Task[None] | None = None
         self._delay: asyncio.Future[None] | None = None
         self._closing = False
 
-    async def load(self) -> RuleBook | None:
-        """Return the book, ``None`` without a usable one. An unusable file is logged and renamed to ``*.bad``."""
+    async def load(self) -> LastGood | None:
+        """Return what the file holds, ``None`` without a usable one.
+
+        An unusable file is logged and renamed to ``*.bad``.
+        """
         try:
             with await asyncio.to_thread(self._path.open, "rb") as file:
                 return await _read(file)
@@ -80,9 +99,9 @@ class LastGoodBook:
             _log.warning("the last good rule book was set aside: %s", error)
         return None
 
-    def offer(self, book: RuleBook) -> None:
-        """Write this book within ``WRITE_DELAY_S``, unless a newer one is offered before. Never raises."""
-        self._offered = book
+    def offer(self, book: RuleBook, assignments: Assignments) -> None:
+        """Write these after a delay, see ``WRITE_DELAY_S``, unless newer ones are offered before. Never raises."""
+        self._offered = LastGood(book, assignments)
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_offered(), name="last good rule book")
 
@@ -98,26 +117,30 @@ class LastGoodBook:
         while self._offered is not None:
             if not self._closing:
                 # Only the delay is cancelled; a write that has begun is completed.
-                self._delay = asyncio.ensure_future(self._sleep(WRITE_DELAY_S))
+                delay_s = WRITE_DELAY_S + len(self._offered.assignments) / ASSIGNMENTS_PER_S
+                self._delay = asyncio.ensure_future(self._sleep(delay_s))
                 await asyncio.wait([self._delay])
-            book, self._offered = self._offered, None
+            offered, self._offered = self._offered, None
             try:
-                await self._write(book)
+                await self._write(*offered)
             except OSError as error:
                 _log.warning("the last good rule book cannot be written: %s", error.strerror)
 
-    async def _write(self, book: RuleBook) -> None:
+    async def _write(self, book: RuleBook, assignments: Assignments) -> None:
         aside = self._path.with_name(f"{BOOK_FILE}.tmp")
         digest = blake2b()
-        header = {"format": FORMAT, "revision": book.revision, "rules": len(book)}
+        kind = FORMAT_WITH_ASSIGNMENTS if assignments else FORMAT
+        header = {"format": kind, "revision": book.revision, "rules": len(book)}
         with await asyncio.to_thread(aside.open, "wb") as file:
             lines = [_line(header)]
-            rules = book.rules()
+            written = chain(
+                (_line(RuleRow.of(rule)) for rule in book.rules()), _lines_of(assignments)
+            )
             while lines:
                 data = b"".join(lines)
                 digest.update(data)
                 await asyncio.to_thread(file.write, data)
-                lines = [_line(RuleRow.of(rule)) for rule in islice(rules, RULES_PER_STEP)]
+                lines = list(islice(written, RULES_PER_STEP))
             await asyncio.to_thread(file.write, _line({"blake2b": digest.hexdigest()}))
             await asyncio.to_thread(_sync, file)
         await asyncio.to_thread(os.replace, aside, self._path)
@@ -223,25 +246,28 @@ class _UnusableFileError(Exception):
     """The file is no whole book; the message says why."""
 
 
-async def _read(file: BinaryIO) -> RuleBook:
-    """Return the book in the file, decoded in steps; nothing of it is used before its checksum is verified."""
+async def _read(file: BinaryIO) -> LastGood:
+    """Return what is in the file, decoded in steps; nothing of it is used before its checksum is verified."""
     first = await asyncio.to_thread(file.readline, _MAX_HEADER_BYTES)
     header = _object(first)
     revision = header.get("revision")
-    if header.get("format") != FORMAT or not isinstance(revision, int):
+    if header.get("format") not in {FORMAT, FORMAT_WITH_ASSIGNMENTS} or not isinstance(
+        revision, int
+    ):
         message = "it has another format"
         raise _UnusableFileError(message)
     digest = blake2b(first)
     editor = BookEditor(RuleBook.empty())
+    assignments = Assignments()
     while lines := await asyncio.to_thread(file.readlines, BYTES_PER_STEP):
         for line in lines:
             if line.startswith(b"{"):
                 if _object(line).get("blake2b") != digest.hexdigest():
                     message = "its checksum is wrong"
                     raise _UnusableFileError(message)
-                return editor.finish(revision)
+                return LastGood(editor.finish(revision), assignments)
             digest.update(line)
-            editor.put(_rule(line))
+            _take(line, editor, assignments)
     message = "its end is missing"
     raise _UnusableFileError(message)
 
@@ -254,15 +280,28 @@ def _object(line: bytes) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _rule(line: bytes) -> Rule:
+def _take(line: bytes, editor: BookEditor, assignments: Assignments) -> None:
+    """Add the rule or the assignment of a line."""
     try:
-        rule = rule_from_row(RuleRow(*json.loads(line)))
-    except (ValueError, TypeError):
+        values = json.loads(line)
+        if len(values) == len(Assigned._fields):
+            identifier_type, identifier, *plan = values
+            values = [identifier_type, identifier.encode(), *plan]
+            if assigned := assigned_of(values):
+                assignments.put(*assigned)
+                return
+        rule = rule_from_row(RuleRow(*values))
+    except (ValueError, TypeError, AttributeError):
         rule = None
     if not isinstance(rule, Rule):
         message = "a line of it is no rule"
         raise _UnusableFileError(message)
-    return rule
+    editor.put(rule)
+
+
+def _lines_of(assignments: Assignments) -> Iterator[bytes]:
+    for identifier_type, identifier, plan, expire_time in assignments.items():
+        yield _line((identifier_type, identifier.decode(), plan, expire_time))
 
 
 def _line(value: object) -> bytes:

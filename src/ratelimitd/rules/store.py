@@ -9,9 +9,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from ratelimitd.model import NOMINAL_SECONDS, Enforcement, Period, Rule
+from ratelimitd.model import NOMINAL_SECONDS, Enforcement, Identity, Period, Rule
+
+if TYPE_CHECKING:
+    from ratelimitd.rules.assignments import Assigned, Assignment, Assignments
 
 MAX_RULES: Final = 100_000
 """Maximum number of rules in a store. A book of this size loads in about 3 s and takes 80 MB."""
@@ -140,7 +143,8 @@ class SkippedRow(NamedTuple):
 class AuditEntry(NamedTuple):
     """One change of a rule: who made it, when (UTC), and the rule's fields before and after, ``None`` if absent.
 
-    ``action`` is ``create``, ``update`` or ``delete``. Fields are as stored: untyped and not validated.
+    ``action`` is ``create``, ``update`` or ``delete``. Fields are as stored: untyped and not validated. A change of an
+    assignment has an empty ``rule_id``, and its fields.
     """
 
     revision: int
@@ -155,7 +159,8 @@ class AuditEntry(NamedTuple):
 class BookChanges(NamedTuple):
     """The changes from a known revision to ``revision``.
 
-    With ``full``, ``changed`` is every rule. Otherwise remove ``removed_ids`` first, then put ``changed``.
+    With ``full``, ``changed`` is every rule, and ``assignments`` every assignment. Otherwise remove ``removed_ids`` and
+    ``unassigned`` first, then put ``changed`` and ``assigned``. Invalid assignments are skipped and counted.
     """
 
     revision: int
@@ -163,6 +168,10 @@ class BookChanges(NamedTuple):
     removed_ids: Sequence[str] = ()
     skipped: Sequence[SkippedRow] = ()
     full: bool = False
+    assignments: Assignments | None = None
+    assigned: Sequence[Assigned] = ()
+    unassigned: Sequence[Identity] = ()
+    skipped_assignments: int = 0
 
 
 class RuleStore(Protocol):
@@ -172,6 +181,10 @@ class RuleStore(Protocol):
     (a certificate's SAN, or role@peer). Every method raises ``StoreUnavailableError`` when the database cannot be
     reached or written; messages never hold SQL or values.
     """
+
+    @property
+    def assignments(self) -> AssignmentStore:
+        """The assignments in the same database."""
 
     async def create(self, draft: RuleDraft, actor: str) -> Rule:
         """Add a rule.
@@ -235,3 +248,54 @@ class RuleStore(Protocol):
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
+
+
+class AssignmentStore(Protocol):
+    """Keeps the assignments beside the rules, with the same revision counter and audit trail.
+
+    A write is one transaction. What has expired is as good as absent, and is deleted by later writes, a bounded number
+    each. ``actor`` and ``StoreUnavailableError`` are as for :class:`RuleStore`.
+    """
+
+    async def assign_all(
+        self, assignments: Sequence[Assignment], actor: str
+    ) -> Sequence[Assignment]:
+        """Assign every identity, or none; return the assignments in this order, with their new etags.
+
+        Each identity occurs once. One whose assignment already says the same keeps its etag.
+
+        Raises:
+            AssignmentConflictError: an etag is given and is not the assignment's.
+            AssignmentsFullError: the store would hold more than ``MAX_ASSIGNMENTS``.
+        """
+
+    async def unassign(self, identity: Identity, etag: str, actor: str) -> None:
+        """Remove the assignment of an identity.
+
+        Raises:
+            AssignmentNotFoundError: it has none.
+            AssignmentConflictError: ``etag`` is given and is not the assignment's.
+        """
+
+    async def assignment(self, identity: Identity) -> Assignment:
+        """Return the assignment of an identity.
+
+        Raises:
+            AssignmentNotFoundError: it has none.
+        """
+
+    async def assignments(
+        self, query: AssignmentQuery, after: Identity | None, size: int
+    ) -> Sequence[Assignment]:
+        """Return at most ``size`` assignments by identifier type, then the bytes of the identifier.
+
+        ``after`` is the last identity of the previous page.
+        """
+
+
+class AssignmentQuery(NamedTuple):
+    """What a listing selects: a plan, a type, and how the identifier begins; empty = all. A prefix needs a type."""
+
+    plan: str = ""
+    identifier_type: str = ""
+    prefix: bytes = b""

@@ -349,9 +349,8 @@ def _known(check: Check, scope: Scope | PlanScopes | None) -> _Known | None:
     is_address = check.identifier_type == IdentifierType.IP
     if isinstance(scope, PlanScopes):
         return _ByPlan(check, scope), check.cost, is_address, b"", b"", _OF_PLAN
-    # Of a node that shares state, the general path finds the window of a calendar.
     if scope is None or scope.passed_over or (scope.windows is not None and not scope.several):
-        return None
+        return None  # a shared calendar window is looked up by the general path
     if scope.several:
         parts = tuple(map(_parts, scope.several))
         longest = sum(_MOST_STATUS_BYTES + sum(map(len, one[:5])) for one in parts)

@@ -41,19 +41,22 @@ class ListQuery(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The last rule of a page: the next page starts behind it."""
+    """The last item of a page, a rule or an assignment: the next page starts behind it.
 
-    endpoint: str
+    Of an assignment, ``name`` is its identifier in hex.
+    """
+
+    name: str
     identifier_type: str
 
 
-def page_token(position: Position, query: ListQuery, key: bytes) -> str:
-    """The token that continues ``query`` behind ``position``. ``key`` is 1 to 64 bytes."""
+def page_token(position: Sequence[str], query: Sequence[str], key: bytes) -> str:
+    """The token that continues ``query`` behind ``position``, two texts without NUL. ``key`` is 1 to 64 bytes."""
     text = _PART.join(position).encode()
     return base64.urlsafe_b64encode(_seal(text, query, key) + text).decode().rstrip("=")
 
 
-def position_of(token: str, query: ListQuery, key: bytes) -> Position:
+def position_of(token: str, query: Sequence[str], key: bytes) -> Position:
     """Where a token says to go on.
 
     Raises:
@@ -62,8 +65,8 @@ def position_of(token: str, query: ListQuery, key: bytes) -> Position:
     try:
         padding = "=" * (-len(token) % 4)
         sealed = base64.b64decode(token.encode("ascii") + padding.encode(), b"-_", validate=True)
-        endpoint, identifier_type = sealed[SEAL_BYTES:].decode().split(_PART)
-        position = Position(endpoint, identifier_type)
+        name, identifier_type = sealed[SEAL_BYTES:].decode().split(_PART)
+        position = Position(name, identifier_type)
         # Made anew and compared whole: base64 can spell the same bytes in several ways, and only one is ours.
         if hmac.compare_digest(token, page_token(position, query, key)):
             return position
@@ -73,7 +76,7 @@ def position_of(token: str, query: ListQuery, key: bytes) -> Position:
     raise RuleInvalidError(violation)
 
 
-def _seal(text: bytes, query: ListQuery, key: bytes) -> bytes:
+def _seal(text: bytes, query: Sequence[str], key: bytes) -> bytes:
     bound = _PART.join(query).encode("utf-8", "surrogateescape")
     keyed = blake2b(key=key, digest_size=SEAL_BYTES, person=b"page token")
     keyed.update(len(bound).to_bytes(4, "big") + bound + text)
@@ -165,7 +168,7 @@ class ConfigService:
         message = parse_list(data)
         query, size = _query_of(message, self._types)
         token = text_of(message.page_token)
-        key = await self._key()
+        key = await self.page_key()
         after = position_of(token, query, key) if token else None
         # One more than asked for tells whether there is a next page.
         rules = await self._store.page(*query, after, size + 1)
@@ -201,8 +204,8 @@ class ConfigService:
         if violations:
             raise RuleInvalidError(*violations)
 
-    async def _key(self) -> bytes:
-        """The key of page tokens, read once: a node also starts while the store is away."""
+    async def page_key(self) -> bytes:
+        """Return the key of page tokens, read once: a node also starts while the store is away."""
         if not self._page_key:
             self._page_key = await self._store.secret(PAGE_KEY_NAME)
         return self._page_key

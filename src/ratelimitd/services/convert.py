@@ -38,6 +38,7 @@ from ratelimitd.model import (
     Rule,
     types_within,
 )
+from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES
 from ratelimitd.rules.store import (
     EDITABLE,
     FIRST_LIMIT,
@@ -64,9 +65,6 @@ from ratelimitd.services.wire import (
     WireUpdate,
 )
 from ratelimiter.v1 import ratelimiter_pb2
-
-MAX_IDENTIFIER_BYTES: Final = 256
-"""Longest identifier, in bytes of UTF-8."""
 
 REMEMBERED_ENDPOINTS: Final = 4_096
 """Cached endpoints; they are route templates, so few. Saves decoding and validation, 0.4 µs. At most 1,020 bytes each,
@@ -179,6 +177,19 @@ def target_of(message: WireReset, identities: Identities = CONTRACT_IDENTITIES) 
     return Target(joined([named[one] for one in types]), "+".join(types), endpoint)
 
 
+def identity_of(message: WireIdentity, identities: Identities, path: str) -> Identity:
+    """Return an identity, as a check names it; ``path`` is that of its fields, such as ``identity.``.
+
+    Raises:
+        CheckInvalidError: names every violated field.
+    """
+    wrong = [*_identity_violations(message, identities, path)]
+    if wrong:
+        raise CheckInvalidError(*wrong)
+    kind = identities.types[message.identifier_type]
+    return kind, _identifier(message.identifier, kind)
+
+
 def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
     """Return the contract's answer to one check."""
     allowed, remaining, reset_time, retry_after, reason, rule, limit, limits, wait_ms, plan = (
@@ -196,8 +207,8 @@ def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
         rule_id=rule.id if rule else "",
         limits=map(_status_of, limits),
         limit_name=limit.name if limit else "",
-        plan=plan,
         wait_ms=wait_ms,
+        plan=plan,
     )
 
 

@@ -15,6 +15,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
+    AssignmentConflictError,
+    AssignmentNotFoundError,
+    AssignmentsFullError,
     FieldViolation,
     InvalidInputError,
     RateLimitdError,
@@ -62,6 +65,13 @@ ERROR_STATUS: Final[Mapping[type, ErrorStatus]] = {
     RuleConflictError: ErrorStatus(
         StatusCode.ABORTED, "ETAG_MISMATCH", "the etag is not the rule's: read the rule again"
     ),
+    AssignmentNotFoundError: ErrorStatus(StatusCode.NOT_FOUND, "ASSIGNMENT_NOT_FOUND"),
+    AssignmentConflictError: ErrorStatus(
+        StatusCode.ABORTED,
+        "ETAG_MISMATCH",
+        "the etag is not the assignment's: read the assignment again",
+    ),
+    AssignmentsFullError: ErrorStatus(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_ASSIGNMENTS"),
     StoreUnavailableError: ErrorStatus(StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE"),
     StoreOverloadedError: ErrorStatus(StatusCode.UNAVAILABLE, "STORE_OVERLOADED"),
     StoreCorruptError: ErrorStatus(

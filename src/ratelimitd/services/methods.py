@@ -22,7 +22,7 @@ from ratelimitd.rpc.interface import (
     StatusCode,
     UnaryHandler,
 )
-from ratelimitd.services import config, envoy, grpc_health, health, rate_limiter, reflection
+from ratelimitd.services import config, envoy, grpc_health, health, plans, rate_limiter, reflection
 from ratelimitd.services.auth import Access, Requirement, Role
 from ratelimitd.services.errors import ErrorEdge
 from ratelimitd.tracing import TRACEPARENT, Span, Tracer, is_sampled
@@ -46,6 +46,11 @@ ROLES: Final[Mapping[str, Role]] = MappingProxyType(
         f"/{health.SERVICE}/GetMetrics": Role.READ,
         f"/{health.SERVICE}/ResetRateLimit": Role.ADMIN,
         f"/{health.SERVICE}/ExplainRateLimit": Role.READ,
+        f"/{plans.SERVICE}/AssignPlan": Role.ADMIN,
+        f"/{plans.SERVICE}/UnassignPlan": Role.ADMIN,
+        f"/{plans.SERVICE}/GetAssignment": Role.READ,
+        f"/{plans.SERVICE}/ListAssignments": Role.READ,
+        f"/{plans.SERVICE}/BatchAssignPlans": Role.ADMIN,
         f"/{grpc_health.SERVICE}/Check": Role.OPEN,
         f"/{grpc_health.SERVICE}/List": Role.OPEN,
         f"/{grpc_health.SERVICE}/Watch": Role.OPEN,
@@ -55,7 +60,12 @@ ROLES: Final[Mapping[str, Role]] = MappingProxyType(
 )
 """Full path → role, for every method under its name with package."""
 
-OUR_SERVICES: Final = (rate_limiter.SERVICE, config.SERVICE, health.SERVICE)
+OUR_SERVICES: Final = (
+    rate_limiter.SERVICE,
+    config.SERVICE,
+    health.SERVICE,
+    plans.SERVICE,
+)
 """The services of the contract."""
 
 
@@ -165,6 +175,11 @@ _OTHERS: Final = frozenset(
         f"{config.SERVICE}/ListRateLimits",
         f"{health.SERVICE}/ResetRateLimit",
         f"{health.SERVICE}/ExplainRateLimit",
+        f"{plans.SERVICE}/AssignPlan",
+        f"{plans.SERVICE}/UnassignPlan",
+        f"{plans.SERVICE}/GetAssignment",
+        f"{plans.SERVICE}/ListAssignments",
+        f"{plans.SERVICE}/BatchAssignPlans",
     }
 )
 

@@ -188,6 +188,50 @@ class WireList(Protocol):
     page_token: bytes
 
 
+class WireAssignment(Protocol):
+    """``Assignment``."""
+
+    identity: WireIdentity
+    plan: bytes
+    expire_time: int
+    note: bytes
+    etag: bytes
+
+
+class WireAssign(Protocol):
+    """``AssignPlanRequest``."""
+
+    assignment: WireAssignment
+
+
+class WireAssignBatch(Protocol):
+    """``BatchAssignPlansRequest``."""
+
+    assignments: Sequence[WireAssignment]
+
+
+class WireGetAssignment(Protocol):
+    """``GetAssignmentRequest``."""
+
+    identity: WireIdentity
+
+
+class WireUnassign(WireGetAssignment, Protocol):
+    """``UnassignPlanRequest``."""
+
+    etag: bytes
+
+
+class WireAssignments(Protocol):
+    """``ListAssignmentsRequest``."""
+
+    plan: bytes
+    identifier_type: bytes
+    identifier_prefix: bytes
+    page_size: int
+    page_token: bytes
+
+
 class WireMetrics(Protocol):
     """``MetricsRequest``."""
 
@@ -229,6 +273,31 @@ def parse_delete(data: bytes) -> WireDelete:
 def parse_list(data: bytes) -> WireList:
     """Read a ``ListRateLimitsRequest``."""
     return cast("WireList", _parse(_LIST, data))
+
+
+def parse_assign(data: bytes) -> WireAssign:
+    """Read an ``AssignPlanRequest``."""
+    return cast("WireAssign", _parse(_ASSIGN, data))
+
+
+def parse_assign_batch(data: bytes) -> WireAssignBatch:
+    """Read a ``BatchAssignPlansRequest``."""
+    return cast("WireAssignBatch", _parse(_ASSIGN_BATCH, data))
+
+
+def parse_unassign(data: bytes) -> WireUnassign:
+    """Read an ``UnassignPlanRequest``."""
+    return cast("WireUnassign", _parse(_UNASSIGN, data))
+
+
+def parse_get_assignment(data: bytes) -> WireGetAssignment:
+    """Read a ``GetAssignmentRequest``."""
+    return cast("WireGetAssignment", _parse(_GET_ASSIGNMENT, data))
+
+
+def parse_assignments(data: bytes) -> WireAssignments:
+    """Read a ``ListAssignmentsRequest``."""
+    return cast("WireAssignments", _parse(_ASSIGNMENTS, data))
 
 
 def parse_metrics(data: bytes) -> WireMetrics:
@@ -343,6 +412,11 @@ _CREATE: Final = _message("ratelimiter.v1.CreateRateLimitRequest")
 _UPDATE: Final = _message("ratelimiter.v1.UpdateRateLimitRequest")
 _DELETE: Final = _message("ratelimiter.v1.DeleteRateLimitRequest")
 _LIST: Final = _message("ratelimiter.v1.ListRateLimitsRequest")
+_ASSIGN: Final = _message("ratelimiter.v1.AssignPlanRequest")
+_ASSIGN_BATCH: Final = _message("ratelimiter.v1.BatchAssignPlansRequest")
+_UNASSIGN: Final = _message("ratelimiter.v1.UnassignPlanRequest")
+_GET_ASSIGNMENT: Final = _message("ratelimiter.v1.GetAssignmentRequest")
+_ASSIGNMENTS: Final = _message("ratelimiter.v1.ListAssignmentsRequest")
 _METRICS: Final = _message("ratelimiter.v1.MetricsRequest")
 _RESET: Final = _message("ratelimiter.v1.ResetRequest")
 _EMPTY: Final = _message("google.protobuf.Empty")

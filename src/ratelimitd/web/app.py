@@ -37,6 +37,7 @@ from ratelimitd.fair_queue import FairQueue
 from ratelimitd.observe.exposition import Page
 from ratelimitd.observe.metrics import Definition, Point
 from ratelimitd.rpc.interface import Call, Methods
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.api.json_api import HttpCheck, JsonApi, Translation
@@ -46,6 +47,7 @@ from ratelimitd.web.pages.invoke import ServiceCalls
 from ratelimitd.web.pages.login import LoginPages
 from ratelimitd.web.pages.overview import LiveStatus, OverviewPage
 from ratelimitd.web.pages.page_base import Frame, accepts_html
+from ratelimitd.web.pages.plans import PlansPage
 from ratelimitd.web.pages.rendering import look
 from ratelimitd.web.pages.rules import RulesPages
 from ratelimitd.web.pages.sessions import Sessions
@@ -259,6 +261,8 @@ class Parts:
     """The services, each method behind its role."""
     book: Callable[[], RuleBook | None]
     """The rule book of this moment, ``None`` while there is none."""
+    assignments: Assignments
+    """The plans of identities in force."""
     audit: AuditReader
     live: LiveStatus
     """What the overview shows."""
@@ -317,6 +321,9 @@ def application(parts: Parts) -> ASGIApp:
         static.route(),
         *LoginPages(frame, sessions, parts.refused, parts.holds_admin_token).routes(),
         *RulesPages(frame, services, parts.book, trail, types=parts.types).routes(),
+        *PlansPage(
+            frame, services, parts.book, parts.assignments, types=parts.types, now_s=parts.now_s
+        ).routes(),
         *TryPage(frame, services, parts.now_s, parts.types).routes(),
         *audit_routes(frame, trail),
         *api.routes(),

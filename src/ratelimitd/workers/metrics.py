@@ -46,6 +46,7 @@ GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
     # What is the same for all, or as good as that.
     "rate_limiter_build_info": max,
     "rate_limiter_rules": min,
+    "rate_limiter_assignments": min,
     "process_start_time_seconds": min,
 }
 """Rule of each gauge; one that is missing here would show the largest value."""

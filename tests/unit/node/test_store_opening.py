@@ -10,6 +10,7 @@ from ratelimitd.clock import SystemClock
 from ratelimitd.errors import StartupError, StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.node import startup
 from ratelimitd.node.startup import StoreOpening, feed_of
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.last_good import KEY_NAME, BucketKey
 from ratelimitd.rules.sql import migrations
 from ratelimitd.rules.sql.database import open_database
@@ -103,7 +104,13 @@ async def test_the_feed_of_a_node_opens_the_store_and_makes_no_new_one_beside_th
 
     async def started():
         feed = feed_of(
-            store, settings, None, tmp_path, on_book=lambda _book: None, whole_load=nullcontext
+            store,
+            settings,
+            None,
+            tmp_path,
+            on_book=lambda _book: None,
+            assignments=Assignments(),
+            whole_load=nullcontext,
         )
         await feed.start()
         await feed.notify()

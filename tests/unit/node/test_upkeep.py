@@ -3,15 +3,20 @@ import pytest
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets.table import SHARD_ENTRIES, BucketTable
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import US_PER_S, Algorithm, IdentifierType, Rule
 from ratelimitd.node.jobs import SWEEP_SHARDS, TICK_S, Upkeep
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.testing import ManualClock
 
 RULE = Rule(
     "r", "/a", IdentifierType.USER, limit=10, window_seconds=1, algorithm=Algorithm.FIXED_WINDOW
 )
+
+
+ROUND = 2_500
+"""Ticks in which every shard of the assignments is swept."""
 
 
 class WrongClock(ManualClock):
@@ -27,6 +32,7 @@ class Fixture:
     def __init__(self):
         self.clock = WrongClock()
         self.stats = CheckStats()
+        self.assignments = Assignments()
         self.table = BucketTable(SHARD_ENTRIES * SWEEP_SHARDS, self.stats)
         self.health = Health(
             node_id="n", stats=self.stats, clock=self.clock, rules_revision=lambda: 0
@@ -36,6 +42,7 @@ class Fixture:
         self.upkeep = Upkeep(
             clock=self.clock,
             table=self.table,
+            assignments=self.assignments,
             health=self.health,
             runtime=self.runtime,
             loop_time_s=lambda: self.loop_s,
@@ -56,6 +63,19 @@ def test_expired_buckets_leave(node):
     node.clock.advance(seconds=3600)
     node.upkeep.tick()
     assert (len(node.table), node.table.expired_total) == (0, 50)
+
+
+def test_expired_assignments_leave(node):
+    end_s = node.clock.now_us() // US_PER_S + 60
+    node.assignments.put("user", b"a", "pro", end_s)
+    node.assignments.put("user", b"b", "pro", 0)
+    for _ in range(ROUND):
+        node.upkeep.tick()
+    assert len(node.assignments) == 2
+    node.clock.advance(seconds=60)
+    for _ in range(ROUND):
+        node.upkeep.tick()
+    assert len(node.assignments) == 1
 
 
 def test_the_table_learns_of_the_seconds_that_passed_also_of_those_that_were_missed(node):

@@ -84,7 +84,11 @@ def snapshot():
 def metrics(stats, runtime, *, transport, cluster, snapshot):
     clock = ManualClock()
     feed = SimpleNamespace(
-        book=RuleBook.of([RULE], 4), skipped_total=15, left_out=19, connected=True
+        book=RuleBook.of([RULE], 4),
+        assignments=range(20),
+        skipped_total=15,
+        left_out=19,
+        connected=True,
     )
     return Metrics(
         NodeParts(
@@ -147,6 +151,7 @@ def test_buckets_rules_and_snapshot_are_reported(metrics, stats):
     assert value(metrics, "rate_limiter_rules_revision") == 4
     assert value(metrics, "rate_limiter_rules_skipped_total") == 15
     assert value(metrics, "rate_limiter_rules_left_out") == 19
+    assert value(metrics, "rate_limiter_assignments") == 20
     assert value(metrics, "rate_limiter_rules_store_up") == 1
     assert value(metrics, "rate_limiter_snapshot_age_seconds") == 1.5
     assert value(metrics, "rate_limiter_snapshot_written_bytes_total") == 16

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ratelimitd.model import US_PER_S
-from ratelimitd.rules.assignments import MAX_EXPIRE_TIME, Assignments
+from ratelimitd.rules.assignments import (
+    MAX_EXPIRE_TIME,
+    Assigned,
+    Assignment,
+    Assignments,
+    assigned_of,
+)
 
 NOW_US = 1_000 * US_PER_S
 
@@ -113,7 +121,7 @@ def test_what_has_expired_is_swept_in_steps() -> None:
     )
     told = []
     assignments.on_types_changed = lambda: told.append(1)
-    assignments.sweep(NOW_US, 1_000)
+    assignments.sweep(NOW_US, 100_000)
     assert 1 < len(assignments) < 1_001
     assignments.sweep(NOW_US, 1_000_000)
     assert assignments.types == {"ip": 1}
@@ -124,3 +132,111 @@ def test_what_has_not_expired_stays() -> None:
     assignments = _assigned(("user", b"a", "pro", 1_001), ("user", b"b", "pro", 0))
     assignments.sweep(NOW_US, 1_000_000)
     assert len(assignments) == 2
+
+
+def test_holders_of_plans_are_counted() -> None:
+    assignments = _assigned(
+        ("user", b"a", "pro", 0), ("user", b"b", "pro", 900), ("ip", b"c", "x", 0)
+    )
+    assert assignments.plans == {"pro": 2, "x": 1}
+    assignments.put("user", b"a", "free", 0)
+    assignments.remove("ip", b"c")
+    assert assignments.plans == {"pro": 1, "free": 1}
+    assignments.sweep(NOW_US, 1_000_000)
+    assert assignments.plans == {"free": 1}
+    _all_steps(assignments, _assigned(("ip", b"1.1.1.1", "y", 0)))
+    assert assignments.plans == {"y": 1}
+
+
+def test_all_are_yielded_and_their_change_meanwhile_does_no_harm() -> None:
+    wanted = {Assigned("user", b"%d" % number, f"p{number}", number) for number in range(1_000)}
+    assignments = _assigned(*wanted)
+    found = assignments.items()
+    first = next(found)
+    _all_steps(assignments, _assigned(("ip", b"1.1.1.1", "y", 0)))
+    assert {first, *found} == wanted
+
+
+def test_etags_tell_versions_apart() -> None:
+    one = Assignment("user", b"a", "pro")
+    etags = {
+        one.with_etag(1).etag,
+        one.with_etag(2).etag,
+        one._replace(plan="free").with_etag(1).etag,
+        one._replace(note="n").with_etag(1).etag,
+        one._replace(expire_time=1).with_etag(1).etag,
+    }
+    assert len(etags) == 5
+    assert one.with_etag(1).etag == one.with_etag(1).with_etag(1).etag
+    assert one.same_as(one.with_etag(1))
+    assert not one.same_as(one._replace(note="n"))
+    assert not one.same_as(None)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("user", b"a", "pro", "0"),
+        ("user", b"a", "pro", -1),
+        ("user", b"a", "pro", MAX_EXPIRE_TIME + 1),
+        ("user", b"a", "Pro", 0),
+        ("user", b"a", b"pro", 0),
+        ("user", b"", "pro", 0),
+        ("user", b"a" * 257, "pro", 0),
+        ("user", "a", "pro", 0),
+        ("user", b"\xff", "pro", 0),
+        ("user", b"\xed\xb3\xbf", "pro", 0),
+        ("ip+user", b"a", "pro", 0),
+        (None, b"a", "pro", 0),
+    ],
+)
+def test_a_stored_row_may_be_no_assignment(row: tuple[object, ...]) -> None:
+    assert assigned_of(row) is None
+    for identifier in (b"a", "caf\u00e9".encode()):
+        assert assigned_of(("user", identifier, "pro", 0)) == Assigned("user", identifier, "pro", 0)
+
+
+def test_a_plan_that_nobody_has_any_more_makes_room_for_another_and_old_readers_do_not_mind() -> (
+    None
+):
+    assignments = _assigned(("user", b"a", "pro", 0), ("user", b"b", "free", 7))
+    found = assignments.items()
+    first = next(found)
+    assignments.remove("user", b"a")
+    assignments.put("user", b"c", "blocked", 0)
+    assignments.put("user", b"b", "free", 0)
+    assert {first, *found} == {Assigned("user", b"a", "pro", 0), Assigned("user", b"b", "free", 7)}
+    assert assignments.plan_of("user", b"c", NOW_US) == ("blocked", 0)
+    assert assignments.plan_of("user", b"b", NOW_US) == ("free", 0)
+    assert assignments.plan_of("user", b"a", NOW_US) is None
+    assert assignments.plans == {"blocked": 1, "free": 1}
+
+
+def test_identifiers_within_others_are_others() -> None:
+    """All of them are in one shard, as if all had the same hash."""
+    identifiers = [
+        "a",
+        "aa",
+        "ab",
+        "\x00",
+        "a\x00",
+        "0",
+        "1",
+        "10",
+        "caf\u00e9",
+        "\u00e9",
+        "\U0010ffff",
+    ]
+
+    class Colliding(bytes):
+        def __hash__(self) -> int:
+            return 7
+
+    keys = [Colliding(identifier.encode()) for identifier in identifiers]
+    assignments = _assigned(*(("user", key, f"p{key.hex()}", 0) for key in keys[::2]))
+    for number, key in enumerate(keys):
+        expected = None if number % 2 else (f"p{key.hex()}", 0)
+        assert assignments.plan_of("user", key, NOW_US) == expected
+    for key in keys:
+        assignments.remove("user", key)
+    assert len(assignments) == 0

@@ -8,8 +8,10 @@ import pytest_asyncio
 
 from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.retry import Background
+from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.book import RULES_PER_STEP, RuleBook
 from ratelimitd.rules.feed import (
+    ASSIGNMENTS_PER_STEP,
     MAX_REPORTED_ROWS,
     POLL_JITTER,
     POLL_S,
@@ -406,7 +408,7 @@ async def test_closing_keeps_the_book_on_disk_for_the_next_start(start, store, t
     await store.create(ORDERS, "me")
     node = await start()
     await node.close()
-    book = await LastGoodBook(tmp_path).load()
+    book = (await LastGoodBook(tmp_path).load()).book
     assert book is not None
     assert set(book.rules()) == set(node.feed.book.rules())
     await node.feed.close()
@@ -549,3 +551,99 @@ async def test_a_node_that_starts_while_the_server_is_down_serves_its_last_good_
         await node.pauses.turn()
         assert list(node.feed.book.rules()) == [rule]
         assert node.feed.connected
+
+
+def pro(identifier, plan="pro"):
+    return Assignment("user", identifier, plan)
+
+
+def plans(node):
+    return {one.identifier: one.plan for one in node.feed.assignments.items()}
+
+
+async def test_assignments_are_complete_when_the_first_book_is_there(start, store):
+    await store.assignments.assign_all([pro(b"a"), pro(b"b", "free")], "me")
+    node = await start()
+    assert (plans(node), node.feed.book.revision) == ({b"a": "pro", b"b": "free"}, 2)
+
+
+async def test_an_assignment_and_its_removal_are_seen_at_the_next_poll(start, store):
+    node = await start()
+    await store.assignments.assign_all([pro(b"a"), pro(b"b")], "me")
+    await node.pauses.turn()
+    assert (plans(node), node.feed.book.revision) == ({b"a": "pro", b"b": "pro"}, 2)
+    await store.assignments.unassign(("user", b"a"), "", "me")
+    await store.assignments.unassign(("user", b"b"), "", "me")
+    await store.assignments.assign_all([pro(b"b", "free")], "me")
+    await node.pauses.turn()
+    assert (plans(node), node.feed.book.revision) == ({b"b": "free"}, 5)
+
+
+async def test_rules_and_assignments_do_not_mix(start, store):
+    rule = await store.create(ORDERS, "me")
+    node = await start()
+    await store.assignments.assign_all([pro(b"a")], "me")
+    await store.delete(rule.id, "", "me")
+    await node.feed.notify()
+    assert (len(node.feed.book), plans(node)) == (0, {b"a": "pro"})
+
+
+async def test_a_batch_is_in_force_whole_and_many_are_applied_in_steps(start, store):
+    node = await start()
+    batch = [pro(b"%04d" % number) for number in range(ASSIGNMENTS_PER_STEP)]
+    sizes = set()
+
+    async def watch():
+        while True:
+            sizes.add(len(node.feed.assignments))
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    await store.assignments.assign_all(batch, "me")
+    await node.feed.notify()
+    assert sizes <= {0, len(batch)}
+    await store.assignments.assign_all([pro(b"x" + one.identifier) for one in batch], "me")
+    await store.assignments.assign_all([pro(b"y" + one.identifier) for one in batch], "me")
+    await node.feed.notify()
+    assert {len(batch), 2 * len(batch)} <= sizes
+    assert all(size % len(batch) == 0 for size in sizes)
+    watching.cancel()
+
+
+async def test_assignments_of_another_database_take_the_place_of_all(start, store, behind):
+    await store.assignments.assign_all([pro(b"a"), pro(b"b")], "me")
+    node = await start()
+    behind("UPDATE rule_revision SET revision = 1")
+    behind("DELETE FROM assignments WHERE identifier = x'61'")
+    await node.feed.notify()
+    assert plans(node) == {b"b": "pro"}
+
+
+async def test_an_assignment_written_past_the_service_is_left_out_if_it_is_none(
+    start, store, behind, reports
+):
+    await store.assignments.assign_all([pro(b"a"), pro(b"b"), pro(b"c")], "me")
+    node = await start()
+    behind("UPDATE assignments SET plan = 'No Plan', revision = 4 WHERE identifier = x'61'")
+    behind("UPDATE assignments SET plan = 'free', revision = 4 WHERE identifier = x'62'")
+    behind("UPDATE rule_revision SET revision = 4")
+    await node.feed.notify()
+    assert plans(node) == {b"a": "pro", b"b": "free", b"c": "pro"}
+    assert (node.feed.skipped_total, reports) == (1, ["1 invalid assignments have no effect"])
+    another = await start()
+    assert plans(another) == {b"b": "free", b"c": "pro"}
+
+
+async def test_who_is_blocked_stays_blocked_when_the_database_is_away_at_the_start(
+    start, store, lose
+):
+    await store.assignments.assign_all([pro(b"a", "blocked")], "me")
+    node = await start()
+    await node.close()
+    back = lose()
+    node = await start()
+    assert (plans(node), node.feed.connected) == ({b"a": "blocked"}, False)
+    back()
+    await store.assignments.unassign(("user", b"a"), "", "me")
+    await node.pauses.turn()
+    assert (plans(node), node.feed.connected) == ({}, True)

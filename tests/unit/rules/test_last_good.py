@@ -8,8 +8,10 @@ import pytest_asyncio
 
 from ratelimitd.errors import StartupError, StoreUnavailableError
 from ratelimitd.model import Algorithm, IdentifierType
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.last_good import (
+    ASSIGNMENTS_PER_S,
     BOOK_FILE,
     FINGERPRINT_NAME,
     KEY_FILE,
@@ -54,9 +56,9 @@ class Pause:
         self._ends.set()
 
 
-async def stored(directory, book):
+async def stored(directory, book, assignments=None):
     last_good = LastGoodBook(directory)
-    last_good.offer(book)
+    last_good.offer(book, assignments or Assignments())
     await last_good.close()
     return directory / BOOK_FILE
 
@@ -64,7 +66,7 @@ async def stored(directory, book):
 async def test_a_book_comes_back_as_it_was(tmp_path, reports):
     book = book_of(*ENDPOINTS)
     await stored(tmp_path, book)
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert reports == []
     assert found is not None
     assert found.revision == 7
@@ -76,7 +78,7 @@ async def test_a_book_comes_back_as_it_was(tmp_path, reports):
 
 async def test_an_empty_book_comes_back_too(tmp_path):
     await stored(tmp_path, RuleBook.empty(3))
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert found is not None
     assert (len(found), found.revision) == (0, 3)
 
@@ -84,7 +86,7 @@ async def test_an_empty_book_comes_back_too(tmp_path):
 async def test_a_book_of_many_turns_comes_back_whole(tmp_path):
     count = 3 * RULES_PER_STEP + 1
     await stored(tmp_path, book_of(*(f"/{n}" for n in range(count))))
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert found is not None
     assert len(found) == count
 
@@ -157,13 +159,13 @@ async def test_a_book_is_written_after_a_pause_and_only_the_newest_of_it(tmp_pat
     pause = Pause()
     last_good = LastGoodBook(tmp_path, sleep=pause)
     for revision in (1, 2, 3):
-        last_good.offer(book_of("/orders", revision=revision))
+        last_good.offer(book_of("/orders", revision=revision), Assignments())
     await asyncio.sleep(0)
     assert not (tmp_path / BOOK_FILE).exists()
     pause.end()
     assert last_good._writer is not None
     await last_good._writer
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert found is not None
     assert found.revision == 3
     assert pause.asked_s == [WRITE_DELAY_S]
@@ -171,7 +173,7 @@ async def test_a_book_is_written_after_a_pause_and_only_the_newest_of_it(tmp_pat
 
 async def test_closing_writes_at_once_what_waits_and_does_so_once(tmp_path):
     last_good = LastGoodBook(tmp_path, sleep=Pause())
-    last_good.offer(book_of("/orders", revision=1))
+    last_good.offer(book_of("/orders", revision=1), Assignments())
     await asyncio.sleep(0)
     await last_good.close()
     before = (tmp_path / BOOK_FILE).stat().st_ino
@@ -196,12 +198,12 @@ async def test_a_later_book_replaces_the_file_whole(tmp_path):
 async def test_a_book_that_cannot_be_written_is_reported_and_the_next_one_tried(tmp_path, reports):
     directory = tmp_path / "state"
     last_good = LastGoodBook(directory, sleep=lambda _s: asyncio.sleep(0))
-    last_good.offer(book_of("/orders", revision=1))
+    last_good.offer(book_of("/orders", revision=1), Assignments())
     assert last_good._writer is not None
     await last_good._writer
     assert reports == ["the last good rule book cannot be written: No such file or directory"]
     directory.mkdir()
-    last_good.offer(book_of("/orders", revision=2))
+    last_good.offer(book_of("/orders", revision=2), Assignments())
     await last_good.close()
     assert [entry.name for entry in directory.iterdir()] == [BOOK_FILE]
 
@@ -342,7 +344,7 @@ async def test_a_rule_with_several_limits_comes_back_and_so_does_a_file_of_befor
     draft = RuleDraft("/orders", "ip", 1, 60, "sliding_window", limits=limits)
     rule = validated(draft, rule_id="0b1f2c3d-0000-4000-8000-000000000001", revision=1)
     path = await stored(tmp_path, RuleBook.of([rule], 7))
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert list(found.rules()) == [rule]
 
     await stored(tmp_path, book_of("/orders"))
@@ -350,5 +352,62 @@ async def test_a_rule_with_several_limits_comes_back_and_so_does_a_file_of_befor
     older = json.dumps(json.loads(line)[:8]).encode() + b"\n"
     checksum = json.dumps({"blake2b": blake2b(header + older).hexdigest()}).encode()
     path.write_bytes(header + older + checksum + b"\n")
-    found = await LastGoodBook(tmp_path).load()
+    found = (await LastGoodBook(tmp_path).load()).book
     assert list(found.rules()) == list(book_of("/orders").rules())
+
+
+def assigned(count, plan="pro"):
+    assignments = Assignments()
+    for number in range(count):
+        assignments.put("user", b"%05d" % number, plan, number)
+    return assignments
+
+
+async def test_assignments_come_back_with_the_book_whatever_their_identifiers(tmp_path):
+    assignments = assigned(3 * RULES_PER_STEP)
+    for identifier in (b"nul\x00", "caf\u00e9".encode(), b'"', b"i" * 256):
+        assignments.put("tenant", identifier, "blocked", 0)
+    await stored(tmp_path, book_of(*ENDPOINTS), assignments)
+    found = await LastGoodBook(tmp_path).load()
+    assert found is not None
+    assert len(found.book) == len(ENDPOINTS)
+    assert set(found.assignments.items()) == set(assignments.items())
+
+
+async def test_a_file_of_before_there_were_assignments_is_used_and_one_with_them_is_of_another_format(
+    tmp_path,
+):
+    path = await stored(tmp_path, book_of("/orders"))
+    assert json.loads(path.read_bytes().splitlines()[0])["format"] == "ratelimitd rule book 1"
+    found = await LastGoodBook(tmp_path).load()
+    assert found is not None
+    assert len(found.assignments) == 0
+    path = await stored(tmp_path, book_of("/orders"), assigned(1))
+    assert json.loads(path.read_bytes().splitlines()[0])["format"] == "ratelimitd rule book 2"
+
+
+async def test_a_line_that_is_no_assignment_condemns_the_file(tmp_path, reports):
+    path = await stored(tmp_path, book_of(), assigned(1))
+    header, line, _ = path.read_bytes().splitlines(keepends=True)
+    for wrong in (
+        ["user", "a", "No Plan", 0],
+        ["user", "", "pro", 0],
+        [1, "a", "pro", 0],
+        ["u", "a", "pro", -1],
+        ["u", "\udcff", "pro", 0],
+    ):
+        line = json.dumps(wrong).encode() + b"\n"
+        checksum = json.dumps({"blake2b": blake2b(header + line).hexdigest()}).encode()
+        path.write_bytes(header + line + checksum + b"\n")
+        assert await LastGoodBook(tmp_path).load() is None
+        assert reports.pop().endswith("a line of it is no rule")
+
+
+async def test_the_more_assignments_the_longer_the_pause_before_they_are_written(tmp_path):
+    pause = Pause()
+    last_good = LastGoodBook(tmp_path, sleep=pause)
+    last_good.offer(book_of(), assigned(ASSIGNMENTS_PER_S // 10))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert pause.asked_s == [WRITE_DELAY_S + 0.1]
+    await last_good.close()

@@ -10,7 +10,7 @@ from tests.page_visitor import PageVisitor
 
 TOKEN = "token-of-the-tests"
 
-PAGES = ["/", "/rules", "/rules/new", "/rules/0/switch", "/try", "/audit"]
+PAGES = ["/", "/rules", "/rules/new", "/rules/0/switch", "/try", "/audit", "/plans"]
 
 
 @pytest_asyncio.fixture
@@ -119,7 +119,7 @@ async def test_the_services_are_there_in_json(node):
 
 
 async def test_no_page_mentions_another_host(operator):
-    for path in ("/rules", "/rules/new", "/try", "/audit", "/login"):
+    for path in ("/rules", "/rules/new", "/try", "/audit", "/plans", "/login"):
         page = (await operator.get(path)).text
         assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
         assert "https://" not in page

@@ -19,7 +19,7 @@ from ratelimitd_client.transport.grpc_channel import AsyncNodeChannel
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 MAX_PAGE_SIZE: Final = 1000
-"""Most rules a node returns in one page."""
+"""Most rules or assignments a node returns in one page."""
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -113,6 +113,67 @@ class AsyncNodeClient(AsyncNodeChannel):
             page = await self.list_rules(request, timeout_s=timeout_s)
             for rule in page.rate_limits:
                 yield rule
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    async def assign(
+        self, assignment: pb.Assignment, *, timeout_s: float | None = None
+    ) -> pb.Assignment:
+        """Assign an identity to a plan, in the place of what it had; return the assignment with its etag."""
+        request = pb.AssignPlanRequest(assignment=assignment)
+        return await self._call(self._plans.AssignPlan, request, timeout_s)
+
+    async def assign_all(
+        self, assignments: Iterable[pb.Assignment], *, timeout_s: float | None = None
+    ) -> Sequence[pb.Assignment]:
+        """Assign up to 1,000 identities in one call: all of them, or none; answer i is that of item i."""
+        request = pb.BatchAssignPlansRequest(assignments=assignments)
+        answer = await self._call(self._plans.BatchAssignPlans, request, timeout_s)
+        return answer.assignments
+
+    async def unassign(
+        self, identity: pb.Identity, *, etag: str = "", timeout_s: float | None = None
+    ) -> None:
+        """Remove the assignment of an identity; ``etag`` as in :meth:`update_rule`."""
+        request = pb.UnassignPlanRequest(identity=identity, etag=etag)
+        await self._call(self._plans.UnassignPlan, request, timeout_s)
+
+    async def assignment(
+        self, identity: pb.Identity, *, timeout_s: float | None = None
+    ) -> pb.Assignment:
+        """Return the assignment of an identity; the node answers NOT_FOUND if it has none."""
+        request = pb.GetAssignmentRequest(identity=identity)
+        return await self._call(self._plans.GetAssignment, request, timeout_s)
+
+    async def list_assignments(
+        self, request: pb.ListAssignmentsRequest, *, timeout_s: float | None = None
+    ) -> pb.ListAssignmentsResponse:
+        """Return one page of assignments."""
+        return await self._call(self._plans.ListAssignments, request, timeout_s)
+
+    async def assignments(
+        self,
+        *,
+        plan: str = "",
+        identifier_type: str = "",
+        prefix: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[pb.Assignment]:
+        """Yield the assignments that match, page by page; empty filters match all. The deadline is that of one page.
+
+        ``prefix`` is how the identifier begins; it needs an ``identifier_type``.
+        """
+        request = pb.ListAssignmentsRequest(
+            plan=plan,
+            identifier_type=identifier_type,
+            identifier_prefix=prefix,
+            page_size=MAX_PAGE_SIZE,
+        )
+        while True:
+            page = await self.list_assignments(request, timeout_s=timeout_s)
+            for assignment in page.assignments:
+                yield assignment
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token

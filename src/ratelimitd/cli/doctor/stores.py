@@ -8,8 +8,9 @@ import re
 import secrets
 import ssl
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ratelimitd.cli.doctor.finding import Finding, Level, ok, problem, warning
 from ratelimitd.cluster.membership import MAX_NODES
@@ -36,11 +37,14 @@ from ratelimitd.errors import (
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
-from ratelimitd.model import types_within
+from ratelimitd.model import RESERVED_PLANS, types_within
 from ratelimitd.observe.node_status import decode
 from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import RedisUrl, Server, TopologyKind, parse_redis_url
+
+if TYPE_CHECKING:
+    from ratelimitd.rules.sql.store import Contents
 
 OLDEST: Final = (7, 0)
 
@@ -363,6 +367,9 @@ async def _cluster(
 
 DATABASE_AREA = "DATABASE_URL"
 
+MAX_NAMED: Final = 10
+"""Plans and types that a finding names."""
+
 
 async def check_database(settings: Settings) -> AsyncIterator[Finding]:
     """Look at the database of the settings."""
@@ -390,6 +397,8 @@ async def check_database(settings: Settings) -> AsyncIterator[Finding]:
             else "ratelimitd rules apply -f rules.yaml; until then every check is allowed"
         )
         yield Finding(DATABASE_AREA, level, f"{url.place}: {rules}, can be written", remedy)
+        for finding in _assignment_findings(contents, settings.known_types):
+            yield finding
         named = {part for kind in contents.types for part in types_within(kind)}
         if undeclared := named.difference(settings.known_types):
             kinds = ", ".join(sorted(undeclared))
@@ -397,6 +406,33 @@ async def check_database(settings: Settings) -> AsyncIterator[Finding]:
             yield warning(
                 DATABASE_AREA, what, f"add {kinds} to IDENTIFIER_TYPES, or delete the rules"
             )
+
+
+def _assignment_findings(contents: Contents, types: Sequence[str]) -> Iterator[Finding]:
+    """What to say of the plans that identities are assigned to; nothing where there are none."""
+    if not contents.assigned:
+        return
+    yield ok(DATABASE_AREA, f"{sum(contents.assigned.values())} identities are assigned to plans")
+    unnamed, undeclared = Counter[str](), Counter[str]()
+    for (kind, plan), number in contents.assigned.items():
+        if plan not in {*RESERVED_PLANS, *contents.plans}:
+            unnamed[plan] += number
+        if kind not in types:
+            undeclared[kind] += number
+    if unnamed:
+        what = f"no rule names {_counted(unnamed)}: the rules' own limits hold for these identities"
+        remedy = "add the plan to rules, or assign another (ratelimitd plans list --plan …)"
+        yield warning(DATABASE_AREA, what, remedy)
+    if undeclared:
+        what = f"assignments of {_counted(undeclared)} have no effect: the type is not declared"
+        remedy = "add the type to IDENTIFIER_TYPES, also to unassign them"
+        yield warning(DATABASE_AREA, what, remedy)
+
+
+def _counted(numbers: Counter[str]) -> str:
+    most = [f"{name} ({number})" for name, number in numbers.most_common(MAX_NAMED)]
+    more = len(numbers) - len(most)
+    return ", ".join(most) + (f" and {more} more" if more else "")
 
 
 def _missing_file(url: urls.SqliteFile) -> Finding | None:

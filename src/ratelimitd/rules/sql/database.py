@@ -89,6 +89,8 @@ def open_database(
     )
 
 
+MAX_ACTOR_CHARS: Final = 255
+
 metadata = sa.MetaData()
 
 # Ordered by bytes, as SQLite does; PostgreSQL needs the collation.
@@ -126,9 +128,38 @@ rule_revision = sa.Table(
     metadata,
     sa.Column("only", sa.Integer, primary_key=True),
     sa.Column("revision", sa.BigInteger, nullable=False),
+    sa.Column("assignments", sa.BigInteger, nullable=False, server_default="0"),
     sa.CheckConstraint('"only" = 1', name="rule_revision_one_row"),
 )
-"""One row: the revision of the last change. Writers lock it first, so revisions are in commit order."""
+"""One row: the revision of the last change, and how many assignments there are, which takes long to count.
+
+Writers lock it first, so revisions are in commit order.
+"""
+
+_NAME: Final = sa.String(32).with_variant(sa.String(32, collation="C"), "postgresql")
+
+assignments = sa.Table(
+    "assignments",
+    metadata,
+    sa.Column("identifier_type", _NAME, primary_key=True),
+    sa.Column("identifier", sa.LargeBinary, primary_key=True),
+    sa.Column("plan", _NAME, nullable=False),
+    sa.Column("expire_time", sa.BigInteger, nullable=False),
+    sa.Column("note", sa.String(255), nullable=False),
+    sa.Column("revision", sa.BigInteger, nullable=False),
+    sa.CheckConstraint(
+        "length(identifier) BETWEEN 1 AND 256", name="assignments_identifier_length"
+    ),
+    sa.CheckConstraint("length(plan) BETWEEN 1 AND 32", name="assignments_plan_length"),
+    sa.CheckConstraint("expire_time BETWEEN 0 AND 8589934591", name="assignments_expire_time"),
+    sa.Index("assignments_revision", "revision"),
+    sa.Index("assignments_plan", "plan", "identifier_type", "identifier"),
+    sa.Index("assignments_expire_time", "expire_time"),
+)
+"""The plan of each identity. Identifiers are bytes: PostgreSQL's text takes no NUL, and both order bytes alike.
+
+``expire_time`` is in Unix seconds, 0 = never; ``revision`` is the store's at the last change.
+"""
 
 rule_audit = sa.Table(
     "rule_audit",
@@ -140,10 +171,16 @@ rule_audit = sa.Table(
     sa.Column("rule_id", sa.String(36), nullable=False),
     sa.Column("before", sa.Text, nullable=True),
     sa.Column("after", sa.Text, nullable=True),
+    sa.Column("identifier_type", sa.String(32)),
+    sa.Column("identifier", sa.LargeBinary),
     sa.CheckConstraint("action IN ('create', 'update', 'delete')", name="rule_audit_action"),
     sa.Index("rule_audit_rule", "rule_id", "revision"),
+    sa.Index("rule_audit_identity", "identifier_type", "identifier", "revision"),
 )
-"""One row per revision: who changed what and when; ``before`` and ``after`` are JSON, NULL where there was no rule."""
+"""One row per revision: who changed what and when; ``before`` and ``after`` are JSON, NULL where there was none.
+
+A change of an assignment has an empty ``rule_id``, and names the identity.
+"""
 
 secrets = sa.Table(
     "secrets",
@@ -153,3 +190,21 @@ secrets = sa.Table(
     sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
 )
 """Random values shared by all nodes, such as the key of the bucket keys' hash."""
+
+
+async def current_revision(connection: AsyncConnection) -> int:
+    """Return the revision of the last change, 0 before the first."""
+    return await connection.scalar(sa.select(rule_revision.c.revision)) or 0
+
+
+async def next_revision(connection: AsyncConnection) -> int:
+    """Return the next revision, and lock out other writers until the transaction ends."""
+    # SQLite ignores FOR UPDATE: its transaction began with the write lock. On PostgreSQL the next writer waits for
+    # the commit, so a reader of a revision sees every change up to it.
+    locked = sa.select(rule_revision.c.revision).with_for_update()
+    return (await connection.scalar(locked) or 0) + 1
+
+
+def storable(actor: str) -> str:
+    """Return who made a change, in characters that every database stores; a certificate may hold others."""
+    return actor.encode(errors="replace").decode().replace("\0", "?")[:MAX_ACTOR_CHARS]

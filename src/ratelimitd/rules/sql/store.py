@@ -10,8 +10,10 @@ import json
 import secrets as random_source
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
@@ -27,13 +29,25 @@ from ratelimitd.errors import (
     RulesFullError,
 )
 from ratelimitd.model import IdentifierType, Rule, types_within
+from ratelimitd.rules.assignments import MAX_ASSIGNMENTS
+from ratelimitd.rules.sql.assignments import (
+    SqlAssignmentStore,
+    count_assignments,
+    read_assigned,
+    read_assignments,
+    read_unassigned,
+)
 from ratelimitd.rules.sql.database import (
     RuleDatabase,
+    assignments,
+    current_revision,
+    next_revision,
     open_database,
     rule_audit,
     rule_revision,
     rules,
     secrets,
+    storable,
 )
 from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.store import (
@@ -53,8 +67,6 @@ ROWS_PER_STEP: Final = 128
 _COLUMNS: Final = tuple(rules.c[name] for name in RuleRow._fields)
 """The columns of a rule, in the order of ``RuleRow``."""
 
-MAX_ACTOR_CHARS: Final = 255
-
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -62,8 +74,7 @@ class SqlRuleStore:
     """A :class:`~ratelimitd.rules.store.RuleStore` in a database whose schema is current (``migrations.upgrade``).
 
     :meth:`close` closes ``database``. Several processes may use one. ``types`` are the identifier types that new rules
-    may have, or be made of. Tests set ``max_rules``, ``new_id`` and
-    ``random_bytes``.
+    may have, or be made of. Tests set ``max_rules``, ``new_id``, ``random_bytes`` and ``max_assignments``.
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class SqlRuleStore:
         new_id: Callable[[], uuid.UUID] = uuid.uuid4,
         random_bytes: Callable[[int], bytes] = random_source.token_bytes,
         types: Collection[str] = tuple(IdentifierType),
+        max_assignments: int = MAX_ASSIGNMENTS,
     ) -> None:
         self._database = database
         self._clock = clock
@@ -82,6 +94,10 @@ class SqlRuleStore:
         self._new_id = new_id
         self._random_bytes = random_bytes
         self._types = types
+        self.assignments = SqlAssignmentStore(
+            database, clock=clock, max_assignments=max_assignments
+        )
+        """The assignments in the same database."""
 
     async def create(self, draft: RuleDraft, actor: str) -> Rule:
         """Add a rule."""
@@ -89,7 +105,7 @@ class SqlRuleStore:
         # Fail before waiting for the lock. equivalent: the rule is not kept, so any revision does
         validated(draft, rule_id=rule_id, revision=0, types=self._types)
         async with self._database.writing() as connection:
-            revision = await _next_revision(connection)
+            revision = await next_revision(connection)
             await _refuse_taken_id(connection, rule_id)
             await _refuse_taken_pair(connection, draft.endpoint, draft.identifier_type)
             await self._refuse_beyond_maximum(connection)
@@ -106,7 +122,7 @@ class SqlRuleStore:
             message = f"{len(drafts)} rules exceed the {self._max_rules} that a store holds"
             raise RulesFullError(message)
         async with self._database.writing() as connection:
-            revision = await _next_revision(connection)
+            revision = await next_revision(connection)
             # Rows inserted past the service did not move the revision.
             # equivalent: of two rows the first would be taken
             some_id = await connection.scalar(sa.select(rules.c.id).limit(1))
@@ -122,7 +138,7 @@ class SqlRuleStore:
         """Change a rule."""
         rule_id = canonical_id(rule_id, "rate_limit.id")
         async with self._database.writing() as connection:
-            revision = await _next_revision(connection)
+            revision = await next_revision(connection)
             before = await _stored_row(connection, rule_id, etag)
             draft = changes.apply(before.draft())
             # A type that is no longer declared may stay.
@@ -146,7 +162,7 @@ class SqlRuleStore:
         """Delete a rule."""
         rule_id = canonical_id(rule_id, "id")
         async with self._database.writing() as connection:
-            revision = await _next_revision(connection)
+            revision = await next_revision(connection)
             before = await _stored_row(connection, rule_id, etag)
             await connection.execute(rules.delete().where(rules.c.id == rule_id))
             await self._record(
@@ -191,25 +207,35 @@ class SqlRuleStore:
         """Return what changed."""
         statement = sa.select(*_COLUMNS)
         async with self._database.reading() as connection:
-            current = await _current_revision(connection)
+            current = await current_revision(connection)
             if revision is None or revision > current:
                 every = await _read_all(connection, statement)
-                return BookChanges(current, every.rules, (), every.skipped, full=True)
+                assigned, skipped = await read_assignments(connection, self._clock.now_us())
+                return BookChanges(
+                    current, every.rules, (), every.skipped, full=True, assignments=assigned,
+                    skipped_assignments=skipped,
+                )  # fmt: skip
             changed = await _read_all(connection, statement.where(rules.c.revision > revision))
             deletions = (rule_audit.c.revision > revision) & (rule_audit.c.action == "delete")
-            removed = sa.select(rule_audit.c.rule_id).where(deletions).distinct()
-            removed_ids = (await connection.scalars(removed)).all()  # some may exist again
-            return BookChanges(current, changed.rules, removed_ids, changed.skipped)
+            of_rules = deletions & (rule_audit.c.rule_id != "")
+            # Without DISTINCT, for which SQLite would walk the index of the rules, through the whole trail.
+            removed = await connection.scalars(sa.select(rule_audit.c.rule_id).where(of_rules))
+            removed_ids = list(dict.fromkeys(removed))  # some may exist again
+            found, skipped = await read_assigned(connection, revision)
+            return BookChanges(
+                current, changed.rules, removed_ids, changed.skipped, assigned=found,
+                unassigned=await read_unassigned(connection, revision), skipped_assignments=skipped,
+            )  # fmt: skip
 
     async def revision(self) -> int:
         """Return the revision of the last change, 0 before the first."""
         async with self._database.reading() as connection:
-            return await _current_revision(connection)
+            return await current_revision(connection)
 
     async def secret(self, name: str, proposed: bytes | None = None) -> bytes:
         """Return the secret of this name."""
         async with self._database.writing() as connection:
-            await _next_revision(
+            await next_revision(
                 connection
             )  # takes the lock, so that only one node makes the secret
             value = await connection.scalar(
@@ -267,7 +293,7 @@ class SqlRuleStore:
     ) -> dict[str, object]:
         return {
             **change._asdict(),
-            "actor": _storable(change.actor)[:MAX_ACTOR_CHARS],
+            "actor": storable(change.actor),
             "at": self._now(),
             "before": _json(before),
             "after": _json(after),
@@ -284,11 +310,16 @@ class SqlRuleStore:
 
 
 class Contents(NamedTuple):
-    """The number of rules, the revision of the last change, and the identifier types that occur."""
+    """The number of rules, the revision of the last change, and the identifier types that occur.
+
+    ``plans`` are those that rules name; ``assigned`` is the number of assignments of each identifier type and plan.
+    """
 
     rules: int
     revision: int
     types: Sequence[str]
+    plans: AbstractSet[str] = frozenset()
+    assigned: Mapping[tuple[str, str], int] = MappingProxyType({})
 
 
 async def inspect(database_url: str) -> Contents:
@@ -304,7 +335,12 @@ async def inspect(database_url: str) -> Contents:
         async with database.reading() as connection:
             count = await connection.scalar(sa.select(sa.func.count()).select_from(rules))
             types = await connection.scalars(sa.select(rules.c.identifier_type).distinct())
-            contents = Contents(count or 0, await _current_revision(connection), types.all())
+            revision = await current_revision(connection)
+            stored = await connection.scalars(sa.select(rules.c.plans).distinct())
+            plans = frozenset(name for text in stored for name in _fields(text) or ())
+            contents = Contents(
+                count or 0, revision, types.all(), plans, await count_assignments(connection)
+            )
         async with database.writing() as connection:
             for statement in _writes_of_no_row():
                 await connection.execute(statement)
@@ -318,7 +354,7 @@ def _writes_of_no_row() -> Iterator[UpdateBase]:
     """Yield writes that change no row; the server checks the permissions all the same."""
     # The lock first, so that concurrent inspections wait for each other.
     yield rule_revision.update().values(revision=rule_revision.c.revision)
-    for table in (rule_revision, rules, rule_audit, secrets):
+    for table in (rule_revision, rules, rule_audit, secrets, assignments):
         column = next(iter(table.c))
         no_rows = sa.select(*table.c).where(sa.false())
         yield table.update().where(sa.false()).values({column: column})
@@ -354,11 +390,6 @@ async def _read_all(connection: AsyncConnection, statement: sa.Select[Any]) -> _
         whole.rules.extend(batch.rules)
         whole.skipped.extend(batch.skipped)
     return whole
-
-
-async def _current_revision(connection: AsyncConnection) -> int:
-    """Return the revision of the last change, 0 before the first."""
-    return await connection.scalar(sa.select(rule_revision.c.revision)) or 0
 
 
 async def _stored_row(connection: AsyncConnection, rule_id: str, etag: str) -> RuleRow:
@@ -414,14 +445,6 @@ def _exists_if_taken() -> Iterator[None]:
         raise RuleExistsError(message) from error
 
 
-async def _next_revision(connection: AsyncConnection) -> int:
-    """Return the next revision, and lock out other writers until the transaction ends."""
-    # SQLite ignores FOR UPDATE: its transaction began with the write lock. On PostgreSQL the next writer waits for
-    # the commit, so a reader of a revision sees every change up to it.
-    locked = sa.select(rule_revision.c.revision).with_for_update()
-    return (await connection.scalar(locked) or 0) + 1
-
-
 async def _refuse_taken_id(connection: AsyncConnection, rule_id: str) -> None:
     if await connection.scalar(sa.select(rules.c.id).where(rules.c.id == rule_id)) is not None:
         message = f"a rule with the id {rule_id} exists"
@@ -436,11 +459,6 @@ async def _refuse_taken_pair(
     if holder is not None:
         message = f"a rule with this endpoint and identifier type exists; its id is {holder}"
         raise RuleExistsError(message)
-
-
-def _storable(text: str) -> str:
-    """Return ``text`` in characters that every database stores; a certificate may hold others."""
-    return text.encode(errors="replace").decode().replace("\0", "?")
 
 
 def _json(row: RuleRow | None) -> str | None:

@@ -1,4 +1,4 @@
-"""``/audit``: who changed which rule, and when; 503 while the rule database does not answer."""
+"""``/audit``: who changed which rule or assignment, and when; 503 while the rule database does not answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ratelimitd.rules.store import AuditEntry
 from ratelimitd.rules.validation import RuleRow, rule_from_row
 from ratelimitd.web.pages.invoke import HTTP_STATUS
 from ratelimitd.web.pages.page_base import Frame
-from ratelimitd.web.pages.rule_changes import Difference, fields_differences
+from ratelimitd.web.pages.rule_changes import Difference, assignment_differences, fields_differences
 
 PAGE_CHANGES: Final = 25
 
@@ -38,6 +38,8 @@ class Change(NamedTuple):
     entry: AuditEntry
     endpoint: str
     differences: Sequence[Difference]
+    identity: str = ""
+    """Whose assignment it was; empty for a change of a rule."""
 
 
 class Changes(NamedTuple):
@@ -78,6 +80,10 @@ class AuditTrail:
 
 def _change(entry: AuditEntry) -> Change:
     fields = entry.after or entry.before or {}
+    if not entry.rule_id:
+        shown = assignment_differences(entry.before, entry.after)
+        identity = f"{fields.get('identifier_type', '')} {fields.get('identifier', '')}"
+        return Change(entry, "", [one for one in shown if one.changed], identity)
     changed = [found for found in fields_differences(entry.before, entry.after) if found.changed]
     return Change(entry, str(fields.get("endpoint", "")), changed)
 

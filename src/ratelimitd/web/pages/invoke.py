@@ -24,6 +24,7 @@ from ratelimitd.web.pages.rule_changes import RuleForm, form_errors
 from ratelimiter.v1 import ratelimiter_pb2
 
 CONFIG: Final = "/ratelimiter.v1.RateLimiterConfig"
+PLANS: Final = "/ratelimiter.v1.RateLimiterPlans"
 CHECK_METHOD: Final = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
 EXPLAIN_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit"
 RESET_METHOD: Final = "/ratelimiter.v1.RateLimiterHealth/ResetRateLimit"
@@ -121,6 +122,25 @@ class ServiceCalls:
         message = ratelimiter_pb2.RateLimitRequest(**question.fields(), tokens_requested=cost)
         answer = await self._ask(request, EXPLAIN_METHOD, message)
         return ratelimiter_pb2.Explanation.FromString(answer)
+
+    async def assign(self, request: Request, assignment: ratelimiter_pb2.Assignment) -> None:
+        """Assign an identity to a plan."""
+        message = ratelimiter_pb2.AssignPlanRequest(assignment=assignment)
+        await self._ask(request, f"{PLANS}/AssignPlan", message)
+
+    async def unassign(
+        self, request: Request, identity: ratelimiter_pb2.Identity, etag: str
+    ) -> None:
+        """Remove an assignment, if ``etag`` is its current one."""
+        message = ratelimiter_pb2.UnassignPlanRequest(identity=identity, etag=etag)
+        await self._ask(request, f"{PLANS}/UnassignPlan", message)
+
+    async def assignments(
+        self, request: Request, message: ratelimiter_pb2.ListAssignmentsRequest
+    ) -> ratelimiter_pb2.ListAssignmentsResponse:
+        """Return a page of assignments."""
+        answer = await self._ask(request, f"{PLANS}/ListAssignments", message)
+        return ratelimiter_pb2.ListAssignmentsResponse.FromString(answer)
 
     async def reset(self, request: Request, question: Question) -> None:
         """Reset an identifier."""

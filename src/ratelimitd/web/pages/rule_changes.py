@@ -26,16 +26,11 @@ from ratelimitd.model import (
     Period,
     Rule,
 )
+from ratelimitd.rules.assignments import MAX_EXPIRE_TIME
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.store import (
-    FIRST_LIMIT,
-    LimitDraft,
-    PlanDraft,
-    RuleDraft,
-    in_order,
-)
+from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, PlanDraft, RuleDraft, in_order
 from ratelimitd.rules.validation import RuleRow, validated
-from ratelimitd.web.pages.rendering import duration, number
+from ratelimitd.web.pages.rendering import duration, instant, number
 
 LABELS: Final[Mapping[str, str]] = {
     "endpoint": "Endpoint",
@@ -97,6 +92,23 @@ def _limit_differences(row: Difference) -> list[Difference]:
     if before != after:
         found.append(Difference("Order of limits", ", ".join(before), ", ".join(after)))
     return found
+
+
+def assignment_differences(
+    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> list[Difference]:
+    """As :func:`fields_differences`, of an assignment."""
+    return [
+        Difference(label, _shown_of_assignment(name, before), _shown_of_assignment(name, after))
+        for name, label in (("plan", "Plan"), ("expire_time", "Until"), ("note", "Note"))
+    ]
+
+
+def _shown_of_assignment(name: str, fields: Mapping[str, Any] | None) -> str:
+    value = (fields or {}).get(name) or ""
+    if name == "expire_time" and isinstance(value, int) and value <= MAX_EXPIRE_TIME:
+        return instant(value)
+    return str(value)
 
 
 def fields_of(rule: Rule | None) -> dict[str, Any] | None:
@@ -541,10 +553,11 @@ class RuleForm(NamedTuple):
 
 
 def form_errors(violations: Iterable[FieldViolation]) -> dict[str, str]:
-    """What is wrong with which field of the form, of the violations of a rule."""
+    """What is wrong with which field of the form, of the violations of a rule or an assignment."""
     errors: dict[str, str] = {}
     for path, description in violations:
-        field = path.removeprefix("rate_limit.")
+        field = path.removeprefix("rate_limit.").removeprefix("assignment.")
+        field = field.removeprefix("identity.")
         if of_plan := _OF_PLAN.match(field):
             errors.setdefault("plans", f"{of_plan[1]}: {description}")
             continue

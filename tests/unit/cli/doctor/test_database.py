@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 from ratelimitd.cli.doctor import stores
 from ratelimitd.cli.doctor.stores import check_database
+from ratelimitd.rules.assignments import Assignment
 from ratelimitd.rules.sql.migrations import upgrade
-from ratelimitd.rules.store import RuleDraft
+from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleDraft
 from ratelimitd.settings.table import Settings
 from tests.rule_stores import store_at
 
@@ -86,7 +87,7 @@ async def test_each_permission_that_nodes_need_is_missed(postgres, postgresql_ur
         "CREATE ROLE reader LOGIN",
         "GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader",
         "GRANT UPDATE ON rule_revision TO reader",
-        "GRANT INSERT, UPDATE, DELETE ON rule_revision, rules, secrets TO reader",
+        "GRANT INSERT, UPDATE, DELETE ON rule_revision, rules, secrets, assignments TO reader",
         "GRANT INSERT, UPDATE ON rule_audit TO reader",
         database=name,
     )
@@ -124,3 +125,26 @@ async def test_rules_for_types_that_are_not_declared_are_told(tmp_path):
         "warning",
         "add org, tenant to IDENTIFIER_TYPES, or delete the rules",
     )
+
+
+async def test_assignments_are_counted_and_those_without_effect_are_told(tmp_path):
+    url = f"sqlite:///{tmp_path}/rules.db"
+    await upgrade(url)
+    limits = (LimitDraft("", 9, 60, "token_bucket"),)
+    async with store_at(url) as store:
+        await store.create(replace(DRAFT, plans=(PlanDraft("pro", limits),)), "test")
+        await store.assignments.assign_all(
+            [
+                Assignment("user", b"a", "pro"),
+                Assignment("user", b"b", "blocked"),
+                Assignment("tenant", b"c", "pro"),
+                Assignment("user", b"d", "gone"),
+            ],
+            "test",
+        )
+    settings = Settings.load({}, {"DATABASE_URL": url})
+    _, counted, unnamed, undeclared = [finding async for finding in check_database(settings)]
+    assert (counted.level, counted.what) == ("ok", "4 identities are assigned to plans")
+    assert unnamed.level == undeclared.level == "warning"
+    assert unnamed.what.startswith("no rule names gone (1): ")
+    assert undeclared.what.startswith("assignments of tenant (1) have no effect")

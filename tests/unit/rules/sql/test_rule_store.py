@@ -20,12 +20,15 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.model import Rule
+from ratelimitd.rules.assignments import Assignment, assigned_of
+from ratelimitd.rules.sql import assignments as sql_assignments
 from ratelimitd.rules.sql import store as sql_store
+from ratelimitd.rules.sql.assignments import ROWS_PER_STEP as ROWS_OF_ASSIGNMENTS
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.migrations import require_current
 from ratelimitd.rules.sql.postgresql import POOL_SIZE
 from ratelimitd.rules.sql.store import ROWS_PER_STEP, SqlRuleStore
-from ratelimitd.rules.store import RuleChanges, RuleDraft, SkippedRow
+from ratelimitd.rules.store import AssignmentQuery, RuleChanges, RuleDraft, SkippedRow
 from ratelimitd.rules.validation import rule_from_row
 from ratelimitd.testing import ManualClock
 from tests.postgres_server import PASSWORD
@@ -137,7 +140,7 @@ async def test_a_row_made_bad_behind_the_api_is_skipped_and_the_others_served(
     await store.create(ORDERS, "me")
     good = await store.create(RuleDraft("/carts", "user", 1, 1, "fixed_window", id=NEVER), "me")
     behind(f"UPDATE rules SET {damage} WHERE id = ?", ID)  # noqa: S608
-    assert await store.changes_since(None) == (2, [good], (), [SkippedRow(ID, reason)], True)
+    assert (await store.changes_since(None))[:5] == (2, [good], (), [SkippedRow(ID, reason)], True)
     assert list(await store.page("", "", None, 10)) == [good]
 
 
@@ -158,7 +161,7 @@ async def test_a_bad_row_can_be_mended_or_deleted_through_the_api(store, behind)
     assert list(await store.page("", "", None, 10)) == [mended]
     behind("UPDATE rules SET algorithm = ''")
     await store.delete(ID, "", "me")
-    assert await store.changes_since(2) == (3, [], [ID], [], False)
+    assert (await store.changes_since(2))[:5] == (3, [], [ID], [], False)
 
 
 async def test_a_bad_row_takes_no_place_on_a_page(store, behind):
@@ -191,7 +194,7 @@ async def test_rules_that_are_deleted_are_among_the_changes_since_an_earlier_rev
 
 async def test_nothing_changed_since_the_revision_of_the_last_change(store):
     await store.create(ORDERS, "me")
-    assert await store.changes_since(1) == (1, [], [], [], False)
+    assert (await store.changes_since(1))[:5] == (1, [], [], [], False)
 
 
 async def test_a_lost_revision_row_counts_as_zero(store, behind):
@@ -388,3 +391,51 @@ async def test_a_role_that_may_not_change_the_schema_is_enough_for_a_node(postgr
         await store.update(rule.id, RuleChanges(limit=5), "", "me")
         assert len(await store.secret("key")) == 32
         await store.delete(rule.id, "", "me")
+
+
+async def test_a_long_load_of_assignments_lets_the_loop_run_between_steps(
+    store, behind, monkeypatch
+):
+    many_assigned = 3 * ROWS_OF_ASSIGNMENTS
+    behind(
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)"
+        " INSERT INTO assignments SELECT 'user', CAST(i AS BLOB), 'pro', 0, '', 1 FROM n",
+        many_assigned,
+    )
+    rows_of, iteration = Counter(), itertools.count()
+    now = next(iteration)
+
+    async def iterate():
+        nonlocal now
+        while True:
+            now = next(iteration)
+            await asyncio.sleep(0)
+
+    def counted(row):
+        rows_of[now] += 1
+        return assigned_of(row)
+
+    monkeypatch.setattr(sql_assignments, "assigned_of", counted)
+    iterating = asyncio.create_task(iterate())
+    changes = await store.changes_since(None)
+    iterating.cancel()
+    assert changes.assignments is not None
+    assert len(changes.assignments) == rows_of.total() == many_assigned
+    assert max(rows_of.values()) <= ROWS_OF_ASSIGNMENTS
+
+
+async def test_a_page_of_assignments_skips_rows_that_are_none(store, behind):
+    wanted = [Assignment("user", b"%03d" % number, "pro") for number in range(9)]
+    await store.assignments.assign_all(wanted, "me")
+    behind("UPDATE assignments SET plan = 'No Plan' WHERE identifier IN (x'303030', x'303032')")
+    behind("UPDATE assignments SET identifier = x'ff' WHERE identifier = x'303033'")
+    page = await store.assignments.assignments(AssignmentQuery(), None, 3)
+    assert [one.identifier for one in page] == [b"001", b"004", b"005"]
+    page = await store.assignments.assignments(AssignmentQuery(), ("user", b"005"), 9)
+    assert [one.identifier for one in page] == [b"006", b"007", b"008"]
+
+
+async def test_the_count_of_assignments_is_mended_when_it_is_wrong(store, behind):
+    behind("UPDATE rule_revision SET assignments = 2000000")
+    await store.assignments.assign_all([Assignment("user", b"a", "pro")], "me")
+    assert behind("SELECT assignments FROM rule_revision") == [(1,)]

@@ -135,6 +135,7 @@ class NodeChannel:
         self._channel = open_channel(target, tls=tls) if channel is None else channel
         self._checks = stubs.RateLimiterStub(self._channel)
         self._rules = stubs.RateLimiterConfigStub(self._channel)
+        self._plans = stubs.RateLimiterPlansStub(self._channel)
         self._node = stubs.RateLimiterHealthStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -170,6 +171,7 @@ class AsyncNodeChannel:
         self._timeout_s = timeout_s
         self._checks = stubs.RateLimiterStub(channel)
         self._rules = stubs.RateLimiterConfigStub(channel)
+        self._plans = stubs.RateLimiterPlansStub(channel)
         self._node = stubs.RateLimiterHealthStub(channel)
 
 

@@ -28,7 +28,7 @@ if _version_not_supported:
 
 class RateLimiterStub:
     """Answered under /ratelimiter.v1.RateLimiter/… and, for callers whose .proto has no package, under /RateLimiter/….
-    The same holds for the other two services.
+    The same holds for the other services.
     """
 
     def __init__(self, channel):
@@ -51,7 +51,7 @@ class RateLimiterStub:
 
 class RateLimiterServicer:
     """Answered under /ratelimiter.v1.RateLimiter/… and, for callers whose .proto has no package, under /RateLimiter/….
-    The same holds for the other two services.
+    The same holds for the other services.
     """
 
     def CheckRateLimit(self, request, context):
@@ -89,7 +89,7 @@ def add_RateLimiterServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RateLimiter:
     """Answered under /ratelimiter.v1.RateLimiter/… and, for callers whose .proto has no package, under /RateLimiter/….
-    The same holds for the other two services.
+    The same holds for the other services.
     """
 
     @staticmethod
@@ -538,6 +538,250 @@ class RateLimiterHealth:
             '/ratelimiter.v1.RateLimiterHealth/ExplainRateLimit',
             ratelimiter_dot_v1_dot_ratelimiter__pb2.RateLimitRequest.SerializeToString,
             ratelimiter_dot_v1_dot_ratelimiter__pb2.Explanation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class RateLimiterPlansStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.AssignPlan = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterPlans/AssignPlan',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.AssignPlanRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.Assignment.FromString,
+                _registered_method=True)
+        self.UnassignPlan = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterPlans/UnassignPlan',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.UnassignPlanRequest.SerializeToString,
+                response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                _registered_method=True)
+        self.GetAssignment = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterPlans/GetAssignment',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.GetAssignmentRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.Assignment.FromString,
+                _registered_method=True)
+        self.ListAssignments = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterPlans/ListAssignments',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListAssignmentsRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListAssignmentsResponse.FromString,
+                _registered_method=True)
+        self.BatchAssignPlans = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterPlans/BatchAssignPlans',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.BatchAssignPlansRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.BatchAssignPlansResponse.FromString,
+                _registered_method=True)
+
+
+class RateLimiterPlansServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def AssignPlan(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnassignPlan(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAssignment(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAssignments(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BatchAssignPlans(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RateLimiterPlansServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'AssignPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.AssignPlan,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.AssignPlanRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.Assignment.SerializeToString,
+            ),
+            'UnassignPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnassignPlan,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.UnassignPlanRequest.FromString,
+                    response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            ),
+            'GetAssignment': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAssignment,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.GetAssignmentRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.Assignment.SerializeToString,
+            ),
+            'ListAssignments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAssignments,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListAssignmentsRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListAssignmentsResponse.SerializeToString,
+            ),
+            'BatchAssignPlans': grpc.unary_unary_rpc_method_handler(
+                    servicer.BatchAssignPlans,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.BatchAssignPlansRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.BatchAssignPlansResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'ratelimiter.v1.RateLimiterPlans', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('ratelimiter.v1.RateLimiterPlans', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RateLimiterPlans:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def AssignPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterPlans/AssignPlan',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.AssignPlanRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.Assignment.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnassignPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterPlans/UnassignPlan',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.UnassignPlanRequest.SerializeToString,
+            google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAssignment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterPlans/GetAssignment',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.GetAssignmentRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.Assignment.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAssignments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterPlans/ListAssignments',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.ListAssignmentsRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.ListAssignmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BatchAssignPlans(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterPlans/BatchAssignPlans',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.BatchAssignPlansRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.BatchAssignPlansResponse.FromString,
             options,
             channel_credentials,
             insecure,

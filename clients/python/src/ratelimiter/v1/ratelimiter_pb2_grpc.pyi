@@ -32,7 +32,7 @@ GRPC_VERSION: str
 
 class RateLimiterStub:
     """Answered under /ratelimiter.v1.RateLimiter/… and, for callers whose .proto has no package, under /RateLimiter/….
-    The same holds for the other two services.
+    The same holds for the other services.
     """
 
     @_typing.overload
@@ -45,7 +45,7 @@ class RateLimiterStub:
 @_typing.type_check_only
 class RateLimiterAsyncStub(RateLimiterStub):
     """Answered under /ratelimiter.v1.RateLimiter/… and, for callers whose .proto has no package, under /RateLimiter/….
-    The same holds for the other two services.
+    The same holds for the other services.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -54,7 +54,7 @@ class RateLimiterAsyncStub(RateLimiterStub):
 
 class RateLimiterServicer(metaclass=_abc_1.ABCMeta):
     """Answered under /ratelimiter.v1.RateLimiter/… and, for callers whose .proto has no package, under /RateLimiter/….
-    The same holds for the other two services.
+    The same holds for the other services.
     """
 
     @_abc_1.abstractmethod
@@ -170,3 +170,61 @@ class RateLimiterHealthServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_ratelimiter_pb2.Explanation, _abc.Awaitable[_ratelimiter_pb2.Explanation]]: ...
 
 def add_RateLimiterHealthServicer_to_server(servicer: RateLimiterHealthServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class RateLimiterPlansStub:
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RateLimiterPlansAsyncStub: ...
+    AssignPlan: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.AssignPlanRequest, _ratelimiter_pb2.Assignment]
+    UnassignPlan: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.UnassignPlanRequest, _empty_pb2.Empty]
+    GetAssignment: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.GetAssignmentRequest, _ratelimiter_pb2.Assignment]
+    ListAssignments: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListAssignmentsRequest, _ratelimiter_pb2.ListAssignmentsResponse]
+    BatchAssignPlans: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.BatchAssignPlansRequest, _ratelimiter_pb2.BatchAssignPlansResponse]
+
+@_typing.type_check_only
+class RateLimiterPlansAsyncStub(RateLimiterPlansStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    AssignPlan: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.AssignPlanRequest, _ratelimiter_pb2.Assignment]  # type: ignore[assignment]
+    UnassignPlan: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.UnassignPlanRequest, _empty_pb2.Empty]  # type: ignore[assignment]
+    GetAssignment: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.GetAssignmentRequest, _ratelimiter_pb2.Assignment]  # type: ignore[assignment]
+    ListAssignments: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListAssignmentsRequest, _ratelimiter_pb2.ListAssignmentsResponse]  # type: ignore[assignment]
+    BatchAssignPlans: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.BatchAssignPlansRequest, _ratelimiter_pb2.BatchAssignPlansResponse]  # type: ignore[assignment]
+
+class RateLimiterPlansServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def AssignPlan(
+        self,
+        request: _ratelimiter_pb2.AssignPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.Assignment, _abc.Awaitable[_ratelimiter_pb2.Assignment]]: ...
+
+    @_abc_1.abstractmethod
+    def UnassignPlan(
+        self,
+        request: _ratelimiter_pb2.UnassignPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_empty_pb2.Empty, _abc.Awaitable[_empty_pb2.Empty]]: ...
+
+    @_abc_1.abstractmethod
+    def GetAssignment(
+        self,
+        request: _ratelimiter_pb2.GetAssignmentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.Assignment, _abc.Awaitable[_ratelimiter_pb2.Assignment]]: ...
+
+    @_abc_1.abstractmethod
+    def ListAssignments(
+        self,
+        request: _ratelimiter_pb2.ListAssignmentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.ListAssignmentsResponse, _abc.Awaitable[_ratelimiter_pb2.ListAssignmentsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def BatchAssignPlans(
+        self,
+        request: _ratelimiter_pb2.BatchAssignPlansRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.BatchAssignPlansResponse, _abc.Awaitable[_ratelimiter_pb2.BatchAssignPlansResponse]]: ...
+
+def add_RateLimiterPlansServicer_to_server(servicer: RateLimiterPlansServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

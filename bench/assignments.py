@@ -1,0 +1,180 @@
+"""A million assignments: memory and look-up beside a plain dict, loading beside the bare driver, one edit, the loop."""
+
+import asyncio
+import gc
+import sqlite3
+import tempfile
+import time
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.report import Row
+from bench.turns import Turns, idle_control
+from ratelimitd.clock import SystemClock
+from ratelimitd.node import jobs
+from ratelimitd.observe.metrics import resident_bytes
+from ratelimitd.rules.assignments import Assignment, Assignments
+from ratelimitd.rules.feed import RuleFeed
+from ratelimitd.rules.last_good import LastGoodBook
+from ratelimitd.rules.sql.database import open_database
+from ratelimitd.rules.sql.migrations import upgrade
+from ratelimitd.rules.sql.store import SqlRuleStore
+
+ASSIGNED = 1_000_000
+CHANGES = 20
+LOOKED_UP = 1_000
+
+
+def measure() -> list[Row]:
+    """Run it once."""
+    rows = _in_memory()
+    with tempfile.TemporaryDirectory() as directory, idle_control() as control:
+        more, turns = asyncio.run(_from_store(Path(directory)))
+    idle = ("idle process, longest gap", control["longest_ms"])
+    return [
+        *rows,
+        *more,
+        *(Row(f"{what}: longest turn", longest, "ms", *idle) for what, longest in turns.items()),
+    ]
+
+
+def _identifier(number: int) -> bytes:
+    """One of 38 characters, as those of the buckets in :mod:`bench.memory`."""
+    return b"tenant-%031d" % number
+
+
+def _in_memory() -> list[Row]:
+    before = resident_bytes()
+    assignments = Assignments()
+    for number in range(ASSIGNED):
+        assignments.put("user", _identifier(number), "pro", 0)
+    each = (resident_bytes() - before) / ASSIGNED
+    plain: dict[bytes, int] = {}
+    before = resident_bytes()
+    for number in range(ASSIGNED):
+        plain[_identifier(number)] = 0
+    plain_each = (resident_bytes() - before) / ASSIGNED
+    known = [_identifier(number) for number in range(0, ASSIGNED, ASSIGNED // LOOKED_UP)]
+    unknown = [identifier + b"x" for identifier in known]
+    plain_us = _each_us(plain.get, known)
+    rows = [
+        Row("memory of one, 38 characters", each, "bytes", "a dict of bytes", plain_each),
+        Row(
+            "look-up of one that is assigned",
+            _each_us(lambda identifier: assignments.plan_of("user", identifier, 1), known),
+            "µs",
+            "a dict",
+            plain_us,
+        ),
+        Row(
+            "look-up of one that is not",
+            _each_us(lambda identifier: assignments.plan_of("user", identifier, 1), unknown),
+            "µs",
+            "a dict",
+            plain_us,
+        ),
+    ]
+    assignments = Assignments()
+    longest_us = 0.0
+    for number in range(ASSIGNED):
+        identifier = _identifier(number)
+        started = time.perf_counter()
+        assignments.put("user", identifier, "pro", 0)
+        longest_us = max(longest_us, (time.perf_counter() - started) * 1e6)
+    return [*rows, Row("longest of a million insertions", longest_us / 1_000, "ms")]
+
+
+def _each_us(look_up: Callable[[bytes], object], identifiers: list[bytes]) -> float:
+    def all_of_them() -> None:
+        for identifier in identifiers:
+            look_up(identifier)
+
+    return min(timeit.repeat(all_of_them, number=5, repeat=50)) / 5 / len(identifiers) * 1e6
+
+
+async def _from_store(directory: Path) -> tuple[list[Row], dict[str, float]]:
+    url = f"sqlite:///{directory}/rules.db"
+    await upgrade(url)
+    _fill(directory / "rules.db")
+    store = SqlRuleStore(open_database(url), clock=SystemClock())
+    feed = _feed(store, directory)
+    turns = Turns()
+    jobs.tidy()  # as the process of a node does before its start
+    longest_ms = {}
+    async with turns.measured():
+        load_s = await _timed_s(feed.start())
+    longest_ms["load"] = turns.longest_ms
+    assert len(feed.assignments) == ASSIGNED
+    gc.collect()
+    async with turns.measured():
+        change_ms = [await _change(store, feed, number) for number in range(CHANGES)]
+    longest_ms["edit"] = turns.longest_ms
+    async with turns.measured():
+        save_s = await _timed_s(feed.close())
+    longest_ms["writing the last good copy"] = turns.longest_ms
+    await store.close()
+    away = SqlRuleStore(open_database(f"sqlite:///{directory}/absent.db"), clock=SystemClock())
+    without_store = _feed(away, directory)
+    async with turns.measured():
+        read_s = await _timed_s(without_store.start())
+    longest_ms["reading the last good copy (at start only)"] = turns.longest_ms
+    await away.close()
+    assert len(without_store.assignments) == ASSIGNED + CHANGES
+    bare_s = _bare_load_s(directory / "rules.db")
+    rows = [
+        Row("load", load_s, "s", "SELECT in the bare driver", bare_s),
+        Row("one edit until it is in force, median", sorted(change_ms)[CHANGES // 2], "ms"),
+        Row("one edit until it is in force, worst of 20", max(change_ms), "ms"),
+        Row("last good copy, written", save_s, "s"),
+        Row("last good copy, read", read_s, "s"),
+    ]
+    return rows, longest_ms
+
+
+async def _timed_s(work: object) -> float:
+    started = time.perf_counter()
+    await work  # type: ignore[misc]
+    return time.perf_counter() - started
+
+
+def _feed(store: SqlRuleStore, directory: Path) -> RuleFeed:
+    return RuleFeed(
+        store,
+        on_book=lambda _book: None,
+        last_good=LastGoodBook(directory),
+        whole_load=jobs.whole_load,
+    )
+
+
+async def _change(store: SqlRuleStore, feed: RuleFeed, number: int) -> float:
+    identifier = _identifier(ASSIGNED + number)
+    started = time.perf_counter()
+    await store.assignments.assign_all([Assignment("user", identifier, "blocked")], "bench")
+    await feed.notify()
+    elapsed_ms = (time.perf_counter() - started) * 1000
+    assert feed.assignments.plan_of("user", identifier, 1) == ("blocked", 0)
+    return elapsed_ms
+
+
+def _fill(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.executemany(
+        "INSERT INTO assignments VALUES ('user', ?, 'pro', 0, '', 1)",
+        ((_identifier(number),) for number in range(ASSIGNED)),
+    )
+    connection.execute("UPDATE rule_revision SET revision = 1, assignments = ?", (ASSIGNED,))
+    connection.commit()
+    connection.close()
+
+
+def _bare_load_s(path: Path) -> float:
+    connection = sqlite3.connect(path)
+    started = time.perf_counter()
+    for _ in connection.execute(
+        "SELECT identifier_type, identifier, plan, expire_time FROM assignments"
+    ):
+        pass
+    elapsed_s = time.perf_counter() - started
+    connection.close()
+    return elapsed_s

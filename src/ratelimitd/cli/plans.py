@@ -1,0 +1,357 @@
+"""``ratelimitd plans assign``, ``unassign``, ``show``, ``list`` and ``import``: which plan an identity has.
+
+One assignment is validated by the node. A file is validated whole before any of it is sent.
+"""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import typer
+
+from ratelimitd.cli.check import IdentifierArgument, TypeArgument
+from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
+from ratelimitd.cli.options import help_of
+from ratelimitd.cli.output import as_dict, progress
+from ratelimitd.cli.rules import EtagOption
+from ratelimitd.errors import FieldViolation, InvalidInputError
+from ratelimitd.model import EVERYBODY, TYPE_NAME
+from ratelimitd.rules.assignments import MAX_ASSIGNMENTS, expire_time_of, violations
+from ratelimiter.v1 import ratelimiter_pb2 as pb
+
+if TYPE_CHECKING:
+    from ratelimitd_client import NodeClient
+
+COLUMNS: Final = ("identifier_type", "identifier", "plan", "expire_time", "note")
+"""The columns of a file; the last two may be missing."""
+
+BATCH: Final = 1_000
+"""Assignments of one call; a node takes no more."""
+
+PlanArgument = Annotated[
+    str, typer.Argument(metavar="PLAN", help="Name of the plan.", show_default=False)
+]
+
+app = typer.Typer(
+    help="Show and change which plan an identity has.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@asks_node
+def assign(
+    target: Target,
+    *,
+    identifier_type: TypeArgument,
+    identifier: IdentifierArgument,
+    plan: PlanArgument,
+    expires: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="When it ends: 30m, 12h, 30d, 2027-01-31, 2027-01-31T12:00:00Z or Unix seconds.",
+        ),
+    ] = "",
+    note: Annotated[str, typer.Option(metavar="TEXT", help="A note for people.")] = "",
+    etag: EtagOption = "",
+) -> None:
+    """Assign an identity to a plan, in the place of the plan it has.
+
+    Example:
+      ratelimitd plans assign user alice pro --expires 30d --note 'trial'
+      ratelimitd plans assign ip 192.0.2.1 blocked
+    """
+    try:
+        expire_time = expire_time_of(expires, time.time())
+    except ValueError as error:
+        message = f"--expires {error}"
+        raise UsageError(message) from None
+    wanted = pb.Assignment(
+        identity=pb.Identity(identifier_type=identifier_type, identifier=identifier),
+        plan=plan,
+        expire_time=expire_time,
+        note=note,
+        etag=etag,
+    )
+    with target.client() as client:
+        assigned = client.assign(wanted)
+    _show("assigned ", assigned, target)
+
+
+@asks_node
+def unassign(
+    target: Target,
+    *,
+    identifier_type: TypeArgument,
+    identifier: IdentifierArgument,
+    etag: EtagOption = "",
+) -> None:
+    """Take the plan of an identity away: the rules' own limits hold again.
+
+    Example:
+      ratelimitd plans unassign user alice
+    """
+    identity = pb.Identity(identifier_type=identifier_type, identifier=identifier)
+    with target.client() as client:
+        client.unassign(identity, etag=etag)
+    if target.output.as_json:
+        target.output.json({})
+    else:
+        target.output.line(f"unassigned {identifier_type} {identifier}")
+
+
+@asks_node
+def show(target: Target, *, identifier_type: TypeArgument, identifier: IdentifierArgument) -> None:
+    """Show the plan of an identity.
+
+    Example:
+      ratelimitd plans show user alice
+    """
+    identity = pb.Identity(identifier_type=identifier_type, identifier=identifier)
+    with target.client() as client:
+        found = client.assignment(identity)
+    _show("", found, target)
+
+
+@asks_node
+def list_assignments(
+    target: Target,
+    *,
+    plan: Annotated[str, typer.Option(metavar="PLAN", help="Only this plan.")] = "",
+    identifier_type: Annotated[
+        str, typer.Option("--type", metavar="TYPE", help="Only identities of this type.")
+    ] = "",
+    prefix: Annotated[
+        str,
+        typer.Option(metavar="TEXT", help="Only identifiers that begin so; needs --type."),
+    ] = "",
+) -> None:
+    """Show assignments, ordered by identifier type and identifier.
+
+    Example:
+      ratelimitd plans list --plan blocked
+      ratelimitd plans list --type user --prefix al --json
+    """
+    if prefix and not identifier_type:
+        message = "--prefix needs --type"
+        raise UsageError(message)
+    with target.client() as client:
+        found = client.assignments(plan=plan, identifier_type=identifier_type, prefix=prefix)
+        if target.output.as_json:
+            target.output.json_list(as_dict(one) for one in found)
+            return
+        rows = [
+            (
+                one.identity.identifier_type,
+                one.identity.identifier,
+                one.plan,
+                _time_text(one.expire_time),
+                one.note,
+            )
+            for one in found
+        ]
+    target.output.table(("TYPE", "IDENTIFIER", "PLAN", "EXPIRES", "NOTE"), rows)
+
+
+@asks_node
+def import_file(
+    target: Target,
+    *,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help=f"CSV with the header {','.join(COLUMNS)}.", show_default=False
+        ),
+    ],
+) -> None:
+    """Assign every identity of a CSV file. Nothing is assigned if any row is wrong; all wrong rows are named.
+
+    expire_time is empty or as --expires of `plans assign`; it and note may be missing.
+
+    Example:
+      ratelimitd plans import plans.csv
+    """
+    rows = read_file(file, time.time())
+    with target.client() as client:
+        _require_declared(client, rows, file)
+        with progress("assigning", -(-len(rows) // BATCH)) as step:
+            for start in range(0, len(rows), BATCH):
+                try:
+                    with target.explained():
+                        client.assign_all(row.assignment for row in rows[start : start + BATCH])
+                except CliError as error:
+                    message = f"{file}: {_written(rows, start)}: {error}"
+                    raise CliError(message, error.exit_code) from None
+                step()
+    if target.output.as_json:
+        target.output.json({"assigned": len(rows)})
+    else:
+        target.output.line(f"assigned {len(rows)} identities")
+
+
+class Row(NamedTuple):
+    """One row of a file, and the line at which it ends."""
+
+    line: int
+    assignment: pb.Assignment
+
+
+def read_file(file: Path, now_s: float) -> Sequence[Row]:
+    """Return the rows of a file.
+
+    Raises:
+        UsageError: it cannot be read.
+        CliError: it is no such file, or rows of it are wrong; ``details`` name each with its line and field.
+    """
+    try:
+        # Broken bytes become surrogates, so that the field is named.
+        with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+            return _rows(csv.DictReader(stream, strict=True), file, now_s)
+    except OSError as error:
+        message = f"cannot read {file}: {error.strerror}"
+        raise UsageError(message) from None
+
+
+def _rows(reader: csv.DictReader[str], file: Path, now_s: float) -> Sequence[Row]:
+    rows: list[Row] = []
+    wrong: list[str] = []
+    seen: dict[tuple[str, str], int] = {}
+    try:
+        _require_header(reader.fieldnames or (), file)
+        for values in reader:
+            line = reader.line_num
+            try:
+                assignment = _assignment(values, now_s)
+            except InvalidInputError as error:
+                wrong += (f"line {line}: {named}: {text}" for named, text in error.violations)
+                continue
+            rows.append(Row(line, assignment))
+            identity = assignment.identity
+            first = seen.setdefault((identity.identifier_type, identity.identifier), line)
+            if first != line:
+                wrong.append(f"line {line}: identifier: is that of line {first}")
+    except csv.Error as error:
+        wrong.append(f"line {reader.reader.line_num}: {error}")
+    if len(rows) > MAX_ASSIGNMENTS:
+        wrong.append(f"there are {len(rows)} rows, and a node holds {MAX_ASSIGNMENTS}")
+    if wrong:
+        raise _refusal(file, wrong)
+    return rows
+
+
+def _require_header(names: Sequence[str], file: Path) -> None:
+    missing = [name for name in COLUMNS[:3] if name not in names]
+    if missing or not set(names) <= set(COLUMNS) or len(set(names)) != len(names):
+        message = (
+            f"{file}: line 1: the header must be {','.join(COLUMNS)}; the last two may be missing"
+        )
+        raise CliError(message)
+
+
+@dataclass
+class _Wire:
+    """An identity as the service reads it."""
+
+    identifier_type: bytes
+    identifier: bytes
+
+
+def _assignment(values: dict[str | Any, str | Any], now_s: float) -> pb.Assignment:
+    """Return the assignment of a row, by the rules of the service.
+
+    Raises:
+        InvalidInputError: names every wrong field.
+    """
+    # Protobuf and the services take 100 ms to import.
+    from ratelimitd.services.convert import Identities, identity_of  # noqa: PLC0415
+
+    if None in values or None in values.values():
+        text = "the row must have as many fields as the header"
+        raise InvalidInputError(FieldViolation("row", text))
+    wrong: list[FieldViolation] = []
+    kind, plan, note = values["identifier_type"], values["plan"], values.get("note", "")
+    expire_time = 0
+    try:
+        expire_time = expire_time_of(values.get("expire_time", ""), now_s)
+    except ValueError as error:
+        wrong.append(FieldViolation("expire_time", str(error)))
+    wrong += (FieldViolation(*one) for one in violations(plan, expire_time, note, now_s))
+    wire = _Wire(
+        *(text.encode("utf-8", "surrogateescape") for text in (kind, values["identifier"]))
+    )
+    has_form = TYPE_NAME.fullmatch(kind) is not None and kind != EVERYBODY
+    try:
+        found = identity_of(wire, Identities.of([kind] if has_form else []), "")
+    except InvalidInputError as error:
+        raise InvalidInputError(*error.violations, *wrong) from None
+    if wrong:
+        raise InvalidInputError(*wrong)
+    identity = pb.Identity(identifier_type=found[0], identifier=found[1].decode())
+    return pb.Assignment(identity=identity, plan=plan, expire_time=expire_time, note=note)
+
+
+def _require_declared(client: NodeClient, rows: Sequence[Row], file: Path) -> None:
+    """Refuse a file with identifier types that the node does not declare.
+
+    A listing of each type says so before anything is assigned.
+    """
+    import grpc  # noqa: PLC0415
+
+    undeclared = set()
+    for kind in sorted({row.assignment.identity.identifier_type for row in rows}):
+        try:
+            client.list_assignments(pb.ListAssignmentsRequest(identifier_type=kind, page_size=1))
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                raise
+            undeclared.add(kind)
+    wrong = [
+        f"line {row.line}: identifier_type: {row.assignment.identity.identifier_type} is not declared by the node"
+        for row in rows
+        if row.assignment.identity.identifier_type in undeclared
+    ]
+    if wrong:
+        raise _refusal(file, wrong)
+
+
+def _refusal(file: Path, wrong: Sequence[str]) -> CliError:
+    return CliError(f"{file}: nothing was assigned, since rows are wrong:", details=wrong)
+
+
+def _written(rows: Sequence[Row], start: int) -> str:
+    """Say what was assigned before a call failed; another run may repeat it."""
+    if not start:
+        return "nothing was assigned"
+    return f"the rows up to line {rows[start - 1].line} were assigned, and no others"
+
+
+def _time_text(expire_time: int) -> str:
+    if not expire_time:
+        return "never"
+    return datetime.fromtimestamp(expire_time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _show(done: str, assignment: pb.Assignment, target: Target) -> None:
+    if target.output.as_json:
+        target.output.message(assignment)
+        return
+    identity = assignment.identity
+    until = f", until {_time_text(assignment.expire_time)}" if assignment.expire_time else ""
+    note = f" ({assignment.note})" if assignment.note else ""
+    text = f"{done}{identity.identifier_type} {identity.identifier}: {assignment.plan}{until}{note}"
+    target.output.line(text)
+
+
+for name, command in {
+    "assign": assign,
+    "unassign": unassign,
+    "show": show,
+    "list": list_assignments,
+    "import": import_file,
+}.items():
+    app.command(name, help=help_of(command))(command)

@@ -1,0 +1,222 @@
+"""``/plans``: which identity is assigned to which plan; a search, and the forms that assign and unassign.
+
+Identifiers are in forms only, never in an address: addresses stay behind in histories and logs. So a search and a later
+page are forms, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, Self
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from ratelimitd.model import RESERVED_PLANS, IdentifierType
+from ratelimitd.rpc.interface import StatusCode
+from ratelimitd.rules.assignments import Assignments, expire_time_of
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.web.pages.invoke import Rejected, ServiceCalls
+from ratelimitd.web.pages.page_base import Fields, Frame
+from ratelimiter.v1 import ratelimiter_pb2
+
+PAGE_ASSIGNMENTS: Final = 50
+
+DONE: Final = {
+    "assigned": "The plan was assigned. It holds from now on.",
+    "unassigned": "The assignment was removed.",
+}
+"""What the page after a write says."""
+
+STALE: Final = "Somebody changed this assignment meanwhile, so nothing was stored."
+
+
+class Search(NamedTuple):
+    """What is looked for; ``token`` is that of a later page."""
+
+    plan: str = ""
+    identifier_type: str = ""
+    prefix: str = ""
+    token: str = ""
+
+    @classmethod
+    def of_fields(cls, fields: Fields) -> Self:
+        """From the fields of a form."""
+        names = ("plan", "identifier_type", "identifier_prefix", "page_token")
+        return cls(*(fields.get(name, "") for name in names))
+
+    @property
+    def selects_all(self) -> bool:
+        """Whether nothing is looked for."""
+        return not (self.plan or self.identifier_type or self.prefix)
+
+    @property
+    def message(self) -> ratelimiter_pb2.ListAssignmentsRequest:
+        """What the service is asked."""
+        return ratelimiter_pb2.ListAssignmentsRequest(
+            plan=self.plan,
+            identifier_type=self.identifier_type,
+            identifier_prefix=self.prefix,
+            page_size=PAGE_ASSIGNMENTS,
+            page_token=self.token,
+        )
+
+
+class AssignForm(NamedTuple):
+    """An assignment as it was typed."""
+
+    identifier_type: str = IdentifierType.USER
+    identifier: str = ""
+    plan: str = ""
+    expires: str = ""
+    note: str = ""
+    etag: str = ""
+
+    @classmethod
+    def of_fields(cls, fields: Fields) -> Self:
+        """From the fields of a form."""
+        return cls(**{name: fields.get(name, "") for name in cls._fields})
+
+    @property
+    def identity(self) -> ratelimiter_pb2.Identity:
+        """Whose assignment it is."""
+        return ratelimiter_pb2.Identity(
+            identifier_type=self.identifier_type, identifier=self.identifier
+        )
+
+
+class PlansPage:
+    """The endpoints.
+
+    ``book`` is the book of this moment; ``assignments`` are those in force on this node; ``types`` are those that
+    requests may name; ``now_s`` is Unix time.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        services: ServiceCalls,
+        book: Callable[[], RuleBook | None],
+        assignments: Assignments,
+        *,
+        types: Sequence[str],
+        now_s: Callable[[], float],
+    ) -> None:
+        self._frame = frame
+        self._services = services
+        self._book = book
+        self._assignments = assignments
+        self._types = types
+        self._now_s = now_s
+
+    def routes(self) -> list[BaseRoute]:
+        """Where they are."""
+        reading, posting = self._frame.reading, self._frame.posting
+        return [
+            Route("/plans", reading(self.show)),
+            Route("/plans", posting(self.search), methods=["POST"]),
+            Route("/plans/assign", posting(self.assign), methods=["POST"]),
+            Route("/plans/unassign", posting(self.unassign), methods=["POST"]),
+        ]
+
+    async def show(self, request: Request) -> Response:
+        """The first page of all assignments, and the forms; ``plan`` and ``identifier_type`` of the address select."""
+        given = request.query_params
+        search = Search(given.get("plan", ""), given.get("identifier_type", ""))
+        return await self._page(request, search, done=DONE.get(given.get("done", ""), ""))
+
+    async def search(self, request: Request, fields: Fields) -> Response:
+        """A page of what is looked for."""
+        return await self._page(request, Search.of_fields(fields))
+
+    async def assign(self, request: Request, fields: Fields) -> Response:
+        """Assign an identity."""
+        form = AssignForm.of_fields(fields)
+        try:
+            expire_time = expire_time_of(form.expires.strip(), self._now_s())
+        except ValueError as error:
+            errors = {"expire_time": str(error)}
+            return await self._page(request, Search(), form, errors=errors, status_code=422)
+        try:
+            await self._services.assign(
+                request,
+                ratelimiter_pb2.Assignment(
+                    identity=form.identity,
+                    plan=form.plan.strip(),
+                    expire_time=expire_time,
+                    note=form.note,
+                ),
+            )
+        except Rejected as error:
+            problem = "" if error.fields else error.message
+            return await self._page(
+                request,
+                Search(),
+                form,
+                errors=error.fields,
+                problem=problem,
+                status_code=error.status,
+            )
+        return RedirectResponse("/plans?done=assigned", 303)
+
+    async def unassign(self, request: Request, fields: Fields) -> Response:
+        """Ask whether to unassign an identity, and do so if that is confirmed and nobody changed it meanwhile."""
+        form = AssignForm.of_fields(fields)
+        if fields.get("step") != "store":
+            return self._frame.page(request, "unassign.html", form=form)
+        try:
+            await self._services.unassign(request, form.identity, form.etag)
+        except Rejected as error:
+            problem = STALE if error.code is StatusCode.ABORTED else error.message
+            return await self._page(request, Search(), problem=problem, status_code=error.status)
+        return RedirectResponse("/plans?done=unassigned", 303)
+
+    async def _page(  # noqa: PLR0917 -- all of them are what is shown
+        self,
+        request: Request,
+        search: Search,
+        form: AssignForm | None = None,
+        problem: str = "",
+        status_code: int = 200,
+        **context: Any,
+    ) -> Response:
+        found, search_errors = ratelimiter_pb2.ListAssignmentsResponse(), {}
+        try:
+            found = await self._services.assignments(request, search.message)
+        except Rejected as error:
+            search_errors = dict(error.fields)
+            problem = problem or ("" if search_errors else error.message)
+            status_code = max(status_code, error.status)
+        given = {"errors": {}, "done": "", **context}
+        return self._frame.page(
+            request,
+            "plans.html",
+            status_code=status_code,
+            search=search,
+            search_errors=search_errors,
+            found=found.assignments,
+            later=found.next_page_token,
+            form=form or AssignForm(),
+            problem=problem,
+            total=len(self._assignments),
+            plans=sorted({*RESERVED_PLANS, *self._named_plans()}),
+            unnamed=self._unnamed(),
+            undeclared=self._undeclared(),
+            types=self._types,
+            **given,
+        )
+
+    def _named_plans(self) -> Sequence[str]:
+        book = self._book()
+        return [] if book is None else sorted(book.plans)
+
+    def _unnamed(self) -> dict[str, int]:
+        """The assigned plans that no rule names, with the number of their assignments."""
+        known = {*RESERVED_PLANS, *self._named_plans()}
+        held = self._assignments.plans
+        return {plan: held[plan] for plan in sorted(held.keys() - known)}
+
+    def _undeclared(self) -> list[str]:
+        """The types of assignments that no request can name."""
+        return sorted(self._assignments.types.keys() - set(self._types))

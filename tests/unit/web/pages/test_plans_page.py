@@ -1,0 +1,179 @@
+"""The page of the plans, as somebody without scripts uses it."""
+
+import html
+import re
+
+import pytest
+import pytest_asyncio
+
+from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.testing import ManualClock, running_node
+from ratelimitd.web.pages.plans import PAGE_ASSIGNMENTS
+from tests.page_visitor import PageVisitor, errors_in, hidden_in
+
+ALICE = {"identifier_type": "user", "identifier": "alice", "plan": "pro"}
+SCRIPT = "<script>alert('x')</script>"
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest_asyncio.fixture
+async def node(clock, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "rules:\n- {endpoint: /orders, identifier_type: user, limit: 3, window_seconds: 60,"
+        " algorithm: fixed_window, plans: {pro: [{limit: 9, window_seconds: 60, algorithm: fixed_window}]}}\n"
+    )
+    async with running_node(clock=clock, rules_file=rules) as found:
+        yield found
+
+
+@pytest_asyncio.fixture
+async def visitor(node):
+    async with PageVisitor(node.http_address) as found:
+        yield found
+
+
+def text_of(answer):
+    return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", answer.text).split()))
+
+
+async def assigned(visitor, **fields):
+    answer = await visitor.post("/plans/assign", {**ALICE, **fields})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/plans?done=assigned")
+    return await visitor.get(answer.headers["location"])
+
+
+async def test_without_assignments_the_page_says_so_and_has_the_form(visitor):
+    answer = await visitor.get("/plans")
+    assert answer.status_code == 200
+    assert "No identity is assigned to a plan" in text_of(answer)
+    assert '<a href="/plans" aria-current="page">Plans</a>' in answer.text
+
+
+async def test_what_is_assigned_holds_and_is_listed(visitor):
+    page = await assigned(visitor, expires="1h", note="trial")
+    assert "The plan was assigned. It holds from now on." in text_of(page)
+    assert "user alice pro 2023-11-15 01:00:00 UTC trial" in text_of(page)
+    assert "1 identity is assigned to plans" in text_of(page)
+    check = {**ALICE, "endpoint": "/orders", "cost": "1", "action": "check"}
+    assert "Remaining 8 of 9" in text_of(await visitor.post("/try", check))
+
+
+async def test_no_address_has_an_identifier(visitor):
+    page = await assigned(visitor)
+    assert not re.search(r'(href|action)="[^"]*alice', page.text)
+
+
+async def test_what_is_wrong_is_said_beside_the_field_and_kept(visitor):
+    wrong = {**ALICE, "identifier_type": "ip", "plan": "Pro", "note": "n" * 256}
+    answer = await visitor.post("/plans/assign", wrong)
+    assert answer.status_code == 422
+    assert set(errors_in(answer.text)) == {"assign-identifier", "assign-plan", "assign-note"}
+    assert 'value="alice"' in answer.text
+    answer = await visitor.post("/plans/assign", {**ALICE, "expires": "tomorrow"})
+    assert (answer.status_code, set(errors_in(answer.text))) == (422, {"assign-expires"})
+    answer = await visitor.post("/plans/assign", {**ALICE, "expires": "2020-01-01"})
+    assert (answer.status_code, set(errors_in(answer.text))) == (422, {"assign-expires"})
+    assert "No identity is assigned" in text_of(await visitor.get("/plans"))
+
+
+async def test_what_others_typed_is_shown_as_text(visitor):
+    page = await assigned(visitor, identifier=SCRIPT, note=SCRIPT)
+    assert SCRIPT not in page.text
+    assert SCRIPT in html.unescape(page.text)
+
+
+async def test_a_plan_is_taken_away_after_a_question(visitor):
+    page = await assigned(visitor)
+    row = {name: value for name, value in hidden_in(page.text).items() if name != "form_token"}
+    answer = await visitor.post("/plans/unassign", row)
+    assert "user alice leaves the plan pro" in text_of(answer)
+    confirmed = hidden_in(answer.text)
+    confirmed.pop("form_token")
+    answer = await visitor.post("/plans/unassign", {**confirmed, "step": "store"})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/plans?done=unassigned")
+    assert "The assignment was removed." in text_of(await visitor.get("/plans?done=unassigned"))
+    answer = await visitor.post("/plans/unassign", {**confirmed, "step": "store"})
+    assert answer.status_code == 404
+    assert "the identity is assigned to no plan" in text_of(answer)
+
+
+async def test_what_was_changed_meanwhile_is_not_taken_away(visitor):
+    await assigned(visitor)
+    stale = {**ALICE, "etag": "stale", "step": "store"}
+    answer = await visitor.post("/plans/unassign", stale)
+    assert answer.status_code == 409
+    assert "Somebody changed this assignment meanwhile" in text_of(answer)
+    assert "user alice pro" in text_of(answer)
+
+
+async def test_assignments_are_searched_by_type_prefix_and_plan(visitor):
+    for identifier, plan in (("alice", "pro"), ("albert", "blocked"), ("bob", "pro")):
+        await assigned(visitor, identifier=identifier, plan=plan)
+    await assigned(visitor, identifier_type="ip", identifier="::1")
+
+    async def found(**fields):
+        answer = await visitor.post("/plans", fields)
+        assert answer.status_code == 200
+        return re.findall(r'<th scope="row"><code>([^<]*)</code>', answer.text)
+
+    assert await found(identifier_type="user", identifier_prefix="al") == ["albert", "alice"]
+    assert await found(plan="pro") == ["::1", "alice", "bob"]
+    assert await found(identifier_type="ip") == ["::1"]
+    assert await found(plan="nobody") == []
+    answer = await visitor.get("/plans?plan=blocked")
+    assert "albert" in text_of(answer)
+    assert "alice" not in text_of(answer)
+
+
+async def test_a_search_that_is_none_is_told_beside_the_field(visitor):
+    answer = await visitor.post("/plans", {"identifier_prefix": "al", "plan": "No Plan"})
+    assert (answer.status_code, set(errors_in(answer.text))) == (422, {"identifier_type", "plan"})
+
+
+async def test_later_pages_are_forms(visitor, node):
+    for number in range(PAGE_ASSIGNMENTS + 1):
+        await assigned(visitor, identifier=f"u{number:03}")
+    page = await visitor.get("/plans")
+    assert f"u{PAGE_ASSIGNMENTS - 1:03}" in page.text
+    assert f"u{PAGE_ASSIGNMENTS:03}" not in page.text
+    later = {"page_token": hidden_in(page.text)["page_token"]}
+    page = await visitor.post("/plans", later)
+    assert re.findall(r'<th scope="row"><code>([^<]*)</code>', page.text) == [
+        f"u{PAGE_ASSIGNMENTS:03}"
+    ]
+    assert '<a href="/plans">← The first</a>' in page.text
+
+
+async def test_plans_that_no_rule_names_are_told(visitor):
+    page = await assigned(visitor, plan="blocked")
+    assert "No rule names" not in text_of(page)
+    await assigned(visitor, identifier="bob", plan="gone")
+    page = await assigned(visitor, identifier="carol", plan="gone")
+    assert "No rule names this plan, so the rules' own limits hold: gone (2 assigned)." in text_of(
+        page
+    )
+    assert page.text.count("no rule names it") == 2
+
+
+async def test_changes_of_assignments_are_among_all_changes(visitor):
+    await assigned(visitor, note="n")
+    await assigned(visitor, plan="blocked", expires="1h")
+    text = text_of(await visitor.get("/audit"))
+    assert "created user alice Plan: pro Note: n" in text
+    assert "changed user alice Plan: pro → becomes blocked Until: 2023-11-15 01:00:00 UTC" in text
+
+
+async def test_while_the_database_is_away_the_page_says_so(visitor, monkeypatch):
+    async def away(*_):
+        message = "the rule database cannot be read"
+        raise StoreUnavailableError(message)
+
+    monkeypatch.setattr("ratelimitd.rules.sql.assignments.SqlAssignmentStore.assignments", away)
+    answer = await visitor.get("/plans")
+    assert answer.status_code == 503
+    assert "the rule database cannot be read" in text_of(answer)
