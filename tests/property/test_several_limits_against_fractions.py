@@ -127,7 +127,7 @@ class Policies:
             kept = deepcopy(models)
             found = {bucket: model.check(now_us, check.cost) for bucket, model in models.items()}
             if check.peek:
-                for _, limit, bucket in self.judging(check):
+                for _, limit, bucket in judging:
                     self.models[*bucket, window_of(limit, now_us)] = kept[bucket]
             first = min(found, key=lambda bucket: Fraction(found[bucket][1], models[bucket].most))
         else:
