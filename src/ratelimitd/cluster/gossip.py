@@ -93,7 +93,8 @@ def packed_state(name: bytes, shared: SharedState) -> bytes | None:
     generation, revision, limit, state, burst = shared
     if state is None or isinstance(state, bytes) or burst:
         return None
-    spent, latest_us = state
+    # What a fixed window has beyond these matters to late spends only, which the store settles.
+    spent, latest_us = state[0], state[1]
     return _STATE.pack(
         name, generation, revision, limit, spent & _LOW_MASK, spent >> _LOW_BITS, latest_us
     )
