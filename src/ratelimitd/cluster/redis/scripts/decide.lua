@@ -36,8 +36,8 @@ for index = 1, #KEYS do
     now_us = store_us
   end
 
-  local generation, x, y, at_us, is_corrupt, is_edited
-  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited =
+  local generation, x, y, at_us, is_corrupt, is_edited, refunded
+  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited, refunded =
     opened(algorithm, value_at(key), -1, revision, limit, burst, window_us)
   local answer, allowed = NO_BUCKET, false
   if not is_corrupt then
@@ -47,7 +47,7 @@ for index = 1, #KEYS do
     answer = pack(ANSWER, allowed and 1 or 0, reason, remaining, retry_after, saturated(reset_time))
   end
   if (allowed or is_corrupt or is_edited) and peek == 0 then
-    local value = written(algorithm, generation, revision, limit, burst, x, y, at_us)
+    local value = written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded)
     call('SET', key, value, 'EX', ttl_of(algorithm, window_us, limit, burst, at_us))
   end
   answers[index] = answer

@@ -30,8 +30,8 @@ for index = 1, #KEYS do
   end
 
   local value = value_at(key)
-  local generation, x, y, at_us, is_corrupt, is_edited
-  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited =
+  local generation, x, y, at_us, is_corrupt, is_edited, refunded
+  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited, refunded =
     opened(algorithm, value, -1, revision, limit, burst, window_us)
   if is_corrupt then
     corrupt = corrupt + 1
@@ -43,7 +43,7 @@ for index = 1, #KEYS do
   end
   local is_stored = peek == 0 and (allowed or is_corrupt or is_edited)
   if is_stored or is_corrupt or not value then
-    value = written(algorithm, generation, revision, limit, burst, x, y, at_us)
+    value = written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded)
   end
   if is_stored then
     call('SET', key, value, 'EX', ttl_of(algorithm, window_us, limit, burst, at_us))
