@@ -149,9 +149,13 @@ class LocalView:
         planned = (self.in_flight.tokens + self.unsent.tokens + self.asked_tokens + cost) * members
         if planned > self.shared_out and planned > self._work_out_share(now_us):
             return self._unless_crowded(now_us, members, cost)
+        self.hold(cost)
+        return outcome
+
+    def hold(self, cost: int) -> None:
+        """Reserve tokens, without deciding a check."""
         self.asked_tokens += cost
         self.reserved += cost
-        return outcome
 
     def release(self, cost: int) -> None:
         """End a reservation; :meth:`check_alone` then spends the tokens of a check that all buckets allow."""
