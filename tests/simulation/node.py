@@ -1,12 +1,12 @@
 """A node of the simulated cluster: views of buckets, one sender, and what it does about time and loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ratelimitd.ledger.local_view import STALE_US, LocalView
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, Reply, Sender
-from ratelimitd.ledger.shared_state import Met, SharedState
+from ratelimitd.ledger.shared_state import Met, Settled, SharedState
 from ratelimitd.model import Rule
 from tests.simulation.giving_up import GivingUp
 from tests.simulation.meetings import BURIED_US, FirstChecks, Waiting
@@ -338,20 +338,7 @@ class Node:
             view.acknowledge(settled.shared)
             if settled.grants:
                 view.note_grants(settled.grants)
-            verdicts = [*zip(asked.get(key, ()), settled.grants, strict=True)]
-            later = sum(waiting.cost for waiting, granted in verdicts if granted)
-            for waiting, granted in verdicts:
-                later -= waiting.cost if granted else 0
-                if not waiting.answered:
-                    if granted and batch is not self.resent:
-                        self._charged(waiting, settled.shared, later)
-                    self._answer(waiting, granted)
-                elif granted and waiting.charged:
-                    view.pay(waiting.cost)
-                    # What was forgiven meanwhile may be charged after all, but never more than that.
-                    books.paid_twice |= view.forgiven < 0
-                elif granted:
-                    books.wasted += waiting.cost
+            self._resolve(asked.get(key, ()), settled, view, batch)
             if key in self.pending and view.is_clean and key not in self.dirty:
                 self._let_go(self.pending.pop(key))
             self._tell(key, view, before)
@@ -359,6 +346,25 @@ class Node:
         now_us, members = self.now_us, self.members
         if full or any(view.is_due(now_us, members) for view in self.dirty.values()):
             self.flush()
+
+    def _resolve(
+        self, asked: Sequence[Waiting], settled: Settled, view: LocalView, batch: Batch
+    ) -> None:
+        """Answer the checks of one bucket in a batch."""
+        verdicts = [*zip(asked, settled.grants, strict=True)]
+        later = sum(waiting.cost for waiting, granted in verdicts if granted)
+        for waiting, granted in verdicts:
+            later -= waiting.cost if granted else 0
+            if not waiting.answered:
+                if granted and batch is not self.resent:
+                    self._charged(waiting, settled.shared, later)
+                self._answer(waiting, granted)
+            elif granted and waiting.charged:
+                view.pay(waiting.cost)
+                # What was forgiven meanwhile may be charged after all, but never more than that.
+                self.world.books.paid_twice |= view.forgiven < 0
+            elif granted:
+                self.world.books.wasted += waiting.cost
 
     def _first_word(self) -> None:
         batch, now_us = self.sender.outstanding, self.now_us

@@ -226,7 +226,8 @@ class PartNode(Node):
 
     def let_go(self, key: bytes) -> None:
         view = self.pending.get(key)
-        if view is not None and view.is_clean and key not in self.dirty:
+        is_idle = key not in self.dirty and key not in self.asked
+        if view is not None and view.is_clean and is_idle:
             self._let_go(self.pending.pop(key))
 
     def crash(self) -> None:
@@ -493,7 +494,7 @@ def play_several(
 def _node(told, shard, world, number, skew_us, node, view) -> PartNode:
     of_shard = told.shards[shard]
     world.start(f"n{number}/0")
-    made = node(
+    return node(
         world,
         f"n{number}",
         _rule(told, shard),
@@ -503,9 +504,8 @@ def _node(told, shard, world, number, skew_us, node, view) -> PartNode:
         max_views=of_shard.max_views,
         decides_alone=of_shard.decides_alone,
         caller_times_us=of_shard.caller_times_us,
-        make_view=lambda rule, base: view(rule, base),
+        make_view=view,
     )
-    return made
 
 
 def _rule(told: Several, shard: int) -> Rule:
@@ -625,11 +625,8 @@ def nodes_learn_of_refunds(played: Played) -> str:
             shared = world.ledger.buckets.get(key)
             if shared is None or view.base is None or key not in node.denied:
                 continue
-            is_behind = (
-                view.base != shared
-                and standing(view.base, view.rule)[:3] == standing(shared, view.rule)[:3]
-            )
-            if is_behind:
+            known, latest = standing(view.base, view.rule), standing(shared, view.rule)
+            if known < latest and known[:3] == latest[:3]:
                 return f"{key!r}: {view.base} is not {shared}"
     return ""
 

@@ -46,9 +46,10 @@ class Part:
             view.hold(cost)
         return self._held(view, outcome)
 
-    def peek(self, view: LocalView, now_us: int, cost: int) -> None:
+    def peek(self, view: LocalView, now_us: int, cost: int) -> Outcome:
         """Decide by the node's view, and hold nothing."""
-        self.view, self.outcome = view, view.peek(now_us, cost)
+        self.view, self.outcome = view, (outcome := view.peek(now_us, cost))
+        return outcome
 
     def release(self, now_us: int, cost: int) -> None:
         """End the reservation, and decide again: the bucket may have been used up since."""
@@ -70,7 +71,7 @@ class Part:
             _, remaining, reset_time, *_ = self.view.peek(now_us, MORE_THAN_ANY_LIMIT)
         else:
             _, remaining, reset_time, *_ = self.outcome
-            remaining = min(remaining + cost, self.limit.limit)
+            remaining = min(remaining + cost, self.limit.capacity)
         self.outcome = (ALLOWED, remaining, reset_time, 0, WITHIN_LIMIT, None)
 
     def _held(self, view: LocalView, outcome: Outcome | None) -> Outcome | None:

@@ -97,10 +97,11 @@ class BulkChecker(Protocol):
 
     def judge(
         self, identifiers: Sequence[bytes], scope: Scope, now_us: int, cost: int
-    ) -> tuple[int, Outcome, Sequence[Outcome]]:
-        """Decide one check of a scope with several, and charge it if it is allowed; if this raises, nothing was.
+    ) -> tuple[int, Outcome, Sequence[Outcome]] | None:
+        """Decide one check of a scope with several, and charge it if it is allowed.
 
-        Returns which of ``scope.several`` decides, the outcome, and those of all.
+        Returns which of ``scope.several`` decides, the outcome, and those of all. If this returns ``None`` or raises,
+        nothing was charged.
         """
 
 
@@ -199,7 +200,7 @@ class BulkChecks:
             try:
                 if parts:
                     judged = self._limiter.judge((identifier,), scope, now_us, cost)
-                    tell(self._answer_several(*judged, parts))
+                    tell(None if judged is None else self._answer_several(*judged, parts))
                     continue
                 outcome = charge(identifier, scope, now_us, cost)
             except Exception:  # noqa: BLE001 -- the general path meets the same error and handles it

@@ -33,6 +33,7 @@ class Scene:
             store=self.store,
             tags=[SimpleNamespace(server=self.server)] * 256,
             stored_name=name_of,
+            timers=self.timers,
             callers_time=callers_time,
         )
 

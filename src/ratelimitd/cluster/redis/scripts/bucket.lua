@@ -52,6 +52,19 @@ local function value_at(key)
   return value
 end
 
+-- The time of a check, in µs; of a negative one the store's own, once for a whole call.
+local store_us
+local function time_of_check(now_us)
+  if now_us < 0 then
+    if not store_us then
+      local now = call('TIME')
+      store_us = now[1] * US_PER_S + now[2]
+    end
+    return store_us
+  end
+  return now_us
+end
+
 -- A sum of tokens that stays exact: a bucket that is that far overdrawn is so to a token more or less.
 local function saturated(sum)
   if sum > LARGEST then

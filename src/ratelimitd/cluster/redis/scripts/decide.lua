@@ -17,7 +17,6 @@ local NO_BUCKET = pack(ANSWER, 0, 0, 0, 0, 0)
 local text, place = ARGV[1], 1
 local algorithms = {}
 local answers = {}
-local store_us
 
 for index = 1, #KEYS do
   local key = KEYS[index]
@@ -28,13 +27,7 @@ for index = 1, #KEYS do
     algorithm = make_algorithm(kind)
     algorithms[kind] = algorithm
   end
-  if now_us < 0 then
-    if not store_us then
-      local now = call('TIME')
-      store_us = now[1] * US_PER_S + now[2]
-    end
-    now_us = store_us
-  end
+  now_us = time_of_check(now_us)
 
   local generation, x, y, at_us, is_corrupt, is_edited, refunded
   generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited, refunded =

@@ -2,7 +2,7 @@
 --
 -- KEYS     the buckets
 -- ARGV[1]  of each: algorithm (1) · peek: 0 or 1 (1) · revision (8) · limit (4) · burst (4) · window in s (4) ·
---          cost (4) · time in µs (8)
+--          cost (4) · time in µs, or -1 for the store's own clock (8, signed)
 --
 -- Returns { how many values were no buckets,
 --           of each: allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8) · the value
@@ -12,7 +12,7 @@
 -- numbered: a node sends this once, and takes a check whose reply is lost for one that was perhaps charged. A value that
 -- is no bucket is taken for one that begins anew, and replaced.
 
-local CHECK = '<BBI8I4I4I4I4I8'
+local CHECK = '<BBI8I4I4I4I4i8'
 local ANSWER = '<BBI4I4I8'
 
 local text, place = ARGV[1], 1
@@ -23,6 +23,7 @@ for index = 1, #KEYS do
   local key = KEYS[index]
   local kind, peek, revision, limit, burst, window_s, cost, now_us
   kind, peek, revision, limit, burst, window_s, cost, now_us, place = unpack(CHECK, text, place)
+  now_us = time_of_check(now_us)
   local algorithm, window_us = algorithms[kind], window_s * US_PER_S
   if not algorithm then
     algorithm = make_algorithm(kind)
