@@ -48,7 +48,7 @@ from ratelimitd.rules.store import RuleStore
 from ratelimitd.services import grpc_health, reflection
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.services.config import ConfigService
-from ratelimitd.services.convert import MAX_IDENTITIES, Identities
+from ratelimitd.services.convert import Identities
 from ratelimitd.services.envoy import SERVICE as ENVOY
 from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
 from ratelimitd.services.errors import ErrorEdge
@@ -379,10 +379,8 @@ class Node:
         access: Access,
     ) -> Methods:
         settings = self._settings
-        most = MAX_IDENTITIES if self._cluster is None else 1
-        identities = Identities.of(settings.identifier_types, most)
         # Waits are known to a node's own buckets only.
-        identities = identities._replace(wait=self._cluster is None)
+        identities = Identities.of(settings.identifier_types)._replace(wait=self._cluster is None)
         offers = [
             RateLimiterService(
                 limiter, self.stats, time.perf_counter, self._queue, identities=identities
@@ -402,7 +400,6 @@ class Node:
                 store,
                 self._cluster or feed,
                 access.actor,
-                several=self._cluster is None,
                 types=settings.known_types,
             ).methods(),
             HealthService(
