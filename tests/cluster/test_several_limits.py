@@ -1,5 +1,7 @@
-"""A user within a tenant within everybody, per second and per day, on several real nodes: each limit is held, and callers
-get what the tightest leaves them."""
+"""A user within a tenant within everybody, per second and per day, on several real nodes.
+
+Each limit is held, and callers get what the tightest leaves them.
+"""
 
 from dataclasses import replace
 

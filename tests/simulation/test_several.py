@@ -9,7 +9,7 @@ from itertools import chain
 
 import pytest
 
-from tests.simulation.several import play_several, several, several_violations
+from tests.simulation.several_runs import play_several, several, several_violations
 from tests.simulation.several_twins import TWINS
 
 SEEDS, CALM_SEEDS, CHUNK = 1_000, 200, 50

@@ -386,7 +386,7 @@ DEFINITIONS: Final = (
         "Tokens that the shared state had charged for checks that another limit denied, and that were given back.",
         _of_cluster(lambda c: c.buckets.given_back_total)),
     Definition("rate_limiter_kept_tokens_total", "counter",
-        "Tokens charged for checks that another limit denied, and not given back: the answer was late or a bucket unknown.",
+        "Tokens that stay charged for checks that another limit denied.",
         _of_cluster(lambda c: c.buckets.kept_total)),
     Definition("rate_limiter_over_admitted_tokens_total", "counter",
         "Tokens allowed here that the shared state charged beyond the capacity of a bucket.",
