@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.cluster.pending import Bucket, PendingCheck
 from ratelimitd.errors import BreakerOpenError, RateLimitdError
+from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.several import Part, conclude, denies
 from ratelimitd.ledger.shared_state import SharedState, refund_of
 from ratelimitd.model import Outcome
@@ -26,19 +27,20 @@ class PartCheck(PendingCheck):
 
     Attributes:
         key: of the bucket, on this node.
-        bucket: the bucket, once it is known.
+        bucket: the bucket; unset unless ``is_known``.
         part: what becomes of it.
         is_counted: a bucket that is unknown counts as a miss.
     """
 
-    __slots__ = ("_is_resolved", "_joint", "bucket", "is_counted", "key", "part")
+    __slots__ = ("_is_resolved", "_joint", "bucket", "is_counted", "is_known", "key", "part")
+
+    bucket: Bucket
 
     def __init__(self, joint: JointCheck, charge: Charge, *, peek: bool) -> None:
         self.key, self.rule, _ = charge
         self.now_us, self.cost, self.peek = joint.now_us, joint.cost, peek
-        self.charged = self.is_counted = False
+        self.charged = self.is_counted = self.is_known = False
         self.part = Part(self.rule)
-        self.bucket: Bucket | None = None
         self._joint = joint
         self._is_resolved = False
 
@@ -59,15 +61,15 @@ class PartCheck(PendingCheck):
 
     def resolve(self, outcome: Outcome | RateLimitdError) -> None:
         """Note the outcome, unless there is one; the last part concludes the check."""
-        if not self._is_resolved:
-            self._resolve(outcome)
+        self._resolve(outcome)
 
     def fail(self, error: Exception) -> None:
-        """Note an unexpected error."""
-        if not self._is_resolved:
-            self._resolve(error)
+        """Note an unexpected error, unless there is an outcome."""
+        self._resolve(error)
 
     def _resolve(self, outcome: Outcome | Exception) -> None:
+        if self._is_resolved:
+            return
         self._is_resolved = True
         part = self.part
         if part.outcome is None:  # it was not this node's view that decided
@@ -80,6 +82,8 @@ class PartDecider(Protocol):
     """What decides the parts: the shared buckets of a node, by its views or always by the store."""
 
     errors_that_deny: tuple[type[Exception], ...]
+    given_back_total: int
+    kept_total: int
 
     def judge_part(self, check: PartCheck) -> bool:
         """Decide by the node's view, without charging; false if the bucket is unknown."""
@@ -93,8 +97,8 @@ class PartDecider(Protocol):
     def was_released(self, check: PartCheck) -> None:
         """The view that held the tokens of the part does no more."""
 
-    def give_back(self, check: PartCheck) -> None:
-        """Give back what the store has charged, or count that it stays charged."""
+    def give_back(self, check: PartCheck, refund: Refund) -> bool:
+        """Give back what the store has charged; false if that stays charged."""
 
 
 class JointCheck:
@@ -119,7 +123,7 @@ class JointCheck:
         self._parts = [check.part for check in self._checks]
         self._is_counted = is_counted
         self._missing = 0
-        self._answer: Future[Outcomes] | None = None
+        self._answer: Future[Outcomes]
 
     def at_once(self) -> Sequence[Outcome] | None:
         """Decide now, if no part has to wait; else charge nothing and return ``None``."""
@@ -176,15 +180,18 @@ class JointCheck:
                 self._buckets.was_released(check)
 
     def _finish(self) -> None:
-        answer = self._answer
+        defect: Exception | None = None
         try:
             self._conclude()
         except Exception as error:  # noqa: BLE001 - the caller waits, and fails open
-            if answer is not None and not answer.done():
-                answer.set_exception(error)
+            defect = error
+        if self._answer.done():
             return
-        if answer is not None and not answer.done():
-            answer.set_result([part.outcome for part in self._parts if part.outcome is not None])
+        if defect is None:
+            outcomes = [part.outcome for part in self._parts if part.outcome is not None]
+            self._answer.set_result(outcomes)
+        else:
+            self._answer.set_exception(defect)
 
     def _conclude(self) -> None:
         errors = self._buckets.errors_that_deny
@@ -196,7 +203,14 @@ class JointCheck:
             elif part.is_reserved:
                 self._buckets.was_released(check)
             elif part.is_charged and not is_allowed:
-                self._buckets.give_back(check)
+                self._give_back(check)
+
+    def _give_back(self, check: PartCheck) -> None:
+        refund = check.part.refund
+        if refund is not None and self._buckets.give_back(check, refund):
+            self._buckets.given_back_total += self.cost
+        else:
+            self._buckets.kept_total += self.cost
 
 
 def errors_that_deny(*, breaker_denies: bool) -> tuple[type[Exception], ...]:

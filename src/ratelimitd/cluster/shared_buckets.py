@@ -25,6 +25,7 @@ from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck
 from ratelimitd.cluster.sync import Partition, RefreshQueue
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import BreakerOpenError, RateLimitdError
+from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import Limit, Outcome
 
@@ -237,7 +238,7 @@ class SharedBuckets:
 
     def _judge_part(self, bucket: Bucket, check: PartCheck) -> Outcome | RateLimitdError | None:
         view, part, now_us, cost = bucket.view, check.part, check.now_us, check.cost
-        check.bucket = bucket
+        check.bucket, check.is_known = bucket, True
         if bucket.tag.server.is_open and not self._decides_alone:
             part.outcome = error = bucket.tag.server.open_error()
             return error
@@ -250,7 +251,7 @@ class SharedBuckets:
 
     def ask_part(self, check: PartCheck) -> None:
         """Let the store decide."""
-        if check.bucket is not None:
+        if check.is_known:
             self._ask(check.bucket, check)
         else:
             name = self._missed.pop(check.key, None) or self._stored_name(check.key)
@@ -259,8 +260,6 @@ class SharedBuckets:
     def was_spent(self, check: PartCheck) -> None:
         """Let the next batch settle what a view has spent."""
         bucket = check.bucket
-        if bucket is None:
-            return
         if not bucket.is_dirty:
             bucket.tag.touch(bucket)
         if bucket.view.is_due(check.now_us, self._membership.count):
@@ -268,25 +267,20 @@ class SharedBuckets:
 
     def was_released(self, check: PartCheck) -> None:
         """Forget a bucket that was evicted while it held tokens."""
-        bucket = check.bucket
-        if bucket is not None:
-            bucket.tag.let_go(bucket)
+        check.bucket.tag.let_go(check.bucket)
 
-    def give_back(self, check: PartCheck) -> None:
-        """Let the next batch give back what the store has charged."""
-        refund, bucket = check.part.refund, None
-        if refund is not None:
-            with suppress(BreakerOpenError):
-                bucket = self._cache.get(check.key) or self._known(check.key, check.rule)
-        if refund is None or bucket is None:
+    def give_back(self, check: PartCheck, refund: Refund) -> bool:
+        """Let the next batch give back what the store has charged, if the bucket is known and its server reached."""
+        bucket = None
+        with suppress(BreakerOpenError):
+            bucket = self._cache.get(check.key) or self._known(check.key, check.rule)
+        if bucket is None:
             self._missed.pop(check.key, None)
-            self.kept_total += check.cost
-            return
-        self.given_back_total += check.cost
+            return False
         bucket.view.give_back(refund)
-        if not bucket.is_dirty:
-            bucket.tag.touch(bucket)
+        bucket.tag.touch(bucket)
         bucket.tag.flush()
+        return True
 
     # What comes from the store and from other nodes
 

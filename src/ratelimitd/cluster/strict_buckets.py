@@ -18,6 +18,7 @@ from ratelimitd.cluster.pending import Bucket
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.errors import RateLimitdError
+from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.shared_state import STORE_TIME, Met, StoreCheck
 from ratelimitd.model import Limit, Outcome
 
@@ -125,20 +126,17 @@ class StrictBuckets:
 
     was_released = was_spent
 
-    def give_back(self, check: PartCheck) -> None:
+    def give_back(self, check: PartCheck, refund: Refund) -> bool:
         """Let a batch give back what the store has charged."""
-        name, refund = self._stored_name(check.key), check.part.refund
-        if refund is None:
-            self.kept_total += check.cost
-            return
+        name = self._stored_name(check.key)
         tag = self._tags[name[0]]
         bucket = tag.buckets.get(name)
         if bucket is None:
             bucket = tag.buckets[name] = Bucket(check.key, name, tag, check.rule, None)
-        self.given_back_total += check.cost
         bucket.view.give_back(refund)
         tag.touch(bucket)
         tag.flush()
+        return True
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Let buckets start afresh.

@@ -1,10 +1,12 @@
 """Checks on several shared buckets: all are charged, or none is."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 
 from ratelimitd.algorithms import DECIDE
+from ratelimitd.cluster.joint_checks import JointCheck
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
 from ratelimitd.model import Enforcement
 from tests.unit.cluster.world import MS, World, limited, name_of
@@ -357,3 +359,49 @@ async def test_a_defect_at_the_end_is_raised(scene, monkeypatch):
     scene.run(30 * MS)
     with pytest.raises(TypeError):
         answer.result()
+
+
+async def test_nothing_is_held_by_a_check_that_has_to_wait(scene):
+    scene.know_all()
+    scene.others_spend(b"t", 99)
+    assert scene.all_at_once() is None
+    assert scene.view(b"a").is_clean
+
+
+async def test_checks_that_come_meanwhile_are_decided_by_what_is_known_then(scene):
+    answers = [scene.wait_all(cost=cost) for cost in (3, 4)]
+    scene.run(30 * MS)
+    assert [verdicts(answer.result()) for answer in answers] == [
+        [(True, 97), (True, 97)], [(True, 93), (True, 93)],
+    ]  # fmt: skip
+    scene.settle()
+    assert scene.spent() == [7, 7]
+
+
+async def test_one_after_the_other_is_spent_before_the_first_is_settled(scene):
+    scene.know_all()
+    assert [scene.all_at_once()[0][1] for _ in range(3)] == [99, 98, 97]
+    scene.settle()
+    assert scene.spent() == [3, 3]
+
+
+async def test_an_unknown_bucket_whose_breaker_is_open_is_an_error(scene):
+    scene.open_breaker()
+    assert scene.all_at_once() is None
+    assert [type(outcome) for outcome in scene.met()] == [BreakerOpenError, BreakerOpenError]
+
+
+async def test_a_newer_rule_is_gone_by(scene):
+    scene.know_all()
+    scene.RULES = {**scene.RULES, b"t": replace(TENANT, limit=50, revision=2)}
+    assert verdicts(scene.all_at_once(cost=3)) == [(True, 97), (True, 47)]
+
+
+async def test_a_part_is_decided_once(scene):
+    charges = scene.charges(b"a")
+    joint = JointCheck(scene.buckets, scene.timers, charges, scene.clock.now_us(), 1, peek=False)
+    joint.start(answer := scene.buckets._new_future())
+    (waiting,) = scene.buckets._first_checks[b"a"]
+    scene.run(2 * MS)
+    waiting.resolve(StoreUnavailableError("late"))
+    assert verdicts(answer.result()) == [(True, 99)]

@@ -161,3 +161,15 @@ async def test_a_bucket_that_cannot_be_reached_is_an_error_of_its_own():
     assert [type(one) for one in answer.result()] == [StoreUnavailableError]
     scene.open_breaker()
     assert [type(one) for one in scene.all_of(b"a")] == [BreakerOpenError]
+
+
+async def test_charges_for_checks_that_are_denied_together_are_given_back_together():
+    scene = SharingScene()
+    scene.store.spend(b"b", RULE, 1_000, scene.clock.now_us())
+    charges = [(key, RULE, None) for key in (b"a", b"b")]
+    for _ in range(3):
+        scene.buckets.wait_all(charges, scene.clock.now_us(), 7, peek=False)
+    scene.settle()
+    scene.run(30 * MS)
+    scene.settle()
+    assert (scene.store.spent(b"a"), scene.buckets.given_back_total) == (0, 21)
