@@ -1004,6 +1004,12 @@ class TestSeveralSharedLimits:
         node.shared.at_once = GRANTED
         assert node.limiter.all_pass([check_of()], 0)
 
+    async def test_a_reset_is_of_all_its_buckets(self, node):
+        await node.limiter.reset(b"ada", USER, "/orders")
+        ((keys, limits),) = node.shared.resets
+        assert len(set(keys)) == 2
+        assert [(limit.name, limit.revision) for limit in limits] == [("default", 7), ("day", 7)]
+
     async def test_a_defect_is_told_and_fails_open(self, node):
         answer = await node.wait(GRANTED, ValueError("defect"))
         assert answer.reason is Reason.FAIL_OPEN_ERROR

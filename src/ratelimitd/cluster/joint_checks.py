@@ -127,10 +127,8 @@ class JointCheck:
 
     def at_once(self) -> Sequence[Outcome] | None:
         """Decide now, if no part has to wait; else charge nothing and return ``None``."""
-        is_known = True
-        for check in self._checks:
-            is_known &= self._buckets.judge_part(check)
-        if is_known and denies(self._parts):
+        unknown = self._judge()
+        if not unknown and denies(self._parts):
             self._fill()
         for part in self._parts:
             if not isinstance(part.outcome, tuple):
@@ -142,8 +140,8 @@ class JointCheck:
     def start(self, answer: Future[Outcomes]) -> None:
         """Ask for all parts that the node cannot decide now; ``answer`` gets the outcomes."""
         self._answer = answer
-        unknown = [check for check in self._checks if not self._buckets.judge_part(check)]
-        if denies(self._parts):
+        unknown = self._judge()
+        if denies(self._parts, self._buckets.errors_that_deny):
             # What is denied anyway is not charged elsewhere; the others only say what they have.
             self._fill()
             for check in unknown:
@@ -166,6 +164,14 @@ class JointCheck:
         if not self._missing:
             # Not at once: other buckets of the same reply have not been brought up to date.
             self._timers.call_soon(self._finish)
+
+    def _judge(self) -> Sequence[PartCheck]:
+        """Let the views decide; returns the parts whose buckets are unknown."""
+        try:
+            return [check for check in self._checks if not self._buckets.judge_part(check)]
+        except Exception:
+            self._withdraw()
+            raise
 
     def _fill(self) -> None:
         """Let the views say what they have, where the store would have to decide."""

@@ -405,3 +405,19 @@ async def test_a_part_is_decided_once(scene):
     scene.run(2 * MS)
     waiting.resolve(StoreUnavailableError("late"))
     assert verdicts(answer.result()) == [(True, 99)]
+
+
+async def test_a_defect_of_one_view_leaves_nothing_held_by_the_others(scene, monkeypatch):
+    scene.know_all()
+    monkeypatch.setattr(scene.view(b"t"), "_decide", None)
+    with pytest.raises(TypeError):
+        scene.all_at_once()
+    assert scene.view(b"a").is_clean
+
+
+async def test_nothing_is_asked_where_an_open_breaker_denies():
+    scene = Scene(breaker_denies=True)
+    scene.open_breaker()
+    outcomes = scene.met()
+    assert [type(outcome) for outcome in outcomes] == [BreakerOpenError, BreakerOpenError]
+    assert scene.store.requests == []
