@@ -539,11 +539,7 @@ class Limiter:
             return self._decide_several(check, scope, now_us)
         if not check.peek:
             outcome = self.charge(check.identifier, scope, now_us, check.cost)
-            if outcome is None:
-                return None
-            if outcome[4] is COST_EXCEEDS_LIMIT:
-                outcome = _told(outcome, scope)
-            return Decision(*outcome[:5], scope.rule, scope.told)
+            return None if outcome is None else Decision(*outcome[:5], scope.rule, scope.told)
         key = check.identifier + scope.key_suffix
         outcome = self._buckets.peek(key, scope.limit, scope.decide, now_us, check.cost)
         return None if outcome is None else self._counted(outcome, check.identifier, scope)
@@ -703,7 +699,7 @@ class Limiter:
 
     def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
         self._count(outcome, (identifier,), scope)
-        return _decided(outcome, scope)
+        return Decision(*outcome[:5], scope.rule, scope.told)
 
     def _count(self, outcome: Outcome, identifiers: Sequence[bytes], scope: Scope) -> None:
         if outcome[0]:
@@ -822,10 +818,6 @@ class Limiter:
             return Decision(ALLOWED, FAIL_OPEN_REMAINING, reset_time, 0, reason)
         stats.fail_open_error_total += 1
         return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason)
-
-
-def _decided(outcome: Outcome, scope: Scope) -> Decision:
-    return Decision(*_told(outcome, scope)[:5], scope.rule, scope.told)
 
 
 def _told(outcome: Outcome, scope: Scope) -> Outcome:

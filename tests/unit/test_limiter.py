@@ -1289,7 +1289,8 @@ class TestCalendarLimits:
         await node.limiter.reset(b"ada", USER, "/orders")
         [(keys, [limit])] = node.shared.resets
         assert limit.window_seconds == self.APRIL
-        assert node.limiter.scope("/orders", USER).at(node.clock.now_us()).key_suffix in keys[0]
+        scope = node.limiter.scope("/orders", USER).at(node.clock.now_us())
+        assert scope.several[0].key_suffix in keys[0]
 
     async def test_shared_a_check_is_foreseen(self):
         node = self.at(Sharing(self.MONTHLY), self.MARCH)
