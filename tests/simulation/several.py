@@ -26,7 +26,7 @@ from ratelimitd.model import (
 from tests.ledger_model import Ledger
 from tests.simulation.meetings import FirstChecks, Waiting
 from tests.simulation.node import Node
-from tests.simulation.world import Admission, Network, World
+from tests.simulation.world import ANSWER_US, Admission, Network, World
 
 USERS, TENANT, EVERYBODY = range(3)
 
@@ -74,6 +74,7 @@ class Shard(World):
         """Tokens that stay charged for denied checks, because the store's charge is not known well enough."""
         self.refunds = 0
         self.over_share = ""
+        self.is_far = network.most_us > ANSWER_US
         if first is not None:
             self.random, self.chance = first.random, first.chance
 
@@ -116,7 +117,13 @@ class PartWaiting(Waiting):
     charge: Ask | StoreCheck | None = None
     """What the store has charged."""
     is_alone: bool = False
+    came_us: int = 0
     decided_us: int = 0
+
+    @property
+    def allowed_us(self) -> int:
+        """When it was allowed: where the store is far away, when it is charged, for the answer comes much later."""
+        return self.came_us if self.node.world.is_far else self.decided_us
 
 
 class NotedChecks(FirstChecks):
@@ -276,6 +283,7 @@ class Machine:
         for shard, key in keys:
             node = self.nodes[shard]
             waiting = PartWaiting(key, cost, at_us, part=Part(node.rule), node=node)
+            waiting.came_us = node.world.now_us
             waitings.append(waiting)
         joint = self.make_joint(self, waitings, cost)
         for waiting in waitings:
@@ -316,7 +324,7 @@ class Machine:
         if not (is_unchecked or part.is_charged):
             return  # one that only observes
         admission = Admission(
-            waiting.decided_us, waiting.cost, node.sender_name, waiting.is_alone, is_unchecked
+            waiting.allowed_us, waiting.cost, node.sender_name, waiting.is_alone, is_unchecked
         )
         node.world.books.admissions[key].append(admission)
         if part.is_reserved and part.view is not None:

@@ -115,7 +115,7 @@ def refunded(shared: SharedState, rule: Limit, refunds: Sequence[Refund]) -> Sha
     state, total = shared.state, shared.refunded
     for refund in refunds:
         already = total - refund.refunded
-        # equivalent: fewer than none were given back where the store has lost the charge, and then nothing is there
+        # Fewer were given back than before the charge: the store has lost it.
         if refund[:2] == shared[:2] and already >= 0:
             state, tokens = ACCOUNTS[rule.algorithm].refunded(state, rule, refund, already)
             total += tokens
