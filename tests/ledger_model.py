@@ -5,12 +5,19 @@ from dataclasses import replace
 
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Run
 from ratelimitd.ledger.protocol import Batch, Reply
-from ratelimitd.ledger.shared_state import Met, Settled, SharedState, StoreCheck, Update
+from ratelimitd.ledger.shared_state import (
+    Met,
+    Settled,
+    SharedState,
+    StoreCheck,
+    Update,
+    refunded,
+)
 from ratelimitd.model import Limit
 
 
 def settle(stored: SharedState | None, update: Update) -> Settled:
-    """Charge what a node has allowed, then decide what it asks.
+    """Give back what it asks to, charge what a node has allowed, then decide what it asks.
 
     Spends of an older generation were forgotten by a reset, so they are dropped. Those of a newer one have met a store
     that has lost the reset, or everything: they begin the bucket anew.
@@ -24,8 +31,13 @@ def settle(stored: SharedState | None, update: Update) -> Settled:
     if rule.revision >= stored.revision:
         # Most edits are of other rules; only a new limit or burst forgives anything.
         state = state if _is_of(stored, rule) else account.capped(state, rule)
-        stored = stored._replace(revision=rule.revision, limit=rule.limit, burst=rule.burst)
+        stored = stored._replace(
+            revision=rule.revision, limit=rule.limit, burst=rule.burst, state=state
+        )
     ruling = ruling_of(stored, rule)
+    if update.refunds:
+        stored = refunded(stored, ruling, update.refunds)
+        state = stored.state
     if runs:
         if rule.revision < stored.revision and not _is_of(stored, rule):
             # Who spent under an older rule could not know the new one: that takes what there is, and owes nothing.

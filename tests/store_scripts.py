@@ -11,6 +11,7 @@ from typing import Any
 from ratelimitd.cluster.redis.codec import (
     DECIDE,
     FORMAT,
+    FORMAT_OF_REFUNDED,
     NUMBERS,
     SETTLE,
     Request,
@@ -68,7 +69,7 @@ def settle(client: Any, batch: Batch) -> Reply | None:
 def plain(shared: SharedState | None) -> SharedState | tuple[Any, ...] | None:
     """A state whose log is told by its entries, wherever its sums begin."""
     if shared is not None and isinstance(shared.state, bytes):
-        return (*shared[:3], runs_of(shared.state))
+        return (*shared[:3], runs_of(shared.state), shared.refunded)
     return shared
 
 
@@ -82,8 +83,11 @@ def value_of(shared: SharedState, rule: Rule) -> bytes:
     """The bytes by which a bucket of ``rule`` lies in the store."""
     if shared.burst:
         return value_of(shared._replace(burst=0), rule) + pack("<I", shared.burst)
-    generation, revision, limit, state, _ = shared
-    head = pack("<BBIQI", FORMAT, NUMBERS[rule.algorithm], generation, revision, limit)
+    generation, revision, limit, state, _, refunded = shared
+    form = FORMAT_OF_REFUNDED if refunded else FORMAT
+    head = pack("<BBIQI", form, NUMBERS[rule.algorithm], generation, revision, limit)
+    if refunded:
+        head += pack("<Q", refunded)
     if state is None:
         return head
     if isinstance(state, bytes):

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
 from ratelimitd.algorithms import DECIDE, Decide, token_bucket
 from ratelimitd.algorithms.calendar_window import in_force, window_at
@@ -31,7 +31,6 @@ from ratelimitd.model import (
     BLOCKED_PLAN,
     COST_EXCEEDS_LIMIT,
     DENIED,
-    EVERY_ENDPOINT,
     EVERYBODY,
     INT32_MAX,
     MAX_TIME_US,
@@ -98,20 +97,23 @@ class Buckets(Protocol):
     ) -> Outcome | None:
         """Judge a check as :meth:`apply` would, and charge nothing. ``is_counted``: an absent one counts as a miss."""
 
-
-class LocalBuckets(Buckets, Protocol):
-    """Buckets in this node's memory, which it also resets."""
-
-    def apply_all(self, charges: Sequence[Charge], now_us: int, cost: int) -> Sequence[Outcome]:
+    def apply_all(
+        self, charges: Sequence[Charge], now_us: int, cost: int
+    ) -> Sequence[Outcome] | None:
         """Judge a check on several buckets, and charge all of them or, if one denies it, none.
 
-        Outcomes are in the order of ``charges``; see :func:`ratelimitd.algorithms.several.decide_all`.
+        Outcomes are in the order of ``charges``; see :func:`ratelimitd.algorithms.several.decide_all`. ``None``: the
+        shared state has to decide, and nothing was charged.
         """
 
     def peek_all(
         self, charges: Sequence[Charge], now_us: int, cost: int, *, is_counted: bool = True
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[Outcome] | None:
         """Judge a check as :meth:`apply_all` would, and charge nothing."""
+
+
+class LocalBuckets(Buckets, Protocol):
+    """Buckets in this node's memory, which it also resets."""
 
     def states(self, charges: Sequence[Charge]) -> Sequence[Bucket]:
         """Return what the buckets hold."""
@@ -140,6 +142,21 @@ class SharedBuckets(Buckets, Protocol):
 
         ``StoreUnavailableError``: it did not answer in time, and the check may have been charged. With any other error
         nothing was charged.
+        """
+
+    def wait_all(
+        self,
+        charges: Sequence[Charge],
+        now_us: int,
+        cost: int,
+        *,
+        peek: bool,
+        is_counted: bool = True,
+    ) -> Awaitable[Sequence[Outcome | Exception]]:
+        """Ask the shared state to decide a check on several buckets, at once; all are charged or none is.
+
+        In the place of an outcome is the error of a bucket that cannot be decided. It denies nothing, unless the
+        breaker is open and denies.
         """
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
@@ -269,11 +286,14 @@ class PlanScopes:
 
 
 class _Asked(NamedTuple):
-    """A check that the shared state has been asked about."""
+    """A check that the shared state has been asked about: one outcome, or those of several limits."""
 
-    identifier: bytes
+    identifiers: Sequence[bytes]
     scope: Scope
-    outcome: Awaitable[Outcome | RateLimitdError]
+    outcome: Awaitable[Outcome | RateLimitdError | Sequence[Outcome | Exception]]
+
+
+_Foreseen: TypeAlias = tuple[Sequence[Limit], Awaitable[Sequence[Outcome | Exception]]]
 
 
 _NO_RULE: Final = Decision(ALLOWED, NO_RULE_REMAINING, 0, 0, Reason.NO_RULE)
@@ -408,8 +428,8 @@ class Limiter:
         """
         foreseen = [self._foresee(check, now_us) for check in checks]
         asked = [one for one in foreseen if not isinstance(one, bool)]
-        passes = False not in foreseen
-        return self._all_pass_there(asked) if asked and passes else passes
+        pass_here = False not in foreseen
+        return self._all_pass_there(asked) if asked and pass_here else pass_here
 
     async def reset(self, identifier: bytes, identifier_type: str, endpoint: str) -> Sequence[Rule]:
         """Let the buckets of one identifier on one endpoint start afresh; one that does not exist is as good as reset.
@@ -489,13 +509,7 @@ class Limiter:
         scope = judging if isinstance(judging, Scope) else None
         if check.timestamp:
             now_us = self._check_time_us(check.timestamp, now_us, scope)
-        looked_at = [
-            (rule, match)
-            for rule, match in self._book.looked_at(check.endpoint, types)
-            # Nodes that share state judge by one rule.
-            if self._own is not None
-            or (rule.identifier_type == types[0] and rule.endpoint != EVERY_ENDPOINT)
-        ]
+        looked_at = self._book.looked_at(check.endpoint, types)
         if isinstance(judging, Unjudged):
             decision, statuses = judging.decision, cast("Sequence[LimitStatus]", ())
         else:
@@ -516,27 +530,20 @@ class Limiter:
         scope = scope.at(now_us)
         scopes = scope.several or (scope,)
         charges = _charges(_identifiers(check), scopes)
-        if self._own is not None:
-            ahead_ms = self._ahead_ms(check, charges, now_us)
-            charges = _ahead(charges, ahead_ms) if ahead_ms else charges
-            outcomes = self._own.peek_all(charges, now_us, check.cost, is_counted=False)
-            first = deciding([one.limit for one in scopes], outcomes)
-            judged, decides = outcomes[first], scopes[first]
-            passes = judged[0] or decides.would_deny is not None
-            judged = _passed(judged) if passes else judged
-            decision = _decision(scope, first, judged, outcomes, ahead_ms)
-            return decision, _statuses(scopes, outcomes)
-        key, limit, decide = charges[0]
-        outcome = self._buckets.peek(key, limit, decide, now_us, check.cost, is_counted=False)
-        if outcome is None and self._shared is not None:
-            found = await self._shared.wait(
-                key, limit, now_us, check.cost, peek=True, is_counted=False
-            )
-            if isinstance(found, RateLimitdError):
-                raise found
-            outcome = found
-        outcome = cast("Outcome", outcome)
-        return _decided(outcome, scope), _statuses(scopes, [outcome])
+        ahead_ms = self._ahead_ms(check, charges, now_us)
+        charges = _ahead(charges, ahead_ms) if ahead_ms else charges
+        outcomes = self._buckets.peek_all(charges, now_us, check.cost, is_counted=False)
+        if outcomes is None:
+            # Only shared buckets leave it undecided.
+            shared: SharedBuckets = self._shared  # type: ignore[assignment]
+            found = await shared.wait_all(charges, now_us, check.cost, peek=True, is_counted=False)
+            outcomes = [_reached(one) for one in found]
+        first = deciding([one.limit for one in scopes], outcomes)
+        judged, decides = outcomes[first], scopes[first]
+        allowed = judged[0] or decides.would_deny is not None
+        judged = _passed(judged) if allowed else judged
+        decision = _decision(scope, first, judged, outcomes, ahead_ms)
+        return decision, _statuses(scopes, outcomes)
 
     def now_us(self) -> int:
         """The node's time, in µs since the Unix epoch."""
@@ -642,8 +649,6 @@ class Limiter:
             outcome = self.charge(check.identifier, scope, now_us, check.cost)
             if outcome is None:
                 return None
-            if outcome[4] is COST_EXCEEDS_LIMIT:
-                outcome = _told(outcome, scope)
             return Decision(*outcome[:5], scope.rule, scope.told, (), 0, scope.plan)
         key = check.identifier + scope.key_suffix
         outcome = self._buckets.peek(key, scope.limit, scope.decide, now_us, check.cost)
@@ -676,25 +681,36 @@ class Limiter:
         *,
         peek: bool = False,
         ahead_ms: int = 0,
-    ) -> tuple[int, Outcome, Sequence[Outcome]]:
+    ) -> tuple[int, Outcome, Sequence[Outcome]] | None:
         """Answer one check of a scope with several; as :meth:`charge`, for checks that have these identifiers.
 
         ``ahead_ms``: all of them are token buckets, and the check proceeds so much later.
 
         Returns:
-            Which of ``scope.several`` decides, the check's outcome, and those of all in their order.
+            Which of ``scope.several`` decides, the check's outcome, and those of all in their order; ``None`` if
+            nothing was charged, and the caller uses :meth:`wait`.
         """
         if scope.windows is not None:
             scope = scope.windows.at(now_us)
         scopes = scope.several
-        # Only on its own buckets a limiter has scopes with several.
-        buckets: LocalBuckets = self._own  # type: ignore[assignment]
-        judge_all = buckets.peek_all if peek else buckets.apply_all
+        judge_all = self._buckets.peek_all if peek else self._buckets.apply_all
         charges = _charges(identifiers, scopes)
         if ahead_ms:
             charges = _ahead(charges, ahead_ms)
         outcomes = judge_all(charges, now_us, cost)
-        first = deciding(scope.limits, outcomes)
+        if outcomes is None:
+            return None
+        return self._judged(identifiers, scopes, scope.limits, outcomes)
+
+    def _judged(
+        self,
+        identifiers: Sequence[bytes],
+        scopes: Sequence[Scope],
+        limits: Sequence[Limit],
+        outcomes: Sequence[Outcome],
+    ) -> tuple[int, Outcome, Sequence[Outcome]]:
+        """Count a check by the outcomes of its limits, and return it as :meth:`judge` does."""
+        first = deciding(limits, outcomes)
         outcome, scope = outcomes[first], scopes[first]
         if outcome[0] or scope.would_deny is not None:
             for one, judged in zip(scopes, outcomes, strict=True):
@@ -704,7 +720,7 @@ class Limiter:
         self._count(outcome, identifiers, scope)
         return first, outcome, outcomes
 
-    def _decide_several(self, check: Check, scope: Scope, now_us: int) -> Decision:
+    def _decide_several(self, check: Check, scope: Scope, now_us: int) -> Decision | None:
         if not scope.several:
             scope = replace(scope, several=(scope,), limits=(scope.limit,))
         identifiers = _identifiers(check)
@@ -712,7 +728,7 @@ class Limiter:
         judged = self.judge(
             identifiers, scope, now_us, check.cost, peek=check.peek, ahead_ms=ahead_ms
         )
-        return _decision(scope, *judged, ahead_ms)
+        return None if judged is None else _decision(scope, *judged, ahead_ms)
 
     def _ahead_ms(self, check: Check, charges: Sequence[Charge], now_us: int) -> int:
         """Return how much later, in ms, a check may proceed; 0: it passes now, or not even then."""
@@ -721,42 +737,40 @@ class Limiter:
         buckets = self._own.states(charges)
         return wait_ms(buckets, now_us, check.cost, check.max_wait_ms)
 
-    def _foresee(self, check: Check, now_us: int) -> bool | Awaitable[Outcome | RateLimitdError]:
+    def _foresee(self, check: Check, now_us: int) -> bool | _Foreseen:
         try:
             scope = self._judging_of(check, now_us)
             if isinstance(scope, Unjudged):
                 return scope.decision.allowed
             scope = scope.at(now_us)
             # Each bucket is looked up again when it is charged, and counts then.
-            if scope.several and self._own is not None:
-                charges = _charges(_identifiers(check), scope.several)
-                outcomes = self._own.peek_all(charges, now_us, check.cost, is_counted=False)
-                return passes(scope.limits, outcomes)
-            key = check.identifier + scope.key_suffix
-            outcome = self._buckets.peek(
-                key, scope.limit, scope.decide, now_us, check.cost, is_counted=False
-            )
-            if outcome is not None or self._shared is None:
-                return outcome is None or outcome[0]
-            return self._shared.wait(
-                key, scope.limit, now_us, check.cost, peek=True, is_counted=False
+            charges = _charges(_identifiers(check), scope.several or (scope,))
+            limits = scope.limits or (scope.limit,)
+            outcomes = self._buckets.peek_all(charges, now_us, check.cost, is_counted=False)
+            if outcomes is not None or self._shared is None:
+                return outcomes is None or passes(limits, outcomes)
+            return limits, self._shared.wait_all(
+                charges, now_us, check.cost, peek=True, is_counted=False
             )
         except Exception as error:  # noqa: BLE001 - charging meets it again, and reports it
             return self._passes_without_answer(error)
 
-    async def _all_pass_there(self, asked: Sequence[Awaitable[Outcome | RateLimitdError]]) -> bool:
-        passes = True
-        for one in asked:
+    async def _all_pass_there(self, asked: Sequence[_Foreseen]) -> bool:
+        all_pass = True
+        for limits, foreseen in asked:
             try:
-                outcome = await one
+                outcomes = await foreseen
             except Exception as error:  # noqa: BLE001 - as above
-                passes &= self._passes_without_answer(error)
-            else:
-                if isinstance(outcome, RateLimitdError):
-                    passes &= self._passes_without_answer(outcome)
+                all_pass &= self._passes_without_answer(error)
+                continue
+            for limit, outcome in zip(limits, outcomes, strict=True):
+                if limit.enforcement is not Enforcement.ENFORCE:
+                    continue
+                if isinstance(outcome, Exception):
+                    all_pass &= self._passes_without_answer(outcome)
                 else:
-                    passes &= outcome[0]
-        return passes
+                    all_pass &= outcome[0]
+        return all_pass
 
     def _passes_without_answer(self, error: Exception) -> bool:
         return not (isinstance(error, BreakerOpenError) and self._breaker_denies)
@@ -772,22 +786,48 @@ class Limiter:
             if check.timestamp:
                 now_us = self._check_time_us(check.timestamp, now_us, scope)
             scope = scope.at(now_us)
+            identifiers = _identifiers(check)
+            if scope.several:
+                charges = _charges(identifiers, scope.several)
+                outcomes = self._shared.wait_all(charges, now_us, check.cost, peek=check.peek)
+                return _Asked(identifiers, scope, outcomes)
             key = check.identifier + scope.key_suffix
             outcome = self._shared.wait(key, scope.limit, now_us, check.cost, peek=check.peek)
-            return _Asked(check.identifier, scope, outcome)
+            return _Asked(identifiers, scope, outcome)
         except CheckInvalidError as error:
             return error
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
             return self._failed(error)
 
-    def _answer(self, outcome: Outcome | RateLimitdError, asked: _Asked) -> Decision:
+    def _answer(
+        self, outcome: Outcome | RateLimitdError | Sequence[Outcome | Exception], asked: _Asked
+    ) -> Decision:
         if isinstance(outcome, RateLimitdError):
             return self._failed(outcome)
-        return self._counted(outcome, asked.identifier, asked.scope)
+        if asked.scope.several:
+            return self._answer_several(cast("Sequence[Outcome | Exception]", outcome), asked)
+        return self._counted(cast("Outcome", outcome), asked.identifiers[0], asked.scope)
+
+    def _answer_several(self, outcomes: Sequence[Outcome | Exception], asked: _Asked) -> Decision:
+        """Answer by the limits that were reached; one that was not makes an answer that allows fail open."""
+        there = [*zip(asked.scope.several, outcomes, strict=True)]
+        reached = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+        scopes = [one for one, outcome in there if not isinstance(outcome, Exception)]
+        limits = [one.limit for one in scopes]
+        failures = [
+            outcome
+            for one, outcome in there
+            if isinstance(outcome, Exception) and (one.would_deny is None or not reached)
+        ]
+        if failures and passes(limits, reached):
+            is_open = [error for error in failures if isinstance(error, BreakerOpenError)]
+            return self._failed((is_open or failures)[0])
+        judged = self._judged(asked.identifiers, scopes, limits, reached)
+        return _decision(replace(asked.scope, several=tuple(scopes)), *judged, 0)
 
     def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
         self._count(outcome, (identifier,), scope)
-        return _decided(outcome, scope)
+        return Decision(*outcome[:5], scope.rule, scope.told, plan=scope.plan)
 
     def _count(self, outcome: Outcome, identifiers: Sequence[bytes], scope: Scope) -> None:
         if outcome[0]:
@@ -817,9 +857,7 @@ class Limiter:
         assigned = tuple([(number, kind) for number, kind in enumerate(types) if has_type(kind)])
         scope: Scope | PlanScopes | None
         if assigned:
-            plans = [
-                plan.name for rule, _ in self._rules(book, endpoint, types) for plan in rule.plans
-            ]
+            plans = [plan.name for rule, _ in book.judging(endpoint, types) for plan in rule.plans]
             scope = PlanScopes(endpoint, types, assigned, frozenset((UNLIMITED_PLAN, *plans)))
         else:
             found = self._new_judging(book, endpoint, types, {})
@@ -847,13 +885,12 @@ class Limiter:
     ) -> Scope | Unjudged:
         scopes: list[Scope] = []
         passed_over: list[LimitStatus] = []
-        for rule, place in self._rules(book, endpoint, types):
+        for rule, place in book.judging(endpoint, types):
             plan = rule.plan_among(assigned)
             if plan == UNLIMITED_PLAN:
                 passed_over.append(LimitStatus(*_UNLIMITED, rule, None, plan))
                 continue
-            # Nodes that share state judge by one limit.
-            limits = rule.limits_of(plan)[: None if self._shared is None else 1]
+            limits = rule.limits_of(plan)
             scopes += [self._new_scope(book, rule, limit, place, types, plan) for limit in limits]
         if not scopes:
             is_unlimited = UNLIMITED_PLAN in assigned.values()
@@ -862,21 +899,12 @@ class Limiter:
         has_calendar = any(one.told.calendar for one in scopes)
         is_plain = len(scopes) == 1 and scope.would_deny is None and scope.whose == _FIRST
         # A calendar's window is looked up on the general path.
-        if not is_plain or passed_over or (has_calendar and self._shared is None):
+        if not is_plain or passed_over or has_calendar:
             judged, over = tuple([one.limit for one in scopes]), tuple(passed_over)
             scope = replace(scope, several=tuple(scopes), limits=judged, passed_over=over)
         if has_calendar:
             scope = replace(scope, windows=CalendarScopes(partial(self._scope_at, scope)))
         return scope
-
-    def _rules(
-        self, book: RuleBook, endpoint: str, types: tuple[str, ...]
-    ) -> Iterable[tuple[Rule, str]]:
-        """Yield the rules that judge a check, and the endpoint of their buckets."""
-        if self._shared is None:
-            return book.judging(endpoint, types)
-        rule = book.match(endpoint, types[0])
-        return () if rule is None else ((rule, endpoint),)
 
     def _new_scope(  # noqa: PLR0917 -- what a scope is of
         self,
@@ -960,14 +988,17 @@ class Limiter:
         return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason)
 
 
-def _decided(outcome: Outcome, scope: Scope) -> Decision:
-    return Decision(*_told(outcome, scope)[:5], scope.rule, scope.told, (), 0, scope.plan)
-
-
 def _told(outcome: Outcome, scope: Scope) -> Outcome:
     """Return an outcome as callers are told it: the shared state does not know the length of a calendar window."""
     if outcome[4] is COST_EXCEEDS_LIMIT and scope.told.calendar is not None:
         return (*outcome[:3], scope.limit.full_after_s, *outcome[4:])
+    return outcome
+
+
+def _reached(outcome: Outcome | Exception) -> Outcome:
+    """Return an outcome; raises the error that stands in its place."""
+    if isinstance(outcome, Exception):
+        raise outcome
     return outcome
 
 

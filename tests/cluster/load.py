@@ -193,8 +193,15 @@ def _kind(entry: Asked) -> Kind:
 
 @lru_cache(maxsize=100_000)
 def _message(endpoint: str, key: str, cost: int) -> bytes:
+    """A key may be a user, or a user of a tenant: ``user@tenant``."""
+    user, _, tenant = key.partition("@")
+    also = [pb.Identity(identifier_type="api_key", identifier=tenant)] if tenant else []
     request = pb.RateLimitRequest(
-        identifier=key, identifier_type="user", endpoint=endpoint, tokens_requested=cost
+        identifier=user,
+        identifier_type="user",
+        endpoint=endpoint,
+        tokens_requested=cost,
+        also=also,
     )
     return framed(request.SerializeToString())
 

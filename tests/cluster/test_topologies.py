@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -54,10 +55,13 @@ class Served:
         until(lambda: self.nodes.metric_sum(name) == 0, "everything is settled")
 
 
-def slot_of(rule, identifier):
+def bucket_name(rule, identifier):
     keys = BucketKeys(KEY_SECRET.encode())
-    name = keys.stored(identifier.encode() + keys.scope(rule, rule.endpoint))
-    return SLOT_OF_TAG[name[0]]
+    return keys.stored(identifier.encode() + keys.scope(rule, rule.endpoint))
+
+
+def slot_of(rule, identifier):
+    return SLOT_OF_TAG[bucket_name(rule, identifier)[0]]
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +207,39 @@ def test_one_shard_of_three_that_dies_takes_its_own_checks_along_and_no_others(o
     on_cluster.whole()
     reasons = {node.check(rule.endpoint, name).reason for name in names}
     assert reasons == {pb.WITHIN_LIMIT}
+
+
+def test_a_shard_that_dies_between_two_charges_leaves_the_other_limits_in_force(on_cluster):
+    """Each check is for a user, on any shard, and for everybody, on one that lives."""
+    rule = on_cluster.rule(limit=5)
+    for_all = replace(rule, id="all", identifier_type="all", limit=250)
+    name = bucket_name(for_all, "")
+    servers = on_cluster.servers
+    dying = next(number for number in range(3) if SLOT_OF_TAG[name[0]] not in servers.slots(number))
+    home = next(number for number in range(3) if SLOT_OF_TAG[name[0]] in servers.slots(number))
+    on_cluster.nodes.rule(
+        endpoint=rule.endpoint,
+        identifier_type="all",
+        limit=for_all.limit,
+        window_seconds=NEVER_ENDING_S,
+        algorithm="fixed_window",
+    )
+    users = [f"u{number}" for number in range(60)]
+    log = on_cluster.load(rule, 4.0, Event(1.0, servers.nodes[dying].kill), keys=users)
+    assert not log.unknown
+    assert log.reasons.keys() <= {
+        "WITHIN_LIMIT", "LIMIT_EXCEEDED", "FAIL_OPEN_ERROR", "FAIL_OPEN_BREAKER",
+    }  # fmt: skip
+    servers.nodes[dying].start()
+    on_cluster.whole()
+    on_cluster.settled()
+    allowed = tokens(one for one in log.entries if one.allowed)
+    errors = tokens(one for one in log.entries if one.reason == pb.FAIL_OPEN_ERROR)
+    charged = spent(servers.nodes[home].ask, for_all, "")
+    # Everybody's limit is charged for whatever was allowed, but for what its own shard did not answer in time.
+    assert allowed - errors <= charged <= allowed + errors
+    assert charged <= for_all.limit + COUNT * 5
+    assert max(tokens(log.of(user).admitted) for user in users) <= rule.limit + COUNT
 
 
 def test_a_failover_is_followed(on_sentinel):

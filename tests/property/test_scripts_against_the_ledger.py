@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 
 from ratelimitd.cluster.redis import codec
 from ratelimitd.cluster.redis.codec import state_of
-from ratelimitd.ledger.accounts import ACCOUNTS
+from ratelimitd.ledger.accounts import ACCOUNTS, Refund
 from ratelimitd.ledger.protocol import Batch, Reply
-from ratelimitd.ledger.shared_state import Ask, Settled, SharedState, StoreCheck, Update
+from ratelimitd.ledger.shared_state import (
+    Ask,
+    Settled,
+    SharedState,
+    StoreCheck,
+    Update,
+    refund_of,
+)
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
 from tests import ledger_model
 from tests.ledger_model import Ledger
@@ -167,7 +174,16 @@ def updates(draw, rules, around_us):
     run = st.tuples(times(rule, around_us), costs(rule))
     runs = sorted(draw(st.lists(run, max_size=4)))
     asks = [Ask(*ask) for ask in draw(st.lists(run, max_size=3))]
-    return Update(rule, draw(st.sampled_from((None, 0, 0, 1, 2))), runs, asks)
+    given_back = draw(st.lists(refunds(rule, around_us), max_size=2))
+    return Update(rule, draw(st.sampled_from((None, 0, 0, 1, 2))), runs, asks, given_back)
+
+
+@st.composite
+def refunds(draw, rule, around_us):
+    generation, revision = draw(st.sampled_from((0, 0, 1))), draw(st.integers(1, REVISIONS))
+    tokens, spent = draw(costs(rule)), draw(costs(rule))
+    at_us, before = draw(times(rule, around_us)), draw(st.sampled_from((0, 0, 1, 5)))
+    return Refund(generation, revision, at_us, tokens, spent, before)
 
 
 @st.composite
@@ -343,6 +359,20 @@ def test_numbers_of_every_size_come_out_exactly(store, bucket, seed):
     assert plain_reply(settle(store, batch)) == plain_reply(model.apply(batch))
 
 
+def refunds_to(shared, rule, chance):
+    """Refunds of what a bucket may hold, some of it charged before its latest spend."""
+    if shared is None:
+        return []
+    latest_us, _ = ACCOUNTS[rule.algorithm].standing(shared.state)
+    now_us = max(0, latest_us - chance.choice((0, 0, 1, US_PER_S // 4, US_PER_S)))
+    return [
+        refund_of(shared, rule, chance.randint(1, 4))._replace(
+            at_us=now_us, refunded=max(0, shared.refunded - chance.choice((0, 0, 1)))
+        )
+        for _ in range(chance.choice((0, 1, 1, 2)))
+    ]
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("algorithm", "bursts"),
@@ -380,7 +410,8 @@ def test_small_numbers_meet_every_boundary(store, algorithm, bursts, seed):
         else:
             runs = sorted((time_us(), chance.randint(1, 3)) for _ in range(chance.randint(0, 3)))
             asks = [Ask(time_us(), cost) for _ in range(chance.randint(0, 2))]
-            batch = Batch("node", number, 0, {key: Update(rule, None, runs, asks)})
+            given_back = refunds_to(model.buckets.get(key), rule, chance)
+            batch = Batch("node", number, 0, {key: Update(rule, None, runs, asks, given_back)})
             assert plain_reply(settle(store, batch)) == plain_reply(model.apply(batch))
         assert plain(state_of(store.get(codec.bucket_key(key)), rule)) == plain(
             model.buckets.get(key)

@@ -1,12 +1,12 @@
 """A node of the simulated cluster: views of buckets, one sender, and what it does about time and loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ratelimitd.ledger.local_view import STALE_US, LocalView
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, Reply, Sender
-from ratelimitd.ledger.shared_state import Met, SharedState
+from ratelimitd.ledger.shared_state import Met, Settled, SharedState
 from ratelimitd.model import Rule
 from tests.simulation.giving_up import GivingUp
 from tests.simulation.meetings import BURIED_US, FirstChecks, Waiting
@@ -70,6 +70,7 @@ class Node:
         self.sender_name = f"{self.name}/{self.incarnation}"
         self.sender = Sender(self.sender_name)
         self.flush_due = False
+        self.resent: Batch | None = None
         self.is_full = self.max_views < 1_000
         self.forgave_us = self.published = 0
         self.published_us: dict[bytes, int] = {}
@@ -124,6 +125,8 @@ class Node:
         self.giving_up.answered()
         (first, *others), (outcome, shared) = waiting, met
         key = first.key
+        if outcome[0]:
+            self._charged(first, shared, 0)
         self._answer(first, outcome[0])
         left, half = outcome[1], self.rule.capacity // 2
         is_low = not outcome[0] or left <= half <= left + first.cost
@@ -197,15 +200,20 @@ class Node:
             self._decide_alone(view, waiting)
             return
         outcome = view.check(now_us, self.members, waiting.cost)
-        if outcome is not None:
-            self._answer(waiting, outcome[0])
-            if outcome[0] or view.knows_better:
-                self.dirty[key] = view
-            if outcome[0] and view.is_due(now_us, self.members):
-                self.flush()
+        if outcome is None:
+            self._ask(view, waiting)
             return
+        self._answer(waiting, outcome[0])
+        if outcome[0] or view.knows_better:
+            self.dirty[key] = view
+        if outcome[0] and view.is_due(now_us, self.members):
+            self.flush()
+
+    def _ask(self, view: LocalView, waiting: Waiting) -> None:
+        """Let the next batch ask the store."""
+        key = waiting.key
         self.asks += 1
-        waiting.ask = view.ask(now_us, waiting.cost)
+        waiting.ask = view.ask(waiting.at_us, waiting.cost)
         self.dirty[key] = view
         self.asking.setdefault(key, []).append(waiting)
         self._after(self.world.answer_us, self._too_late, waiting, self.incarnation)
@@ -307,8 +315,12 @@ class Node:
         self.world.send(self, batch, back)
         self._after(RESEND_US, self._resend, batch, incarnation)
 
+    def _charged(self, waiting: Waiting, shared: SharedState, later: int) -> None:
+        """The store has charged a check before ``later`` tokens; the bucket is what it was right after that."""
+
     def _resend(self, batch: Batch, incarnation: int) -> None:
         if self.incarnation == incarnation and self.sender.outstanding is batch:
+            self.resent = batch
             self._transmit(batch, incarnation)
 
     def _acknowledged(self, reply: Reply) -> None:
@@ -326,15 +338,7 @@ class Node:
             view.acknowledge(settled.shared)
             if settled.grants:
                 view.note_grants(settled.grants)
-            for waiting, granted in zip(asked.get(key, ()), settled.grants, strict=True):
-                if not waiting.answered:
-                    self._answer(waiting, granted)
-                elif granted and waiting.charged:
-                    view.pay(waiting.cost)
-                    # What was forgiven meanwhile may be charged after all, but never more than that.
-                    books.paid_twice |= view.forgiven < 0
-                elif granted:
-                    books.wasted += waiting.cost
+            self._resolve(asked.get(key, ()), settled, view, batch)
             if key in self.pending and view.is_clean and key not in self.dirty:
                 self._let_go(self.pending.pop(key))
             self._tell(key, view, before)
@@ -342,6 +346,25 @@ class Node:
         now_us, members = self.now_us, self.members
         if full or any(view.is_due(now_us, members) for view in self.dirty.values()):
             self.flush()
+
+    def _resolve(
+        self, asked: Sequence[Waiting], settled: Settled, view: LocalView, batch: Batch
+    ) -> None:
+        """Answer the checks of one bucket in a batch."""
+        verdicts = [*zip(asked, settled.grants, strict=True)]
+        later = sum(waiting.cost for waiting, granted in verdicts if granted)
+        for waiting, granted in verdicts:
+            later -= waiting.cost if granted else 0
+            if not waiting.answered:
+                if granted and batch is not self.resent:
+                    self._charged(waiting, settled.shared, later)
+                self._answer(waiting, granted)
+            elif granted and waiting.charged:
+                view.pay(waiting.cost)
+                # What was forgiven meanwhile may be charged after all, but never more than that.
+                self.world.books.paid_twice |= view.forgiven < 0
+            elif granted:
+                self.world.books.wasted += waiting.cost
 
     def _first_word(self) -> None:
         batch, now_us = self.sender.outstanding, self.now_us

@@ -87,7 +87,7 @@ def play(
         )
     made.members_changed()
     end_us = START_US + int(told.seconds * SECOND)
-    _let_things_happen(told, made)
+    let_things_happen(told, made)
     offered = _offer(told, made, end_us)
     made.run_until(end_us)
     rest(made)
@@ -126,7 +126,7 @@ def _offer(told: Scenario, world: World, end_us: int) -> list[tuple[int, int]]:
     return offered
 
 
-def _let_things_happen(told: Scenario, world: World) -> None:
+def let_things_happen(told: Scenario, world: World) -> None:
     nodes = world.nodes
 
     def at(seconds: float, act, *arguments) -> None:

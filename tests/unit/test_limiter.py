@@ -670,6 +670,22 @@ class FakeSharedBuckets:
                 answer.set_result(ready)
         return answer
 
+    def apply_all(self, charges, _now_us, _cost):
+        if isinstance(self.at_once, Exception):
+            raise self.at_once
+        return self.at_once and [self.at_once] * len(charges)
+
+    def peek_all(self, *args, is_counted=True):
+        return self.apply_all(*args)
+
+    def wait_all(self, charges, now_us, cost, *, peek, is_counted=True):
+        answers = [self.wait(key, rule, now_us, cost, peek=peek) for key, rule, _ in charges]
+        return asyncio.ensure_future(self._all(answers))
+
+    @staticmethod
+    async def _all(answers):
+        return [await answer for answer in answers]
+
     async def reset(self, keys, rules):
         self.resets.append((keys, rules))
 
@@ -926,6 +942,81 @@ class TestSharedBuckets:
         assert not await node.limiter.all_pass([check_of()], node.limiter.now_us())
         node.shared.at_once = BreakerOpenError(1)
         assert not node.limiter.all_pass([check_of()], node.limiter.now_us())
+
+
+class TestSeveralSharedLimits:
+    DAY = Limit(limit=12, window_seconds=86_400, algorithm=Algorithm.FIXED_WINDOW, name="day")
+    SEVERAL = replace(ORDERS, more=(DAY,))
+    SEEN = replace(DAY, name="seen", enforcement=Enforcement.OBSERVE)
+
+    @pytest.fixture
+    def node(self):
+        return Sharing(self.SEVERAL)
+
+    def test_what_the_node_knows_is_answered_at_once(self, node):
+        node.shared.at_once = GRANTED
+        answer = node.limiter.check(check_of())
+        assert (answer.allowed, [one.limit.name for one in answer.limits]) == (
+            True, ["day", "default"],
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("peek", [False, True])
+    async def test_what_it_does_not_is_asked_of_all_buckets(self, node, peek):
+        assert node.limiter.check(check_of(peek=peek)) is None
+        answer = await node.wait(GRANTED, REFUSED, peek=peek)
+        assert (answer[:5], answer.limit.name) == (REFUSED[:5], "day")
+        assert [(one.limit.name, one.allowed) for one in answer.limits] == [
+            ("day", False), ("default", True),
+        ]  # fmt: skip
+        assert [asked[-1] for asked in node.shared.asked] == [peek, peek]
+        assert (node.stats.allowed_total, node.stats.blocked_total) == (0, 1)
+
+    async def test_in_bulk_such_a_check_has_to_wait(self, node):
+        scope = node.limiter.scope("/orders", USER)
+        assert node.limiter.judge((b"ada",), scope, 0, 1) is None
+        assert node.stats.allowed_total == 0
+
+    async def test_a_limit_that_cannot_be_reached_makes_an_allowed_check_fail_open(self, node):
+        answer = await node.wait(GRANTED, AWAY)
+        assert (answer.allowed, answer.reason) == (True, Reason.FAIL_OPEN_ERROR)
+        answer = await node.wait(AWAY, BreakerOpenError(1))
+        assert (answer.allowed, answer.reason) == (True, Reason.FAIL_OPEN_BREAKER)
+        answer = await node.wait(BreakerOpenError(1), REFUSED)
+        assert (answer.allowed, answer.reason, answer.limits) == (False, Reason.LIMIT_EXCEEDED, ())
+        assert node.stats.fail_open_error_total == node.stats.fail_open_breaker_total == 1
+
+    async def test_an_open_breaker_that_denies_denies(self):
+        node = Sharing(self.SEVERAL, breaker_denies=True)
+        answer = await node.wait(GRANTED, BreakerOpenError(2_000_000))
+        assert (answer.allowed, answer.retry_after) == (False, 2)
+
+    async def test_one_that_only_observes_does_not_matter_when_it_cannot_be_reached(self):
+        node = Sharing(replace(ORDERS, more=(self.SEEN,)))
+        answer = await node.wait(GRANTED, AWAY)
+        assert (answer[:5], answer.limits) == (GRANTED[:5], ())
+        answer = await node.wait(AWAY, AWAY)
+        assert answer.reason is Reason.FAIL_OPEN_ERROR
+        answer = await node.wait(GRANTED, REFUSED)
+        assert (answer[:5], len(answer.limits)) == (GRANTED[:5], 2)
+        assert node.stats.would_deny == {"orders,seen": [1]}
+
+    async def test_it_does_not_matter_to_what_is_foreseen_either(self):
+        node = Sharing(replace(ORDERS, more=(self.SEEN,)))
+        node.shared.answers = [GRANTED, REFUSED]
+        assert await node.limiter.all_pass([check_of()], 0)
+        node.shared.at_once = GRANTED
+        assert node.limiter.all_pass([check_of()], 0)
+
+    async def test_a_reset_is_of_all_its_buckets(self, node):
+        await node.limiter.reset(b"ada", USER, "/orders")
+        ((keys, limits),) = node.shared.resets
+        assert len(set(keys)) == 2
+        assert [(limit.name, limit.revision) for limit in limits] == [("default", 7), ("day", 7)]
+
+    async def test_a_defect_is_told_and_fails_open(self, node):
+        answer = await node.wait(GRANTED, ValueError("defect"))
+        assert answer.reason is Reason.FAIL_OPEN_ERROR
+        assert [str(error) for error in node.errors] == ["defect"]
 
 
 class TestSeveralLimits:
@@ -1201,7 +1292,8 @@ class TestCalendarLimits:
         await node.limiter.reset(b"ada", USER, "/orders")
         [(keys, [limit])] = node.shared.resets
         assert limit.window_seconds == self.APRIL
-        assert node.limiter.scope("/orders", USER).at(node.clock.now_us()).key_suffix in keys[0]
+        scope = node.limiter.scope("/orders", USER).at(node.clock.now_us())
+        assert scope.several[0].key_suffix in keys[0]
 
     async def test_shared_a_check_is_foreseen(self):
         node = self.at(Sharing(self.MONTHLY), self.MARCH)
@@ -1351,16 +1443,20 @@ class TestExplaining:
         decision, _, _ = await node.limiter.explain(Check(b"ada", USER, "/orders", timestamp=later))
         assert decision.retry_after == 59
 
-    async def test_shared_buckets_are_asked_and_judge_by_one_rule(self):
-        node = Sharing(ORDERS, self.TENANT, replace(ORDERS, id="overall", endpoint="**"))
+    async def test_shared_buckets_are_asked_and_judge_by_all_rules(self):
+        overall = replace(ORDERS, id="overall", endpoint="**")
+        node = Sharing(ORDERS, overall)
         check = check_of(cost=3)
-        node.shared.answers.append(GRANTED)
-        decision, (one,), _ = await node.limiter.explain(check)
-        assert (decision[:5], one.rule) == (GRANTED[:5], ORDERS)
+        node.shared.answers += [GRANTED, REFUSED]
+        decision, looked_at, _ = await node.limiter.explain(check)
+        assert (decision[:5], decision.rule) == (REFUSED[:5], overall)
+        assert [(one.rule, one.limits[0].allowed) for one in looked_at] == [
+            (ORDERS, True), (overall, False),
+        ]  # fmt: skip
         node.shared.at_once = REFUSED
         assert (await node.limiter.explain(check))[0][:5] == REFUSED[:5]
         assert (node.stats.allowed_total, node.stats.blocked_total) == (0, 0)
-        assert [peek for *_, peek in node.shared.asked] == [True]
+        assert [peek for *_, peek in node.shared.asked] == [True, True]
 
     async def test_shared_buckets_that_do_not_answer_are_an_error(self):
         node = Sharing(ORDERS)

@@ -30,7 +30,8 @@ Charge = tuple[bytes, Limit, Decide]
 
 ENFORCE: Final = Enforcement.ENFORCE
 
-_MORE_THAN_ANY_LIMIT: Final = INT32_MAX + 1
+MORE_THAN_ANY_LIMIT: Final = INT32_MAX + 1
+"""A cost that every bucket denies; the denial tells what is there."""
 
 
 def decide_all(buckets: Sequence[Bucket], now_us: int, cost: int) -> list[Outcome]:
@@ -106,5 +107,5 @@ def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
 def _uncharged(bucket: Bucket, now_us: int) -> Outcome:
     state, limit, decide = bucket
     # A cost above the limit is denied on every bucket, and a denial tells what is there.
-    _, remaining, reset_time, _, _, _ = decide(state, limit, now_us, _MORE_THAN_ANY_LIMIT)
+    _, remaining, reset_time, _, _, _ = decide(state, limit, now_us, MORE_THAN_ANY_LIMIT)
     return (ALLOWED, remaining, reset_time, 0, WITHIN_LIMIT, state)

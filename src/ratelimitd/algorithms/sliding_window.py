@@ -115,6 +115,31 @@ def entered(state: State | None, rule: Limit, runs: Sequence[tuple[int, int]]) -
     return state
 
 
+def removed(state: State, until_us: int, tokens: int) -> tuple[State, int]:
+    """Return the log without its latest ``tokens`` at or before ``until_us``, and how many these were.
+
+    The last run stays, without tokens if need be, so that the log keeps its latest time.
+    """
+    cells = array("q", state)
+    length = len(cells) >> 1
+    times, sums = cells[:length], cells[length:]
+    end = bisect_right(times, until_us)
+    taken = min(tokens, sums[end] - sums[0])
+    if not taken:
+        return state, 0
+    left = sums[end] - taken
+    kept = bisect_left(sums, left)  # runs, the last of which may have lost some of its tokens
+    times_left, sums_left = times[:kept], sums[:kept]
+    sums_left.append(left)
+    if end < length:
+        times_left += times[end:]
+        sums_left.extend([total - taken for total in sums[end + 1 :]])
+    elif kept < length:
+        times_left.append(times[-1])
+        sums_left.append(left)
+    return times_left.tobytes() + sums_left.tobytes(), taken
+
+
 def _insert(times: array[int], sums: array[int], runs: Sequence[tuple[int, int]]) -> None:
     """Insert few runs; each takes a step per later entry."""
     for at_us, tokens in runs:

@@ -90,10 +90,11 @@ def _has_half(shared: SharedState | None, rule: Limit, clock: Clock) -> bool:
 
 def packed_state(name: bytes, shared: SharedState) -> bytes | None:
     """Encode a bucket and its state; ``None`` if it is too long for a message, or has a burst."""
-    generation, revision, limit, state, burst = shared
+    generation, revision, limit, state, burst, _ = shared
     if state is None or isinstance(state, bytes) or burst:
         return None
-    spent, latest_us = state
+    # What a fixed window has beyond these matters to late spends only, which the store settles.
+    spent, latest_us = state[0], state[1]
     return _STATE.pack(
         name, generation, revision, limit, spent & _LOW_MASK, spent >> _LOW_BITS, latest_us
     )

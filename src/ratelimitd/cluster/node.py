@@ -120,7 +120,9 @@ class Cluster:
                 store=store,
                 tags=by_octet,
                 stored_name=stored_name,
+                timers=loop,
                 callers_time=settings.timestamps == "caller",
+                breaker_denies=settings.on_breaker_open == "deny",
             )
         else:
             self.buckets = self._eventual = SharedBuckets(
@@ -136,6 +138,7 @@ class Cluster:
                 accuracy=self.accuracy,
                 answer_s=settings.redis_timeout_ms / 1000,
                 decides_alone=settings.on_breaker_open == "local",
+                breaker_denies=settings.on_breaker_open == "deny",
             )
         self._steps = ceil(settings.sync_interval_ms / STEP_MS)
         self._step = 0

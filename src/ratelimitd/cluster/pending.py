@@ -57,6 +57,19 @@ class PendingCheck:
         self.ask: Ask
         self.charged = False
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether it is decided, or the caller has left."""
+        return self.answer.done()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the caller has left."""
+        return self.answer.cancelled()
+
+    def was_charged(self, shared: SharedState, later: int) -> None:
+        """The store has charged it, and the bucket was ``shared`` then, after ``later`` tokens more."""
+
     def resolve(self, outcome: Outcome | RateLimitdError) -> None:
         """Answer, unless the caller has left."""
         if not self.answer.done():
@@ -158,8 +171,13 @@ class Requested:
         if bucket.name in self._waiting:
             self._taken[bucket.name] = self._waiting.pop(bucket.name)
 
-    def decide(self, bucket: Bucket, grants: Sequence[bool]) -> None:
-        """Resolve the checks of a bucket in the batch, in order; its view includes the rest of the reply."""
+    def decide(
+        self, bucket: Bucket, grants: Sequence[bool], shared: SharedState | None = None
+    ) -> None:
+        """Resolve the checks of a bucket in the batch, in order; its view includes the rest of the reply.
+
+        ``shared``: what the batch left, unless it was sent again, and the reply may tell of a later state.
+        """
         if grants:
             bucket.view.note_grants(grants)
         verdicts = [*zip(self._taken.pop(bucket.name, ()), grants, strict=True)]
@@ -167,6 +185,8 @@ class Requested:
         for check, is_granted in verdicts:
             if is_granted:
                 later -= check.cost
+                if shared is not None and not check.is_answered:
+                    check.was_charged(shared, later)
             _decide(bucket, check, later if is_granted else None)
 
     def forget_taken(self) -> None:
@@ -177,7 +197,7 @@ class Requested:
 def _decide(bucket: Bucket, check: PendingCheck, later: int | None) -> None:
     """Resolve a check: denied if ``later`` is ``None``, else granted, with ``later`` tokens granted after it."""
     view, now_us, cost = bucket.view, check.now_us, check.cost
-    if check.answer.done():
+    if check.is_answered:
         if later is not None and check.charged:
             view.pay(cost)
     elif later is None:
@@ -231,9 +251,9 @@ class Deadlines:
     def _give_up_late(self, now_us: int) -> None:
         while self._waits:
             until_us, bucket, check = self._waits[0]
-            is_answered = check.answer.done()
+            is_answered = check.is_answered
             if until_us > now_us and not is_answered:
                 return
             self._waits.popleft()
-            if not is_answered or check.answer.cancelled():
+            if not is_answered or check.has_left:
                 self._give_up(bucket, check)

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ratelimitd.algorithms import Decide
+from ratelimitd.algorithms.several import Charge
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy
 from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.gossip import Gossip, reset_buckets
+from ratelimitd.cluster.joint_checks import JointCheck, Outcomes, PartCheck, errors_that_deny
 from ratelimitd.cluster.membership import Membership
 from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck
 from ratelimitd.cluster.sync import Partition, RefreshQueue
 from ratelimitd.counters import CheckStats
-from ratelimitd.errors import RateLimitdError
+from ratelimitd.errors import BreakerOpenError, RateLimitdError
+from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import Limit, Outcome
 
@@ -39,7 +43,7 @@ class SharedBuckets:
 
     ``stored_name`` returns the name in the store of a key. ``answer_s`` is how long a check waits for the store before
     the node's own view decides it. ``decides_alone``: while a breaker is open, checks are decided by the node's own
-    view instead of being answered with ``BreakerOpenError``.
+    view instead of being answered with ``BreakerOpenError``; ``breaker_denies``: that error denies a check.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class SharedBuckets:
         accuracy: Accuracy,
         answer_s: float,
         decides_alone: bool = False,
+        breaker_denies: bool = False,
     ) -> None:
         self._store = store
         self._tags = tags
@@ -68,6 +73,8 @@ class SharedBuckets:
         self._stats = stats
         self._accuracy = accuracy
         self._decides_alone = decides_alone
+        self.errors_that_deny = errors_that_deny(breaker_denies=breaker_denies)
+        self._timers = timers
         self._new_future = asyncio.get_running_loop().create_future
         self.refresh = RefreshQueue()
         """The denied buckets, which are read again periodically."""
@@ -81,6 +88,10 @@ class SharedBuckets:
         """Checks of known buckets that the store was asked to decide."""
         self.late_total = 0
         """Of those: decided by the node's view, because the answer was late."""
+        self.given_back_total = 0
+        """Tokens that the store had charged for checks which another limit denied, and that were given back."""
+        self.kept_total = 0
+        """Tokens of such checks that stay charged."""
 
     # What the limiter calls
 
@@ -158,6 +169,44 @@ class SharedBuckets:
         self._ask_first(key, name, check, is_counted=is_counted)
         return check.answer
 
+    def apply_all(
+        self, charges: Sequence[Charge], now_us: int, cost: int
+    ) -> Sequence[Outcome] | None:
+        """Judge a check on several buckets by the node's views, and charge all or none.
+
+        ``None``: nothing was charged, and :meth:`wait_all` decides.
+        """
+        joint = JointCheck(self, self._timers, charges, now_us, cost, peek=False)
+        return joint.at_once()
+
+    def peek_all(
+        self,
+        charges: Sequence[Charge],
+        now_us: int,
+        cost: int,
+        *,
+        is_counted: bool = True,  # noqa: ARG002 - as in peek
+    ) -> Sequence[Outcome] | None:
+        """Judge a check as :meth:`apply_all` would, and charge nothing."""
+        return JointCheck(self, self._timers, charges, now_us, cost, peek=True).at_once()
+
+    def wait_all(
+        self,
+        charges: Sequence[Charge],
+        now_us: int,
+        cost: int,
+        *,
+        peek: bool,
+        is_counted: bool = True,
+    ) -> Awaitable[Outcomes]:
+        """Let the store decide where the node's views cannot."""
+        answer: asyncio.Future[Outcomes] = self._new_future()
+        joint = JointCheck(
+            self, self._timers, charges, now_us, cost, peek=peek, is_counted=is_counted
+        )
+        joint.start(answer)
+        return answer
+
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Let buckets start afresh, on every node.
 
@@ -170,6 +219,68 @@ class SharedBuckets:
     def _was_reset(self, name: bytes, shared: SharedState) -> None:
         self.heard(name, shared)
         self._gossip.was_reset(name)
+
+    # Parts of checks on several buckets
+
+    def judge_part(self, check: PartCheck) -> bool:
+        """Decide by the view, without charging; false if the bucket is unknown."""
+        try:
+            bucket = self._cache.get(check.key) or self._known(check.key, check.rule)
+        except BreakerOpenError as error:
+            check.part.outcome = error
+            return True
+        if bucket is None:
+            return False
+        if bucket.view.rule is not check.rule:
+            self._note_rule(bucket, check.rule)
+        self._judge_part(bucket, check)
+        return True
+
+    def _judge_part(self, bucket: Bucket, check: PartCheck) -> Outcome | RateLimitdError | None:
+        view, part, now_us, cost = bucket.view, check.part, check.now_us, check.cost
+        check.bucket, check.is_known = bucket, True
+        if bucket.tag.server.is_open and not self._decides_alone:
+            part.outcome = error = bucket.tag.server.open_error()
+            return error
+        if check.peek:
+            return part.peek(view, now_us, cost)
+        if bucket.tag.server.is_open:
+            return part.reserve_alone(view, now_us, cost)
+        outcome = part.reserve(view, now_us, self._membership.count, cost)
+        return outcome if outcome is None or outcome[0] else self._not_allowed(bucket, outcome)
+
+    def ask_part(self, check: PartCheck) -> None:
+        """Let the store decide."""
+        if check.is_known:
+            self._ask(check.bucket, check)
+        else:
+            name = self._missed.pop(check.key, None) or self._stored_name(check.key)
+            self._ask_first(check.key, name, check, is_counted=check.is_counted)
+
+    def was_spent(self, check: PartCheck) -> None:
+        """Let the next batch settle what a view has spent."""
+        bucket = check.bucket
+        if not bucket.is_dirty:
+            bucket.tag.touch(bucket)
+        if bucket.view.is_due(check.now_us, self._membership.count):
+            bucket.tag.flush()
+
+    def was_released(self, check: PartCheck) -> None:
+        """Forget a bucket that was evicted while it held tokens."""
+        check.bucket.tag.let_go(check.bucket)
+
+    def give_back(self, check: PartCheck, refund: Refund) -> bool:
+        """Let the next batch give back what the store has charged, if the bucket is known and its server reached."""
+        bucket = None
+        with suppress(BreakerOpenError):
+            bucket = self._cache.get(check.key) or self._known(check.key, check.rule)
+        if bucket is None:
+            self._missed.pop(check.key, None)
+            return False
+        bucket.view.give_back(refund)
+        bucket.tag.touch(bucket)
+        bucket.tag.flush()
+        return True
 
     # What comes from the store and from other nodes
 
@@ -274,8 +385,8 @@ class SharedBuckets:
         tag.server.first_check_succeeded()
         outcome, shared = met
         first = checks[0]
-        self._stats.bucket_missed_total += is_counted and not first.answer.done()
-        first.resolve(outcome)
+        self._stats.bucket_missed_total += is_counted and not first.is_answered
+        _resolve_first(first, outcome, shared)
         is_noteworthy = not first.peek and _is_noteworthy(first, outcome)
         bucket = tag.buckets.get(name)
         if bucket is not None:  # made while the breaker was open
@@ -321,13 +432,15 @@ class SharedBuckets:
         return bucket
 
     def _decide(self, bucket: Bucket, check: PendingCheck) -> None:
-        if check.answer.done():
+        if check.is_answered:
             return
         rule, now_us, cost = check.rule, check.now_us, check.cost
         if rule is not bucket.view.rule:
             self._note_rule(bucket, rule)
         outcome: Outcome | RateLimitdError | None
-        if check.peek:
+        if isinstance(check, PartCheck):
+            outcome = self._judge_part(bucket, check)
+        elif check.peek:
             outcome = bucket.view.peek(now_us, cost)
         elif not bucket.tag.server.is_open:
             outcome = self._by_view(bucket, now_us, cost)
@@ -346,7 +459,7 @@ class SharedBuckets:
         self._deadlines.add(bucket, check)
 
     def _give_up(self, bucket: Bucket, check: PendingCheck) -> None:
-        if not check.answer.done():
+        if not check.is_answered:
             self.late_total += 1
         bucket.tag.give_up(bucket, check)
 
@@ -385,6 +498,12 @@ class SharedBuckets:
         view = bucket.view
         if rule.revision >= view.rule.revision:
             view.edit(rule)
+
+
+def _resolve_first(check: PendingCheck, outcome: Outcome, shared: SharedState) -> None:
+    if outcome[0] and not check.peek:
+        check.was_charged(shared, 0)
+    check.resolve(outcome)
 
 
 def _is_noteworthy(check: PendingCheck, outcome: Outcome) -> bool:

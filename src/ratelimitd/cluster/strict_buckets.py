@@ -1,6 +1,7 @@
 """Checks on buckets that nodes share, each decided by the shared state itself: ``CONSISTENCY=strict``.
 
-One script call decides all checks of one event-loop iteration.
+One script call decides all checks of one event-loop iteration. The parts of a check on several buckets are decided at
+the same time, and what was charged is given back if one of them denies.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ratelimitd.algorithms.several import Charge
 from ratelimitd.cluster.gossip import reset_buckets
+from ratelimitd.cluster.joint_checks import JointCheck, Outcomes, PartCheck, errors_that_deny
+from ratelimitd.cluster.pending import Bucket
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.errors import RateLimitdError
-from ratelimitd.ledger.shared_state import STORE_TIME, StoreCheck
+from ratelimitd.ledger.accounts import Refund
+from ratelimitd.ledger.shared_state import STORE_TIME, Met, StoreCheck
 from ratelimitd.model import Limit, Outcome
 
 if TYPE_CHECKING:
@@ -34,22 +39,30 @@ class StrictBuckets:
         store: RedisStore,
         tags: Sequence[Partition],
         stored_name: Callable[[bytes], bytes],
+        timers: asyncio.AbstractEventLoop,
         callers_time: bool,
+        breaker_denies: bool = False,
     ) -> None:
         self._store = store
         self._tags = tags
         self._stored_name = stored_name
+        self._timers = timers
         self._callers_time = callers_time
+        self.errors_that_deny = errors_that_deny(breaker_denies=breaker_denies)
         self._new_future = asyncio.get_running_loop().create_future
         self.asked_total = 0
         """Checks that the shared state has been asked to decide."""
         self.late_total = 0
         """Always 0: only the store decides."""
+        self.given_back_total = 0
+        """Tokens that the store had charged for checks which another limit denied, and that were given back."""
+        self.kept_total = 0
+        """Tokens of such checks that stay charged: always 0, as no answer is repeated."""
 
     def apply(self, *_args: object, **_options: object) -> None:
         """Return ``None``: the shared state decides every check."""
 
-    peek = apply
+    peek = apply_all = peek_all = apply
 
     def wait(
         self,
@@ -78,6 +91,53 @@ class StrictBuckets:
         """Return the time at which a check is judged; the node has chosen a calendar window by its own."""
         return now_us if self._callers_time or rule.calendar is not None else STORE_TIME
 
+    def wait_all(
+        self,
+        charges: Sequence[Charge],
+        now_us: int,
+        cost: int,
+        *,
+        peek: bool,
+        is_counted: bool = True,  # noqa: ARG002 - as in wait
+    ) -> Awaitable[Outcomes]:
+        """Ask the shared state to decide a check on several buckets."""
+        answer: asyncio.Future[Outcomes] = self._new_future()
+        JointCheck(self, self._timers, charges, now_us, cost, peek=peek).start(answer)
+        return answer
+
+    def judge_part(self, check: PartCheck) -> bool:
+        """Return false: the store decides, unless its breaker is open."""
+        server = self._tags[self._stored_name(check.key)[0]].server
+        if not server.is_open:
+            return False
+        check.part.outcome = server.open_error()
+        return True
+
+    def ask_part(self, check: PartCheck) -> None:
+        """Let the store decide."""
+        self.asked_total += 1
+        name = self._stored_name(check.key)
+        at_us = self._time_of(check.rule, check.now_us)
+        asked = StoreCheck(name, check.rule, at_us, check.cost, check.peek)
+        self._store.first_check(asked, partial(_part_decided, check, self._tags[name[0]].server))
+
+    def was_spent(self, check: PartCheck) -> None:
+        """Never called: no view holds tokens."""
+
+    was_released = was_spent
+
+    def give_back(self, check: PartCheck, refund: Refund) -> bool:
+        """Let a batch give back what the store has charged."""
+        name = self._stored_name(check.key)
+        tag = self._tags[name[0]]
+        bucket = tag.buckets.get(name)
+        if bucket is None:
+            bucket = tag.buckets[name] = Bucket(check.key, name, tag, check.rule, None)
+        bucket.view.give_back(refund)
+        tag.touch(bucket)
+        tag.flush()
+        return True
+
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Let buckets start afresh.
 
@@ -87,6 +147,18 @@ class StrictBuckets:
         names = [*map(self._stored_name, keys)]
         # No node remembers a bucket here, so that any generation will do.
         await reset_buckets(self._store, names, rules, lambda _name, _shared: None, now_us=0)
+
+
+def _part_decided(check: PartCheck, server: StoreServer, met: Met | RateLimitdError) -> None:
+    if isinstance(met, RateLimitdError):
+        server.failed(met)
+        check.resolve(met)
+        return
+    server.answered()
+    outcome, shared = met
+    if outcome[0] and not check.peek:
+        check.was_charged(shared, 0)
+    check.resolve(outcome)
 
 
 def _decided(

@@ -114,7 +114,7 @@ class Partition:
         If the caller has left, the check is not sent, unless its batch was.
         """
         self._asked.withdraw(bucket, check)
-        if check.answer.done():
+        if check.is_answered:
             return
         # It may have been packed and unpacked as another object meanwhile: use that one.
         bucket = self.buckets.setdefault(bucket.name, bucket)
@@ -229,9 +229,10 @@ class Partition:
             before, tokens = bucket.view.base, bucket.view.in_flight.tokens
             bucket.view.acknowledge(settled.shared)
             if settled.grants:
-                self._asked.decide(bucket, settled.grants)
+                shared = None if self._resends else settled.shared
+                self._asked.decide(bucket, settled.grants, shared)
             self._node.settled(bucket, tokens, before)
-            self._let_go(bucket)
+            self.let_go(bucket)
         self._go_on()
 
     def _drop(self, batch: Batch) -> None:
@@ -239,7 +240,7 @@ class Partition:
         self._asked.forget_taken()
         for bucket in self._end_batch(Reply(batch.number, {})):
             self._node.lost(bucket.view.abandon())
-            self._let_go(bucket)
+            self.let_go(bucket)
         self._go_on()
 
     def _end_batch(self, reply: Reply) -> Sequence[Bucket]:
@@ -265,9 +266,12 @@ class Partition:
         for bucket in self._dirty.values():
             bucket.view.forgive_outage(now_us)
 
-    def _let_go(self, bucket: Bucket) -> None:
+    def let_go(self, bucket: Bucket) -> None:
+        """Forget a bucket that is not in use, when nothing of it is left to settle."""
+        if bucket.is_cached or bucket.is_dirty or not bucket.view.is_clean:
+            return
         # One without spends may have been packed and unpacked as another object.
-        if not bucket.is_cached and not bucket.is_dirty and self.buckets.get(bucket.name) is bucket:
+        if self.buckets.get(bucket.name) is bucket:
             del self.buckets[bucket.name]
 
 

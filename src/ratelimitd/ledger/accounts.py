@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from ratelimitd.algorithms import Decide, fixed_window, sliding_window, token_bucket
 from ratelimitd.model import Algorithm, Limit, Outcome
@@ -19,6 +19,26 @@ Run: TypeAlias = tuple[int, int]
 
 BucketState: TypeAlias = tuple[int, ...] | bytes | None
 """An algorithm's state of a bucket; ``None`` is a full one."""
+
+
+class Refund(NamedTuple):
+    """A charge that is to be given back, because another limit denied the check.
+
+    Attributes:
+        generation: of the bucket, when it was charged.
+        revision: of the bucket then.
+        at_us: when it was charged, or earlier.
+        tokens: how many.
+        spent: tokens that the bucket lacked right after the charge, at least. Only a token bucket uses it.
+        refunded: ``SharedState.refunded`` of the bucket then.
+    """
+
+    generation: int
+    revision: int
+    at_us: int
+    tokens: int
+    spent: int
+    refunded: int
 
 
 class Account(Protocol):
@@ -44,6 +64,16 @@ class Account(Protocol):
 
     def freed(self, rule: Limit, from_us: int, until_us: int) -> int:
         """Return about how many tokens are freed between two times, at most."""
+
+    def spent(self, state: Any, rule: Limit) -> int:
+        """Return the whole tokens that were missing at the latest spend."""
+
+    def refunded(self, state: Any, rule: Limit, refund: Refund, already: int) -> tuple[Any, int]:
+        """Give a charge back, as far as the bucket then never allows more than if it had not been charged.
+
+        ``already``: tokens that were given back since the charge. Returns the state, with the same latest time, and
+        the tokens given back, rounded up.
+        """
 
 
 class TokenBucketAccount:
@@ -96,6 +126,26 @@ class TokenBucketAccount:
     def freed(rule: Limit, from_us: int, until_us: int) -> int:
         """Return the refill."""
         return _refilled_tokens(rule, from_us, until_us)
+
+    @staticmethod
+    def spent(state: Any, rule: Limit) -> int:
+        """Return the tokens spent, rounded down."""
+        return 0 if state is None else int(state[0] // rule.window_us)
+
+    @staticmethod
+    def refunded(state: Any, rule: Limit, refund: Refund, already: int) -> tuple[Any, int]:
+        """Give back what cannot have been refilled since the charge.
+
+        Without the charge the bucket may have been full in the meantime, and what was refilled until then is not
+        missing any more. Of what it lacked right after the charge, this much at least is missing with it and not
+        without it: all but the refill since then, and but what was given back of other charges (ADR 0051).
+        """
+        if state is None or refund.at_us > state[1] or refund.spent <= already:
+            return state, 0
+        lacking = (refund.spent - already) * rule.window_us, refund.at_us
+        left, latest_us = _refilled(lacking, rule, state[1])
+        units = min(left, refund.tokens * rule.window_us, state[0])
+        return (state[0] - units, latest_us), -(-units // rule.window_us)
 
 
 def _standing(state: tuple[int, ...] | None) -> tuple[int, int]:
@@ -174,6 +224,20 @@ class FixedWindowAccount:
         """Return all tokens if the window changes."""
         return rule.limit if until_us // rule.window_us > from_us // rule.window_us else 0
 
+    @staticmethod
+    def spent(state: Any, _rule: Limit) -> int:
+        """Return the count."""
+        return 0 if state is None else int(state[0])
+
+    @staticmethod
+    def refunded(state: Any, rule: Limit, refund: Refund, _already: int) -> tuple[Any, int]:
+        """Give back what was charged in the same window."""
+        window = refund.at_us // rule.window_us
+        if state is None or refund.at_us > state[1] or state[1] // rule.window_us > window:
+            return state, 0
+        tokens = min(refund.tokens, state[0])
+        return (state[0] - tokens, *state[1:]), tokens
+
 
 def _opened(state: tuple[int, ...] | None, rule: Limit, at_us: int) -> tuple[int, int, int]:
     """Return (count, latest_us, count of the window before) in the window of ``at_us``, or in the state's if later."""
@@ -225,6 +289,18 @@ class SlidingWindowAccount:
     def freed(rule: Limit, from_us: int, until_us: int) -> int:
         """Return the tokens that leave if the entries are spread evenly."""
         return _refilled_tokens(rule, from_us, until_us)
+
+    @staticmethod
+    def spent(state: Any, _rule: Limit) -> int:
+        """Return the tokens of the log."""
+        return 0 if state is None else sliding_window.latest(state)[1]
+
+    @staticmethod
+    def refunded(state: Any, _rule: Limit, refund: Refund, _already: int) -> tuple[Any, int]:
+        """Take the latest tokens up to the time of the charge out: those that are there leave no sooner than it."""
+        if state is None or refund.at_us > sliding_window.latest(state)[0]:
+            return state, 0
+        return sliding_window.removed(state, refund.at_us, refund.tokens)
 
 
 ACCOUNTS: Final[Mapping[Algorithm, Account]] = MappingProxyType(

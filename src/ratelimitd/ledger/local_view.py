@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ratelimitd.algorithms import Decide
-from ratelimitd.ledger.accounts import ACCOUNTS, BucketState
+from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Refund
 from ratelimitd.ledger.protocol import Spends
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update, standing
 from ratelimitd.model import COST_EXCEEDS_LIMIT, Limit, Outcome
@@ -49,6 +49,8 @@ class LocalView:
         unsent: spends since the last batch.
         in_flight: spends in the batch in flight.
         asks: checks that wait for the next batch.
+        refunds: charges of the store that the next batch gives back.
+        reserved: tokens of checks that wait for other buckets, and are within the share of this one.
         forgiven: allowed tokens that are charged nowhere. The caller that counts them resets it to 0.
         knows_better: the limit is newer than that of the store's last state. Any update corrects the store; a denial
             makes none, so that one has to be sent.
@@ -76,6 +78,8 @@ class LocalView:
         "generation",
         "in_flight",
         "knows_better",
+        "refunds",
+        "reserved",
         "rule",
         "shared_out",
         "unsent",
@@ -90,7 +94,8 @@ class LocalView:
         self.in_flight = Spends(rule)
         self.asks: list[Ask] = []
         self.forgiven = self.false_positives = 0
-        self.asked_tokens = self.asked_in_flight = 0
+        self.asked_tokens = self.asked_in_flight = self.reserved = 0
+        self.refunds: Sequence[Refund] = ()
         self._trim_at = LEAST_PENDING_RUNS
         self._is_contended = False
         self._denials = self._denied_at_us = self._denied_cost = 0
@@ -106,7 +111,9 @@ class LocalView:
     @property
     def is_clean(self) -> bool:
         """Whether nothing is unsettled, so that a new view of the same rule and base is equivalent."""
-        return not (self.unsent.tokens or self.in_flight.tokens or self.asked_tokens)
+        return not (
+            self.unsent.tokens or self.in_flight.tokens or self.asked_tokens or self.refunds
+        )
 
     # Deciding
 
@@ -130,6 +137,34 @@ class LocalView:
             self._latest_us = now_us
         unsent.add(self._latest_us, cost)
         return outcome
+
+    def reserve(self, now_us: int, members: int, cost: int) -> Outcome | None:
+        """Decide as :meth:`check` does, and hold the tokens of an allowed check until :meth:`release`.
+
+        They count towards the share, and are not spent: the other buckets of the check may deny it.
+        """
+        outcome = self.peek(now_us, cost)
+        if not outcome[0]:
+            return self._denied(outcome, now_us, cost)
+        planned = (self.in_flight.tokens + self.unsent.tokens + self.asked_tokens + cost) * members
+        if planned > self.shared_out and planned > self._work_out_share(now_us):
+            return self._unless_crowded(now_us, members, cost)
+        self.hold(cost)
+        return outcome
+
+    def hold(self, cost: int) -> None:
+        """Reserve tokens, without deciding a check."""
+        self.asked_tokens += cost
+        self.reserved += cost
+
+    def release(self, cost: int) -> None:
+        """End a reservation; :meth:`check_alone` then spends the tokens of a check that all buckets allow."""
+        self.asked_tokens -= cost
+        self.reserved -= cost
+
+    def give_back(self, refund: Refund) -> None:
+        """Let the next batch give a charge of the store back."""
+        self.refunds = (*self.refunds, refund)
 
     def check_alone(self, now_us: int, cost: int) -> Outcome:
         """Decide one check by the view, because the store did not answer in time."""
@@ -183,8 +218,9 @@ class LocalView:
         asks: Sequence[Ask] = ()
         if self.asks:
             asks, self.asks = tuple(self.asks), []
-        self.asked_in_flight = self.asked_tokens
-        return Update(self.rule, self.generation, self.in_flight.runs(), asks)
+        self.asked_in_flight = self.asked_tokens - self.reserved
+        refunds, self.refunds = self.refunds, ()
+        return Update(self.rule, self.generation, self.in_flight.runs(), asks, refunds)
 
     def acknowledge(self, shared: SharedState) -> None:
         """Adopt the state after the batch in flight was applied."""

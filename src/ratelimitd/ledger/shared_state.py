@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
-from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Run
+from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Refund, Run
 from ratelimitd.model import US_PER_S, Limit, Outcome
 
 
@@ -18,7 +18,7 @@ class SharedState(NamedTuple):
 
     ``generation`` is 0 until the first reset and grows with each. ``revision`` is that of the newest rule book under
     which the bucket was charged, ``limit`` and ``burst`` what its rule says there. ``state`` is the algorithm's;
-    ``None`` is a full bucket.
+    ``None`` is a full bucket. ``refunded`` counts the tokens that were given back in this generation.
     """
 
     generation: int
@@ -26,6 +26,7 @@ class SharedState(NamedTuple):
     limit: int
     state: BucketState = None
     burst: int = 0
+    refunded: int = 0
 
     @property
     def capacity(self) -> int:
@@ -48,12 +49,14 @@ class Update(NamedTuple):
         generation: of the bucket that was charged; ``None`` when the node has not heard of it yet.
         runs: what was allowed and is to be charged.
         asks: what is to be decided, in order, after that.
+        refunds: charges that are to be given back before anything else.
     """
 
     rule: Limit
     generation: int | None
     runs: Sequence[Run] = ()
     asks: Sequence[Ask] = ()
+    refunds: Sequence[Refund] = ()
 
 
 class Settled(NamedTuple):
@@ -85,8 +88,38 @@ Met: TypeAlias = tuple[Outcome, SharedState]
 
 
 def standing(shared: SharedState, rule: Limit) -> tuple[int, ...]:
-    """By what states of one bucket are ordered: the higher one is the later one in the life of the bucket."""
-    return (*shared[:2], *ACCOUNTS[rule.algorithm].standing(shared.state))
+    """By what states of one bucket are ordered: the higher one is the later one in the life of the bucket.
+
+    At the same latest time, a charge leaves more spent, and a refund less but more refunded.
+    """
+    latest_us, spent = ACCOUNTS[rule.algorithm].standing(shared.state)
+    return (*shared[:2], latest_us, shared.refunded, spent)
+
+
+def refund_of(
+    shared: SharedState, rule: Limit, tokens: int, *, at_us: int | None = None, later: int = 0
+) -> Refund:
+    """Return what gives a charge back that the store made just before a state of a bucket.
+
+    ``later`` tokens were charged between the charge, which was not before ``at_us``, and that state; none unless given.
+    """
+    account = ACCOUNTS[rule.algorithm]
+    if at_us is None:
+        at_us, _ = account.standing(shared.state)
+    spent = account.spent(shared.state, rule) - later
+    return Refund(*shared[:2], at_us, tokens, spent, shared.refunded)
+
+
+def refunded(shared: SharedState, rule: Limit, refunds: Sequence[Refund]) -> SharedState:
+    """Return a bucket after refunds; of those, charges of another generation or revision are not given back."""
+    state, total = shared.state, shared.refunded
+    for refund in refunds:
+        already = total - refund.refunded
+        # Fewer were given back than before the charge: the store has lost it.
+        if refund[:2] == shared[:2] and already >= 0:
+            state, tokens = ACCOUNTS[rule.algorithm].refunded(state, rule, refund, already)
+            total += tokens
+    return shared._replace(state=state, refunded=total)
 
 
 def generation_at(now_us: int) -> int:

@@ -49,7 +49,7 @@ from ratelimitd.rules.store import RuleStore
 from ratelimitd.services import grpc_health, reflection
 from ratelimitd.services.auth import Access, Credentials
 from ratelimitd.services.config import ConfigService
-from ratelimitd.services.convert import MAX_IDENTITIES, Identities
+from ratelimitd.services.convert import Identities
 from ratelimitd.services.envoy import SERVICE as ENVOY
 from ratelimitd.services.envoy import EnvoyOptions, EnvoyService
 from ratelimitd.services.errors import ErrorEdge
@@ -385,16 +385,10 @@ class Node:
         access: Access,
     ) -> Methods:
         settings = self._settings
-        most = MAX_IDENTITIES if self._cluster is None else 1
-        identities = Identities.of(settings.identifier_types, most)
         # Waits are known to a node's own buckets only.
-        identities = identities._replace(wait=self._cluster is None)
+        identities = Identities.of(settings.identifier_types)._replace(wait=self._cluster is None)
         config = ConfigService(
-            store,
-            self._cluster or feed,
-            access.actor,
-            several=self._cluster is None,
-            types=settings.known_types,
+            store, self._cluster or feed, access.actor, types=settings.known_types
         )
         offers = [
             RateLimiterService(

@@ -112,10 +112,11 @@ class BulkChecker(Protocol):
 
     def judge(
         self, identifiers: Sequence[bytes], scope: Scope, now_us: int, cost: int
-    ) -> tuple[int, Outcome, Sequence[Outcome]]:
-        """Decide one check of a scope with several, and charge it if it is allowed; if this raises, nothing was.
+    ) -> tuple[int, Outcome, Sequence[Outcome]] | None:
+        """Decide one check of a scope with several, and charge it if it is allowed.
 
-        Returns which of ``scope.several`` decides, the outcome, and those of all.
+        Returns which of ``scope.several`` decides, the outcome, and those of all. If this returns ``None`` or raises,
+        nothing was charged.
         """
 
 
@@ -240,7 +241,7 @@ class BulkChecks:
                 # From here on it is a scope; a cast would cost every check 50 ns.
                 if parts:
                     judged = self._limiter.judge((identifier,), scope, now_us, cost)  # type: ignore[arg-type]
-                    tell(self._answer_several(*judged, parts))
+                    tell(None if judged is None else self._answer_several(*judged, parts))
                     continue
                 outcome = charge(identifier, scope, now_us, cost)  # type: ignore[arg-type]
             except Exception:  # noqa: BLE001 -- the general path meets the same error and handles it
@@ -349,8 +350,8 @@ def _known(check: Check, scope: Scope | PlanScopes | None) -> _Known | None:
     is_address = check.identifier_type == IdentifierType.IP
     if isinstance(scope, PlanScopes):
         return _ByPlan(check, scope), check.cost, is_address, b"", b"", _OF_PLAN
-    if scope is None or scope.passed_over or (scope.windows is not None and not scope.several):
-        return None  # a shared calendar window is looked up by the general path
+    if scope is None or scope.passed_over:
+        return None
     if scope.several:
         parts = tuple(map(_parts, scope.several))
         longest = sum(_MOST_STATUS_BYTES + sum(map(len, one[:5])) for one in parts)

@@ -13,9 +13,9 @@ from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.model import EVERY_ENDPOINT, EVERYBODY, Enforcement, IdentifierType, types_within
+from ratelimitd.model import IdentifierType
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.rules.store import LimitDraft, RuleChanges, RuleDraft, RuleStore, in_order
+from ratelimitd.rules.store import RuleStore, in_order
 from ratelimitd.rules.validation import type_problem
 from ratelimitd.services.convert import deleted_id_of, draft_of, rate_limit_of, text_of, update_of
 from ratelimitd.services.wire import (
@@ -106,8 +106,8 @@ class Feed(Protocol):
 class ConfigService:
     """Handlers of the rules.
 
-    ``actor`` says who the audit trail names for a call. ``several``: this node judges several limits and identities of
-    a check. ``types`` are the identifier types that rules may have, or be made of.
+    ``actor`` says who the audit trail names for a call. ``types`` are the identifier types that rules may have, or be
+    made of.
     """
 
     def __init__(
@@ -116,13 +116,11 @@ class ConfigService:
         feed: Feed,
         actor: Callable[[Call], str],
         *,
-        several: bool = True,
         types: Collection[str] = tuple(IdentifierType),
     ) -> None:
         self._store = store
         self._feed = feed
         self._actor = actor
-        self._several = several
         self._types = types
         self._page_key = b""
 
@@ -140,7 +138,6 @@ class ConfigService:
     async def create_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Add a rule; its id may be a UUID of the caller's choice."""
         draft = draft_of(parse_create(data).rate_limit)
-        self._require_judged(draft)
         rule = await self._store.create(draft, self._actor(call))
         await self._feed.notify()
         return rate_limit_of(rule).SerializeToString()
@@ -148,7 +145,6 @@ class ConfigService:
     async def update_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Change a rule: the fields its mask names, or all of them."""
         update = update_of(parse_update(data), self._types)
-        self._require_judged(update.changes)
         rule = await self._store.update(
             update.rule_id, update.changes, update.etag, self._actor(call)
         )
@@ -181,39 +177,11 @@ class ConfigService:
             answer.next_page_token = page_token(position, query, key)
         return answer.SerializeToString()
 
-    def _require_judged(self, rule: RuleDraft | RuleChanges) -> None:
-        """Refuse what this node would not judge.
-
-        Raises:
-            RuleInvalidError: there is more than one enforced limit of one identity, and nodes that share state judge
-                one.
-        """
-        if self._several:
-            return
-        limits, kind = rule.limits or (), rule.identifier_type or ""
-        is_wrong = {
-            "endpoint": rule.endpoint == EVERY_ENDPOINT,
-            "identifier_type": kind == EVERYBODY or len(types_within(kind)) > 1,
-            "limits": _is_more(limits),
-            **{f"plans[{plan.name}].limits": _is_more(plan.limits) for plan in rule.plans or ()},
-        }
-        text = "nodes that share state (REDIS_URL) judge one enforced limit of one identity"
-        violations = [
-            FieldViolation(f"rate_limit.{field}", text) for field in is_wrong if is_wrong[field]
-        ]
-        if violations:
-            raise RuleInvalidError(*violations)
-
     async def page_key(self) -> bytes:
         """Return the key of page tokens, read once: a node also starts while the store is away."""
         if not self._page_key:
             self._page_key = await self._store.secret(PAGE_KEY_NAME)
         return self._page_key
-
-
-def _is_more(limits: Sequence[LimitDraft]) -> bool:
-    """Whether these are more than one enforced limit."""
-    return len(limits) > 1 or any(limit.enforcement == Enforcement.OBSERVE for limit in limits)
 
 
 def _query_of(message: WireList, types: Collection[str]) -> tuple[ListQuery, int]:

@@ -87,19 +87,15 @@ T = TypeVar("T")
 
 
 class Identities(NamedTuple):
-    """What callers may name: identifier types by their octets, and so many identities in one check.
-
-    ``wait``: a check may name how long it waits.
-    """
+    """What callers may name: identifier types by their octets; ``wait``: a check may name how long it waits."""
 
     types: Mapping[bytes, str]
-    most: int = MAX_IDENTITIES
     wait: bool = True
 
     @classmethod
-    def of(cls, declared: Iterable[str], most: int = MAX_IDENTITIES) -> Self:
+    def of(cls, declared: Iterable[str]) -> Self:
         """Return the types of the contract with those that a node declares beside them."""
-        return cls({name.encode(): name for name in (*IdentifierType, *declared)}, most)
+        return cls({name.encode(): name for name in (*IdentifierType, *declared)})
 
 
 CONTRACT_IDENTITIES: Final = Identities.of(())
@@ -324,9 +320,8 @@ def _further(message: WireCheck | WireReset, identities: Identities) -> tuple[Id
     Raises:
         CheckInvalidError: names every violated field of them.
     """
-    if len(message.also) >= identities.most:
-        most = identities.most - 1
-        text = f"must be at most {most} identities" if most else "is for nodes without shared state"
+    if len(message.also) >= MAX_IDENTITIES:
+        text = f"must be at most {MAX_IDENTITIES - 1} identities"
         raise CheckInvalidError(FieldViolation("also", text))
     further: list[Identity] = []
     violations: list[FieldViolation] = []

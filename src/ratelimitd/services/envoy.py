@@ -24,7 +24,7 @@ from ratelimitd.model import (
     Period,
 )
 from ratelimitd.rpc.interface import Call, Methods
-from ratelimitd.services.convert import CONTRACT_IDENTITIES, Identities, check_of
+from ratelimitd.services.convert import CONTRACT_IDENTITIES, MAX_IDENTITIES, Identities, check_of
 from ratelimitd.services.wire import WHOLE_MESSAGE, WireIdentity
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, ratelimit_headers
 
@@ -288,7 +288,7 @@ def _check(
     entries, (identifiers, identities) = descriptor.entries, known
     named: dict[str, int] = {}
     for index, entry in enumerate(entries):
-        if entry.key in identifiers and len(named) < identities.most:
+        if entry.key in identifiers and len(named) < MAX_IDENTITIES:
             named.setdefault(identifiers[entry.key], index)
     rest = [entry for index, entry in enumerate(entries) if index not in named.values()]
     places = [*named.values()] or [len(entries) - 1]

@@ -165,3 +165,10 @@ def test_a_bucket_with_a_burst_is_told_by_name(scene, hearer):
 def test_what_is_none_of_ours_is_left_alone(hearer, payload):
     hearer.take(payload)
     assert (hearer.states, hearer.doubts, hearer.rule_changes) == ({}, [], 0)
+
+
+def test_a_window_with_a_count_of_the_one_before_is_told_without_it(scene, hearer):
+    scene.settle(SharedState(0, 1, 100, (60, scene.clock.now_us(), 20)))
+    ((_, payload),) = scene.told()
+    hearer.take(payload)
+    assert hearer.states == {name_of(b"a"): SharedState(0, 1, 100, (60, scene.clock.now_us()))}

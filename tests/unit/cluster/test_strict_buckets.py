@@ -7,7 +7,7 @@ from ratelimitd.cluster.strict_buckets import StrictBuckets
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import STORE_TIME
 from ratelimitd.testing import ManualClock
-from tests.unit.cluster.world import MS, RULE, FakeStore, ManualTimers, name_of
+from tests.unit.cluster.world import MS, RULE, FakeStore, ManualTimers, World, name_of
 
 
 class StoreServer:
@@ -33,6 +33,7 @@ class Scene:
             store=self.store,
             tags=[SimpleNamespace(server=self.server)] * 256,
             stored_name=name_of,
+            timers=self.timers,
             callers_time=callers_time,
         )
 
@@ -103,3 +104,72 @@ async def test_a_reset_makes_the_bucket_full(scene):
     scene.timers.run(MS)
     await resetting
     assert scene.store.ledger.buckets[name_of(b"a")].generation == 1
+
+
+# Several buckets
+
+
+class SharingScene(World):
+    """A strict node with real hash tags."""
+
+    def __init__(self, **options):
+        super().__init__(RULE)
+        self.buckets = StrictBuckets(
+            store=self.store,
+            tags=self.tags,
+            stored_name=name_of,
+            timers=self.timers,
+            callers_time=True,
+            **options,
+        )
+
+    def all_of(self, *keys, cost=1, peek=False):
+        charges = [(key, RULE, None) for key in keys]
+        answer = self.buckets.wait_all(charges, self.clock.now_us(), cost, peek=peek)
+        self.run(2 * MS)
+        return answer.result()
+
+
+async def test_several_buckets_are_charged_together():
+    scene = SharingScene()
+    assert scene.buckets.apply_all([], 0, 1) is None
+    assert [outcome[:2] for outcome in scene.all_of(b"a", b"b", cost=600)] == [(True, 400)] * 2
+    assert [outcome[:2] for outcome in scene.all_of(b"a", b"b", cost=600, peek=True)] == [
+        (False, 400), (False, 400),
+    ]  # fmt: skip
+    assert (scene.store.spent(b"a"), scene.buckets.asked_total) == (600, 4)
+
+
+async def test_what_was_charged_for_a_denied_check_is_given_back():
+    scene = SharingScene()
+    scene.store.spend(b"b", RULE, 1_000, scene.clock.now_us())
+    assert [outcome[:2] for outcome in scene.all_of(b"a", b"b", cost=7)] == [
+        (True, 1_000), (False, 0),
+    ]  # fmt: skip
+    assert [outcome[0] for outcome in scene.all_of(b"a", b"b", cost=5)] == [True, False]
+    scene.settle()
+    assert (scene.store.spent(b"a"), scene.store.spent(b"b")) == (0, 1_000)
+    assert (scene.buckets.given_back_total, scene.buckets.kept_total) == (12, 0)
+    assert scene.tags[ord("a")].buckets == {}
+
+
+async def test_a_bucket_that_cannot_be_reached_is_an_error_of_its_own():
+    scene = SharingScene()
+    scene.store.mode = "down"
+    answer = scene.buckets.wait_all([(b"a", RULE, None)], 0, 1, peek=False)
+    scene.run(20 * MS)
+    assert [type(one) for one in answer.result()] == [StoreUnavailableError]
+    scene.open_breaker()
+    assert [type(one) for one in scene.all_of(b"a")] == [BreakerOpenError]
+
+
+async def test_charges_for_checks_that_are_denied_together_are_given_back_together():
+    scene = SharingScene()
+    scene.store.spend(b"b", RULE, 1_000, scene.clock.now_us())
+    charges = [(key, RULE, None) for key in (b"a", b"b")]
+    for _ in range(3):
+        scene.buckets.wait_all(charges, scene.clock.now_us(), 7, peek=False)
+    scene.settle()
+    scene.run(30 * MS)
+    scene.settle()
+    assert (scene.store.spent(b"a"), scene.buckets.given_back_total) == (0, 21)

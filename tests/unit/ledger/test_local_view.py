@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, LocalView
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update
 from ratelimitd.model import Algorithm, IdentifierType, Rule
@@ -443,3 +444,53 @@ def test_a_state_tells_of_an_edited_burst():
     without = LocalView(BURST, None)
     without.hear(told._replace(burst=0))
     assert without.rule.capacity == 10
+
+
+# Checks that wait for other buckets, too
+
+
+def test_what_is_reserved_counts_towards_the_share_and_is_not_spent():
+    one = view()
+    assert [one.reserve(*FIVE, 1)[0] for _ in range(10)] == [True] * 10
+    assert one.reserve(*FIVE, 1) is None
+    assert one.check(*FIVE, 1) is None
+    assert (one.unsent.tokens, one.is_clean) == (0, False)
+    one.release(10)
+    assert one.is_clean
+    assert spend(one, 100) == 10
+
+
+def test_what_is_reserved_is_spent_when_it_is_released():
+    one = view()
+    one.reserve(*FIVE, 3)
+    one.release(3)
+    assert one.check_alone(NOW, 3)[1] == 97
+    assert one.unsent.tokens == 3
+
+
+def test_a_reservation_is_denied_as_a_check_is():
+    full = view(100)
+    assert not full.reserve(*FIVE, 1)[0]
+    crowded = view(98)
+    crowded.ask(NOW, 2)
+    assert not crowded.reserve(*FIVE, 1)[0]
+
+
+def test_a_reservation_outlives_the_batch_that_asks_for_others():
+    one = view()
+    one.ask(NOW, 5)
+    one.reserve(*FIVE, 3)
+    assert one.freeze().asks == (Ask(NOW, 5),)
+    one.acknowledge(shared(5))
+    assert (one.asked_tokens, one.reserved) == (3, 3)
+    one.release(3)
+    assert one.is_clean
+
+
+def test_a_refund_rides_in_the_next_batch():
+    one, refund = view(5), Refund(0, 1, NOW, 5, 5, 0)
+    one.give_back(refund)
+    assert not one.is_clean
+    assert one.freeze() == Update(RULE, 0, (), (), (refund,))
+    assert one.is_clean
+    assert one.freeze().refunds == ()

@@ -66,7 +66,7 @@ def cluster():
         membership=SimpleNamespace(count=3),
         sync_lag_s=0.5,
         unsettled_buckets=24,
-        buckets=SimpleNamespace(asked_total=25, late_total=26),
+        buckets=SimpleNamespace(asked_total=25, late_total=26, given_back_total=33, kept_total=34),
         accuracy=SimpleNamespace(forgiven_total=27, over_admitted_total=28),
         worst_excess=0.02,
         promised_excess=0.53,
@@ -166,6 +166,8 @@ def test_a_nodes_part_in_a_cluster_is_reported(metrics, stats):
     assert value(metrics, "rate_limiter_unsettled_buckets") == 24
     assert value(metrics, "rate_limiter_shared_state_checks_total") == 25
     assert value(metrics, "rate_limiter_shared_state_late_total") == 26
+    assert value(metrics, "rate_limiter_given_back_tokens_total") == 33
+    assert value(metrics, "rate_limiter_kept_tokens_total") == 34
     assert value(metrics, "rate_limiter_forgiven_tokens_total") == 27
     assert value(metrics, "rate_limiter_over_admitted_tokens_total") == 28
     assert value(metrics, "rate_limiter_over_admission_ratio") == 0.02

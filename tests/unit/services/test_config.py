@@ -127,35 +127,3 @@ async def test_wrong_filters_and_sizes_are_named_all_at_once(service):
     assert [violation.field for violation in caught.value.violations] == [
         "endpoint", "identifier_type", "page_size",
     ]  # fmt: skip
-
-
-LIMITS = [
-    pb.Limit(limit=1, window_seconds=1, algorithm="fixed_window"),
-    pb.Limit(name="day", limit=9, window_seconds=9, algorithm="fixed_window"),
-]
-
-
-async def test_a_node_that_would_judge_only_one_limit_takes_no_rule_with_several(store):
-    service = ConfigService(store, FeedProbe(), str, several=False)
-    rule = pb.RateLimit(endpoint="/a", identifier_type="user", limits=LIMITS)
-    create = pb.CreateRateLimitRequest(rate_limit=rule).SerializeToString()
-    rule.id = "0b1f2c3d-0000-4000-8000-00000000000a"
-    update = pb.UpdateRateLimitRequest(rate_limit=rule).SerializeToString()
-    for refused in (
-        service.create_rate_limit(create, CALL),
-        service.update_rate_limit(update, CALL),
-    ):
-        with pytest.raises(RuleInvalidError, match=r"rate_limit\.limits: nodes that share state"):
-            await refused
-    assert await store.revision() == 0
-
-
-async def test_nor_a_plan_of_several(store):
-    service = ConfigService(store, FeedProbe(), str, several=False)
-    rule = pb.RateLimit(
-        endpoint="/a", identifier_type="user", limit=1, window_seconds=1, algorithm="fixed_window",
-        plans={"pro": pb.LimitList(limits=LIMITS), "free": pb.LimitList(limits=LIMITS[:1])},
-    )  # fmt: skip
-    create = pb.CreateRateLimitRequest(rate_limit=rule).SerializeToString()
-    with pytest.raises(RuleInvalidError, match=r"rate_limit\.plans\[pro\]\.limits: nodes that"):
-        await service.create_rate_limit(create, CALL)

@@ -43,9 +43,14 @@ from ratelimitd.model import (
 #     token bucket:    whole tokens spent (8) · units beyond them (8) · latest_us (8)
 #     fixed window:    count (8) · count of the window before (8) · latest_us (8)
 #     sliding window:  sum before the first entry (8) · {time in µs (8) · sum up to here (8)} …
+#
+# Of a bucket of which tokens were given back the format is FORMAT_OF_REFUNDED, and how many (8) follows the head.
 
 FORMAT: Final = 1
 """Version of the format; values of others are not buckets."""
+
+FORMAT_OF_REFUNDED: Final = 2
+"""That of buckets of which tokens were given back."""
 
 NUMBERS: Final[Mapping[Algorithm, int]] = MappingProxyType(
     {
@@ -59,6 +64,7 @@ NUMBERS: Final[Mapping[Algorithm, int]] = MappingProxyType(
 _LARGEST: Final = MAX_TIME_US  # of every number there: they are doubles in the scripts
 
 _HEAD: Final = Struct("<BBIQI")
+_HEAD_OF_REFUNDED: Final = Struct(f"<{_HEAD.size}sQ")
 _BURST: Final = Struct("<I")
 _NUMBER_BYTES: Final = 8  # of every number of a state
 _TOKEN_BUCKET: Final = Struct(f"<{_HEAD.size}xQQQ")
@@ -94,7 +100,12 @@ def bucket_of(value: Any, rule: Limit) -> SharedState:
             state = _STATES[rule.algorithm](value, rule)
             if state is not None:
                 # To call the class itself takes 0.4 µs longer, and this is done for every bucket of every reply.
-                return tuple.__new__(SharedState, (generation, revision, limit, state, burst))
+                return tuple.__new__(SharedState, (generation, revision, limit, state, burst, 0))
+        if form == FORMAT_OF_REFUNDED and len(value) >= _HEAD_OF_REFUNDED.size:
+            head, refunded = _HEAD_OF_REFUNDED.unpack_from(value)
+            if refunded <= _LARGEST:
+                plain = bytes((FORMAT,)) + head[1:] + value[_HEAD_OF_REFUNDED.size :]
+                return bucket_of(plain, rule)._replace(burst=burst, refunded=refunded)
     message = "the shared state holds something else where a bucket should be"
     raise StoreCorruptError(message)
 
@@ -129,7 +140,7 @@ def _sliding_window(value: bytes, _rule: Limit) -> BucketState:
     if sys.byteorder == "big":
         cells.byteswap()
     times, sums = cells[1::2], cells[::2]
-    if 0 <= times[0] <= times[-1] <= _LARGEST and 0 <= sums[0] < sums[-1] <= _LARGEST:
+    if 0 <= times[0] <= times[-1] <= _LARGEST and 0 <= sums[0] <= sums[-1] <= _LARGEST:
         return times.tobytes() + sums.tobytes()
     return None
 
@@ -194,6 +205,9 @@ _NUMBER: Final = Struct("<Q")
 _UPDATE: Final = Struct("<BiQIIIII")
 _UPDATE_OF_ONE_RUN: Final = Struct("<BiQIIIIIQQ")
 _PAIR: Final = Struct("<QQ")
+_REFUND: Final = Struct("<IQQQQQ")
+_COUNT: Final = Struct("<I")
+_REFUNDS: Final = 128
 _CHECK: Final = Struct("<BBQIIIIq")
 _ANSWER: Final = Struct("<HIIQ")
 _RULE: Final = Struct("<BQIII")
@@ -233,20 +247,24 @@ def settle_request(tag: int, batch: Batch) -> Request:
 
 
 def _packed(update: Update) -> bytes:
-    rule, generation, runs, asks = update
+    rule, generation, runs, asks, refunds = update
     if generation is None:
         generation = _NO_GENERATION
     kind = NUMBERS[rule.algorithm]
-    if len(runs) == 1 and not asks:
+    if len(runs) == 1 and not asks and not refunds:
         # By far the most frequent, and packed at once in half the time.
         return _UPDATE_OF_ONE_RUN.pack(
             kind, generation, rule.revision, rule.limit, rule.burst, rule.window_seconds, 1, 0,
             *runs[0],
         )  # fmt: skip
+    if refunds:
+        kind += _REFUNDS
     head = _UPDATE.pack(
         kind, generation, rule.revision, rule.limit, rule.burst, rule.window_seconds, len(runs),
         len(asks),
     )  # fmt: skip
+    if refunds:
+        head += _COUNT.pack(len(refunds)) + b"".join([_REFUND.pack(*refund) for refund in refunds])
     return head + b"".join([_PAIR.pack(*pair) for pair in (*runs, *asks)])
 
 

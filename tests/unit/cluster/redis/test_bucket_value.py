@@ -64,6 +64,17 @@ def test_a_fixed_window_has_its_count_and_that_of_the_window_before():
     assert state_of(value, FIXED_WINDOW) == SharedState(2, 3, 4, (5, 9))
 
 
+def test_a_bucket_may_say_how_many_tokens_were_given_back():
+    value = head(FIXED_WINDOW, form=2) + cells(3, 5, 0, 9)
+    assert state_of(value, FIXED_WINDOW) == SharedState(2, 3, 4, (5, 9), refunded=3)
+    assert state_of(head(LOG, form=2) + cells(3), LOG) == SharedState(2, 3, 4, None, refunded=3)
+
+
+def test_of_a_log_all_may_be_given_back():
+    state = bucket_of(head(LOG) + cells(3, 7, 3), LOG).state
+    assert runs_of(state) == [(7, 0)]
+
+
 def test_a_log_has_entries_with_running_sums():
     state = bucket_of(head(LOG) + cells(100, 7, 103, 9, 104), LOG).state
     assert runs_of(state) == [(7, 3), (9, 1)]
@@ -113,7 +124,9 @@ WRONG = {
     "a log that is too long": (LOG, head(LOG) + cells(0, *range(1, 2 * MAX_RUNS + 3))),
     "a log that runs backwards": (LOG, head(LOG) + cells(0, 9, 1, 7, 2)),
     "a late log": (LOG, head(LOG) + cells(0, 7, 1, BEYOND, 2)),
-    "a log of nothing": (LOG, head(LOG) + cells(3, 7, 3)),
+    "half a count of refunds": (LOG, head(LOG, form=2) + b"1234567"),
+    "too many refunds": (FIXED_WINDOW, head(FIXED_WINDOW, form=2) + cells(BEYOND, 5, 0, 9)),
+    "refunds of no window": (FIXED_WINDOW, head(FIXED_WINDOW, form=2) + cells(5, 0, 9)),
     "too high a sum": (LOG, head(LOG) + cells(0, 7, BEYOND)),
     "too high a sum at the end": (LOG, head(LOG) + cells(0, 7, 1, 9, BEYOND)),
     "a log whose sums end below their start": (LOG, head(LOG) + cells(3, 7, 4, 9, 2)),

@@ -6,6 +6,7 @@
 --     format (1 byte) · algorithm (1) · generation (4) · revision (8) · limit (4)          little-endian, unsigned
 --
 -- What an algorithm keeps is in numbers of 8 bytes. A token bucket whose limit has a burst ends with that (4 bytes).
+-- Of a bucket of which tokens were given back, the format is another one, and how many these were (8) follows the head.
 --
 -- An algorithm is a table of functions. The state of a bucket is three values `x, y, at_us` that only its algorithm
 -- knows; `at_us` is the latest time and nil of a full bucket. No table is made for a state: that would cost more than
@@ -19,7 +20,7 @@ local pack, unpack = struct.pack, struct.unpack
 local floor, ceil = math.floor, math.ceil
 local sub = string.sub
 
-local FORMAT = 1
+local FORMAT, FORMAT_OF_REFUNDED = 1, 2
 local HEAD = '<BBI4I8I4'
 local HEAD_BYTES = 18
 local BURST = '<I4'
@@ -49,6 +50,19 @@ local function value_at(key)
     return call('GET', key)
   end
   return value
+end
+
+-- The time of a check, in µs; of a negative one the store's own, once for a whole call.
+local store_us
+local function time_of_check(now_us)
+  if now_us < 0 then
+    if not store_us then
+      local now = call('TIME')
+      store_us = now[1] * US_PER_S + now[2]
+    end
+    return store_us
+  end
+  return now_us
 end
 
 -- A sum of tokens that stays exact: a bucket that is that far overdrawn is so to a token more or less.

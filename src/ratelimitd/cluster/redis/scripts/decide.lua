@@ -17,7 +17,6 @@ local NO_BUCKET = pack(ANSWER, 0, 0, 0, 0, 0)
 local text, place = ARGV[1], 1
 local algorithms = {}
 local answers = {}
-local store_us
 
 for index = 1, #KEYS do
   local key = KEYS[index]
@@ -28,16 +27,10 @@ for index = 1, #KEYS do
     algorithm = make_algorithm(kind)
     algorithms[kind] = algorithm
   end
-  if now_us < 0 then
-    if not store_us then
-      local now = call('TIME')
-      store_us = now[1] * US_PER_S + now[2]
-    end
-    now_us = store_us
-  end
+  now_us = time_of_check(now_us)
 
-  local generation, x, y, at_us, is_corrupt, is_edited
-  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited =
+  local generation, x, y, at_us, is_corrupt, is_edited, refunded
+  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited, refunded =
     opened(algorithm, value_at(key), -1, revision, limit, burst, window_us)
   local answer, allowed = NO_BUCKET, false
   if not is_corrupt then
@@ -47,7 +40,7 @@ for index = 1, #KEYS do
     answer = pack(ANSWER, allowed and 1 or 0, reason, remaining, retry_after, saturated(reset_time))
   end
   if (allowed or is_corrupt or is_edited) and peek == 0 then
-    local value = written(algorithm, generation, revision, limit, burst, x, y, at_us)
+    local value = written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded)
     call('SET', key, value, 'EX', ttl_of(algorithm, window_us, limit, burst, at_us))
   end
   answers[index] = answer

@@ -2,7 +2,7 @@
 --
 -- KEYS     the buckets
 -- ARGV[1]  of each: algorithm (1) · peek: 0 or 1 (1) · revision (8) · limit (4) · burst (4) · window in s (4) ·
---          cost (4) · time in µs (8)
+--          cost (4) · time in µs, or -1 for the store's own clock (8, signed)
 --
 -- Returns { how many values were no buckets,
 --           of each: allowed: 0 or 1 (1) · reason (1) · remaining (4) · retry_after (4) · reset_time (8) · the value
@@ -12,7 +12,7 @@
 -- numbered: a node sends this once, and takes a check whose reply is lost for one that was perhaps charged. A value that
 -- is no bucket is taken for one that begins anew, and replaced.
 
-local CHECK = '<BBI8I4I4I4I4I8'
+local CHECK = '<BBI8I4I4I4I4i8'
 local ANSWER = '<BBI4I4I8'
 
 local text, place = ARGV[1], 1
@@ -23,6 +23,7 @@ for index = 1, #KEYS do
   local key = KEYS[index]
   local kind, peek, revision, limit, burst, window_s, cost, now_us
   kind, peek, revision, limit, burst, window_s, cost, now_us, place = unpack(CHECK, text, place)
+  now_us = time_of_check(now_us)
   local algorithm, window_us = algorithms[kind], window_s * US_PER_S
   if not algorithm then
     algorithm = make_algorithm(kind)
@@ -30,8 +31,8 @@ for index = 1, #KEYS do
   end
 
   local value = value_at(key)
-  local generation, x, y, at_us, is_corrupt, is_edited
-  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited =
+  local generation, x, y, at_us, is_corrupt, is_edited, refunded
+  generation, revision, limit, burst, x, y, at_us, is_corrupt, is_edited, refunded =
     opened(algorithm, value, -1, revision, limit, burst, window_us)
   if is_corrupt then
     corrupt = corrupt + 1
@@ -43,7 +44,7 @@ for index = 1, #KEYS do
   end
   local is_stored = peek == 0 and (allowed or is_corrupt or is_edited)
   if is_stored or is_corrupt or not value then
-    value = written(algorithm, generation, revision, limit, burst, x, y, at_us)
+    value = written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded)
   end
   if is_stored then
     call('SET', key, value, 'EX', ttl_of(algorithm, window_us, limit, burst, at_us))

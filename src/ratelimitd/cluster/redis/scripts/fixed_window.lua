@@ -69,6 +69,17 @@ local function make_fixed_window()
     return count, before, at_us
   end
 
+  -- The state after a charge is given back, if it was in the same window; and how many tokens that is.
+  local function refunded(count, before, at_us, _, window_us, charged_us, tokens)
+    if charged_us < at_us - at_us % window_us then
+      return count, before, 0
+    end
+    if tokens > count then
+      tokens = count
+    end
+    return count - tokens, before, tokens
+  end
+
   local function judged(x, y, at_us, limit, window_us, now_us, cost)
     local count, before, time_us = in_window_of(now_us, x, y, at_us, limit, window_us)
     if count > limit then
@@ -103,6 +114,7 @@ local function make_fixed_window()
     capped = capped,
     used = used,
     charged = charged,
+    refunded = refunded,
     judged = judged,
   }
 end

@@ -9,10 +9,16 @@ local function make_algorithm(kind)
   return make_sliding_window()
 end
 
--- What a value says: generation, revision, limit, burst, x, y, at_us; nil when it is no bucket of this algorithm.
+-- What a value says: generation, revision, limit, burst, x, y, at_us, refunded; nil when it is no bucket of this
+-- algorithm.
 local function stored(algorithm, value, window_us)
   if type(value) ~= 'string' or #value < HEAD_BYTES then
     return nil
+  end
+  local refunded = 0
+  if string.byte(value) == FORMAT_OF_REFUNDED and #value >= HEAD_BYTES + 8 then
+    refunded = unpack('<I8', value, HEAD_BYTES + 1)
+    value = string.char(FORMAT) .. sub(value, 2, HEAD_BYTES) .. sub(value, HEAD_BYTES + 9)
   end
   local format, kind, generation, revision, limit, x, y, at_us
   local burst = 0
@@ -28,16 +34,16 @@ local function stored(algorithm, value, window_us)
   if format ~= FORMAT or kind ~= algorithm.kind or limit < 1 or limit > INT32_MAX or revision > LARGEST then
     return nil
   end
-  if burst > INT32_MAX then
+  if burst > INT32_MAX or refunded > LARGEST then
     return nil
   end
   if generation > INT32_MAX then -- a node could not name it: -1 stands for none
     return nil
   end
-  return generation, revision, limit, burst, x, y, at_us
+  return generation, revision, limit, burst, x, y, at_us, refunded
 end
 
-local function written(algorithm, generation, revision, limit, burst, x, y, at_us)
+local function written(algorithm, generation, revision, limit, burst, x, y, at_us, refunded)
   local value
   if at_us then
     value = algorithm.write(generation, revision, limit, x, y, at_us)
@@ -45,25 +51,30 @@ local function written(algorithm, generation, revision, limit, burst, x, y, at_u
     value = pack(HEAD, FORMAT, algorithm.kind, generation, revision, limit)
   end
   if burst > 0 then
-    return value .. pack(BURST, burst)
+    value = value .. pack(BURST, burst)
   end
-  return value
+  if refunded == 0 then
+    return value
+  end
+  local head = string.char(FORMAT_OF_REFUNDED) .. sub(value, 2, HEAD_BYTES)
+  return head .. pack('<I8', refunded) .. sub(value, HEAD_BYTES + 1)
 end
 
 -- A bucket as a node finds it that is at `revision` with `limit` and `burst`, and charged `generation`, or -1. A bucket
 -- that is not there, or no bucket, or of an older generation begins anew; an edit of limit or burst caps what is owed.
--- The last two values tell whether there was something that is no bucket, and whether there was such an edit.
+-- The last three values tell whether there was something that is no bucket, whether there was such an edit, and how many
+-- tokens were given back.
 local function opened(algorithm, value, generation, revision, limit, burst, window_us)
-  local its_generation, its_revision, its_limit, its_burst, x, y, at_us
+  local its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded
   if value then
-    its_generation, its_revision, its_limit, its_burst, x, y, at_us = stored(algorithm, value, window_us)
+    its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded = stored(algorithm, value, window_us)
   end
   local corrupt = value and not its_generation
   if not its_generation or generation > its_generation then
     if generation < 0 then -- equivalent: 0 is set to 0
       generation = 0
     end
-    return generation, revision, limit, burst, nil, nil, nil, corrupt, false
+    return generation, revision, limit, burst, nil, nil, nil, corrupt, false, 0
   end
   -- At the same revision the limit differs when an assignment to a plan has ended.
   if revision >= its_revision then
@@ -71,7 +82,7 @@ local function opened(algorithm, value, generation, revision, limit, burst, wind
     if edited then
       x, y, at_us = algorithm.capped(x, y, at_us, capacity_of(limit, burst))
     end
-    return its_generation, revision, limit, burst, x, y, at_us, corrupt, edited
+    return its_generation, revision, limit, burst, x, y, at_us, corrupt, edited, refunded
   end
-  return its_generation, its_revision, its_limit, its_burst, x, y, at_us, corrupt, false
+  return its_generation, its_revision, its_limit, its_burst, x, y, at_us, corrupt, false, refunded
 end

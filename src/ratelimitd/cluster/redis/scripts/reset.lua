@@ -15,7 +15,8 @@ for index, key in ipairs(KEYS) do
   kind, revision, limit, burst, window_s, place = unpack(RULE, ARGV[1], place)
   local algorithm, window_us = make_algorithm(kind), window_s * US_PER_S
   local generation = stored(algorithm, value_at(key), window_us) or 0
-  values[index] = written(algorithm, math.max(generation + 1, least), revision, limit, burst)
+  local next_generation = math.max(generation + 1, least)
+  values[index] = written(algorithm, next_generation, revision, limit, burst, nil, nil, nil, 0)
   call('SET', key, values[index], 'EX', ttl_of(algorithm, window_us, limit, burst))
 end
 return values

@@ -5,6 +5,8 @@
 -- ARGV[1]   number (8), and of each update:
 --               algorithm (1) · generation or -1 (4, signed) · revision (8) · limit (4) · burst (4) ·
 --               window in s (4) · runs (4) · asks (4) · each run: time (8), tokens (8) · each ask: time (8), cost (8)
+--           of an update that gives charges back the algorithm is 128 more, and their number (4) and they stand before
+--           the runs: generation (4) · revision (8) · time (8) · tokens (8) · spent (8) · refunded before (8)
 --
 -- Returns 0 for a batch that is older than the last one, else
 --     { a byte 0 or 1 for each ask, how many values were no buckets, the value of each bucket … }
@@ -13,6 +15,9 @@
 
 local UPDATE = '<Bi4I8I4I4I4I4I4'
 local PAIR = '<I8I8'
+local REFUND = '<I4I8I8I8I8I8'
+local REFUND_BYTES = 44
+local REFUNDS = 128
 local RECORD = '<BI8'
 local RECORD_BYTES = 9
 
@@ -29,6 +34,22 @@ local function fitting(room, text, place, runs)
     room = room - tokens
   end
   return table.concat(pieces), count
+end
+
+-- A bucket after the charges are given back that the text tells from a place on: the twin of `refunded` in
+-- ledger/shared_state.py. A bucket that begins anew has no charges.
+local function given_back(algorithm, generation, revision, limit, x, y, at_us, total, window_us, text, place, count)
+  for refund = place, place + (count - 1) * REFUND_BYTES, REFUND_BYTES do
+    local its_generation, its_revision, charged_us, tokens, spent, before = unpack(REFUND, text, refund)
+    local is_there = at_us and charged_us <= at_us and total >= before
+    if is_there and its_generation == generation and its_revision == revision then
+      local given
+      x, y, given =
+        algorithm.refunded(x, y, at_us, limit, window_us, charged_us, tokens, spent - (total - before))
+      total = total + given
+    end
+  end
+  return x, y, total
 end
 
 local text = ARGV[1]
@@ -53,6 +74,12 @@ for index = 2, #KEYS do
   local key = KEYS[index]
   local kind, generation, revision, limit, burst, window_s, runs, asks
   kind, generation, revision, limit, burst, window_s, runs, asks, place = unpack(UPDATE, text, place)
+  local refunds, first_refund = 0, nil
+  if kind > REFUNDS then
+    kind = kind - REFUNDS
+    refunds, first_refund = unpack('<I4', text, place)
+    place = first_refund + refunds * REFUND_BYTES
+  end
   local first_ask = place + runs * 16
   local after = first_ask + asks * 16
   local algorithm, window_us = algorithms[kind], window_s * US_PER_S
@@ -65,13 +92,29 @@ for index = 2, #KEYS do
   if repeated and value and stored(algorithm, value, window_us) then
     reply[index + 1] = value
   else
-    local its_generation, its_revision, its_limit, its_burst, x, y, at_us, is_corrupt =
+    local its_generation, its_revision, its_limit, its_burst, x, y, at_us, is_corrupt, _, refunded =
       opened(algorithm, value, generation, revision, limit, burst, window_us)
     if is_corrupt then
       corrupt = corrupt + 1
     end
 
     if not repeated then
+      if refunds > 0 then
+        x, y, refunded = given_back(
+          algorithm,
+          its_generation,
+          its_revision,
+          its_limit,
+          x,
+          y,
+          at_us,
+          refunded,
+          window_us,
+          text,
+          first_refund,
+          refunds
+        )
+      end
       if runs > 0 and (generation < 0 or generation == its_generation) then
         local charges = text
         if revision < its_revision and (limit ~= its_limit or burst ~= its_burst) then
@@ -94,7 +137,7 @@ for index = 2, #KEYS do
       end
     end
 
-    local new = written(algorithm, its_generation, its_revision, its_limit, its_burst, x, y, at_us)
+    local new = written(algorithm, its_generation, its_revision, its_limit, its_burst, x, y, at_us, refunded)
     -- A full bucket that was never reset is what a missing one is taken for.
     if not repeated and new ~= value and (value or at_us or its_generation > 0) then
       call('SET', key, new, 'EX', ttl_of(algorithm, window_us, its_limit, its_burst, at_us))

@@ -76,7 +76,7 @@ local function make_sliding_window()
     local format, kind, generation, revision, limit, base = unpack(STATE, value)
     local entries = sub(value, STATE_BYTES + 1)
     local last_us, total = unpack(ENTRY, entries, #entries - 15)
-    if last_us > LARGEST or time_of(entries, 1) > last_us or total > LARGEST or base >= total then
+    if last_us > LARGEST or time_of(entries, 1) > last_us or total > LARGEST or base > total then
       return nil
     end
     return format, kind, generation, revision, limit, entries, base, last_us
@@ -140,6 +140,34 @@ local function make_sliding_window()
     entries, base = left(table.concat(pieces), base, at_us, window_us)
     entries, base = bounded(entries, base)
     return entries, base, at_us
+  end
+
+  -- The log without its latest tokens at or before a time; and how many these were. The last entry stays, without tokens
+  -- if need be, so that the log keeps its latest time.
+  local function refunded(entries, base, _, _, _, charged_us, tokens)
+    local last, until_then = #entries / 16, entries_until(entries, charged_us)
+    local sum = sum_of(entries, until_then, base)
+    local taken = tokens < sum - base and tokens or sum - base
+    if taken == 0 then
+      return entries, base, 0
+    end
+    local left = sum - taken
+    local kept = until_then -- entries, the last of which may have lost some of its tokens
+    while kept > 0 and sum_of(entries, kept - 1, base) >= left do
+      kept = kept - 1
+    end
+    local pieces, count = {}, 0
+    if kept > 0 then
+      pieces, count = { sub(entries, 1, (kept - 1) * 16), pack(ENTRY, time_of(entries, kept), left) }, 2
+    end
+    for entry = until_then + 1, last do
+      count = count + 1
+      pieces[count] = pack(ENTRY, time_of(entries, entry), sum_of(entries, entry) - taken)
+    end
+    if until_then == last and kept < last then
+      pieces[count + 1] = pack(ENTRY, time_of(entries, last), left)
+    end
+    return table.concat(pieces), base, taken
   end
 
   local function judged(x, y, at_us, limit, window_us, now_us, cost)
@@ -212,6 +240,7 @@ local function make_sliding_window()
     capped = capped,
     used = used,
     charged = charged,
+    refunded = refunded,
     judged = judged,
   }
 end

@@ -122,6 +122,26 @@ local function make_token_bucket()
     return x, y, at_us
   end
 
+  -- The state after a charge is given back, of which the bucket lacked `spent` tokens right after it: what cannot have
+  -- been refilled since then; and how many tokens that is, rounded up.
+  local function refunded(x, y, at_us, limit, window_us, charged_us, tokens, spent)
+    if spent <= 0 then
+      return x, y, 0
+    end
+    local left, units = refilled(spent, 0, charged_us, limit, window_us, at_us)
+    if left >= tokens then
+      left, units = tokens, 0
+    end
+    if left > x or (left == x and units > y) then
+      left, units = x, y
+    end
+    x, y = x - left, y - units
+    if y < 0 then
+      x, y = x - 1, y + window_us
+    end
+    return x, y, units > 0 and left + 1 or left
+  end
+
   local function judged(x, y, at_us, limit, window_us, now_us, cost, burst)
     local capacity = capacity_of(limit, burst)
     local spent, units, time_us = 0, 0, now_us
@@ -164,6 +184,7 @@ local function make_token_bucket()
     capped = capped,
     used = used,
     charged = charged,
+    refunded = refunded,
     judged = judged,
   }
 end

@@ -1,0 +1,224 @@
+"""Checks on several shared buckets: all are charged, or none is. See ADR 0051.
+
+What is decided is in :mod:`ratelimitd.ledger.several`; here each bucket is asked for its part, all at once, and the
+check is answered when every part is decided.
+"""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop, Future
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+from ratelimitd.algorithms.several import Charge
+from ratelimitd.cluster.pending import Bucket, PendingCheck
+from ratelimitd.errors import BreakerOpenError, RateLimitdError
+from ratelimitd.ledger.accounts import Refund
+from ratelimitd.ledger.several import Part, conclude, denies
+from ratelimitd.ledger.shared_state import SharedState, refund_of
+from ratelimitd.model import Outcome
+
+Outcomes: TypeAlias = Sequence[Outcome | Exception]
+"""Of each bucket of a check; an error where nobody could decide."""
+
+
+class PartCheck(PendingCheck):
+    """One bucket of a check that waits.
+
+    Attributes:
+        key: of the bucket, on this node.
+        bucket: the bucket; unset unless ``is_known``.
+        part: what becomes of it.
+        is_counted: a bucket that is unknown counts as a miss.
+    """
+
+    __slots__ = ("_is_resolved", "_joint", "bucket", "is_counted", "is_known", "key", "part")
+
+    bucket: Bucket
+
+    def __init__(self, joint: JointCheck, charge: Charge, *, peek: bool) -> None:
+        self.key, self.rule, _ = charge
+        self.now_us, self.cost, self.peek = joint.now_us, joint.cost, peek
+        self.charged = self.is_counted = self.is_known = False
+        self.part = Part(self.rule)
+        self._joint = joint
+        self._is_resolved = False
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it is decided."""
+        return self._is_resolved
+
+    @property
+    def has_left(self) -> bool:
+        """False: a part is decided whether or not the caller is there."""
+        return False
+
+    def was_charged(self, shared: SharedState, later: int) -> None:
+        """Note what gives the store's charge back."""
+        at_us = self.ask.at_us if later else None
+        self.part.refund = refund_of(shared, self.rule, self.cost, at_us=at_us, later=later)
+
+    def resolve(self, outcome: Outcome | RateLimitdError) -> None:
+        """Note the outcome, unless there is one; the last part concludes the check."""
+        self._resolve(outcome)
+
+    def fail(self, error: Exception) -> None:
+        """Note an unexpected error, unless there is an outcome."""
+        self._resolve(error)
+
+    def _resolve(self, outcome: Outcome | Exception) -> None:
+        if self._is_resolved:
+            return
+        self._is_resolved = True
+        part = self.part
+        if part.outcome is None:  # it was not this node's view that decided
+            part.outcome, part.view = outcome, None
+            part.is_charged = isinstance(outcome, tuple) and outcome[0] and not self.peek
+        self._joint.decided()
+
+
+class PartDecider(Protocol):
+    """What decides the parts: the shared buckets of a node, by its views or always by the store."""
+
+    errors_that_deny: tuple[type[Exception], ...]
+    given_back_total: int
+    kept_total: int
+
+    def judge_part(self, check: PartCheck) -> bool:
+        """Decide by the node's view, without charging; false if the bucket is unknown."""
+
+    def ask_part(self, check: PartCheck) -> None:
+        """Let the store decide."""
+
+    def was_spent(self, check: PartCheck) -> None:
+        """The part is charged to the view that held its tokens."""
+
+    def was_released(self, check: PartCheck) -> None:
+        """The view that held the tokens of the part does no more."""
+
+    def give_back(self, check: PartCheck, refund: Refund) -> bool:
+        """Give back what the store has charged; false if that stays charged."""
+
+
+class JointCheck:
+    """One check on several buckets."""
+
+    def __init__(  # noqa: PLR0917 - what a check is
+        self,
+        buckets: PartDecider,
+        timers: AbstractEventLoop,
+        charges: Sequence[Charge],
+        now_us: int,
+        cost: int,
+        *,
+        peek: bool,
+        is_counted: bool = False,
+    ) -> None:
+        self.now_us = now_us
+        self.cost = cost
+        self._buckets = buckets
+        self._timers = timers
+        self._checks = [PartCheck(self, charge, peek=peek) for charge in charges]
+        self._parts = [check.part for check in self._checks]
+        self._is_counted = is_counted
+        self._missing = 0
+        self._answer: Future[Outcomes]
+
+    def at_once(self) -> Sequence[Outcome] | None:
+        """Decide now, if no part has to wait; else charge nothing and return ``None``."""
+        unknown = self._judge()
+        if not unknown and denies(self._parts):
+            self._fill()
+        for part in self._parts:
+            if not isinstance(part.outcome, tuple):
+                self._withdraw()
+                return None
+        self._conclude()
+        return [part.outcome for part in self._parts if isinstance(part.outcome, tuple)]
+
+    def start(self, answer: Future[Outcomes]) -> None:
+        """Ask for all parts that the node cannot decide now; ``answer`` gets the outcomes."""
+        self._answer = answer
+        unknown = self._judge()
+        if denies(self._parts, self._buckets.errors_that_deny):
+            # What is denied anyway is not charged elsewhere; the others only say what they have.
+            self._fill()
+            for check in unknown:
+                check.peek = True
+        for check in unknown[:1]:  # a check misses once
+            check.is_counted = self._is_counted
+        asked = [check for check in self._checks if check.part.outcome is None]
+        self._missing = len(asked)
+        if not asked:
+            self._finish()
+        for check in asked:
+            try:
+                self._buckets.ask_part(check)
+            except Exception as error:  # noqa: BLE001 - the other parts wait for this one
+                check.fail(error)
+
+    def decided(self) -> None:
+        """A part was decided."""
+        self._missing -= 1
+        if not self._missing:
+            # Not at once: other buckets of the same reply have not been brought up to date.
+            self._timers.call_soon(self._finish)
+
+    def _judge(self) -> Sequence[PartCheck]:
+        """Let the views decide; returns the parts whose buckets are unknown."""
+        try:
+            return [check for check in self._checks if not self._buckets.judge_part(check)]
+        except Exception:
+            self._withdraw()
+            raise
+
+    def _fill(self) -> None:
+        """Let the views say what they have, where the store would have to decide."""
+        for part in self._parts:
+            if part.outcome is None and part.view is not None:
+                part.peek(part.view, self.now_us, self.cost)
+
+    def _withdraw(self) -> None:
+        for check in self._checks:
+            if check.part.is_reserved:
+                check.part.release(self.now_us, self.cost)
+                self._buckets.was_released(check)
+
+    def _finish(self) -> None:
+        defect: Exception | None = None
+        try:
+            self._conclude()
+        except Exception as error:  # noqa: BLE001 - the caller waits, and fails open
+            defect = error
+        if self._answer.done():
+            return
+        if defect is None:
+            outcomes = [part.outcome for part in self._parts if part.outcome is not None]
+            self._answer.set_result(outcomes)
+        else:
+            self._answer.set_exception(defect)
+
+    def _conclude(self) -> None:
+        errors = self._buckets.errors_that_deny
+        is_allowed = conclude(self._parts, self.now_us, self.cost, errors)
+        for check in self._checks:
+            part = check.part
+            if part.is_reserved and part.is_charged:
+                self._buckets.was_spent(check)
+            elif part.is_reserved:
+                self._buckets.was_released(check)
+            elif part.is_charged and not is_allowed:
+                self._give_back(check)
+
+    def _give_back(self, check: PartCheck) -> None:
+        refund = check.part.refund
+        if refund is not None and self._buckets.give_back(check, refund):
+            self._buckets.given_back_total += self.cost
+        else:
+            self._buckets.kept_total += self.cost
+
+
+def errors_that_deny(*, breaker_denies: bool) -> tuple[type[Exception], ...]:
+    """Return the errors that deny a check in the place of a limit."""
+    return (BreakerOpenError,) if breaker_denies else ()

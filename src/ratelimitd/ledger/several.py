@@ -1,0 +1,111 @@
+"""One check on several shared buckets: every enforced one is charged, or none is. Pure; see ADR 0051.
+
+A bucket within the node's share holds the tokens until all others are decided. One closer to its limit is decided and
+charged by the store, and that charge is given back if another bucket denies the check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ratelimitd.algorithms.several import ENFORCE, MORE_THAN_ANY_LIMIT
+from ratelimitd.ledger.accounts import Refund
+from ratelimitd.ledger.local_view import LocalView
+from ratelimitd.model import ALLOWED, WITHIN_LIMIT, Limit, Outcome
+
+
+class Part:
+    """One bucket of a check.
+
+    Attributes:
+        limit: in force on the node.
+        view: the node's view, where that decides.
+        outcome: ``None`` until it is decided; an error, if nobody can decide it.
+        refund: gives back what the store has charged; ``None`` if that is nothing, or not known well enough.
+        is_reserved: the view holds the tokens.
+        is_charged: the bucket is charged already, by the store or by the view because the store was late.
+    """
+
+    __slots__ = ("is_charged", "is_reserved", "limit", "outcome", "refund", "view")
+
+    def __init__(self, limit: Limit) -> None:
+        self.limit = limit
+        self.view: LocalView | None = None
+        self.outcome: Outcome | Exception | None = None
+        self.refund: Refund | None = None
+        self.is_reserved = self.is_charged = False
+
+    def reserve(self, view: LocalView, now_us: int, members: int, cost: int) -> Outcome | None:
+        """Decide by the node's view, and hold the tokens if it allows; ``None`` if the store has to decide."""
+        return self._held(view, view.reserve(now_us, members, cost))
+
+    def reserve_alone(self, view: LocalView, now_us: int, cost: int) -> Outcome | None:
+        """Decide by the node's view, whatever the share: the store is not asked."""
+        outcome = view.peek(now_us, cost)
+        if outcome[0]:
+            view.hold(cost)
+        return self._held(view, outcome)
+
+    def peek(self, view: LocalView, now_us: int, cost: int) -> Outcome:
+        """Decide by the node's view, and hold nothing."""
+        self.view, self.outcome = view, (outcome := view.peek(now_us, cost))
+        return outcome
+
+    def release(self, now_us: int, cost: int) -> None:
+        """End the reservation, and decide again: the bucket may have been used up since."""
+        if self.view is not None and self.is_reserved:
+            self.view.release(cost)
+            self.outcome = self.view.peek(now_us, cost)
+
+    def charge(self, now_us: int, cost: int) -> None:
+        """Spend what was reserved."""
+        if self.view is not None and self.is_reserved:
+            self.outcome = self.view.check_alone(now_us, cost)
+            self.is_charged = True
+
+    def leave(self, now_us: int, cost: int) -> None:
+        """Let an outcome that allows say what the bucket has without this check."""
+        if not isinstance(self.outcome, tuple) or not self.outcome[0]:
+            return
+        if self.view is not None:
+            _, remaining, reset_time, *_ = self.view.peek(now_us, MORE_THAN_ANY_LIMIT)
+        else:
+            _, remaining, reset_time, *_ = self.outcome
+            remaining = min(remaining + cost, self.limit.capacity)
+        self.outcome = (ALLOWED, remaining, reset_time, 0, WITHIN_LIMIT, None)
+
+    def _held(self, view: LocalView, outcome: Outcome | None) -> Outcome | None:
+        self.view = view
+        self.outcome = outcome
+        self.is_reserved = outcome is not None and outcome[0]
+        return outcome
+
+
+def denies(parts: Iterable[Part], errors: tuple[type[Exception], ...] = ()) -> bool:
+    """Whether an enforced limit denies the check, or one of ``errors`` stands in the place of its outcome."""
+    for part in parts:
+        outcome = part.outcome
+        if part.limit.enforcement is not ENFORCE or outcome is None:
+            continue
+        if isinstance(outcome, errors) or (isinstance(outcome, tuple) and not outcome[0]):
+            return True
+    return False
+
+
+def conclude(
+    parts: Sequence[Part], now_us: int, cost: int, errors: tuple[type[Exception], ...] = ()
+) -> bool:
+    """End a check whose parts are all decided: spend what is reserved, or nothing. Returns whether it is allowed.
+
+    A part that nobody could decide denies nothing, unless by one of ``errors``, and is not charged. Of a denied check,
+    what the store has charged is the caller's to give back.
+    """
+    for part in parts:
+        part.release(now_us, cost)
+    is_allowed = not denies(parts, errors)
+    for part in parts:
+        if not is_allowed:
+            part.leave(now_us, cost)
+        elif isinstance(part.outcome, tuple) and part.outcome[0]:
+            part.charge(now_us, cost)
+    return is_allowed

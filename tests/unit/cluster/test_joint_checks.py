@@ -1,0 +1,423 @@
+"""Checks on several shared buckets: all are charged, or none is."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.cluster.joint_checks import JointCheck
+from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
+from ratelimitd.model import Enforcement
+from tests.unit.cluster.world import MS, World, limited, name_of
+
+USER = limited(100)
+TENANT = limited(100)
+SEEN = limited(10, enforcement=Enforcement.OBSERVE)
+
+
+class Scene(World):
+    """A node; ``a`` is a user's bucket, ``t`` the tenant's, and ``s`` one of a limit that only observes."""
+
+    RULES: ClassVar = {b"a": USER, b"t": TENANT, b"s": SEEN}
+
+    def __init__(self, **options):
+        super().__init__(members=2, **options)
+
+    def charges(self, keys):
+        rules = [self.RULES[bytes([key])] for key in keys]
+        return [
+            (bytes([key]), rule, DECIDE[rule.algorithm])
+            for key, rule in zip(keys, rules, strict=True)
+        ]
+
+    def all_at_once(self, keys=b"at", cost=1):
+        return self.buckets.apply_all(self.charges(keys), self.clock.now_us(), cost)
+
+    def peek_all(self, keys=b"at", cost=1):
+        return self.buckets.peek_all(self.charges(keys), self.clock.now_us(), cost)
+
+    def wait_all(self, keys=b"at", cost=1, *, peek=False):
+        now_us = self.clock.now_us()
+        return self.buckets.wait_all(self.charges(keys), now_us, cost, peek=peek)
+
+    def met(self, keys=b"at", cost=1, **options):
+        answer = self.wait_all(keys, cost, **options)
+        self.run(30 * MS)
+        return answer.result()
+
+    def know_all(self, keys=b"at"):
+        """Let the node use the buckets."""
+        for key in keys:
+            one = bytes([key])
+            self.wait(one, rule=self.RULES[one], peek=True)
+        self.run(2 * MS)
+        for key in keys:
+            self.peek(bytes([key]), rule=self.RULES[bytes([key])])
+
+    def others_spend(self, key, tokens):
+        """Another node spends, and this one hears of it."""
+        self.store.spend(key, self.RULES[key], tokens, self.clock.now_us())
+        self.buckets.heard(name_of(key), self.store.ledger.buckets[name_of(key)])
+
+    def spent(self, keys=b"at"):
+        return [self.store.spent(bytes([key])) for key in keys]
+
+
+@pytest.fixture
+async def scene():
+    return Scene()
+
+
+def verdicts(outcomes):
+    return [outcome[:2] for outcome in outcomes]
+
+
+async def test_within_the_shares_all_are_charged_at_once(scene):
+    scene.know_all()
+    assert verdicts(scene.all_at_once(cost=3)) == [(True, 97), (True, 97)]
+    scene.settle()
+    assert scene.spent() == [3, 3]
+
+
+async def test_a_share_that_is_used_up_leaves_at_once(scene):
+    scene.know_all()
+    scene.all_at_once(cost=25)
+    scene.run(30 * MS)
+    assert scene.spent() == [25, 25]
+
+
+async def test_a_denial_that_is_known_charges_nothing_and_says_what_the_others_have(scene):
+    scene.know_all()
+    scene.others_spend(b"t", 100)
+    requests = len(scene.store.requests)
+    user, tenant = scene.all_at_once(cost=3)
+    assert (user[:2], user[3], tenant[:2]) == ((True, 100), 0, (False, 0))
+    scene.settle()
+    assert (scene.spent(), len(scene.store.requests)) == ([0, 100], requests)
+    assert scene.view().is_clean
+
+
+async def test_a_denial_is_watched_as_ever(scene):
+    scene.know_all()
+    scene.others_spend(b"t", 100)
+    scene.all_at_once()
+    assert len(scene.buckets.refresh) == 1
+
+
+async def test_unknown_buckets_are_asked_together_and_the_check_waits_for_all(scene):
+    assert scene.all_at_once() is None
+    answer = scene.wait_all(cost=3)
+    assert scene.store.asked("first_check") == [name_of(b"a"), name_of(b"t")]
+    assert not answer.done()
+    scene.run(2 * MS)
+    assert verdicts(answer.result()) == [(True, 97), (True, 97)]
+    assert scene.spent() == [3, 3]
+    assert scene.stats.bucket_missed_total == 1
+
+
+async def test_what_was_charged_for_a_denied_check_is_given_back(scene):
+    scene.store.spend(b"t", TENANT, 99, scene.clock.now_us())
+    assert verdicts(scene.met(cost=3)) == [(True, 100), (False, 1)]
+    assert scene.spent() == [0, 99]
+    assert (scene.buckets.given_back_total, scene.buckets.kept_total) == (3, 0)
+    assert scene.store.ledger.buckets[name_of(b"a")].refunded == 3
+    scene.settle()
+    assert scene.all_at_once(b"a", 20)[0][:2] == (True, 80)
+
+
+async def test_a_bucket_near_its_limit_is_asked_while_the_others_hold_the_tokens(scene):
+    scene.know_all()
+    scene.others_spend(b"t", 99)
+    scene.store.mode = "held"
+    answer = scene.wait_all()
+    scene.run()
+    view = scene.view(b"a")
+    assert (view.reserved, view.unsent.tokens, view.is_clean) == (1, 0, False)
+    (batch,) = [request.subject for request in scene.store.held]
+    assert [*batch.updates] == [name_of(b"t")]
+    scene.store.held_one().answer()
+    scene.run()
+    assert verdicts(answer.result()) == [(True, 99), (True, 0)]
+    assert (view.reserved, view.unsent.tokens) == (0, 1)
+
+
+async def test_what_is_held_is_free_again_after_a_denial(scene):
+    scene.know_all()
+    scene.others_spend(b"t", 99)
+    scene.store.spend(b"t", TENANT, 1, scene.clock.now_us())
+    assert verdicts(scene.met()) == [(True, 100), (False, 0)]
+    assert scene.view(b"a").is_clean
+    scene.settle()
+    assert scene.spent() == [0, 100]
+
+
+async def test_both_may_be_near_their_limits_and_one_charge_is_given_back(scene):
+    scene.know_all()
+    scene.others_spend(b"a", 98)
+    scene.others_spend(b"t", 98)
+    scene.store.spend(b"t", TENANT, 2, scene.clock.now_us())
+    assert verdicts(scene.met(cost=2)) == [(True, 2), (False, 0)]
+    scene.settle()
+    assert scene.spent() == [98, 100]
+    assert scene.view(b"a").base.refunded == 2
+
+
+async def test_a_check_that_the_store_answers_late_is_decided_by_the_views(scene):
+    scene.know_all()
+    scene.others_spend(b"t", 99)
+    scene.store.mode = "held"
+    answer = scene.wait_all()
+    scene.run(21 * MS)
+    assert verdicts(answer.result()) == [(True, 99), (True, 0)]
+    assert scene.buckets.late_total == 1
+
+
+async def test_what_a_view_charged_alone_stays_when_another_bucket_denies(scene):
+    scene.know_all()
+    scene.others_spend(b"a", 98)
+    scene.others_spend(b"t", 99)
+    scene.store.mode = "held"
+    answer = scene.wait_all()
+    scene.run()
+    user, tenant = sorted(scene.store.held, key=lambda one: [*one.subject.updates])
+    scene.store.spend(b"t", TENANT, 1, scene.clock.now_us())
+    tenant.answer()
+    assert not answer.done()
+    scene.run(21 * MS)
+    assert verdicts(answer.result()) == [(True, 2), (False, 0)]
+    assert (scene.buckets.given_back_total, scene.buckets.kept_total) == (0, 1)
+    user.answer()
+
+
+async def test_an_unknown_bucket_is_only_looked_at_when_a_known_one_denies(scene):
+    scene.know_all(b"t")
+    scene.others_spend(b"t", 100)
+    assert scene.all_at_once() is None
+    assert verdicts(scene.met(cost=3)) == [(True, 100), (False, 0)]
+    assert scene.spent() == [0, 100]
+    assert scene.buckets.given_back_total == 0
+    assert verdicts(scene.all_at_once(cost=3)) == [(True, 100), (False, 0)]
+
+
+async def test_one_near_its_limit_is_not_asked_when_another_denies(scene):
+    scene.know_all()
+    scene.others_spend(b"a", 99)
+    scene.others_spend(b"t", 100)
+    assert verdicts(scene.all_at_once()) == [(True, 1), (False, 0)]
+    assert scene.buckets.asked_total == 0
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_peek_charges_nothing(scene, is_known):
+    if is_known:
+        scene.know_all()
+        assert verdicts(scene.peek_all(cost=3)) == [(True, 97), (True, 97)]
+    else:
+        assert scene.peek_all() is None
+        assert verdicts(scene.met(cost=3, peek=True)) == [(True, 97), (True, 97)]
+    scene.store.spend(b"t", TENANT, 100, scene.clock.now_us())
+    if not is_known:
+        scene.buckets.resync()
+        assert verdicts(scene.met(cost=3, peek=True)) == [(True, 100), (False, 0)]
+    scene.settle()
+    assert scene.spent() == [0, 100]
+
+
+# Limits that only observe
+
+
+async def test_a_limit_that_observes_is_charged_with_the_others_and_denies_nothing(scene):
+    scene.know_all(b"as")
+    assert verdicts(scene.all_at_once(b"as", 2)) == [(True, 98), (True, 8)]
+    scene.settle()
+    scene.others_spend(b"s", 8)
+    assert verdicts(scene.all_at_once(b"as", 2)) == [(True, 96), (False, 0)]
+    scene.settle()
+    assert scene.spent(b"as") == [4, 10]
+
+
+async def test_a_limit_that_observes_is_given_back_when_the_check_is_denied(scene):
+    scene.store.spend(b"t", TENANT, 100, scene.clock.now_us())
+    assert verdicts(scene.met(b"st")) == [(True, 10), (False, 0)]
+    scene.settle()
+    assert scene.spent(b"st") == [0, 100]
+
+
+# Buckets that cannot be reached
+
+
+async def test_while_the_breaker_is_open_nothing_is_charged_and_the_errors_are_told(scene):
+    scene.know_all()
+    scene.open_breaker()
+    assert scene.all_at_once() is None
+    outcomes = scene.met()
+    assert [type(outcome) for outcome in outcomes] == [BreakerOpenError, BreakerOpenError]
+
+
+async def test_a_bucket_that_does_not_answer_does_not_deny_and_the_others_are_charged(scene):
+    scene.know_all(b"t")
+    scene.store.mode = "down"
+    user, tenant = scene.met()
+    assert (type(user), tenant[:2]) == (StoreUnavailableError, (True, 99))
+    scene.store.mode = "up"
+    scene.settle()
+    assert scene.spent() == [0, 1]
+
+
+async def test_an_open_breaker_may_deny():
+    scene = Scene(breaker_denies=True)
+    scene.know_all(b"t")
+    scene.buckets.errors_that_deny = (*scene.buckets.errors_that_deny, StoreUnavailableError)
+    scene.store.mode = "down"
+    user, tenant = scene.met()
+    assert (type(user), tenant[:2]) == (StoreUnavailableError, (True, 100))
+    scene.store.mode = "up"
+    scene.settle()
+    assert scene.spent() == [0, 0]
+
+
+async def test_a_node_that_decides_alone_charges_all_or_none():
+    scene = Scene(decides_alone=True)
+    scene.know_all()
+    scene.open_breaker()
+    assert verdicts(scene.all_at_once(cost=60)) == [(True, 40), (True, 40)]
+    assert verdicts(scene.all_at_once(cost=60)) == [(False, 40), (False, 40)]
+    views = [scene.view(key) for key in (b"a", b"t")]
+    assert [view.unsent.tokens + view.in_flight.tokens for view in views] == [60, 60]
+
+
+async def test_what_cannot_be_given_back_is_counted(scene):
+    scene.store.spend(b"t", TENANT, 100, scene.clock.now_us())
+    scene.store.mode = "held"
+    answer = scene.wait_all(cost=3)
+    user, tenant = scene.store.held
+    user.answer()
+    scene.open_breaker()
+    tenant.answer()
+    scene.run()
+    assert verdicts(answer.result()) == [(True, 100), (False, 0)]
+    assert (scene.buckets.given_back_total, scene.buckets.kept_total) == (0, 3)
+
+
+async def test_a_bucket_that_is_evicted_while_it_holds_tokens_is_found_again():
+    scene = Scene(max_entries=2)
+    scene.know_all()
+    scene.others_spend(b"t", 99)
+    scene.store.mode = "held"
+    answer = scene.wait_all()
+    scene.run()
+    request = scene.store.held_one()
+    scene.cache._max_entries = 0
+    scene.cache.step(scene.clock.monotonic_us())
+    request.answer()
+    scene.run()
+    assert verdicts(answer.result()) == [(True, 99), (True, 0)]
+    scene.store.mode = "up"
+    scene.settle()
+    assert scene.spent() == [1, 100]
+
+
+async def test_a_bucket_that_is_evicted_and_charged_nothing_is_forgotten():
+    scene = Scene(max_entries=2)
+    scene.know_all()
+    scene.others_spend(b"t", 99)
+    scene.store.mode = "held"
+    scene.wait_all()
+    scene.run()
+    request = scene.store.held_one()
+    scene.store.spend(b"t", TENANT, 1, scene.clock.now_us())
+    scene.cache._max_entries = 0
+    scene.cache.step(scene.clock.monotonic_us())
+    request.answer()
+    scene.run()
+    assert scene.tags[ord("a")].buckets == {}
+
+
+async def test_a_caller_who_leaves_is_charged_everywhere_or_nowhere(scene):
+    answer = scene.wait_all(cost=3)
+    answer.cancel()
+    scene.run(30 * MS)
+    assert scene.spent() == [3, 3]
+
+
+async def test_a_defect_is_told_and_leaves_nothing_held(scene, monkeypatch):
+    scene.know_all(b"t")
+
+    def fails(*_args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(scene.store, "first_check", fails)
+    user, tenant = scene.met()
+    assert (type(user), tenant[:2]) == (ZeroDivisionError, (True, 99))
+    assert scene.view(b"t").reserved == 0
+
+
+async def test_a_defect_at_the_end_is_raised(scene, monkeypatch):
+    answer = scene.wait_all()
+    monkeypatch.setattr(scene.buckets, "errors_that_deny", None)
+    scene.run(30 * MS)
+    with pytest.raises(TypeError):
+        answer.result()
+
+
+async def test_nothing_is_held_by_a_check_that_has_to_wait(scene):
+    scene.know_all()
+    scene.others_spend(b"t", 99)
+    assert scene.all_at_once() is None
+    assert scene.view(b"a").is_clean
+
+
+async def test_checks_that_come_meanwhile_are_decided_by_what_is_known_then(scene):
+    answers = [scene.wait_all(cost=cost) for cost in (3, 4)]
+    scene.run(30 * MS)
+    assert [verdicts(answer.result()) for answer in answers] == [
+        [(True, 97), (True, 97)], [(True, 93), (True, 93)],
+    ]  # fmt: skip
+    scene.settle()
+    assert scene.spent() == [7, 7]
+
+
+async def test_one_after_the_other_is_spent_before_the_first_is_settled(scene):
+    scene.know_all()
+    assert [scene.all_at_once()[0][1] for _ in range(3)] == [99, 98, 97]
+    scene.settle()
+    assert scene.spent() == [3, 3]
+
+
+async def test_an_unknown_bucket_whose_breaker_is_open_is_an_error(scene):
+    scene.open_breaker()
+    assert scene.all_at_once() is None
+    assert [type(outcome) for outcome in scene.met()] == [BreakerOpenError, BreakerOpenError]
+
+
+async def test_a_newer_rule_is_gone_by(scene):
+    scene.know_all()
+    scene.RULES = {**scene.RULES, b"t": replace(TENANT, limit=50, revision=2)}
+    assert verdicts(scene.all_at_once(cost=3)) == [(True, 97), (True, 47)]
+
+
+async def test_a_part_is_decided_once(scene):
+    charges = scene.charges(b"a")
+    joint = JointCheck(scene.buckets, scene.timers, charges, scene.clock.now_us(), 1, peek=False)
+    joint.start(answer := scene.buckets._new_future())
+    (waiting,) = scene.buckets._first_checks[b"a"]
+    scene.run(2 * MS)
+    waiting.resolve(StoreUnavailableError("late"))
+    assert verdicts(answer.result()) == [(True, 99)]
+
+
+async def test_a_defect_of_one_view_leaves_nothing_held_by_the_others(scene, monkeypatch):
+    scene.know_all()
+    monkeypatch.setattr(scene.view(b"t"), "_decide", None)
+    with pytest.raises(TypeError):
+        scene.all_at_once()
+    assert scene.view(b"a").is_clean
+
+
+async def test_nothing_is_asked_where_an_open_breaker_denies():
+    scene = Scene(breaker_denies=True)
+    scene.open_breaker()
+    outcomes = scene.met()
+    assert [type(outcome) for outcome in outcomes] == [BreakerOpenError, BreakerOpenError]
+    assert scene.store.requests == []
