@@ -304,7 +304,7 @@ garbage = pytest.mark.parametrize(
         b"\1\2" + b"\xff" * 32,
         b"\1\3" + b"\xff" * 40,
         b"\1\3" + bytes(16) + pack("<5Q", 0, 9, 1, 7, 2),
-        value_of(SharedState(0, 1, 10), rule_of(Algorithm.SLIDING_WINDOW)) + pack("<3Q", 2, 9, 2),
+        value_of(SharedState(0, 1, 10), rule_of(Algorithm.SLIDING_WINDOW)) + pack("<3Q", 2, 9, 1),
         b"\2" + value_of(SharedState(0, 1, 10), rule_of(Algorithm.TOKEN_BUCKET))[1:],
         value_of(SharedState(0, 1, 0), rule_of(Algorithm.TOKEN_BUCKET)),
         value_of(SharedState(INT32_MAX + 1, 1, 10), rule_of(Algorithm.TOKEN_BUCKET)),
@@ -437,7 +437,7 @@ def test_the_sums_of_a_log_begin_anew_before_they_end(store):
     head = len(value) - 40
     store.set(STORED_KEY, value[:head] + pack("<5Q", start, T, start + 3, T + 1, start + 7))
     settled = settle(store, batch_of(spend(rule, T + 2, 5))).settled[KEY]
-    assert plain(settled.shared) == (0, 1, INT32_MAX, [(T, 3), (T + 1, 4), (T + 2, 5)])
+    assert plain(settled.shared) == (0, 1, INT32_MAX, [(T, 3), (T + 1, 4), (T + 2, 5)], 0)
     assert store.get(STORED_KEY)[head : head + 8] == bytes(8)
 
 
@@ -446,7 +446,7 @@ def test_a_log_that_is_overdrawn_beyond_all_numbers_stays_where_they_end(store):
     value = value_of(SharedState(0, 1, 10, log_of([(T, MAX_TIME_US - 1)])), rule)
     store.set(STORED_KEY, value)
     settled = settle(store, batch_of(spend(rule, T + 1, 5))).settled[KEY]
-    assert plain(settled.shared) == (0, 1, 10, [(T, MAX_TIME_US - 1), (T + 1, 1)])
+    assert plain(settled.shared) == (0, 1, 10, [(T, MAX_TIME_US - 1), (T + 1, 1)], 0)
 
 
 # Long logs

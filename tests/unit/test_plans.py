@@ -320,9 +320,15 @@ class Shared:
     def peek(self, _key, limit, _decide, _now_us, _cost, *, is_counted=True):
         self.asked.append(limit)
 
+    def peek_all(self, charges, _now_us, _cost, *, is_counted=True):
+        self.asked += [limit for _, limit, _ in charges]
+
     async def wait(self, _key, limit, _now_us, _cost, *, peek, is_counted=True):
         self.asked.append(limit)
         return (True, 4, 60, 0, Reason.WITHIN_LIMIT, None)
+
+    async def wait_all(self, charges, now_us, cost, *, peek, is_counted=True):
+        return [await self.wait(key, limit, now_us, cost, peek=peek) for key, limit, _ in charges]
 
 
 class TestSharedState:

@@ -33,6 +33,7 @@ def test_json_has_the_names_of_the_contract_and_every_field_in_its_order():
         ("error", ""),
         ("limits", []),
         ("limit_name", ""),
+        ("plan", ""),
         ("wait_ms", 0),
     ]
 
