@@ -1,7 +1,7 @@
 """Checks on buckets that nodes share, each decided by the shared state itself: ``CONSISTENCY=strict``.
 
-One script call decides all checks of one event-loop iteration. The parts of a check on several buckets are decided at
-the same time, and what was charged is given back if one of them denies.
+One script call decides all checks of one event-loop iteration, those on several buckets as one. In a Cluster their
+parts are decided at the same time, and what was charged is given back if one of them denies.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ratelimitd.algorithms.several import Charge
+from ratelimitd.algorithms.several import ENFORCE, Charge
 from ratelimitd.cluster.gossip import reset_buckets
 from ratelimitd.cluster.joint_checks import JointCheck, Outcomes, PartCheck, errors_that_deny
 from ratelimitd.cluster.pending import Bucket
+from ratelimitd.cluster.redis.codec import JOINED, OBSERVES
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.errors import RateLimitdError
@@ -102,8 +103,35 @@ class StrictBuckets:
     ) -> Awaitable[Outcomes]:
         """Ask the shared state to decide a check on several buckets."""
         answer: asyncio.Future[Outcomes] = self._new_future()
+        if self._store.decides_together:
+            self._decide_together(charges, now_us, cost, answer, peek=peek)
+            return answer
         JointCheck(self, self._timers, charges, now_us, cost, peek=peek).start(answer)
         return answer
+
+    def _decide_together(
+        self,
+        charges: Sequence[Charge],
+        now_us: int,
+        cost: int,
+        answer: asyncio.Future[Outcomes],
+        *,
+        peek: bool,
+    ) -> None:
+        """Ask one server, which charges all buckets or none."""
+        together = _Together(len(charges), answer)
+        for place, (key, rule, _) in enumerate(charges):
+            name = self._stored_name(key)
+            server = self._tags[name[0]].server
+            if server.is_open:
+                together.decided(place, server.open_error())
+                continue
+            self.asked_total += 1
+            flags = int(peek) | (JOINED if place + 1 < len(charges) else 0)
+            if rule.enforcement is not ENFORCE:
+                flags |= OBSERVES
+            check = StoreCheck(name, rule, self._time_of(rule, now_us), cost, flags)
+            self._store.decide(check, partial(together.told, place, server))
 
     def judge_part(self, check: PartCheck) -> bool:
         """Return false: the store decides, unless its breaker is open."""
@@ -147,6 +175,29 @@ class StrictBuckets:
         names = [*map(self._stored_name, keys)]
         # No node remembers a bucket here, so that any generation will do.
         await reset_buckets(self._store, names, rules, lambda _name, _shared: None, now_us=0)
+
+
+class _Together:
+    """The outcomes of a check that one server decides."""
+
+    def __init__(self, count: int, answer: asyncio.Future[Outcomes]) -> None:
+        self._outcomes: list[Outcome | Exception | None] = [None] * count
+        self._answer = answer
+
+    def told(self, place: int, server: StoreServer, outcome: Outcome | RateLimitdError) -> None:
+        """Take what the server says of one bucket."""
+        if isinstance(outcome, RateLimitdError):
+            server.failed(outcome)
+        else:
+            server.answered()
+        self.decided(place, outcome)
+
+    def decided(self, place: int, outcome: Outcome | Exception) -> None:
+        """Note an outcome; the last one answers the check, unless the caller has left."""
+        self._outcomes[place] = outcome
+        outcomes = [one for one in self._outcomes if one is not None]
+        if len(outcomes) == len(self._outcomes) and not self._answer.done():
+            self._answer.set_result(outcomes)
 
 
 def _part_decided(check: PartCheck, server: StoreServer, met: Met | RateLimitdError) -> None:

@@ -74,13 +74,16 @@ STORE_TIME: Final = -1
 
 
 class StoreCheck(NamedTuple):
-    """A check that a bucket itself is to decide: the first one of a node that does not know it, or under ``strict``."""
+    """A check that a bucket itself is to decide: the first one of a node that does not know it, or under ``strict``.
+
+    ``peek`` also tells which checks are one, where the store decides them together.
+    """
 
     name: bytes
     rule: Limit
     now_us: int
     cost: int
-    peek: bool
+    peek: int
 
 
 Met: TypeAlias = tuple[Outcome, SharedState]

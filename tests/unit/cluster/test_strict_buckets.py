@@ -1,11 +1,14 @@
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from ratelimitd.cluster.redis.codec import JOINED, OBSERVES
 from ratelimitd.cluster.strict_buckets import StrictBuckets
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
 from ratelimitd.ledger.shared_state import STORE_TIME
+from ratelimitd.model import Enforcement
 from ratelimitd.testing import ManualClock
 from tests.unit.cluster.world import MS, RULE, FakeStore, ManualTimers, World, name_of
 
@@ -173,3 +176,35 @@ async def test_charges_for_checks_that_are_denied_together_are_given_back_togeth
     scene.run(30 * MS)
     scene.settle()
     assert (scene.store.spent(b"a"), scene.buckets.given_back_total) == (0, 21)
+
+
+class TogetherScene(SharingScene):
+    """All buckets are on one server."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.store.decides_together = True
+
+
+async def test_one_server_decides_all_buckets_of_a_check_in_one_step():
+    scene = TogetherScene()
+    observed = replace(RULE, enforcement=Enforcement.OBSERVE)
+    charges = [(b"a", RULE, None), (b"b", observed, None), (b"c", RULE, None)]
+    answer = scene.buckets.wait_all(charges, scene.clock.now_us(), 600, peek=True)
+    scene.run(2 * MS)
+    assert [outcome[:2] for outcome in answer.result()] == [(True, 400)] * 3
+    flags = [check.peek for check in scene.store.asked("decide")]
+    assert flags == [1 | JOINED, 1 | JOINED | OBSERVES, 1]
+    assert scene.buckets.asked_total == 3
+
+
+async def test_what_one_server_does_not_answer_is_an_error_of_each_bucket():
+    scene = TogetherScene()
+    scene.store.mode = "down"
+    charges = [(key, RULE, None) for key in (b"a", b"b")]
+    answers = [scene.buckets.wait_all(charges, 0, 1, peek=False) for _ in range(2)]
+    answers[1].cancel()
+    scene.run(20 * MS)
+    assert [type(one) for one in answers[0].result()] == [StoreUnavailableError] * 2
+    scene.open_breaker()
+    assert [type(one) for one in scene.all_of(b"a", b"b")] == [BreakerOpenError] * 2

@@ -104,6 +104,7 @@ class FakeStore:
     """
 
     tags_per_batch = 1
+    decides_together = False
     connected = True
     corrupt_total = 0
 

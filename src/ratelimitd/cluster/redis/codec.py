@@ -314,6 +314,13 @@ def _settled(batch: Batch, reply: Any) -> tuple[bytes, Sequence[Any]]:
 # Checks
 
 
+JOINED: Final = 2
+"""Beside ``peek`` of a check to :data:`DECIDE`: it is one with the next; all are charged, or none if one is denied."""
+
+OBSERVES: Final = 4
+"""Its denial denies no other."""
+
+
 def checks_request(checks: Sequence[StoreCheck]) -> Request:
     """Return keys and arguments of ``DECIDE`` for checks, and of ``FIRST_CHECK`` for checks of different buckets."""
     arguments = [

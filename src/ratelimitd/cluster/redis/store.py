@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 from ratelimitd.cluster.redis.codec import (
     DECIDE,
     FIRST_CHECK,
+    JOINED,
     RESET,
     SETTLE,
     Script,
@@ -74,7 +75,8 @@ class Combiner(Generic[Answer]):
 
     def add(self, check: StoreCheck, done: Callable[[Answer | RateLimitdError], None]) -> None:
         """Queue for this iteration's call; send immediately when the link is idle."""
-        if self._come_alone and not self._under_way and not self._checks:
+        is_alone = self._come_alone and not self._under_way and not self._checks
+        if is_alone and not check.peek & JOINED:
             self._send([check], [done])
             self._flush()
             return
@@ -116,9 +118,13 @@ class Combiner(Generic[Answer]):
         checks: Sequence[StoreCheck],
         dones: Sequence[Callable[[Answer | RateLimitdError], None]],
     ) -> None:
-        for start in range(0, len(checks), CHECKS_PER_CALL):
+        start = 0
+        while start < len(checks):
             end = start + CHECKS_PER_CALL
+            while end < len(checks) and checks[end - 1].peek & JOINED:
+                end += 1
             self._send(checks[start:end], dones[start:end])
+            start = end
 
     def _send(
         self,
@@ -238,6 +244,11 @@ class RedisStore:
     def connected(self) -> bool:
         """Whether every hash tag has a server, and every server is connected."""
         return self._topology.connected
+
+    @property
+    def decides_together(self) -> bool:
+        """Whether one call of :meth:`decide` decides all buckets: there is one server."""
+        return not self._topology.is_cluster
 
     @property
     def tags_per_batch(self) -> int:

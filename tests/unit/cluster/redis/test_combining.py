@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd.cluster.redis.codec import DECIDE, decided
+from ratelimitd.cluster.redis.codec import DECIDE, JOINED, decided
 from ratelimitd.cluster.redis.connection import error_of
 from ratelimitd.cluster.redis.link import Link
 from ratelimitd.cluster.redis.store import CHECKS_PER_CALL, CHECKS_PER_WEIGHT, Combiner
@@ -174,3 +174,21 @@ async def test_without_a_connection_each_hears_the_error(valkey):
     combiner = Combiner(standalone(parse_redis_url(valkey.url), PATIENT), DECIDE, decided)
     answers = await asyncio.gather(decide(combiner), decide(combiner))
     assert [type(answer) for answer in answers] == [StoreUnavailableError] * 2
+
+
+async def test_a_check_on_several_buckets_is_never_in_two_calls(combiner, valkey):
+    await decide(combiner, name=b"b" * 16)  # it came alone, and so would the next leave at once
+    before = script_calls(valkey)
+    names = [b"a%015d" % number for number in range(CHECKS_PER_CALL + 5)]
+    asking = [
+        asked(
+            combiner.add,
+            StoreCheck(
+                name, RULE, 1_700_006_400_000_000, 1, JOINED if number < len(names) - 1 else 0
+            ),
+        )
+        for number, name in enumerate(names)
+    ]
+    outcomes = await asyncio.gather(*asking, decide(combiner, name=names[0]))
+    assert [outcome[1] for outcome in outcomes] == [9] * len(names) + [8]
+    assert script_calls(valkey) == before + 2
