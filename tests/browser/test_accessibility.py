@@ -74,6 +74,7 @@ class Walk(NamedTuple):
     def unassign_form(self):
         self.plans()
         press(self.page, "Unassign user alice")
+        expect(self.page.get_by_role("heading", name="Take the plan away?")).to_be_visible()
 
     def try_form(self):
         self.page.goto("/try")
