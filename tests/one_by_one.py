@@ -3,6 +3,20 @@
 from ratelimitd.limiter import Limiter
 
 
+class NoScopes:
+    """The rules in force, and no scope."""
+
+    def __init__(self, limiter) -> None:
+        self._limiter = limiter
+
+    @property
+    def book(self):
+        return self._limiter.book
+
+    def find(self, _endpoint, _identifier_type):
+        return None
+
+
 class OneByOne:
     """A limiter that has nothing to offer to the bulk way, so that every check goes the general one."""
 
@@ -15,10 +29,4 @@ class OneByOne:
         self.reset = self._limiter.reset
         self.now_us = self._limiter.now_us
         self.charge = self._limiter.charge
-
-    @property
-    def book(self):
-        return self._limiter.book
-
-    def scope(self, _endpoint, _identifier_type):
-        return None
+        self.scopes = NoScopes(self._limiter)

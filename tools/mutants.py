@@ -58,7 +58,7 @@ PARTS: Final = {
         (f"{SERVER}/ledger",), ("tests/unit/ledger",), ("tests/simulation", "tests/unit/cluster", *SCRIPTS)
     ),
     "limiter": Part(
-        (f"{SERVER}/limiter.py", f"{SERVER}/clock.py"),
+        (f"{SERVER}/limiter.py", f"{SERVER}/scopes.py", f"{SERVER}/clock.py"),
         ("tests/unit/test_limiter.py", "tests/unit/test_timestamps.py", "tests/unit/test_clock.py"),
         ("tests/property/test_limiter_model.py", "tests/unit/cluster", "tests/unit/services"),
     ),

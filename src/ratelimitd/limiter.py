@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
-from ratelimitd.algorithms import DECIDE, Decide, token_bucket
-from ratelimitd.algorithms.calendar_window import in_force, window_at
+from ratelimitd.algorithms import Decide, token_bucket
 from ratelimitd.algorithms.several import Bucket, Charge, deciding, passes, wait_ms
-from ratelimitd.buckets.keys import BucketKeys, joined
+from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock, TimestampPolicy, bounded, trusted
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import (
@@ -32,20 +30,14 @@ from ratelimitd.model import (
     COST_EXCEEDS_LIMIT,
     DENIED,
     EVERYBODY,
-    INT32_MAX,
-    MAX_TIME_US,
-    NO_RULE_REMAINING,
     RESERVED_PLANS,
-    UNLIMITED_PLAN,
     US_PER_MS,
     US_PER_S,
     WITHIN_LIMIT,
-    AssignedPlan,
     Check,
     Decision,
     Enforcement,
     Explained,
-    Identity,
     Limit,
     LimitStatus,
     LookedAt,
@@ -53,21 +45,21 @@ from ratelimitd.model import (
     Outcome,
     Reason,
     Rule,
-    types_within,
 )
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.scopes import (
+    Blocked,
+    Scope,
+    Scopes,
+    Unjudged,
+    charges_of,
+    identifiers_of,
+)
 
 FAIL_OPEN_REMAINING: Final = 1
 FAIL_OPEN_RESET_S: Final = 60
 """The specification's answer while the breaker is open: one token left, reset in 60 s."""
-
-MAX_SCOPES: Final = 4_096
-"""Endpoints whose rule and key scope are remembered; beyond it they are looked up again, which takes about 3 µs. Bounds
-the memory that callers can fill by sending ever new endpoints (I17), and the time that clearing the cache takes."""
-
-MAX_BY_PLANS: Final = 64
-"""Scopes of one endpoint and the same identifier types that are remembered by the plans of the identities."""
 
 ASKED_PER_TURN: Final = 100
 """Checks of a batch put to the shared state in one turn of the event loop: about 1 ms."""
@@ -179,110 +171,8 @@ class Journal(Protocol):
         """
 
 
-_FIRST: Final = (0,)
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """What all checks of one endpoint and the same identifier types have in common until the next rule book.
-
-    A scope is of one limit; ``several`` are those of all that are judged, in their order, unless that is one, enforced
-    and for the check's first identity. ``limits`` are theirs. ``counters`` are the rule's allowed and blocked checks.
-    ``endpoint`` is that of the bucket. ``told`` is the limit as the rule says it; ``limit`` is what buckets are judged
-    by, which differs in a scope of one calendar window. ``plan`` is that of the limit, empty for the rule's own.
-    """
-
-    rule: Rule
-    told: Limit
-    limit: Limit
-    key_suffix: bytes
-    decide: Decide
-    counters: list[int]
-    endpoint: str
-    whose: tuple[int, ...] = _FIRST
-    """Which of the check's identities the bucket is for, by their number; none is everybody."""
-    would_deny: list[int] | None = None
-    """The counter of a limit that only observes."""
-    several: tuple[Scope, ...] = ()
-    limits: tuple[Limit, ...] = ()
-    windows: CalendarScopes | None = None
-    """Finds the scope of a time, if a limit has a calendar; this one is then of no time, and judges nothing."""
-    plan: str = ""
-    passed_over: tuple[LimitStatus, ...] = ()
-    """What rules say that do not judge, because the check's identity is unlimited."""
-
-    def at(self, now_us: int) -> Scope:
-        """Return the scope that judges checks of this time."""
-        return self if self.windows is None else self.windows.at(now_us)
-
-    @property
-    def identifier_type(self) -> str:
-        """The type of the rule."""
-        return self.rule.identifier_type
-
-    def identifier(self, identifiers: Sequence[bytes]) -> bytes:
-        """Return the identifier of the bucket, of a check with these."""
-        if self.whose == _FIRST:
-            return identifiers[0]
-        return joined([identifiers[number] for number in self.whose])
-
-
-class CalendarScopes:
-    """The scopes of a scope with calendar limits, one for each time between two boundaries; the last two are kept.
-
-    ``find`` returns the scope of a time, and from when and until when it judges, in µs.
-    """
-
-    __slots__ = ("_find", "_found")
-
-    def __init__(self, find: Callable[[int], tuple[Scope, int, int]]) -> None:
-        self._find = find
-        self._found: tuple[tuple[Scope, int, int], ...] = ()
-
-    def at(self, now_us: int) -> Scope:
-        """Return the scope of a time."""
-        for scope, from_us, until_us in self._found:
-            if from_us <= now_us < until_us:
-                return scope
-        found = self._find(now_us)
-        # Two, because callers' times are on both sides of a boundary for some seconds.
-        self._found = (found, *self._found[:1])
-        return found[0]
-
-
-class Blocked(NamedTuple):
-    """The checks of an identity that is blocked: their endpoint and its type."""
-
-    endpoint: str
-    identifier_type: str
-
-
 OnDenied = Callable[[tuple[bytes, Scope | Blocked]], object]
 """Takes the identifier and the scope of a check that a rule denied, or a plan; as cheap as it can be."""
-
-
-class Unjudged(NamedTuple):
-    """The answer to a check that no limit judges, and which of its identities is blocked, by its number."""
-
-    decision: Decision
-    blocked: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlanScopes:
-    """What judges the checks of one endpoint and the same identifier types, if some identities may have plans.
-
-    ``assigned`` are the number in a check and the type of each identity to look up, ``named`` the plans that change
-    what judges, ``by_plans`` what judges by the plans of the identities looked up.
-    """
-
-    endpoint: str
-    types: tuple[str, ...]
-    assigned: tuple[tuple[int, str], ...]
-    named: frozenset[str]
-    by_plans: dict[tuple[str, ...], Scope | Unjudged] = field(default_factory=dict)
-    by_plan: dict[str, Scope | Unjudged] = field(default_factory=dict)
-    """The same by the plan of the check's first identity, if that alone is to look up."""
 
 
 class _Asked(NamedTuple):
@@ -294,11 +184,6 @@ class _Asked(NamedTuple):
 
 
 _Foreseen: TypeAlias = tuple[Sequence[Limit], Awaitable[Sequence[Outcome | Exception]]]
-
-
-_NO_RULE: Final = Decision(ALLOWED, NO_RULE_REMAINING, 0, 0, Reason.NO_RULE)
-_WITHOUT_RULE: Final = Unjudged(_NO_RULE)
-_UNLIMITED: Final = (ALLOWED, INT32_MAX, 0, 0, Reason.UNLIMITED)
 
 
 class Limiter:
@@ -326,11 +211,11 @@ class Limiter:
         assignments: Assignments | None = None,
     ) -> None:
         self._buckets: Buckets
-        self._reset_buckets: Callable[[RuleBook, Sequence[Limit], Sequence[bytes]], Awaitable[None]]
+        self._reset_buckets: Callable[[Sequence[bytes], Sequence[Limit]], Awaitable[None]]
         if buckets is not None and shared is None:
             self._buckets, self._reset_buckets = buckets, partial(self._reset_own, buckets)
         elif shared is not None and buckets is None:
-            self._buckets, self._reset_buckets = shared, partial(self._reset_shared, shared)
+            self._buckets, self._reset_buckets = shared, shared.reset
         else:
             message = "a limiter decides on its own buckets or on shared ones"
             raise ValueError(message)
@@ -340,30 +225,25 @@ class Limiter:
         self._clock = clock
         self._stats = stats
         self._timestamps = TimestampPolicy(timestamps)
-        self._keys = keys
         self._journal = journal
         self._on_error = on_error
         self._on_denied = on_denied
         self._one_reset = asyncio.Lock()
-        self._book: RuleBook | None = None
-        self._scopes: dict[tuple[str, ...], Scope | PlanScopes | None] = {}
-        self._assignments = Assignments() if assignments is None else assignments
-        self._assignments.on_types_changed = self._judge_anew
+        self.scopes = Scopes(
+            keys=keys,
+            stats=stats,
+            assignments=Assignments() if assignments is None else assignments,
+            is_shared=shared is not None,
+        )
 
     @property
     def book(self) -> RuleBook | None:
-        """The rules in force; ``None`` until a first book is there."""
-        return self._book
+        """The rules in force; ``None`` until there are some."""
+        return self.scopes.book
 
     def replace_book(self, book: RuleBook) -> None:
         """Put new rules in force, whole, from the next check on."""
-        self._book = book
-        self._scopes = {}
-
-    def _judge_anew(self) -> None:
-        """Forget which limits judge, here and wherever that is remembered as long as :attr:`book` stays the same."""
-        if self._book is not None:
-            self.replace_book(copy(self._book))
+        self.scopes.replace_book(book)
 
     def check(self, check: Check, now_us: int | None = None) -> Decision | None:
         """Answer one check at ``now_us``, the node's time unless given, and charge it if it is allowed and not a peek.
@@ -392,7 +272,7 @@ class Limiter:
         """
         answers: list[Decision | CheckInvalidError | None] = [None] * len(checks)
         order: Iterable[int] = range(len(checks))
-        shares = self._book is not None and EVERYBODY in self._book.types
+        shares = self.scopes.book is not None and EVERYBODY in self.scopes.book.types
         if not (shares or any(check.also for check in checks)):
             order = sorted(order, key=lambda index: checks[index].identifier)
         for index in order:
@@ -453,31 +333,18 @@ class Limiter:
     ) -> Sequence[Rule]:
         # One at a time: else a reset that fails could put a bucket back over a later one that was answered.
         async with self._one_reset:
-            if self._book is None:
+            book = self.scopes.book
+            if book is None:
                 message = "no rules are loaded yet"
                 raise StoreUnavailableError(message)
-            rules = self._book.candidates(endpoint, identifier_type)
-            now_us = self._clock.now_us()
-            buckets = [
-                self._bucket(rule, limit, limit, endpoint, now_us)
-                for rule in rules
-                for limit in rule.limits_of_all_plans
-            ]
-            keys = [identifier + suffix for _, suffix, _, _ in buckets]
-            await self._reset_buckets(self._book, [limit for limit, _, _, _ in buckets], keys)
+            rules = book.candidates(endpoint, identifier_type)
+            buckets = self.scopes.buckets_of(book, rules, endpoint, self._clock.now_us())
+            keys = [identifier + suffix for suffix, _ in buckets]
+            await self._reset_buckets(keys, [limit for _, limit in buckets])
             return rules
 
-    async def _reset_shared(
-        self, shared: SharedBuckets, book: RuleBook, limits: Sequence[Limit], keys: Sequence[bytes]
-    ) -> None:
-        await shared.reset(keys, [self._as_of_book(book, limit) for limit in limits])
-
     async def _reset_own(
-        self,
-        buckets: LocalBuckets,
-        _book: RuleBook,
-        _limits: Sequence[Limit],
-        keys: Sequence[bytes],
+        self, buckets: LocalBuckets, keys: Sequence[bytes], _limits: Sequence[Limit]
     ) -> None:
         removed = [(key, buckets.remove(key)) for key in keys]
         if self._journal is None or not keys:
@@ -500,16 +367,16 @@ class Limiter:
             StoreUnavailableError: no rules are loaded yet, or the shared state did not answer.
             StoreOverloadedError, BreakerOpenError: the shared state was not asked.
         """
-        if self._book is None:
+        if self.scopes.book is None:
             message = "no rules are loaded yet"
             raise StoreUnavailableError(message)
         types = (check.identifier_type, *(kind for kind, _ in check.also))
         now_us = self._clock.now_us()
-        plans, judging = self._plans_of(check, now_us), self._judging_of(check, now_us)
+        plans, judging = self.scopes.plans_of(check, now_us), self.scopes.judging_of(check, now_us)
         scope = judging if isinstance(judging, Scope) else None
         if check.timestamp:
             now_us = self._check_time_us(check.timestamp, now_us, scope)
-        looked_at = self._book.looked_at(check.endpoint, types)
+        looked_at = self.scopes.book.looked_at(check.endpoint, types)
         if isinstance(judging, Unjudged):
             decision, statuses = judging.decision, cast("Sequence[LimitStatus]", ())
         else:
@@ -529,7 +396,7 @@ class Limiter:
     ) -> tuple[Decision, Sequence[LimitStatus]]:
         scope = scope.at(now_us)
         scopes = scope.several or (scope,)
-        charges = _charges(_identifiers(check), scopes)
+        charges = charges_of(identifiers_of(check), scopes)
         ahead_ms = self._ahead_ms(check, charges, now_us)
         charges = _ahead(charges, ahead_ms) if ahead_ms else charges
         outcomes = self._buckets.peek_all(charges, now_us, check.cost, is_counted=False)
@@ -548,63 +415,6 @@ class Limiter:
     def now_us(self) -> int:
         """The node's time, in µs since the Unix epoch."""
         return self._clock.now_us()
-
-    def scope(
-        self, endpoint: str, identifier_type: str, also: tuple[str, ...] = ()
-    ) -> Scope | PlanScopes | None:
-        """What all checks of an endpoint and these types have in common until :attr:`book` changes.
-
-        ``None`` without rule or book. Where identities of these types have plans, :meth:`judging` says what judges.
-        """
-        try:
-            return self._scopes[
-                (endpoint, identifier_type, *also) if also else (endpoint, identifier_type)
-            ]
-        except KeyError:
-            if self._book is None:
-                return None
-            return self._remember_scope(self._book, endpoint, (identifier_type, *also))
-
-    def _scope_of(self, check: Check) -> Scope | PlanScopes | None:
-        also = tuple([kind for kind, _ in check.also])
-        return self.scope(check.endpoint, check.identifier_type, also)
-
-    def judging(
-        self, identifiers: Sequence[bytes], scopes: PlanScopes, now_us: int
-    ) -> Scope | Unjudged:
-        """Return what judges a check with these identifiers at ``now_us``, by the plans that they are assigned to."""
-        if scopes.by_plan:
-            found = self._assignments.plan_of(scopes.types[0], identifiers[0], now_us)
-            known = scopes.by_plan.get("" if found is None else found[0])
-            if known is not None:
-                return known
-        plans = []
-        for number, kind in scopes.assigned:
-            found = self._assignments.plan_of(kind, identifiers[number], now_us)
-            if found is None:
-                plans.append("")
-                continue
-            plan, expire_time = found
-            if plan == BLOCKED_PLAN:
-                return Unjudged(_denied_until(expire_time, now_us), number)
-            plans.append(plan if plan in scopes.named else "")
-        by_plans = tuple(plans)
-        return scopes.by_plans.get(by_plans) or self._remember_judging(scopes, by_plans)
-
-    def _judging_of(self, check: Check, now_us: int) -> Scope | Unjudged:
-        return self._judging_by(self._scope_of(check), check, now_us)
-
-    def _judging_by(
-        self, scope: Scope | PlanScopes | None, check: Check, now_us: int
-    ) -> Scope | Unjudged:
-        if isinstance(scope, PlanScopes):
-            return self.judging(_identifiers(check), scope, now_us)
-        return scope or _WITHOUT_RULE
-
-    def _plans_of(self, check: Check, now_us: int) -> tuple[AssignedPlan, ...]:
-        identities: Sequence[Identity] = ((check.identifier_type, check.identifier), *check.also)
-        found = [(kind, self._assignments.plan_of(kind, who, now_us)) for kind, who in identities]
-        return tuple([AssignedPlan(kind, *plan) for kind, plan in found if plan is not None])
 
     def charge(self, identifier: bytes, scope: Scope, now_us: int, cost: int) -> Outcome | None:
         """Answer one check of ``scope`` at ``now_us``, and charge it if it is allowed.
@@ -628,14 +438,14 @@ class Limiter:
 
     def _decide(self, check: Check, now_us: int) -> Decision | None:
         scope = (
-            self._scope_of(check)
+            self.scopes.of_check(check)
             if check.also
-            else self.scope(check.endpoint, check.identifier_type)
+            else self.scopes.find(check.endpoint, check.identifier_type)
         )
         if not isinstance(scope, Scope):
-            if self._book is None:
+            if self.scopes.book is None:
                 return self._fail_open(Reason.FAIL_OPEN_ERROR)
-            judging = self._judging_by(scope, check, now_us)
+            judging = self.scopes.judging_by(scope, check, now_us)
             if isinstance(judging, Unjudged):
                 return self._decide_unjudged(check, judging, now_us)
             scope = judging
@@ -662,7 +472,7 @@ class Limiter:
             stats.blocked_total += 1
             stats.plan_blocked_total += 1
             kinds = (check.identifier_type, *[kind for kind, _ in check.also])
-            identifier = _identifiers(check)[unjudged.blocked]
+            identifier = identifiers_of(check)[unjudged.blocked]
             self._on_denied((identifier, Blocked(check.endpoint, kinds[unjudged.blocked])))
             return decision
         stats.allowed_total += 1
@@ -694,7 +504,7 @@ class Limiter:
             scope = scope.windows.at(now_us)
         scopes = scope.several
         judge_all = self._buckets.peek_all if peek else self._buckets.apply_all
-        charges = _charges(identifiers, scopes)
+        charges = charges_of(identifiers, scopes)
         if ahead_ms:
             charges = _ahead(charges, ahead_ms)
         outcomes = judge_all(charges, now_us, cost)
@@ -723,8 +533,8 @@ class Limiter:
     def _decide_several(self, check: Check, scope: Scope, now_us: int) -> Decision | None:
         if not scope.several:
             scope = replace(scope, several=(scope,), limits=(scope.limit,))
-        identifiers = _identifiers(check)
-        ahead_ms = self._ahead_ms(check, _charges(identifiers, scope.several), now_us)
+        identifiers = identifiers_of(check)
+        ahead_ms = self._ahead_ms(check, charges_of(identifiers, scope.several), now_us)
         judged = self.judge(
             identifiers, scope, now_us, check.cost, peek=check.peek, ahead_ms=ahead_ms
         )
@@ -739,12 +549,12 @@ class Limiter:
 
     def _foresee(self, check: Check, now_us: int) -> bool | _Foreseen:
         try:
-            scope = self._judging_of(check, now_us)
+            scope = self.scopes.judging_of(check, now_us)
             if isinstance(scope, Unjudged):
                 return scope.decision.allowed
             scope = scope.at(now_us)
             # Each bucket is looked up again when it is charged, and counts then.
-            charges = _charges(_identifiers(check), scope.several or (scope,))
+            charges = charges_of(identifiers_of(check), scope.several or (scope,))
             limits = scope.limits or (scope.limit,)
             outcomes = self._buckets.peek_all(charges, now_us, check.cost, is_counted=False)
             if outcomes is not None or self._shared is None:
@@ -779,16 +589,16 @@ class Limiter:
         """Ask the shared state about a check, or answer it without asking."""
         try:
             now_us = self._clock.now_us()
-            scope = self._judging_of(check, now_us)
+            scope = self.scopes.judging_of(check, now_us)
             if isinstance(scope, Unjudged) or self._shared is None:
                 # The rules have changed since it was found that the shared state has to be asked.
                 return self._decide(check, now_us) or self._fail_open(Reason.FAIL_OPEN_ERROR)
             if check.timestamp:
                 now_us = self._check_time_us(check.timestamp, now_us, scope)
             scope = scope.at(now_us)
-            identifiers = _identifiers(check)
+            identifiers = identifiers_of(check)
             if scope.several:
-                charges = _charges(identifiers, scope.several)
+                charges = charges_of(identifiers, scope.several)
                 outcomes = self._shared.wait_all(charges, now_us, check.cost, peek=check.peek)
                 return _Asked(identifiers, scope, outcomes)
             key = check.identifier + scope.key_suffix
@@ -849,116 +659,6 @@ class Limiter:
             self._stats.clock_rejected_total += 1
             return now_us
         return at_us
-
-    def _remember_scope(
-        self, book: RuleBook, endpoint: str, types: tuple[str, ...]
-    ) -> Scope | PlanScopes | None:
-        has_type = self._assignments.has_type
-        assigned = tuple([(number, kind) for number, kind in enumerate(types) if has_type(kind)])
-        scope: Scope | PlanScopes | None
-        if assigned:
-            plans = [plan.name for rule, _ in book.judging(endpoint, types) for plan in rule.plans]
-            scope = PlanScopes(endpoint, types, assigned, frozenset((UNLIMITED_PLAN, *plans)))
-        else:
-            found = self._new_judging(book, endpoint, types, {})
-            scope = None if isinstance(found, Unjudged) else found
-        if len(self._scopes) >= MAX_SCOPES:
-            self._scopes = {}
-        self._scopes[endpoint, *types] = scope
-        return scope
-
-    def _remember_judging(self, scopes: PlanScopes, plans: tuple[str, ...]) -> Scope | Unjudged:
-        if len(scopes.by_plans) >= MAX_BY_PLANS:
-            scopes.by_plans.clear()
-            scopes.by_plan.clear()
-        assigned = {kind: plan for (_, kind), plan in zip(scopes.assigned, plans, strict=True)}
-        # Without a book there are no scopes.
-        book: RuleBook = self._book  # type: ignore[assignment]
-        found = self._new_judging(book, scopes.endpoint, scopes.types, assigned)
-        scopes.by_plans[plans] = found
-        if len(plans) == 1 and scopes.assigned[0][0] == 0:
-            scopes.by_plan[plans[0]] = found
-        return found
-
-    def _new_judging(
-        self, book: RuleBook, endpoint: str, types: tuple[str, ...], assigned: Mapping[str, str]
-    ) -> Scope | Unjudged:
-        scopes: list[Scope] = []
-        passed_over: list[LimitStatus] = []
-        for rule, place in book.judging(endpoint, types):
-            plan = rule.plan_among(assigned)
-            if plan == UNLIMITED_PLAN:
-                passed_over.append(LimitStatus(*_UNLIMITED, rule, None, plan))
-                continue
-            limits = rule.limits_of(plan)
-            scopes += [self._new_scope(book, rule, limit, place, types, plan) for limit in limits]
-        if not scopes:
-            is_unlimited = UNLIMITED_PLAN in assigned.values()
-            return Unjudged(_unlimited(passed_over)) if is_unlimited else _WITHOUT_RULE
-        scope = scopes[0]
-        has_calendar = any(one.told.calendar for one in scopes)
-        is_plain = len(scopes) == 1 and scope.would_deny is None and scope.whose == _FIRST
-        # A calendar's window is looked up on the general path.
-        if not is_plain or passed_over or has_calendar:
-            judged, over = tuple([one.limit for one in scopes]), tuple(passed_over)
-            scope = replace(scope, several=tuple(scopes), limits=judged, passed_over=over)
-        if has_calendar:
-            scope = replace(scope, windows=CalendarScopes(partial(self._scope_at, scope)))
-        return scope
-
-    def _new_scope(  # noqa: PLR0917 -- what a scope is of
-        self,
-        book: RuleBook,
-        rule: Rule,
-        limit: Limit,
-        endpoint: str,
-        types: tuple[str, ...],
-        plan: str,
-    ) -> Scope:
-        is_observed = limit.enforcement is Enforcement.OBSERVE
-        as_of_book = self._as_of_book(book, limit)
-        return Scope(
-            rule,
-            as_of_book,
-            as_of_book,
-            self._keys.scope(rule, endpoint, limit),
-            DECIDE[limit.algorithm],
-            self._stats.rule_counters(rule.id),
-            endpoint,
-            tuple(types.index(part) for part in types_within(rule.identifier_type)),
-            would_deny=self._stats.observed_counter(rule.id, limit.name) if is_observed else None,
-            plan=plan,
-        )
-
-    def _scope_at(self, scope: Scope, now_us: int) -> tuple[Scope, int, int]:
-        """Return a scope with the calendar windows of a time, and from when and until when these are, in µs."""
-        if scope.several:
-            found = [self._scope_at(one, now_us) for one in scope.several]
-            several = tuple(one for one, _, _ in found)
-            limits = tuple(one.limit for one in several)
-            from_us, until_us = max(one[1] for one in found), min(one[2] for one in found)
-            return replace(scope, several=several, limits=limits), from_us, until_us
-        limit, suffix, from_us, until_us = self._bucket(
-            scope.rule, scope.told, scope.limit, scope.endpoint, now_us
-        )
-        return replace(scope, limit=limit, key_suffix=suffix), from_us, until_us
-
-    def _bucket(  # noqa: PLR0917 -- what a bucket is of
-        self, rule: Rule, told: Limit, limit: Limit, endpoint: str, now_us: int
-    ) -> tuple[Limit, bytes, int, int]:
-        """Return what judges the buckets of a time, the end of their keys, and from when and until when, in µs."""
-        if told.calendar is None:
-            return limit, self._keys.scope(rule, endpoint, told), 0, MAX_TIME_US + 1
-        window = window_at(told.calendar, now_us)
-        suffix = self._keys.scope(rule, endpoint, told, window.start_s)
-        return in_force(limit, window), suffix, window.start_s * US_PER_S, window.end_s * US_PER_S
-
-    def _as_of_book(self, book: RuleBook, limit: Limit) -> Limit:
-        """Return the limit with the revision of the whole book, because only that orders edits of different rules.
-
-        By its own revision, the global rule would seem older than a rule for one endpoint that has been deleted.
-        """
-        return limit if self._shared is None else replace(limit, revision=book.revision)
 
     def _failed(self, error: Exception) -> Decision:
         if isinstance(error, BreakerOpenError):
@@ -1031,26 +731,6 @@ def _statuses(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[Limi
     ]
 
 
-def _unlimited(passed_over: Sequence[LimitStatus]) -> Decision:
-    """Return the answer to a check that only rules of unlimited identities apply to, or none."""
-    rule = passed_over[0].rule if passed_over else None
-    limits = tuple(passed_over) if len(passed_over) > 1 else ()
-    return Decision(*_UNLIMITED, rule, None, limits, plan=UNLIMITED_PLAN)
-
-
-def _denied_until(expire_time: int, now_us: int) -> Decision:
-    """Return the answer to a check of an identity that is blocked until then, in Unix seconds; 0 = for good."""
-    retry_after = min(-(-(expire_time * US_PER_S - now_us) // US_PER_S), INT32_MAX)
-    return Decision(
-        DENIED,
-        0,
-        expire_time,
-        retry_after if expire_time else INT32_MAX,
-        Reason.BLOCKED,
-        plan=BLOCKED_PLAN,
-    )
-
-
 def _looked_at(
     rule: Rule,
     match: Match,
@@ -1067,25 +747,7 @@ def _looked_at(
     return LookedAt(rule, match, tuple(one for one in statuses if one.rule is rule), plan)
 
 
-def _identifiers(check: Check) -> Sequence[bytes]:
-    if not check.also:
-        return (check.identifier,)
-    return (check.identifier, *[identifier for _, identifier in check.also])
-
-
 def _ahead(charges: Sequence[Charge], ahead_ms: int) -> list[Charge]:
     """Return the charges of a check that proceeds so much later."""
     decide = partial(token_bucket.decide_ahead, ahead_us=ahead_ms * US_PER_MS)
     return [(key, limit, decide) for key, limit, _ in charges]
-
-
-def _charges(identifiers: Sequence[bytes], scopes: Sequence[Scope]) -> list[Charge]:
-    first = identifiers[0]
-    return [
-        (
-            (first if one.whose == _FIRST else one.identifier(identifiers)) + one.key_suffix,
-            one.limit,
-            one.decide,
-        )
-        for one in scopes
-    ]

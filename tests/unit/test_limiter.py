@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from ratelimitd import limiter as limiter_module
+from ratelimitd import scopes as scopes_module
 from ratelimitd.buckets.keys import BucketKeys, joined
 from ratelimitd.buckets.snapshot_format import unpack
 from ratelimitd.buckets.table import BucketTable, RestoredBuckets
@@ -17,7 +17,7 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
-from ratelimitd.limiter import ASKED_PER_TURN, MAX_SCOPES, Limiter
+from ratelimitd.limiter import ASKED_PER_TURN, Limiter
 from ratelimitd.model import (
     MAX_TIME_US,
     NO_RULE_REMAINING,
@@ -34,6 +34,7 @@ from ratelimitd.model import (
     Rule,
 )
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.scopes import MAX_SCOPES
 from ratelimitd.testing import ManualClock
 
 USER, IP = IdentifierType.USER, IdentifierType.IP
@@ -194,10 +195,10 @@ class TestRules:
 
     def test_endpoints_that_are_remembered_are_bounded(self, node, monkeypatch):
         assert MAX_SCOPES == 4_096
-        monkeypatch.setattr(limiter_module, "MAX_SCOPES", 3)
+        monkeypatch.setattr(scopes_module, "MAX_SCOPES", 3)
         for number in range(20):
             assert node.check(endpoint=f"/{number % 7}").rule is EVERYWHERE
-            assert len(node.limiter._scopes) <= 3
+            assert len(node.limiter.scopes._known) <= 3
         assert node.remaining(endpoint="/0") == 0
         assert node.remaining(endpoint="/6") == 1
 
@@ -375,7 +376,7 @@ class TestBulk:
     """What those use who ask for the scope themselves."""
 
     def test_checks_of_a_scope_are_answered_charged_and_counted_like_others(self, node):
-        scope = node.limiter.scope("/orders", USER)
+        scope = node.limiter.scopes.find("/orders", USER)
         assert (scope.rule, node.limiter.now_us()) == (ORDERS, node.clock.now_us())
         costs = (4, 6, 1, 11)
         charged = [node.limiter.charge(b"ada", scope, node.limiter.now_us(), n) for n in costs]
@@ -391,34 +392,38 @@ class TestBulk:
 
     def test_a_scope_shares_buckets_and_counters_with_checks(self, node):
         node.check(cost=4)
-        scope = node.limiter.scope("/orders", USER)
+        scope = node.limiter.scopes.find("/orders", USER)
         assert node.limiter.charge(b"ada", scope, node.clock.now_us(), 1)[:2] == (True, 5)
         assert node.check().remaining == 4
         assert node.stats.by_rule == {"orders": [3, 0]}
 
     def test_a_scope_is_made_once_for_all_who_ask(self, node):
-        scope = node.limiter.scope("/orders", USER)
-        assert node.limiter.scope("/orders", USER) is scope
-        assert node.limiter.scope("/orders", IP) is node.limiter.scope("/orders", IP) is None
+        scope = node.limiter.scopes.find("/orders", USER)
+        assert node.limiter.scopes.find("/orders", USER) is scope
+        assert (
+            node.limiter.scopes.find("/orders", IP)
+            is node.limiter.scopes.find("/orders", IP)
+            is None
+        )
 
     def test_the_global_rules_scope_differs_by_endpoint(self, node):
-        first, second = (node.limiter.scope(name, USER) for name in ("/carts", "/pages"))
+        first, second = (node.limiter.scopes.find(name, USER) for name in ("/carts", "/pages"))
         assert first.rule is second.rule is EVERYWHERE
         assert first.key_suffix != second.key_suffix
 
     def test_there_is_no_scope_without_a_rule_or_a_book(self, node):
-        assert node.limiter.scope("/orders", IP) is None
-        assert Node(book=False).limiter.scope("/orders", USER) is None
+        assert node.limiter.scopes.find("/orders", IP) is None
+        assert Node(book=False).limiter.scopes.find("/orders", USER) is None
 
     def test_the_book_tells_when_scopes_are_out_of_date(self, node):
         before = node.limiter.book
         node.put(replace(ORDERS, limit=5))
         assert node.limiter.book is not before
-        assert node.limiter.scope("/orders", USER).rule.limit == 5
+        assert node.limiter.scopes.find("/orders", USER).rule.limit == 5
         assert Node(book=False).limiter.book is None
 
     def test_a_charge_that_raises_has_charged_and_counted_nothing(self, node):
-        scope = node.limiter.scope("/orders", USER)
+        scope = node.limiter.scopes.find("/orders", USER)
 
         def fail(*_):
             raise ZeroDivisionError
@@ -650,6 +655,7 @@ class FakeSharedBuckets:
     def __init__(self):
         self.asked, self.resets, self.answers = [], [], []
         self.at_once = None
+        self.reset_error = None
 
     def apply(self, _key, _rule, _decide, _now_us, _cost):
         if isinstance(self.at_once, Exception):
@@ -687,6 +693,8 @@ class FakeSharedBuckets:
         return [await answer for answer in answers]
 
     async def reset(self, keys, rules):
+        if self.reset_error is not None:
+            raise self.reset_error
         self.resets.append((keys, rules))
 
 
@@ -772,7 +780,7 @@ class TestSharedBuckets:
         assert [(name, scope.endpoint) for name, scope in node.denied] == [(b"ada", "/orders")]
 
     def test_in_bulk_nothing_is_counted_before_it_is_answered(self, node):
-        scope = node.limiter.scope("/orders", USER)
+        scope = node.limiter.scopes.find("/orders", USER)
         assert node.limiter.charge(b"ada", scope, 0, 1) is None
         assert (node.stats.allowed_total, node.stats.by_rule) == (0, {"orders": [0, 0]})
 
@@ -904,11 +912,8 @@ class TestSharedBuckets:
         assert keys == [b"ada" + node.keys.scope(rule, "/orders") for rule in rules]
         assert len(rules) == 2
 
-    async def test_a_reset_that_is_not_known_to_be_done_is_refused(self, node, monkeypatch):
-        async def reset(_keys, _rules):
-            raise AWAY
-
-        monkeypatch.setattr(node.shared, "reset", reset)
+    async def test_a_reset_that_is_not_known_to_be_done_is_refused(self, node):
+        node.shared.reset_error = AWAY
         with pytest.raises(StoreUnavailableError, match="no answer"):
             await node.limiter.reset(b"ada", USER, "/orders")
 
@@ -972,7 +977,7 @@ class TestSeveralSharedLimits:
         assert (node.stats.allowed_total, node.stats.blocked_total) == (0, 1)
 
     async def test_in_bulk_such_a_check_has_to_wait(self, node):
-        scope = node.limiter.scope("/orders", USER)
+        scope = node.limiter.scopes.find("/orders", USER)
         assert node.limiter.judge((b"ada",), scope, 0, 1) is None
         assert node.stats.allowed_total == 0
 
@@ -1078,9 +1083,9 @@ class TestSeveralLimits:
         assert node.check(cost=10).allowed
 
     def test_a_check_in_bulk_is_judged_by_several_only_where_there_are(self, node):
-        assert node.limiter.scope("/orders", USER).limits == (self.SEVERAL, self.DAY)
+        assert node.limiter.scopes.find("/orders", USER).limits == (self.SEVERAL, self.DAY)
         node.put(ORDERS)
-        assert node.limiter.scope("/orders", USER).several == ()
+        assert node.limiter.scopes.find("/orders", USER).several == ()
 
     def test_foreseeing_looks_at_all_and_charges_none(self, node):
         check = Check(b"ada", USER, "/orders", 4)
@@ -1236,7 +1241,7 @@ class TestCalendarLimits:
         assert node.limiter.all_pass([check_of(cost=5)], now_us) is False
 
     def test_in_bulk_it_is_the_window_of_the_time(self, node):
-        scope = node.limiter.scope("/orders", USER)
+        scope = node.limiter.scopes.find("/orders", USER)
         for now_s, end_s in ((self.MARCH, self.APRIL), (self.APRIL, self.MAY)):
             first, outcome, outcomes = node.limiter.judge((b"ada",), scope, now_s * SECOND, 10)
             assert (first, outcome[:3], list(outcomes)) == (0, (True, 0, end_s), [outcome])
@@ -1292,7 +1297,7 @@ class TestCalendarLimits:
         await node.limiter.reset(b"ada", USER, "/orders")
         [(keys, [limit])] = node.shared.resets
         assert limit.window_seconds == self.APRIL
-        scope = node.limiter.scope("/orders", USER).at(node.clock.now_us())
+        scope = node.limiter.scopes.find("/orders", USER).at(node.clock.now_us())
         assert scope.several[0].key_suffix in keys[0]
 
     async def test_shared_a_check_is_foreseen(self):

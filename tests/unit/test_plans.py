@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratelimitd import limiter as limiter_module
+from ratelimitd import scopes as scopes_module
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
@@ -176,21 +176,21 @@ class TestPlan:
         }
 
     def test_scopes_by_plans_are_bounded(self, node, monkeypatch):
-        monkeypatch.setattr(limiter_module, "MAX_BY_PLANS", 1)
+        monkeypatch.setattr(scopes_module, "MAX_BY_PLANS", 1)
         node.assign("gold", b"bob")
         node.assign("pro", b"eve")
         for name, plan in ((b"ada", ""), (b"bob", "gold"), (b"eve", "pro")) * 2:
             assert node.check(name).plan == plan
-            assert len(node.limiter.scope("/orders", USER).by_plans) == 1
+            assert len(node.limiter.scopes.find("/orders", USER).by_plans) == 1
 
     def test_nothing_is_looked_up_for_types_without_assignments(self, node):
         node.assign("pro", b"::1", IP)
-        scope = node.limiter.scope("/orders", USER)
+        scope = node.limiter.scopes.find("/orders", USER)
         assert scope.rule is ORDERS
         node.assign("pro")
-        assert node.limiter.scope("/orders", USER) is not scope
+        assert node.limiter.scopes.find("/orders", USER) is not scope
         node.assignments.remove(USER, b"ada")
-        assert node.limiter.scope("/orders", USER).rule is ORDERS
+        assert node.limiter.scopes.find("/orders", USER).rule is ORDERS
 
     async def test_a_reset_is_of_the_buckets_of_all_plans(self, node):
         node.assign("pro")
@@ -322,6 +322,9 @@ class Shared:
 
     def peek_all(self, charges, _now_us, _cost, *, is_counted=True):
         self.asked += [limit for _, limit, _ in charges]
+
+    async def reset(self, keys, limits):
+        """Forget nothing."""
 
     async def wait(self, _key, limit, _now_us, _cost, *, peek, is_counted=True):
         self.asked.append(limit)

@@ -14,9 +14,9 @@ from typing import Final, Protocol, TypeAlias
 
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
-from ratelimitd.limiter import MAX_BY_PLANS, PlanScopes, Scope, Unjudged
 from ratelimitd.model import Check, Decision, IdentifierType, Outcome, Reason
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.scopes import MAX_BY_PLANS, PlanScopes, Scope, Scopes, Unjudged
 from ratelimitd.services.convert import (
     CONTRACT_IDENTITIES,
     Identities,
@@ -86,19 +86,11 @@ class BulkChecker(Protocol):
     """The part of :class:`ratelimitd.limiter.Limiter` that bulk checks use."""
 
     @property
-    def book(self) -> RuleBook | None:
-        """Rules in force."""
+    def scopes(self) -> Scopes:
+        """Finds what judges a check."""
 
     def now_us(self) -> int:
         """Return the node's time, in µs since the Unix epoch."""
-
-    def scope(self, endpoint: str, identifier_type: str) -> Scope | PlanScopes | None:
-        """Return what the checks of an endpoint share until the next book; ``None`` without rule or book."""
-
-    def judging(
-        self, identifiers: Sequence[bytes], scopes: PlanScopes, now_us: int
-    ) -> Scope | Unjudged:
-        """Return what judges a check, by the plans that its identities are assigned to."""
 
     def check(self, check: Check, now_us: int | None = None) -> Decision | None:
         """Answer one check; ``None``: it waits for the shared state.
@@ -166,6 +158,7 @@ class BulkChecks:
     ) -> None:
         self._identities = identities
         self._limiter = limiter
+        self._scopes = limiter.scopes
         self._stats = stats
         self._perf_counter_s = perf_counter_s
         self._known: dict[bytes, _Known | None] = {}
@@ -186,8 +179,8 @@ class BulkChecks:
 
     def read(self, messages: Sequence[bytes]) -> list[Question | None]:
         """Parse messages under the rules in force; ``None`` for those that the general path has to answer."""
-        if self._limiter.book is not self._book:
-            self._book, self._known = self._limiter.book, {}
+        if self._scopes.book is not self._book:
+            self._book, self._known = self._scopes.book, {}
         known, to_learn = self._known, MAX_LEARNED
         questions: list[Question | None] = []
         ask = questions.append
@@ -270,7 +263,7 @@ class BulkChecks:
 
     def _of_plan(self, identifier: bytes, by_plan: _ByPlan, now_us: int) -> _Known | None:
         """Return what is known of requests of identifiers with this one's plan; ``None``: what is not encoded here."""
-        judging = self._limiter.judging((identifier,), by_plan.scopes, now_us)
+        judging = self._scopes.judging((identifier,), by_plan.scopes, now_us)
         if isinstance(judging, Unjudged):
             return None
         found = by_plan.known.get(id(judging))
@@ -333,7 +326,7 @@ class BulkChecks:
             return None
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        scope = self._limiter.scope(check.endpoint, check.identifier_type)
+        scope = self._scopes.find(check.endpoint, check.identifier_type)
         known = self._known[ending] = _known(check, scope)
         return known
 

@@ -2,6 +2,7 @@ import asyncio
 import itertools
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,7 +46,7 @@ class LimiterProbe:
     It has no rules, so that nothing is for the bulk way.
     """
 
-    book = None
+    scopes = SimpleNamespace(book=None, find=lambda _endpoint, _identifier_type: None)
     charge = None
 
     def __init__(self):
@@ -53,9 +54,6 @@ class LimiterProbe:
 
     def now_us(self):
         return 0
-
-    def scope(self, endpoint, identifier_type):
-        return None
 
     def check(self, check):
         if check.timestamp == 13:

@@ -1,0 +1,405 @@
+"""Which limits judge a check: scopes, found by endpoint, identifier types, plans and time, and remembered.
+
+Knows the rules, the assignments and the keys of buckets; decides nothing and charges nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, NamedTuple
+
+from ratelimitd.algorithms import DECIDE, Decide
+from ratelimitd.algorithms.calendar_window import in_force, window_at
+from ratelimitd.algorithms.several import Charge
+from ratelimitd.buckets.keys import BucketKeys, joined
+from ratelimitd.counters import CheckStats
+from ratelimitd.model import (
+    ALLOWED,
+    BLOCKED_PLAN,
+    DENIED,
+    INT32_MAX,
+    MAX_TIME_US,
+    NO_RULE_REMAINING,
+    UNLIMITED_PLAN,
+    US_PER_S,
+    AssignedPlan,
+    Check,
+    Decision,
+    Enforcement,
+    Identity,
+    Limit,
+    LimitStatus,
+    Reason,
+    Rule,
+    types_within,
+)
+from ratelimitd.rules.assignments import Assignments
+from ratelimitd.rules.book import RuleBook
+
+MAX_SCOPES: Final = 4_096
+"""Endpoints whose rule and key scope are remembered; beyond it they are looked up again, which takes about 3 µs. Bounds
+the memory that callers can fill by sending ever new endpoints (I17), and the time that clearing the cache takes."""
+
+MAX_BY_PLANS: Final = 64
+"""Scopes of one endpoint and the same identifier types that are remembered by the plans of the identities."""
+
+
+_FIRST: Final = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What all checks of one endpoint and the same identifier types have in common until the next rule book.
+
+    A scope is of one limit; ``several`` are those of all that are judged, in their order, unless that is one, enforced
+    and for the check's first identity. ``limits`` are theirs. ``counters`` are the rule's allowed and blocked checks.
+    ``endpoint`` is that of the bucket. ``told`` is the limit as the rule says it; ``limit`` is what buckets are judged
+    by, which differs in a scope of one calendar window. ``plan`` is that of the limit, empty for the rule's own.
+    """
+
+    rule: Rule
+    told: Limit
+    limit: Limit
+    key_suffix: bytes
+    decide: Decide
+    counters: list[int]
+    endpoint: str
+    whose: tuple[int, ...] = _FIRST
+    """Which of the check's identities the bucket is for, by their number; none is everybody."""
+    would_deny: list[int] | None = None
+    """The counter of a limit that only observes."""
+    several: tuple[Scope, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    windows: CalendarScopes | None = None
+    """Finds the scope of a time, if a limit has a calendar; this one is then of no time, and judges nothing."""
+    plan: str = ""
+    passed_over: tuple[LimitStatus, ...] = ()
+    """What rules say that do not judge, because the check's identity is unlimited."""
+
+    def at(self, now_us: int) -> Scope:
+        """Return the scope that judges checks of this time."""
+        return self if self.windows is None else self.windows.at(now_us)
+
+    @property
+    def identifier_type(self) -> str:
+        """The type of the rule."""
+        return self.rule.identifier_type
+
+    def identifier(self, identifiers: Sequence[bytes]) -> bytes:
+        """Return the identifier of the bucket, of a check with these."""
+        if self.whose == _FIRST:
+            return identifiers[0]
+        return joined([identifiers[number] for number in self.whose])
+
+
+class CalendarScopes:
+    """The scopes of a scope with calendar limits, one for each time between two boundaries; the last two are kept.
+
+    ``find`` returns the scope of a time, and from when and until when it judges, in µs.
+    """
+
+    __slots__ = ("_find", "_found")
+
+    def __init__(self, find: Callable[[int], tuple[Scope, int, int]]) -> None:
+        self._find = find
+        self._found: tuple[tuple[Scope, int, int], ...] = ()
+
+    def at(self, now_us: int) -> Scope:
+        """Return the scope of a time."""
+        for scope, from_us, until_us in self._found:
+            if from_us <= now_us < until_us:
+                return scope
+        found = self._find(now_us)
+        # Two, because callers' times are on both sides of a boundary for some seconds.
+        self._found = (found, *self._found[:1])
+        return found[0]
+
+
+class Blocked(NamedTuple):
+    """The checks of an identity that is blocked: their endpoint and its type."""
+
+    endpoint: str
+    identifier_type: str
+
+
+class Unjudged(NamedTuple):
+    """The answer to a check that no limit judges, and which of its identities is blocked, by its number."""
+
+    decision: Decision
+    blocked: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanScopes:
+    """What judges the checks of one endpoint and the same identifier types, if some identities may have plans.
+
+    ``assigned`` are the number in a check and the type of each identity to look up, ``named`` the plans that change
+    what judges, ``by_plans`` what judges by the plans of the identities looked up.
+    """
+
+    endpoint: str
+    types: tuple[str, ...]
+    assigned: tuple[tuple[int, str], ...]
+    named: frozenset[str]
+    by_plans: dict[tuple[str, ...], Scope | Unjudged] = field(default_factory=dict)
+    by_plan: dict[str, Scope | Unjudged] = field(default_factory=dict)
+    """The same by the plan of the check's first identity, if that alone is to look up."""
+
+
+_NO_RULE: Final = Decision(ALLOWED, NO_RULE_REMAINING, 0, 0, Reason.NO_RULE)
+WITHOUT_RULE: Final = Unjudged(_NO_RULE)
+_UNLIMITED: Final = (ALLOWED, INT32_MAX, 0, 0, Reason.UNLIMITED)
+
+
+class Scopes:
+    """Finds what judges a check, by the rules of a book and the plans that ``assignments`` give to identities.
+
+    ``is_shared``: nodes share the buckets, and each limit has the revision of the whole book.
+    """
+
+    def __init__(
+        self, *, keys: BucketKeys, stats: CheckStats, assignments: Assignments, is_shared: bool
+    ) -> None:
+        self.book: RuleBook | None = None
+        """The rules in force; ``None`` until a first book is there."""
+        self._keys = keys
+        self._stats = stats
+        self._assignments = assignments
+        self._is_shared = is_shared
+        self._known: dict[tuple[str, ...], Scope | PlanScopes | None] = {}
+        assignments.on_types_changed = self._judge_anew
+
+    def replace_book(self, book: RuleBook) -> None:
+        """Put new rules in force, whole, from the next check on."""
+        self.book = book
+        self._known = {}
+
+    def _judge_anew(self) -> None:
+        """Forget which limits judge, here and wherever that is remembered as long as :attr:`book` stays the same."""
+        if self.book is not None:
+            self.replace_book(copy(self.book))
+
+    def find(
+        self, endpoint: str, identifier_type: str, also: tuple[str, ...] = ()
+    ) -> Scope | PlanScopes | None:
+        """Return what all checks of an endpoint and these types have in common until :attr:`book` changes.
+
+        ``None`` without rule or book. Where identities of these types have plans, :meth:`judging` says what judges.
+        """
+        try:
+            return self._known[
+                (endpoint, identifier_type, *also) if also else (endpoint, identifier_type)
+            ]
+        except KeyError:
+            if self.book is None:
+                return None
+            return self._remember_scope(self.book, endpoint, (identifier_type, *also))
+
+    def of_check(self, check: Check) -> Scope | PlanScopes | None:
+        """Return the scope of a check, as :meth:`find`."""
+        also = tuple([kind for kind, _ in check.also])
+        return self.find(check.endpoint, check.identifier_type, also)
+
+    def judging(
+        self, identifiers: Sequence[bytes], scopes: PlanScopes, now_us: int
+    ) -> Scope | Unjudged:
+        """Return what judges a check with these identifiers at ``now_us``, by the plans that they are assigned to."""
+        if scopes.by_plan:
+            found = self._assignments.plan_of(scopes.types[0], identifiers[0], now_us)
+            known = scopes.by_plan.get("" if found is None else found[0])
+            if known is not None:
+                return known
+        plans = []
+        for number, kind in scopes.assigned:
+            found = self._assignments.plan_of(kind, identifiers[number], now_us)
+            if found is None:
+                plans.append("")
+                continue
+            plan, expire_time = found
+            if plan == BLOCKED_PLAN:
+                return Unjudged(_denied_until(expire_time, now_us), number)
+            plans.append(plan if plan in scopes.named else "")
+        by_plans = tuple(plans)
+        return scopes.by_plans.get(by_plans) or self._remember_judging(scopes, by_plans)
+
+    def judging_of(self, check: Check, now_us: int) -> Scope | Unjudged:
+        """Return what judges a check at ``now_us``."""
+        return self.judging_by(self.of_check(check), check, now_us)
+
+    def judging_by(
+        self, scope: Scope | PlanScopes | None, check: Check, now_us: int
+    ) -> Scope | Unjudged:
+        """Return what judges a check of this scope at ``now_us``."""
+        if isinstance(scope, PlanScopes):
+            return self.judging(identifiers_of(check), scope, now_us)
+        return scope or WITHOUT_RULE
+
+    def plans_of(self, check: Check, now_us: int) -> tuple[AssignedPlan, ...]:
+        """Return the plans that the identities of a check are assigned to at ``now_us``."""
+        identities: Sequence[Identity] = ((check.identifier_type, check.identifier), *check.also)
+        found = [(kind, self._assignments.plan_of(kind, who, now_us)) for kind, who in identities]
+        return tuple([AssignedPlan(kind, *plan) for kind, plan in found if plan is not None])
+
+    def buckets_of(
+        self, book: RuleBook, rules: Sequence[Rule], endpoint: str, now_us: int
+    ) -> list[tuple[bytes, Limit]]:
+        """Return the end of the key and the limit of every bucket that rules have on an endpoint at ``now_us``."""
+        found = [
+            self._bucket(rule, self._as_of_book(book, limit), endpoint, now_us)
+            for rule in rules
+            for limit in rule.limits_of_all_plans
+        ]
+        return [(suffix, limit) for limit, suffix, _, _ in found]
+
+    def _remember_scope(
+        self, book: RuleBook, endpoint: str, types: tuple[str, ...]
+    ) -> Scope | PlanScopes | None:
+        has_type = self._assignments.has_type
+        assigned = tuple([(number, kind) for number, kind in enumerate(types) if has_type(kind)])
+        scope: Scope | PlanScopes | None
+        if assigned:
+            plans = [plan.name for rule, _ in book.judging(endpoint, types) for plan in rule.plans]
+            scope = PlanScopes(endpoint, types, assigned, frozenset((UNLIMITED_PLAN, *plans)))
+        else:
+            found = self._new_judging(book, endpoint, types, {})
+            scope = None if isinstance(found, Unjudged) else found
+        if len(self._known) >= MAX_SCOPES:
+            self._known = {}
+        self._known[endpoint, *types] = scope
+        return scope
+
+    def _remember_judging(self, scopes: PlanScopes, plans: tuple[str, ...]) -> Scope | Unjudged:
+        if len(scopes.by_plans) >= MAX_BY_PLANS:
+            scopes.by_plans.clear()
+            scopes.by_plan.clear()
+        assigned = {kind: plan for (_, kind), plan in zip(scopes.assigned, plans, strict=True)}
+        # Without a book there are no scopes.
+        book: RuleBook = self.book  # type: ignore[assignment]
+        found = self._new_judging(book, scopes.endpoint, scopes.types, assigned)
+        scopes.by_plans[plans] = found
+        if len(plans) == 1 and scopes.assigned[0][0] == 0:
+            scopes.by_plan[plans[0]] = found
+        return found
+
+    def _new_judging(
+        self, book: RuleBook, endpoint: str, types: tuple[str, ...], assigned: Mapping[str, str]
+    ) -> Scope | Unjudged:
+        scopes: list[Scope] = []
+        passed_over: list[LimitStatus] = []
+        for rule, place in book.judging(endpoint, types):
+            plan = rule.plan_among(assigned)
+            if plan == UNLIMITED_PLAN:
+                passed_over.append(LimitStatus(*_UNLIMITED, rule, None, plan))
+                continue
+            limits = rule.limits_of(plan)
+            scopes += [self._new_scope(book, rule, limit, place, types, plan) for limit in limits]
+        if not scopes:
+            is_unlimited = UNLIMITED_PLAN in assigned.values()
+            return Unjudged(_unlimited(passed_over)) if is_unlimited else WITHOUT_RULE
+        scope = scopes[0]
+        has_calendar = any(one.told.calendar for one in scopes)
+        is_plain = len(scopes) == 1 and scope.would_deny is None and scope.whose == _FIRST
+        # A calendar's window is looked up on the general path.
+        if not is_plain or passed_over or has_calendar:
+            judged, over = tuple([one.limit for one in scopes]), tuple(passed_over)
+            scope = replace(scope, several=tuple(scopes), limits=judged, passed_over=over)
+        if has_calendar:
+            scope = replace(scope, windows=CalendarScopes(partial(self._scope_at, scope)))
+        return scope
+
+    def _new_scope(  # noqa: PLR0917 -- what a scope is of
+        self,
+        book: RuleBook,
+        rule: Rule,
+        limit: Limit,
+        endpoint: str,
+        types: tuple[str, ...],
+        plan: str,
+    ) -> Scope:
+        is_observed = limit.enforcement is Enforcement.OBSERVE
+        as_of_book = self._as_of_book(book, limit)
+        return Scope(
+            rule,
+            as_of_book,
+            as_of_book,
+            self._keys.scope(rule, endpoint, limit),
+            DECIDE[limit.algorithm],
+            self._stats.rule_counters(rule.id),
+            endpoint,
+            tuple(types.index(part) for part in types_within(rule.identifier_type)),
+            would_deny=self._stats.observed_counter(rule.id, limit.name) if is_observed else None,
+            plan=plan,
+        )
+
+    def _scope_at(self, scope: Scope, now_us: int) -> tuple[Scope, int, int]:
+        """Return a scope with the calendar windows of a time, and from when and until when these are, in µs."""
+        if scope.several:
+            found = [self._scope_at(one, now_us) for one in scope.several]
+            several = tuple(one for one, _, _ in found)
+            limits = tuple(one.limit for one in several)
+            from_us, until_us = max(one[1] for one in found), min(one[2] for one in found)
+            return replace(scope, several=several, limits=limits), from_us, until_us
+        limit, suffix, from_us, until_us = self._bucket(
+            scope.rule, scope.told, scope.endpoint, now_us
+        )
+        return replace(scope, limit=limit, key_suffix=suffix), from_us, until_us
+
+    def _bucket(
+        self, rule: Rule, limit: Limit, endpoint: str, now_us: int
+    ) -> tuple[Limit, bytes, int, int]:
+        """Return what judges the buckets of a time, the end of their keys, and from when and until when, in µs."""
+        if limit.calendar is None:
+            return limit, self._keys.scope(rule, endpoint, limit), 0, MAX_TIME_US + 1
+        window = window_at(limit.calendar, now_us)
+        suffix = self._keys.scope(rule, endpoint, limit, window.start_s)
+        return in_force(limit, window), suffix, window.start_s * US_PER_S, window.end_s * US_PER_S
+
+    def _as_of_book(self, book: RuleBook, limit: Limit) -> Limit:
+        """Return the limit with the revision of the whole book, because only that orders edits of different rules.
+
+        By its own revision, the global rule would seem older than a rule for one endpoint that has been deleted.
+        """
+        return replace(limit, revision=book.revision) if self._is_shared else limit
+
+
+def _unlimited(passed_over: Sequence[LimitStatus]) -> Decision:
+    """Return the answer to a check that only rules of unlimited identities apply to, or none."""
+    rule = passed_over[0].rule if passed_over else None
+    limits = tuple(passed_over) if len(passed_over) > 1 else ()
+    return Decision(*_UNLIMITED, rule, None, limits, plan=UNLIMITED_PLAN)
+
+
+def _denied_until(expire_time: int, now_us: int) -> Decision:
+    """Return the answer to a check of an identity that is blocked until then, in Unix seconds; 0 = for good."""
+    retry_after = min(-(-(expire_time * US_PER_S - now_us) // US_PER_S), INT32_MAX)
+    return Decision(
+        DENIED,
+        0,
+        expire_time,
+        retry_after if expire_time else INT32_MAX,
+        Reason.BLOCKED,
+        plan=BLOCKED_PLAN,
+    )
+
+
+def identifiers_of(check: Check) -> Sequence[bytes]:
+    """Return the identifiers of a check, its own first."""
+    if not check.also:
+        return (check.identifier,)
+    return (check.identifier, *[identifier for _, identifier in check.also])
+
+
+def charges_of(identifiers: Sequence[bytes], scopes: Sequence[Scope]) -> list[Charge]:
+    """Return the buckets of a check with these identifiers, in the order of ``scopes``."""
+    first = identifiers[0]
+    return [
+        (
+            (first if one.whose == _FIRST else one.identifier(identifiers)) + one.key_suffix,
+            one.limit,
+            one.decide,
+        )
+        for one in scopes
+    ]
