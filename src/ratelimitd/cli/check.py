@@ -169,13 +169,13 @@ def explain(
             target.output.table(("ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"), rows)
         plans = [(*_assigned(plan, time.time()), plan.remedy) for plan in found.plans]
         if plans:
-            target.output.table(("TYPE", "PLAN", "UNTIL", "REMEDY"), plans)
+            target.output.table(("TYPE", "PLAN", "EXPIRES", "REMEDY"), plans)
     if not found.answer.allowed:
         raise typer.Exit(EXIT_NO)
 
 
 def _assigned(plan: pb.AssignedPlan, now_s: float) -> tuple[str, str, str]:
-    until = reset_text(plan.expire_time, now_s) if plan.expire_time else "unassigned"
+    until = reset_text(plan.expire_time, now_s) if plan.expire_time else "never"
     return plan.identifier_type, plan.plan, until
 
 

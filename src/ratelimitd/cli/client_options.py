@@ -51,7 +51,8 @@ _PREAMBLE: Final = re.compile(r"^.*last error: (?:UNKNOWN: )?", re.DOTALL)
 """What gRPC says before it comes to the point."""
 
 _HINTS: Final[Mapping[str, str]] = {
-    "UNAUTHENTICATED": "give a token with --token-file, or a certificate with --cert and --key",
+    "UNAUTHENTICATED": "give a token with --token-file, a certificate with --cert and --key, "
+    "or RATELIMITD_STATE_DIR of a node on this host",
     "UNAVAILABLE": "try again in a moment; if it lasts, the node's log says more",
     "ABORTED": "somebody changed it meanwhile; look again and repeat",
     "UNIMPLEMENTED": "is it a ratelimitd of this version?",

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from ratelimitd.cli.apply import apply, export, limits_text
-from ratelimitd.cli.check import TypeArgument, int32
+from ratelimitd.cli.check import int32
 from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node
 from ratelimitd.cli.options import help_of
 from ratelimitd.cli.output import Output, as_dict, printable
 from ratelimitd.errors import RuleInvalidError
-from ratelimitd.model import Algorithm, Period
+from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.envoy_import import MAX_FILE_BYTES, import_config
 from ratelimitd.rules.rules_file import dump_rules
 from ratelimitd.rules.validation import MAX_ANCHOR_DAY
@@ -93,6 +93,16 @@ WindowOption = typer.Option(
     callback=int32, metavar="N", help="Length of the window in s, at least 1.", show_default=False
 )
 
+RuleTypeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TYPE",
+        help="user, ip, api_key or one of the node's IDENTIFIER_TYPES; several joined by +; or all.",
+        autocompletion=lambda: [*IdentifierType],
+        show_default=False,
+    ),
+]
+
 app = typer.Typer(
     help="Show and change the rules of a node.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -125,17 +135,27 @@ def list_rules(
 
 
 def _rows(rule: pb.RateLimit) -> Iterator[tuple[object, ...]]:
-    """A row for a rule, and one below it for each further limit."""
-    first, *more = [
-        (limit.limit, _window(limit), f"{limit.algorithm}{_marks(limit)}") for limit in rule.limits
-    ] or [(rule.limit, rule.window_seconds, rule.algorithm)]
+    """A row for a rule, and one below it for each further limit and each limit of a plan."""
+    own = (rule.limit, rule.window_seconds, rule.algorithm)
+    first, *more = [*map(_cells, rule.limits)] or [own]
     yield (rule.endpoint, rule.identifier_type, *first, "yes" if rule.enabled else "no", rule.id)
-    for limit in more:
-        yield ("", "", *limit, "", "")
+    for cells in more:
+        yield ("", "", *cells, "", "")
+    for plan in sorted(rule.plans):
+        for cells in map(_cells, rule.plans[plan].limits):
+            yield ("", f"plan {plan}", *cells, "", "")
+
+
+def _cells(limit: pb.Limit) -> tuple[int, int | str, str]:
+    """What the columns LIMIT, WINDOW_S and ALGORITHM show of a limit."""
+    return limit.limit, _window(limit), f"{limit.algorithm}{_marks(limit)}"
 
 
 def _marks(limit: pb.Limit) -> str:
     marks = [limit.name, f"burst {limit.burst}" if limit.burst else ""]
+    if limit.period:
+        marks.append(f"from day {limit.anchor_day}" if limit.anchor_day else "")
+        marks.append(limit.time_zone)
     marks.append("observed" if limit.enforcement == pb.OBSERVE else "")
     return f" ({', '.join(filter(None, marks))})"
 
@@ -150,9 +170,13 @@ def create(
     target: Target,
     *,
     endpoint: Annotated[
-        str, typer.Argument(metavar="ENDPOINT", help="The endpoint, or '*' for the global rule.")
+        str,
+        typer.Argument(
+            metavar="ENDPOINT",
+            help="The endpoint, '*' for those without a rule, or '**' for all together.",
+        ),
     ],
-    identifier_type: TypeArgument,
+    identifier_type: RuleTypeArgument,
     limit: Annotated[int, LimitOption],
     window_seconds: Annotated[int | None, WindowOption] = None,
     algorithm: Annotated[Algorithm, typer.Option(help="How to count.")] = Algorithm.TOKEN_BUCKET,
@@ -260,7 +284,9 @@ def promote(
     target: Target,
     *,
     rule_id: IdArgument,
-    name: Annotated[str, typer.Argument(help="Limit that only observes.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Limit that only observes.", show_default=False)
+    ],
     replaces: Annotated[
         str, typer.Option(metavar="LIMIT", help="Limit whose place it takes; else the first.")
     ] = "",

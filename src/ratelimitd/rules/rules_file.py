@@ -304,11 +304,26 @@ def _value_violations(
             (path.removeprefix("rate_limit.").replace("].limits", "]"), text)
             for path, text in error.violations
         ]
-        return [
-            _violation(place, name, text, fields.get(name.partition("[")[0], item).line)
-            for name, text in names
-        ]
+        if draft.limits:  # what the rule does not have itself is of the first limit
+            names = [
+                (name if name in fields or name not in FIRST_LIMIT else f"limits[0].{name}", text)
+                for name, text in names
+            ]
+        return [_violation(place, name, text, _line(item, name)) for name, text in names]
     return []
+
+
+def _line(item: Node, path: str) -> int:
+    """Return the line of a field such as ``limits[1].name``, or of the innermost part of its path that the file has."""
+    for step in re.findall(r"[^.\[\]]+", path):
+        parts: Any = item.value
+        if isinstance(parts, dict) and step in parts:
+            item = parts[step]
+        elif isinstance(parts, list) and step.isdecimal() and int(step) < len(parts):
+            item = parts[int(step)]
+        else:
+            break
+    return item.line
 
 
 def _duplicates(drafts: Iterable[RuleDraft | None]) -> Iterator[FieldViolation]:

@@ -345,7 +345,9 @@ def _list_violations(
     for index, limit in enumerate(limits):
         at = f"{place}[{index}]."
         name = limit.name if index or limit.name else DEFAULT_LIMIT
-        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        if index and name == "":
+            yield f"{at}name", "is missing: only the first limit may have no name"
+        elif not isinstance(name, str) or _NAME.fullmatch(name) is None:
             yield f"{at}name", "the name must be 1 to 32 characters of a-z, 0-9, _ and -"
         elif name in names:
             owner = "rule" if place == "limits" else "plan"

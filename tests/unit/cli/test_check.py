@@ -249,7 +249,7 @@ def test_an_explanation_tells_the_plans_of_the_identities(ask, node):
     assert "reason the plan of an identity is blocked" in lines
     assert "plan blocked" in lines
     assert "retry after never, until it is unassigned" in lines
-    assert lines[-2] == "user blocked unassigned unassign the user"
+    assert lines[-2] == "user blocked never unassign the user"
     assert lines[-1].startswith("tenant pro now (1970-01-01")
 
 

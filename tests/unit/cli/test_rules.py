@@ -224,6 +224,20 @@ def test_the_list_tells_several_limits_one_a_line(ask, node):
     )
 
 
+def test_the_list_tells_plans_and_calendars_below_the_limits(ask, node):
+    month = pb.Limit(
+        name="month", limit=9, algorithm="fixed_window", period=pb.MONTH,
+        time_zone="Europe/Berlin", anchor_day=15,
+    )  # fmt: skip
+    plans = {"pro": pb.LimitList(limits=[month]), "free": pb.LimitList(limits=LIMITS[:1])}
+    node.add_rule("/a", id=ID, plans=plans)
+    _, _, *below = ask("rules", "list").out.splitlines()
+    assert [" ".join(line.split()) for line in below] == [
+        "plan free 10 60 token_bucket (default)",
+        "plan pro 9 month fixed_window (month, from day 15, Europe/Berlin)",
+    ]
+
+
 def test_an_update_tells_several_limits_in_one_line(ask, node):
     node.add_rule("/a", id=ID, limits=LIMITS)
     out = ask("rules", "update", ID, "--limit", "7").out

@@ -352,10 +352,10 @@ class TestPlans:
             ("plans:", "plans: [1]\n    x:", "plans: must be a mapping (line 7)"),
             ("free: [{", "free: 7 # ", "plans[free]: must be a list of limits (line 11)"),
             ("free: [{", "free: [7] # ", "plans[free][0]: must be a mapping of a limit's fields (line 11)"),
-            ("free: [{", "free: [] # ", "plans[free]: a plan has 1 to 8 limits (line 8)"),
-            ("free:", "unlimited:", "plans[unlimited]: unlimited is reserved: a rule has no limits for it (line 8)"),
+            ("free: [{", "free: [] # ", "plans[free]: a plan has 1 to 8 limits (line 11)"),
+            ("free:", "unlimited:", "plans[unlimited]: unlimited is reserved: a rule has no limits for it (line 11)"),
             ("free:", "Free:", "plans: the name 'Free' must be 1 to 32 characters of a-z, 0-9, _ and - (line 8)"),
-            ("limit: 10000", "limit: 0", "plans[pro][1].limit: the limit must be positive (line 8)"),
+            ("limit: 10000", "limit: 0", "plans[pro][1].limit: the limit must be positive (line 10)"),
             ("limit: 10000, ", "", "plans[pro][1].limit: is missing (line 10)"),
         ],
     )  # fmt: skip
@@ -412,31 +412,31 @@ class TestSeveralLimits:
     @pytest.mark.parametrize(
         ("new", "problem"),
         [
-            ("period: year", "limits[1].period: use one of day, week, month (line 5)"),
+            ("period: year", "limits[1].period: use one of day, week, month (line 6)"),
             ("period: 7", "limits[1].period: must be text: put it in quotes (line 6)"),
             (
                 "period: day, window_seconds: 60",
-                "limits[1].window_seconds: the window of a day must be unset or 86400 (line 5)",
+                "limits[1].window_seconds: the window of a day must be unset or 86400 (line 6)",
             ),
             (
                 "period: day, window_seconds: 0",
-                "limits[1].window_seconds: the window must be positive (line 5)",
+                "limits[1].window_seconds: the window must be positive (line 6)",
             ),
             (
                 "period: month, anchor_day: 0",
-                "limits[1].anchor_day: the anchor day must be 1 to 31 (line 5)",
+                "limits[1].anchor_day: the anchor day must be 1 to 31 (line 6)",
             ),
             (
                 "period: month, time_zone: ''",
-                "limits[1].time_zone: unknown time zone: use an IANA name such as Europe/Berlin (line 5)",
+                "limits[1].time_zone: unknown time zone: use an IANA name such as Europe/Berlin (line 6)",
             ),
             (
                 "window_seconds: 60, time_zone: UTC",
-                "limits[1].time_zone: only a limit with a period has a time zone (line 5)",
+                "limits[1].time_zone: only a limit with a period has a time zone (line 6)",
             ),
             (
                 "window_seconds: 60, anchor_day: 3",
-                "limits[1].anchor_day: only the period month has an anchor day (line 5)",
+                "limits[1].anchor_day: only the period month has an anchor day (line 6)",
             ),
         ],
     )
@@ -452,11 +452,11 @@ class TestSeveralLimits:
             ("{name: day, limit: 10000,", "7 #", ["limits[1]: must be a mapping of a limit's fields (line 6)"]),
             ("name: day", "names: day", [
                 "limits[1].names: unknown field (did you mean name?) (line 6)",
-                "limits[1].name: the name must be 1 to 32 characters of a-z, 0-9, _ and - (line 5)",
+                "limits[1].name: is missing: only the first limit may have no name (line 6)",
             ]),
             ("name: day", "name: 7", ["limits[1].name: must be text: put it in quotes (line 6)"]),
             ("limit: 10000, ", "", ["limits[1].limit: is missing (line 6)"]),
-            ("limit: 10,", "limit: -10,", ["limit: the limit must be positive (line 2)"]),
+            ("limit: 10,", "limit: -10,", ["limits[0].limit: the limit must be positive (line 5)"]),
             ("    limits:\n", "    limit: 9\n    limits:\n", [
                 "limit: the limit must be unset or that of limits[0] (line 4)",
             ]),

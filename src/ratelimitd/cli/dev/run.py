@@ -60,7 +60,13 @@ class NodePlan:
         return f"{HOST}:{self.http_port}"
 
     def command(
-        self, directory: Path, *, redis_url: str, database_url: str, rules_file: Path
+        self,
+        directory: Path,
+        *,
+        redis_url: str,
+        database_url: str,
+        rules_file: Path,
+        identifier_types: str,
     ) -> list[str]:
         """Its command line; what it writes stays in ``directory``."""
         return [
@@ -72,6 +78,7 @@ class NodePlan:
             *("--redis-url", redis_url),
             *("--database-url", database_url),
             *("--rules-file", str(rules_file)),
+            *("--identifier-types", identifier_types),
             *("--state-dir", str(directory / f"{self.name}-state")),
             *("--log-format", "console"),
             # The shared state and the rules database are open to everybody on this host, too.
@@ -140,12 +147,19 @@ class Cluster:
     """One run of the command."""
 
     def __init__(
-        self, nodes: Sequence[NodePlan], output: Output, *, rules_file: Path | None, sqlite: bool
+        self,
+        nodes: Sequence[NodePlan],
+        output: Output,
+        *,
+        rules_file: Path | None,
+        sqlite: bool,
+        identifier_types: str,
     ) -> None:
         self._nodes = nodes
         self._output = output
         self._rules_file = rules_file
         self._sqlite = sqlite
+        self._identifier_types = identifier_types
 
     async def run(self) -> None:
         """Start everything, wait until somebody wants it to end, and leave nothing behind.
@@ -181,7 +195,11 @@ class Cluster:
         nodes: list[Child] = []
         for planned in self._nodes:
             command = planned.command(
-                directory, redis_url=redis_url, database_url=database_url, rules_file=rules_file
+                directory,
+                redis_url=redis_url,
+                database_url=database_url,
+                rules_file=rules_file,
+                identifier_types=self._identifier_types,
             )
             nodes.append(await children.start(planned.name, command, read=True))
             if len(nodes) == 1:  # it seeds the rule book, which only one node may do

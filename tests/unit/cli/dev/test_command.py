@@ -28,7 +28,7 @@ def test_three_nodes_on_the_usual_ports(run, runs):
     [(nodes, options)] = runs
     addresses = [(node.grpc_address, node.http_address) for node in nodes]
     assert addresses == [(f"127.0.0.1:{9090 + n}", f"127.0.0.1:{8080 + n}") for n in range(3)]
-    assert options == {"rules_file": None, "sqlite": False}
+    assert options == {"rules_file": None, "sqlite": False, "identifier_types": ""}
 
 
 def test_everything_may_be_chosen(run, runs, tmp_path):
@@ -36,13 +36,13 @@ def test_everything_may_be_chosen(run, runs, tmp_path):
     rules.write_text("rules: []")
     ended = run(
         "dev", "cluster", "--nodes", 2, "--grpc-port", 7000, "--http-port", 7100,
-        "--rules-file", rules, "--sqlite",
+        "--rules-file", rules, "--sqlite", "--identifier-types", "tenant",
     )  # fmt: skip
     assert ended.status == 0
     [(nodes, options)] = runs
     assert [node.grpc_port for node in nodes] == [7000, 7001]
     assert [node.http_port for node in nodes] == [7100, 7101]
-    assert options == {"rules_file": rules, "sqlite": True}
+    assert options == {"rules_file": rules, "sqlite": True, "identifier_types": "tenant"}
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_the_command_line_of_a_node_sets_what_a_node_can_be_set_to():
         redis_url="unix:///d/s",
         database_url="sqlite:////d/r.db",
         rules_file=Path("/d/rules.yaml"),
+        identifier_types="tenant,model",
     )
     flags = command[command.index("serve") + 1 :]
     names = [flag.removeprefix("--").replace("-", "_").upper() for flag in flags[::2]]
@@ -54,6 +55,7 @@ def test_the_command_line_of_a_node_sets_what_a_node_can_be_set_to():
     assert settings.redis_url == "unix:///d/s"
     assert settings.database_url == "sqlite:////d/r.db"
     assert settings.rules_file == Path("/d/rules.yaml")
+    assert settings.identifier_types == ("tenant", "model")
     assert settings.state_dir == Path("/d/n1-state")
 
 

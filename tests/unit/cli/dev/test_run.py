@@ -82,7 +82,13 @@ def keyboard(monkeypatch):
 
 
 def cluster(screen, *nodes, rules_file=None, sqlite=True):
-    return Cluster(nodes, Output(stream=screen, environ={}), rules_file=rules_file, sqlite=sqlite)
+    return Cluster(
+        nodes,
+        Output(stream=screen, environ={}),
+        rules_file=rules_file,
+        sqlite=sqlite,
+        identifier_types="",
+    )
 
 
 async def running(screen, *nodes, **options):
