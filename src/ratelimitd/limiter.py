@@ -69,6 +69,10 @@ the memory that callers can fill by sending ever new endpoints (I17), and the ti
 MAX_BY_PLANS: Final = 64
 """Scopes of one endpoint and the same identifier types that are remembered by the plans of the identities."""
 
+MAX_OF_PLANS: Final = 16_384
+"""Limits of all scopes that are remembered by plans, together about 6 MB: of each endpoint alone there may be hundreds.
+"""
+
 ASKED_PER_TURN: Final = 100
 """Checks of a batch put to the shared state in one turn of the event loop: about 1 ms."""
 
@@ -347,6 +351,7 @@ class Limiter:
         self._one_reset = asyncio.Lock()
         self._book: RuleBook | None = None
         self._scopes: dict[tuple[str, ...], Scope | PlanScopes | None] = {}
+        self._of_plans = 0
         self._assignments = Assignments() if assignments is None else assignments
         self._assignments.on_types_changed = self._judge_anew
 
@@ -359,6 +364,7 @@ class Limiter:
         """Put new rules in force, whole, from the next check on."""
         self._book = book
         self._scopes = {}
+        self._of_plans = 0
 
     def _judge_anew(self) -> None:
         """Forget which limits judge, here and wherever that is remembered as long as :attr:`book` stays the same."""
@@ -875,6 +881,10 @@ class Limiter:
         # Without a book there are no scopes.
         book: RuleBook = self._book  # type: ignore[assignment]
         found = self._new_judging(book, scopes.endpoint, scopes.types, assigned)
+        self._of_plans += limits_in(found)
+        if self._of_plans > MAX_OF_PLANS:
+            # Bulk checks remember scopes too, until the book changes.
+            self._judge_anew()
         scopes.by_plans[plans] = found
         if len(plans) == 1 and scopes.assigned[0][0] == 0:
             scopes.by_plan[plans[0]] = found
@@ -986,6 +996,11 @@ class Limiter:
             return Decision(ALLOWED, FAIL_OPEN_REMAINING, reset_time, 0, reason)
         stats.fail_open_error_total += 1
         return Decision(ALLOWED, FAIL_OPEN_REMAINING, 0, 0, reason)
+
+
+def limits_in(judging: Scope | Unjudged) -> int:
+    """Return how many limits are remembered of a check: at least one."""
+    return len(judging.limits) if isinstance(judging, Scope) and judging.limits else 1
 
 
 def _told(outcome: Outcome, scope: Scope) -> Outcome:

@@ -183,6 +183,17 @@ class TestPlan:
             assert node.check(name).plan == plan
             assert len(node.limiter.scope("/orders", USER).by_plans) == 1
 
+    def test_scopes_by_plans_of_all_endpoints_are_bounded_together(self, node, monkeypatch):
+        monkeypatch.setattr(limiter_module, "MAX_OF_PLANS", 6)
+        node.put(replace(ORDERS, endpoint="*"))
+        node.assign("gold", b"bob")
+        endpoints = [f"/{number}" for number in range(20)]
+        for endpoint in endpoints:
+            for name, plan in ((b"ada", ""), (b"bob", "gold")):
+                assert node.limiter.check(Check(name, USER, endpoint)).plan == plan
+        kept = [node.limiter.scope(endpoint, USER) for endpoint in endpoints]
+        assert 0 < sum(len(one.by_plans) for one in kept) <= 6
+
     def test_nothing_is_looked_up_for_types_without_assignments(self, node):
         node.assign("pro", b"::1", IP)
         scope = node.limiter.scope("/orders", USER)

@@ -373,7 +373,7 @@ def _parse(message_class: type[Message], data: bytes) -> Message:
     if len(data) > COUNT_ABOVE_BYTES:
         at_most = MAX_BATCH_FIELDS if message_class is _BATCH else MAX_FIELDS
         with suppress(IndexError):
-            _count_fields(data, 0, len(data), message_class.DESCRIPTOR, at_most)
+            _count_fields(data, 0, len(data), cast("Descriptor", message_class.DESCRIPTOR), at_most)
     try:
         return message_class.FromString(data)
     except DecodeError:
