@@ -30,6 +30,7 @@ from ratelimitd.model import (
     COST_EXCEEDS_LIMIT,
     DENIED,
     EVERYBODY,
+    INT32_MAX,
     RESERVED_PLANS,
     US_PER_MS,
     US_PER_S,
@@ -185,6 +186,9 @@ class _Asked(NamedTuple):
 
 _Foreseen: TypeAlias = tuple[Sequence[Limit], Awaitable[Sequence[Outcome | Exception]]]
 
+_Together: TypeAlias = dict[bytes, tuple[Charge, list[int]]]
+"""What several checks charge to each bucket, by its key."""
+
 
 class Limiter:
     """Decides checks by the rules of a book on buckets: a node's own, or ``shared`` ones; exactly one is given.
@@ -301,12 +305,18 @@ class Limiter:
         return answers
 
     def all_pass(self, checks: Sequence[Check], now_us: int) -> bool | Awaitable[bool]:
-        """Whether each check would pass at ``now_us``; charges nothing, counts nothing, and knows no timestamps.
+        """Whether checks would all pass at ``now_us``, one after the other; charges and counts nothing.
 
-        An awaitable only where buckets are shared. An undetermined outcome counts as passing: the later
+        Knows no timestamps. Checks may share a bucket: of a rule over all endpoints, for everybody or for one of their
+        identities. An awaitable only where buckets are shared. An undetermined outcome counts as passing: the later
         charge meets the same failure and answers it.
         """
-        foreseen = [self._foresee(check, now_us) for check in checks]
+        together: _Together = {}
+        foreseen = [self._foresee(check, now_us, together) for check in checks]
+        for charge, costs in together.values():
+            if len(costs) > 1:
+                cost = min(sum(costs), INT32_MAX)
+                foreseen.append(self._foresee_charges([charge], [charge[1]], now_us, cost))
         asked = [one for one in foreseen if not isinstance(one, bool)]
         pass_here = False not in foreseen
         return self._all_pass_there(asked) if asked and pass_here else pass_here
@@ -547,22 +557,29 @@ class Limiter:
         buckets = self._own.states(charges)
         return wait_ms(buckets, now_us, check.cost, check.max_wait_ms)
 
-    def _foresee(self, check: Check, now_us: int) -> bool | _Foreseen:
+    def _foresee(self, check: Check, now_us: int, together: _Together) -> bool | _Foreseen:
         try:
             scope = self.scopes.judging_of(check, now_us)
             if isinstance(scope, Unjudged):
                 return scope.decision.allowed
             scope = scope.at(now_us)
-            # Each bucket is looked up again when it is charged, and counts then.
             charges = charges_of(identifiers_of(check), scope.several or (scope,))
-            limits = scope.limits or (scope.limit,)
-            outcomes = self._buckets.peek_all(charges, now_us, check.cost, is_counted=False)
+            for charge in () if check.peek else charges:
+                together.setdefault(charge[0], (charge, []))[1].append(check.cost)
+        except Exception as error:  # noqa: BLE001 - charging meets it again, and reports it
+            return self._passes_without_answer(error)
+        return self._foresee_charges(charges, scope.limits or (scope.limit,), now_us, check.cost)
+
+    def _foresee_charges(
+        self, charges: Sequence[Charge], limits: Sequence[Limit], now_us: int, cost: int
+    ) -> bool | _Foreseen:
+        try:
+            # Each bucket is looked up again when it is charged, and counts then.
+            outcomes = self._buckets.peek_all(charges, now_us, cost, is_counted=False)
             if outcomes is not None or self._shared is None:
                 return outcomes is None or passes(limits, outcomes)
-            return limits, self._shared.wait_all(
-                charges, now_us, check.cost, peek=True, is_counted=False
-            )
-        except Exception as error:  # noqa: BLE001 - charging meets it again, and reports it
+            return limits, self._shared.wait_all(charges, now_us, cost, peek=True, is_counted=False)
+        except Exception as error:  # noqa: BLE001 - as above
             return self._passes_without_answer(error)
 
     async def _all_pass_there(self, asked: Sequence[_Foreseen]) -> bool:

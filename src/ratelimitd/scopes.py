@@ -46,6 +46,10 @@ the memory that callers can fill by sending ever new endpoints (I17), and the ti
 MAX_BY_PLANS: Final = 64
 """Scopes of one endpoint and the same identifier types that are remembered by the plans of the identities."""
 
+MAX_OF_PLANS: Final = 16_384
+"""Limits of all scopes that are remembered by plans, together about 6 MB: of each endpoint alone there may be hundreds.
+"""
+
 
 _FIRST: Final = (0,)
 
@@ -170,12 +174,14 @@ class Scopes:
         self._assignments = assignments
         self._is_shared = is_shared
         self._known: dict[tuple[str, ...], Scope | PlanScopes | None] = {}
+        self._of_plans = 0
         assignments.on_types_changed = self._judge_anew
 
     def replace_book(self, book: RuleBook) -> None:
         """Put new rules in force, whole, from the next check on."""
         self.book = book
         self._known = {}
+        self._of_plans = 0
 
     def _judge_anew(self) -> None:
         """Forget which limits judge, here and wherever that is remembered as long as :attr:`book` stays the same."""
@@ -279,6 +285,10 @@ class Scopes:
         # Without a book there are no scopes.
         book: RuleBook = self.book  # type: ignore[assignment]
         found = self._new_judging(book, scopes.endpoint, scopes.types, assigned)
+        self._of_plans += limits_in(found)
+        if self._of_plans > MAX_OF_PLANS:
+            # Bulk checks remember scopes too, until the book changes.
+            self._judge_anew()
         scopes.by_plans[plans] = found
         if len(plans) == 1 and scopes.assigned[0][0] == 0:
             scopes.by_plan[plans[0]] = found
@@ -383,6 +393,11 @@ def _denied_until(expire_time: int, now_us: int) -> Decision:
         Reason.BLOCKED,
         plan=BLOCKED_PLAN,
     )
+
+
+def limits_in(judging: Scope | Unjudged) -> int:
+    """Return how many limits are remembered of a check: at least one."""
+    return len(judging.limits) if isinstance(judging, Scope) and judging.limits else 1
 
 
 def identifiers_of(check: Check) -> Sequence[bytes]:

@@ -372,6 +372,32 @@ async def test_two_million_empty_items_are_refused_like_any_other_long_batch(unh
     assert await refusal(unharmed, BATCH, b"\x0a\x00" * 2_000_000) == (INVALID, ["requests"])
 
 
+CHECK_OF_MANY = check().SerializeToString() + b"\x3a\x00" * 1_000_000
+RULE_OF_MANY = rule().SerializeToString() + b"\x4a\x00" * 1_000_000
+PLAN_OF_MANY = rule().SerializeToString() + field(
+    10, field(1, b"pro") + field(2, b"\x0a\x00" * 1_000_000)
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "data"),
+    [
+        (CHECK, CHECK_OF_MANY),
+        (EXPLAIN, CHECK_OF_MANY),
+        (BATCH, field(1, CHECK_OF_MANY)),
+        (RESET, check().SerializeToString() + b"\x22\x00" * 1_000_000),
+        (CREATE, field(1, RULE_OF_MANY)),
+        (CREATE, field(1, PLAN_OF_MANY)),
+        (UPDATE, field(1, RULE_OF_MANY)),
+        (UPDATE, field(1, rule(id=OTHER_ID).SerializeToString()) + field(2, b"\x0a\x00" * 10**6)),
+        (ASSIGN_BATCH, b"\x0a\x00" * 1_000_000),
+    ],
+    ids=["also", "explained", "batch", "reset", "limits", "plan", "update", "mask", "assignments"],
+)
+async def test_a_million_empty_entries_are_refused_before_they_are_parsed(unharmed, path, data):
+    assert await refusal(unharmed, path, data) == (INVALID, ["request"])
+
+
 async def test_a_malformed_item_is_answered_in_place_and_its_neighbours_are_not_touched(unharmed):
     batch = pb.BatchRateLimitRequest(
         requests=[check(peek=True), check(endpoint="*"), check(peek=True)]

@@ -19,6 +19,7 @@ from ratelimitd.errors import (
 )
 from ratelimitd.limiter import ASKED_PER_TURN, Limiter
 from ratelimitd.model import (
+    INT32_MAX,
     MAX_TIME_US,
     NO_RULE_REMAINING,
     Algorithm,
@@ -639,6 +640,16 @@ class TestForeseeing:
         assert (node.stats.allowed_total, node.stats.bucket_missed_total) == before
         assert node.denied == []
         assert (node.remaining(), node.remaining(b"bob")) == (1, 10)
+
+    def test_checks_that_share_a_bucket_pass_only_if_it_has_the_tokens_of_all(self):
+        node = Node(replace(ORDERS, endpoint="**", limit=10))
+        now_us = node.limiter.now_us()
+        one, other = check_of(cost=5), check_of(endpoint="/none", cost=5)
+        assert node.limiter.all_pass([one, other], now_us)
+        assert not node.limiter.all_pass([one, other, check_of(endpoint="/c")], now_us)
+        assert node.limiter.all_pass([one, other, check_of(endpoint="/c", peek=True)], now_us)
+        most = check_of(cost=INT32_MAX)
+        assert not node.limiter.all_pass([most, most._replace(endpoint="/none")], now_us)
 
     def test_without_a_rule_or_an_answer_a_check_passes(self, monkeypatch):
         assert Node(book=False).limiter.all_pass([check_of()], 0)

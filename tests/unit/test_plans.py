@@ -60,7 +60,7 @@ ACME = (("tenant", b"acme"),)
 class Node:
     """A limiter with assignments, on buckets of its own or on shared ones."""
 
-    def __init__(self, *rules, timestamps="bounded", shared=None):
+    def __init__(self, *rules, timestamps="bounded", shared=None, has_book=True):
         self.clock, self.stats, self.assignments = ManualClock(), CheckStats(), Assignments()
         self.denied, self.errors = [], []
         self.table = BucketTable(100, self.stats)
@@ -75,7 +75,8 @@ class Node:
             on_denied=self.denied.append,
             assignments=self.assignments,
         )
-        self.put(*rules)
+        if has_book:
+            self.put(*rules)
 
     def put(self, *rules):
         self.limiter.replace_book(RuleBook.of(rules, 1))
@@ -182,6 +183,24 @@ class TestPlan:
         for name, plan in ((b"ada", ""), (b"bob", "gold"), (b"eve", "pro")) * 2:
             assert node.check(name).plan == plan
             assert len(node.limiter.scopes.find("/orders", USER).by_plans) == 1
+
+    def test_scopes_by_plans_of_all_endpoints_are_bounded_together(self, node, monkeypatch):
+        monkeypatch.setattr(scopes_module, "MAX_OF_PLANS", 6)
+        node.put(replace(ORDERS, endpoint="*"))
+        node.assign("gold", b"bob")
+        endpoints = [f"/{number}" for number in range(20)]
+        for endpoint in endpoints:
+            for name, plan in ((b"ada", ""), (b"bob", "gold")):
+                assert node.limiter.check(Check(name, USER, endpoint)).plan == plan
+        kept = [node.limiter.scopes.find(endpoint, USER) for endpoint in endpoints]
+        assert 0 < sum(len(one.by_plans) for one in kept) <= 6
+
+    def test_assignments_may_be_there_before_the_rules(self):
+        node = Node(has_book=False)
+        node.assign("blocked")
+        assert node.check().reason is Reason.FAIL_OPEN_ERROR
+        node.put(ORDERS)
+        assert node.check().reason is Reason.BLOCKED
 
     def test_nothing_is_looked_up_for_types_without_assignments(self, node):
         node.assign("pro", b"::1", IP)

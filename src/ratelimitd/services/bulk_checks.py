@@ -16,7 +16,15 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.model import Check, Decision, IdentifierType, Outcome, Reason
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.scopes import MAX_BY_PLANS, PlanScopes, Scope, Scopes, Unjudged
+from ratelimitd.scopes import (
+    MAX_BY_PLANS,
+    MAX_OF_PLANS,
+    PlanScopes,
+    Scope,
+    Scopes,
+    Unjudged,
+    limits_in,
+)
 from ratelimitd.services.convert import (
     CONTRACT_IDENTITIES,
     Identities,
@@ -162,6 +170,7 @@ class BulkChecks:
         self._stats = stats
         self._perf_counter_s = perf_counter_s
         self._known: dict[bytes, _Known | None] = {}
+        self._of_plans = 0
         self._book: RuleBook | None = None
         self._reset_times: dict[int, bytes] = {}
 
@@ -180,7 +189,7 @@ class BulkChecks:
     def read(self, messages: Sequence[bytes]) -> list[Question | None]:
         """Parse messages under the rules in force; ``None`` for those that the general path has to answer."""
         if self._scopes.book is not self._book:
-            self._book, self._known = self._scopes.book, {}
+            self._book, self._known, self._of_plans = self._scopes.book, {}, 0
         known, to_learn = self._known, MAX_LEARNED
         questions: list[Question | None] = []
         ask = questions.append
@@ -268,6 +277,9 @@ class BulkChecks:
             return None
         found = by_plan.known.get(id(judging))
         if found is None:
+            self._of_plans += limits_in(judging)
+            if self._of_plans > MAX_OF_PLANS:
+                self._known, self._of_plans = {}, 0
             if len(by_plan.known) >= MAX_BY_PLANS:
                 by_plan.known.clear()
             found = by_plan.known[id(judging)] = judging, _known(by_plan.check, judging)

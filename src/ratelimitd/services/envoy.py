@@ -432,6 +432,10 @@ class EnvoyService:
             return self._wait(asked, checks, passes, started_s)
         final = checks if passes else _looks(checks)
         verdicts = self._limiter.check_batch([*final.values()], now_us)
+        if not passes and _all_allowed([one for one in verdicts if one is not None]):
+            # Each would pass, and not all of them: they share a bucket, which has not the tokens of all.
+            final = _looks(checks, sum(check.cost for check in checks.values() if not check.peek))
+            verdicts = self._limiter.check_batch([*final.values()], now_us)
         if None in verdicts:
             return self._wait_for_charges(asked, final, verdicts, started_s)
         return self._answer(asked, final, verdicts, started_s)
@@ -442,7 +446,7 @@ class EnvoyService:
         if not await passes:
             looks = _looks(checks)
             verdicts = await self._verdicts(looks, self._limiter.check_batch([*looks.values()]))
-            if not all(isinstance(one, Decision) and one.allowed for one in verdicts):
+            if not _all_allowed(verdicts):
                 return self._answer(asked, looks, verdicts, started_s)
             # All would pass by now. What is answered OK is charged, so they are judged by charging them.
         charges = self._limiter.check_batch([*checks.values()])
@@ -500,6 +504,13 @@ def _one_for_each_bucket(asked: Sequence[Check]) -> _Checks:
     return checks
 
 
-def _looks(checks: _Checks) -> _Checks:
-    """Return the same checks as peeks."""
-    return {bucket: check._replace(peek=True) for bucket, check in checks.items()}
+def _looks(checks: _Checks, cost: int = 0) -> _Checks:
+    """Return the same checks as peeks, of this cost unless it is 0."""
+    return {
+        bucket: check._replace(peek=True, cost=min(cost, INT32_MAX) or check.cost)
+        for bucket, check in checks.items()
+    }
+
+
+def _all_allowed(verdicts: Sequence[_Verdict | None]) -> bool:
+    return all(isinstance(one, Decision) and one.allowed for one in verdicts)

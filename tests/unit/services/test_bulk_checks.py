@@ -9,7 +9,8 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.limiter import Limiter
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm, IdentifierType, Plan, Rule
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services import bulk_checks
 from ratelimitd.services.bulk_checks import (
@@ -60,13 +61,14 @@ class Bench:
 
     def __init__(self, *rules):
         self.clock, self.stats = ManualClock(), CheckStats()
-        self.table = BucketTable(10_000, self.stats)
+        self.table, self.assignments = BucketTable(10_000, self.stats), Assignments()
         self.limiter = CountingLimiter(
             buckets=self.table,
             clock=self.clock,
             stats=self.stats,
             timestamps="bounded",
             keys=BucketKeys(b"k" * 32),
+            assignments=self.assignments,
         )
         seconds = itertools.count(0.0, 0.003)
         self.checks = BulkChecks(self.limiter, self.stats, lambda: next(seconds))
@@ -314,3 +316,21 @@ class TestRememberedEndings:
             assert answer.reset_time == bench.clock.now_us() // 1_000_000 + 60
             bench.clock.advance(seconds=60)
         assert len(bench.checks._reset_times) == 2
+
+
+def test_what_is_known_by_plans_is_bounded_over_all_endings(monkeypatch):
+    monkeypatch.setattr(bulk_checks, "MAX_OF_PLANS", 6)
+    bench = Bench(replace(EVERYWHERE, limit=1_000, plans=(Plan("gold", (EVERYWHERE,)),)))
+    bench.assignments.put(USER, b"bob", "gold", 0)
+    for cost in range(1, 20):
+        messages = [
+            pb.RateLimitRequest(
+                identifier=name, identifier_type="user", endpoint="/a", tokens_requested=cost
+            ).SerializeToString()
+            for name in ("ada", "bob")
+        ]
+        found = [
+            pb.RateLimitResponse.FromString(one) for one in bench.checks.answer_calls(messages)
+        ]
+        assert [one.plan for one in found] == ["", "gold"]
+        assert len(bench.checks._known) <= 4

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -8,7 +9,7 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter import Limiter
-from ratelimitd.model import Algorithm, Decision, IdentifierType, Reason, Rule
+from ratelimitd.model import Algorithm, Decision, Enforcement, IdentifierType, Reason, Rule
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services.envoy import ALL_FIELDS, METHOD, EnvoyOptions, EnvoyService
 from ratelimitd.testing import ManualClock
@@ -83,6 +84,17 @@ def test_nothing_is_charged_unless_all_pass(node):
     assert codes(node.ask(ADA_A, ADA_B)) == [OK, OK]
     assert codes(node.ask(ADA_A, ADA_B)) == [OK, OVER_LIMIT]
     assert node.left(ADA_A) == 1  # of 3: one was spent, and a look counts itself in
+
+
+def test_descriptors_that_share_a_bucket_of_another_rule_are_charged_together_or_not(node):
+    everywhere = replace(B, id="every", endpoint="**", limit=3)
+    observed = replace(everywhere, id="all", identifier_type="all", enforcement=Enforcement.OBSERVE)
+    node.limiter.replace_book(RuleBook.of([everywhere, observed], 1))
+    assert node.ask(ADA_A, ADA_B).overall_code == OK
+    for _ in range(2):
+        assert codes(node.ask(ADA_A, ADA_B)) == [OVER_LIMIT, OVER_LIMIT]
+    assert codes(node.ask((ADA_A, 0), ADA_B)) == [OK, OK]
+    assert codes(node.ask(ADA_A)) == [OVER_LIMIT]
 
 
 def test_what_was_judged_twice_is_counted_once(node):

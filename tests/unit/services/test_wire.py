@@ -164,6 +164,48 @@ def test_a_message_of_ever_more_other_fields_is_refused():
         wire.count_top_level(most + b"\x10\x00", 1, 1000)
 
 
+LONG_PARSERS = [
+    wire.parse_check, wire.parse_batch, wire.parse_create, wire.parse_update, wire.parse_reset,
+    wire.parse_assign_batch, wire.parse_metrics, wire.parse_list,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parse", LONG_PARSERS)
+@pytest.mark.parametrize("octets", [b"\x3a\x00", b"\xba\x00\x00", b"\x3a\x80\x00", b"\x58\x00"])
+def test_a_long_message_of_ever_more_fields_is_not_parsed(parse, octets):
+    with pytest.raises(InvalidInputError, match="too many fields"):
+        parse(octets * 20_000)
+
+
+@pytest.mark.parametrize("parse", LONG_PARSERS)
+@pytest.mark.parametrize("end", [b"\x0a", b"\x0a\x80", b"\x80" * 50, b"\x0a\x05ab", b"\x1b"])
+def test_a_long_message_that_is_cut_off_is_none(parse, end):
+    with pytest.raises(InvalidInputError, match="are no"):
+        parse(b"\xa2\x1f\x80\x80\x01" + bytes(16_384) + end)
+
+
+def test_the_largest_batch_and_rule_are_parsed():
+    identities = [pb.Identity(identifier_type=f"t{n}", identifier="i" * 30) for n in range(7)]
+    check = pb.RateLimitRequest(
+        identifier="u", identifier_type="user", endpoint="/a", tokens_requested=1, timestamp=1,
+        peek=True, also=identities, max_wait_ms=1,
+    )  # fmt: skip
+    batch = pb.BatchRateLimitRequest(requests=[check] * 1_000)
+    assert len(wire.parse_batch(batch.SerializeToString()).requests) == 1_000
+    limits = [
+        pb.Limit(
+            name="n" * 32, limit=1, window_seconds=1, algorithm="fixed_window", period=pb.MONTH,
+            time_zone="America/Argentina/Buenos_Aires", anchor_day=31, enforcement=pb.OBSERVE,
+        )
+    ] * 8  # fmt: skip
+    rule = pb.RateLimit(limits=limits)
+    for number in range(32):
+        rule.plans[f"p{number}"].limits.extend(limits)
+    create = pb.CreateRateLimitRequest(rate_limit=rule).SerializeToString()
+    assert len(create) > wire.COUNT_ABOVE_BYTES
+    assert len(wire.parse_create(create).rate_limit.plans) == 32
+
+
 def varint(value):
     encoded = bytearray()
     while value > 0x7F:
