@@ -657,6 +657,8 @@ class TestForeseeing:
         node = Node(ORDERS)
         monkeypatch.setattr(node.table, "peek", None)
         assert node.limiter.all_pass([check_of()], node.limiter.now_us())
+        monkeypatch.setattr(node.limiter, "scope", None)
+        assert node.limiter.all_pass([check_of()], node.limiter.now_us())
         assert node.errors == []
 
 
