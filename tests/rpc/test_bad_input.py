@@ -565,8 +565,8 @@ async def test_a_mask_that_names_what_cannot_be_changed_is_refused(unharmed, pat
     assert await refusal(unharmed, UPDATE, message) == (INVALID, ["update_mask"])
 
 
-async def test_a_mask_of_thousands_of_unknown_paths_is_refused_in_a_short_answer(unharmed):
-    paths = ["\u00e9" * 50 + str(index) for index in range(5_000)]
+async def test_a_mask_of_many_unknown_paths_is_refused_in_a_short_answer(unharmed):
+    paths = ["\u00e9" * 50 + str(index) for index in range(1_900)]
     message = pb.UpdateRateLimitRequest(
         rate_limit=rule(id=OTHER_ID), update_mask=FieldMask(paths=paths)
     )
