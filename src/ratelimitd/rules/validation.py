@@ -300,6 +300,8 @@ def _violations(
         yield from _limit_violations(fields)
     if fields.plans:
         yield from _plan_violations(fields.plans)
+        if fields.identifier_type == EVERYBODY:
+            yield "plans", f"a rule for {EVERYBODY} has no plans: they are of single identities"
 
 
 def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:

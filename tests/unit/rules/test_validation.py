@@ -229,6 +229,12 @@ class TestPlans:
         assert rule_from_row(RuleRow.of(listed)) == listed
         assert (rule.limits_of("pro"), rule.limits_of("gold")) == (limits, (rule,))
 
+    def test_a_rule_for_everybody_has_none(self):
+        rule = dataclasses.replace(DRAFT, identifier_type="all", plans=(self.PRO,))
+        assert violations(rule) == {
+            "rate_limit.plans": "a rule for all has no plans: they are of single identities"
+        }
+
     @pytest.mark.parametrize(
         ("plans", "field"),
         [
