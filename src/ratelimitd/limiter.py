@@ -242,7 +242,7 @@ class Limiter:
 
     @property
     def book(self) -> RuleBook | None:
-        """The rules in force; ``None`` until there are some."""
+        """The rules in force; ``None`` until the first book is loaded."""
         return self.scopes.book
 
     def replace_book(self, book: RuleBook) -> None:
