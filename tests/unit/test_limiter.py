@@ -655,9 +655,9 @@ class TestForeseeing:
         assert Node(book=False).limiter.all_pass([check_of()], 0)
         assert Node().limiter.all_pass([check_of()], 0)
         node = Node(ORDERS)
-        monkeypatch.setattr(node.table, "peek", None)
+        monkeypatch.setattr(node.table, "peek_all", None)
         assert node.limiter.all_pass([check_of()], node.limiter.now_us())
-        monkeypatch.setattr(node.limiter, "scope", None)
+        monkeypatch.setattr(node.limiter.scopes, "judging_of", None)
         assert node.limiter.all_pass([check_of()], node.limiter.now_us())
         assert node.errors == []
 
