@@ -28,7 +28,8 @@ BUSY = 0.85
 EVERYTHING = ("--http-listen", "127.0.0.1:0")
 """What a node has by default; the other parts leave the HTTP side out."""
 ALIKE = "one-key"
-VARIED = ("identifiers", "go-timeouts", "grpcio-timeouts", "batch", "batch-one-key")
+SEVERAL = "three-limits"
+VARIED = (SEVERAL, "identifiers", "go-timeouts", "grpcio-timeouts", "batch", "batch-one-key")
 
 Ask = Callable[..., Measured]
 
@@ -60,6 +61,10 @@ def measure() -> list[Row]:
                 "grpcio": partial(_checked, ask, grpcio, ALIKE, FEW),
                 ALIKE: partial(_checked, replay, ours, ALIKE, FEW),
                 **{name: partial(_checked, replay, ours, name, FEW) for name in VARIED},
+                **{
+                    f"{name} {ONE}": partial(_checked, replay, ours, name, ONE)
+                    for name in (ALIKE, SEVERAL)
+                },
                 "TLS": partial(ask, tls, ALIKE, FEW, tls=True),
             }
         )
@@ -81,6 +86,10 @@ def measure() -> list[Row]:
         *_both("4x16", few, "grpcio transport, 4x16; aim 25", best["grpcio"]),
         *_both("16x64", many, "grpcio transport, 4x16", best["grpcio"]),
         *_both("100,000 identifiers", best["identifiers"], "one key; aim 0.7", alike),
+        *_both("three limits, 4x16", best[SEVERAL], "one; aim 0.62", alike),
+        *_both(
+            "three limits, one at a time", best[f"{SEVERAL} {ONE}"], "one", best[f"{ALIKE} {ONE}"]
+        ),
         *_both("new timeouts, grpc-go", best["go-timeouts"], "constant; aim 0.5", alike),
         *_both("new timeouts, grpcio", best["grpcio-timeouts"], "constant; aim 0.5", alike),
         *_batches("batches of 100 identifiers", best["batch"], c_few),
@@ -128,7 +137,7 @@ def _checked(
     ask: Ask, server: Server, scenario: str, shape: tuple[int, int], *, seconds: int
 ) -> Measured:
     """Measure, and see that what was answered was also charged to the one key, where there is one key."""
-    if scenario in ("identifiers", "batch"):
+    if scenario in (SEVERAL, "identifiers", "batch"):
         return ask(server, scenario, shape, seconds=seconds)
     with _charged(server.port) as spent:
         measured = ask(server, scenario, shape, seconds=seconds)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, islice, repeat
 from typing import NamedTuple
 
+from bench.servers import ENDPOINT, SEVERAL_ENDPOINT
 from ratelimitd_wire import huffman
 from ratelimitd_wire.frames import END_HEADERS, END_STREAM, FrameType
 from ratelimitd_wire.huffman import encode_integer
@@ -171,9 +172,9 @@ def identifier(number: int) -> str:
     return f"user-{number:033d}"
 
 
-def _request(number: int) -> pb.RateLimitRequest:
+def _request(number: int, endpoint: str = ENDPOINT) -> pb.RateLimitRequest:
     return pb.RateLimitRequest(
-        identifier=identifier(number), identifier_type="user", endpoint="/api/orders"
+        identifier=identifier(number), identifier_type="user", endpoint=endpoint
     )
 
 
@@ -183,6 +184,10 @@ def _framed(message: bytes) -> bytes:
 
 def _one_key() -> Iterator[bytes]:
     return repeat(_framed(_request(42).SerializeToString()))
+
+
+def _three_limits() -> Iterator[bytes]:
+    return repeat(_framed(_request(42, SEVERAL_ENDPOINT).SerializeToString()))
 
 
 def _any_key() -> Iterator[bytes]:
@@ -223,6 +228,7 @@ class Scenario(NamedTuple):
 SCENARIOS = {
     "file": Scenario(lambda: _constant_blocks(FILE_FIELDS), _nothing, 800_000),
     "one-key": Scenario(_checks, _one_key, 400_000),
+    "three-limits": Scenario(_checks, _three_limits, 300_000),
     "identifiers": Scenario(_checks, _any_key, 400_000),
     "go-timeouts": Scenario(_go_timeouts, _one_key, 300_000),
     "grpcio-timeouts": Scenario(_grpcio_timeouts, _one_key, 300_000),

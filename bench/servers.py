@@ -22,10 +22,18 @@ SERVER_CORE, LOAD_CORE = 0, 1
 LIMIT, WINDOW_SECONDS = 1_000_000_000, 86_400
 """So high that no check of a run is denied."""
 ENDPOINT = "/api/orders"
+SEVERAL_ENDPOINT = "/api/report"
+"""Its rule has three limits, no check of which is denied either at what one core answers."""
 RULES = f"""
 rules:
   - {{endpoint: {ENDPOINT}, identifier_type: user, limit: {LIMIT}, window_seconds: {WINDOW_SECONDS},
       algorithm: token_bucket}}
+  - endpoint: {SEVERAL_ENDPOINT}
+    identifier_type: user
+    limits:
+      - {{name: short, limit: 2000000, window_seconds: 10, algorithm: token_bucket}}
+      - {{name: middle, limit: 2000000, window_seconds: 20, algorithm: token_bucket}}
+      - {{name: long, limit: 2000000, window_seconds: 30, algorithm: token_bucket}}
 """
 FILE = b"Hello, world\n"
 """What nghttpd serves, under ``/file``: 13 bytes, about the size of an answer to a check."""

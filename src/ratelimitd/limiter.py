@@ -406,7 +406,7 @@ class Limiter:
     ) -> tuple[Decision, Sequence[LimitStatus]]:
         scope = scope.at(now_us)
         scopes = scope.several or (scope,)
-        charges = charges_of(identifiers_of(check), scopes)
+        charges = charges_of(identifiers_of(check), scope)
         ahead_ms = self._ahead_ms(check, charges, now_us)
         charges = _ahead(charges, ahead_ms) if ahead_ms else charges
         outcomes = self._buckets.peek_all(charges, now_us, check.cost, is_counted=False)
@@ -512,39 +512,32 @@ class Limiter:
         """
         if scope.windows is not None:
             scope = scope.windows.at(now_us)
-        scopes = scope.several
-        judge_all = self._buckets.peek_all if peek else self._buckets.apply_all
-        charges = charges_of(identifiers, scopes)
+        charges = charges_of(identifiers, scope)
         if ahead_ms:
             charges = _ahead(charges, ahead_ms)
+        judge_all = self._buckets.peek_all if peek else self._buckets.apply_all
         outcomes = judge_all(charges, now_us, cost)
-        if outcomes is None:
-            return None
-        return self._judged(identifiers, scopes, scope.limits, outcomes)
+        return None if outcomes is None else self._judged(identifiers, scope, outcomes)
 
     def _judged(
-        self,
-        identifiers: Sequence[bytes],
-        scopes: Sequence[Scope],
-        limits: Sequence[Limit],
-        outcomes: Sequence[Outcome],
+        self, identifiers: Sequence[bytes], scope: Scope, outcomes: Sequence[Outcome]
     ) -> tuple[int, Outcome, Sequence[Outcome]]:
         """Count a check by the outcomes of its limits, and return it as :meth:`judge` does."""
-        first = deciding(limits, outcomes)
-        outcome, scope = outcomes[first], scopes[first]
-        if outcome[0] or scope.would_deny is not None:
-            for one, judged in zip(scopes, outcomes, strict=True):
+        first = deciding(scope.limits, outcomes)
+        outcome, decides = outcomes[first], scope.several[first]
+        if scope.observes and (outcome[0] or decides.would_deny is not None):
+            for one, judged in zip(scope.several, outcomes, strict=True):
                 if not judged[0] and one.would_deny is not None:
                     one.would_deny[0] += 1
             outcome = _passed(outcome)
-        self._count(outcome, identifiers, scope)
+        self._count(outcome, identifiers, decides)
         return first, outcome, outcomes
 
     def _decide_several(self, check: Check, scope: Scope, now_us: int) -> Decision | None:
         if not scope.several:
-            scope = replace(scope, several=(scope,), limits=(scope.limit,))
+            scope = replace(scope, several=(scope,))
         identifiers = identifiers_of(check)
-        ahead_ms = self._ahead_ms(check, charges_of(identifiers, scope.several), now_us)
+        ahead_ms = self._ahead_ms(check, charges_of(identifiers, scope), now_us)
         judged = self.judge(
             identifiers, scope, now_us, check.cost, peek=check.peek, ahead_ms=ahead_ms
         )
@@ -563,7 +556,7 @@ class Limiter:
             if isinstance(scope, Unjudged):
                 return scope.decision.allowed
             scope = scope.at(now_us)
-            charges = charges_of(identifiers_of(check), scope.several or (scope,))
+            charges = charges_of(identifiers_of(check), scope)
             for charge in () if check.peek else charges:
                 together.setdefault(charge[0], (charge, []))[1].append(check.cost)
         except Exception as error:  # noqa: BLE001 - charging meets it again, and reports it
@@ -615,7 +608,7 @@ class Limiter:
             scope = scope.at(now_us)
             identifiers = identifiers_of(check)
             if scope.several:
-                charges = charges_of(identifiers, scope.several)
+                charges = charges_of(identifiers, scope)
                 outcomes = self._shared.wait_all(charges, now_us, check.cost, peek=check.peek)
                 return _Asked(identifiers, scope, outcomes)
             key = check.identifier + scope.key_suffix
@@ -649,8 +642,12 @@ class Limiter:
         if failures and passes(limits, reached):
             is_open = [error for error in failures if isinstance(error, BreakerOpenError)]
             return self._failed((is_open or failures)[0])
-        judged = self._judged(asked.identifiers, scopes, limits, reached)
-        return _decision(replace(asked.scope, several=tuple(scopes)), *judged, 0)
+        scope = (
+            replace(asked.scope, several=tuple(scopes))
+            if len(reached) < len(there)
+            else asked.scope
+        )
+        return _decision(scope, *self._judged(asked.identifiers, scope, reached), 0)
 
     def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
         self._count(outcome, (identifier,), scope)

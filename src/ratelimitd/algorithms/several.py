@@ -88,19 +88,19 @@ def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
     Denied: the denial with the longest retry delay. Allowed: the one that leaves the smallest part of its capacity. Of
     equal ones it is the first.
     """
-    found, best = 0, outcomes[0]
-    for place in range(1, len(limits)):
-        outcome = outcomes[place]
-        if limits[place].enforcement is not limits[found].enforcement:
-            is_before = limits[place].enforcement is ENFORCE
+    found, best, best_limit = 0, outcomes[0], limits[0]
+    for place, outcome in enumerate(outcomes):
+        limit = limits[place]
+        if limit.enforcement is not best_limit.enforcement:
+            is_before = limit.enforcement is ENFORCE
         elif outcome[0] != best[0]:
             is_before = not outcome[0]
         elif outcome[0]:
-            is_before = outcome[1] * limits[found].capacity < best[1] * limits[place].capacity
+            is_before = outcome[1] * best_limit.capacity < best[1] * limit.capacity
         else:
             is_before = outcome[3] > best[3]
         if is_before:
-            found, best = place, outcome
+            found, best, best_limit = place, outcome, limit
     return found
 
 

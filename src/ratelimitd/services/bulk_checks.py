@@ -57,6 +57,12 @@ _MOST_NUMBERS_BYTES: Final = 2 + 6 + 11 + 6 + 2
 
 _KEPT_VARINTS: Final = len(KEPT)
 
+_MANY: Final = 1 << 21
+"""Remaining tokens that take more than three bytes."""
+
+_RESET_BYTES: Final = 1 + 5
+"""Tag and reset time, from 1978 to 3058."""
+
 # Tags of the contract: field number << 3 | wire type.
 _IDENTIFIER: Final = 0x0A
 _IDENTIFIER_TYPE: Final = b"\x12"
@@ -68,6 +74,7 @@ _REMAINING: Final = b"\x10"
 _RESET_TIME: Final = b"\x18"
 _RETRY_AFTER: Final = b"\x20"
 _REASON: Final = b"\x28"
+_WITHIN_LIMIT: Final = _REASON + KEPT[Reason.WITHIN_LIMIT]
 _LIMIT: Final = b"\x30"
 _WINDOW_SECONDS: Final = b"\x38"
 _RULE_ID: Final = b"\x42"
@@ -129,13 +136,13 @@ A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` i
 which the general path answers.
 """
 
-_Parts: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, int]
-"""What all answers of a scope have in common: limit, window and rule id; limit name; and of the entry in ``limits`` its
-begin, limit and window, and enforcement. Of the entry of an allowed check also all before the remaining tokens, all
-after the reset time, and the length of both.
+_Parts: TypeAlias = tuple[Sequence[bytes], bytes, tuple[bytes, bytes], tuple[bytes, bytes, bytes]]
+"""What all answers of a scope have in common. Of the entry in ``limits`` of an allowed check: all before the remaining
+tokens, by the bytes that these take where the reset time takes ``_RESET_BYTES``, and all after the reset time. Limit,
+window and rule id, and the limit's name. Of any other entry its begin, limit and window, and what follows the reason.
 """
 
-_OF_PLAN: Final[Sequence[_Parts]] = ((b"", b"", b"", b"", b"", b"", b"", 0),)
+_OF_PLAN: Final[Sequence[_Parts]] = (((), b"", (b"", b""), (b"", b"", b"")),)
 """Stands for the parts of an answer that are found by the identifier's plan."""
 
 
@@ -173,6 +180,7 @@ class BulkChecks:
         self._of_plans = 0
         self._book: RuleBook | None = None
         self._reset_times: dict[int, bytes] = {}
+        self._status_resets: dict[int, bytes] = {}
 
     def answer_calls(self, messages: Sequence[bytes]) -> Sequence[bytes | None]:
         """Answer messages of one call each; ``None`` where the unary handler has to answer.
@@ -288,38 +296,41 @@ class BulkChecks:
     def _answer_several(
         self, first: int, outcome: Outcome, outcomes: Sequence[Outcome], parts: Sequence[_Parts]
     ) -> bytes:
+        resets, entries = self._status_resets, []
+        for place, (allowed, remaining, reset_time, _, _, _) in enumerate(outcomes):
+            starts, within, _, _ = parts[place]
+            reset = resets.get(reset_time)
+            if reset and allowed and 0 < remaining < _MANY:
+                # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
+                left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+                entries.append(starts[len(left)] + left + reset + within)
+            else:
+                entries.append(self._status(outcomes[place], parts[place]))
         allowed, remaining, reset_time, retry_after, reason, _ = outcome
         reset = self._reset_times.get(reset_time) or self._reset(reset_time)
-        numbers, name, *_ = parts[first]
-        octets = [_start(allowed, remaining), reset, _end(retry_after, reason), numbers]
-        if len(parts) > 1:
-            self._add_status(octets, outcomes[first], parts[first])
-            for place, one in enumerate(parts):
-                if place != first:
-                    self._add_status(octets, outcomes[place], one)
-        octets.append(name)
-        return b"".join(octets)
+        numbers, name = parts[first][2]
+        end = _end(retry_after, reason) if retry_after else _REASON + KEPT[reason]
+        start = _start(allowed, remaining) + reset + end + numbers
+        if len(entries) == 1:
+            return start + name
+        if first:
+            entries.insert(0, entries.pop(first))
+        return b"".join((start, *entries, name))
 
-    def _add_status(self, octets: list[bytes], outcome: Outcome, parts: _Parts) -> None:
-        """Append the entry of ``limits`` for one outcome."""
+    def _status(self, outcome: Outcome, parts: _Parts) -> bytes:
+        """Encode the entry of ``limits`` for one outcome."""
         allowed, remaining, reset_time, retry_after, reason, _ = outcome
-        _, _, head, numbers, enforcement, start, within, fixed = parts
-        reset = (self._reset_times.get(reset_time) or self._reset(reset_time))[1:]
-        if allowed and 0 < remaining < _KEPT_VARINTS and reset:
-            # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
-            left = KEPT[remaining]
-            size = KEPT[fixed + len(left) + len(reset)]
-            octets += (_LIMITS, size, start, left, _STATUS_RESET_TIME, reset, within)
-            return
+        head, numbers, enforcement = parts[3]
         status = head + _STATUS_ALLOWED if allowed else head
         if remaining:
             status += _STATUS_REMAINING + varint(remaining)
-        if reset:
-            status += _STATUS_RESET_TIME + reset
+        if reset_time:
+            status += _STATUS_RESET_TIME + varint(reset_time)
+            self._reset(reset_time)
         if retry_after:
             status += _STATUS_RETRY_AFTER + varint(retry_after)
         status += numbers + _STATUS_REASON + KEPT[reason] + enforcement
-        octets += (_LIMITS, varint(len(status)), status)
+        return _field(_LIMITS, status)
 
     def _learn(self, message: bytes) -> _Known | None:
         """Cache the ending of a request if it is canonical."""
@@ -346,8 +357,11 @@ class BulkChecks:
         """Encode a reset time. Cached: few distinct seconds occur at a time, each many times."""
         if len(self._reset_times) >= MAX_RESET_TIMES:
             self._reset_times.clear()
+            self._status_resets.clear()
         octets = _RESET_TIME + varint(reset_time) if reset_time else b""
         self._reset_times[reset_time] = octets
+        if len(octets) == _RESET_BYTES:
+            self._status_resets[reset_time] = _STATUS_RESET_TIME + octets[1:]
         return octets
 
 
@@ -359,14 +373,14 @@ def _known(check: Check, scope: Scope | PlanScopes | None) -> _Known | None:
         return None
     if scope.several:
         parts = tuple(map(_parts, scope.several))
-        longest = sum(_MOST_STATUS_BYTES + sum(map(len, one[:5])) for one in parts)
+        longest = sum(map(_longest, parts))
         if _MOST_NUMBERS_BYTES + longest > MAX_ANSWER_BYTES:
             return None
         return scope, check.cost, is_address, b"", b"", parts
     rule_part = b"".join(_rule_part(scope))
     if _MOST_NUMBERS_BYTES + len(rule_part) > MAX_ANSWER_BYTES:
         return None  # too long: the id was not made by a node
-    within_part = _REASON + varint(Reason.WITHIN_LIMIT) + rule_part
+    within_part = _WITHIN_LIMIT + rule_part
     return scope, check.cost, is_address, rule_part, within_part, ()
 
 
@@ -407,19 +421,27 @@ def _parts(scope: Scope) -> _Parts:
     end += _text_field(_STATUS_PLAN, scope.plan)
     within = numbers + _STATUS_REASON + KEPT[Reason.WITHIN_LIMIT] + end
     start = head + _STATUS_ALLOWED + _STATUS_REMAINING
-    fixed = len(start) + len(_STATUS_RESET_TIME) + len(within)
-    return (*_rule_part(scope), head, numbers, end, start, within, fixed)
+    fixed = len(start) + _RESET_BYTES + len(within)
+    starts = [_LIMITS + varint(fixed + size) + start for size in range(len(varint(_MANY)))]
+    return starts, within, _rule_part(scope), (head, numbers, end)
+
+
+def _longest(parts: _Parts) -> int:
+    _, _, rule_part, entry = parts
+    return _MOST_STATUS_BYTES + sum(map(len, (*rule_part, *entry)))
 
 
 # Zeros are not encoded (proto3).
 
 
 def _start(allowed: bool, remaining: int) -> bytes:  # noqa: FBT001 -- as it stands in an outcome
-    start = _ALLOWED if allowed else b""
-    return start + _REMAINING + varint(remaining) if remaining else start
+    if not remaining:
+        return _ALLOWED if allowed else b""
+    left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+    return _ALLOWED_AND_REMAINING + left if allowed else _REMAINING + left
 
 
 def _end(retry_after: int, reason: Reason) -> bytes:
     """Encode retry delay and reason; the reason is never zero."""
-    end = _REASON + varint(reason)
+    end = _REASON + KEPT[reason]
     return _RETRY_AFTER + varint(retry_after) + end if retry_after else end
