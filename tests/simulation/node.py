@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.ledger import cold
+from ratelimitd.ledger.cold import ColdSpend
 from ratelimitd.ledger.local_view import STALE_US, LocalView
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, Reply, Sender
-from ratelimitd.ledger.shared_state import Met, Settled, SharedState
+from ratelimitd.ledger.shared_state import Met, Settled, SharedState, Update
 from ratelimitd.model import Rule
 from tests.simulation.giving_up import GivingUp
 from tests.simulation.meetings import BURIED_US, FirstChecks, Waiting
@@ -43,6 +46,10 @@ class Node:
     """Evicted before everything was settled."""
     packed: dict[bytes, SharedState] = field(default_factory=dict)
     """The last bases of some that were evicted."""
+    cold: dict[bytes, ColdSpend] = field(default_factory=dict)
+    """Spends of packed ones, which have no view."""
+    sent_cold: dict[bytes, ColdSpend] = field(default_factory=dict)
+    """Those in the batch in flight."""
     dirty: dict[bytes, LocalView] = field(default_factory=dict)
     asking: dict[bytes, list[Waiting]] = field(default_factory=dict)
     asked: dict[bytes, list[Waiting]] = field(default_factory=dict)
@@ -61,6 +68,11 @@ class Node:
     gaps: int = 0
     """In the news of others."""
     evicted_unsettled: int = 0
+    packs: bool = False
+    """Idle buckets are packed at once, as they are soon where there are many."""
+    cold_spends: int = 0
+    warmed: int = 0
+    """Of those, made views before they were settled."""
 
     def __post_init__(self) -> None:
         self.world.nodes.append(self)
@@ -107,8 +119,12 @@ class Node:
         if self.world.now_us < self.stalled_until_us:
             self._after(0, self.check, key, cost)
             return
+        if self.packs and key in self.views:
+            self._pack(key)
         view, waiting = self.views.get(key), Waiting(key, cost, self._time_of_caller())
         if view is None:
+            if self._spend_cold(waiting):
+                return
             view = self._known(key)
         if view is not None:
             self._decide(view, waiting)
@@ -152,9 +168,39 @@ class Node:
         for one in waiting:
             self._answer(one, allowed=True, alone=True, unchecked=True)
 
+    def _spend_cold(self, waiting: Waiting) -> bool:
+        """Charge a packed bucket without a view, if that may be."""
+        key, rule, base = waiting.key, self.rule, self.packed.get(waiting.key)
+        if base is None or key in self.pending or self.is_cut_off:
+            return False
+        if isinstance(base.state, bytes) or base.limit != rule.limit or base.burst or rule.burst:
+            return False
+        decide = DECIDE[rule.algorithm]
+        outcome = cold.spend(base.state, rule, decide, waiting.at_us, self.members, waiting.cost)
+        if outcome is None:
+            return False
+        at_us = waiting.at_us if base.state is None else max(waiting.at_us, base.state[1])
+        self.cold[key] = ColdSpend(rule, self.packed.pop(key), at_us, waiting.cost)
+        self.cold_spends += 1
+        self._answer(waiting, outcome[0])
+        return True
+
+    def _warm(self, key: bytes) -> LocalView | None:
+        """The view of a bucket with a cold spend."""
+        in_flight = key not in self.cold
+        spent = self.sent_cold.pop(key, None) if in_flight else self.cold.pop(key)
+        if spent is None:
+            return None
+        self.warmed += 1
+        view = self.make_view(spent.rule, spent.base)
+        view.resume(spent.at_us, spent.cost, in_flight=in_flight)
+        if not in_flight:
+            self.dirty[key] = view
+        return view
+
     def _known(self, key: bytes) -> LocalView | None:
         """The view of a bucket that is not in use."""
-        view = self.pending.pop(key, None)
+        view = self.pending.pop(key, None) or self._warm(key)
         if view is None:
             if key not in self.packed and not self.is_cut_off:
                 return None
@@ -272,8 +318,16 @@ class Node:
             self._reread()
             self._after(SYNC_US, self._sync, incarnation)
 
+    def _pack(self, key: bytes) -> None:
+        """Pack a bucket that is idle, as if nobody had asked for it for long."""
+        view = self.views[key]
+        if self._is_idle(key) and view.base is not None and self.world.chance() < 0.5:
+            del self.views[key]
+            self._let_go(view)
+            self.packed[key] = view.base
+
     def flush(self) -> None:
-        if not self.dirty:
+        if not self.dirty and not self.cold:
             return
         wait_us = self.sender.wait_us(self.now_us)
         if wait_us is None:
@@ -289,6 +343,10 @@ class Node:
             del self.dirty[key]
             updates.append((key, view.freeze()))
         self.asked = {key: self.asking.pop(key, []) for key, _ in taken}
+        for key in list(self.cold)[: MAX_UPDATES - len(taken)]:
+            self.sent_cold[key] = spent = self.cold.pop(key)
+            run = (spent.at_us, spent.cost)
+            updates.append((key, Update(spent.rule, spent.base.generation, (run,))))
         batch = self.sender.freeze(updates, self.now_us)
         self._transmit(batch, self.incarnation)
         if any(self.asked.values()):
@@ -332,6 +390,10 @@ class Node:
         books.longest_batch_us = max(books.longest_batch_us, self.now_us - batch.frozen_at_us)
         asked, self.asked = self.asked, {}
         for key, settled in reply.settled.items():
+            spent = self.sent_cold.pop(key, None)
+            if spent is not None:
+                self._cold_settled(key, spent, settled.shared)
+                continue
             view = self.views.get(key) or self.pending[key]
             before = view.base
             self._note_reset(view, settled.shared)
@@ -346,6 +408,15 @@ class Node:
         now_us, members = self.now_us, self.members
         if full or any(view.is_due(now_us, members) for view in self.dirty.values()):
             self.flush()
+
+    def _cold_settled(self, key: bytes, spent: ColdSpend, shared: SharedState) -> None:
+        view = self.make_view(spent.rule, spent.base)
+        view.resume(spent.at_us, spent.cost, in_flight=True)
+        self._note_reset(view, shared)
+        view.acknowledge(shared)
+        self._let_go(view)
+        self._tell(key, view, spent.base)
+        self.packed[key] = shared
 
     def _resolve(
         self, asked: Sequence[Waiting], settled: Settled, view: LocalView, batch: Batch
@@ -371,14 +442,19 @@ class Node:
         if batch is None or now_us - max(batch.frozen_at_us, self.forgave_us) <= STALE_US:
             return
         self.forgave_us = now_us
+        for key in list(self.cold):
+            self.pending[key] = self._warm(key)
         for view in (*self.views.values(), *self.pending.values()):
             view.forgive_outage(self.now_us)
 
     def heard(self, key: bytes, shared: SharedState) -> None:
         view = self.views.get(key) or self.pending.get(key)
         if view is None:
-            self.packed.pop(key, None)
-            return
+            view = self._warm(key)
+            if view is None:
+                self.packed.pop(key, None)
+                return
+            self.pending[key] = view
         self._first_word()
         self._note_reset(view, shared)
         view.hear(shared)
@@ -450,6 +526,7 @@ class Node:
         for view in views:
             books.lost += view.unsent.tokens
             self._let_go(view)
+        books.lost += sum(spent.cost for spent in self.cold.values())
         batch = self.sender.outstanding
         if batch is not None:
             # When all is quiet: whether it has arrived, and whom it has granted what.
@@ -459,6 +536,7 @@ class Node:
         self.incarnation += 1
         self.views, self.pending, self.packed, self.dirty = {}, {}, {}, {}
         self.asking, self.asked, self.denied = {}, {}, {}
+        self.cold, self.sent_cold = {}, {}
 
     def _bury(self, batch: Batch) -> None:
         """Book the last batch of a life. Nobody is left to send it again, and none is under way for so long."""

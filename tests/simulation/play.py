@@ -81,6 +81,7 @@ def play(
             members=max(1, told.nodes + told.wrong_members),
             wrong_members=told.wrong_members,
             max_views=told.max_views,
+            packs=told.packs,
             decides_alone=told.decides_alone,
             caller_times_us=told.caller_times_us,
             make_view=make_view,
@@ -186,6 +187,9 @@ def rest(world: World) -> None:
 def settled(world: World) -> bool:
     """Whether nothing is left to settle."""
     return not any(
-        node.pending or not all(view.is_clean for view in node.views.values())
+        node.pending
+        or node.cold
+        or node.sent_cold
+        or not all(view.is_clean for view in node.views.values())
         for node in world.nodes
     )

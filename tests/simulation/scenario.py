@@ -62,6 +62,8 @@ class Scenario:
     wrong_members: int = 0
     buckets: int = FEW
     max_views: int = 1_000
+    packs: bool = False
+    """Nodes pack idle buckets at once."""
     decides_alone: bool = False
     """Nodes give the store up after some failures, and decide by what they know."""
     rtt_us: int = 0
@@ -161,8 +163,8 @@ def scenario(seed: int, *, calm: bool = False) -> Scenario:
     tells = made.nodes > 1 and 2 * made.cost <= made.edited_limit
     made = replace(made, first_is_not_told=made.first_is_not_told and tells)
     made = replace(made, decides_alone=chance() < 0.5)
-    # Drawn last, so that it changes nothing of the scenarios without.
-    return replace(made, burst_share=pick(BURST_SHARES))
+    # Drawn last, so that they change nothing of the scenarios without.
+    return replace(made, burst_share=pick(BURST_SHARES), packs=chance() < 0.4)
 
 
 def late_scenario(seed: int) -> Scenario:

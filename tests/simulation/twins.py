@@ -367,6 +367,28 @@ class NeverReadsAgain(Node):
         pass
 
 
+class WarmsWithoutTheSpend(Node):
+    """Makes a view of a cold bucket, and leaves its spend behind."""
+
+    def _warm(self, key):
+        self.cold.pop(key, None)
+        spent = self.sent_cold.get(key)
+        view = super()._warm(key)
+        if spent is not None:
+            view.in_flight.begin(spent.rule)
+            view.hear(spent.base)
+        return view
+
+
+class SpendsAgainWhatIsInFlight(Node):
+    """Takes a cold bucket for settled as soon as its spend is sent."""
+
+    def flush(self):
+        super().flush()
+        for key, spent in self.sent_cold.items():
+            self.packed[key] = spent.base
+
+
 TWINS = MappingProxyType(
     {
         "no share": {"view": NoShare},
@@ -402,5 +424,7 @@ TWINS = MappingProxyType(
         "charges what it let through": {"node": ChargesWhatItLetThrough},
         "forgets what it evicts": {"node": ForgetsWhatItEvicts},
         "never reads again": {"node": NeverReadsAgain},
+        "warms without the spend": {"node": WarmsWithoutTheSpend},
+        "spends again what is in flight": {"node": SpendsAgainWhatIsInFlight},
     }
 )

@@ -47,6 +47,19 @@ def pack(shared: SharedState) -> Packed:
     return (number, burst) if burst else number
 
 
+def numbers_of(packed: int) -> tuple[int, tuple[int, int] | None]:
+    """Return the limit of a packed state without a log or a burst, and the algorithm's state."""
+    limit = packed >> _LIMIT_SHIFT & _LIMIT_MASK
+    if packed & 1:
+        return limit, (packed >> _SPENT_SHIFT, packed >> _LATEST_SHIFT & _LATEST_MASK)
+    return limit, None
+
+
+def generation_of(packed: int) -> int:
+    """Return the generation of a packed state."""
+    return packed >> _GENERATION_SHIFT & _GENERATION_MASK
+
+
 def unpack(packed: Packed) -> SharedState:
     """The state of these numbers."""
     state: BucketState = None
@@ -96,6 +109,8 @@ class BucketCache:
         self._packed_young: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
         self._packed_old: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
         self._packed_count = 0
+        self.cold = 0
+        """Buckets of which partitions have a cold spend: they are known, and neither packed nor in use."""
         self._forgotten: list[dict[bytes, Packed]] = []
         self._next_tag = 0
         self._tag_turned_us = now_us
@@ -106,7 +121,8 @@ class BucketCache:
 
     def __len__(self) -> int:
         """Buckets known."""
-        return len(self.young) + len(self._old) + len(self._unsettled) + self._packed_count
+        in_use = len(self.young) + len(self._old) + len(self._unsettled)
+        return in_use + self._packed_count + self.cold
 
     def get(self, key: bytes) -> Bucket | None:
         """The bucket of ``key``, if it is in use."""
@@ -122,6 +138,21 @@ class BucketCache:
         """Remove and return the last known state of a packed bucket; the caller puts it back with :meth:`add`."""
         packed = self._pop_packed(name)
         return None if packed is None else unpack(packed)
+
+    def packed(self, name: bytes) -> Packed | None:
+        """Return the last known state of a packed bucket."""
+        return self._packed_young[name[0]].get(name) or self._packed_old[name[0]].get(name)
+
+    def begin_cold(self, name: bytes) -> None:
+        """Give a packed bucket to its partition, with a cold spend."""
+        self._pop_packed(name)
+        self.cold += 1
+
+    def end_cold(self, name: bytes, packed: Packed) -> None:
+        """Take a bucket back whose cold spend is settled."""
+        self.cold -= 1
+        self._packed_young[name[0]][name] = packed
+        self._packed_count += 1
 
     def forget_packed(self, name: bytes) -> None:
         """Drop a packed bucket that another node changed: its next check reads it again."""

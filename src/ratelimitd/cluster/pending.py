@@ -110,7 +110,7 @@ class Bucket:
     """One bucket.
 
     Attributes:
-        key: key on this node.
+        key: key on this node; empty while it is not known: of a bucket that was cold and has not been used since.
         name: name in the store.
         tag: its partition of the store.
         view: the node's view of it.

@@ -17,7 +17,7 @@ from ratelimitd.algorithms import Decide
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy
-from ratelimitd.cluster.cache import BucketCache
+from ratelimitd.cluster.cache import BucketCache, numbers_of
 from ratelimitd.cluster.gossip import Gossip, reset_buckets
 from ratelimitd.cluster.joint_checks import JointCheck, Outcomes, PartCheck, errors_that_deny
 from ratelimitd.cluster.membership import Membership
@@ -25,6 +25,7 @@ from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck
 from ratelimitd.cluster.sync import Partition, RefreshQueue
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import BreakerOpenError, RateLimitdError
+from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import Limit, Outcome
@@ -95,8 +96,8 @@ class SharedBuckets:
 
     # What the limiter calls
 
-    def apply(
-        self, key: bytes, rule: Limit, _decide: Decide, now_us: int, cost: int
+    def apply(  # noqa: PLR0917 -- called once a check: keywords would cost it 50 ns
+        self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
     ) -> Outcome | None:
         """Judge and charge a check by the node's view; ``None``: the shared state is to decide.
 
@@ -106,9 +107,10 @@ class SharedBuckets:
         # The usual case is inlined, here and in _by_view: a call is 50 ns of a check's 1,500.
         bucket = self._cache.young.get(key)
         if bucket is None:
-            bucket = self._cache.get(key) or self._known(key, rule)
-            if bucket is None:
-                return None
+            found = self._cache.get(key) or self._charged_cold(key, rule, decide, now_us, cost)
+            if not isinstance(found, Bucket):
+                return found
+            bucket = found
         view, tag = bucket.view, bucket.tag
         if view.rule is not rule:
             self._note_rule(bucket, rule)
@@ -286,8 +288,7 @@ class SharedBuckets:
 
     def heard(self, name: bytes, shared: SharedState) -> None:
         """Adopt a state of the store."""
-        tag = self._tags[name[0]]
-        bucket = tag.buckets.get(name)
+        bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
             self._cache.forget_packed(name)
             return
@@ -295,8 +296,7 @@ class SharedBuckets:
 
     def doubt(self, name: bytes) -> None:
         """Read a bucket again, if this node knows it: another node changed it."""
-        tag = self._tags[name[0]]
-        bucket = tag.buckets.get(name)
+        bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
             self._cache.forget_packed(name)
         else:
@@ -388,7 +388,7 @@ class SharedBuckets:
         self._stats.bucket_missed_total += is_counted and not first.is_answered
         _resolve_first(first, outcome, shared)
         is_noteworthy = not first.peek and _is_noteworthy(first, outcome)
-        bucket = tag.buckets.get(name)
+        bucket = tag.bucket(name)
         if bucket is not None:  # made while the breaker was open
             self._hear(bucket, shared)
         elif is_noteworthy or len(checks) > 1:
@@ -410,14 +410,41 @@ class SharedBuckets:
 
     # Known buckets
 
-    def _known(self, key: bytes, rule: Limit) -> Bucket | None:
+    def _charged_cold(  # noqa: PLR0917 -- as apply
+        self, key: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
+    ) -> Outcome | Bucket | None:
+        """Charge a bucket that is not in use without a view, or return the bucket; ``None``: it is unknown."""
+        name = self._stored_name(key)
+        outcome = self._spend_cold(name, rule, decide, now_us, cost)
+        return self._known(key, rule, name) if outcome is None else outcome
+
+    def _spend_cold(  # noqa: PLR0917 -- called for every check of a bucket not in use
+        self, name: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
+    ) -> Outcome | None:
+        """Charge a packed bucket without a view; ``None``: it is not packed, or a view has to decide."""
+        packed, tag = self._cache.packed(name), self._tags[name[0]]
+        if type(packed) is not int or tag.server.is_open or name in tag.buckets:
+            return None
+        limit, state = numbers_of(packed)
+        if limit != rule.limit or rule.burst:
+            return None
+        outcome = cold.spend(state, rule, decide, now_us, self._membership.count, cost)
+        if outcome is None:
+            return None
+        at_us = now_us if state is None else max(now_us, state[1])
+        self._cache.begin_cold(name)
+        # Calling the class itself takes 0.3 µs longer.
+        tag.cold[name] = tuple.__new__(cold.ColdSpend, (rule, packed, at_us, cost))
+        return outcome
+
+    def _known(self, key: bytes, rule: Limit, name: bytes = b"") -> Bucket | None:
         """Return a bucket that is known but not in use: packed, or evicted before everything was settled.
 
         Else remember the miss for :meth:`wait`, and return ``None``.
         """
-        name = self._missed.get(key) or self._stored_name(key)
+        name = name or self._missed.get(key) or self._stored_name(key)
         tag = self._tags[name[0]]
-        bucket = tag.buckets.get(name)
+        bucket = tag.bucket(name)
         if bucket is None:
             if tag.server.is_open and (not self._decides_alone or tag.is_full):
                 raise tag.server.open_error()
@@ -428,6 +455,7 @@ class SharedBuckets:
                 self._missed[key] = name
                 return None
             bucket = Bucket(key, name, tag, rule, shared)
+        bucket.key = key
         self._cache.add(bucket)
         return bucket
 

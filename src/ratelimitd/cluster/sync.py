@@ -9,16 +9,19 @@ acknowledged, and then the views of its buckets go on from the state that it lef
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ratelimitd.cluster.cache import generation_of, pack, unpack
 from ratelimitd.cluster.pending import Bucket, PendingCheck, Requested
 from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreMovingError
+from ratelimitd.ledger.cold import ColdSpend, has_plenty
 from ratelimitd.ledger.local_view import STALE_US
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, Reply, Sender
+from ratelimitd.ledger.shared_state import SharedState, Update
 from ratelimitd.model import US_PER_S
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ class Partition:
         number: which one, or the first of several.
         server: the store server that holds it.
         buckets: those of its buckets that this node has a view of, by name.
+        cold: spends of those without a view, by name, that no batch contains.
     """
 
     __slots__ = (
@@ -58,7 +62,9 @@ class Partition:
         "_resends",
         "_sender",
         "_sent",
+        "_sent_cold",
         "buckets",
+        "cold",
         "number",
         "server",
     )
@@ -67,6 +73,8 @@ class Partition:
         self.number = number
         self.server = server
         self.buckets: dict[bytes, Bucket] = {}
+        self.cold: dict[bytes, ColdSpend] = {}
+        self._sent_cold: dict[bytes, ColdSpend] = {}
         self._node = node
         self._sender = Sender(sender)
         self._dirty: dict[bytes, Bucket] = {}
@@ -78,12 +86,12 @@ class Partition:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is left to settle."""
-        return not self._dirty and self._sender.outstanding is None
+        return not (self._dirty or self.cold) and self._sender.outstanding is None
 
     @property
     def unsettled_buckets(self) -> int:
         """Buckets with something to settle."""
-        return len(self._dirty) + len(self._sent)
+        return len(self._dirty) + len(self._sent) + len(self.cold) + len(self._sent_cold)
 
     @property
     def is_full(self) -> bool:
@@ -100,6 +108,28 @@ class Partition:
         """Mark a bucket as dirty: it has something to settle."""
         bucket.is_dirty = True
         self._dirty[bucket.name] = bucket
+
+    def bucket(self, name: bytes) -> Bucket | None:
+        """Return the bucket of a name if it has a view; one with a cold spend gets its view now."""
+        bucket = self.buckets.get(name)
+        if bucket is None and (name in self.cold or name in self._sent_cold):
+            return self._warm(name)
+        return bucket
+
+    def _warm(self, name: bytes) -> Bucket:
+        spent = self.cold.pop(name, None)
+        in_flight = spent is None
+        if spent is None:
+            spent = self._sent_cold.pop(name)
+        bucket = Bucket(b"", name, self, spent.rule, unpack(spent.base))
+        bucket.view.resume(spent.at_us, spent.cost, in_flight=in_flight)
+        if in_flight:
+            self._sent = (*self._sent, bucket)
+        else:
+            self.touch(bucket)
+        self.buckets[name] = bucket
+        self._node.cache.cold -= 1
+        return bucket
 
     def ask(self, bucket: Bucket, check: PendingCheck) -> None:
         """Let the next batch take a check to the store, at once if the last one was long enough ago."""
@@ -133,7 +163,7 @@ class Partition:
 
     def flush(self) -> None:
         """Send what there is as soon as no batch is under way and the last one was long enough ago."""
-        if not self._dirty:
+        if not self._dirty and not self.cold:
             return
         wait_us = self._sender.wait_us(self._node.clock.now_us())
         if wait_us is None:
@@ -167,8 +197,9 @@ class Partition:
             updates.append((bucket.name, bucket.view.freeze()))
             self._asked.take(bucket)
         self._sent = taken
+        updates += self._take_cold(MAX_UPDATES - len(taken))
         self._resends, self._has_forgiven = 0, False
-        self._flush_next = bool(self._dirty)  # one batch does not take them all
+        self._flush_next = bool(self._dirty or self.cold)  # one batch does not take them all
         self._send(self._sender.freeze(updates, self._node.clock.now_us()))
 
     def _next_updates(self) -> Sequence[Bucket]:
@@ -181,6 +212,19 @@ class Partition:
                 break
             taken.append(bucket)
         return taken
+
+    def _take_cold(self, most: int) -> Iterator[tuple[bytes, Update]]:
+        """Move cold spends into the batch; yields their updates."""
+        if len(self.cold) <= most:
+            self._sent_cold, self.cold = self.cold, {}
+        else:
+            self._sent_cold = dict(islice(self.cold.items(), most))
+            for name in self._sent_cold:
+                del self.cold[name]
+        new = tuple.__new__  # calling the class itself takes 0.3 µs longer
+        for name, (rule, base, at_us, cost) in self._sent_cold.items():
+            runs = ((at_us, cost),)
+            yield name, new(Update, (rule, generation_of(base), runs, (), ()))
 
     def _send(self, batch: Batch) -> None:
         try:
@@ -224,6 +268,8 @@ class Partition:
 
     def _acknowledged(self, reply: Reply) -> None:
         self.first_word()
+        for name, spent in self._end_cold():
+            self._settled_cold(name, spent, reply.settled[name].shared)
         for bucket in self._end_batch(reply):
             settled = reply.settled[bucket.name]
             before, tokens = bucket.view.base, bucket.view.in_flight.tokens
@@ -235,9 +281,23 @@ class Partition:
             self.let_go(bucket)
         self._go_on()
 
+    def _settled_cold(self, name: bytes, spent: ColdSpend, shared: SharedState) -> None:
+        rule, base, at_us, cost = spent
+        is_same = shared.generation == generation_of(base) and shared.limit == rule.limit
+        if not is_same or shared.burst or not has_plenty(shared.state, rule):
+            before = unpack(base)
+            bucket = Bucket(b"", name, self, rule, before)
+            bucket.view.resume(at_us, cost, in_flight=True)
+            bucket.view.acknowledge(shared)
+            self._node.settled(bucket, cost, before)
+        self._node.cache.end_cold(name, pack(shared))
+
     def _drop(self, batch: Batch) -> None:
         """Give a batch up: it was never sent, or it is unknown whether it was applied."""
         self._asked.forget_taken()
+        for name, spent in self._end_cold():
+            self._node.lost(spent.cost)
+            self._node.cache.end_cold(name, spent.base)
         for bucket in self._end_batch(Reply(batch.number, {})):
             self._node.lost(bucket.view.abandon())
             self.let_go(bucket)
@@ -248,6 +308,11 @@ class Partition:
         self._sender.acknowledged(reply)
         sent, self._sent = self._sent, ()
         return sent
+
+    def _end_cold(self) -> Iterable[tuple[bytes, ColdSpend]]:
+        """End the cold spends in flight; return them by name."""
+        sent, self._sent_cold = self._sent_cold, {}
+        return sent.items()
 
     def _go_on(self) -> None:
         if self._flush_next or self._asked.are_waiting:
@@ -263,6 +328,8 @@ class Partition:
         if batch is None or self._has_forgiven or now_us - batch.frozen_at_us <= STALE_US:
             return
         self._has_forgiven = True
+        for name in [*self.cold]:
+            self._warm(name)
         for bucket in self._dirty.values():
             bucket.view.forgive_outage(now_us)
 

@@ -210,6 +210,11 @@ class LocalView:
 
     # Settling
 
+    def resume(self, at_us: int, tokens: int, *, in_flight: bool) -> None:
+        """Add a spend that was made without this view."""
+        (self.in_flight if in_flight else self.unsent).add(at_us, tokens)
+        self._recompute()
+
     def freeze(self) -> Update:
         """Return this bucket's part of the next batch, in flight from now on. Nothing else may be in flight."""
         self.in_flight, self.unsent = self.unsent, self.in_flight  # which is empty

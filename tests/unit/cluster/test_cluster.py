@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster import node as cluster_module
 from ratelimitd.cluster.membership import SharedTime
 from ratelimitd.cluster.node import Cluster
@@ -71,10 +72,10 @@ class Scene:
 
     def spend(self, key=b"a", cost=1, rule=RULE):
         buckets, now_us = self.cluster.buckets, self.clock.now_us()
-        if buckets.peek(key, rule, None, now_us, cost) is None:
+        if buckets.peek(key, rule, DECIDE[rule.algorithm], now_us, cost) is None:
             buckets.wait(key, rule, now_us, cost, peek=True)
             self.answer()
-        buckets.apply(key, rule, None, now_us, cost)
+        buckets.apply(key, rule, DECIDE[rule.algorithm], now_us, cost)
 
     async def fail(self, times):
         """So many turns in which a check of an unknown bucket fails."""
@@ -212,6 +213,7 @@ class TestMessages:
     async def test_after_a_gap_rules_and_buckets_are_looked_at_again(self, consistency, reads):
         scene = Scene(consistency=consistency)
         if consistency == "eventual":
+            scene.spend()  # the second time it has a view
             scene.spend()
         known = len(scene.store.asked("read"))
         scene.cluster.resync()

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from ratelimitd.algorithms import DECIDE
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import SystemClock
 from ratelimitd.cluster import node as cluster_module
@@ -67,7 +68,7 @@ class Member:
 
     async def check(self, cost=1):
         buckets, now_us = self.cluster.buckets, self.clock.now_us()
-        outcome = buckets.apply(KEY, RULE, None, now_us, cost)
+        outcome = buckets.apply(KEY, RULE, DECIDE[RULE.algorithm], now_us, cost)
         return outcome or await buckets.wait(KEY, RULE, now_us, cost, peek=False)
 
 

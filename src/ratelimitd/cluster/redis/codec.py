@@ -277,7 +277,7 @@ def settle_reply(batch: Batch, reply: Any) -> Reply | None:
     if reply == 0:
         return None
     grants, values = _settled(batch, reply)
-    settled = {}
+    settled, new = {}, tuple.__new__  # calling the class itself takes 0.2 µs longer
     first = 0
     for (key, update), value in zip(batch.updates.items(), values, strict=True):
         shared = bucket_of(value, update.rule)
@@ -287,7 +287,7 @@ def settle_reply(batch: Batch, reply: Any) -> Reply | None:
             settled[key] = Settled(shared, granted)
             first = after
         else:
-            settled[key] = Settled(shared, ())
+            settled[key] = new(Settled, (shared, ()))
     return Reply(batch.number, settled)
 
 
