@@ -274,11 +274,16 @@ def _carry_out(plan: Sequence[Step], client: NodeClient, target: Target) -> None
             except CliError as failure:
                 if target.output.as_json:
                     target.output.json_list(map(_as_json, plan[:done]))
-                message = (
-                    f"{failure}; {done} of {len(plan)} changes were made: look, and apply again"
-                )
+                made = f"{done} of {len(plan)} changes were made before it"
+                message = f"{_what(step)}: {failure}; {made}"
                 raise CliError(message, failure.exit_code) from None
             step_done()
+
+
+def _what(step: Step) -> str:
+    """The action of a step, and its rule as the file has it."""
+    rule = draft_of(step.current) if isinstance(step, Delete) else step.draft
+    return f"{type(step).__name__.lower()} {_name(rule)}"
 
 
 def _execute(client: NodeClient, step: Step) -> None:
