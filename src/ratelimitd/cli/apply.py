@@ -372,14 +372,14 @@ def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
 
 def _list_text(limits: Iterable[LimitDraft]) -> str:
     return "; ".join(
-        f"{printable(limit.name)}: {limit.limit} per {_window_text(limit)}, {limit.algorithm}"
+        f"{printable(limit.name)}: {limit.limit} per {window_text(limit)}, {limit.algorithm}"
         + (f", burst {limit.burst}" if limit.burst else "")
         + (", observed" if limit.enforcement == Enforcement.OBSERVE else "")
         for limit in limits
     )
 
 
-def _window_text(limit: LimitDraft) -> str:
+def window_text(limit: LimitDraft) -> str:
     """The window of a limit: its seconds, or what of the calendar it is."""
     if limit.period is None:
         return f"{limit.window_seconds} s"
