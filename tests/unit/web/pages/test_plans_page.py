@@ -69,10 +69,12 @@ async def test_no_address_has_an_identifier(visitor):
 
 
 async def test_what_is_wrong_is_said_beside_the_field_and_kept(visitor):
-    wrong = {**ALICE, "identifier_type": "ip", "plan": "Pro", "note": "n" * 256}
-    answer = await visitor.post("/plans/assign", wrong)
+    wrong = {"identifier_type": "ip", "identifier": "alice", "plan": "Pro", "note": "n" * 256}
+    answer = await visitor.post("/plans/assign", {**wrong, "expires": "tomorrow"})
     assert answer.status_code == 422
-    assert set(errors_in(answer.text)) == {"assign-identifier", "assign-plan", "assign-note"}
+    errors = errors_in(answer.text)
+    assert set(errors) == {"assign-identifier", "assign-plan", "assign-note", "assign-expires"}
+    assert "a duration such as 30d" in errors["assign-expires"]
     assert 'value="alice"' in answer.text
     answer = await visitor.post("/plans/assign", {**ALICE, "expires": "tomorrow"})
     assert (answer.status_code, set(errors_in(answer.text))) == (422, {"assign-expires"})
