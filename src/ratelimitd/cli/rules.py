@@ -84,7 +84,7 @@ IdArgument = Annotated[
     str, typer.Argument(metavar="ID", help="Id of the rule, as `rules list` shows it.")
 ]
 EtagOption = Annotated[
-    str, typer.Option(metavar="ETAG", help="Refuse when the rule's etag is another one by now.")
+    str, typer.Option(metavar="ETAG", help="Refuse if the etag is no longer this one.")
 ]
 LimitOption = typer.Option(
     callback=int32, metavar="N", help="Tokens per window, at least 1.", show_default=False
