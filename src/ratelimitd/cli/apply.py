@@ -163,9 +163,7 @@ def _ordered(updates: Sequence[Update], wanted: Sequence[RuleDraft]) -> Iterator
             holder = held.get(_pair(update.draft), update.current.id)
             (ready if holder == update.current.id else blocked).append(update)
         if not ready:
-            message = (
-                "takes an endpoint from a rule that takes its own in turn: move one elsewhere first"
-            )
+            message = "rules trade their endpoints: move one to a free endpoint first"
             raise RuleInvalidError(
                 *(
                     FieldViolation(f"rules[{wanted.index(update.draft)}]", message)
@@ -197,15 +195,15 @@ def apply(
         ),
     ],
     prune: Annotated[
-        bool, typer.Option("--prune", help="Delete the rules that the file does not hold.")
+        bool, typer.Option("--prune", help="Delete rules that the file does not contain.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")
+        bool, typer.Option("--dry-run", help="Print the changes without making them.")
     ] = False,
 ) -> None:
-    """Bring the rules of a node to what a file says, and print what changes.
+    """Apply a rules file to a node, and print the changes.
 
-    Exit status: 0 when the node is as the file says, 1 when the file or the node refuses.
+    Exit status: 0 when the node has the rules of the file, 1 when the file or a rule is refused.
 
     Example:
       ratelimitd rules apply -f rules.yaml --dry-run
@@ -229,7 +227,7 @@ def apply(
 
 @asks_node
 def export(target: Target) -> None:
-    """Print the rules as a file that `rules apply` reads, YAML or with --json JSON.
+    """Print the rules as a file for `rules apply`, in YAML, or in JSON with --json.
 
     Example:
       ratelimitd rules export > rules.yaml

@@ -56,7 +56,7 @@ def int32(value: int | None) -> int | None:
         typer.BadParameter: it does not fit.
     """
     if value is not None and not -INT32_MAX - 1 <= value <= INT32_MAX:
-        message = f"must be at most {INT32_MAX} either way"
+        message = f"must be {-INT32_MAX - 1} to {INT32_MAX}"
         raise typer.BadParameter(message)
     return value
 
@@ -65,7 +65,7 @@ TypeArgument = Annotated[
     str,
     typer.Argument(
         metavar="TYPE",
-        help="What the identifier is: user, ip, api_key or one of the node's IDENTIFIER_TYPES.",
+        help="Identifier type: user, ip, api_key or one of the node's IDENTIFIER_TYPES.",
         autocompletion=lambda: [*IdentifierType],
         show_default=False,
     ),
@@ -85,7 +85,7 @@ MaxWaitOption = Annotated[
     typer.Option(
         callback=int32,
         metavar="N",
-        help="Also allow what passes after so long, in ms.",
+        help="Allow the check also if it passes within N ms.",
         show_default=False,
     ),
 ]
@@ -104,13 +104,13 @@ def check(
     endpoint: EndpointArgument,
     cost: Annotated[int, typer.Option(callback=int32, metavar="N", help="Tokens to ask for.")] = 1,
     count: Annotated[
-        int, typer.Option(min=1, max=MAX_COUNT, metavar="N", help="Ask so many times in a row.")
+        int, typer.Option(min=1, max=MAX_COUNT, metavar="N", help="Number of checks to send.")
     ] = 1,
-    peek: Annotated[bool, typer.Option("--peek", help="Answer as if, but spend nothing.")] = False,
+    peek: Annotated[bool, typer.Option("--peek", help="Answer without spending tokens.")] = False,
     also: AlsoOption = None,
     max_wait_ms: MaxWaitOption = 0,
 ) -> None:
-    """Ask a node whether a request may proceed, and spend a token if so.
+    """Check a request against the limits, and spend its tokens if it is allowed.
 
     Exit status: 0 when every check was allowed, 3 when any was denied.
 
@@ -155,7 +155,7 @@ def explain(
     also: AlsoOption = None,
     max_wait_ms: MaxWaitOption = 0,
 ) -> None:
-    """Tell what a check would be answered, and why: each rule that was looked at. Spends nothing.
+    """Explain the answer to a check, rule by rule. Spends nothing.
 
     Exit status: 0 when the check would be allowed, 3 when not.
 

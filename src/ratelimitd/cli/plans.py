@@ -61,7 +61,7 @@ def assign(
     note: Annotated[str, typer.Option(metavar="TEXT", help="A note for people.")] = "",
     etag: EtagOption = "",
 ) -> None:
-    """Assign an identity to a plan, in the place of the plan it has.
+    """Assign an identity to a plan. Replaces its current plan.
 
     Example:
       ratelimitd plans assign user alice pro --expires 30d --note 'trial'
@@ -104,7 +104,7 @@ def unassign(
     identifier: IdentifierArgument,
     etag: EtagOption = "",
 ) -> None:
-    """Take the plan of an identity away: the rules' own limits hold again.
+    """Unassign an identity. The rules' own limits hold again.
 
     Example:
       ratelimitd plans unassign user alice
@@ -141,7 +141,7 @@ def list_assignments(
     ] = "",
     prefix: Annotated[
         str,
-        typer.Option(metavar="TEXT", help="Only identifiers that begin so; needs --type."),
+        typer.Option(metavar="TEXT", help="Only identifiers with this prefix; needs --type."),
     ] = "",
 ) -> None:
     """Show assignments, ordered by identifier type and identifier.
