@@ -62,6 +62,11 @@ def hidden_in(page):
     return {name: html.unescape(value) for name, value in _HIDDEN.findall(page)}
 
 
+def text_of(answer):
+    """What a page says, on one line."""
+    return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", answer.text).split()))
+
+
 def errors_in(page):
     """What a page says is wrong with which field."""
     return {name: html.unescape(text) for name, text in _ERROR.findall(page)}

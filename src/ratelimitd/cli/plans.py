@@ -87,7 +87,7 @@ def assign(
 
 
 def _is_named(client: NodeClient, target: Target, plan: str) -> bool:
-    """Whether a rule has limits for a plan, or may: one call that may fail has to do."""
+    """Whether a rule names a plan; true if one call cannot tell."""
     if plan in RESERVED_PLANS:
         return True
     with suppress(CliError), target.explained():

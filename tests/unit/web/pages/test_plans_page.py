@@ -3,21 +3,15 @@
 import html
 import re
 
-import pytest
 import pytest_asyncio
 
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.testing import ManualClock, running_node
+from ratelimitd.testing import running_node
 from ratelimitd.web.pages.plans import PAGE_ASSIGNMENTS
-from tests.page_visitor import PageVisitor, errors_in, hidden_in
+from tests.page_visitor import errors_in, hidden_in, text_of
 
 ALICE = {"identifier_type": "user", "identifier": "alice", "plan": "pro"}
 SCRIPT = "<script>alert('x')</script>"
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 @pytest_asyncio.fixture
@@ -29,16 +23,6 @@ async def node(clock, tmp_path):
     )
     async with running_node(clock=clock, rules_file=rules) as found:
         yield found
-
-
-@pytest_asyncio.fixture
-async def visitor(node):
-    async with PageVisitor(node.http_address) as found:
-        yield found
-
-
-def text_of(answer):
-    return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", answer.text).split()))
 
 
 async def assigned(visitor, **fields):

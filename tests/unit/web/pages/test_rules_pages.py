@@ -32,12 +32,6 @@ async def node():
         yield found
 
 
-@pytest_asyncio.fixture
-async def visitor(node):
-    async with PageVisitor(node.http_address) as found:
-        yield found
-
-
 def book_of(node):
     return node._limiter.book
 

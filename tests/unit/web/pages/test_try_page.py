@@ -1,21 +1,15 @@
-import html
 import re
 
 import pytest
 import pytest_asyncio
 
 from ratelimitd.model import Reason
-from ratelimitd.testing import ManualClock, running_node
+from ratelimitd.testing import running_node
 from ratelimitd.web.pages.try_page import COST_PROBLEM, WAIT_PROBLEM, WORDS
-from tests.page_visitor import PageVisitor, errors_in, hidden_in
+from tests.page_visitor import PageVisitor, errors_in, hidden_in, text_of
 
 ALICE = {"identifier_type": "user", "identifier": "alice", "endpoint": "/orders", "cost": "1"}
 SCRIPT = "<script>alert('x')</script>"
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 @pytest_asyncio.fixture
@@ -31,16 +25,9 @@ async def node(clock, tmp_path):
         yield found
 
 
-@pytest_asyncio.fixture
-async def visitor(node):
-    async with PageVisitor(node.http_address) as found:
-        yield found
-
-
 async def check(visitor, **fields):
     answer = await visitor.post("/try", {**ALICE, "action": "check", **fields})
-    text = re.sub(r"<[^>]*>", " ", answer.text)
-    return answer.status_code, html.unescape(" ".join(text.split()))
+    return answer.status_code, text_of(answer)
 
 
 async def test_more_than_the_limit_may_remain_of_a_burst(visitor):
