@@ -1,10 +1,22 @@
-"""What an algorithm says, with names: tests are read more often than they are run."""
+"""Rules of one limit, and what an algorithm says of them, with names: tests are read more often than they are run."""
 
 from array import array
 from typing import NamedTuple
 
 from ratelimitd.algorithms import DECIDE
-from ratelimitd.model import Reason
+from ratelimitd.model import Algorithm, IdentifierType, Reason, Rule
+
+
+def rule_of(algorithm: Algorithm, limit: int = 10, window_seconds: int = 10) -> Rule:
+    """A rule of this algorithm."""
+    return Rule(
+        "r",
+        "/a",
+        IdentifierType.USER,
+        limit=limit,
+        window_seconds=window_seconds,
+        algorithm=algorithm,
+    )
 
 
 class Outcome(NamedTuple):

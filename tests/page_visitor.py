@@ -8,7 +8,7 @@ import httpx
 from ratelimitd.web.pages.page_base import FORM_TOKEN_FIELD
 
 _TOKEN = re.compile(rf'name="{FORM_TOKEN_FIELD}" value="([0-9a-f]+)"')
-_HIDDEN = re.compile(r'<input type="hidden" name="([a-z_]+)" value="([^"]*)">')
+_HIDDEN = re.compile(r'<input type="hidden" name="([a-z_-]+)" value="([^"]*)">')
 _ERROR = re.compile(r'<p class="error" id="([a-z_-]+)-error"[^>]*>([^<]+)</p>')
 
 BROWSER = {"Accept": "text/html,*/*", "Sec-Fetch-Site": "same-origin"}
@@ -60,6 +60,11 @@ def token_in(page):
 def hidden_in(page):
     """What the forms of a page send unseen."""
     return {name: html.unescape(value) for name, value in _HIDDEN.findall(page)}
+
+
+def text_of(answer):
+    """What a page says, on one line."""
+    return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", answer.text).split()))
 
 
 def errors_in(page):

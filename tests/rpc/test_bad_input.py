@@ -199,6 +199,18 @@ async def test_a_malformed_field_of_a_check_or_reset_is_refused_and_named(unharm
     assert await refusal(unharmed, RESET, check(**fields)) == (INVALID, [named])
 
 
+async def test_the_refusal_of_a_type_names_the_setting_that_declares_it(unharmed):
+    listing = pb.ListAssignmentsRequest(identifier_type="tenant")
+    created = pb.CreateRateLimitRequest(rate_limit=rule(identifier_type="tenant"))
+    for call, request in (
+        (unharmed.checks.CheckRateLimit, check(identifier_type="tenant")),
+        (unharmed.config.CreateRateLimit, created),
+        (unharmed.plans.ListAssignments, listing),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="setting IDENTIFIER_TYPES declares others"):
+            await call(request)
+
+
 def also(*identities):
     return [pb.Identity(identifier_type=kind, identifier=named) for kind, named in identities]
 

@@ -71,7 +71,7 @@ async def test_a_limit_is_made_used_up_and_reset(node, ask):
     assert "retry after  30 s" in denied.out
     assert (await ask(node, "reset", *LOGIN)).status == 0
     assert (await ask(node, "check", *LOGIN, "--peek")).status == 0
-    assert "remaining    1\n" in (await ask(node, "check", *LOGIN)).out
+    assert "remaining  1\n" in (await ask(node, "check", *LOGIN)).out
 
 
 async def test_more_checks_than_a_batch_holds_are_all_asked(node, ask):
@@ -79,6 +79,14 @@ async def test_more_checks_than_a_batch_holds_are_all_asked(node, ask):
     ended = await ask(node, "check", "user", "alice", "/x", "--count", 1002)
     assert ended.status == 3
     assert ended.out.endswith("\n1001 allowed, 1 denied\n")
+
+
+async def test_an_explanation_names_a_month_as_such(node, ask):
+    month = ("--limit", 100, "--period", "month", "--anchor-day", 15, "--algorithm", "fixed_window")
+    created = await ask(node, "rules", "create", "/x", "user", *month)
+    assert created.status == 0, created.err
+    explained = await ask(node, "explain", "user", "alice", "/x")
+    assert explained.out.count("100 per month from day 15 (UTC)") == 2
 
 
 async def test_without_a_rule_everything_is_allowed(node, ask):

@@ -163,9 +163,7 @@ def _ordered(updates: Sequence[Update], wanted: Sequence[RuleDraft]) -> Iterator
             holder = held.get(_pair(update.draft), update.current.id)
             (ready if holder == update.current.id else blocked).append(update)
         if not ready:
-            message = (
-                "takes an endpoint from a rule that takes its own in turn: move one elsewhere first"
-            )
+            message = "rules trade their endpoints: move one to a free endpoint first"
             raise RuleInvalidError(
                 *(
                     FieldViolation(f"rules[{wanted.index(update.draft)}]", message)
@@ -197,15 +195,15 @@ def apply(
         ),
     ],
     prune: Annotated[
-        bool, typer.Option("--prune", help="Delete the rules that the file does not hold.")
+        bool, typer.Option("--prune", help="Delete rules that the file does not contain.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")
+        bool, typer.Option("--dry-run", help="Print the changes without making them.")
     ] = False,
 ) -> None:
-    """Bring the rules of a node to what a file says, and print what changes.
+    """Apply a rules file to a node, and print the changes.
 
-    Exit status: 0 when the node is as the file says, 1 when the file or the node refuses.
+    Exit status: 0 when the node has the rules of the file, 1 when the file or a rule is refused.
 
     Example:
       ratelimitd rules apply -f rules.yaml --dry-run
@@ -229,7 +227,7 @@ def apply(
 
 @asks_node
 def export(target: Target) -> None:
-    """Print the rules as a file that `rules apply` reads, YAML or with --json JSON.
+    """Print the rules as a file for `rules apply`, in YAML, or in JSON with --json.
 
     Example:
       ratelimitd rules export > rules.yaml
@@ -274,11 +272,16 @@ def _carry_out(plan: Sequence[Step], client: NodeClient, target: Target) -> None
             except CliError as failure:
                 if target.output.as_json:
                     target.output.json_list(map(_as_json, plan[:done]))
-                message = (
-                    f"{failure}; {done} of {len(plan)} changes were made: look, and apply again"
-                )
+                made = f"{done} of {len(plan)} changes were made before it"
+                message = f"{_what(step)}: {failure}; {made}"
                 raise CliError(message, failure.exit_code) from None
             step_done()
+
+
+def _what(step: Step) -> str:
+    """The action of a step, and its rule as the file has it."""
+    rule = draft_of(step.current) if isinstance(step, Delete) else step.draft
+    return f"{type(step).__name__.lower()} {_name(rule)}"
 
 
 def _execute(client: NodeClient, step: Step) -> None:
@@ -367,14 +370,14 @@ def limits_text(rule: RuleDraft | pb.RateLimit) -> str:
 
 def _list_text(limits: Iterable[LimitDraft]) -> str:
     return "; ".join(
-        f"{printable(limit.name)}: {limit.limit} per {_window_text(limit)}, {limit.algorithm}"
+        f"{printable(limit.name)}: {limit.limit} per {window_text(limit)}, {limit.algorithm}"
         + (f", burst {limit.burst}" if limit.burst else "")
         + (", observed" if limit.enforcement == Enforcement.OBSERVE else "")
         for limit in limits
     )
 
 
-def _window_text(limit: LimitDraft) -> str:
+def window_text(limit: LimitDraft) -> str:
     """The window of a limit: its seconds, or what of the calendar it is."""
     if limit.period is None:
         return f"{limit.window_seconds} s"

@@ -8,15 +8,17 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from ratelimitd.cli.apply import draft_of, window_text
 from ratelimitd.cli.client_options import EXIT_NO, CliError, Target, UsageError, asks_node
 from ratelimitd.cli.output import Output, as_dict, enum_name
-from ratelimitd.model import INT32_MAX, IdentifierType
+from ratelimitd.model import INT32_MAX, NOMINAL_SECONDS, IdentifierType
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 if TYPE_CHECKING:
@@ -35,6 +37,11 @@ _REASONS: Final = {
     pb.FAIL_OPEN_ERROR: "not checked: the node met an error",
 }
 
+Windows = Mapping[tuple[str, str, str], str]
+"""Calendar windows in words, by rule id, plan and name of the limit."""
+
+_UNKNOWN: Final[Windows] = MappingProxyType({})
+
 _ITEM: Final = re.compile(r"requests\[\d+\]\.")
 
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
@@ -49,7 +56,7 @@ def int32(value: int | None) -> int | None:
         typer.BadParameter: it does not fit.
     """
     if value is not None and not -INT32_MAX - 1 <= value <= INT32_MAX:
-        message = f"must be at most {INT32_MAX} either way"
+        message = f"must be {-INT32_MAX - 1} to {INT32_MAX}"
         raise typer.BadParameter(message)
     return value
 
@@ -58,7 +65,7 @@ TypeArgument = Annotated[
     str,
     typer.Argument(
         metavar="TYPE",
-        help="What the identifier is: user, ip, api_key or one of the node's IDENTIFIER_TYPES.",
+        help="Identifier type: user, ip, api_key or one of the node's IDENTIFIER_TYPES.",
         autocompletion=lambda: [*IdentifierType],
         show_default=False,
     ),
@@ -78,7 +85,7 @@ MaxWaitOption = Annotated[
     typer.Option(
         callback=int32,
         metavar="N",
-        help="Also allow what passes after so long, in ms.",
+        help="Allow the check also if it passes within N ms.",
         show_default=False,
     ),
 ]
@@ -97,13 +104,13 @@ def check(
     endpoint: EndpointArgument,
     cost: Annotated[int, typer.Option(callback=int32, metavar="N", help="Tokens to ask for.")] = 1,
     count: Annotated[
-        int, typer.Option(min=1, max=MAX_COUNT, metavar="N", help="Ask so many times in a row.")
+        int, typer.Option(min=1, max=MAX_COUNT, metavar="N", help="Number of checks to send.")
     ] = 1,
-    peek: Annotated[bool, typer.Option("--peek", help="Answer as if, but spend nothing.")] = False,
+    peek: Annotated[bool, typer.Option("--peek", help="Answer without spending tokens.")] = False,
     also: AlsoOption = None,
     max_wait_ms: MaxWaitOption = 0,
 ) -> None:
-    """Ask a node whether a request may proceed, and spend a token if so.
+    """Check a request against the limits, and spend its tokens if it is allowed.
 
     Exit status: 0 when every check was allowed, 3 when any was denied.
 
@@ -148,7 +155,7 @@ def explain(
     also: AlsoOption = None,
     max_wait_ms: MaxWaitOption = 0,
 ) -> None:
-    """Tell what a check would be answered, and why: each rule that was looked at. Spends nothing.
+    """Explain the answer to a check, rule by rule. Spends nothing.
 
     Exit status: 0 when the check would be allowed, 3 when not.
 
@@ -159,12 +166,13 @@ def explain(
     request.max_wait_ms = max_wait_ms
     with target.client() as client:
         found = client.explain(request)
+        windows = _UNKNOWN if target.output.as_json else _windows(client, found.rules)
     if target.output.as_json:
         target.output.message(found)
     else:
         target.output.line(_verdict(found.answer, target.output))
-        target.output.pairs(describe(found.answer, time.time()))
-        rows = [row for rule in found.rules for row in _explained(rule)]
+        target.output.pairs(describe(found.answer, time.time(), windows))
+        rows = [row for rule in found.rules for row in _explained(rule, windows)]
         if rows:
             target.output.table(("ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"), rows)
         plans = [(*_assigned(plan, time.time()), plan.remedy) for plan in found.plans]
@@ -174,21 +182,36 @@ def explain(
         raise typer.Exit(EXIT_NO)
 
 
+def _windows(client: NodeClient, explained: Iterable[pb.RuleExplanation]) -> Windows:
+    """The calendar windows of rules that judge; an explanation has only their nominal length."""
+    nominal = set(NOMINAL_SECONDS.values())
+    windows: dict[tuple[str, str, str], str] = {}
+    for one in explained:
+        if nominal.isdisjoint(limit.window_seconds for limit in one.limits):
+            continue
+        for message in client.rules(endpoint=one.endpoint, identifier_type=one.identifier_type):
+            rule = draft_of(message)
+            for plan, limits in (("", rule.limits), *rule.plans):
+                calendars = (limit for limit in limits if limit.period)
+                windows |= {(rule.id, plan, limit.name): window_text(limit) for limit in calendars}
+    return windows
+
+
 def _assigned(plan: pb.AssignedPlan, now_s: float) -> tuple[str, str, str]:
     until = reset_text(plan.expire_time, now_s) if plan.expire_time else "never"
     return plan.identifier_type, plan.plan, until
 
 
-def _explained(rule: pb.RuleExplanation) -> Iterator[tuple[str, ...]]:
+def _explained(rule: pb.RuleExplanation, windows: Windows) -> Iterator[tuple[str, ...]]:
     place = rule.endpoint, rule.identifier_type
     if rule.match != pb.JUDGES:
         says = enum_name(pb.Match, rule.match).lower().replace("_", " ")
         yield (*place, "–", says, rule.remedy)
     for limit in rule.limits:
-        yield (*place, *_said(limit), "" if limit.allowed else rule.remedy)
+        yield (*place, *_said(limit, windows), "" if limit.allowed else rule.remedy)
 
 
-def _said(limit: pb.LimitStatus) -> tuple[str, str]:
+def _said(limit: pb.LimitStatus, windows: Windows) -> tuple[str, str]:
     """A limit, and what it says."""
     if limit.reason == pb.UNLIMITED:
         return limit.plan, "is passed over"
@@ -196,8 +219,13 @@ def _said(limit: pb.LimitStatus) -> tuple[str, str]:
     if limit.enforcement == pb.OBSERVE:
         says = "allows" if limit.allowed else "would deny"
     plan = f"{limit.plan}, " if limit.plan else ""
-    numbers = f"{plan}{limit.name}: {limit.limit} per {duration(limit.window_seconds)}"
+    window = _window(limit, limit.name, windows)
+    numbers = f"{plan}{limit.name}: {limit.limit} per {window}"
     return numbers, f"{says}, {limit.remaining_tokens} left"
+
+
+def _window(of: pb.LimitStatus | pb.RateLimitResponse, name: str, windows: Windows) -> str:
+    return windows.get((of.rule_id, of.plan, name)) or duration(of.window_seconds)
 
 
 def _request(  # noqa: PLR0917 -- the arguments of a check
@@ -218,21 +246,19 @@ def _request(  # noqa: PLR0917 -- the arguments of a check
 _NO_LIMIT: Final = (pb.NO_RULE, pb.UNLIMITED)
 
 
-def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]]:
+def describe(
+    answer: pb.RateLimitResponse, now_s: float, windows: Windows = _UNKNOWN
+) -> list[tuple[str, str]]:
     """The answer in words for a person; ``now_s`` is Unix time in seconds."""
     name = f"{answer.limit_name}: " if answer.limits else ""
-    rule = f"{answer.rule_id} ({name}{answer.limit} per {duration(answer.window_seconds)})"
+    window = _window(answer, answer.limit_name, windows)
+    rule = f"{answer.rule_id} ({name}{answer.limit} per {window})"
     if not answer.limit:
         rule = answer.rule_id
     others = [
-        ("" if place else "others", f"{one.identifier_type}, {', '.join(_said(one))}")
+        ("" if place else "others", f"{one.identifier_type}, {', '.join(_said(one, windows))}")
         for place, one in enumerate(answer.limits[1:])
     ]
-    retry = duration(answer.retry_after_seconds) if answer.retry_after_seconds else "–"
-    if answer.reason == pb.BLOCKED and not answer.reset_time:
-        retry = "never, until it is unassigned"
-    if answer.reason == pb.COST_EXCEEDS_LIMIT:
-        retry = "never with this cost"
     wait = [("wait", f"{answer.wait_ms} ms before it proceeds")] if answer.wait_ms else []
     return [
         *wait,
@@ -241,9 +267,23 @@ def describe(answer: pb.RateLimitResponse, now_s: float) -> list[tuple[str, str]
         *([("plan", answer.plan)] if answer.plan else []),
         ("remaining", "unlimited" if answer.reason in _NO_LIMIT else str(answer.remaining_tokens)),
         ("reset", reset_text(answer.reset_time, now_s)),
-        ("retry after", retry),
+        *_retry(answer),
         *others,
     ]
+
+
+def _retry(answer: pb.RateLimitResponse) -> Iterator[tuple[str, str]]:
+    """When the check passes; of an allowed one, when a token is there again if none is left."""
+    after = duration(answer.retry_after_seconds) if answer.retry_after_seconds else "–"
+    if answer.allowed:
+        if answer.retry_after_seconds and not answer.remaining_tokens:
+            yield "next token", f"in {after}"
+    elif answer.reason == pb.BLOCKED and not answer.reset_time:
+        yield "retry after", "never, until it is unassigned"
+    elif answer.reason == pb.COST_EXCEEDS_LIMIT:
+        yield "retry after", "never with this cost"
+    else:
+        yield "retry after", after
 
 
 def reset_text(reset_time_s: int, now_s: float) -> str:
@@ -330,6 +370,16 @@ def _compact(number: int, width: int, answer: pb.RateLimitResponse, output: Outp
     facts = {row: text for row, text in describe(answer, time.time()) if row != "rule"}
     return (
         f"{number:>{width}}  {verdict}  remaining {facts['remaining']}  reset {facts['reset']}"
-        + (f"  retry after {facts['retry after']}" if not answer.allowed else "")
+        + (f"  retry after {facts['retry after']}{_denier(answer)}" if not answer.allowed else "")
         + (f"  wait {answer.wait_ms} ms" if answer.wait_ms else "")
     )
+
+
+def _denier(answer: pb.RateLimitResponse) -> str:
+    """The limit that denied; of several, with the identifier type of its rule."""
+    kind = [answer.limits[0].identifier_type] if answer.limits else []
+    words = [*kind, *([f"plan {answer.plan}"] if answer.plan else [])]
+    if answer.limit_name:
+        window = duration(answer.window_seconds)
+        words.append(f"{answer.limit_name}: {answer.limit} per {window}")
+    return f"  by {', '.join(words)}" if words else ""

@@ -26,8 +26,6 @@ from ratelimitd.settings.parsing import address
 from ratelimitd.settings.sources import ENV_PREFIX
 
 if TYPE_CHECKING:
-    import grpc  # `serve` goes without it, see target.py
-if TYPE_CHECKING:
     # Left out of `serve`, which needs neither: 8 MiB and 12 ms. What asks a node imports them when it does.
     import grpc
 
@@ -53,9 +51,9 @@ _PREAMBLE: Final = re.compile(r"^.*last error: (?:UNKNOWN: )?", re.DOTALL)
 _HINTS: Final[Mapping[str, str]] = {
     "UNAUTHENTICATED": "give a token with --token-file, a certificate with --cert and --key, "
     "or RATELIMITD_STATE_DIR of a node on this host",
-    "UNAVAILABLE": "try again in a moment; if it lasts, the node's log says more",
-    "ABORTED": "somebody changed it meanwhile; look again and repeat",
-    "UNIMPLEMENTED": "is it a ratelimitd of this version?",
+    "UNAVAILABLE": "retry; if the error persists, see the log of the node",
+    "ABORTED": "it was changed meanwhile; read it again and retry",
+    "UNIMPLEMENTED": "the server may be of another version, or no ratelimitd",
 }
 
 
@@ -91,7 +89,7 @@ def rpc_failure(
     code: str = error.code().name
     text: str = error.details() or ""
     if code == "DEADLINE_EXCEEDED":
-        message = f"no answer from {target} within {timeout_s:g} s; --timeout gives it longer"
+        message = f"no answer from {target} within {timeout_s:g} s; raise --timeout to wait longer"
         return CliError(message, EXIT_USAGE)
     status = _status(error)
     if code == "UNAVAILABLE" and not status.details:
@@ -216,7 +214,7 @@ def connection_options(
         typer.Option(
             metavar="TOKEN",
             envvar=ENV_PREFIX + "TOKEN",
-            help="Bearer token; default: that of a node on this host, STATE_DIR/admin-token. On a command line every"
+            help="Bearer token; default: STATE_DIR/admin-token of a node on this host. On a command line every"
             " user of this machine can read it: prefer --token-file.",
         ),
     ] = None,
@@ -233,7 +231,7 @@ def connection_options(
         typer.Option(
             metavar="FILE",
             envvar=ENV_PREFIX + "CA",
-            help="Certificates that verify the node, PEM; turns on TLS. Without it nothing is encrypted.",
+            help="CA certificates that verify the node, PEM; enables TLS. Without it nothing is encrypted.",
         ),
     ] = None,
     cert: Annotated[
@@ -252,9 +250,7 @@ def connection_options(
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(
-            min=0.001, max=3600, metavar="SECONDS", help="How long to wait for each answer."
-        ),
+        typer.Option(min=0.001, max=3600, metavar="SECONDS", help="Longest wait for each answer."),
     ] = 5.0,
     json: Annotated[
         bool, typer.Option("--json", help="Print the messages as JSON, with the contract's names.")

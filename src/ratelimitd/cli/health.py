@@ -32,7 +32,8 @@ def health(
     ready: Annotated[
         bool,
         typer.Option(
-            "--ready", help="Ask only whether checks should go there: for probes. Needs no token."
+            "--ready",
+            help="Show only whether the node is ready for checks, for probes. Needs no token.",
         ),
     ] = False,
 ) -> None:
@@ -93,7 +94,7 @@ def reset(
     endpoint: EndpointArgument,
     also: AlsoOption = None,
 ) -> None:
-    """Forget what one identifier, or one combination of several, has spent on one endpoint.
+    """Reset one bucket: of an identifier, or a combination of several, on an endpoint.
 
     ENDPOINT '**' is the bucket over all endpoints; TYPE all, with the IDENTIFIER '', that of everybody.
 

@@ -81,7 +81,7 @@ def help_of(command: Callable[..., Any]) -> str:
     )
 
 
-app = typer.Typer(help="Show how a node is set.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Show the settings of a node.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def show(
@@ -89,7 +89,7 @@ def show(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
 ) -> None:
-    """Show every setting, its value and where it came from; secrets are masked.
+    """Show each setting with its value and source. Secrets are masked.
 
     Reads the environment and takes the options of `serve`, so it answers for that command line.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ from ratelimitd.cli.options import help_of
 from ratelimitd.cli.output import as_dict, progress
 from ratelimitd.cli.rules import EtagOption
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import EVERYBODY, TYPE_NAME
+from ratelimitd.model import EVERYBODY, RESERVED_PLANS, TYPE_NAME
 from ratelimitd.rules.assignments import MAX_ASSIGNMENTS, expire_time_of, violations
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
@@ -32,7 +33,7 @@ COLUMNS: Final = ("identifier_type", "identifier", "plan", "expire_time", "note"
 """The columns of a file; the last two may be missing."""
 
 BATCH: Final = 1_000
-"""Assignments of one call; a node takes no more."""
+"""Assignments, or rules, of one call; a node takes no more."""
 
 PlanArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="Name of the plan.", show_default=False)
@@ -60,7 +61,7 @@ def assign(
     note: Annotated[str, typer.Option(metavar="TEXT", help="A note for people.")] = "",
     etag: EtagOption = "",
 ) -> None:
-    """Assign an identity to a plan, in the place of the plan it has.
+    """Assign an identity to a plan. Replaces its current plan.
 
     Example:
       ratelimitd plans assign user alice pro --expires 30d --note 'trial'
@@ -80,7 +81,19 @@ def assign(
     )
     with target.client() as client:
         assigned = client.assign(wanted)
-    _show("assigned ", assigned, target)
+        _show("assigned ", assigned, target)
+        if not (target.output.as_json or _is_named(client, target, plan)):
+            target.output.line(f"no rule names the plan {plan}: the rules' own limits hold")
+
+
+def _is_named(client: NodeClient, target: Target, plan: str) -> bool:
+    """Whether a rule names a plan; true if one call cannot tell."""
+    if plan in RESERVED_PLANS:
+        return True
+    with suppress(CliError), target.explained():
+        page = client.list_rules(pb.ListRateLimitsRequest(page_size=BATCH))
+        return bool(page.next_page_token) or any(plan in rule.plans for rule in page.rate_limits)
+    return True
 
 
 @asks_node
@@ -91,7 +104,7 @@ def unassign(
     identifier: IdentifierArgument,
     etag: EtagOption = "",
 ) -> None:
-    """Take the plan of an identity away: the rules' own limits hold again.
+    """Unassign an identity. The rules' own limits hold again.
 
     Example:
       ratelimitd plans unassign user alice
@@ -128,7 +141,7 @@ def list_assignments(
     ] = "",
     prefix: Annotated[
         str,
-        typer.Option(metavar="TEXT", help="Only identifiers that begin so; needs --type."),
+        typer.Option(metavar="TEXT", help="Only identifiers with this prefix; needs --type."),
     ] = "",
 ) -> None:
     """Show assignments, ordered by identifier type and identifier.

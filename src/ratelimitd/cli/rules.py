@@ -43,7 +43,7 @@ def import_envoy(
         ),
     ] = _DEFAULT,
 ) -> None:
-    """Print the limits of a configuration of envoyproxy/ratelimit as a file that `rules apply` reads.
+    """Convert a configuration of envoyproxy/ratelimit to a file for `rules apply`.
 
     What has no equivalent is listed on stderr, and so is what the setting ENVOY_IDENTIFIERS of the node has to be.
 
@@ -84,7 +84,7 @@ IdArgument = Annotated[
     str, typer.Argument(metavar="ID", help="Id of the rule, as `rules list` shows it.")
 ]
 EtagOption = Annotated[
-    str, typer.Option(metavar="ETAG", help="Refuse when the rule's etag is another one by now.")
+    str, typer.Option(metavar="ETAG", help="Refuse if the etag is no longer this one.")
 ]
 LimitOption = typer.Option(
     callback=int32, metavar="N", help="Tokens per window, at least 1.", show_default=False
@@ -182,24 +182,23 @@ def create(
     algorithm: Annotated[Algorithm, typer.Option(help="How to count.")] = Algorithm.TOKEN_BUCKET,
     period: Annotated[
         Period | None,
-        typer.Option(
-            help="Windows of the calendar instead of --window-seconds.", show_default=False
-        ),
+        typer.Option(help="Calendar window, instead of --window-seconds.", show_default=False),
     ] = None,
     time_zone: Annotated[
-        str, typer.Option(metavar="ZONE", help="IANA time zone of the period, else UTC.")
+        str, typer.Option(metavar="ZONE", help="IANA time zone of the period; default: UTC.")
     ] = "",
     anchor_day: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MAX_ANCHOR_DAY, metavar="DAY", help="Day on which the period month begins."
+            min=1,
+            max=MAX_ANCHOR_DAY,
+            metavar="DAY",
+            help="Day on which --period month begins; default: 1.",
         ),
     ] = None,
     burst: Annotated[
         int,
-        typer.Option(
-            callback=int32, metavar="N", help="Capacity of a token bucket, if not the limit."
-        ),
+        typer.Option(callback=int32, metavar="N", help="Capacity of a token bucket; 0: the limit."),
     ] = 0,
     rule_id: Annotated[
         str, typer.Option("--id", metavar="UUID", help="Id to give the rule instead of a new one.")
@@ -252,11 +251,11 @@ def update(
     algorithm: Annotated[Algorithm | None, typer.Option(help="How to count.")] = None,
     enabled: Annotated[
         bool | None,
-        typer.Option("--enable/--disable", help="Apply the rule, or act as if it were absent."),
+        typer.Option("--enable/--disable", help="Apply the rule, or ignore it."),
     ] = None,
     etag: EtagOption = "",
 ) -> None:
-    """Change the fields of a rule that are named, and no others.
+    """Change the named fields of a rule.
 
     Example:
       ratelimitd rules update 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f --limit 100 --enable
@@ -285,13 +284,13 @@ def promote(
     *,
     rule_id: IdArgument,
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Limit that only observes.", show_default=False)
+        str, typer.Argument(metavar="NAME", help="Observed limit to enforce.", show_default=False)
     ],
     replaces: Annotated[
-        str, typer.Option(metavar="LIMIT", help="Limit whose place it takes; else the first.")
+        str, typer.Option(metavar="LIMIT", help="Limit to replace; default: the first.")
     ] = "",
 ) -> None:
-    """Enforce a limit that only observes, in the place of another. It keeps what it counted.
+    """Enforce an observed limit in place of another. Its count is kept.
 
     Example:
       ratelimitd rules promote 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f candidate

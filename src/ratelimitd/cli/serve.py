@@ -12,7 +12,7 @@ from ratelimitd.settings.table import Settings
 
 
 def serve(settings: Settings) -> None:
-    """Run a node until it is told to stop.
+    """Run a node.
 
     Every option is also an environment variable: --http-listen is RATELIMITD_HTTP_LISTEN. An option wins. A secret on
     a command line can be read by every user of the machine, so each secret can come from a file as well.
@@ -35,11 +35,11 @@ def serve(settings: Settings) -> None:
     raise typer.Exit(supervisor.run(settings))
 
 
-app = typer.Typer(help="Look after the rule database.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Maintain the rule database.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def upgrade(settings: Settings) -> None:
-    """Bring the rule database to the schema of this release; a current one is left as it is.
+    """Upgrade the rule database to the schema of this release, if it is older.
 
     `serve` does this itself on SQLite. On PostgreSQL a new or older database waits for this command.
 

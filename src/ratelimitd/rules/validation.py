@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
@@ -443,10 +443,15 @@ def type_problem(identifier_type: Any, types: Collection[str] | None = None) -> 
             return ""
     elif isinstance(identifier_type, str) and len(identifier_type) > MAX_IDENTIFIER_TYPE_CHARS:
         return f"the identifier type must be at most {MAX_IDENTIFIER_TYPE_CHARS} characters"
-    named = ", ".join(types or IdentifierType)
+    named = choice_of(types or IdentifierType)
     return (
         f"the identifier type must be one of {named}, several of them joined by +, or {EVERYBODY}"
     )
+
+
+def choice_of(types: Iterable[str]) -> str:
+    """Return identifier types for an error that refuses another, with the setting that declares more."""
+    return f"{', '.join(types)} (the setting IDENTIFIER_TYPES declares others)"
 
 
 @lru_cache(REMEMBERED_TYPES)

@@ -53,6 +53,7 @@ from ratelimitd.rules.validation import (
     MAX_ENDPOINT_CHARS,
     MAX_QUOTED_CHARS,
     canonical_id,
+    choice_of,
     validated,
 )
 from ratelimitd.services.wire import (
@@ -309,7 +310,7 @@ def invalid_answer_of(error: CheckInvalidError, path: str) -> ratelimiter_pb2.Ra
 def _identifier_type(raw: bytes, identities: Identities) -> str:
     found = identities.types.get(raw)
     if found is None:
-        message = f"must be one of {', '.join(identities.types.values())}"
+        message = f"must be one of {choice_of(identities.types.values())}"
         raise ValueError(message)
     return found
 

@@ -13,6 +13,7 @@ from ratelimitd.errors import FieldViolation, InvalidInputError
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.assignments import MAX_IDENTIFIER_BYTES, PLAN_NAME, Assignment, violations
 from ratelimitd.rules.store import AssignmentQuery, AssignmentStore
+from ratelimitd.rules.validation import choice_of
 from ratelimitd.services.config import (
     DEFAULT_PAGE_SIZE,
     MAX_PAGE_SIZE,
@@ -177,7 +178,7 @@ class PlansService:
         if plan and PLAN_NAME.fullmatch(plan) is None:
             wrong.append(FieldViolation("plan", "must be the name of a plan, or empty"))
         if kind and kind not in self._identities.types:
-            named = ", ".join(self._identities.types.values())
+            named = choice_of(self._identities.types.values())
             wrong.append(FieldViolation("identifier_type", f"must be one of {named}, or empty"))
         if message.identifier_prefix and not kind:
             wrong.append(FieldViolation("identifier_type", "must be set for a prefix"))

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 
 from ratelimitd.algorithms import fixed_window
@@ -5,28 +7,16 @@ from ratelimitd.model import (
     INT32_MAX,
     MAX_TIME_US,
     Algorithm,
-    IdentifierType,
     Reason,
-    Rule,
 )
-from tests.outcomes import Outcome, named
+from tests.outcomes import Outcome, named, rule_of
 
 decide = named(fixed_window.decide)
+rule = partial(rule_of, Algorithm.FIXED_WINDOW)
 
 T_S = 1_700_006_400  # a whole minute and a whole hour
 T = T_S * 1_000_000
 SECOND = 1_000_000
-
-
-def rule(limit, window_seconds):
-    return Rule(
-        "1",
-        "/e",
-        IdentifierType.USER,
-        limit=limit,
-        window_seconds=window_seconds,
-        algorithm=Algorithm.FIXED_WINDOW,
-    )
 
 
 def spend(a_rule, at_us, cost, state=None):

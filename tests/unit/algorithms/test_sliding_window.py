@@ -1,5 +1,6 @@
 import random
 from array import array
+from functools import partial
 
 import pytest
 
@@ -9,28 +10,16 @@ from ratelimitd.model import (
     INT32_MAX,
     MAX_TIME_US,
     Algorithm,
-    IdentifierType,
     Reason,
-    Rule,
 )
-from tests.outcomes import Outcome, named, runs_of
+from tests.outcomes import Outcome, named, rule_of, runs_of
 
 decide = named(sliding_window.decide)
+rule = partial(rule_of, Algorithm.SLIDING_WINDOW)
 
 T_S = 1_700_006_400
 T = T_S * 1_000_000
 SECOND = 1_000_000
-
-
-def rule(limit, window_seconds):
-    return Rule(
-        "1",
-        "/e",
-        IdentifierType.USER,
-        limit=limit,
-        window_seconds=window_seconds,
-        algorithm=Algorithm.SLIDING_WINDOW,
-    )
 
 
 def spend(a_rule, at_us, cost, state=None):

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -7,28 +8,16 @@ from ratelimitd.model import (
     INT32_MAX,
     MAX_TIME_US,
     Algorithm,
-    IdentifierType,
     Reason,
-    Rule,
 )
-from tests.outcomes import Outcome, named
+from tests.outcomes import Outcome, named, rule_of
 
 decide = named(token_bucket.decide)
+rule = partial(rule_of, Algorithm.TOKEN_BUCKET)
 
 T_S = 1_700_006_400
 T = T_S * 1_000_000
 SECOND = 1_000_000
-
-
-def rule(limit, window_seconds):
-    return Rule(
-        "1",
-        "/e",
-        IdentifierType.USER,
-        limit=limit,
-        window_seconds=window_seconds,
-        algorithm=Algorithm.TOKEN_BUCKET,
-    )
 
 
 def spend(a_rule, at_us, cost, state=None):

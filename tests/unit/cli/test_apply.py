@@ -140,13 +140,14 @@ def test_a_file_that_no_order_of_steps_leads_to_changes_nothing(ask, node, book)
     assert writes(node) == []
 
 
-def test_a_node_that_refuses_half_way_is_told_with_how_far_it_came(ask, node, book):
+def test_a_node_that_refuses_half_way_is_told_with_the_rule_and_how_far_it_came(ask, node, book):
     node.error = status(grpc.StatusCode.ALREADY_EXISTS, "somebody was faster")
     node.errors_after = 2
     ended = ask("rules", "apply", "-f", book())
     assert ended.status == 1
     assert ended.err == (
-        "Error: already exists: somebody was faster; 1 of 2 changes were made: look, and apply again\n"
+        "Error: create /login ip: already exists: somebody was faster;"
+        " 1 of 2 changes were made before it\n"
     )
 
 
@@ -174,7 +175,7 @@ def test_a_rule_that_was_changed_meanwhile_is_not_overwritten(ask, node, book):
     node.after_list = lambda: setattr(rule, "etag", "another")
     ended = ask("rules", "apply", "-f", book())
     assert ended.status == 1
-    assert "aborted: the rule has another etag by now" in ended.err
+    assert "update * user: aborted: the rule has another etag by now" in ended.err
     assert node.rules[rule.id].limit == 10
 
 

@@ -1,6 +1,7 @@
 """`check`: what is asked, what is said about the answer, and the status that a script acts on."""
 
 import json
+import re
 
 import grpc
 import pytest
@@ -85,6 +86,32 @@ def test_many_checks_print_a_line_each_and_a_sum(ask, node):
         "3  denied   remaining 0  reset –  retry after –\n"
         "2 allowed, 1 denied\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "by"),
+    [
+        ({"limit_name": "day", "limit": 5, "window_seconds": 60}, "  by day: 5 per 1 min"),
+        ({"reason": pb.BLOCKED, "plan": "blocked"}, "  by plan blocked"),
+        (
+            {
+                "limit_name": "default", "plan": "pro", "limit": 9, "window_seconds": 1,
+                "limits": [pb.LimitStatus(identifier_type="tenant"), pb.LimitStatus()],
+            },
+            "  by tenant, plan pro, default: 9 per 1 s",
+        ),
+    ],
+)  # fmt: skip
+def test_many_checks_tell_the_limit_that_denied(ask, node, answer, by):
+    node.answer = pb.RateLimitResponse(**answer)
+    assert ask(*ALICE, "--count", "2").out.splitlines()[0].endswith(by)
+
+
+def test_an_allowed_check_tells_when_the_next_token_comes_only_if_none_is_left(ask, node):
+    node.answer = pb.RateLimitResponse(allowed=True, retry_after_seconds=30)
+    assert "  next token  in 30 s\n" in ask(*ALICE).out
+    node.answer.remaining_tokens = 1
+    assert not re.search("retry|next", ask(*ALICE).out)
 
 
 def test_many_checks_that_are_all_allowed_are_status_0(ask, node):
@@ -191,7 +218,7 @@ EXPLANATION = pb.Explanation(
             limits=[
                 pb.LimitStatus(name="default", limit=5, window_seconds=60),
                 pb.LimitStatus(
-                    name="day", limit=9, window_seconds=86_400, allowed=True, remaining_tokens=4
+                    name="days", limit=9, window_seconds=172_800, allowed=True, remaining_tokens=4
                 ),
                 pb.LimitStatus(name="new", limit=1, window_seconds=1, enforcement=pb.OBSERVE),
             ],
@@ -229,11 +256,52 @@ def test_an_explanation_tells_every_rule_and_what_would_change_it(ask, node):
     table = [line.split() for line in ended.out.splitlines()[-5:]]
     assert table[0] == ["ENDPOINT", "TYPE", "LIMIT", "SAYS", "REMEDY"]
     assert "denies, 0 left wait 9 s" in " ".join(table[1])
-    assert "day: 9 per 1 d allows, 4 left" in " ".join(table[2])
+    assert "days: 9 per 2 d allows, 4 left" in " ".join(table[2])
     assert "would deny, 0 left" in " ".join(table[3])
     assert "tenant – not named name the tenant of the request" in " ".join(table[4])
     (seen,) = node.seen
     assert (seen.request.tokens_requested, seen.request.also[0].identifier) == (2, "::1")
+
+
+def test_an_explanation_names_windows_of_the_calendar(ask, node):
+    month = pb.Limit(
+        name="month", limit=100, window_seconds=2_592_000, algorithm="fixed_window", period=pb.MONTH,
+        time_zone="Europe/Berlin", anchor_day=15,
+    )  # fmt: skip
+    day = pb.Limit(
+        name="day", limit=9, window_seconds=86_400, algorithm="fixed_window", period=pb.DAY, time_zone="UTC",
+    )  # fmt: skip
+    seconds = pb.Limit(name="s", limit=5, window_seconds=86_400, algorithm="fixed_window")
+    rule = node.add_rule("/a", limits=[month, seconds], plans={"pro": pb.LimitList(limits=[day])})
+
+    def statuses(plan, *limits):
+        return [
+            pb.LimitStatus(
+                rule_id=rule.id,
+                name=one.name,
+                limit=one.limit,
+                window_seconds=one.window_seconds,
+                plan=plan,
+            )
+            for one in limits
+        ]
+
+    for plan, judged, own, others in (
+        ("", statuses("", month, seconds), "100 per month from day 15 (Europe/Berlin)", "s: 5 per 1 d"),
+        ("pro", statuses("pro", day), "9 per day (UTC)", "pro, day: 9 per day (UTC)"),
+    ):  # fmt: skip
+        answer = pb.RateLimitResponse(
+            rule_id=rule.id, limit_name=judged[0].name, limit=judged[0].limit, plan=plan,
+            window_seconds=judged[0].window_seconds,
+        )  # fmt: skip
+        explained = pb.RuleExplanation(
+            rule_id=rule.id, endpoint="/a", identifier_type="user", match=pb.JUDGES, limits=judged
+        )
+        node.explanation = pb.Explanation(answer=answer, rules=[explained])
+        out = ask("explain", "user", "alice", "/a").out
+        assert f"{rule.id} ({own})" in out
+        assert others in out
+    assert node.methods() == ["RateLimit", "ListRateLimits"] * 2
 
 
 def test_an_explanation_tells_the_plans_of_the_identities(ask, node):

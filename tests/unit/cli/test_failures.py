@@ -83,7 +83,7 @@ def test_a_node_that_says_it_cannot_now_was_reached():
     assert failed.exit_code == 1
     assert str(failed) == (
         "unavailable: the rule database cannot be reached"
-        " (try again in a moment; if it lasts, the node's log says more)"
+        " (retry; if the error persists, see the log of the node)"
     )
 
 
@@ -103,8 +103,8 @@ def test_violated_fields_are_named_as_the_options_are():
     ("code", "hint"),
     [
         (CODE.UNAUTHENTICATED, "--token-file"),
-        (CODE.ABORTED, "look again"),
-        (CODE.UNIMPLEMENTED, "is it a ratelimitd"),
+        (CODE.ABORTED, "read it again"),
+        (CODE.UNIMPLEMENTED, "of another version"),
     ],
 )
 def test_an_error_with_a_way_out_hints_at_it(code, hint):

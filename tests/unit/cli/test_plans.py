@@ -31,6 +31,7 @@ def imported(ask, tmp_path):
 
 
 def test_what_is_assigned_is_what_was_typed(ask, node):
+    node.add_rule("/a", plans={"pro": pb.LimitList()})
     typed = ("user", "alice", "pro", "--expires", "2033-05-18", "--note", "trial")
     ended = ask("plans", "assign", *typed)
     shown = "assigned user alice: pro, until 2033-05-18 00:00:00 UTC (trial)\n"
@@ -42,6 +43,24 @@ def test_what_is_assigned_is_what_was_typed(ask, node):
         note="trial",
         etag=node.assigned["user", "alice"].etag,
     )
+
+
+def test_a_plan_that_no_rule_names_is_assigned_with_a_hint(ask, node):
+    hint = "no rule names the plan pro: the rules' own limits hold\n"
+    ended = ask("plans", "assign", "user", "alice", "pro")
+    assert ended == (0, f"assigned user alice: pro\n{hint}", "")
+    assert hint not in ask("plans", "assign", "user", "alice", "blocked").out
+    json.loads(ask("plans", "assign", "user", "alice", "pro", "--json").out)
+    node.page_size = 1
+    node.add_rule("/a")
+    node.add_rule("/b")
+    assert hint not in ask("plans", "assign", "user", "alice", "pro").out  # a later page may
+
+
+def test_an_assignment_stands_when_the_rules_cannot_be_listed(ask, node):
+    node.error, node.errors_after = status(grpc.StatusCode.UNAVAILABLE, "away"), 1
+    ended = ask("plans", "assign", "user", "alice", "pro")
+    assert ended == (0, "assigned user alice: pro\n", "")
 
 
 def test_an_assignment_is_shown_and_taken_away(ask, node):

@@ -168,7 +168,7 @@ def test_a_number_that_cannot_travel_is_a_wrong_command_line(ask, node, number):
         ask("check", "user", "u", "/x", "--cost", number),
     ):
         assert ended.status == 2
-        assert "must be at most 2147483647 either way" in ended.err
+        assert "must be -2147483648 to 2147483647" in ended.err
     assert node.seen == []
 
 

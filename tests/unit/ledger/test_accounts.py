@@ -12,29 +12,16 @@ from ratelimitd.model import (
     COST_EXCEEDS_LIMIT,
     LIMIT_EXCEEDED,
     Algorithm,
-    IdentifierType,
-    Rule,
 )
-from tests.outcomes import runs_of
+from tests.outcomes import rule_of, runs_of
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
 
 
-def rule(algorithm, limit=10, window_seconds=10):
-    return Rule(
-        "r",
-        "/a",
-        IdentifierType.USER,
-        limit=limit,
-        window_seconds=window_seconds,
-        algorithm=algorithm,
-    )
-
-
-BUCKET = rule(Algorithm.TOKEN_BUCKET)
-WINDOW = rule(Algorithm.FIXED_WINDOW)
-LOG = rule(Algorithm.SLIDING_WINDOW)
+BUCKET = rule_of(Algorithm.TOKEN_BUCKET)
+WINDOW = rule_of(Algorithm.FIXED_WINDOW)
+LOG = rule_of(Algorithm.SLIDING_WINDOW)
 TOKEN = BUCKET.window_us
 
 
@@ -56,7 +43,7 @@ def known_to(decide, outcome):
 @pytest.mark.parametrize("algorithm", Algorithm)
 @given(checks=st.lists(st.tuples(st.integers(0, 3 * S), st.integers(1, 4)), max_size=30))
 def test_what_an_algorithm_allowed_is_charged_to_the_same_state(algorithm, checks):
-    of, state, charged, now_us = rule(algorithm), None, None, NOW
+    of, state, charged, now_us = rule_of(algorithm), None, None, NOW
     for step_us, cost in checks:
         now_us += step_us
         outcome = account(of).judge(state, of, now_us, cost)
@@ -172,7 +159,7 @@ def test_what_is_not_overdrawn_is_judged_by_the_algorithm_itself():
 
 
 def test_a_capacity_above_the_time_in_us_is_overdrawn_as_any_other():
-    vast = rule(Algorithm.TOKEN_BUCKET, limit=2**31 - 1, window_seconds=60)
+    vast = rule_of(Algorithm.TOKEN_BUCKET, limit=2**31 - 1, window_seconds=60)
     state = account(vast).charged(None, vast, [(NOW, vast.limit), (NOW, 10)])
     judge = account(vast).judge_of(state, vast)
     assert judge(state, vast, NOW, 1) == account(vast).judge(state, vast, NOW, 1)
@@ -196,14 +183,14 @@ def test_later_states_stand_higher(of):
 
 
 def test_no_more_is_owed_than_a_capacity_once_a_limit_was_lowered():
-    lower = rule(Algorithm.TOKEN_BUCKET, 3)
+    lower = rule_of(Algorithm.TOKEN_BUCKET, 3)
     assert account(lower).capped((9 * TOKEN, NOW), lower) == (3 * TOKEN, NOW)
     assert account(lower).capped((2 * TOKEN, NOW), lower) == (2 * TOKEN, NOW)
-    lower = rule(Algorithm.FIXED_WINDOW, 3)
+    lower = rule_of(Algorithm.FIXED_WINDOW, 3)
     assert account(lower).capped((9, NOW), lower) == (3, NOW)
     assert account(lower).capped((9, NOW, 4), lower) == (3, NOW, 3)
     log = account(LOG).charged(None, LOG, [(NOW, 9)])
-    assert account(LOG).capped(log, rule(Algorithm.SLIDING_WINDOW, 3)) == log
+    assert account(LOG).capped(log, rule_of(Algorithm.SLIDING_WINDOW, 3)) == log
     for of in (BUCKET, WINDOW, LOG):
         assert account(of).capped(None, of) is None
 

@@ -8,26 +8,15 @@ from ratelimitd.ledger.accounts import ACCOUNTS, Refund
 from ratelimitd.ledger.shared_state import SharedState, Update, refund_of, refunded, standing
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from tests.ledger_model import settle
-from tests.outcomes import runs_of
+from tests.outcomes import rule_of, runs_of
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
 
 
-def rule(algorithm, limit=10, window_seconds=10):
-    return Rule(
-        "r",
-        "/a",
-        IdentifierType.USER,
-        limit=limit,
-        window_seconds=window_seconds,
-        algorithm=algorithm,
-    )
-
-
-BUCKET = rule(Algorithm.TOKEN_BUCKET)
-WINDOW = rule(Algorithm.FIXED_WINDOW)
-LOG = rule(Algorithm.SLIDING_WINDOW)
+BUCKET = rule_of(Algorithm.TOKEN_BUCKET)
+WINDOW = rule_of(Algorithm.FIXED_WINDOW)
+LOG = rule_of(Algorithm.SLIDING_WINDOW)
 TOKEN = BUCKET.window_us
 
 

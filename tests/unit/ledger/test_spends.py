@@ -7,18 +7,15 @@ import pytest
 from ratelimitd.algorithms.sliding_window import MAX_RUNS
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.ledger.protocol import Spends
-from ratelimitd.model import Algorithm, IdentifierType, Rule
+from ratelimitd.model import Algorithm
+from tests.outcomes import rule_of
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
 
 
-def rule(algorithm):
-    return Rule("r", "/a", IdentifierType.USER, limit=10, window_seconds=10, algorithm=algorithm)
-
-
 def spends(algorithm, *runs):
-    made = Spends(rule(algorithm))
+    made = Spends(rule_of(algorithm))
     for at_us, tokens in runs:
         made.add(at_us, tokens)
     return made
@@ -52,7 +49,7 @@ def test_a_spend_that_comes_late_is_taken_for_one_of_the_latest_time(algorithm):
 
 @pytest.mark.parametrize("seed", range(200))
 def test_a_token_bucket_is_charged_in_two_runs_what_it_is_charged_one_by_one(seed):
-    chance, bucket = random.Random(seed), rule(Algorithm.TOKEN_BUCKET)
+    chance, bucket = random.Random(seed), rule_of(Algorithm.TOKEN_BUCKET)
     account, now_us = ACCOUNTS[Algorithm.TOKEN_BUCKET], NOW
     made = [
         (now_us := now_us + chance.choice((0, 1, S // 3, S, 5 * S)), chance.randint(1, 4))

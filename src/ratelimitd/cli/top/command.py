@@ -48,16 +48,14 @@ def top(
     *,
     interval: Annotated[
         float,
-        typer.Option(min=0.1, max=3_600, metavar="SECONDS", help="Time between two looks."),
+        typer.Option(min=0.1, max=3_600, metavar="SECONDS", help="Interval between readings."),
     ] = 1.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Show one reading, of one interval, and end.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one reading, and exit.")] = False,
     rules: Annotated[
-        int, typer.Option(min=0, max=1_000, metavar="N", help="How many rules to show.")
+        int, typer.Option(min=0, max=1_000, metavar="N", help="Number of rules to show.")
     ] = 10,
 ) -> None:
-    """Watch a node: its rates, latencies and breaker, and the rules with most blocked; q ends it.
+    """Watch the rates, latencies, breaker and most blocked rules of a node. q ends it.
 
     Into a pipe it prints one reading below the other, and with --json each as one line.
 

@@ -106,20 +106,22 @@ class ServiceCalls:
         await self._ask(request, f"{CONFIG}/DeleteRateLimit", message)
 
     async def check(
-        self, request: Request, question: Question, cost: int, *, peek: bool
+        self, request: Request, question: Question, cost: int, *, peek: bool, max_wait_ms: int = 0
     ) -> ratelimiter_pb2.RateLimitResponse:
         """Check; spends unless ``peek``."""
         message = ratelimiter_pb2.RateLimitRequest(
-            **question.fields(), tokens_requested=cost, peek=peek
+            **question.fields(), tokens_requested=cost, peek=peek, max_wait_ms=max_wait_ms
         )
         answer = await self._ask(request, CHECK_METHOD, message)
         return ratelimiter_pb2.RateLimitResponse.FromString(answer)
 
     async def explain(
-        self, request: Request, question: Question, cost: int
+        self, request: Request, question: Question, cost: int, *, max_wait_ms: int = 0
     ) -> ratelimiter_pb2.Explanation:
         """Ask what a check would be answered, and why; spends nothing."""
-        message = ratelimiter_pb2.RateLimitRequest(**question.fields(), tokens_requested=cost)
+        message = ratelimiter_pb2.RateLimitRequest(
+            **question.fields(), tokens_requested=cost, max_wait_ms=max_wait_ms
+        )
         answer = await self._ask(request, EXPLAIN_METHOD, message)
         return ratelimiter_pb2.Explanation.FromString(answer)
 

@@ -132,12 +132,12 @@ class PlansPage:
 
     async def assign(self, request: Request, fields: Fields) -> Response:
         """Assign an identity."""
-        form = AssignForm.of_fields(fields)
+        form, errors = AssignForm.of_fields(fields), {}
         try:
             expire_time = expire_time_of(form.expires.strip(), self._now_s())
         except ValueError as error:
-            errors = {"expire_time": str(error)}
-            return await self._page(request, Search(), form, errors=errors, status_code=422)
+            # The service refuses the time, too, and names whatever else is wrong.
+            expire_time, errors = -1, {"expire_time": str(error)}
         try:
             await self._services.assign(
                 request,
@@ -154,7 +154,7 @@ class PlansPage:
                 request,
                 Search(),
                 form,
-                errors=error.fields,
+                errors={**error.fields, **errors},
                 problem=problem,
                 status_code=error.status,
             )

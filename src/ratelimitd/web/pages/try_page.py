@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ratelimitd.model import INT32_MAX, IdentifierType, Match, Reason
+from ratelimitd.model import INT32_MAX, MAX_WAIT_MS, IdentifierType, Match, Reason
 from ratelimitd.web.pages.invoke import Question, Rejected, ServiceCalls
 from ratelimitd.web.pages.page_base import Fields, Frame
 from ratelimitd.web.pages.rule_changes import whole_number
@@ -48,7 +48,7 @@ SAID: Final[Mapping[tuple[bool, bool], str]] = {
 """What a limit says, by whether it only observes, and whether it allows."""
 
 COST_PROBLEM: Final = f"must be a whole number from 0 to {INT32_MAX}; 0 means 1"
-
+WAIT_PROBLEM: Final = f"must be a whole number from 0 to {MAX_WAIT_MS}"
 
 ALSO: Final = "also-"
 """Begin of the name of a field for a further identity; the type follows."""
@@ -61,6 +61,7 @@ class CheckForm(NamedTuple):
     identifier_type: str = IdentifierType.USER
     endpoint: str = ""
     cost: str = "1"
+    max_wait_ms: str = "0"
     peek: bool = False
     also: Mapping[str, str] = MappingProxyType({})
 
@@ -72,6 +73,7 @@ class CheckForm(NamedTuple):
             fields.get("identifier_type", ""),
             fields.get("endpoint", ""),
             fields.get("cost", "1").strip(),
+            fields.get("max_wait_ms", "").strip() or "0",
             "peek" in fields,
             {kind: fields[ALSO + kind] for kind in types if fields.get(ALSO + kind)},
         )
@@ -152,12 +154,16 @@ class TryPage:
             )
 
     async def _check(self, request: Request, form: CheckForm, *, explains: bool) -> Response:
-        cost = whole_number(form.cost)
+        cost, wait_ms = whole_number(form.cost), whole_number(form.max_wait_ms)
+        errors = {}
         if not isinstance(cost, int) or not 0 <= cost <= INT32_MAX:
-            errors = {"tokens_requested": COST_PROBLEM}
+            errors["tokens_requested"] = COST_PROBLEM
+        if not isinstance(wait_ms, int) or not 0 <= wait_ms <= MAX_WAIT_MS:
+            errors["max_wait_ms"] = WAIT_PROBLEM
+        if errors:
             return self._page(request, form, status_code=422, about="check", errors=errors)
         if explains:
-            found = await self._services.explain(request, form.question, cost)
+            found = await self._services.explain(request, form.question, cost, max_wait_ms=wait_ms)
             return self._page(
                 request,
                 form._replace(peek=True),
@@ -165,7 +171,9 @@ class TryPage:
                 rules=[_ExplainedRule(rule) for rule in found.rules],
                 plans=found.plans,
             )
-        answer = await self._services.check(request, form.question, cost, peek=form.peek)
+        answer = await self._services.check(
+            request, form.question, cost, peek=form.peek, max_wait_ms=wait_ms
+        )
         return self._page(request, form, answer=_Answer(answer, int(self._now_s())))
 
     def _page(
@@ -187,7 +195,6 @@ class TryPage:
             status_code=status_code,
             form=form,
             types=self._types,
-            ALSO=ALSO,
             **given,
         )
 

@@ -3,21 +3,15 @@
 import html
 import re
 
-import pytest
 import pytest_asyncio
 
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.testing import ManualClock, running_node
+from ratelimitd.testing import running_node
 from ratelimitd.web.pages.plans import PAGE_ASSIGNMENTS
-from tests.page_visitor import PageVisitor, errors_in, hidden_in
+from tests.page_visitor import errors_in, hidden_in, text_of
 
 ALICE = {"identifier_type": "user", "identifier": "alice", "plan": "pro"}
 SCRIPT = "<script>alert('x')</script>"
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 @pytest_asyncio.fixture
@@ -29,16 +23,6 @@ async def node(clock, tmp_path):
     )
     async with running_node(clock=clock, rules_file=rules) as found:
         yield found
-
-
-@pytest_asyncio.fixture
-async def visitor(node):
-    async with PageVisitor(node.http_address) as found:
-        yield found
-
-
-def text_of(answer):
-    return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", answer.text).split()))
 
 
 async def assigned(visitor, **fields):
@@ -69,10 +53,12 @@ async def test_no_address_has_an_identifier(visitor):
 
 
 async def test_what_is_wrong_is_said_beside_the_field_and_kept(visitor):
-    wrong = {**ALICE, "identifier_type": "ip", "plan": "Pro", "note": "n" * 256}
-    answer = await visitor.post("/plans/assign", wrong)
+    wrong = {"identifier_type": "ip", "identifier": "alice", "plan": "Pro", "note": "n" * 256}
+    answer = await visitor.post("/plans/assign", {**wrong, "expires": "tomorrow"})
     assert answer.status_code == 422
-    assert set(errors_in(answer.text)) == {"assign-identifier", "assign-plan", "assign-note"}
+    errors = errors_in(answer.text)
+    assert set(errors) == {"assign-identifier", "assign-plan", "assign-note", "assign-expires"}
+    assert "a duration such as 30d" in errors["assign-expires"]
     assert 'value="alice"' in answer.text
     answer = await visitor.post("/plans/assign", {**ALICE, "expires": "tomorrow"})
     assert (answer.status_code, set(errors_in(answer.text))) == (422, {"assign-expires"})

@@ -32,12 +32,6 @@ async def node():
         yield found
 
 
-@pytest_asyncio.fixture
-async def visitor(node):
-    async with PageVisitor(node.http_address) as found:
-        yield found
-
-
 def book_of(node):
     return node._limiter.book
 
@@ -165,7 +159,7 @@ async def test_a_rule_of_the_calendar_is_made_shown_and_edited(visitor, node):
     address = answer.headers["location"].partition("?")[0]
     [stored] = book_of(node).rules()
     assert stored.calendar == Calendar(Period.MONTH, "Europe/Berlin", 15)
-    assert "month, Europe/Berlin" in (await visitor.get("/rules")).text
+    assert "month from day 15, Europe/Berlin" in (await visitor.get("/rules")).text
     form = (await visitor.get(address)).text
     assert '<option value="month" selected>month</option>' in form
     assert 'value="Europe/Berlin"' in form

@@ -1,21 +1,15 @@
-import html
 import re
 
 import pytest
 import pytest_asyncio
 
 from ratelimitd.model import Reason
-from ratelimitd.testing import ManualClock, running_node
-from ratelimitd.web.pages.try_page import COST_PROBLEM, WORDS
-from tests.page_visitor import PageVisitor, errors_in, hidden_in
+from ratelimitd.testing import running_node
+from ratelimitd.web.pages.try_page import COST_PROBLEM, WAIT_PROBLEM, WORDS
+from tests.page_visitor import PageVisitor, errors_in, hidden_in, text_of
 
 ALICE = {"identifier_type": "user", "identifier": "alice", "endpoint": "/orders", "cost": "1"}
 SCRIPT = "<script>alert('x')</script>"
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 @pytest_asyncio.fixture
@@ -31,16 +25,9 @@ async def node(clock, tmp_path):
         yield found
 
 
-@pytest_asyncio.fixture
-async def visitor(node):
-    async with PageVisitor(node.http_address) as found:
-        yield found
-
-
 async def check(visitor, **fields):
     answer = await visitor.post("/try", {**ALICE, "action": "check", **fields})
-    text = re.sub(r"<[^>]*>", " ", answer.text)
-    return answer.status_code, html.unescape(" ".join(text.split()))
+    return answer.status_code, text_of(answer)
 
 
 async def test_more_than_the_limit_may_remain_of_a_burst(visitor):
@@ -98,6 +85,18 @@ async def test_an_answer_without_a_check_is_marked(visitor, node, monkeypatch):
 async def test_a_cost_that_is_none_is_told_at_its_field(visitor, cost):
     answer = await visitor.post("/try", {**ALICE, "action": "check", "cost": cost})
     assert (answer.status_code, errors_in(answer.text)) == (422, {"cost": COST_PROBLEM})
+
+
+async def test_a_check_may_wait(visitor):
+    await check(visitor, endpoint="/upload", cost="5")
+    upload = {"endpoint": "/upload", "max_wait_ms": "20000"}
+    assert "allowed user alice" in (await check(visitor, **upload, action="explain"))[1]
+    waits = (await check(visitor, **upload))[1]
+    assert re.search(r"Wait 20\W000 ms before the request proceeds", waits)
+    wrong = {**ALICE, "max_wait_ms": "60001", "cost": "x"}
+    answer = await visitor.post("/try", wrong)
+    assert answer.status_code == 422
+    assert errors_in(answer.text) == {"cost": COST_PROBLEM, "max_wait_ms": WAIT_PROBLEM}
 
 
 async def test_what_the_service_refuses_is_told_at_its_fields(visitor, node):
@@ -183,6 +182,7 @@ async def tenants(clock, tmp_path):
         "- endpoint: /orders\n  identifier_type: tenant\n  limits:\n"
         "  - {limit: 2, window_seconds: 60, algorithm: fixed_window}\n"
         "  - {name: day, limit: 1, window_seconds: 86400, algorithm: fixed_window, enforcement: observe}\n"
+        "- {endpoint: /pairs, identifier_type: ip+user, limit: 3, window_seconds: 60, algorithm: fixed_window}\n"
     )
     node = running_node(clock=clock, rules_file=rules, identifier_types="tenant")
     async with node as found, PageVisitor(found.http_address) as visitor:
@@ -224,10 +224,21 @@ async def test_a_further_identity_is_refused_at_its_field_and_stays_typed(tenant
     assert "<details open>" in answer.text
 
 
+async def test_a_combination_of_identities_is_reset(tenants):
+    pair = {**ALICE, "endpoint": "/pairs", "also-ip": "::1"}
+    assert "Remaining 0 of 3" in (await check(tenants, **{**pair, "cost": "3"}))[1]
+    asked = await tenants.post("/try", {**pair, "action": "ask"})
+    assert "user <code>alice</code>, ip <code>::1</code> gets the whole limit" in asked.text
+    await tenants.post("/try", {**hidden_in(asked.text), "action": "reset"})
+    assert "Remaining 2 of 3" in (await check(tenants, **pair))[1]
+    refused = await tenants.post("/try", {**pair, "also-ip": "nowhere", "action": "ask"})
+    assert set(errors_in(refused.text)) == {"reset-also-ip"}
+
+
 async def test_further_identities_are_offered_for_declared_types_and_closed_at_first(tenants):
     page = (await tenants.get("/try")).text
-    assert re.findall(r'name="also-(\w+)"', page) == ["user", "ip", "api_key", "tenant"]
-    assert "<details>" in page
+    assert re.findall(r'name="also-(\w+)"', page) == ["user", "ip", "api_key", "tenant"] * 2
+    assert page.count("<details>") == 2
 
 
 async def test_more_further_identities_than_a_check_takes_are_refused():
