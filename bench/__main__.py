@@ -1,9 +1,12 @@
 """``make bench``: every figure beside its baseline in the same run. Run it on a machine that does nothing else.
 
-``python -m bench [part ...]`` runs some of the parts only.
+``python -m bench [part ...]`` runs some of the parts only; ``peers`` runs only when it is named.
 """
 
+import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from bench import (
@@ -18,6 +21,7 @@ from bench import (
     native,
     outage,
     page,
+    peers,
     report,
     rpc,
     rules,
@@ -25,7 +29,9 @@ from bench import (
 )
 from bench.servers import Missing
 
-PARTS = {
+Part = tuple[str, Callable[[], list[report.Row]]]
+
+PARTS: dict[str, Part] = {
     "decisions": ("Decisions, one core", decisions.measure),
     "memory": ("Memory per bucket, 38-character identifiers", memory.measure),
     "loop": ("Turns of the event loop", loop.measure),
@@ -45,12 +51,31 @@ PARTS = {
 
 def main() -> None:
     """Run the parts that were named, or all; a part that lacks a program fails alone."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; peers")
+    parser.add_argument(
+        "--peer",
+        type=peers.parse,
+        action="append",
+        default=[],
+        metavar=peers.FORM,
+        help="a server for peers to measure; may be repeated",
+    )
+    options = parser.parse_args()
+    parts: dict[str, Part] = {
+        **PARTS,
+        "peers": ("Other rate limiters, each on one core", partial(peers.measure, options.peer)),
+    }
+    for unknown in {*options.parts} - {*parts}:
+        parser.error(f"no part is named {unknown}")
+    if "peers" in options.parts and not options.peer:
+        parser.error(f"name the peers that run: --peer {peers.FORM}")
     figures, missing = {}, []
-    for name in sys.argv[1:] or PARTS:
-        title, measure = PARTS[name]
+    for name in options.parts or PARTS:
+        title, measure = parts[name]
         try:
             figures[title] = measure()
-        except Missing as what:
+        except (Missing, peers.PeerError) as what:
             missing.append(f"{name}: {what}")
             continue
         report.show(title, figures[title])

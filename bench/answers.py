@@ -4,6 +4,8 @@ Every frame is looked at, so an answer counts once, wherever the reads cut it. A
 seen for the first time; as long as the dynamic table stays as it is, the same octets mean the same.
 """
 
+import re
+
 from hpack import Decoder
 
 from ratelimitd_wire import frames
@@ -31,6 +33,8 @@ _DATA_END = FrameType.DATA << 8 | END_STREAM
 _HEAD = FrameType.HEADERS << 8 | END_HEADERS
 _HEAD_END = _HEAD | END_STREAM
 
+NO_MESSAGE = "a call that ended without a message"
+
 
 class WrongAnswerError(Exception):
     """The server did something else than answer with success; the run measures nothing."""
@@ -43,13 +47,16 @@ class Answers:
     """The server's side of one connection with ``streams`` calls open at a time.
 
     ``credit`` is how many octets of DATA the server still takes, ``to_send`` what the protocol wants said. The user
-    takes from the one and empties the other.
+    takes from the one and empties the other. With ``allowed`` each answer must have a message, and its DATA begin so.
     """
 
-    def __init__(self, streams: int) -> None:
+    def __init__(self, streams: int, allowed: re.Pattern[bytes] | None = None) -> None:
         self.credit = DEFAULT_WINDOW_BYTES
         self.to_send = b""
         self._streams = streams
+        self._allowed = allowed
+        self._unread = 0
+        """Messages that were verified, less the calls that ended."""
         self._rest = b""
         self._owed = 0
         self._decoder = Decoder()
@@ -64,7 +71,7 @@ class Answers:
         """
         octets = self._rest + octets
         at, last, answered = 0, len(octets) - FRAME_HEADER_BYTES, 0
-        good = self._good
+        good, verified = self._good, self._allowed is not None
         while at <= last:
             _, length, kind, stream_id = read_header(octets, at)
             if at + length > last:
@@ -78,13 +85,27 @@ class Answers:
             elif kind <= _DATA_END:
                 self._owed += length
                 answered += kind
+                if verified and length:
+                    self._verify(octets[payload:at])
             else:
                 self._other(kind, octets[payload:at], stream_id)
         self._rest = octets[at:]
         if self._owed > WINDOW_BYTES // 2:
             self.to_send += frames.window_update(0, self._owed)
             self._owed = 0
+        if verified:
+            self._end(answered)
         return answered
+
+    def _verify(self, message: bytes) -> None:
+        if self._allowed and not self._allowed.match(message):
+            raise WrongAnswerError(message)
+        self._unread += 1
+
+    def _end(self, answered: int) -> None:
+        self._unread -= answered
+        if self._unread < 0:
+            raise WrongAnswerError(NO_MESSAGE)
 
     def _learn(self, kind: int, block: bytes) -> None:
         before = list(self._decoder.header_table.dynamic_entries)

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import gc
 import json
+import re
 import select
 import socket
 import ssl
@@ -19,36 +20,55 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from bench import protocols, scripts
 from bench.answers import GREETING, Answers, WrongAnswerError
-from bench.scripts import IDENTIFIERS, SCENARIOS, Script, build
+from bench.scripts import IDENTIFIERS, Script, build
 from bench.servers import Server, cpu_seconds
 
+SCENARIOS = scripts.SCENARIOS | protocols.SCENARIOS
 READ_BYTES = 262_144
 SILENCE_SECONDS = 5.0
 """No answer for so long is a server that hangs."""
+SILENT = f"no answer for {SILENCE_SECONDS:g} s"
+CLOSED = "the end of the connection"
 PACE_SECONDS = 0.001
 """How long calls that are due may wait in an open loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """``latency_us`` is the mean: calls open / rate; 0 of an open loop. ``cpu_us`` is the server's, user and system."""
+    """``latency_us`` is the mean: calls open / rate; 0 of an open loop. ``cpu_us`` is the server's, user and system.
+
+    ``answered`` and ``sent`` are calls too, with those of the warm-up; h2load does not tell.
+    """
 
     calls: int
     rate: float
     latency_us: float
     cpu_us: float
+    answered: int = 0
+    sent: int = 0
+
+
+class ReplayError(Exception):
+    """The load ended early; the text says why."""
 
 
 class Caller:
-    """One connection and the calls on it."""
+    """One connection and the calls on it; ``allowed`` is for :class:`bench.answers.Answers`."""
 
-    def __init__(self, sock: socket.socket, script: Script, streams: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        script: Script,
+        streams: int,
+        allowed: re.Pattern[bytes] | None = None,
+    ) -> None:
         self.sock = sock
         self.answered = 0
         self.due = sys.maxsize
         """How many calls may go out."""
-        self._answers = Answers(streams)
+        self._answers = Answers(streams, allowed)
         self._script = script
         self._octets = memoryview(script.octets)
         self._next = 0
@@ -56,6 +76,11 @@ class Caller:
         self._unsent: bytes | memoryview = GREETING
         sock.settimeout(0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def sent(self) -> int:
+        """How many calls went out, or are about to."""
+        return self._next
 
     @property
     def exhausted(self) -> bool:
@@ -76,7 +101,7 @@ class Caller:
     def _receive(self) -> None:
         octets = self.sock.recv(READ_BYTES)
         if not octets:
-            raise WrongAnswerError(octets)
+            raise WrongAnswerError(CLOSED)
         answered = self._answers.feed(octets)
         self.answered += answered
         self._free += answered
@@ -111,11 +136,11 @@ class Caller:
 
 
 class Load:
-    """All connections, turned by one selector; ``server_pid`` is whose CPU time is taken, ``rate`` of an open loop."""
+    """All connections, turned by one selector; ``pids`` is whose CPU time is taken, ``rate`` of an open loop."""
 
-    def __init__(self, callers: Sequence[Caller], server_pid: int, rate: float = 0.0) -> None:
+    def __init__(self, callers: Sequence[Caller], pids: Sequence[int], rate: float = 0.0) -> None:
         self._callers = {caller.sock.fileno(): caller for caller in callers}
-        self._server_pid = server_pid
+        self._pids = pids
         self._rate_per_caller = rate / len(callers)
         for caller in callers if rate else ():
             caller.due = 0
@@ -132,7 +157,7 @@ class Load:
         """
         callers, poll, clock = self._callers, self._epoll.poll, time.perf_counter
         before = sum(caller.answered for caller in callers.values())
-        cpu, started = cpu_seconds(self._server_pid), clock()
+        cpu, started = sum(map(cpu_seconds, self._pids)), clock()
         end, used_up, made_due = started + seconds, False, 0
         while (now := clock()) < end and not used_up:
             if self._rate_per_caller:
@@ -141,14 +166,14 @@ class Load:
                 made_due = due
             ready = poll(PACE_SECONDS if self._rate_per_caller else SILENCE_SECONDS)
             if not ready and not self._rate_per_caller:
-                raise WrongAnswerError(ready)
+                raise WrongAnswerError(SILENT)
             for number, events in ready:
                 caller = callers[number]
                 sends = caller.turn()
                 if sends or events & select.EPOLLOUT:
                     self._wait_for(number, sends=sends)
                 used_up = used_up or caller.exhausted
-        taken, cpu = now - started, cpu_seconds(self._server_pid) - cpu
+        taken, cpu = now - started, sum(map(cpu_seconds, self._pids)) - cpu
         return sum(caller.answered for caller in callers.values()) - before, taken, cpu
 
     def _make_due(self, count: int) -> None:
@@ -170,26 +195,33 @@ def replay(
     seconds: float,
     tls: bool = False,
     rate: float = 0.0,
+    warm_up: float = 1.0,
+    pids: Sequence[int] | None = None,
 ) -> Measured:
     """Run this module in a process of its own and return what it measured.
 
     Args:
         server: whom to ask.
-        scenario: a name in :data:`bench.scripts.SCENARIOS`.
+        scenario: a name in :data:`SCENARIOS`.
         shape: connections, and calls open on each.
-        seconds: how long to measure, after a second to warm up.
+        seconds: how long to measure.
         tls: speak TLS, without a look at the certificate.
         rate: calls that are due per second; 0: as many as are answered.
+        warm_up: seconds before that.
+        pids: whose CPU time to take, instead of the server's.
 
     Raises:
-        subprocess.CalledProcessError: an answer was no success; what it was stands on stderr.
+        ReplayError: an answer was no success.
     """
     command = [
-        sys.executable, "-m", "bench.replay", str(server.port), scenario, "--pid", str(server.pid),
+        sys.executable, "-m", "bench.replay", str(server.port), scenario,
+        *(f"--pid={pid}" for pid in ([server.pid] if pids is None else pids)),
         "--connections", str(shape[0]), "--streams", str(shape[1]), "--seconds", str(seconds),
-        "--rate", str(rate), *(["--tls"] if tls else []),
+        "--warm-up", str(warm_up), "--rate", str(rate), *(["--tls"] if tls else []),
     ]  # fmt: skip
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise ReplayError(done.stderr.strip())
     return Measured(**json.loads(done.stdout))
 
 
@@ -198,7 +230,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.replay", description=__doc__)
     parser.add_argument("port", type=int)
     parser.add_argument("scenario", choices=SCENARIOS)
-    parser.add_argument("--pid", type=int, required=True, help="whose CPU time to take")
+    parser.add_argument(
+        "--pid",
+        type=int,
+        action="append",
+        default=[],
+        help="whose CPU time to take; may be repeated",
+    )
     parser.add_argument("--connections", type=int, default=4)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=3.0)
@@ -207,18 +245,25 @@ def main() -> None:
     parser.add_argument("--tls", action="store_true")
     options = parser.parse_args()
     gc.disable()  # it would walk through all that is prebuilt
-    measured = _measure(options)
+    try:
+        measured = _measure(options)
+    except (WrongAnswerError, OSError) as error:
+        sys.exit(str(error))
     print(json.dumps(asdict(measured)))
 
 
 def _measure(options: argparse.Namespace) -> Measured:
     scenario = SCENARIOS[options.scenario]
     total = scenario.most_per_second * (options.seconds + options.warm_up)
-    scripts = _scripts(options.scenario, int(total) // options.connections + 1, options.connections)
+    prebuilt = _scripts(
+        options.scenario, int(total) // options.connections + 1, options.connections
+    )
     with contextlib.ExitStack() as stack:
         callers = [
-            Caller(stack.enter_context(_connected(options)), script, options.streams)
-            for script in scripts
+            Caller(
+                stack.enter_context(_connected(options)), script, options.streams, scenario.allowed
+            )
+            for script in prebuilt
         ]
         load = Load(callers, options.pid, options.rate)
         load.run(options.warm_up)
@@ -231,6 +276,8 @@ def _measure(options: argparse.Namespace) -> Measured:
         rate=calls / seconds,
         latency_us=0.0 if options.rate else seconds * 1e6 * open_at_a_time / calls,
         cpu_us=cpu * 1e6 / calls,
+        answered=sum(caller.answered for caller in callers),
+        sent=sum(caller.sent for caller in callers),
     )
 
 

@@ -6,6 +6,7 @@ taken from what they send; :class:`Heads` writes them the same way.
 """
 
 import random
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -223,6 +224,16 @@ class Scenario(NamedTuple):
     blocks: Callable[[], Iterator[bytes]]
     bodies: Callable[[], Iterator[bytes]]
     most_per_second: int
+    allowed: re.Pattern[bytes] | None = None
+    """How the DATA of each answer must begin, where that is looked at."""
+
+
+def alike(path: bytes, message: bytes, allowed: re.Pattern[bytes]) -> Scenario:
+    """The same message to one method, again and again, with the headers of ``one-key``."""
+    fields = [*go_fields(path), (b"grpc-timeout", b"5S")]
+    return Scenario(
+        lambda: _constant_blocks(fields), lambda: repeat(_framed(message)), 400_000, allowed
+    )
 
 
 SCENARIOS = {

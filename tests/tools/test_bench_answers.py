@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hpack import Encoder
 
@@ -13,7 +15,7 @@ GRANT = frames.window_update(0, 1000)
 def answer(encoder, stream_id, trailers=OK, head=HEAD):
     return (
         frames.headers(stream_id, encoder.encode(head), ended=False)
-        + frames.frame(FrameType.DATA, 0, stream_id, b"\0\0\0\0\2\x08\x01")
+        + frames.frame(FrameType.DATA, 0, stream_id, b"\0\0\0\0\x02\x08\x01")
         + frames.headers(stream_id, encoder.encode(trailers), ended=True)
     )
 
@@ -92,3 +94,21 @@ def test_an_acknowledged_ping_is_not_answered():
     answers = Answers(streams=1)
     answers.feed(frames.frame(FrameType.PING, ACK, 0, b"12345678"))
     assert answers.to_send == b""
+
+
+ALLOWED = re.compile(rb"\0\0\0\0\x02\x08\x01")
+
+
+def test_every_answer_must_begin_as_one_that_allows():
+    encoder, answers = Encoder(), Answers(streams=2, allowed=ALLOWED)
+    octets = answer(encoder, 1) + frames.frame(FrameType.DATA, 0, 3, b"\0\0\0\0\2\x08\x02")
+    assert answers.feed(octets[:-1]) == 1
+    with pytest.raises(WrongAnswerError, match="x02"):
+        answers.feed(octets[-1:])
+
+
+def test_an_answer_without_a_message_allows_nothing():
+    answers = Answers(streams=1, allowed=ALLOWED)
+    head = frames.headers(1, Encoder().encode(HEAD), ended=False)
+    with pytest.raises(WrongAnswerError, match="without a message"):
+        answers.feed(head + frames.frame(FrameType.DATA, END_STREAM, 1, b""))
