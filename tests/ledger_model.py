@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ratelimitd.cluster.packed import generation_of, pack
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Run
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import (
@@ -96,6 +97,17 @@ def reset(stored: SharedState | None, rule: Limit, least: int = 0) -> SharedStat
     return SharedState(max(generation + 1, least), rule.revision, rule.limit, burst=rule.burst)
 
 
+def updates_of(batch: Batch) -> dict[bytes, Update]:
+    """All updates of a batch, by key; a cold spend is one, too."""
+    return {
+        **batch.updates,
+        **{
+            key: Update(rule, generation_of(base), ((at_us, cost),))
+            for key, (rule, base, at_us, cost) in batch.cold.items()
+        },
+    }
+
+
 class Ledger:
     """The store's side: the buckets, and of each sender the last reply.
 
@@ -119,10 +131,11 @@ class Ledger:
         if last is not None and batch.number <= last.number:
             return last if batch.number == last.number else None
         settled = {}
-        for key, update in batch.updates.items():
+        for key, update in updates_of(batch).items():
             settled[key] = one = settle(self.buckets.get(key), update)
             self.buckets[key] = one.shared
-        reply = self._replies[batch.sender] = Reply(batch.number, settled)
+        cold = {key: pack(settled.pop(key).shared) for key in batch.cold}
+        reply = self._replies[batch.sender] = Reply(batch.number, settled, cold)
         return reply
 
     def first_check(self, check: StoreCheck) -> Met:

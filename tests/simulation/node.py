@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.ledger import cold
-from ratelimitd.ledger.cold import ColdSpend
 from ratelimitd.ledger.local_view import STALE_US, LocalView
-from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, Reply, Sender
+from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, ColdSpend, Reply, Sender
 from ratelimitd.ledger.shared_state import Met, Settled, SharedState, Update
 from ratelimitd.model import Rule
 from tests.simulation.giving_up import GivingUp
@@ -192,10 +191,14 @@ class Node:
         if spent is None:
             return None
         self.warmed += 1
-        view = self.make_view(spent.rule, spent.base)
-        view.resume(spent.at_us, spent.cost, in_flight=in_flight)
+        view = self._view_of(spent, in_flight=in_flight)
         if not in_flight:
             self.dirty[key] = view
+        return view
+
+    def _view_of(self, spent: ColdSpend, *, in_flight: bool) -> LocalView:
+        view = self.make_view(cast("Rule", spent.rule), spent.base)
+        view.resume(spent.at_us, spent.cost, in_flight=in_flight)
         return view
 
     def _known(self, key: bytes) -> LocalView | None:
@@ -410,8 +413,7 @@ class Node:
             self.flush()
 
     def _cold_settled(self, key: bytes, spent: ColdSpend, shared: SharedState) -> None:
-        view = self.make_view(spent.rule, spent.base)
-        view.resume(spent.at_us, spent.cost, in_flight=True)
+        view = self._view_of(spent, in_flight=True)
         self._note_reset(view, shared)
         view.acknowledge(shared)
         self._let_go(view)
@@ -443,7 +445,9 @@ class Node:
             return
         self.forgave_us = now_us
         for key in list(self.cold):
-            self.pending[key] = self._warm(key)
+            view = self._warm(key)
+            assert view is not None
+            self.pending[key] = view
         for view in (*self.views.values(), *self.pending.values()):
             view.forgive_outage(self.now_us)
 

@@ -17,16 +17,18 @@ from ratelimitd.algorithms import Decide
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.clock import Clock
 from ratelimitd.cluster.accuracy import Accuracy
-from ratelimitd.cluster.cache import BucketCache, numbers_of
+from ratelimitd.cluster.cache import BucketCache
 from ratelimitd.cluster.gossip import Gossip, reset_buckets
 from ratelimitd.cluster.joint_checks import JointCheck, Outcomes, PartCheck, errors_that_deny
 from ratelimitd.cluster.membership import Membership
+from ratelimitd.cluster.packed import numbers_of, unpack
 from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck
 from ratelimitd.cluster.sync import Partition, RefreshQueue
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import BreakerOpenError, RateLimitdError
 from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
+from ratelimitd.ledger.protocol import ColdSpend
 from ratelimitd.ledger.shared_state import Met, SharedState, StoreCheck
 from ratelimitd.model import Limit, Outcome
 
@@ -415,27 +417,24 @@ class SharedBuckets:
     ) -> Outcome | Bucket | None:
         """Charge a bucket that is not in use without a view, or return the bucket; ``None``: it is unknown."""
         name = self._stored_name(key)
-        outcome = self._spend_cold(name, rule, decide, now_us, cost)
-        return self._known(key, rule, name) if outcome is None else outcome
-
-    def _spend_cold(  # noqa: PLR0917 -- called for every check of a bucket not in use
-        self, name: bytes, rule: Limit, decide: Decide, now_us: int, cost: int
-    ) -> Outcome | None:
-        """Charge a packed bucket without a view; ``None``: it is not packed, or a view has to decide."""
-        packed, tag = self._cache.packed(name), self._tags[name[0]]
-        if type(packed) is not int or tag.server.is_open or name in tag.buckets:
-            return None
-        limit, state = numbers_of(packed)
-        if limit != rule.limit or rule.burst:
-            return None
-        outcome = cold.spend(state, rule, decide, now_us, self._membership.count, cost)
-        if outcome is None:
-            return None
-        at_us = now_us if state is None else max(now_us, state[1])
-        self._cache.begin_cold(name)
-        # Calling the class itself takes 0.3 µs longer.
-        tag.cold[name] = tuple.__new__(cold.ColdSpend, (rule, packed, at_us, cost))
-        return outcome
+        tag, cache = self._tags[name[0]], self._cache
+        packed = None if tag.server.is_open else cache.pop_packed(name)
+        if packed is None or name in tag.buckets:
+            return self._known(key, rule, name)
+        if type(packed) is int and not rule.burst:
+            limit, state = numbers_of(packed)
+            members = self._membership.count
+            if limit == rule.limit and (
+                outcome := cold.spend(state, rule, decide, now_us, members, cost)
+            ):
+                cache.cold += 1
+                at_us = now_us if state is None or state[1] < now_us else state[1]
+                # Calling the class itself takes 0.3 µs longer.
+                tag.cold[name] = tuple.__new__(ColdSpend, (rule, packed, at_us, cost))
+                return outcome
+        bucket = Bucket(key, name, tag, rule, unpack(packed))
+        cache.add(bucket)
+        return bucket
 
     def _known(self, key: bytes, rule: Limit, name: bytes = b"") -> Bucket | None:
         """Return a bucket that is known but not in use: packed, or evicted before everything was settled.

@@ -8,43 +8,26 @@ the capacity is left. See ADR 0053.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from ratelimitd.algorithms import Decide
-from ratelimitd.ledger.accounts import BucketState
 from ratelimitd.ledger.local_view import SHARES_OF_REMAINING
 from ratelimitd.model import Algorithm, Limit, Outcome
 
 
-class ColdSpend(NamedTuple):
-    """A spend: the rule it was made under, the state it was made on, its time in µs, and its tokens."""
-
-    rule: Limit
-    base: Any
-    at_us: int
-    cost: int
-
-
-def has_plenty(state: BucketState, rule: Limit) -> bool:
-    """Whether at least half of the capacity was left at the latest spend; a log is taken for one that has less."""
-    if state is None:
-        return True
-    if isinstance(state, bytes):
-        return False
-    full = (
-        rule.window_us * rule.capacity if rule.algorithm is Algorithm.TOKEN_BUCKET else rule.limit
-    )
-    return 2 * state[0] <= full
+def plenty(rule: Limit) -> int:
+    """Return what a bucket may have spent, in the unit of its state, with at least half of the capacity left."""
+    if rule.algorithm is Algorithm.TOKEN_BUCKET:
+        return rule.capacity * rule.window_us >> 1
+    return rule.limit >> 1
 
 
 def spend(  # noqa: PLR0917 -- called once a check
-    state: BucketState, rule: Limit, decide: Decide, now_us: int, members: int, cost: int
+    state: tuple[int, ...] | None, rule: Limit, decide: Decide, now_us: int, members: int, cost: int
 ) -> Outcome | None:
     """Decide a check on the state of a cold bucket, with the limit and burst of ``rule`` and nothing unsettled.
 
     ``None``: a view has to decide, because the bucket has not plenty, or its spends would have to be settled at once.
     """
-    if not has_plenty(state, rule):
+    if state is not None and state[0] > plenty(rule):
         return None
     outcome = decide(state, rule, now_us, cost)
     remaining = outcome[1] + cost

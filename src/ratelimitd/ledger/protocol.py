@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ratelimitd.algorithms.sliding_window import MAX_RUNS
 from ratelimitd.ledger.accounts import Run
@@ -165,20 +165,37 @@ LEAST_INTERVAL_US: Final = 10_000
 """Between two batches of a sender: an attacked bucket costs the store 100 calls a second for each node, no more."""
 
 
+class ColdSpend(NamedTuple):
+    """The spend of a bucket without a view: its rule, the packed state before it, its time in µs, and its tokens."""
+
+    rule: Limit
+    base: Any
+    at_us: int
+    cost: int
+
+
+_NO_COLD: Final[Mapping[bytes, Any]] = MappingProxyType({})
+
+
 class Batch(NamedTuple):
-    """What one sender says of up to ``MAX_UPDATES`` buckets; ``sender`` is a node and its incarnation."""
+    """What one sender says of up to ``MAX_UPDATES`` buckets; ``sender`` is a node and its incarnation.
+
+    ``cold`` are spends of buckets without a view.
+    """
 
     sender: str
     number: int
     frozen_at_us: int
     updates: Mapping[bytes, Update]
+    cold: Mapping[bytes, ColdSpend] = _NO_COLD
 
 
 class Reply(NamedTuple):
-    """What the store answers to a batch."""
+    """What the store answers to a batch; ``cold`` are the packed states of buckets without a view."""
 
     number: int
     settled: Mapping[bytes, Settled]
+    cold: Mapping[bytes, Any] = _NO_COLD
 
 
 class Sender:
@@ -205,11 +222,16 @@ class Sender:
         # A clock that was set back must not silence the node.
         return min(LEAST_INTERVAL_US, max(0, self._frozen_at_us + LEAST_INTERVAL_US - now_us))
 
-    def freeze(self, updates: Iterable[tuple[bytes, Update]], now_us: int) -> Batch:
+    def freeze(
+        self,
+        updates: Iterable[tuple[bytes, Update]],
+        now_us: int,
+        cold: Mapping[bytes, ColdSpend] = _NO_COLD,
+    ) -> Batch:
         """Make the next batch. There must be none outstanding, nor more updates than one may have."""
         self._number += 1
         self._frozen_at_us = now_us
-        self.outstanding = Batch(self._name, self._number, now_us, dict(updates))
+        self.outstanding = Batch(self._name, self._number, now_us, dict(updates), cold)
         return self.outstanding
 
     def acknowledged(self, reply: Reply) -> Batch | None:

@@ -131,7 +131,7 @@ class TestSync:
         for number in range(10):
             scene.spend(bytes([number]))
         scene.interval()
-        assert [len(batch.updates) for batch in scene.store.asked("settle")] == [10]
+        assert [len(batch.cold) for batch in scene.store.asked("settle")] == [10]
 
     async def test_others_are_told_once_an_interval(self, scene):
         scene.spend(cost=400)

@@ -463,7 +463,7 @@ class TracedStore(RedisStore):
         if span is None:
             super().settle(tag, batch, done)
             return
-        span.note("ratelimitd.buckets", len(batch.updates))
+        span.note("ratelimitd.buckets", len(batch.updates) + len(batch.cold))
         span.note("server.address", self.server_of(tag))
 
         def settled(reply: Reply | RateLimitdError | None) -> None:

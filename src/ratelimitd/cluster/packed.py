@@ -1,0 +1,98 @@
+"""States of shared buckets that are not in use, as one number each. Pure."""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+from ratelimitd.ledger.accounts import BucketState
+from ratelimitd.ledger.shared_state import SharedState
+
+# A packed state is one integer, which the garbage collector does not track, or two objects with a log or a burst:
+#     spent · generation (31 bits) · revision (63 bits) · limit (31 bits) · latest_us (53 bits) · whether it is not full
+Packed: TypeAlias = int | tuple[int, bytes | int]
+"""The numbers of a state, with its log or its burst if it has one; the collector stops tracking such a tuple."""
+
+_LATEST_SHIFT: Final = 1
+_LIMIT_SHIFT: Final = _LATEST_SHIFT + 53
+_REVISION_SHIFT: Final = _LIMIT_SHIFT + 31
+_GENERATION_SHIFT: Final = _REVISION_SHIFT + 63
+_SPENT_SHIFT: Final = _GENERATION_SHIFT + 31
+
+_LATEST_MASK: Final = (1 << 53) - 1
+_LIMIT_MASK: Final = (1 << 31) - 1
+_GENERATION_MASK: Final = (1 << 31) - 1
+_REVISION_MASK: Final = (1 << 63) - 1
+_SAME_MASK: Final = (1 << 31 + 63 + 31) - 1
+
+
+def pack(shared: SharedState) -> Packed:
+    """The numbers of a state as one."""
+    # Without what was given back: of two states of one time, that orders them.
+    generation, revision, limit, state, burst, _ = shared
+    number = generation << _GENERATION_SHIFT | revision << _REVISION_SHIFT | limit << _LIMIT_SHIFT
+    if isinstance(state, bytes):
+        return number, state
+    if state is not None:
+        # What a fixed window has beyond these matters to late spends only, and a packed bucket has none.
+        number |= state[0] << _SPENT_SHIFT | state[1] << _LATEST_SHIFT | 1
+    return (number, burst) if burst else number
+
+
+def numbers_of(packed: int) -> tuple[int, tuple[int, int] | None]:
+    """Return the limit of a packed state without a log or a burst, and the algorithm's state."""
+    limit = packed >> _LIMIT_SHIFT & _LIMIT_MASK
+    if packed & 1:
+        return limit, (packed >> _SPENT_SHIFT, packed >> _LATEST_SHIFT & _LATEST_MASK)
+    return limit, None
+
+
+def is_of(packed: int, base: int) -> bool:
+    """Whether two packed states have the same generation, revision and limit."""
+    return not (packed ^ base) >> _LIMIT_SHIFT & _SAME_MASK
+
+
+def pack_pair(  # noqa: PLR0917 -- called for every bucket of a reply
+    generation: int, revision: int, limit: int, spent: int, latest_us: int
+) -> int:
+    """Pack a state that is (spent, latest_us)."""
+    return (
+        spent << _SPENT_SHIFT
+        | generation << _GENERATION_SHIFT
+        | revision << _REVISION_SHIFT
+        | limit << _LIMIT_SHIFT
+        | latest_us << _LATEST_SHIFT
+        | 1
+    )
+
+
+def spent_of(packed: int) -> int:
+    """Return what an algorithm's state says was spent, 0 without a state."""
+    return packed >> _SPENT_SHIFT
+
+
+def generation_of(packed: int) -> int:
+    """Return the generation of a packed state."""
+    return packed >> _GENERATION_SHIFT & _GENERATION_MASK
+
+
+def unpack(packed: Packed) -> SharedState:
+    """The state of these numbers."""
+    state: BucketState = None
+    burst = 0
+    number, more = packed if isinstance(packed, tuple) else (packed, 0)
+    if isinstance(more, bytes):
+        state = more
+    else:
+        burst = more
+    if number & 1:
+        state = number >> _SPENT_SHIFT, number >> _LATEST_SHIFT & _LATEST_MASK
+    fields = (
+        number >> _GENERATION_SHIFT & _GENERATION_MASK,
+        number >> _REVISION_SHIFT & _REVISION_MASK,
+        number >> _LIMIT_SHIFT & _LIMIT_MASK,
+        state,
+        burst,
+        0,
+    )
+    # To call the class itself takes 0.2 µs longer.
+    return tuple.__new__(SharedState, fields)

@@ -1,0 +1,290 @@
+"""Spends of buckets that are known and not in use: as if each had a view, without one."""
+
+import random
+
+import pytest
+
+from ratelimitd.algorithms import DECIDE
+from ratelimitd.cluster.packed import generation_of, is_of, pack, unpack
+from ratelimitd.cluster.redis.codec import settle_reply, settle_request
+from ratelimitd.errors import BreakerOpenError, StoreCorruptError
+from ratelimitd.ledger import cold
+from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, ColdSpend
+from ratelimitd.ledger.shared_state import SharedState, Update
+from ratelimitd.model import Algorithm
+from tests.ledger_model import reset
+from tests.store_scripts import TAG, key_of, rule_of
+from tests.unit.cluster.world import MS, RULE, SECOND, World, limited, name_of
+
+LIMIT = RULE.limit
+
+
+@pytest.fixture
+async def world():
+    """A node that knows a bucket, which is not in use: one token of it is spent."""
+    world = World()
+    world.check()
+    return world
+
+
+def views(world):
+    return [name for tag in world.tags for name in tag.buckets]
+
+
+def remaining(world):
+    return world.peek(cost=LIMIT + 1)[1]
+
+
+async def test_a_spend_is_settled_without_a_view(world):
+    assert world.at_once(cost=2)[:2] == (True, LIMIT - 3)
+    assert len(world.cache) == 1
+    world.settle()
+    assert (views(world), len(world.cache), world.store.spent(b"a")) == ([], 1, 3)
+    assert world.at_once()[:2] == (True, LIMIT - 4)
+
+
+async def test_before_it_is_settled_the_next_check_knows_of_it(world):
+    world.at_once(cost=2)
+    assert world.at_once(cost=3)[:2] == (True, LIMIT - 6)
+    assert (views(world), len(world.cache)) == ([name_of(b"a")], 1)
+    world.settle()
+    assert world.store.spent(b"a") == 6
+    assert world.at_once()[:2] == (True, LIMIT - 7)
+
+
+async def test_so_does_one_while_its_batch_is_under_way(world):
+    world.at_once(cost=2)
+    world.store.mode = "held"
+    world.sync()
+    assert world.at_once(cost=3)[:2] == (True, LIMIT - 6)
+    world.store.mode = "up"
+    world.store.held_one().answer()
+    world.settle()
+    assert (world.store.spent(b"a"), remaining(world)) == (6, LIMIT - 6)
+
+
+async def test_a_lost_reply_does_not_charge_it_twice(world):
+    world.at_once(cost=2)
+    world.store.mode = "deaf"
+    world.sync()
+    world.run(30 * MS)
+    world.store.mode = "up"
+    world.run(SECOND)
+    world.settle()
+    assert world.store.spent(b"a") == 3
+
+
+async def test_many_go_in_as_many_batches_as_it_takes(world):
+    keys = [b"a%d" % number for number in range(MAX_UPDATES + 1)]
+    for key in keys:
+        world.check(key)
+        world.at_once(key)
+    assert len(world.cache) == len(keys) + 1
+    world.settle()
+    batches = [len(batch.cold) for batch in world.store.asked("settle")]
+    assert (batches, views(world)) == ([MAX_UPDATES, 1], [])
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+async def test_a_reset_that_is_heard_of_drops_it(world, is_sent):
+    world.at_once(cost=2)
+    if is_sent:
+        world.store.mode = "held"
+        world.sync()
+    shared = reset(world.store.ledger.buckets[name_of(b"a")], RULE)
+    world.store.ledger.buckets[name_of(b"a")] = shared
+    world.buckets.heard(name_of(b"a"), shared)
+    assert remaining(world) == LIMIT
+    world.store.mode = "up"
+    for request in world.store.held:
+        request.answer()
+    world.settle()
+    assert (world.store.spent(b"a"), world.accuracy.forgiven_total) == (0, 2)
+
+
+async def test_what_another_node_tells_counts_beside_it(world):
+    world.at_once(cost=2)
+    world.store.spend(b"a", RULE, 600, world.clock.now_us())
+    world.buckets.heard(name_of(b"a"), world.store.ledger.buckets[name_of(b"a")])
+    assert remaining(world) == LIMIT - 603
+    world.settle()
+    assert world.store.spent(b"a") == 603
+
+
+async def test_others_are_told_when_the_bucket_runs_low(world):
+    world.at_once(cost=2)
+    world.store.spend(b"a", RULE, 600, world.clock.now_us())
+    world.settle()
+    world.gossip.publish()
+    [(tag, payload)] = world.bus.published
+    assert (tag, payload[:1]) == (ord("a"), b"S")
+
+
+async def test_one_that_is_given_up_is_counted_as_lost(world):
+    world.at_once(cost=2)
+    world.store.mode = "held"
+    world.sync()
+    world.store.held_one().done(None)
+    assert world.accuracy.forgiven_total == 2
+    assert (views(world), len(world.cache)) == ([], 1)
+
+
+async def test_after_an_outage_what_has_refilled_is_forgiven():
+    rule = limited(100, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET)
+    world = World(rule)
+    for key in (b"a", b"a2"):
+        world.check(key)
+    world.run(2 * SECOND)
+    world.store.mode = "held"
+    world.at_once(b"a")
+    world.sync()
+    world.at_once(b"a2", cost=20)
+    world.run(5 * SECOND)
+    world.store.mode = "up"
+    world.store.held_one().answer()
+    world.settle()
+    assert world.accuracy.forgiven_total == 20
+
+
+async def test_while_the_breaker_is_open_it_waits_and_no_check_is_decided(world):
+    world.at_once(cost=2)
+    world.open_breaker()
+    with pytest.raises(BreakerOpenError):
+        world.at_once()
+
+
+async def test_a_node_that_decides_alone_knows_of_it():
+    world = World(decides_alone=True)
+    world.check()
+    world.at_once(cost=2)
+    world.open_breaker()
+    assert world.at_once()[:2] == (True, LIMIT - 4)
+
+
+@pytest.mark.parametrize("spent", [LIMIT // 2, LIMIT - 10])
+async def test_near_the_limit_a_view_decides(spent):
+    world = World(members=2)
+    world.store.spend(b"a", RULE, spent, world.clock.now_us())
+    world.wait(peek=True)
+    world.run(2 * MS)
+    world.at_once()
+    assert views(world) == [name_of(b"a")]
+
+
+async def test_a_cost_that_has_to_be_settled_at_once_has_a_view():
+    world = World(members=10)
+    world.check()
+    assert world.at_once(cost=LIMIT // 20 - 1)[0]
+    assert views(world) == []
+    world.settle()
+    world.at_once(cost=LIMIT // 20)
+    assert views(world) == [name_of(b"a")]
+
+
+async def test_a_new_limit_takes_a_view(world):
+    world.at_once(rule=limited(LIMIT * 2, revision=9))
+    assert views(world) == [name_of(b"a")]
+
+
+async def test_one_that_was_made_under_an_older_limit_settles_as_the_view_of_one(world):
+    world.at_once(cost=2)
+    newer = limited(LIMIT // 2, revision=9)
+    world.store.spend(b"a", newer, 1, world.clock.now_us())
+    world.settle()
+    assert world.store.spent(b"a") == 4
+    assert world.at_once(rule=newer)[:2] == (True, LIMIT // 2 - 5)
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_checks_are_answered_and_charged_as_with_views(seed, monkeypatch):
+    def play():
+        source = random.Random(seed)
+        algorithm = source.choice([Algorithm.TOKEN_BUCKET, Algorithm.FIXED_WINDOW])
+        rule = limited(
+            source.choice([20, 1_000]), window_seconds=source.choice([1, 60]), algorithm=algorithm
+        )
+        world, answers = World(rule, members=source.choice([1, 3])), []
+        keys = [b"%c%d" % (source.randrange(97, 100), number) for number in range(8)]
+        for _ in range(150):
+            world.run(source.choice([0, 1, 7, 50]) * MS)
+            world.store.mode = source.choice(["up", "up", "up", "deaf"])
+            if source.random() < 0.3:
+                world.sync()
+            key, cost = source.choice(keys), source.choice([1, 1, 2, 9])
+            try:
+                answer = world.check(key, cost)
+            except BreakerOpenError as error:
+                answer = error
+            answers.append(answer[:5] if isinstance(answer, tuple) else type(answer))
+        world.store.mode = "up"
+        world.settle()
+        return answers, world.store.ledger.buckets
+
+    found = play()
+    with monkeypatch.context() as patched:
+        patched.setattr(cold, "spend", lambda *_: None)
+        assert play() == found
+
+
+# How it goes to the store and back
+
+ONE = key_of(1)
+NEVER = SharedState(0, 1, 10)
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.TOKEN_BUCKET, Algorithm.FIXED_WINDOW])
+def test_a_spend_is_written_like_the_update_of_a_view(algorithm):
+    rule, base = rule_of(algorithm, 10, 60, revision=3), SharedState(5, 2, 10, (7, 100))
+    update = Batch("node", 7, 0, {ONE: Update(rule, 5, ((100, 2),))})
+    spend = Batch("node", 7, 0, {}, {ONE: ColdSpend(rule, pack(base), 100, 2)})
+    assert settle_request(TAG, spend) == settle_request(TAG, update)
+
+
+def values(algorithm):
+    yield from (b"", b"x", b"\1\1" + bytes(40), bytes(42), None, 5)
+    source = random.Random(42)
+    for _ in range(300):
+        number = source.choice([1, 2, 3, {"token_bucket": 1, "fixed_window": 2}.get(algorithm, 3)])
+        head = bytes((source.choice([1, 1, 1, 2, 3]), number))
+        numbers = [source.choice([0, 1, 10, 2**31 - 1, 2**31]) for _ in range(2)]
+        numbers += [source.choice([0, 5, 59_999_999, 60_000_000, 2**53, 2**60]) for _ in range(4)]
+        sizes = (4, 4, 8, 8, 8, 8)
+        generation, limit, revision, *state = [
+            n.to_bytes(8, "little")[:size] for n, size in zip(numbers, sizes, strict=True)
+        ]
+        yield head + generation + revision + limit + b"".join(state[: source.choice([0, 3, 3, 3])])
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+def test_a_reply_is_read_like_that_to_the_update_of_a_view(algorithm):
+    rule = rule_of(algorithm, 10, 60, revision=3)
+    update = Batch("node", 7, 0, {ONE: Update(rule, 0, ((100, 2),))})
+    spend = Batch("node", 7, 0, {}, {ONE: ColdSpend(rule, pack(NEVER), 100, 2)})
+
+    def read(batch, value):
+        try:
+            reply = settle_reply(batch, [b"", 0, value])
+        except StoreCorruptError:
+            return "corrupt"
+        return reply.cold[ONE] if batch is spend else pack(reply.settled[ONE].shared)
+
+    found = [(read(spend, value), read(update, value)) for value in values(algorithm)]
+    assert [one for one, other in found if one != other] == []
+    assert len({one for one, _ in found}) > 10
+
+
+def test_packed_states_are_compared_by_what_orders_them():
+    base = pack(SharedState(5, 2, 10, (7, 100)))
+    assert generation_of(base) == 5
+    assert is_of(pack(SharedState(5, 2, 10, (9, 200))), base)
+    for other in (SharedState(6, 2, 10), SharedState(5, 3, 10), SharedState(5, 2, 11)):
+        assert not is_of(pack(other), base)
+        assert unpack(pack(other)) == other
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+def test_a_full_bucket_is_spent_from_as_the_algorithm_does(algorithm):
+    rule, decide = rule_of(algorithm, 10, 60), DECIDE[algorithm]
+    assert cold.spend(None, rule, decide, 100, 1, 2) == decide(None, rule, 100, 2)
+    assert cold.spend(None, rule, decide, 100, 1, 5) is None
+    assert cold.spend(None, rule, decide, 100, 1, 11) is None
