@@ -20,12 +20,13 @@ from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import SystemClock
 from ratelimitd.counters import CheckStats
 from ratelimitd.limiter import Limiter
-from ratelimitd.model import US_PER_S, Algorithm, Check, IdentifierType, Rule
+from ratelimitd.model import Algorithm, Check, IdentifierType, Rule
 from ratelimitd.node.jobs import SAMPLE_S, TICK_S, Upkeep
 from ratelimitd.node.supervisor import SWITCH_INTERVAL_S
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import Runtime
 from ratelimitd.retry import Background
+from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 
 BUCKETS = 1_000_000
@@ -99,6 +100,7 @@ class _Node:
         upkeep = Upkeep(
             clock=clock,
             table=table,
+            assignments=Assignments(),
             health=Health(node_id="bench", stats=stats, clock=clock, rules_revision=lambda: 1),
             runtime=Runtime(),
             loop_time_s=asyncio.get_running_loop().time,
@@ -122,10 +124,11 @@ class _Node:
 
     async def check_until_a_pass_ends(self, first: int, count: int) -> None:
         """Check identifiers until the pass that is under way, and its base, is complete."""
-        began_us = self.snapshot.last_pass_us
-        while self.snapshot.last_pass_us == began_us:
+        age_s = 0.0
+        while self.snapshot.age_s >= age_s:
+            age_s = self.snapshot.age_s
             await self.check(first, count)
-        self.pass_s.append((self.snapshot.last_pass_us - began_us) / US_PER_S)
+        self.pass_s.append(age_s)
 
 
 async def _two_lives(directory: Path) -> tuple[Figures, float, list[float]]:

@@ -9,8 +9,8 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import cycle, islice
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from itertools import accumulate, count, cycle, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,8 +41,13 @@ SECRET = b"k" * 32
 HOT = 1_000
 COLD_PART = 20
 """One check in so many is of a bucket that nobody has asked for."""
-SELDOM = 50_000
+SELDOM = 200_000
 """Buckets that the node knows and that are asked for in no order, so each less than once a second."""
+PEOPLE = 1_000_000
+"""Identities of which number n is asked for as n to the power of -1 (Zipf)."""
+NODES = 3
+OPEN_RATE, OPEN_S = 10_000, 5.0
+"""Checks per second that are due at random, whether others have been answered or not, and for how long."""
 
 CHECKS_PER_TURN = 100
 TURNS = 3_000
@@ -77,9 +82,14 @@ async def _measure(url: str) -> list[Row]:
     return [
         *await _cached(url),
         *await _seldom(url),
+        *await _like_people(url),
+        *await _on_time(url),
         *await _settled(url),
         *await _strict(url),
     ]
+
+
+_numbers = count(1)
 
 
 class _Counting(RedisStore):
@@ -119,7 +129,7 @@ class _Node:
                     "CONSISTENCY": "strict" if strict else "eventual",
                 },
             ),
-            incarnation="bench/1",
+            incarnation=f"bench/{next(_numbers)}",
             stored_name=keys.stored,
             fingerprint=keys.fingerprint,
             clock=clock,
@@ -188,10 +198,25 @@ def _in_no_order() -> Iterator[Check]:
         yield from source.sample(checks, SELDOM)
 
 
+def _zipf() -> Iterator[Check]:
+    weights = [*accumulate(1 / rank for rank in range(1, PEOPLE + 1))]
+    source = random.Random(PEOPLE)
+    while True:
+        for rank in source.choices(range(PEOPLE), cum_weights=weights, k=10_000):
+            yield _check(b"person-%031d" % rank)
+
+
+def _hot() -> Iterator[Check]:
+    return cycle([_check(b"hot-%034d" % number) for number in range(HOT)])
+
+
 async def _cached(url: str) -> list[Row]:
     """Checks per second of CPU."""
-    name = f"cached, {HOT:,} hot buckets, one check in {COLD_PART} cold"
-    return [await _beside_embedded(name, url, _mixed)]
+    name = f"cached, {HOT:,} hot buckets"
+    return [
+        await _beside_embedded(name, url, _hot, known=HOT),
+        await _beside_embedded(f"{name}, one check in {COLD_PART} cold", url, _mixed),
+    ]
 
 
 async def _seldom(url: str) -> list[Row]:
@@ -200,25 +225,67 @@ async def _seldom(url: str) -> list[Row]:
     return [await _beside_embedded(name, url, _in_no_order, known=SELDOM)]
 
 
+async def _like_people(url: str) -> list[Row]:
+    """Checks of a million identities, a few of which are asked for often, each on any of some nodes."""
+    name = f"cached, Zipf over {PEOPLE:,} identities, {NODES} nodes"
+    known = TURNS * CHECKS_PER_TURN
+    return [await _beside_embedded(name, url, _zipf, known=known, nodes=NODES)]
+
+
+async def _on_time(url: str) -> list[Row]:
+    """How long after it was due a check is answered, where they come whether others are answered or not."""
+    source, waited_s = random.Random(OPEN_RATE), list[float]()
+    checks = [*islice(_zipf(), int(OPEN_RATE * OPEN_S))]
+    due_s = [*accumulate(source.expovariate(OPEN_RATE) for _ in checks)]
+
+    async def answered(check: Check, due_s: float) -> None:
+        await node.limiter.wait([check])
+        waited_s.append(time.perf_counter() - due_s)
+
+    async with _node(url) as node, asyncio.TaskGroup() as waiting:
+        tidy()
+        started_s, done = time.perf_counter(), 0
+        while done < len(checks):
+            await asyncio.sleep(0)
+            until_s = time.perf_counter() - started_s
+            while done < len(checks) and due_s[done] <= until_s:
+                if node.limiter.check(checks[done]) is None:
+                    waiting.create_task(answered(checks[done], started_s + due_s[done]))
+                else:
+                    waited_s.append(time.perf_counter() - started_s - due_s[done])
+                done += 1
+    name = f"Zipf, {OPEN_RATE:,} checks/s at random:"
+    return [
+        Row(f"{name} p{share * 100:g}", percentile(waited_s, share) * 1e6, "µs")
+        for share in (0.5, 0.99, 0.999)
+    ]
+
+
 async def _beside_embedded(
-    name: str, url: str, load: Callable[[], Iterator[Check]], *, known: int = 0
+    name: str,
+    url: str,
+    load: Callable[[], Iterator[Check]],
+    *,
+    known: int = 0,
+    nodes: int = 1,
 ) -> Row:
     """Both rates, the embedded one from before and after; the first ``known`` checks of the load are not counted."""
-    embedded, checks = _embedded(), load()
+    embedded, checks = [_embedded()], load()
     rates = [await _rate(embedded, checks, known)]
-    async with _node(url) as node:
-        shared = await _rate(node.limiter, load(), known)
+    async with contextlib.AsyncExitStack() as stack:
+        started = [await stack.enter_async_context(_node(url)) for _ in range(nodes)]
+        shared = await _rate([node.limiter for node in started], load(), known)
     rates.append(await _rate(embedded, checks, 0))
     return Row(name, shared, "checks/s", "embedded", sum(rates) / len(rates))
 
 
-async def _rate(limiter: Limiter, checks: Iterator[Check], known: int) -> float:
+async def _rate(limiters: Sequence[Limiter], checks: Iterator[Check], known: int) -> float:
     """Checks per second of CPU, with all that is done for them beside: long enough that it comes again and again."""
-    await _answer(limiter, _turns(checks, known // CHECKS_PER_TURN))
+    await _answer(limiters, _turns(checks, known // CHECKS_PER_TURN))
     turns = _turns(checks, TURNS)
     tidy()  # as a node does before it serves
     started_s = time.process_time()
-    await _answer(limiter, turns)
+    await _answer(limiters, turns)
     return TURNS * CHECKS_PER_TURN / (time.process_time() - started_s)
 
 
@@ -227,10 +294,12 @@ def _turns(checks: Iterator[Check], count: int) -> list[list[Check]]:
     return [[*islice(checks, CHECKS_PER_TURN)] for _ in range(count)]
 
 
-async def _answer(limiter: Limiter, turns: list[list[Check]]) -> None:
-    """As one loop does: what waits is answered beside the next ones."""
+async def _answer(limiters: Sequence[Limiter], turns: list[list[Check]]) -> None:
+    """As one loop does: what waits is answered beside the next ones. Each turn is one limiter's, at random."""
     waiting: set[asyncio.Task[Any]] = set()
+    source = random.Random(len(turns))
     for checks in turns:
+        limiter = source.choice(limiters)
         unanswered = [check for check in checks if limiter.check(check) is None]
         if unanswered:
             task = asyncio.create_task(limiter.wait(unanswered))

@@ -418,9 +418,15 @@ class SharedBuckets:
         """Charge a bucket that is not in use without a view, or return the bucket; ``None``: it is unknown."""
         name = self._stored_name(key)
         tag, cache = self._tags[name[0]], self._cache
-        packed = None if tag.server.is_open else cache.pop_packed(name)
-        if packed is None or name in tag.buckets:
+        if tag.server.is_open:
             return self._known(key, rule, name)
+        packed = cache.pop_packed(name)
+        if packed is None or name in tag.buckets:
+            bucket = tag.bucket(name)
+            if bucket is not None:
+                return self._in_use(bucket, key)
+            self._miss(key, name)
+            return None
         if type(packed) is int and not rule.burst:
             limit, state = numbers_of(packed)
             members = self._membership.count
@@ -432,9 +438,7 @@ class SharedBuckets:
                 # Calling the class itself takes 0.3 µs longer.
                 tag.cold[name] = tuple.__new__(ColdSpend, (rule, packed, at_us, cost))
                 return outcome
-        bucket = Bucket(key, name, tag, rule, unpack(packed))
-        cache.add(bucket)
-        return bucket
+        return self._in_use(Bucket(key, name, tag, rule, unpack(packed)), key)
 
     def _known(self, key: bytes, rule: Limit, name: bytes = b"") -> Bucket | None:
         """Return a bucket that is known but not in use: packed, or evicted before everything was settled.
@@ -449,11 +453,18 @@ class SharedBuckets:
                 raise tag.server.open_error()
             shared = self._cache.take_packed(name)
             if shared is None and not tag.server.is_open:
-                if len(self._missed) >= MAX_MISSED:
-                    self._missed.clear()
-                self._missed[key] = name
+                self._miss(key, name)
                 return None
             bucket = Bucket(key, name, tag, rule, shared)
+        return self._in_use(bucket, key)
+
+    def _miss(self, key: bytes, name: bytes) -> None:
+        """Remember the name for :meth:`wait`."""
+        if len(self._missed) >= MAX_MISSED:
+            self._missed.clear()
+        self._missed[key] = name
+
+    def _in_use(self, bucket: Bucket, key: bytes) -> Bucket:
         bucket.key = key
         self._cache.add(bucket)
         return bucket
