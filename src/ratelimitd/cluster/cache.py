@@ -135,7 +135,8 @@ class BucketCache:
             self._turned_us = now_us
             self._turn()
         self._expire(now_us)
-        while len(self) > self._max_entries:
+        # Cold ones stay until they are settled; partitions bound their number.
+        while len(self) > max(self._max_entries, self.cold):
             self._evict_some()
 
     def _turn(self) -> None:

@@ -427,7 +427,7 @@ class SharedBuckets:
                 return self._in_use(bucket, key)
             self._miss(key, name)
             return None
-        if type(packed) is int and not rule.burst:
+        if type(packed) is int and not rule.burst and len(tag.cold) < tag.most_cold:
             limit, state = numbers_of(packed)
             members = self._membership.count
             if limit == rule.limit and (

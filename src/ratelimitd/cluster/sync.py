@@ -50,6 +50,7 @@ class Partition:
         server: the store server that holds it.
         buckets: those of its buckets that this node has a view of, by name.
         cold: spends of those without a view, by name, that no batch contains.
+        most_cold: limit of their number; beyond it buckets have views.
     """
 
     __slots__ = (
@@ -65,6 +66,7 @@ class Partition:
         "_sent_cold",
         "buckets",
         "cold",
+        "most_cold",
         "number",
         "server",
     )
@@ -75,6 +77,7 @@ class Partition:
         self.buckets: dict[bytes, Bucket] = {}
         self.cold: dict[bytes, ColdSpend] = {}
         self._sent_cold: dict[bytes, ColdSpend] = {}
+        self.most_cold = MAX_UNSETTLED * node.store.tags_per_batch
         self._node = node
         self._sender = Sender(sender)
         self._dirty: dict[bytes, Bucket] = {}

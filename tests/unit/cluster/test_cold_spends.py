@@ -85,6 +85,20 @@ async def test_many_go_in_as_many_batches_as_it_takes(world):
     assert (batches, views(world)) == ([MAX_UPDATES, 1], [])
 
 
+async def test_where_too_many_wait_for_the_store_the_others_have_views():
+    world = World(max_entries=50)
+    keys = [b"a%d" % number for number in range(400)]
+    for key in keys:
+        world.check(key)
+        world.at_once(key)
+        world.buckets.step()
+    assert (len(world.cache), len(views(world))) == (390, 10)
+    world.settle()
+    for _ in range(10):
+        world.buckets.step()
+    assert len(world.cache) <= 50
+
+
 @pytest.mark.parametrize("is_sent", [False, True])
 async def test_a_reset_that_is_heard_of_drops_it(world, is_sent):
     world.at_once(cost=2)
