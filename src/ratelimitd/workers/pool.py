@@ -262,7 +262,7 @@ Start = Callable[[Callable[[Report], None]], Awaitable[ChildProcess]]
 
 
 class Respawner:
-    """Keeps one process running. ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are there for tests."""
+    """Keeps one process. ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are there for tests."""
 
     def __init__(
         self,
