@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 from ratelimitd.errors import StartupError
-from ratelimitd.observe.metrics import STARTED_AT_S, Definition, Point, resident_bytes
+from ratelimitd.observe.metrics import STARTED_AT_S, Point, resident_bytes
 from ratelimitd.retry import Background, Backoff
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Points, Readiness
 from ratelimitd.workers import protocol
-from ratelimitd.workers.metrics import CounterTotals, merged
+from ratelimitd.workers.metrics import ANSWERING, RESTARTS, CounterTotals, merged
 from ratelimitd.workers.protocol import Reading, Report
 
 T = TypeVar("T")
@@ -371,25 +371,8 @@ class Respawner:
         process.kill()
 
 
-ANSWERING: Final = Definition(
-    "rate_limiter_workers",
-    "gauge",
-    "Worker processes that answered this scrape; the gauges are theirs.",
-    lambda _: (),
-)
-RESTARTS: Final = Definition(
-    "rate_limiter_worker_restarts_total",
-    "counter",
-    "Processes that ended and were started again, by the worker's number; store is the private Valkey.",
-    lambda _: (),
-    "worker",
-)
-DEFINITIONS: Final = (ANSWERING, RESTARTS)
-"""The metrics of a parent, beside those of its workers."""
-
 TOGETHER_S: Final = 10.0
 """Longest time that workers wait for each other before they listen, in case one hangs at its start."""
-
 
 STORE: Final = "store"
 STORE_NAME: Final = "the private Valkey"

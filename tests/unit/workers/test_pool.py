@@ -11,6 +11,7 @@ from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Readiness
 from ratelimitd.workers import pool as pool_module
+from ratelimitd.workers.metrics import OF_PARENT
 from ratelimitd.workers.pool import Respawner, WorkerPool, WorkerProcess
 from tests.fake_worker import ANSWERING, command
 
@@ -75,7 +76,7 @@ async def test_the_metrics_of_two_workers_are_those_of_one_node(pool):
 async def test_a_parent_shows_its_own_metrics_after_all_others_and_counts_its_memory(pool):
     none = pool(ANSWERING)  # which is not started
     points = await none.points()
-    assert [definition for definition, _ in points] == [*DEFINITIONS, *pool_module.DEFINITIONS]
+    assert [definition for definition, _ in points] == [*DEFINITIONS, *OF_PARENT]
     found = await values(none)
     assert found["rate_limiter_memory_usage_bytes"][""] > 1_000_000
     assert found["process_start_time_seconds"][""] > 1_600_000_000
