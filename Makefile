@@ -15,9 +15,9 @@ setup: ## create or update .venv from the pins; does nothing when it is current
 	@$(PYTHON) tools/setup_venv.py
 
 .PHONY: serve
-serve: ## serve from the checkout; a new rule book is seeded from examples/rules.yaml
-	@$(PYTHON) tools/setup_venv.py --to-serve
-	@$(BIN)/ratelimitd serve --rules-file examples/rules.yaml
+serve: ## serve from the checkout, with WORKERS (1) processes; a new rule book is seeded from examples/rules.yaml
+	@$(PYTHON) tools/setup_venv.py $(if $(filter-out 1,$(WORKERS)),--to-serve-with-workers,--to-serve)
+	@$(BIN)/ratelimitd serve --rules-file examples/rules.yaml $(if $(WORKERS),--workers $(WORKERS))
 
 # The tests of whole clusters, of the simulated ledger and of generated input are `deep`; a slice of each stays in `test`.
 QUICK := not system and not long and not deep
@@ -120,7 +120,7 @@ proto-baseline: setup ## at a release: make today's contract the one that may no
 # uv is told neither an index nor a directory of wheels, so that none of their addresses can end up in the pins.
 .PHONY: pins
 pins: setup ## compile requirements/*.in anew; UPGRADE=--upgrade takes the newest versions
-	@for name in build base dev; do \
+	@for name in build base dev workers; do \
 		$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
 			$(UPGRADE) requirements/$$name.in --output-file requirements/$$name.txt || exit 1; \
 	done

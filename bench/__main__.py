@@ -26,6 +26,7 @@ from bench import (
     rpc,
     rules,
     shared,
+    workers,
 )
 from bench.servers import Missing
 
@@ -40,6 +41,7 @@ PARTS: dict[str, Part] = {
     "native": ("The native transport, server on one core, load on another", native.measure),
     "rpc": ("Over gRPC, server on one core, load on another", rpc.measure),
     "shared": ("A node of a cluster, Valkey on the other core", shared.measure),
+    "workers": ("Two workers and a private Valkey, CPU time", workers.measure),
     "client": ("The client, its callers on one core", client.measure),
     "middleware": ("The middleware for ASGI: FastAPI on one core", middleware.measure),
     "outage": ("The limiter is away, and an application at load", outage.measure),

@@ -10,6 +10,7 @@ import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import accumulate, islice, repeat
 from typing import NamedTuple
 
@@ -191,11 +192,11 @@ def _three_limits() -> Iterator[bytes]:
     return repeat(_framed(_request(42, SEVERAL_ENDPOINT).SerializeToString()))
 
 
-def _any_key() -> Iterator[bytes]:
-    messages = [_framed(_request(number).SerializeToString()) for number in range(IDENTIFIERS)]
+def _any_key(identifiers: int = IDENTIFIERS) -> Iterator[bytes]:
+    messages = [_framed(_request(number).SerializeToString()) for number in range(identifiers)]
     source = random.Random(100_000)
     while True:
-        yield from source.sample(messages, IDENTIFIERS)
+        yield from source.sample(messages, identifiers)
 
 
 def _batch_of_one_key() -> Iterator[bytes]:
@@ -241,6 +242,7 @@ SCENARIOS = {
     "one-key": Scenario(_checks, _one_key, 400_000),
     "three-limits": Scenario(_checks, _three_limits, 300_000),
     "identifiers": Scenario(_checks, _any_key, 400_000),
+    "thousand-identifiers": Scenario(_checks, partial(_any_key, 1_000), 400_000),
     "go-timeouts": Scenario(_go_timeouts, _one_key, 300_000),
     "grpcio-timeouts": Scenario(_grpcio_timeouts, _one_key, 300_000),
     "batch": Scenario(_batches, _batch_of_any_keys, 8_000),

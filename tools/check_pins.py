@@ -50,15 +50,18 @@ def metadata_problems() -> Iterator[str]:
     for text in sorted(declared ^ wanted):
         where = "pyproject.toml" if text in declared else "requirements/base.in"
         yield f"{text}: only in {where}"
+    extras = project["optional-dependencies"]
+    if {str(Requirement(text)) for text in extras["workers"]} != set(map(str, asked("workers"))):
+        yield "the extra workers and requirements/workers.in are not the same"
     tested = {str(requirement) for requirement in asked("dev")}
-    for name, extra in project["optional-dependencies"].items():
+    for name, extra in extras.items():
         for text in sorted({str(Requirement(text)) for text in extra} - tested):
             yield f"{text}: in the extra {name}, but not in requirements/dev.in"
 
 
 def pin_problems() -> Iterator[str]:
     """Compare each list of pins with its input, and look for addresses of an index or of this machine."""
-    for name in ("build", "base", "dev"):
+    for name in ("build", "base", "workers", "dev"):
         text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
         pins = {
             canonicalize_name(pin): version

@@ -1,6 +1,7 @@
 """Make `.venv` in the checkout from the hashed pins; do nothing when it is current.
 
-With `--to-serve`, only what a node needs: a tenth of what tests and linters take.
+With `--to-serve`, only what a node needs: a tenth of what tests and linters take. With `--to-serve-with-workers`,
+also the Valkey of several workers.
 
 Runs before anything is installed, so it needs the standard library only; and it is written so that an interpreter too
 old for the project can still parse it and say so.
@@ -24,7 +25,9 @@ VENV_PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "ratelimitd-setup.sha256"
 REQUIREMENTS = ROOT / "requirements"
 TO_SERVE = ("build.txt", "base.txt")
-ALL = (*TO_SERVE, "dev.txt")
+WITH_WORKERS = (*TO_SERVE, "workers.txt")
+ALL = (*WITH_WORKERS, "dev.txt")
+LISTS = (TO_SERVE, WITH_WORKERS, ALL)  # each has all of the one before
 EDITABLE = (ROOT, ROOT / "clients" / "python")
 
 
@@ -32,7 +35,8 @@ def main() -> int:
     """Bring `.venv` up to date; return the exit status."""
     if sys.version_info < OLDEST:
         return use_newer_python()
-    names = TO_SERVE if sys.argv[1:] == ["--to-serve"] else ALL
+    options = {"--to-serve": TO_SERVE, "--to-serve-with-workers": WITH_WORKERS}
+    names = options.get(" ".join(sys.argv[1:]), ALL)
     if is_current(names):
         return 0
     import fcntl  # noqa: PLC0415 - POSIX only; the version message above must come first everywhere
@@ -79,15 +83,15 @@ def fingerprint(names: tuple[str, ...]) -> str:
 
 
 def is_current(names: tuple[str, ...]) -> bool:
-    """Tell whether `.venv` works and was made from exactly these inputs, or from all of them."""
+    """Tell whether `.venv` works and was made from exactly these inputs, or from a list that has them all."""
     if not (VENV_PYTHON.exists() and STAMP.exists()):
         return False
-    return STAMP.read_text() in {fingerprint(names), fingerprint(ALL)}
+    return STAMP.read_text() in map(fingerprint, LISTS[LISTS.index(names) :])
 
 
 def install(names: tuple[str, ...]) -> None:
     """Create or update `.venv`; stamp it last, so that an interrupted run is repeated."""
-    size = "150 MB" if names == TO_SERVE else "1.5 GB, some minutes"
+    size = "150 MB" if names != ALL else "1.5 GB, some minutes"
     print(f"setup: installing the pinned packages into .venv: {size}", flush=True)
     STAMP.unlink(missing_ok=True)
     pip = make_venv()

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from ratelimitd.observe.metrics import DEFINITIONS
-from ratelimitd.workers import pool
+from ratelimitd.workers.metrics import OF_PARENT
 from tests.deploy.monitoring import (
     ALERT_TESTS,
     ROOT,
@@ -16,7 +16,7 @@ from tests.deploy.monitoring import (
     metrics_in,
 )
 
-EXPORTED = {definition.name for definition in (*DEFINITIONS, *pool.DEFINITIONS)}
+EXPORTED = {definition.name for definition in (*DEFINITIONS, *OF_PARENT)}
 RUNBOOK = (ROOT / "docs/runbook.md").read_text(encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.rules.store import RuleDraft
 from ratelimitd.settings.sources import COMMAND_VARIABLES
 from ratelimitd.settings.table import SETTINGS
-from ratelimitd.workers import pool
+from ratelimitd.workers.metrics import OF_PARENT
 from tests.rule_stores import sqlite_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,7 @@ def test_operations_lists_every_setting_with_its_default():
 def test_operations_names_no_metric_that_is_not_exported():
     named = set(re.findall(r"rate_limiter_\w+", OPERATIONS))
     assert named
-    assert named <= {definition.name for definition in (*DEFINITIONS, *pool.DEFINITIONS)}
+    assert named <= {definition.name for definition in (*DEFINITIONS, *OF_PARENT)}
 
 
 def test_operations_lists_every_variable_of_the_command_line():

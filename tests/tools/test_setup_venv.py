@@ -3,7 +3,7 @@
 import pytest
 
 from tools import setup_venv
-from tools.setup_venv import ALL, TO_SERVE, fingerprint, is_current
+from tools.setup_venv import ALL, LISTS, TO_SERVE, WITH_WORKERS, fingerprint, is_current
 
 
 @pytest.fixture
@@ -30,10 +30,14 @@ def test_what_was_installed_for_tests_serves_as_well(installed):
     assert is_current(TO_SERVE)
 
 
-def test_what_was_installed_to_serve_is_not_enough_for_tests(installed):
+def test_what_was_installed_to_serve_is_not_enough_for_tests_nor_for_workers(installed):
     installed(TO_SERVE)
-    assert is_current(TO_SERVE)
-    assert not is_current(ALL)
+    assert [is_current(names) for names in LISTS] == [True, False, False]
+
+
+def test_what_was_installed_for_workers_serves_without_them_too(installed):
+    installed(WITH_WORKERS)
+    assert [is_current(names) for names in LISTS] == [True, True, False]
 
 
 def test_pins_of_tests_that_change_are_nothing_to_a_node(installed):

@@ -43,7 +43,7 @@ from ratelimitd.settings.parsing import (
 from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, REVISIONS
 
 STATE_DIR_SOURCE: Final = "state directory"
-"""Source of an admin token made by the parent of several workers."""
+"""Source of what the parent of several workers makes for them: an admin token, the URL of a private store."""
 
 
 class SettingSpec(NamedTuple):
@@ -105,7 +105,7 @@ class Settings:
     database_url: Annotated[str, SettingSpec("sqlite:///ratelimitd.db", database_url,
         "rule database, sqlite:///PATH or postgresql://…", masked_url)]
     redis_url: Annotated[str, SettingSpec("", redis_url,
-        "shared state of a cluster; empty = the memory of this node", masked_url)]
+        "shared state of a cluster; empty = this node's own", masked_url)]
     redis_timeout_ms: Annotated[int, SettingSpec("20", whole_number(1, 1000),
         "longest wait of a check for one round trip to the shared state, ms")]
     state_dir: Annotated[Path, SettingSpec("./ratelimitd-state", path,
@@ -134,7 +134,8 @@ class Settings:
     tls_key: Annotated[Path | None, SettingSpec("", optional(path), "private key of the certificate, PEM")]
     tls_client_ca: Annotated[Path | None, SettingSpec("", optional(path),
         "CA of client certificates, PEM; enables mTLS")]
-    workers: Annotated[int, SettingSpec("1", whole_number(1, 64), "processes on one port; more than 1 needs REDIS_URL")]
+    workers: Annotated[int, SettingSpec("1", whole_number(1, 64),
+        "processes on one port; without REDIS_URL more than 1 share a private Valkey")]
     transport: Annotated[str, SettingSpec("native", one_of("native", "grpcio"),
         "gRPC server: native, or grpcio of Google")]
     max_concurrent_rpcs: Annotated[int, SettingSpec("1000", whole_number(1, 100_000),
@@ -249,6 +250,10 @@ class Settings:
         sources = {**self.sources, "ADMIN_TOKEN": STATE_DIR_SOURCE}
         return replace(self, admin_token=made, sources=sources)
 
+    def with_private_store(self, url: str) -> Self:
+        """Return these settings for workers whose parent keeps their shared state, at ``url``."""
+        return replace(self, redis_url=url, sources={**self.sources, "REDIS_URL": STATE_DIR_SOURCE})
+
     @property
     def warnings(self) -> Sequence[str]:
         """Warnings for the operator at each start, a line each."""
@@ -320,14 +325,12 @@ _COMBINATIONS: Final = (
         "ENVOY_IDENTIFIERS: each TYPE must be user, ip, api_key or one of IDENTIFIER_TYPES",
     ),
     _Combination(
-        ("WORKERS", "REDIS_URL"),
-        lambda s: s.workers > 1 and not s.redis_url,
-        "WORKERS: more than 1 needs REDIS_URL, because each process would count in its own memory and so admit"
-        " the whole limit again",
-    ),
-    _Combination(
-        ("CONSISTENCY", "ON_BREAKER_OPEN", "REDIS_URL"),
-        lambda s: s.consistency == "strict" and s.on_breaker_open == "local" and bool(s.redis_url),
+        ("CONSISTENCY", "ON_BREAKER_OPEN", "REDIS_URL", "WORKERS"),
+        lambda s: (
+            s.consistency == "strict"
+            and s.on_breaker_open == "local"
+            and (bool(s.redis_url) or s.workers > 1)
+        ),
         "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because a strict node knows no bucket to decide by: it"
         " would allow everything; choose fail_open or deny",
     ),

@@ -171,3 +171,20 @@ class CounterTotals:
             if len(readings) > MAX_LABELS:
                 for label in readings.keys() - used:
                     del readings[label]
+
+
+ANSWERING: Final = Definition(
+    "rate_limiter_workers",
+    "gauge",
+    "Worker processes that answered this scrape; the gauges are theirs.",
+    lambda _: (),
+)
+RESTARTS: Final = Definition(
+    "rate_limiter_worker_restarts_total",
+    "counter",
+    "Processes that ended and were started again, by the worker's number; store is the private Valkey.",
+    lambda _: (),
+    "worker",
+)
+OF_PARENT: Final = (ANSWERING, RESTARTS)
+"""The metrics of a parent, beside those of its workers."""

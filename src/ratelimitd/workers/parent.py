@@ -30,6 +30,7 @@ from ratelimitd.web.pages.sessions import login_link
 from ratelimitd.web.server import HttpServer
 from ratelimitd.web.worker_proxy import PassingOn
 from ratelimitd.workers.pool import Respawner, WorkerPool, WorkerProcess
+from ratelimitd.workers.private_store import PrivateStore
 
 OVERDUE_S: Final = 4.0
 """How much longer than DRAIN_S the workers may take to end: longer than each of them gives itself."""
@@ -79,9 +80,15 @@ async def _serve(settings: Settings) -> int:
         if has_own_token:
             # One for all workers: a caller cannot choose which of them answers.
             settings = settings.with_own_admin_token(own_admin_token(settings.state_dir))
+        store = None
+        if not settings.redis_url:
+            private = PrivateStore.of(settings)
+            settings = settings.with_private_store(private.url)
+            store = Respawner(private.start)
         port = await _own_port(settings.listen, opened)
         workers = [settings_of(settings, number, port) for number in range(settings.workers)]
-        pool = WorkerPool([Respawner(partial(WorkerProcess.start, worker)) for worker in workers])
+        respawners = [Respawner(partial(WorkerProcess.start, worker)) for worker in workers]
+        pool = WorkerPool(respawners, store)
         stop = StopSignals(partial(_leave, pool))
         grpc_address = str(Address(settings.listen.host, port))
         http_address = await _start_http(settings.http_listen, pool, workers, opened)

@@ -10,17 +10,18 @@ import random as random_source
 import signal
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 from ratelimitd.errors import StartupError
-from ratelimitd.observe.metrics import STARTED_AT_S, Definition, Point, resident_bytes
+from ratelimitd.observe.metrics import STARTED_AT_S, Point, resident_bytes
 from ratelimitd.retry import Background, Backoff
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Points, Readiness
 from ratelimitd.workers import protocol
-from ratelimitd.workers.metrics import CounterTotals, merged
+from ratelimitd.workers.metrics import ANSWERING, RESTARTS, CounterTotals, merged
 from ratelimitd.workers.protocol import Reading, Report
 
 T = TypeVar("T")
@@ -33,8 +34,62 @@ READINESS_TIMEOUT_S: Final = 0.5
 """Longest wait for a worker's answer; slower ones are left out. Probes often wait for one second only."""
 
 
-class WorkerProcess:
-    """A process that was started.
+class ChildProcess(ABC):
+    """A process that was started, as a :class:`Respawner` keeps it: a worker, or the private Valkey of all."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._reason = ""
+
+    @abstractmethod
+    async def prepared(self) -> None:
+        """Wait until it is ready to listen; raises as :meth:`ready`."""
+
+    @abstractmethod
+    async def ready(self) -> None:
+        """Let it listen, and wait until it answers calls.
+
+        Raises:
+            StartupError: it ended before; one line says why.
+        """
+
+    @abstractmethod
+    async def readiness(self) -> Readiness | None:
+        """Return its readiness; ``None`` if it does not answer in time."""
+
+    @abstractmethod
+    async def report(self) -> Report | None:
+        """Return its metrics; ``None`` if it does not answer in time."""
+
+    @abstractmethod
+    async def ended(self) -> int:
+        """Wait for its end; returns the exit status, −n for signal n."""
+
+    def terminate(self) -> None:
+        """Ask it to drain and end, as a signal does; nothing happens to one that has ended."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once; nothing happens to one that has ended."""
+        self._signal(signal.SIGKILL)
+
+    @property
+    def reason(self) -> str:
+        """Why it ended: its own last line, or the exit status."""
+        status = self._process.returncode or 0
+        how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return self._reason or how
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Not by asyncio's methods: on its own event loop they look whether the process has ended first, which takes its
+        # status away from the code that waits for it.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+
+class WorkerProcess(ChildProcess):
+    """A worker.
 
     ``on_report`` is called with each report, also with one that comes too late for its request.
     """
@@ -46,12 +101,11 @@ class WorkerProcess:
         writer: asyncio.StreamWriter,
         on_report: Callable[[Report], None],
     ) -> None:
-        self._process = process
+        super().__init__(process)
         self._writer = writer
         self._on_report = on_report
         self._is_prepared = False
         self._is_ready = False
-        self._reason = ""
         self._prepared = asyncio.Event()
         """It is ready to listen, or never will be."""
         self._settled = asyncio.Event()
@@ -89,21 +143,13 @@ class WorkerProcess:
         return cls(process, reader, writer, on_report)
 
     async def prepared(self) -> None:
-        """Wait until it is ready to listen.
-
-        Raises:
-            StartupError: it ended before; one line says why.
-        """
+        """Wait until it says so, or ends."""
         await self._prepared.wait()
         if not self._is_prepared:
             raise StartupError(self.reason)
 
     async def ready(self) -> None:
-        """Let it listen, and wait until it answers calls.
-
-        Raises:
-            StartupError: it ended before; one line says why.
-        """
+        """Let it listen, and wait until it says that it answers calls, or ends."""
         if not self._listening.done():
             self._writer.write(protocol.LISTEN)
         await self._settled.wait()
@@ -111,43 +157,21 @@ class WorkerProcess:
             raise StartupError(self.reason)
 
     async def readiness(self) -> Readiness | None:
-        """Return its readiness; ``None`` if it does not answer in time."""
+        """Ask it; concurrent requests share one answer."""
         if self._readiness is None:
             self._readiness = self._ask(protocol.READINESS)
         return await _in_time(self._readiness, READINESS_TIMEOUT_S)
 
     async def report(self) -> Report | None:
-        """Return its metrics; ``None`` if it does not answer in time. Concurrent requests share one answer."""
+        """Ask it; concurrent requests share one answer."""
         if self._report is None:
             self._report = self._ask(protocol.REPORT)
         return await _in_time(self._report, REPORT_TIMEOUT_S)
 
-    def terminate(self) -> None:
-        """Ask it to drain and end, as a signal does; nothing happens to one that has ended."""
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it at once; nothing happens to one that has ended."""
-        self._signal(signal.SIGKILL)
-
     async def ended(self) -> int:
-        """Wait for its end; returns the exit status, −n for signal n."""
+        """Wait until all that it said is read."""
         await asyncio.shield(self._listening)
         return await self._process.wait()
-
-    @property
-    def reason(self) -> str:
-        """Why it ended: its own last line, or the exit status."""
-        status = self._process.returncode or 0
-        how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        return self._reason or how
-
-    def _signal(self, number: signal.Signals) -> None:
-        # Not by asyncio's methods: on its own event loop they look whether the process has ended first, which takes its
-        # status away from the code that waits for it.
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
 
     def _ask(self, question: bytes) -> asyncio.Future[Any]:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -233,12 +257,12 @@ stood still for a while finds its workers as they were."""
 
 _log = logging.getLogger(__name__)
 
-Start = Callable[[Callable[[Report], None]], Awaitable[WorkerProcess]]
+Start = Callable[[Callable[[Report], None]], Awaitable[ChildProcess]]
 """Starts a process that hands its reports to the function."""
 
 
 class Respawner:
-    """One worker. ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are there for tests."""
+    """Keeps one process. ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are there for tests."""
 
     def __init__(
         self,
@@ -254,7 +278,7 @@ class Respawner:
         self._sleep = sleep
         self._time_s = time_s or asyncio.get_running_loop().time
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, random)
-        self._process: WorkerProcess | None = None
+        self._process: ChildProcess | None = None
         self._is_up = False
 
     async def prepare(self) -> None:
@@ -277,7 +301,7 @@ class Respawner:
         self._is_up = True
 
     async def keep(self, name: str) -> None:
-        """Restart the process whenever it ends; ``name`` is the worker's in the log."""
+        """Restart the process whenever it ends; ``name`` is its name in the log."""
         while True:
             since_s = self._time_s()
             reason = await self._one_life(name)
@@ -338,7 +362,7 @@ class Respawner:
         self.totals.process_ended()
         return reason
 
-    async def _watch(self, process: WorkerProcess, name: str) -> None:
+    async def _watch(self, process: ChildProcess, name: str) -> None:
         silent = 0
         while silent < MAX_SILENT_LOOKS:
             await self._sleep(LOOK_S)
@@ -347,36 +371,30 @@ class Respawner:
         process.kill()
 
 
-ANSWERING: Final = Definition(
-    "rate_limiter_workers",
-    "gauge",
-    "Worker processes that answered this scrape; the gauges are theirs.",
-    lambda _: (),
-)
-RESTARTS: Final = Definition(
-    "rate_limiter_worker_restarts_total",
-    "counter",
-    "Worker processes that ended and were started again, by the worker's number.",
-    lambda _: (),
-    "worker",
-)
-DEFINITIONS: Final = (ANSWERING, RESTARTS)
-"""The metrics of a parent, beside those of its workers."""
-
 TOGETHER_S: Final = 10.0
 """Longest time that workers wait for each other before they listen, in case one hangs at its start."""
 
+STORE: Final = "store"
+STORE_NAME: Final = "the private Valkey"
+"""What stands beside the numbers of workers in metrics, and beside their names in the log."""
+
+STORE_STOP_S: Final = 3.0
+"""Longest wait for the last write of the private Valkey to its disk. What was settled survives a kill: it is in the
+system's memory."""
+
 
 class WorkerPool:
-    """The workers, by their number."""
+    """The workers, by their number, and the store that only they share, if they have one."""
 
-    def __init__(self, respawners: Sequence[Respawner]) -> None:
+    def __init__(self, respawners: Sequence[Respawner], store: Respawner | None = None) -> None:
         self._respawners = respawners
+        self._stores = [] if store is None else [store]
         self._background = Background({})
+        self._keeping_store = Background({})
         self._draining = False
 
     async def start(self) -> None:
-        """Start all workers at once; from then on each is restarted when it ends.
+        """Start the store, then all workers at once; from then on each is restarted when it ends.
 
         None listens before all can, or ``TOGETHER_S`` have passed: otherwise waiting callers would all connect to the
         first that listens.
@@ -384,10 +402,23 @@ class WorkerPool:
         Raises:
             StartupError: one cannot start; stop the others.
         """
+        for store in self._stores:
+            await self._start_store(store)
+            if self._draining:
+                return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TOGETHER_S):
                 await asyncio.gather(*(respawner.prepare() for respawner in self._respawners))
         await asyncio.gather(*(self._start(*each) for each in enumerate(self._respawners)))
+
+    async def _start_store(self, store: Respawner) -> None:
+        try:
+            await store.start()
+        except StartupError as error:
+            message = f"{STORE_NAME}: {error}"
+            raise StartupError(message) from error
+        if not self._draining:
+            self._keeping_store.start(STORE, partial(store.keep, STORE_NAME))
 
     async def _start(self, number: int, respawner: Respawner) -> None:
         await respawner.start()
@@ -404,18 +435,16 @@ class WorkerPool:
         """Let all workers drain; kill those that take longer. Return why they did not end well, or an empty text."""
         self._draining = True
         await self._background.stop()
-        stopping = [asyncio.create_task(respawner.stop()) for respawner in self._respawners]
-        _, overdue = await asyncio.wait(stopping, timeout=timeout_s)
-        if overdue:
-            self.kill()
-        reasons = await asyncio.gather(*stopping)
-        return "; ".join(
-            f"worker {number}: {reason}" for number, reason in enumerate(reasons) if reason
-        )
+        numbers = [f"worker {number}" for number in range(len(self._respawners))]
+        reasons = await _stopped(self._respawners, numbers, timeout_s)
+        # Kept until here, and ended last: the workers settle in it while they drain.
+        await self._keeping_store.stop()
+        reasons += await _stopped(self._stores, [STORE_NAME][: len(self._stores)], STORE_STOP_S)
+        return "; ".join(reasons)
 
     def kill(self) -> None:
         """End every process at once."""
-        for respawner in self._respawners:
+        for respawner in (*self._respawners, *self._stores):
             respawner.kill()
 
     async def readiness(self) -> Readiness:
@@ -440,6 +469,7 @@ class WorkerPool:
             Point(respawner.restarts_total, str(number))
             for number, respawner in enumerate(self._respawners)
         ]
+        restarts += [Point(store.restarts_total, STORE) for store in self._stores]
         return [
             *merged(
                 [respawner.totals.report() for respawner in self._respawners], [_parent(), *now]
@@ -447,6 +477,21 @@ class WorkerPool:
             (ANSWERING, [Point(len(now))]),
             (RESTARTS, restarts),
         ]
+
+
+async def _stopped(
+    respawners: Sequence[Respawner], names: Sequence[str], timeout_s: float
+) -> list[str]:
+    """Stop all, and kill those that take longer; returns why they did not end well, with the name of each."""
+    stopping = [asyncio.create_task(respawner.stop()) for respawner in respawners]
+    if not stopping:
+        return []
+    _, overdue = await asyncio.wait(stopping, timeout=timeout_s)
+    if overdue:
+        for respawner in respawners:
+            respawner.kill()
+    reasons = await asyncio.gather(*stopping)
+    return [f"{name}: {reason}" for name, reason in zip(names, reasons, strict=True) if reason]
 
 
 def _parent() -> Report:

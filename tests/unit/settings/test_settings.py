@@ -107,9 +107,12 @@ def test_everything_that_is_wrong_is_named_at_once():
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"WORKERS": "2"}, "WORKERS: more than 1 needs REDIS_URL, because"),
         (
             {"CONSISTENCY": "strict", "ON_BREAKER_OPEN": "local", "REDIS_URL": "redis://host"},
+            "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because",
+        ),
+        (
+            {"CONSISTENCY": "strict", "ON_BREAKER_OPEN": "local", "WORKERS": "2"},
             "ON_BREAKER_OPEN: local needs CONSISTENCY=eventual, because",
         ),
         ({"ENVOY_IDENTIFIERS": "org=tenant"}, "ENVOY_IDENTIFIERS: each TYPE must be user,"),
@@ -142,8 +145,17 @@ def test_either_consistency_is_true_of_a_node_that_decides_in_its_own_memory(con
     assert load(CONSISTENCY=consistency, ON_BREAKER_OPEN="local").consistency == consistency
 
 
-def test_several_processes_may_share_one_port_where_they_share_their_buckets():
-    assert load(WORKERS="2", REDIS_URL="redis://host").workers == 2
+@pytest.mark.parametrize("url", ["", "redis://host"])
+def test_several_processes_may_share_one_port(url):
+    assert load(WORKERS="2", REDIS_URL=url).workers == 2
+
+
+def test_a_private_store_is_the_shared_state_of_workers_and_its_password_is_not_shown():
+    settings = load(WORKERS="2").with_private_store("unix://ratelimitd:hush@/state/valkey.sock")
+    [row] = [row for row in settings.describe() if row.name == "REDIS_URL"]
+    assert row.source == "state directory"
+    assert row.value.endswith("@/state/valkey.sock")
+    assert "hush" not in str(settings.describe()) + repr(settings)
 
 
 def test_a_free_port_may_be_asked_for_twice():
@@ -159,9 +171,15 @@ def test_a_complete_tls_configuration_is_accepted():
 
 
 def test_a_setting_that_is_wrong_by_itself_is_not_also_blamed_for_its_company():
-    text = problem({"RATELIMITD_WORKERS": "2", "RATELIMITD_REDIS_URL": "http://host"})
+    text = problem(
+        {
+            "RATELIMITD_CONSISTENCY": "strict",
+            "RATELIMITD_ON_BREAKER_OPEN": "local",
+            "RATELIMITD_REDIS_URL": "http://host",
+        }
+    )
     assert "REDIS_URL must" in text
-    assert "more than 1" not in text
+    assert "ON_BREAKER_OPEN" not in text
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in SETTINGS if spec.secret])

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import importlib.util
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from ratelimitd.node import process as mainloop
 from ratelimitd.node.admin_token import find_admin_token, own_admin_token
 from ratelimitd.observe import logs
 from ratelimitd.settings.table import Settings
+from ratelimitd.settings.urls import Server, parse_redis_url
 from ratelimitd.workers import parent
 from ratelimitd.workers.pool import WorkerProcess
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
@@ -26,15 +28,17 @@ from tests.fake_worker import ANSWERING, command
 
 @pytest.fixture
 def settings(tmp_path):
-    """Those of two workers. Set afterwards, because a check of the whole asks for a shared state."""
+    """Those of two workers, with a shared state that is not there."""
     flags = {
         "NODE_ID": "n",
         "LISTEN": "127.0.0.1:0",
         "HTTP_LISTEN": "127.0.0.1:0",
         "STATE_DIR": str(tmp_path / "state"),
         "DATABASE_URL": f"sqlite:///{tmp_path / 'rules.db'}",
+        "REDIS_URL": "unix:///nowhere/valkey.sock",
+        "WORKERS": "2",
     }
-    return dataclasses.replace(Settings.load({}, flags), workers=2)
+    return Settings.load({}, flags)
 
 
 @pytest.fixture
@@ -87,6 +91,29 @@ async def test_each_worker_is_a_node_of_its_own_on_one_port(settings, started, a
     assert str(first.listen) == str(second.listen) == grpc_address
     assert first.http_socket == tmp_path / "state" / "worker-0" / "http.sock"
     assert first.database_url == settings.database_url
+    assert first.redis_url == settings.redis_url
+    assert not (settings.state_dir / "valkey").exists()
+
+
+async def test_without_a_shared_state_the_workers_get_one_of_their_own(
+    settings, started, announced
+):
+    serving = asyncio.create_task(parent._serve(dataclasses.replace(settings, redis_url="")))
+    await announced
+    first, second = (process.settings for process in started.all)
+    path = settings.state_dir / "valkey" / "valkey.sock"
+    assert first.redis_url == second.redis_url
+    assert parse_redis_url(first.redis_url).servers == (Server(str(path), 0),)
+    assert path.is_socket()
+    assert await ended(serving) == 0
+    assert not path.exists()
+
+
+async def test_without_any_shared_state_no_worker_is_started(settings, started, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(StartupError, match="WORKERS: more than 1 needs a shared state"):
+        await parent._serve(dataclasses.replace(settings, redis_url=""))
+    assert started.all == []
 
 
 async def test_the_pages_for_machines_are_the_parents(settings, started, announced):
@@ -239,7 +266,7 @@ def test_a_failed_start_is_one_line_and_status_1(settings, monkeypatch, capsys, 
 
 
 async def test_two_real_workers_answer_on_one_port(settings, announced):
-    serving = asyncio.create_task(parent._serve(settings))
+    serving = asyncio.create_task(parent._serve(dataclasses.replace(settings, redis_url="")))
     grpc_address, http_address, _, link = await announced
     authorization = f"Bearer {own_admin_token(settings.state_dir)}"
     names = set()

@@ -11,6 +11,7 @@ from ratelimitd.observe.metrics import DEFINITIONS
 from ratelimitd.settings.table import Settings
 from ratelimitd.web.app import Readiness
 from ratelimitd.workers import pool as pool_module
+from ratelimitd.workers.metrics import OF_PARENT
 from ratelimitd.workers.pool import Respawner, WorkerPool, WorkerProcess
 from tests.fake_worker import ANSWERING, command
 
@@ -75,7 +76,7 @@ async def test_the_metrics_of_two_workers_are_those_of_one_node(pool):
 async def test_a_parent_shows_its_own_metrics_after_all_others_and_counts_its_memory(pool):
     none = pool(ANSWERING)  # which is not started
     points = await none.points()
-    assert [definition for definition, _ in points] == [*DEFINITIONS, *pool_module.DEFINITIONS]
+    assert [definition for definition, _ in points] == [*DEFINITIONS, *OF_PARENT]
     found = await values(none)
     assert found["rate_limiter_memory_usage_bytes"][""] > 1_000_000
     assert found["process_start_time_seconds"][""] > 1_600_000_000
@@ -194,6 +195,77 @@ async def test_one_that_is_up_when_all_are_to_end_is_not_kept():
     for _ in range(9):
         await asyncio.sleep(0)
     assert steps == ["prepare late", "start late"]
+
+
+class Store(Step):
+    """A respawner of the store that all workers share."""
+
+    restarts_total = 3
+
+    async def keep(self, name):
+        self.steps.append(f"keep {name}")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.steps.append("store is not kept")
+
+    async def stop(self):
+        self.steps.append("stop store")
+        return "ended with status 1"
+
+
+class Drained(Step):
+    async def stop(self):
+        self.steps.append("stop worker")
+        return "it hung"
+
+
+async def test_a_store_is_there_before_the_workers_and_until_they_have_drained():
+    steps = []
+    worker = Drained("worker", steps)
+    worker.may_go_on.set()
+    pool = WorkerPool([worker], Store("store", steps))
+    await pool.start()
+    await asyncio.sleep(0)
+    assert steps == ["start store", "keep the private Valkey", "prepare worker", "start worker"]
+    reasons = await pool.stop(1)
+    assert steps[4:] == ["stop worker", "store is not kept", "stop store"]
+    assert reasons == "worker 0: it hung; the private Valkey: ended with status 1"
+
+
+async def test_a_store_that_cannot_start_is_the_failure_of_all():
+    class Failing(Store):
+        async def start(self):
+            message = "it cannot be started"
+            raise StartupError(message)
+
+    steps = []
+    pool = WorkerPool([Step("worker", steps)], Failing("store", steps))
+    with pytest.raises(StartupError, match=r"^the private Valkey: it cannot be started$"):
+        await pool.start()
+    assert steps == []
+
+
+async def test_workers_are_not_started_when_all_are_to_end_while_their_store_starts():
+    class Late(Store):
+        async def start(self):
+            await pool.stop(0)
+
+    steps = []
+    pool = WorkerPool([Step("worker", steps)], Late("store", steps))
+    await pool.start()
+    assert steps == ["stop store"]
+
+
+async def test_a_store_is_restarted_counted_and_killed_like_a_worker(pool):
+    killed = []
+    store = Store("store", [])
+    store.kill = lambda: killed.append("store")
+    both = pool(ANSWERING)
+    both._stores.append(store)
+    assert (await values(both))["rate_limiter_worker_restarts_total"] == {"0": 0, "store": 3}
+    both.kill()
+    assert killed == ["store"]
 
 
 async def test_one_that_hangs_at_its_start_keeps_the_others_only_for_a_while(monkeypatch):

@@ -242,7 +242,7 @@ ANSWER_S: Final = 2.0
 async def check_shared_state(settings: Settings) -> AsyncIterator[Finding]:
     """Look at what the settings name, if anything."""
     if not settings.redis_url:
-        yield ok(AREA, "not set: limits are held in this node's memory")
+        yield _own_state(settings)
         return
     url = parse_redis_url(settings.redis_url)
     try:
@@ -266,6 +266,21 @@ async def check_shared_state(settings: Settings) -> AsyncIterator[Finding]:
             server, tag, url=url, tls=tls, timeout_ms=settings.redis_timeout_ms
         ):
             yield finding
+
+
+def _own_state(settings: Settings) -> Finding:
+    """Where limits are held without REDIS_URL."""
+    if settings.workers == 1:
+        return ok(AREA, "not set: limits are held in this node's memory")
+    from ratelimitd.workers.private_store import PrivateStore  # noqa: PLC0415 - as slow to import as a node
+
+    try:
+        store = PrivateStore.of(settings)
+    except StartupError as error:
+        setting, _, what = str(error).partition(": ")
+        return problem(setting, what, "docs/operations.md#several-processes-on-one-port")
+    what = f"not set: the workers share a private Valkey in {store.directory}, of at most {store.max_bytes >> 20} MiB"
+    return ok(AREA, f"{what}; nodes on several machines need a REDIS_URL to share limits")
 
 
 async def _server(

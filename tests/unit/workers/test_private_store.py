@@ -1,0 +1,179 @@
+"""The Valkey of a parent's own: how it is started, asked, and told apart from others; with real processes of it."""
+
+import asyncio
+import dataclasses
+import importlib.util
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from ratelimitd.errors import StartupError
+from ratelimitd.settings.table import Settings
+from ratelimitd.settings.urls import Login, Server, parse_redis_url
+from ratelimitd.web.app import Readiness
+from ratelimitd.workers import private_store
+from ratelimitd.workers.private_store import RIGHTS, PrivateStore, valkey_server
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return Settings.load({}, {"WORKERS": "2", "STATE_DIR": str(tmp_path / "a state")})
+
+
+@pytest.fixture
+def store(settings):
+    return PrivateStore.of(settings)
+
+
+@pytest.fixture
+async def running(store):
+    process = await store.start(lambda _report: None)
+    await process.ready()
+    yield process
+    process.kill()
+    await process.ended()
+
+
+def test_its_url_leads_to_it(store):
+    url = parse_redis_url(store.url)
+    assert url.servers == (Server(str(store.socket), 0),)
+    assert url.login == Login("ratelimitd", store.password)
+
+
+def test_its_password_is_another_one_each_time_and_is_not_shown(settings, store):
+    assert PrivateStore.of(settings).password != store.password
+    assert len(store.password) >= 40
+    for told in (repr(store), " ".join(store.command), store.users.decode()):
+        assert store.password not in told
+
+
+def test_its_user_may_do_what_the_documentation_says_that_nodes_do():
+    page = (DOCS / "cluster.md").read_text(encoding="utf-8")
+    assert re.search(r"^ACL SETUSER ratelimitd on >PASSWORD (.+)$", page, re.MULTILINE)[1] == RIGHTS
+
+
+def test_its_memory_is_bounded_by_the_entries_of_a_cache(settings):
+    def bound(entries):
+        return PrivateStore.of(dataclasses.replace(settings, cache_entries=entries)).max_bytes
+
+    assert bound(1_000_000) == 1_057_554_432
+    assert bound(1) > 32_000_000
+    assert str(bound(7)) in PrivateStore.of(dataclasses.replace(settings, cache_entries=7)).command
+
+
+def test_without_the_wheel_the_error_names_the_extra_and_the_alternative(settings, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(StartupError, match=r"set REDIS_URL, or .* 'ratelimitd\[workers\]'"):
+        PrivateStore.of(settings)
+
+
+def test_a_path_without_room_for_a_socket_is_refused(settings, tmp_path):
+    longest = Path("/" + "d" * (107 - len("//valkey/valkey.sock")))
+    assert PrivateStore.of(dataclasses.replace(settings, state_dir=longest))
+    too_long = dataclasses.replace(settings, state_dir=Path(f"{longest}dd"))
+    with pytest.raises(StartupError, match=r"^STATE_DIR: .* 2 bytes too long"):
+        PrivateStore.of(too_long)
+
+
+async def test_it_answers_its_user_alone_and_its_files_are_its_owners(store, running):
+    assert await running.readiness() == Readiness(ready=True, reason="")
+    assert await running.report() is None
+    for path in (store.directory, *store.directory.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    stranger = dataclasses.replace(store, password="wrong")
+    assert (await stranger.answer(5)).startswith(b"-WRONGPASS")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(store.socket))
+        client.sendall(b"PING\r\n")
+        assert client.recv(100).startswith(b"-NOAUTH")
+
+
+async def test_it_ends_well_when_it_is_told_to(running, store):
+    running.terminate()
+    assert await running.ended() == 0
+    assert await running.readiness() is None
+    assert not store.socket.exists()
+
+
+async def test_a_kill_is_the_reason_of_its_end(running):
+    running.kill()
+    assert await running.ended() == -signal.SIGKILL
+    assert running.reason == "ended by signal 9"
+
+
+async def test_a_start_that_fails_says_its_last_line(store):
+    (store.directory / "appendonlydir").mkdir(parents=True)
+    (store.directory / "appendonlydir" / "appendonly.aof.manifest").write_text("none\n")
+    process = await store.start(lambda _report: None)
+    with pytest.raises(StartupError) as failed:
+        await process.ready()
+    assert await process.ended() == 1
+    assert not re.match(r"\d+:", str(failed.value))  # the message without process and time
+
+
+async def test_another_one_at_its_place_is_not_joined(store, running, monkeypatch):
+    monkeypatch.setattr(private_store, "PREDECESSOR_S", 0.1)
+    with pytest.raises(StartupError, match=r"another one listens at .*valkey\.sock"):
+        await store.start(lambda _report: None)
+
+
+async def test_it_waits_for_the_end_of_the_one_before(store, running):
+    starting = asyncio.create_task(store.start(lambda _report: None))
+    await asyncio.sleep(0)
+    running.terminate()
+    successor = await starting
+    assert running._process.returncode is not None or await running.ended() == 0
+    await successor.ready()
+    successor.kill()
+    await successor.ended()
+
+
+async def test_a_program_that_does_not_run_is_one_line(store, tmp_path):
+    with pytest.raises(StartupError, match="it cannot be started: No such file"):
+        await dataclasses.replace(store, program=tmp_path / "none").start(lambda _report: None)
+
+
+def script(tmp_path, text):
+    path = tmp_path / "valkey-server"
+    path.write_text(f"#!{sys.executable} -ES\n{text}")
+    path.chmod(0o700)
+    return path
+
+
+async def test_one_that_never_answers_is_killed(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(private_store, "START_S", 0.0)
+    hanging = script(tmp_path, "import time\nwhile True: time.sleep(60)\n")
+    process = await dataclasses.replace(store, program=hanging).start(lambda _report: None)
+    with pytest.raises(StartupError, match="ended by signal 9"):
+        await process.ready()
+    assert await process.readiness() is None
+    await process.ended()
+
+
+async def test_a_line_without_end_is_no_log_of_ours(store, tmp_path):
+    endless = script(tmp_path, "while True: print('x' * 60_000, end='')\n")
+    process = await dataclasses.replace(store, program=endless).start(lambda _report: None)
+    assert await process.ended() == -signal.SIGKILL
+
+
+def test_a_process_whose_parent_ended_before_it_began_ends_itself(monkeypatch):
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(os, "umask", lambda _mask: None)
+    monkeypatch.setattr(private_store, "_libc", type("NoOther", (), {"prctl": print}))
+    private_store._end_with(os.getppid())()
+    assert left == []
+    private_store._end_with(os.getpid())()
+    assert left == [1]
+
+
+def test_the_program_is_in_the_wheel():
+    assert os.access(valkey_server(), os.X_OK)
