@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratelimitd.cluster.cache import IDLE_US, MOVED_PER_STEP, BucketCache, unpack
+from ratelimitd.cluster.cache import IDLE_US, MOVED_PER_STEP, BucketCache
+from ratelimitd.cluster.packed import unpack
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket
 from tests.unit.cluster.world import MS, RULE, SECOND, name_of, state
 

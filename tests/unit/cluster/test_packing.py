@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from ratelimitd.cluster.cache import pack, unpack
+from ratelimitd.cluster.packed import pack, unpack
 from ratelimitd.ledger.shared_state import SharedState
 
 STATES = [
