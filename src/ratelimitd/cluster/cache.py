@@ -143,19 +143,18 @@ class BucketCache:
         self._old, self.young, self._unsettled = self.young, self._unsettled, {}
 
     def _retire(self, bucket: Bucket) -> None:
-        view = bucket.view
-        if not view.is_clean:
+        if not bucket.is_settled:
             self._unsettled[bucket.key] = bucket
             return
         self._forget(bucket)
-        if view.base is not None:
-            self.put_packed(bucket.name, view.base)
+        if bucket.view.base is not None:
+            self.put_packed(bucket.name, bucket.view.base)
 
     @staticmethod
     def _forget(bucket: Bucket) -> None:
         """Drop a bucket. One with something to settle stays known to its partition until it is settled."""
         bucket.is_cached = False
-        if bucket.view.is_clean:
+        if bucket.is_settled:
             bucket.tag.buckets.pop(bucket.name, None)
 
     def _expire(self, now_us: int) -> None:

@@ -131,6 +131,11 @@ class Bucket:
         self.view = LocalView(rule, base)
         self.is_dirty = self.is_denied = self.is_watched = self.is_cached = False
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to settle; one whose spends a reset has dropped is in the next batch all the same."""
+        return self.view.is_clean and not self.is_dirty
+
 
 class Requested:
     """Checks that wait for the next batch, and those in the batch in flight."""

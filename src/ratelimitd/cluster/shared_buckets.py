@@ -339,7 +339,7 @@ class SharedBuckets:
             self._cache.forget_packed_of(number)
             tag = self._tags[number]
             if tag.number == number:  # else it is one of several that share a sender
-                self._doubted += tag.buckets
+                self._doubted += tag.names
 
     def _looked(
         self, bucket: Bucket, times: int, shared: SharedState | RateLimitdError | None
@@ -399,7 +399,7 @@ class SharedBuckets:
             self._cache.put_packed(name, shared)
             return
         if not bucket.is_cached:
-            self._cache.add(bucket)
+            self._in_use(bucket, key)
         if is_noteworthy and outcome[0]:
             self._gossip.settled(bucket, None)
         elif is_noteworthy and not bucket.is_denied:

@@ -119,6 +119,11 @@ class Partition:
             return self._warm(name)
         return bucket
 
+    @property
+    def names(self) -> Iterable[bytes]:
+        """Names of its buckets that have a view or a cold spend."""
+        return (*self.buckets, *self.cold, *self._sent_cold)
+
     def _warm(self, name: bytes) -> Bucket:
         spent = self.cold.pop(name, None)
         in_flight = spent is None
@@ -150,7 +155,7 @@ class Partition:
         if check.is_answered:
             return
         # It may have been packed and unpacked as another object meanwhile: use that one.
-        bucket = self.buckets.setdefault(bucket.name, bucket)
+        bucket = self.bucket(bucket.name) or self.buckets.setdefault(bucket.name, bucket)
         outcome = bucket.view.check_alone(check.now_us, check.cost)
         check.charged = outcome[0]
         if outcome[0] and not bucket.is_dirty:
@@ -292,6 +297,8 @@ class Partition:
             bucket.view.resume(at_us, cost, in_flight=True)
             bucket.view.acknowledge(unpack(packed))
             self._node.settled(bucket, cost, before)
+            if bucket.view.base is before:  # the reply is of an older state
+                packed = base
         self._node.cache.end_cold(name, packed)
 
     def _drop(self, batch: Batch) -> None:
@@ -337,7 +344,7 @@ class Partition:
 
     def let_go(self, bucket: Bucket) -> None:
         """Forget a bucket that is not in use, when nothing of it is left to settle."""
-        if bucket.is_cached or bucket.is_dirty or not bucket.view.is_clean:
+        if bucket.is_cached or not bucket.is_settled:
             return
         # One without spends may have been packed and unpacked as another object.
         if self.buckets.get(bucket.name) is bucket:

@@ -79,6 +79,12 @@ class TestInUse:
         scene.run(10 * IDLE_US)
         assert scene.cache.get(b"a") is bucket
 
+    def test_nor_is_one_that_the_next_batch_contains_though_it_has_spent_nothing(self, scene):
+        bucket = scene.add()
+        bucket.is_dirty = True
+        scene.run(10 * IDLE_US)
+        assert scene.cache.get(b"a") is bucket
+
     def test_one_of_which_the_store_has_nothing_is_not_worth_packing(self, scene):
         scene.add(spent=None)
         scene.run(2 * IDLE_US + 20 * MS)
@@ -273,6 +279,16 @@ class TestEviction:
         assert scene.cache.get(b"dirty") is None
         assert not dirty.is_cached
         assert scene.tag.buckets == {dirty.name: dirty, clean.name: clean}
+
+    def test_so_does_one_that_the_next_batch_contains_though_it_has_spent_nothing(self):
+        scene = Scene(max_entries=1)
+        dirty = scene.add(b"dirty")
+        dirty.is_dirty = True
+        scene.run(IDLE_US)
+        scene.add(b"clean")
+        scene.cache.step(scene.now_us)
+        assert not dirty.is_cached
+        assert scene.tag.buckets[dirty.name] is dirty
 
     def test_one_that_comes_back_is_in_use_again(self):
         scene = Scene(max_entries=1)

@@ -5,11 +5,12 @@ import random
 import pytest
 
 from ratelimitd.algorithms import DECIDE
+from ratelimitd.cluster.cache import IDLE_US
 from ratelimitd.cluster.packed import generation_of, is_of, pack, unpack
 from ratelimitd.cluster.redis.codec import settle_reply, settle_request
 from ratelimitd.errors import BreakerOpenError, StoreCorruptError
 from ratelimitd.ledger import cold
-from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, ColdSpend
+from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, ColdSpend, Reply
 from ratelimitd.ledger.shared_state import SharedState, Update
 from ratelimitd.model import Algorithm
 from tests.ledger_model import reset
@@ -158,6 +159,98 @@ async def test_after_an_outage_what_has_refilled_is_forgiven():
     world.store.held_one().answer()
     world.settle()
     assert world.accuracy.forgiven_total == 20
+
+
+def reset_in_store(world):
+    """Another node resets the bucket."""
+    name = name_of(b"a")
+    shared = world.store.ledger.buckets[name] = reset(world.store.ledger.buckets.get(name), RULE)
+    return name, shared
+
+
+async def test_a_bucket_is_not_in_a_batch_twice(world):
+    """Its view has nothing to settle since a reset, and is due in the next batch all the same."""
+    world.know()
+    world.store.mode = "held"
+    world.at_once()
+    world.sync()
+    world.at_once()
+    world.buckets.heard(*reset_in_store(world))
+    world.run(IDLE_US)
+    world.buckets.step()
+    world.buckets.step()
+    world.at_once(cost=3)
+    world.store.mode = "up"
+    world.store.held_one().answer()
+    world.settle()
+    assert (world.store.spent(b"a"), remaining(world)) == (3, LIMIT - 3)
+    batches = world.store.asked("settle")
+    assert not any(batch.updates.keys() & batch.cold.keys() for batch in batches)
+
+
+async def test_where_the_store_has_lost_a_reset_its_state_is_not_taken_for_a_later_one(world):
+    before = world.store.ledger.buckets[name_of(b"a")]
+    world.know()
+    world.buckets.heard(*reset_in_store(world))
+    world.pack()
+    world.store.mode = "held"
+    world.at_once(cost=2)
+    world.sync()
+    (batch,) = world.store.asked("settle")
+    world.store.held_one().done(Reply(batch.number, {}, {name_of(b"a"): pack(before)}))
+    world.store.mode = "up"
+    assert remaining(world) == LIMIT
+
+
+async def test_after_messages_were_lost_its_bucket_is_read_again(world):
+    world.at_once(cost=2)
+    world.store.mode = "held"
+    world.sync()
+    request = world.store.held_one()
+    world.store.mode = "up"
+    world.store.spend(b"a", RULE, 600, world.clock.now_us())
+    world.buckets.resync()
+    world.buckets.step()
+    world.run(2 * MS)
+    request.done(None)
+    assert world.check()[:2] == (True, LIMIT - 602)
+
+
+async def test_the_answer_to_a_first_check_that_comes_later_finds_it_by_its_key():
+    """Meanwhile the breaker was open, and the node has decided alone."""
+    world = World(decides_alone=True)
+    world.store.mode = "held"
+    answer, request = world.wait(), world.store.held_one()
+    world.store.mode = "up"
+    world.open_breaker()
+    world.at_once()
+    world.run(31 * SECOND)
+    assert world.server.begins_probe()
+    world.server.answered()
+    world.settle()
+    world.pack()
+    world.at_once(cost=2)
+    request.answer()
+    assert world.at_once(cost=3)[:2] == (True, LIMIT - 7)
+    assert (len(world.cache), answer.result()[0]) == (1, True)
+
+
+async def test_a_check_that_a_former_view_has_waited_for_is_charged_beside_it():
+    world = World(max_entries=1)
+    world.know()
+    answer = world.wait(cost=600)
+    world.store.mode = "held"
+    world.run()
+    world.store.held_one().done(None)
+    world.store.mode = "up"
+    world.know(b"b")
+    world.buckets.step()
+    world.check()
+    world.at_once(cost=2)
+    world.run(20 * MS)
+    assert (answer.result()[:2], remaining(world)) == ((True, LIMIT - 603), LIMIT - 603)
+    world.settle()
+    assert (world.store.spent(b"a"), world.cache.cold) == (603, 0)
 
 
 async def test_while_the_breaker_is_open_it_waits_and_no_check_is_decided(world):
