@@ -72,12 +72,16 @@ def test_nodes_share_a_limit_and_are_gone_afterwards(cluster):
     assert cluster.nodes.keys() == {"n1", "n2", "n3"}
     (first, _), (last, last_pid) = cluster.nodes["n1"], cluster.nodes["n3"]
     with grpc.insecure_channel(first) as channel:
-        assert [ask(channel).allowed for _ in range(6)] == [True] * 6
-    until(lambda: left(last) == 4, "the last node has heard of it")
+        answers = [ask(channel) for _ in range(6)]
+    assert all(answer.allowed for answer in answers)
+    # On a busy machine the store may be late: such a check fails open, and may have been charged or not.
+    charged = [answer.reason for answer in answers].count(pb.WITHIN_LIMIT)
+    lefts = range(4, 11 - charged)
+    until(lambda: left(last) in lefts, "the last node has heard of it")
 
     os.kill(last_pid, signal.SIGKILL)
     cluster.until("n3 ended with SIGKILL")
-    assert left(first) == 4
+    assert left(first) in lefts
 
     [logs] = [line.split()[-1] for line in cluster.lines if line.strip().startswith("logs")]
     cluster.process.send_signal(signal.SIGINT)
