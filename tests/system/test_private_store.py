@@ -11,8 +11,17 @@ import pytest
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
-from tests.system.process import START_S, Files, one_line, until
-from tests.system.test_workers import BOOK, LIMIT, check, connection, runs, worker_of, workers_of
+from tests.system.process import START_S, one_line, until
+from tests.system.test_workers import (
+    LIMIT,
+    check,
+    connection,
+    files_of,
+    runs,
+    two_workers,
+    worker_of,
+    workers_of,
+)
 
 pytestmark = pytest.mark.system
 
@@ -27,17 +36,13 @@ STRICT = (*PATIENT, "--consistency", "strict")
 
 @pytest.fixture
 def files(tmp_path):
-    (tmp_path / "rules.yaml").write_text(BOOK)
-    return Files(tmp_path)
+    return files_of(tmp_path)
 
 
 @pytest.fixture
 def several(tmp_path):
     """Arguments for two workers without a shared state of somebody else's."""
-    return [
-        *("--workers", "2", "--node-id", "n", "--rules-file", str(tmp_path / "rules.yaml")),
-        *("--loopback-admin", "on"),  # every caller asks which worker it came to
-    ]
+    return two_workers(tmp_path)
 
 
 def valkey_of(node):

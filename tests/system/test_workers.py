@@ -34,21 +34,30 @@ rules:
 """
 
 
+def files_of(directory):
+    """The files of a node, with its book in ``rules.yaml``."""
+    (directory / "rules.yaml").write_text(BOOK)
+    return Files(directory)
+
+
+def two_workers(directory):
+    """Arguments for two workers with that book."""
+    return [
+        *("--workers", "2", "--node-id", "n", "--rules-file", str(directory / "rules.yaml")),
+        *("--loopback-admin", "on"),  # every caller asks which worker it came to
+    ]
+
+
 @pytest.fixture
 def files(tmp_path):
-    (tmp_path / "rules.yaml").write_text(BOOK)
-    return Files(tmp_path)
+    return files_of(tmp_path)
 
 
 @pytest.fixture
 def several(tmp_path):
     """Arguments for two workers with a shared state."""
     with Valkey(tmp_path / "valkey") as valkey:
-        yield [
-            *("--workers", "2", "--node-id", "n", "--redis-url", valkey.url),
-            *("--rules-file", str(tmp_path / "rules.yaml")),
-            *("--loopback-admin", "on"),  # every caller asks which worker it came to
-        ]
+        yield [*two_workers(tmp_path), "--redis-url", valkey.url]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ _LATEST_MASK: Final = (1 << 53) - 1
 _LIMIT_MASK: Final = (1 << 31) - 1
 _GENERATION_MASK: Final = (1 << 31) - 1
 _REVISION_MASK: Final = (1 << 63) - 1
-_SAME_MASK: Final = (1 << 31 + 63 + 31) - 1
+_SAME_MASK: Final = (1 << _SPENT_SHIFT - _LIMIT_SHIFT) - 1
 
 
 def pack(shared: SharedState) -> Packed:
@@ -77,22 +77,15 @@ def generation_of(packed: int) -> int:
 
 def unpack(packed: Packed) -> SharedState:
     """The state of these numbers."""
-    state: BucketState = None
-    burst = 0
+    state: BucketState
     number, more = packed if isinstance(packed, tuple) else (packed, 0)
+    limit, state = numbers_of(number)
+    burst = 0
     if isinstance(more, bytes):
         state = more
     else:
         burst = more
-    if number & 1:
-        state = number >> _SPENT_SHIFT, number >> _LATEST_SHIFT & _LATEST_MASK
-    fields = (
-        number >> _GENERATION_SHIFT & _GENERATION_MASK,
-        number >> _REVISION_SHIFT & _REVISION_MASK,
-        number >> _LIMIT_SHIFT & _LIMIT_MASK,
-        state,
-        burst,
-        0,
-    )
+    revision = number >> _REVISION_SHIFT & _REVISION_MASK
+    fields = (generation_of(number), revision, limit, state, burst, 0)
     # To call the class itself takes 0.2 µs longer.
     return tuple.__new__(SharedState, fields)

@@ -129,14 +129,18 @@ class Partition:
         in_flight = spent is None
         if spent is None:
             spent = self._sent_cold.pop(name)
-        bucket = Bucket(b"", name, self, spent.rule, unpack(spent.base))
-        bucket.view.resume(spent.at_us, spent.cost, in_flight=in_flight)
+        bucket = self._with_view(name, spent, in_flight=in_flight)
         if in_flight:
             self._sent = (*self._sent, bucket)
         else:
             self.touch(bucket)
         self.buckets[name] = bucket
         self._node.cache.cold -= 1
+        return bucket
+
+    def _with_view(self, name: bytes, spent: ColdSpend, *, in_flight: bool) -> Bucket:
+        bucket = Bucket(b"", name, self, spent.rule, unpack(spent.base))
+        bucket.view.resume(spent.at_us, spent.cost, in_flight=in_flight)
         return bucket
 
     def ask(self, bucket: Bucket, check: PendingCheck) -> None:
@@ -290,11 +294,10 @@ class Partition:
         self._go_on()
 
     def _settled_cold(self, name: bytes, spent: ColdSpend, packed: Packed) -> None:
-        rule, base, at_us, cost = spent
+        rule, base, _, cost = spent
         if isinstance(packed, tuple) or not is_of(packed, base) or spent_of(packed) > plenty(rule):
-            before = unpack(base)
-            bucket = Bucket(b"", name, self, rule, before)
-            bucket.view.resume(at_us, cost, in_flight=True)
+            bucket = self._with_view(name, spent, in_flight=True)
+            before = bucket.view.base
             bucket.view.acknowledge(unpack(packed))
             self._node.settled(bucket, cost, before)
             if bucket.view.base is before:  # the reply is of an older state

@@ -309,8 +309,7 @@ class BulkChecks:
         allowed, remaining, reset_time, retry_after, reason, _ = outcome
         reset = self._reset_times.get(reset_time) or self._reset(reset_time)
         numbers, name = parts[first][2]
-        end = _end(retry_after, reason) if retry_after else _REASON + KEPT[reason]
-        start = _start(allowed, remaining) + reset + end + numbers
+        start = _start(allowed, remaining) + reset + _end(retry_after, reason) + numbers
         if len(entries) == 1:
             return start + name
         if first:
@@ -324,9 +323,9 @@ class BulkChecks:
         status = head + _STATUS_ALLOWED if allowed else head
         if remaining:
             status += _STATUS_REMAINING + varint(remaining)
-        if reset_time:
-            status += _STATUS_RESET_TIME + varint(reset_time)
-            self._reset(reset_time)
+        reset = self._reset_times.get(reset_time) or self._reset(reset_time)
+        if reset:
+            status += _STATUS_RESET_TIME + reset[1:]
         if retry_after:
             status += _STATUS_RETRY_AFTER + varint(retry_after)
         status += numbers + _STATUS_REASON + KEPT[reason] + enforcement

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Self, TypeVar
 
@@ -388,7 +388,7 @@ class WorkerPool:
 
     def __init__(self, respawners: Sequence[Respawner], store: Respawner | None = None) -> None:
         self._respawners = respawners
-        self._stores = [] if store is None else [store]
+        self._stores = {} if store is None else {STORE_NAME: store}
         self._background = Background({})
         self._keeping_store = Background({})
         self._draining = False
@@ -402,7 +402,7 @@ class WorkerPool:
         Raises:
             StartupError: one cannot start; stop the others.
         """
-        for store in self._stores:
+        for store in self._stores.values():
             await self._start_store(store)
             if self._draining:
                 return
@@ -435,16 +435,16 @@ class WorkerPool:
         """Let all workers drain; kill those that take longer. Return why they did not end well, or an empty text."""
         self._draining = True
         await self._background.stop()
-        numbers = [f"worker {number}" for number in range(len(self._respawners))]
-        reasons = await _stopped(self._respawners, numbers, timeout_s)
+        workers = {f"worker {number}": each for number, each in enumerate(self._respawners)}
+        reasons = await _stopped(workers, timeout_s)
         # Kept until here, and ended last: the workers settle in it while they drain.
         await self._keeping_store.stop()
-        reasons += await _stopped(self._stores, [STORE_NAME][: len(self._stores)], STORE_STOP_S)
+        reasons += await _stopped(self._stores, STORE_STOP_S)
         return "; ".join(reasons)
 
     def kill(self) -> None:
         """End every process at once."""
-        for respawner in (*self._respawners, *self._stores):
+        for respawner in (*self._respawners, *self._stores.values()):
             respawner.kill()
 
     async def readiness(self) -> Readiness:
@@ -469,7 +469,7 @@ class WorkerPool:
             Point(respawner.restarts_total, str(number))
             for number, respawner in enumerate(self._respawners)
         ]
-        restarts += [Point(store.restarts_total, STORE) for store in self._stores]
+        restarts += [Point(store.restarts_total, STORE) for store in self._stores.values()]
         return [
             *merged(
                 [respawner.totals.report() for respawner in self._respawners], [_parent(), *now]
@@ -479,19 +479,17 @@ class WorkerPool:
         ]
 
 
-async def _stopped(
-    respawners: Sequence[Respawner], names: Sequence[str], timeout_s: float
-) -> list[str]:
+async def _stopped(respawners: Mapping[str, Respawner], timeout_s: float) -> list[str]:
     """Stop all, and kill those that take longer; returns why they did not end well, with the name of each."""
-    stopping = [asyncio.create_task(respawner.stop()) for respawner in respawners]
+    stopping = [asyncio.create_task(respawner.stop()) for respawner in respawners.values()]
     if not stopping:
         return []
     _, overdue = await asyncio.wait(stopping, timeout=timeout_s)
     if overdue:
-        for respawner in respawners:
+        for respawner in respawners.values():
             respawner.kill()
     reasons = await asyncio.gather(*stopping)
-    return [f"{name}: {reason}" for name, reason in zip(names, reasons, strict=True) if reason]
+    return [f"{name}: {reason}" for name, reason in zip(respawners, reasons, strict=True) if reason]
 
 
 def _parent() -> Report:

@@ -245,7 +245,10 @@ def settle_request(tag: int, batch: Batch) -> Request:
     keys += [*map(bucket_key, batch.updates), *map(bucket_key, batch.cold)]
     parts = [_NUMBER.pack(batch.number)]
     parts += [_packed(update) for update in batch.updates.values()]
-    parts += [_packed_cold(*spent) for spent in batch.cold.values()]
+    parts += [
+        _packed_run(rule, generation_of(base), at_us, cost)
+        for rule, base, at_us, cost in batch.cold.values()
+    ]
     return keys, [b"".join(parts)]
 
 
@@ -255,11 +258,7 @@ def _packed(update: Update) -> bytes:
         generation = _NO_GENERATION
     kind = NUMBERS[rule.algorithm]
     if len(runs) == 1 and not asks and not refunds:
-        # By far the most frequent, and packed at once in half the time.
-        return _UPDATE_OF_ONE_RUN.pack(
-            kind, generation, rule.revision, rule.limit, rule.burst, rule.window_seconds, 1, 0,
-            *runs[0],
-        )  # fmt: skip
+        return _packed_run(rule, generation, *runs[0])
     if refunds:
         kind += _REFUNDS
     head = _UPDATE.pack(
@@ -271,10 +270,11 @@ def _packed(update: Update) -> bytes:
     return head + b"".join([_PAIR.pack(*pair) for pair in (*runs, *asks)])
 
 
-def _packed_cold(rule: Limit, base: int, at_us: int, cost: int) -> bytes:
+def _packed_run(rule: Limit, generation: int, at_us: int, tokens: int) -> bytes:
+    """Pack an update of one run: by far the most frequent, and packed at once in half the time."""
     return _UPDATE_OF_ONE_RUN.pack(
-        NUMBERS[rule.algorithm], generation_of(base), rule.revision, rule.limit, 0, rule.window_seconds, 1, 0,
-        at_us, cost,
+        NUMBERS[rule.algorithm], generation, rule.revision, rule.limit, rule.burst, rule.window_seconds, 1, 0,
+        at_us, tokens,
     )  # fmt: skip
 
 
@@ -289,8 +289,8 @@ def settle_reply(batch: Batch, reply: Any) -> Reply | None:
     grants, values = _settled(batch, reply)
     settled, new = {}, tuple.__new__  # calling the class itself takes 0.2 µs longer
     first = 0
-    of_cold = values[len(batch.updates) :]
-    for (key, update), value in zip(batch.updates.items(), values, strict=False):
+    of_updates, of_cold = values[: len(batch.updates)], values[len(batch.updates) :]
+    for (key, update), value in zip(batch.updates.items(), of_updates, strict=True):
         shared = bucket_of(value, update.rule)
         if update.asks:
             after = first + len(update.asks)
