@@ -262,7 +262,7 @@ async def test_a_store_is_restarted_counted_and_killed_like_a_worker(pool):
     store = Store("store", [])
     store.kill = lambda: killed.append("store")
     both = pool(ANSWERING)
-    both._stores.append(store)
+    both._stores["the private Valkey"] = store
     assert (await values(both))["rate_limiter_worker_restarts_total"] == {"0": 0, "store": 3}
     both.kill()
     assert killed == ["store"]
