@@ -15,6 +15,7 @@ import redis
 from ratelimitd.cli.client_options import CliError
 from ratelimitd.cli.dev import servers
 from ratelimitd.cli.dev.servers import Children
+from tests.postgres_server import let_others_enter
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ async def test_valkey_listens_on_a_socket_and_keeps_nothing(children, short):
 
 
 async def test_postgresql_listens_on_a_socket_and_has_a_database(children, short):
+    let_others_enter()
     child, url = await servers.start_postgresql(children, short)
     connection = await asyncpg.connect(url)
     try:
