@@ -68,6 +68,18 @@ def bursts(
     ]
 
 
+def draining(limit: int, every_s: float, seconds: float, *, nodes: int) -> list[Due]:
+    """What exceeds a limit most: all nodes but one spend their shares, then the one is asked for twice the limit."""
+    share, asked_s = limit // (2 * nodes) - 1, 0.05
+    schedule = []
+    for number in range(int(seconds / every_s)):
+        at_s = number * every_s
+        schedule += [Due(at_s, node, "u", 1) for node in range(1, nodes) for _ in range(share)]
+        at_s += 0.02
+        schedule += [Due(at_s + asked_s * one / (2 * limit), 0, "u", 1) for one in range(2 * limit)]
+    return schedule
+
+
 def together(*schedules: Sequence[Due]) -> list[Due]:
     """All of them at the same time."""
     return list(heapq.merge(*schedules))

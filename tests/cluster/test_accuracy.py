@@ -11,7 +11,7 @@ import pytest
 
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from tests.cluster.admissions import entitled, excess, tokens
-from tests.cluster.load import bursts, offer, steady
+from tests.cluster.load import bursts, draining, offer, steady
 from tests.cluster.nodes import Nodes
 from tests.servers import Valkey
 
@@ -42,9 +42,11 @@ class Cell:
     """Of the limit."""
     bursts: bool = False
     """Whether it comes ten times in a window, to all nodes at once."""
+    drains: bool = False
+    """Whether callers exceed the limit as far as they can, every second window."""
 
     def __str__(self):
-        how = "-bursts" if self.bursts else ""
+        how = "-bursts" if self.bursts else "-drains" if self.drains else ""
         return f"{self.nodes}-{self.algorithm}-{self.limit}-{self.load}{how}"
 
     @property
@@ -73,6 +75,8 @@ class Cell:
 
     def schedule(self, seconds):
         nodes, cost = self.nodes, self.cost
+        if self.drains:
+            return draining(self.limit, 2 * WINDOW_S, seconds, nodes=nodes)
         if self.bursts:
             return bursts(self.burst, BURST_EVERY_S, seconds, nodes=nodes, cost=cost)
         return steady(self.checks_per_s, seconds, nodes=nodes, cost=cost)
@@ -82,6 +86,7 @@ SETTINGS = {
     "eventual": [],
     # Accuracy is measured here: a machine that is busy with its own load is no outage of the shared state.
     "patient": ["--redis-timeout-ms", "200"],
+    "tight": ["--accuracy", "tight", "--redis-timeout-ms", "200"],
     "strict": ["--consistency", "strict", "--redis-timeout-ms", "1000"],
 }
 
@@ -161,12 +166,14 @@ class Measured:
             f"late {self.late_s:.3f} s and {self.late_tokens:.0f} tokens, {self.reasons}"
         )
 
-    def holds(self):
+    def holds(self, shares=1 / 2 + 1 / 100):
         cell = self.cell
         limit, one_each = cell.limit, cell.nodes * cell.cost
         drift = self.rate * self.late_s
         assert not self.unanswered
-        assert self.excess <= limit / 2 + limit / 100 + cell.nodes * drift + one_each, self
+        assert self.excess <= shares * limit + cell.nodes * drift + one_each, self
+        if cell.drains:
+            return
         least = 0.99 * self.entitled - drift - self.late_tokens - one_each
         assert self.admitted >= least, self
         if limit >= 1_000:
@@ -224,6 +231,11 @@ def test_nodes_allow_together_what_one_would_everywhere(cell, nodes):
 )
 def test_nodes_that_are_answered_in_time_allow_little_more_even_in_bursts(cell, nodes):
     Measured(cell, nodes, LONG_S).holds_within_two_per_cent()
+
+
+@on(Cell(5, BUCKET, 1_000, 1, drains=True), Cell(5, SLIDING, 100, 1, drains=True), settings="tight")
+def test_tight_nodes_allow_a_tenth_more_at_most(cell, nodes):
+    Measured(cell, nodes, SHORT_S).holds(shares=1 / 10)
 
 
 STRICT = [

@@ -94,15 +94,15 @@ def slack(played: Played, limit: int) -> float:
     apart_us = 2 * (told.skew_us + told.caller_times_us)
     late_us = min(books.longest_batch_us, SECOND) + apart_us + 10 * MS
     # Each node holds its share of the members that it believes in.
-    shares = books.most_held * (capacity / 2 + capacity / 100) + told.nodes
+    part: float = played.world.nodes[0].make_view.shares
+    shares = books.most_held * part * capacity + told.nodes
     over = shares + told.nodes * rate * late_us + played.forgiven + books.lost
     if told.edit_s and told.first_is_not_told:
         # the share that it holds until it hears of a state
         over += 0.51 * told.capacity_of(told.limit)
     if told.is_calm:
-        over -= (
-            0.41 * capacity
-        )  # a tenth of the limit is left: what was measured where nothing fails
+        # a tenth of the limit is left: what was measured where nothing fails
+        over -= (part - 0.1) * capacity
     return over
 
 

@@ -37,7 +37,7 @@ class Node:
     """How far the time that a caller sends may be from the clock."""
     decides_alone: bool = False
     """Whether it gives the store up; else it asks each time."""
-    make_view: Callable[[Rule, SharedState | None], LocalView] = LocalView
+    make_view: type[LocalView] = LocalView
     make_meetings: ClassVar[type[FirstChecks]] = FirstChecks
     views: dict[bytes, LocalView] = field(default_factory=dict)
     """In the order of their last use, while some may have to leave."""
@@ -175,7 +175,15 @@ class Node:
         if isinstance(base.state, bytes) or base.limit != rule.limit or base.burst or rule.burst:
             return False
         decide = DECIDE[rule.algorithm]
-        outcome = cold.spend(base.state, rule, decide, waiting.at_us, self.members, waiting.cost)
+        outcome = cold.spend(
+            base.state,
+            rule,
+            decide,
+            waiting.at_us,
+            self.members,
+            waiting.cost,
+            self.make_view.share_of,
+        )
         if outcome is None:
             return False
         at_us = waiting.at_us if base.state is None else max(waiting.at_us, base.state[1])

@@ -4,12 +4,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ratelimitd.ledger.local_view import LocalView
-from ratelimitd.ledger.shared_state import SharedState
-from ratelimitd.model import Rule
 from tests.ledger_model import Ledger
 from tests.simulation.node import Node
 from tests.simulation.scenario import FEW, MOST_CHECKS, Scenario, Span
-from tests.simulation.world import SECOND, START_US, Admission, Network, World
+from tests.simulation.world import MS, SECOND, START_US, Admission, Network, World
 
 KEY = b"one"
 """The bucket that the load is on, and most demands."""
@@ -17,6 +15,7 @@ OTHERS = (b"two", b"three")
 LATEST_EDIT_S = 0.5
 """By then every node has heard of an edit."""
 REST_S = 10
+DRAINS, DRAIN_US = 3, 20 * MS
 MOST_EVENTS = 100_000
 """A run that comes to an end has less than a tenth of it."""
 
@@ -68,9 +67,6 @@ def play(
     made.most_events = 10 * MOST_EVENTS if told.is_late else MOST_EVENTS
     source = made.random
 
-    def make_view(rule: Rule, base: SharedState | None) -> LocalView:
-        return view(rule, base)
-
     for number in range(told.nodes):
         made.start(f"n{number}/0")
         node(
@@ -84,12 +80,12 @@ def play(
             packs=told.packs,
             decides_alone=told.decides_alone,
             caller_times_us=told.caller_times_us,
-            make_view=make_view,
+            make_view=view,
         )
     made.members_changed()
     end_us = START_US + int(told.seconds * SECOND)
     let_things_happen(told, made)
-    offered = _offer(told, made, end_us)
+    offered = drain(told, made) if told.drains else _offer(told, made, end_us)
     made.run_until(end_us)
     rest(made)
     last_us = offered[-1][0] if offered else end_us
@@ -124,6 +120,26 @@ def _offer(told: Scenario, world: World, end_us: int) -> list[tuple[int, int]]:
             node = nodes[int(chance() * len(nodes))]
             cost = 1 + int(chance() * many) if told.buckets == FEW and not told.is_calm else 1
             node.check(others[int(chance() * len(others))], cost)
+    return offered
+
+
+def drain(told: Scenario, world: World) -> list[tuple[int, int]]:
+    """Let all nodes but one spend their shares, and ask the one for all that is left before they have settled."""
+    one, *others = world.nodes
+    offered: list[tuple[int, int]] = []
+
+    def check(node: Node) -> None:
+        offered.append((world.now_us, told.cost))
+        node.check(KEY, told.cost)
+
+    share, all_at_once = told.limit // (2 * told.nodes * told.cost), 2 * told.limit // told.cost
+    for _ in range(DRAINS):
+        for node in others * (share - 1):
+            check(node)
+        for _ in range(all_at_once):
+            world.run_until(world.now_us + DRAIN_US // all_at_once)
+            check(one)
+        world.run_until(world.now_us + 3 * told.window_seconds * SECOND)
     return offered
 
 

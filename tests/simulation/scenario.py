@@ -72,6 +72,8 @@ class Scenario:
     """How far the callers' times may be from the node's, either way."""
     stalls: tuple[Span, ...] = ()
     """One node after the other runs no code."""
+    drains: bool = False
+    """The load is what exceeds a limit most: see :func:`tests.simulation.play.drain`."""
 
     @property
     def rule(self) -> Rule:
@@ -118,6 +120,7 @@ class Scenario:
         """Without any fault."""
         return not (
             self.is_late
+            or self.drains
             or self.loss
             or self.duplicates
             or self.outages
@@ -188,6 +191,25 @@ def late_scenario(seed: int) -> Scenario:
         bursts=chance() < 0.2,
         rtt_us=pick([5, 60, 200]) * MS,
         stalls=tuple(stalls),
+    )
+
+
+def draining_scenario(seed: int) -> Scenario:
+    """Nothing fails, and callers exceed a limit as far as they can."""
+    source = random.Random(seed)
+    pick = source.choice
+    limit = pick([100, 1_000, 100_000])
+    return Scenario(
+        seed=seed,
+        algorithm=pick(list(Algorithm)),
+        limit=limit,
+        window_seconds=pick([1, 5, 60]),
+        nodes=pick([2, 3, 5, 8]),
+        load=1,
+        seconds=0,
+        cost=max(1, limit // 200),
+        rtt_us=pick([0, 0, 5, 20]) * MS,
+        drains=True,
     )
 
 

@@ -168,7 +168,7 @@ class PartNode(Node):
             waiting.is_alone = self.was_alone = True
         else:
             part.reserve(view, waiting.at_us, self.members, waiting.cost)
-            share = view._share_of(view._remaining(waiting.at_us)) / self.members
+            share = view.share_of(rule, view._remaining(waiting.at_us)) / self.members
             self.most_share[key] = max(share, self.most_share.get(key, 0.0))
         if not isinstance(part.outcome, tuple):
             return False

@@ -9,12 +9,13 @@ from itertools import chain
 
 import pytest
 
+from ratelimitd.ledger.local_view import LocalView, TightView
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch
 from tests.ledger_model import Ledger
 from tests.simulation.demands import violations
 from tests.simulation.node import Node
 from tests.simulation.play import play
-from tests.simulation.scenario import late_scenario, scenario
+from tests.simulation.scenario import draining_scenario, late_scenario, scenario
 from tests.simulation.twins import TWINS
 
 SEEDS, CALM_SEEDS, LATE_SEEDS, CHUNK = 2_000, 400, 100, 50
@@ -44,6 +45,14 @@ def late(seeds, **parts):
             yield seed, problems
 
 
+def drained(seeds, **parts):
+    """The same of runs in which callers exceed the limit as far as they can."""
+    for seed in seeds:
+        problems = violations(play(draining_scenario(seed), **parts))
+        if problems:
+            yield seed, problems
+
+
 def found_in_chunk(first, chunk=1_000):
     return list(found(range(first, first + chunk)))
 
@@ -63,12 +72,24 @@ def test_however_late_things_are_the_excess_does_not_grow(first):
     assert dict(late(range(first, first + 5))) == {}
 
 
+@pytest.mark.parametrize("view", [LocalView, TightView])
+@pytest.mark.parametrize("first", chunks(100, 20))
+def test_callers_who_know_the_shares_stay_within_the_bound(first, view):
+    assert dict(drained(range(first, first + 20), view=view)) == {}
+
+
+@pytest.mark.parametrize("first", chunks(400))
+def test_tight_shares_hold_it_whatever_goes_wrong(first):
+    assert dict(found(range(first, first + CHUNK), view=TightView)) == {}
+
+
 @pytest.mark.parametrize("name", TWINS)
 def test_a_wrong_ledger_is_caught(name):
     twin, seeds = TWINS[name], range(TWIN_SEEDS)
     faulty = found(seeds, **twin)
     calm = found(range(TWIN_SEEDS // 4), calm=True, **twin)
-    assert next(chain(faulty, calm, late(range(TWIN_SEEDS // 4), **twin)), None) is not None
+    others = chain(late(range(TWIN_SEEDS // 4), **twin), drained(range(TWIN_SEEDS // 4), **twin))
+    assert next(chain(faulty, calm, others), None) is not None
 
 
 def test_a_run_that_does_not_come_to_an_end_is_ended_and_told():

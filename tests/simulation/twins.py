@@ -6,7 +6,7 @@ from types import MappingProxyType
 from unittest import mock
 
 from ratelimitd.ledger.accounts import ACCOUNTS
-from ratelimitd.ledger.local_view import LocalView
+from ratelimitd.ledger.local_view import LocalView, TightView
 from ratelimitd.ledger.protocol import Batch, Reply
 from ratelimitd.ledger.shared_state import Settled, SharedState, generation_at, standing
 from ratelimitd.model import Algorithm
@@ -24,6 +24,12 @@ class NoShare(LocalView):
 
     def _work_out_share(self, _now_us):
         return sys.maxsize
+
+
+class LooseShares(LocalView):
+    """Promises tight shares, and takes others."""
+
+    shares = TightView.shares
 
 
 class AsksDoNotCount(LocalView):
@@ -392,6 +398,7 @@ class SpendsAgainWhatIsInFlight(Node):
 TWINS = MappingProxyType(
     {
         "no share": {"view": NoShare},
+        "loose shares": {"view": LooseShares},
         "asks do not count": {"view": AsksDoNotCount},
         "forgets what is in flight": {"view": ForgetsWhatIsInFlight},
         "the specification's rule on views": {"view": OwnViewTakesPart},

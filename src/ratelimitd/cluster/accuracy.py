@@ -10,7 +10,6 @@ from typing import Final
 
 from ratelimitd.cluster.pending import Bucket
 from ratelimitd.counters import CheckStats, RollingMax
-from ratelimitd.ledger.local_view import SHARES_OF_CAPACITY, SHARES_OF_REMAINING
 from ratelimitd.ledger.shared_state import SharedState, overdrawn, overdrawn_by_edit
 from ratelimitd.model import US_PER_S
 
@@ -71,11 +70,10 @@ class Accuracy:
         return self._largest_promise.note(now_us, promise)
 
 
-def promised_excess(members: int, round_trip_us: int, skew_us: int) -> float:
+def promised_excess(shares: float, members: int, round_trip_us: int, skew_us: int) -> float:
     """Return the bound of the ledger for any interval, as a fraction of the limit, for a window of one second.
 
-    C/2 + C/100 + N·r·(RTT + 2·skew); longer windows have a smaller rate, and so less. C is the limit, or a
-    larger burst.
+    ``shares`` + N·r·(RTT + 2·skew); longer windows have a smaller rate, and so less. The limit is a larger burst, if
+    it has one; ``shares`` is that of the node's views.
     """
-    shares = 1 / SHARES_OF_REMAINING + 1 / SHARES_OF_CAPACITY
     return shares + members * (round_trip_us + 2 * skew_us) / US_PER_S

@@ -23,6 +23,7 @@ from ratelimitd.cluster.store_servers import Breakers
 from ratelimitd.cluster.strict_buckets import StrictBuckets
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.counters import CheckStats
+from ratelimitd.ledger.local_view import LocalView, TightView
 from ratelimitd.ledger.shared_state import SharedState, has_plenty
 from ratelimitd.model import US_PER_S
 from ratelimitd.retry import Background
@@ -103,6 +104,7 @@ class Cluster:
             recovery_s=settings.breaker_recovery_s,
             random=random,
         )
+        self.make_view = TightView if settings.accuracy == "tight" else LocalView
         self._tags = [
             Partition(number, self._breakers.of_tag(number), incarnation, self)
             for number in range(0, HASH_TAGS, store.tags_per_batch)
@@ -281,7 +283,9 @@ class Cluster:
         """Bound of :attr:`worst_excess` for a window of one second, under the conditions of the same time."""
         now_us, shared_time = self.clock.now_us(), self._shared_time
         skew_us = abs(shared_time.wall_us() - now_us)
-        promise = promised_excess(self.membership.count, shared_time.round_trip_us, skew_us)
+        promise = promised_excess(
+            self.make_view.shares, self.membership.count, shared_time.round_trip_us, skew_us
+        )
         return self.accuracy.largest_promise(now_us, promise)
 
     @property

@@ -128,7 +128,7 @@ class Bucket:
         self.key = key
         self.name = name
         self.tag = tag
-        self.view = LocalView(rule, base)
+        self.view = tag.make_view(rule, base)
         self.is_dirty = self.is_denied = self.is_watched = self.is_cached = False
 
     @property

@@ -431,7 +431,9 @@ class SharedBuckets:
             limit, state = numbers_of(packed)
             members = self._membership.count
             if limit == rule.limit and (
-                outcome := cold.spend(state, rule, decide, now_us, members, cost)
+                outcome := cold.spend(
+                    state, rule, decide, now_us, members, cost, tag.make_view.share_of
+                )
             ):
                 cache.cold += 1
                 at_us = now_us if state is None or state[1] < now_us else state[1]

@@ -50,6 +50,7 @@ class Partition:
         server: the store server that holds it.
         buckets: those of its buckets that this node has a view of, by name.
         cold: spends of those without a view, by name, that no batch contains.
+        make_view: the class of its views.
         most_cold: limit of their number; beyond it buckets have views.
     """
 
@@ -66,6 +67,7 @@ class Partition:
         "_sent_cold",
         "buckets",
         "cold",
+        "make_view",
         "most_cold",
         "number",
         "server",
@@ -77,6 +79,7 @@ class Partition:
         self.buckets: dict[bytes, Bucket] = {}
         self.cold: dict[bytes, ColdSpend] = {}
         self._sent_cold: dict[bytes, ColdSpend] = {}
+        self.make_view = node.make_view
         self.most_cold = MAX_UNSETTLED * node.store.tags_per_batch
         self._node = node
         self._sender = Sender(sender)

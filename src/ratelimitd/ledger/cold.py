@@ -8,8 +8,9 @@ the capacity is left. See ADR 0053.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ratelimitd.algorithms import Decide
-from ratelimitd.ledger.local_view import SHARES_OF_REMAINING
 from ratelimitd.model import Algorithm, Limit, Outcome
 
 
@@ -21,15 +22,22 @@ def plenty(rule: Limit) -> int:
 
 
 def spend(  # noqa: PLR0917 -- called once a check
-    state: tuple[int, ...] | None, rule: Limit, decide: Decide, now_us: int, members: int, cost: int
+    state: tuple[int, ...] | None,
+    rule: Limit,
+    decide: Decide,
+    now_us: int,
+    members: int,
+    cost: int,
+    share_of: Callable[[Limit, int], int],
 ) -> Outcome | None:
     """Decide a check on the state of a cold bucket, with the limit and burst of ``rule`` and nothing unsettled.
 
+    ``share_of`` is that of the view that the bucket would have.
     ``None``: a view has to decide, because the bucket has not plenty, or its spends would have to be settled at once.
     """
     if state is not None and state[0] > plenty(rule):
         return None
     outcome = decide(state, rule, now_us, cost)
     remaining = outcome[1] + cost
-    is_low = 2 * remaining <= rule.capacity or cost * members >= remaining // SHARES_OF_REMAINING
+    is_low = 2 * remaining <= rule.capacity or cost * members >= share_of(rule, remaining)
     return None if is_low or not outcome[0] else outcome

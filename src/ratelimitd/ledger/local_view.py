@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from ratelimitd.algorithms import Decide
 from ratelimitd.ledger.accounts import ACCOUNTS, BucketState, Refund
@@ -30,6 +30,10 @@ before a node settles its share. If callers use all nodes at once, the excess wa
 
 SHARES_OF_CAPACITY: Final = 100
 """At least 1/(100N) of the capacity, whatever is left: a smaller excess is not worth a round trip."""
+
+TIGHT_SHARE_PERCENT: Final = 9
+"""With tight shares, all nodes together have at most this part of the capacity unsettled. With the hundredth that they
+may have whatever is left, a tenth."""
 
 STALE_US: Final = 1_000_000
 """Age of a batch in flight that indicates an outage."""
@@ -58,6 +62,9 @@ class LocalView:
         false_positives: denied checks that the next state of the store would have allowed. The caller that counts them
             resets it to 0.
     """
+
+    shares: ClassVar[float] = 1 / SHARES_OF_REMAINING + 1 / SHARES_OF_CAPACITY
+    """The part of the capacity that all nodes together may have unsettled, at most."""
 
     __slots__ = (
         "_account",
@@ -114,6 +121,13 @@ class LocalView:
         return not (
             self.unsent.tokens or self.in_flight.tokens or self.asked_tokens or self.refunds
         )
+
+    @staticmethod
+    def share_of(rule: Limit, remaining: int) -> int:
+        """Return the tokens that all nodes together may have unsettled, with so many left."""
+        capacity = rule.capacity
+        shares = SHARES_OF_LAST_HALF if 2 * remaining <= capacity else SHARES_OF_REMAINING
+        return max(remaining // shares, capacity // SHARES_OF_CAPACITY)
 
     # Deciding
 
@@ -206,7 +220,7 @@ class LocalView:
         unsent = self.unsent.tokens * members
         if unsent < self.shared_out or not unsent:
             return False
-        return unsent >= self._share_of(self._remaining(now_us))
+        return unsent >= self.share_of(self.rule, self._remaining(now_us))
 
     # Settling
 
@@ -311,13 +325,8 @@ class LocalView:
 
     def _work_out_share(self, now_us: int) -> int:
         """Return the unsettled tokens that all nodes together may have, until the base refills."""
-        self.shared_out = self._share_of(self._remaining(now_us))
+        self.shared_out = self.share_of(self.rule, self._remaining(now_us))
         return self.shared_out
-
-    def _share_of(self, remaining: int) -> int:
-        capacity = self.rule.capacity
-        shares = SHARES_OF_LAST_HALF if 2 * remaining <= capacity else SHARES_OF_REMAINING
-        return max(remaining // shares, capacity // SHARES_OF_CAPACITY)
 
     def _remaining(self, now_us: int) -> int:
         """Return the tokens that the base has left at ``now_us``, negative if it is overdrawn."""
@@ -385,3 +394,16 @@ class LocalView:
         self.shared_out = _UNKNOWN
         # The overdrawn state has its own decide function until the next state.
         self._decide = account.judge_of(state, rule)
+
+
+class TightView(LocalView):
+    """A view with tight shares: nodes allow less beyond a limit together, and ask the store more often."""
+
+    shares = TIGHT_SHARE_PERCENT / 100 + 1 / SHARES_OF_CAPACITY
+
+    __slots__ = ()
+
+    @staticmethod
+    def share_of(rule: Limit, remaining: int) -> int:
+        """Return at most :data:`TIGHT_SHARE_PERCENT` of the capacity, and what other views may have."""
+        return min(LocalView.share_of(rule, remaining), rule.capacity * TIGHT_SHARE_PERCENT // 100)

@@ -112,6 +112,8 @@ class Settings:
         "directory of the bucket snapshot and the last good rule book")]
     consistency: Annotated[str, SettingSpec("eventual", one_of("eventual", "strict"),
         "strict: the shared state decides every check")]
+    accuracy: Annotated[str, SettingSpec("normal", one_of("normal", "tight"),
+        "tight: a node of a cluster allows less before it asks the shared state")]
     timestamps: Annotated[str, SettingSpec("bounded", one_of("bounded", "server", "caller"),
         "which timestamps of callers are used")]
     on_breaker_open: Annotated[str, SettingSpec("fail_open", one_of("fail_open", "local", "deny"),

@@ -8,7 +8,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.ledger.shared_state import Update
 from ratelimitd.model import Algorithm
 from tests.ledger_model import settle
-from tests.unit.cluster.world import SECOND, limited, name_of, state
+from tests.unit.cluster.world import NO_TAG, SECOND, limited, name_of, state
 
 NOW_US = 1_700_006_400 * SECOND
 RULE = limited(100)
@@ -26,7 +26,7 @@ def accuracy(stats):
 
 def a_bucket(spent=None):
     base = None if spent is None else state(spent, NOW_US, limit=100)
-    return Bucket(b"a", name_of(b"a"), None, RULE, base)
+    return Bucket(b"a", name_of(b"a"), NO_TAG, RULE, base)
 
 
 def test_a_bucket_that_is_not_overdrawn_is_exact(accuracy):
@@ -46,11 +46,11 @@ def test_what_a_lowered_limit_makes_too_much_was_allowed_rightly(accuracy):
     higher = replace(RULE, algorithm=Algorithm.SLIDING_WINDOW, limit=200)
     lower = replace(higher, limit=100, revision=RULE.revision + 1)
     before = settle(None, Update(higher, 0, ((NOW_US, 130),))).shared
-    bucket = Bucket(b"a", name_of(b"a"), None, lower, settle(before, Update(lower, 0)).shared)
+    bucket = Bucket(b"a", name_of(b"a"), NO_TAG, lower, settle(before, Update(lower, 0)).shared)
     accuracy.settled(bucket, 7, before, NOW_US)
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (0, 0.0)
     base = settle(before, Update(lower, 0, ((NOW_US, 4),))).shared
-    accuracy.settled(Bucket(b"a", name_of(b"a"), None, lower, base), 7, before, NOW_US)
+    accuracy.settled(Bucket(b"a", name_of(b"a"), NO_TAG, lower, base), 7, before, NOW_US)
     assert (accuracy.over_admitted_total, accuracy.worst_excess(NOW_US)) == (4, 0.04)
 
 
@@ -88,5 +88,5 @@ def test_lost_tokens_are_charged_nowhere(accuracy):
 
 
 def test_the_promise_grows_with_nodes_and_with_what_keeps_them_apart():
-    assert promised_excess(1, 0, 0) == pytest.approx(0.51)
-    assert promised_excess(4, 1_000, 2_000) == pytest.approx(0.51 + 4 * 0.005)
+    assert promised_excess(0.51, 1, 0, 0) == pytest.approx(0.51)
+    assert promised_excess(0.51, 4, 1_000, 2_000) == pytest.approx(0.51 + 4 * 0.005)

@@ -8,6 +8,7 @@ import pytest
 from ratelimitd.cluster.cache import IDLE_US, MOVED_PER_STEP, BucketCache
 from ratelimitd.cluster.packed import unpack
 from ratelimitd.cluster.pending import HASH_TAGS, Bucket
+from ratelimitd.ledger.local_view import LocalView
 from tests.unit.cluster.world import MS, RULE, SECOND, name_of, state
 
 STEP_US = 6_250
@@ -16,7 +17,7 @@ TTL_US = 300 * SECOND
 
 class Scene:
     def __init__(self, max_entries=1_000_000, ttl_us=TTL_US):
-        self.tag, self.now_us = SimpleNamespace(buckets={}), 0
+        self.tag, self.now_us = SimpleNamespace(buckets={}, make_view=LocalView), 0
         self.cache = BucketCache(max_entries=max_entries, ttl_us=ttl_us, now_us=0)
 
     def add(self, key=b"a", spent=1, *, is_dirty=False):

@@ -75,7 +75,7 @@ class Scene:
         if buckets.peek(key, rule, DECIDE[rule.algorithm], now_us, cost) is None:
             buckets.wait(key, rule, now_us, cost, peek=True)
             self.answer()
-        buckets.apply(key, rule, DECIDE[rule.algorithm], now_us, cost)
+        return buckets.apply(key, rule, DECIDE[rule.algorithm], now_us, cost)
 
     async def fail(self, times):
         """So many turns in which a check of an unknown bucket fails."""
@@ -248,6 +248,12 @@ class TestExactness:
         assert scene.cluster.worst_excess == pytest.approx(0.05)
         assert scene.cluster.accuracy.over_admitted_total == 1
         assert scene.cluster.promised_excess == pytest.approx(0.51)
+
+    async def test_tight_shares_promise_a_tenth_and_allow_no_more_on_the_spot(self):
+        scene = Scene(accuracy="tight")
+        assert scene.cluster.promised_excess == pytest.approx(0.1)
+        answers = [scene.spend(rule=limited(100)) for _ in range(20)]
+        assert sum(outcome is not None for outcome in answers) == 9
 
     async def test_nodes_round_trips_and_clocks_that_differ_make_the_promise_larger(self, scene):
         scene.cluster.membership.beat()

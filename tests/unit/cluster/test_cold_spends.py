@@ -10,6 +10,7 @@ from ratelimitd.cluster.packed import generation_of, is_of, pack, unpack
 from ratelimitd.cluster.redis.codec import settle_reply, settle_request
 from ratelimitd.errors import BreakerOpenError, StoreCorruptError
 from ratelimitd.ledger import cold
+from ratelimitd.ledger.local_view import LocalView, TightView
 from ratelimitd.ledger.protocol import MAX_UPDATES, Batch, ColdSpend, Reply
 from ratelimitd.ledger.shared_state import SharedState, Update
 from ratelimitd.model import Algorithm
@@ -392,6 +393,9 @@ def test_packed_states_are_compared_by_what_orders_them():
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 def test_a_full_bucket_is_spent_from_as_the_algorithm_does(algorithm):
     rule, decide = rule_of(algorithm, 10, 60), DECIDE[algorithm]
-    assert cold.spend(None, rule, decide, 100, 1, 2) == decide(None, rule, 100, 2)
-    assert cold.spend(None, rule, decide, 100, 1, 5) is None
-    assert cold.spend(None, rule, decide, 100, 1, 11) is None
+    assert cold.spend(None, rule, decide, 100, 1, 2, LocalView.share_of) == decide(
+        None, rule, 100, 2
+    )
+    assert cold.spend(None, rule, decide, 100, 1, 5, LocalView.share_of) is None
+    assert cold.spend(None, rule, decide, 100, 1, 11, LocalView.share_of) is None
+    assert cold.spend(None, rule, decide, 100, 1, 1, TightView.share_of) is None

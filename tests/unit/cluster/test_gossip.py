@@ -5,7 +5,7 @@ from ratelimitd.cluster.pending import Bucket
 from ratelimitd.ledger.shared_state import SharedState
 from ratelimitd.model import INT32_MAX, MAX_TIME_US, Algorithm
 from ratelimitd.testing import ManualClock
-from tests.unit.cluster.world import FakeBus, limited, name_of, state
+from tests.unit.cluster.world import NO_TAG, FakeBus, limited, name_of, state
 
 RULE = limited(100)
 REVISION = (7).to_bytes(8, "little")
@@ -20,7 +20,7 @@ class Scene:
         """A batch has brought a bucket from one state to another."""
         now_us = self.clock.now_us()
         after = state(spent, now_us, limit=rule.limit) if isinstance(spent, int) else spent
-        bucket = Bucket(key, name_of(key), None, rule, after)
+        bucket = Bucket(key, name_of(key), NO_TAG, rule, after)
         known = None if before is None else state(before, now_us, limit=rule.limit)
         self.gossip.settled(bucket, known)
         return after
@@ -89,7 +89,7 @@ def test_a_bucket_is_told_once_in_an_interval(scene):
 def test_one_with_a_log_is_told_by_name_at_once(scene, hearer):
     rule = limited(100, algorithm=Algorithm.SLIDING_WINDOW)
     now_us = scene.clock.now_us()
-    bucket = Bucket(b"a", name_of(b"a"), None, rule, None)
+    bucket = Bucket(b"a", name_of(b"a"), NO_TAG, rule, None)
     bucket.view.check_alone(now_us, 60)
     log = bucket.view._state
     scene.settle(SharedState(0, 1, 100, log), None, rule=rule)

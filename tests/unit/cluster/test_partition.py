@@ -10,6 +10,7 @@ from ratelimitd.cluster.pending import Bucket, PendingCheck
 from ratelimitd.cluster.sync import MAX_KEPT_US, Partition
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreCorruptError, StoreMovingError
+from ratelimitd.ledger.local_view import LocalView
 from ratelimitd.ledger.protocol import MAX_UPDATES
 from ratelimitd.model import LIMIT_EXCEEDED, Algorithm
 from ratelimitd.testing import ManualClock
@@ -52,6 +53,7 @@ class Scene:
         self.timers = ManualTimers(self.clock)
         self.store, self.server = FakeStore(self.timers), StoreServer()
         self.settled_buckets, self.lost_tokens, self.defects = [], 0, []
+        self.make_view = LocalView
         self.tag = Partition(97, self.server, "node/1", self)
 
     def settled(self, bucket, tokens, before):

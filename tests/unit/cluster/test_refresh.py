@@ -3,11 +3,11 @@ import pytest
 from ratelimitd.cluster import sync as rereading_module
 from ratelimitd.cluster.pending import Bucket
 from ratelimitd.cluster.sync import MAX_BUCKETS, PAUSES_US, RefreshQueue
-from tests.unit.cluster.world import MS, RULE, SECOND, name_of
+from tests.unit.cluster.world import MS, NO_TAG, RULE, SECOND, name_of
 
 
 def a_bucket(key=b"a"):
-    return Bucket(key, name_of(key), None, RULE, None)
+    return Bucket(key, name_of(key), NO_TAG, RULE, None)
 
 
 @pytest.fixture

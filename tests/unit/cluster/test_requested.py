@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from ratelimitd.cluster.pending import Bucket, PendingCheck, Requested
-from tests.unit.cluster.world import SECOND, limited, name_of, state
+from tests.unit.cluster.world import NO_TAG, SECOND, limited, name_of, state
 
 NOW_US = 1_700_006_400 * SECOND
 RULE = limited(10)
@@ -13,7 +13,7 @@ RULE = limited(10)
 
 @pytest.fixture
 def bucket():
-    return Bucket(b"a", name_of(b"a"), None, RULE, state(5, NOW_US, limit=10))
+    return Bucket(b"a", name_of(b"a"), NO_TAG, RULE, state(5, NOW_US, limit=10))
 
 
 @pytest.fixture

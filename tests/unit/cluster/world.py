@@ -15,6 +15,7 @@ from ratelimitd.cluster.store_servers import StoreServer
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.ledger.local_view import LocalView
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from ratelimitd.testing import ManualClock
@@ -41,6 +42,9 @@ RULE = Rule(
 def limited(limit, **changes):
     """:data:`RULE` with another limit."""
     return replace(RULE, limit=limit, **changes)
+
+
+NO_TAG = SimpleNamespace(make_view=LocalView)
 
 
 def name_of(key):
@@ -221,6 +225,7 @@ class World:
         self.members = SimpleNamespace(count=members)
         breaker = Breaker(self.clock.monotonic_us)
         self.server = StoreServer("server", 0, breaker, self.clock, self.stats, self.timers)
+        self.make_view = LocalView
         self.tags = [Partition(number, self.server, "node/1", self) for number in range(HASH_TAGS)]
         self.cache = BucketCache(
             max_entries=max_entries, ttl_us=ttl_s * SECOND, now_us=self.clock.monotonic_us()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.ledger.accounts import Refund
-from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, LocalView
+from ratelimitd.ledger.local_view import LEAST_PENDING_RUNS, LocalView, TightView
 from ratelimitd.ledger.shared_state import Ask, SharedState, Update
 from ratelimitd.model import Algorithm, IdentifierType, Rule
 from tests.ledger_model import settle
@@ -47,6 +47,14 @@ def spend(view, times, terms=FIVE):
 )
 def test_a_share_of_what_is_left_is_decided_on_the_spot(count, members, share):
     assert spend(view(count), 100, (NOW, members)) == share
+
+
+@pytest.mark.parametrize(
+    ("count", "members", "share"),
+    [(0, 5, 1), (0, 1, 9), (49, 1, 9), (80, 1, 5), (91, 1, 2), (0, 10, 0), (99, 1, 1)],
+)
+def test_a_tight_share_is_nine_per_cent_of_the_limit_at_most(count, members, share):
+    assert spend(TightView(RULE, shared(count)), 100, (NOW, members)) == share
 
 
 def test_a_share_of_the_limit_is_decided_on_the_spot_whatever_is_left():
