@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -42,6 +43,10 @@ def use_binary(path: Path) -> None:
     _binary = path
 
 
+UNASSIGNED_PORTS = 20_000, 32_000
+"""Below those that Linux gives to sockets which ask for any."""
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on, and that was not given out before."""
     while True:
@@ -51,6 +56,18 @@ def free_port() -> int:
         if port not in _given:
             _given.add(port)
             return port
+
+
+def first_of_free_ports(count: int) -> int:
+    """The first of so many adjacent TCP ports that nobody listens on, and that the system gives to nobody by itself."""
+    while True:
+        first = random.SystemRandom().randrange(*UNASSIGNED_PORTS)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probe = probes.enter_context(socket.socket())
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+            return first
 
 
 def until(condition: Callable[[], object], what: str) -> None:
