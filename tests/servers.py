@@ -44,30 +44,24 @@ def use_binary(path: Path) -> None:
 
 
 UNASSIGNED_PORTS = 20_000, 32_000
-"""Below those that Linux gives to sockets which ask for any."""
+"""Below those that Linux gives to sockets which ask for any: nobody gets one by chance."""
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on, and that was not given out before."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port not in _given:
-            _given.add(port)
-            return port
-
-
-def first_of_free_ports(count: int) -> int:
-    """The first of so many adjacent TCP ports that nobody listens on, and that the system gives to nobody by itself."""
+def free_port(adjacent: int = 1) -> int:
+    """A TCP port, the first of so many, that nobody listens on, and that was not given out before."""
     while True:
         first = random.SystemRandom().randrange(*UNASSIGNED_PORTS)
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                probe = probes.enter_context(socket.socket())
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", port))
+        ports = range(first, first + adjacent)
+        if _given.isdisjoint(ports) and all(map(_is_free, ports)):
+            _given.update(ports)
             return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def until(condition: Callable[[], object], what: str) -> None:

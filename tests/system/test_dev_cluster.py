@@ -12,7 +12,7 @@ import pytest
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.postgres_server import let_others_enter
-from tests.servers import first_of_free_ports, until
+from tests.servers import free_port, until
 from tests.system.process import COMMAND, START_S, clean_environment
 
 pytestmark = pytest.mark.system
@@ -42,7 +42,7 @@ class Shown:
 @pytest.fixture(params=[["--sqlite"], []], ids=["sqlite", "postgresql"])
 def cluster(request):
     let_others_enter()
-    grpc_port = first_of_free_ports(6)  # of three nodes
+    grpc_port = free_port(adjacent=6)  # of three nodes
     ports = ["--grpc-port", str(grpc_port), "--http-port", str(grpc_port + 3)]
     with subprocess.Popen(
         [*COMMAND, "dev", "cluster", *ports, *request.param],
