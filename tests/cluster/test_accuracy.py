@@ -172,8 +172,6 @@ class Measured:
         drift = self.rate * self.late_s
         assert not self.unanswered
         assert self.excess <= shares * limit + cell.nodes * drift + one_each, self
-        if cell.drains:
-            return
         least = 0.99 * self.entitled - drift - self.late_tokens - one_each
         assert self.admitted >= least, self
         if limit >= 1_000:

@@ -99,7 +99,7 @@ def slack(played: Played, limit: int) -> float:
     over = shares + told.nodes * rate * late_us + played.forgiven + books.lost
     if told.edit_s and told.first_is_not_told:
         # the share that it holds until it hears of a state
-        over += 0.51 * told.capacity_of(told.limit)
+        over += part * told.capacity_of(told.limit)
     if told.is_calm:
         # a tenth of the limit is left: what was measured where nothing fails
         over -= (part - 0.1) * capacity

@@ -5,6 +5,7 @@ A seed decides a run to the last bit: ``violations(play(scenario(seed)))`` plays
 
 import os
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -22,6 +23,8 @@ SEEDS, CALM_SEEDS, LATE_SEEDS, CHUNK = 2_000, 400, 100, 50
 LONG_SEEDS = int(os.environ.get("SIMULATION_SEEDS", "100000"))
 TWIN_SEEDS = 200
 
+calm_scenario = partial(scenario, calm=True)
+
 
 def chunks(seeds, chunk=CHUNK):
     """First seeds of the chunks; the first chunk is a slice."""
@@ -29,26 +32,10 @@ def chunks(seeds, chunk=CHUNK):
     return [pytest.param(first, marks=pytest.mark.slice), *others]
 
 
-def found(seeds, *, calm=False, **parts):
+def found(seeds, scenario=scenario, **parts):
     """What does not hold, by seed."""
     for seed in seeds:
-        problems = violations(play(scenario(seed, calm=calm), **parts))
-        if problems:
-            yield seed, problems
-
-
-def late(seeds, **parts):
-    """The same of long runs in which things are late."""
-    for seed in seeds:
-        problems = violations(play(late_scenario(seed), **parts))
-        if problems:
-            yield seed, problems
-
-
-def drained(seeds, **parts):
-    """The same of runs in which callers exceed the limit as far as they can."""
-    for seed in seeds:
-        problems = violations(play(draining_scenario(seed), **parts))
+        problems = violations(play(scenario(seed), **parts))
         if problems:
             yield seed, problems
 
@@ -64,18 +51,18 @@ def test_whatever_goes_wrong_one_limit_is_held(first):
 
 @pytest.mark.parametrize("first", chunks(CALM_SEEDS))
 def test_where_nothing_goes_wrong_it_is_held_more_closely(first):
-    assert dict(found(range(first, first + CHUNK), calm=True)) == {}
+    assert dict(found(range(first, first + CHUNK), calm_scenario)) == {}
 
 
 @pytest.mark.parametrize("first", chunks(LATE_SEEDS, 5))
 def test_however_late_things_are_the_excess_does_not_grow(first):
-    assert dict(late(range(first, first + 5))) == {}
+    assert dict(found(range(first, first + 5), late_scenario)) == {}
 
 
 @pytest.mark.parametrize("view", [LocalView, TightView])
 @pytest.mark.parametrize("first", chunks(100, 20))
 def test_callers_who_know_the_shares_stay_within_the_bound(first, view):
-    assert dict(drained(range(first, first + 20), view=view)) == {}
+    assert dict(found(range(first, first + 20), draining_scenario, view=view)) == {}
 
 
 @pytest.mark.parametrize("first", chunks(400))
@@ -85,11 +72,13 @@ def test_tight_shares_hold_it_whatever_goes_wrong(first):
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_wrong_ledger_is_caught(name):
-    twin, seeds = TWINS[name], range(TWIN_SEEDS)
-    faulty = found(seeds, **twin)
-    calm = found(range(TWIN_SEEDS // 4), calm=True, **twin)
-    others = chain(late(range(TWIN_SEEDS // 4), **twin), drained(range(TWIN_SEEDS // 4), **twin))
-    assert next(chain(faulty, calm, others), None) is not None
+    twin = TWINS[name]
+    faulty = found(range(TWIN_SEEDS), **twin)
+    others = [
+        found(range(TWIN_SEEDS // 4), scenario, **twin)
+        for scenario in (calm_scenario, late_scenario, draining_scenario)
+    ]
+    assert next(chain(faulty, *others), None) is not None
 
 
 def test_a_run_that_does_not_come_to_an_end_is_ended_and_told():
