@@ -73,7 +73,7 @@ class Accuracy:
 def promised_excess(shares: float, members: int, round_trip_us: int, skew_us: int) -> float:
     """Return the bound of the ledger for any interval, as a fraction of the limit, for a window of one second.
 
-    ``shares`` + N·r·(RTT + 2·skew); longer windows have a smaller rate, and so less. The limit is a larger burst, if
-    it has one; ``shares`` is that of the node's views.
+    shares + N·r·(RTT + 2·skew); longer windows have a smaller rate, and so less. A burst larger than the limit
+    takes its place. ``shares`` is that of the node's views.
     """
     return shares + members * (round_trip_us + 2 * skew_us) / US_PER_S
