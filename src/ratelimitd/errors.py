@@ -79,6 +79,24 @@ class AssignmentsFullError(RateLimitdError):
     """The store holds as many assignments as it takes; remove one first."""
 
 
+class HoldEndedError(RateLimitdError):
+    """The time of a hold was over before it was settled or extended."""
+
+    def __init__(self) -> None:
+        super().__init__("hold: its time is over; what it held stays charged, and its slots are free")
+
+
+class HoldSettledError(RateLimitdError):
+    """A hold was settled before, with another number of tokens."""
+
+    def __init__(self, field: str = "actual") -> None:
+        super().__init__(f"{field}: the hold was settled before, with another number of tokens")
+
+
+class HoldsFullError(RateLimitdError):
+    """A bucket, or the node, has as many holds as it may have."""
+
+
 class StoreUnavailableError(RateLimitdError):
     """A store cannot be reached or cannot write now; the message, without SQL or values, is shown to the caller.
 

@@ -60,6 +60,7 @@ class Algorithm(enum.StrEnum):
     TOKEN_BUCKET = "token_bucket"
     SLIDING_WINDOW = "sliding_window"
     FIXED_WINDOW = "fixed_window"
+    CONCURRENCY = "concurrency"
 
 
 class Enforcement(enum.StrEnum):

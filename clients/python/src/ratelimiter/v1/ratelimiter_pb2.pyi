@@ -364,6 +364,236 @@ class LimitStatus(_message.Message):
 Global___LimitStatus: _TypeAlias = LimitStatus  # noqa: Y015
 
 @_typing.final
+class HoldRequest(_message.Message):
+    """Charges tokens_requested now; the hold is settled with what it has really cost. Neither peek nor max_wait_ms is for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECK_FIELD_NUMBER: _builtins.int
+    HOLD_ID_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    hold_id: _builtins.str
+    """the caller's, best a UUID; at most 64 characters: the same one again is the same hold; unset: none to repeat it by"""
+    ttl_seconds: _builtins.int
+    """1 to 3600; unset: 60"""
+    @_builtins.property
+    def check(self) -> Global___RateLimitRequest: ...
+    def __init__(
+        self,
+        *,
+        check: Global___RateLimitRequest | None = ...,
+        hold_id: _builtins.str = ...,
+        ttl_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check", b"check"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "hold_id", b"hold_id", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldRequest: _TypeAlias = HoldRequest  # noqa: Y015
+
+@_typing.final
+class HoldResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    hold: _builtins.str
+    """opaque; for Settle and Extend on any node; empty when the check is denied"""
+    expire_time: _builtins.int
+    """Unix seconds, rounded up: when the hold ends; what is not settled until then stays charged, slots come free"""
+    @_builtins.property
+    def answer(self) -> Global___RateLimitResponse: ...
+    def __init__(
+        self,
+        *,
+        answer: Global___RateLimitResponse | None = ...,
+        hold: _builtins.str = ...,
+        expire_time: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "expire_time", b"expire_time", "hold", b"hold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldResponse: _TypeAlias = HoldResponse  # noqa: Y015
+
+@_typing.final
+class SettleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLD_FIELD_NUMBER: _builtins.int
+    ACTUAL_FIELD_NUMBER: _builtins.int
+    hold: _builtins.str
+    actual: _builtins.int
+    """tokens in place of those held, also more; 0 cancels"""
+    def __init__(
+        self,
+        *,
+        hold: _builtins.str = ...,
+        actual: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual", b"actual", "hold", b"hold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleRequest: _TypeAlias = SettleRequest  # noqa: Y015
+
+@_typing.final
+class SettleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    CHARGED_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    known: _builtins.bool
+    """false: the hold is there no more, or held nothing because no limit was asked; nothing was done"""
+    charged: _builtins.int
+    """actual, if known"""
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___LimitStatus]:
+        """what each limit has now"""
+
+    def __init__(
+        self,
+        *,
+        known: _builtins.bool = ...,
+        charged: _builtins.int = ...,
+        limits: _abc.Iterable[Global___LimitStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["charged", b"charged", "known", b"known", "limits", b"limits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleResponse: _TypeAlias = SettleResponse  # noqa: Y015
+
+@_typing.final
+class ExtendRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLD_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    hold: _builtins.str
+    ttl_seconds: _builtins.int
+    """from now on; 1 to 3600; unset: 60"""
+    def __init__(
+        self,
+        *,
+        hold: _builtins.str = ...,
+        ttl_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtendRequest: _TypeAlias = ExtendRequest  # noqa: Y015
+
+@_typing.final
+class ExtendResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    known: _builtins.bool
+    """false: as above"""
+    expire_time: _builtins.int
+    def __init__(
+        self,
+        *,
+        known: _builtins.bool = ...,
+        expire_time: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "known", b"known"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtendResponse: _TypeAlias = ExtendResponse  # noqa: Y015
+
+@_typing.final
+class ListHoldsRequest(_message.Message):
+    """Holds in flight that this node has made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHoldsRequest: _TypeAlias = ListHoldsRequest  # noqa: Y015
+
+@_typing.final
+class ListHoldsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___HoldsOfLimit]: ...
+    def __init__(
+        self,
+        *,
+        limits: _abc.Iterable[Global___HoldsOfLimit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHoldsResponse: _TypeAlias = ListHoldsResponse  # noqa: Y015
+
+@_typing.final
+class HoldsOfLimit(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULE_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    IDENTIFIER_TYPE_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    rule_id: _builtins.str
+    name: _builtins.str
+    endpoint: _builtins.str
+    """of the rule"""
+    identifier_type: _builtins.str
+    holds: _builtins.int
+    tokens: _builtins.int
+    """held"""
+    def __init__(
+        self,
+        *,
+        rule_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        identifier_type: _builtins.str = ...,
+        holds: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "holds", b"holds", "identifier_type", b"identifier_type", "name", b"name", "rule_id", b"rule_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldsOfLimit: _TypeAlias = HoldsOfLimit  # noqa: Y015
+
+@_typing.final
 class BatchRateLimitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -791,3 +791,207 @@ class RateLimiterPlans:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RateLimiterHoldsStub:
+    """Costs that are known afterwards, and things in flight.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Hold = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterHolds/Hold',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.HoldRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.HoldResponse.FromString,
+                _registered_method=True)
+        self.Settle = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterHolds/Settle',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.SettleRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.SettleResponse.FromString,
+                _registered_method=True)
+        self.Extend = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterHolds/Extend',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ExtendRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ExtendResponse.FromString,
+                _registered_method=True)
+        self.ListHolds = channel.unary_unary(
+                '/ratelimiter.v1.RateLimiterHolds/ListHolds',
+                request_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListHoldsRequest.SerializeToString,
+                response_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListHoldsResponse.FromString,
+                _registered_method=True)
+
+
+class RateLimiterHoldsServicer:
+    """Costs that are known afterwards, and things in flight.
+    """
+
+    def Hold(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Settle(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Extend(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListHolds(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RateLimiterHoldsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Hold': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.HoldRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.HoldResponse.SerializeToString,
+            ),
+            'Settle': grpc.unary_unary_rpc_method_handler(
+                    servicer.Settle,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.SettleRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.SettleResponse.SerializeToString,
+            ),
+            'Extend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Extend,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ExtendRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ExtendResponse.SerializeToString,
+            ),
+            'ListHolds': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHolds,
+                    request_deserializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListHoldsRequest.FromString,
+                    response_serializer=ratelimiter_dot_v1_dot_ratelimiter__pb2.ListHoldsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'ratelimiter.v1.RateLimiterHolds', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('ratelimiter.v1.RateLimiterHolds', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RateLimiterHolds:
+    """Costs that are known afterwards, and things in flight.
+    """
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterHolds/Hold',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.HoldRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.HoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Settle(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterHolds/Settle',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.SettleRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.SettleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Extend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterHolds/Extend',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.ExtendRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.ExtendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHolds(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratelimiter.v1.RateLimiterHolds/ListHolds',
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.ListHoldsRequest.SerializeToString,
+            ratelimiter_dot_v1_dot_ratelimiter__pb2.ListHoldsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

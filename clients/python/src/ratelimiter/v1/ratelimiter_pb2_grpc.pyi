@@ -228,3 +228,58 @@ class RateLimiterPlansServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_ratelimiter_pb2.BatchAssignPlansResponse, _abc.Awaitable[_ratelimiter_pb2.BatchAssignPlansResponse]]: ...
 
 def add_RateLimiterPlansServicer_to_server(servicer: RateLimiterPlansServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class RateLimiterHoldsStub:
+    """Costs that are known afterwards, and things in flight."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RateLimiterHoldsAsyncStub: ...
+    Hold: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.HoldRequest, _ratelimiter_pb2.HoldResponse]
+    Settle: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.SettleRequest, _ratelimiter_pb2.SettleResponse]
+    Extend: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ExtendRequest, _ratelimiter_pb2.ExtendResponse]
+    ListHolds: _grpc.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListHoldsRequest, _ratelimiter_pb2.ListHoldsResponse]
+
+@_typing.type_check_only
+class RateLimiterHoldsAsyncStub(RateLimiterHoldsStub):
+    """Costs that are known afterwards, and things in flight."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Hold: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.HoldRequest, _ratelimiter_pb2.HoldResponse]  # type: ignore[assignment]
+    Settle: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.SettleRequest, _ratelimiter_pb2.SettleResponse]  # type: ignore[assignment]
+    Extend: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ExtendRequest, _ratelimiter_pb2.ExtendResponse]  # type: ignore[assignment]
+    ListHolds: _aio.UnaryUnaryMultiCallable[_ratelimiter_pb2.ListHoldsRequest, _ratelimiter_pb2.ListHoldsResponse]  # type: ignore[assignment]
+
+class RateLimiterHoldsServicer(metaclass=_abc_1.ABCMeta):
+    """Costs that are known afterwards, and things in flight."""
+
+    @_abc_1.abstractmethod
+    def Hold(
+        self,
+        request: _ratelimiter_pb2.HoldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.HoldResponse, _abc.Awaitable[_ratelimiter_pb2.HoldResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Settle(
+        self,
+        request: _ratelimiter_pb2.SettleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.SettleResponse, _abc.Awaitable[_ratelimiter_pb2.SettleResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Extend(
+        self,
+        request: _ratelimiter_pb2.ExtendRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.ExtendResponse, _abc.Awaitable[_ratelimiter_pb2.ExtendResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListHolds(
+        self,
+        request: _ratelimiter_pb2.ListHoldsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ratelimiter_pb2.ListHoldsResponse, _abc.Awaitable[_ratelimiter_pb2.ListHoldsResponse]]: ...
+
+def add_RateLimiterHoldsServicer_to_server(servicer: RateLimiterHoldsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
